@@ -8,6 +8,7 @@ from prefect.cache_policies import NO_CACHE
 from flows import comparison
 from flows.artifacts import show_comparison
 from flows.parameters import Root
+from flows.stack_store import tracking_in_stack
 from flows.tell import tell, tell_command
 from rlcore.config import PathsConfig, TrackingConfig
 
@@ -34,6 +35,6 @@ def compare(runs: list[str] = NO_RUNS, search: str = "", root: Root = None) -> c
     """
     at = Path(root or PathsConfig().root).resolve()
     tell_command(f"millrace compare {' '.join(runs)}{f' --search {search!r}' if search else ''} --root {at}")
-    made = write_comparison(comparison.find_runs(runs, search, at, TrackingConfig()), at)
+    made = write_comparison(comparison.find_runs(runs, search, at, tracking_in_stack(TrackingConfig(), at)), at)
     show_comparison(made)
     return made

@@ -9,6 +9,7 @@ from prefect.cache_policies import NO_CACHE
 from flows import upkeep
 from flows.parameters import Root
 from flows.run_folders import all_runs
+from flows.stack_store import tracking_in_stack
 from flows.tell import tell, tell_command
 from flows.upkeep import Outcome
 from rlcore.config import PathsConfig, TrackingConfig
@@ -30,7 +31,7 @@ def sync(folders: list[Path]) -> list[Outcome]:
 @task(task_run_name="gc", cache_policy=NO_CACHE)
 def gc(root: Path, dry_run: bool) -> list[Outcome]:
     """Remove artifacts of runs that were deleted in MLflow."""
-    return _told("gc", upkeep.collect_garbage(root, TrackingConfig(), dry_run=dry_run))
+    return _told("gc", upkeep.collect_garbage(root, tracking_in_stack(TrackingConfig(), root), dry_run=dry_run))
 
 
 @flow(name="maintain", flow_run_name="maintain")

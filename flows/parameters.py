@@ -1,12 +1,12 @@
 """Parameters of the flows: flat, since Prefect replaces a nested one whole; and how they become settings."""
 
-import os
 import re
 import shlex
 from typing import Annotated
 
 from pydantic import Field, WithJsonSchema
 
+from flows.stack_store import in_stack
 from rlcore.config import RunConfig
 from rlcore.config.compose import experiment_names, load_config
 
@@ -23,8 +23,6 @@ Count = Annotated[int | None, Field(ge=1)]
 Rate = Annotated[float | None, Field(gt=0)]
 Root = str | None
 """`paths.root`. A deployment sets it, and `-p overrides=...` replaces the overrides whole: so it is apart from them."""
-TRACKING_URI = "MILLRACE_TRACKING_URI"
-"""Environment of flows under a stack whose MLflow has a database of its own: where their metrics go."""
 MLFLOW_PAGE = "MILLRACE_MLFLOW_PAGE"
 """Environment of flows under a stack: where its MLflow shows what they write."""
 
@@ -45,11 +43,7 @@ def settings_of(experiment: str | None, overrides: list[str], **fields: str | fl
     Raises:
         ConfigError: one message with every mistake, as on the command line.
     """
-    config = load_config(all_overrides(overrides, **fields), experiment=experiment)
-    uri = os.environ.get(TRACKING_URI)
-    if uri and config.tracking.uri is None:
-        return config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
-    return config
+    return in_stack(load_config(all_overrides(overrides, **fields), experiment=experiment))
 
 
 def all_overrides(overrides: list[str], **fields: str | float | None) -> list[str]:

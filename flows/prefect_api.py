@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.parameters import MLFLOW_PAGE, TRACKING_URI
+from flows.parameters import MLFLOW_PAGE
 from flows.tether import tethered
 from flows.trainer_client import SOURCE_FOLDER
 from rlcore.errors import MillraceError
@@ -141,8 +141,6 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
     if stack := _recorded_stack(root):
         os.environ["PREFECT_API_URL"] = stack.prefect_api_url
         os.environ.setdefault(MLFLOW_PAGE, stack.mlflow_url)
-        if not stack.mlflow_database.startswith("sqlite:"):
-            os.environ.setdefault(TRACKING_URI, stack.mlflow_url)
         return PrefectApi(stack.prefect_api_url, None)
     home = Path(os.environ.setdefault("PREFECT_HOME", str(root.resolve() / "prefect")))
     if home not in _servers:

@@ -18,6 +18,7 @@ from flows.stack.ports import is_free
 from flows.stack.recipes import mlflow_recipe
 from flows.stack.services import answers, wait_until_ready
 from flows.stack.state import Service, StackState, read_stack
+from flows.stack_store import tracking_in_stack
 from flows.tether import tethered
 from flows.upkeep import Outcome
 from rlcore.config import TrackingConfig
@@ -30,7 +31,7 @@ END_WAIT_S = 20.0
 def compare(runs: Sequence[str], *, search: str, root: Path, tracking: TrackingConfig) -> None:
     """Write a comparison and say what it concludes."""
     root = root.resolve()
-    made = compare_runs(find_runs(runs, search, root, tracking), root)
+    made = compare_runs(find_runs(runs, search, root, tracking_in_stack(tracking, root)), root)
     print(f"{len(made.runs)} runs: {', '.join(folder.name for folder in made.runs)}\n")
     print("\n".join(made.statements))
     print(f"\n  HTML      {made.html}\n  Markdown  {made.markdown}\n  JSON      {made.json}")
@@ -47,7 +48,9 @@ def sync(runs: Sequence[str], *, root: Path, uri: str | None) -> None:
 
 def gc(*, root: Path, tracking: TrackingConfig, dry_run: bool) -> None:
     """Remove artifacts of deleted runs."""
-    _end(upkeep.collect_garbage(root.resolve(), tracking, dry_run=dry_run), "no artifacts of deleted runs")
+    root = root.resolve()
+    outcomes = upkeep.collect_garbage(root, tracking_in_stack(tracking, root), dry_run=dry_run)
+    _end(outcomes, "no artifacts of deleted runs")
 
 
 def _end(outcomes: Sequence[Outcome], nothing: str) -> None:

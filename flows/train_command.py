@@ -11,6 +11,7 @@ from flows.plan import make_plan
 from flows.plan_table import show_plan
 from flows.progress import display, display_for_console, shown_on
 from flows.report_stage import write_report
+from flows.stack_store import in_stack
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import WorkerLostError
@@ -20,7 +21,7 @@ from rlcore.run.layout import RunLayout
 
 def train(settings: list[str], *, dry_run: bool, as_json: bool, verbose: bool) -> None:
     """Data, warm start, chunks, validation, weights."""
-    config = load_config(settings)
+    config = in_stack(load_config(settings))
     check_before_plan(config)
     plan = make_plan(config)
     if dry_run:
@@ -51,7 +52,7 @@ def train(settings: list[str], *, dry_run: bool, as_json: bool, verbose: bool) -
 
 def validate(settings: list[str], *, checkpoint: str, verbose: bool) -> None:
     """Judge one checkpoint."""
-    config = load_config(settings)
+    config = in_stack(load_config(settings))
     check_before_plan(config)
     with _watched(config, (), verbose=verbose) as run:
         inputs = stages.prepare_inputs(config)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.open_run import FLOW_LOCK
+from flows.stack_store import stack_store
 from rlcore.checkpoint.manage import plan_prune
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig, TrackingConfig
@@ -61,7 +62,10 @@ def _pruned(folder: Path, dry_run: bool) -> Outcome:
 
 
 def sync(folders: Sequence[Path], uri: str | None) -> list[Outcome]:
-    """Deliver to MLflow what it has not got of each run's journal. Doing it again changes nothing."""
+    """Deliver to MLflow what it has not got of each run's journal. Doing it again changes nothing.
+
+    `uri`: another store than that of the run's settings; where neither names one, it is the stack's.
+    """
     return [_synced(folder, uri) for folder in folders]
 
 
@@ -69,7 +73,7 @@ def _synced(folder: Path, uri: str | None) -> Outcome:
     if not (folder / ATTEMPTS_FILE).is_file():
         return Outcome(folder.name, "has not begun", ok=True)
     try:
-        result = sync_run(folder, uri)
+        result = sync_run(folder, uri or _store_in_stack(folder))
     except TrackingError as error:
         if "in use by" in str(error):
             return Outcome(folder.name, "is being delivered by another process", ok=True)
@@ -77,6 +81,15 @@ def _synced(folder: Path, uri: str | None) -> Outcome:
     status = "goes on" if result.status is None else f"is {result.status}"
     news = f"{result.num_bytes:,} bytes of the journal delivered" if result.num_bytes else "nothing was missing"
     return Outcome(folder.name, f"{news}; the run {status} (MLflow run {result.mlflow_run_id})", ok=True)
+
+
+def _store_in_stack(folder: Path) -> str | None:
+    """The stack's store for a run whose settings name none; None: the one that it was begun with."""
+    try:
+        named = RunConfig.model_validate_json((folder / "settings.json").read_bytes()).tracking.uri
+    except (OSError, ValueError):  # settings of another version: `attempts.jsonl` says where it goes
+        return None
+    return None if named is not None else stack_store(folder.parents[1])
 
 
 def collect_garbage(root: Path, tracking: TrackingConfig, *, dry_run: bool) -> list[Outcome]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from pydantic import Field, JsonValue
 from flows.checks import check_before_plan
 from flows.parameters import NO_OVERRIDES, Root, all_overrides
 from flows.pipeline import one_heartbeat
+from flows.stack_store import in_stack
 from flows.sweep import mlflow_parent
 from flows.sweep.children import Children, InTurn, OnWorkers
 from flows.sweep.drive import Drive, search_of
@@ -58,6 +60,7 @@ def sweep(
     """
     budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
     checked = load_sweep(spec, all_overrides(overrides, root=root), budget=budget)
+    checked = replace(checked, base=in_stack(checked.base))
     check_before_plan(checked.base)
     folder = sweep_directory(checked)
     tell(f"sweep {checked.sweep_id} in {folder}")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,11 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
+from flows.stack.databases import Databases
+from flows.stack.ports import free_port
+from flows.stack.recipes import mlflow_recipe
+from flows.stack.services import end_server, start, wait_until_ready
+from flows.stack.state import StackState, write_stack
 from rlcore.config import TrackingConfig
 from rlcore.evaluation import ValidationResult
 from rlcore.tracking import MlflowStore, Tracker, mlflow_name, read_journal
@@ -198,6 +204,65 @@ def test_the_flows_run_alone(synced: Path, reference: Reference) -> None:
     assert f"{SECOND}: nothing was missing" in outcomes
     assert "checkpoints" in outcomes
     assert Path(html).is_file()
+
+
+@pytest.fixture
+def own_store(tmp_path: Path) -> Iterator[tuple[Path, MlflowClient]]:
+    """A root whose stack keeps its metrics in a database of its own, as with PostgreSQL, and a client of its server."""
+    root, databases = tmp_path / "root", Databases("", f"sqlite:///{tmp_path / 'own.db'}")
+    root.mkdir()
+    recipe = mlflow_recipe(root, databases, free_port(), print, StackState())
+    server = start(root, recipe)
+    try:
+        write_stack(root, StackState(mlflow_database=databases.mlflow, mlflow_url=recipe.url, services=(server,)))
+        wait_until_ready(server)
+        yield root, MlflowClient(recipe.url, recipe.url)
+    finally:
+        process = server.process()
+        if process is not None:
+            end_server(process)
+
+
+def test_under_a_stack_with_a_database_of_its_own_upkeep_goes_there(
+    own_store: tuple[Path, MlflowClient], reference: Reference
+) -> None:
+    root, client = own_store
+    run_dir = root / "runs" / SECOND
+    settings = ("trainer.total_steps=2", f"paths.root={root}")
+    config = write_run(run_dir, experiment="debug", overrides=settings, num_steps=2, seed=2, num_problems=20)
+    silent = config.model_copy(update={"tracking": TrackingConfig(enabled=False)})
+    tracker = Tracker(run_dir, silent, tags={})
+    assert tracker.journal_bytes
+    tracker.commit(2)
+    tracker.finish("FINISHED")
+    deleted = client.create_run(client.create_experiment("millrace")).info.run_id
+    client.log_text(deleted, "x" * 1_000, "notes/a.txt")
+    client.delete_run(deleted)
+    assert "would be removed" in millrace(root, "gc", "--dry-run").out
+
+    code = "import sys; from flows.maintain import maintain; print(*maintain(root=sys.argv[1]), sep='; ')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(root)],
+        cwd=REPOSITORY,
+        env=os.environ | dict(reference.millrace.environment),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3_000:]
+    assert "bytes of the journal delivered; the run is FINISHED" in done.stdout
+    assert "1 files, 0.0 MB removed" in done.stdout
+    store = MlflowStore(TrackingConfig(uri=client.tracking_uri), root)
+    found = store.find_run(SECOND)
+    assert found is not None
+    run = client.get_run(found)
+    assert (run.info.status, run.data.params["trainer.total_steps"]) == ("FINISHED", "2")
+    assert client.get_metric_history(found, "critic/score/mean")[-1].step == 2
+    assert "nothing was missing" in millrace(root, "sync").out
+    assert client.list_artifacts(deleted) == []
+    assert not (root / "mlflow.db").exists(), "something looked into the file that this root does not have"
 
 
 LOAD = """
