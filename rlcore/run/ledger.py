@@ -18,7 +18,7 @@ from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import CheckpointError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.layout import RunLayout
-from rlcore.run.room import Happened, Room
+from rlcore.run.room import Room
 from rlcore.run.saver import Saved, Saver
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.publish import read_manifest
@@ -48,12 +48,20 @@ class TrackedState:
 class Ledger:
     """Journal, tracker and checkpoints of one run, kept consistent with each other."""
 
-    def __init__(self, config: RunConfig, layout: RunLayout, *, happened: Happened, stop: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: RunLayout,
+        *,
+        report: Callable[[Mapping[str, object]], None],
+        stop: Callable[[], bool],
+    ) -> None:
         self._config = config
+        self._report = report
         self._checkpoints = layout.checkpoints
         self._store = CheckpointStore(layout.checkpoints, config.checkpoint, config)
         self._tracker = Tracker(layout.run_dir, config, tags=config.tags)
-        self._room = Room(config.checkpoint, happened=happened, stop=stop, prune=lambda: self._saver.prune())
+        self._room = Room(config.checkpoint, happened=self.happened, stop=stop, prune=lambda: self._saver.prune())
         self._saver = Saver(self._store, self._room, self._tracker.commit)
         self._expected_bytes = 0
         self.refusals: tuple[Refusal, ...] = ()
@@ -211,6 +219,12 @@ class Ledger:
     def log_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Something that happened and is no number."""
         self._tracker.log_event(name, step, data)
+
+    def happened(self, name: str, step: int, data: Mapping[str, object]) -> None:
+        """Something that people should see now: in the journal, in the log and at the flow. `text` is for people."""
+        log.warning("%s", data["text"])
+        self.log_event(name, step, data)
+        self._report({"event": name, "step": step, **data})
 
     def with_score(self, state: TrackedState, result: ValidationResult) -> TrackedState:
         """The state with a validation's score, if it is the best so far."""

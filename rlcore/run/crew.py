@@ -1,0 +1,180 @@
+"""The workers of a run with the data that they work on, and whose weights they hold."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from torch import Tensor
+
+from rlcore.config import RunConfig
+from rlcore.evaluation.result import ValidationResult
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.run.guard import Guard
+from rlcore.run.inputs import RunInputs, planned_start_model
+from rlcore.run.layout import RunLayout
+from rlcore.run.ledger import Ledger
+from rlcore.run.memory_fit import fit_run
+from rlcore.run.problems import Problems
+from rlcore.run.samples import write_samples
+from rlcore.run.watched_group import WatchedGroup
+from rlcore.runtime.start import start_workers
+from rlcore.trainer.experience import ExperienceCollector
+from rlcore.trainer.step import LoopState, StepResult, Trainer
+from rlcore.trainer.validate import validate
+from rlcore.workers.group import WorkerGroup
+from rlcore.workers.worker import Worker
+
+Report = Callable[[Mapping[str, object]], None]
+
+MID_STEP = "in the middle of a step"
+"""What the workers hold while a step is under way, or after one that failed: the weights of no checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """`config`: the run's settings, fitted to this host's memory."""
+
+    config: RunConfig
+    group: WorkerGroup
+    problems: Problems
+    scoring: ScoringPool
+    trainer: Trainer
+
+
+class Crew:
+    """Use as a context manager. Workers are started at their first use and kept.
+
+    `after_start` is called when workers have been started.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: RunLayout,
+        inputs: RunInputs,
+        guard: Guard,
+        ledger: Ledger,
+        *,
+        report: Report,
+        after_start: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._inputs = inputs
+        self._guard = guard
+        self._ledger = ledger
+        self._report = report
+        self._after_start = after_start
+        self._open = ExitStack()
+        self._parts: _Started | None = None
+        self._version = 0
+        self.holds: str | None = None
+        """Name of the checkpoint whose weights the workers hold; `MID_STEP`; None before any was loaded."""
+
+    def __enter__(self) -> Self:
+        """Nothing is started yet."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End the workers and the scorers."""
+        self._open.close()
+
+    @property
+    def start_model(self) -> Path:
+        """Folder of the model of step 0."""
+        return planned_start_model(self._config, self._inputs.filtered_directory)
+
+    def start(self) -> None:
+        """Start the workers, if they are not."""
+        self._started()
+
+    # ------------------------------------------------------------------ weights
+
+    def load(self, checkpoint: str) -> None:
+        """Put a checkpoint's weights into workers and engines."""
+        workers = self._started().group
+        found = self._ledger.find(checkpoint)
+        name = "start" if found is None else found.name
+        if self.holds == name:
+            return
+        if found is None:
+            if self.holds is not None:  # trained weights are in the workers: the start is read again
+                workers.each(Worker.reset)
+            version = 0
+        else:
+            version = self._ledger.state_of(found).policy_version  # verifies every byte before a rank opens a file
+            with self._guard.phase("load"):
+                workers.each(Worker.load, str(found.path))
+        with self._guard.phase("update_weights"):
+            workers.each(Worker.hand_over, version)
+        self.holds, self._version = name, version
+
+    def full_weights(self) -> Mapping[str, Tensor]:
+        """What the workers hold, whole and on the host."""
+        with self._guard.phase("export"):
+            return self._started().group.each(Worker.full_weights)[0]
+
+    def savers(self) -> WatchedGroup:
+        """The workers as those who write a checkpoint."""
+        return WatchedGroup(self._started().group, self._guard.phase, "save_checkpoint")
+
+    # ------------------------------------------------------------------ work
+
+    def step(self, state: LoopState) -> StepResult:
+        """One step of the algorithm. Whoever records it says what the workers hold then."""
+        parts = self._started()
+        self.holds = MID_STEP
+        result = parts.trainer.step(state, epoch=parts.problems.epoch_at(state.num_prompts_drawn))
+        self._version = result.state.policy_version
+        return result
+
+    def validate(self, name: str, step: int) -> ValidationResult:
+        """Held-out problems by the weights that the workers hold; all of them, or while training those set aside."""
+        parts = self._started()
+        with self._guard.phase("testing"):
+            return validate(
+                parts.config,
+                parts.group,
+                parts.problems.held_out(in_training=name.startswith("step-")),
+                parts.scoring,
+                parts.problems.decode,
+                name=name,
+                step=step,
+                policy_version=self._version,
+            )
+
+    def write_samples(self, result: StepResult) -> None:
+        """Some answers of a step, for people to read."""
+        write_samples(self._layout.samples, result.state.step, result.experience, self._started().problems.decode)
+
+    # ------------------------------------------------------------------ start
+
+    def _started(self) -> _Started:
+        if self._parts is None:
+            self._parts = self._start()
+            self.holds = None
+        return self._parts
+
+    def _start(self) -> _Started:
+        config = fit_run(self._config, self._layout.run_dir, self._report)
+        problems = Problems.read(config, self._inputs)
+        scoring = self._open.enter_context(problems.scoring_pool())
+        try:
+            with self._guard.phase("start"):
+                group = start_workers(config, str(self.start_model))
+        finally:
+            self._after_start()
+        self._open.callback(group.close)
+        info = group.each(Worker.info)[0]
+        self._ledger.expect(info.num_trained)
+        text = (
+            f"{group.world_size} worker(s) on {info.device_name}: {info.num_parameters:,} parameters, {info.dtype}, "
+            f"attention {info.attention}"
+        )
+        self._report({"event": "note", "text": text})
+        collector = ExperienceCollector(config, group, problems.stream, scoring, problems.decode)
+        failures, phase = self._layout.failures, self._guard.phase
+        trainer = Trainer(config, group, collector, failures=failures, enter_phase=phase)
+        return _Started(config, group, problems, scoring, trainer)

@@ -1,0 +1,93 @@
+"""What people hear of a run's steps: progress, alarms, faults, checkpoints that were passed over."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+
+from rlcore.checkpoint.catalog import CheckpointInfo
+from rlcore.run.guard import Guard
+from rlcore.run.layout import RunLayout
+from rlcore.run.ledger import Ledger
+from rlcore.run.pace import Pace
+from rlcore.run.saver import Saved
+from rlcore.tracking.journal import load_journal
+from rlcore.trainer.alarms import Alarm
+from rlcore.trainer.step import StepResult
+
+HEADLINE = ("critic/score/mean", "actor/entropy", "response_length/mean", "actor/grad_norm", "perf/throughput")
+"""Metrics that travel with a progress event; all of them are in the journal."""
+
+
+class News:
+    """The news of one run."""
+
+    def __init__(
+        self,
+        layout: RunLayout,
+        guard: Guard,
+        ledger: Ledger,
+        *,
+        total_steps: int,
+        report: Callable[[Mapping[str, object]], None],
+    ) -> None:
+        self._journal = layout.journal
+        self._guard = guard
+        self._ledger = ledger
+        self._total_steps = total_steps
+        self._report = report
+        self._alarms_on: set[str] = set()
+        self.num_faults = 0
+        """Faults that the run went on after."""
+
+    def progress(self, result: StepResult, to_step: int, pace: Pace) -> None:
+        """A step has ended, on the way to the chunk's end."""
+        step = result.state.step
+        self._report(
+            {
+                "event": "progress",
+                "stage": "train",
+                "step": step,
+                "to_step": to_step,
+                "total_steps": self._total_steps,
+                "metrics": {name: result.metrics[name] for name in HEADLINE if name in result.metrics},
+                "tokens_per_s": result.metrics["perf/throughput"],
+                "eta_s": pace.eta_s(self._total_steps - step),
+            }
+        )
+
+    def saved(self, saved: Saved) -> None:
+        """A checkpoint is committed."""
+        self._report({"event": "checkpoint", "step": saved.step, "path": str(saved.path)})
+
+    def alarms(self, step: int, alarms: Sequence[Alarm]) -> None:
+        """An event for each alarm that the step before did not raise."""
+        for alarm in alarms:
+            if alarm.name not in self._alarms_on:
+                data = {"alarm": alarm.name, "action": alarm.action, "text": f"alarm at step {step}: {alarm.text}"}
+                self._ledger.happened("alarm", step, data)
+        self._alarms_on = {alarm.name for alarm in alarms}
+
+    def rolled_back(self, to_step: int, from_step: int, why: str, lr_factor: float) -> None:
+        """The run goes on from before the alarm."""
+        text = f"alarm at step {from_step}: {why}; back to step {to_step}, learning rate x {lr_factor:g}"
+        data = {"from_step": from_step, "lr_factor": lr_factor, "text": text}
+        self._ledger.happened("roll_back", to_step, data)
+        self._alarms_on = set()
+
+    def faults(self, step: int) -> None:
+        """Faults that this run goes on after; the journal was cut to a checkpoint just now and may not have them."""
+        faults = self._guard.faults()
+        told = {event.data.get("time") for event in load_journal(self._journal).events if event.name == "fault"}
+        for fault in faults:
+            if fault.time not in told:
+                self._ledger.log_event("fault", step, asdict(fault))
+        self.num_faults = len(faults)
+
+    def refusals(self, step: int, taken: CheckpointInfo | None) -> None:
+        """Newer checkpoints than the one taken that had to be passed over."""
+        for refusal in self._ledger.refusals:
+            text = f"going on from {'the start' if taken is None else taken.name}: {refusal.reason}"
+            self._ledger.happened("checkpoint_refused", step, {"text": text, "path": str(refusal.path)})
+
+    def resumed(self, step: int) -> None:
+        """The run goes on from a checkpoint."""
+        self._report({"event": "resumed", "step": step, "text": f"going on from step {step}"})

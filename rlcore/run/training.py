@@ -1,0 +1,218 @@
+"""The training of a run: steps, their lines in the journal, checkpoints where chunks end, and the way back.
+
+The state of the run is the newest committed checkpoint; what is held here can be rebuilt from it.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from rlcore.checkpoint.catalog import name_of
+from rlcore.config import RunConfig
+from rlcore.errors import AlarmError, StopRequestedError, WorkerLostError
+from rlcore.run.crew import Crew
+from rlcore.run.held_out import HeldOut
+from rlcore.run.layout import RunLayout
+from rlcore.run.ledger import Ledger, TrackedState
+from rlcore.run.news import News
+from rlcore.run.pace import Pace
+from rlcore.run.saver import Saved
+from rlcore.run.watch import StepAbandonedError
+from rlcore.tracking.system import SystemSampler
+from rlcore.trainer.alarms import Alarm
+from rlcore.trainer.step import StepResult
+
+SEE_ALARMS = "See its metrics, then change the settings, or alarms.*, which may change when a run goes on"
+
+
+class Training:
+    """Goes from one checkpoint to the next, and keeps the last finished step between two calls."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: RunLayout,
+        crew: Crew,
+        ledger: Ledger,
+        held_out: HeldOut,
+        news: News,
+        *,
+        stop: Callable[[], bool],
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._crew = crew
+        self._ledger = ledger
+        self._held_out = held_out
+        self._news = news
+        self._stop = stop
+        self._system = SystemSampler(layout.run_dir)
+        self._state: TrackedState | None = None
+        self._metrics: Mapping[str, float] = {}
+        self._saved: Saved | None = None
+        self._seconds_for_saves = 0.0
+
+    @property
+    def step(self) -> int:
+        """The last finished step of this process; 0 before the first."""
+        return 0 if self._state is None else self._state.loop.step
+
+    def to(self, to_step: int, at_most: int | None) -> Saved:
+        """Train until a checkpoint of `to_step` is committed; see `Session.train`."""
+        state = self._begin()
+        self._ledger.wait_for_room(state.loop.step)
+        pace = Pace()
+        end = self._config.trainer.total_steps if at_most is None else at_most
+        while (saved := self._saved) is None or saved.step < to_step:
+            if state.loop.step == end:
+                self.settle_save()
+                continue
+            try:
+                state = self._train_step(state, to_step, pace)
+            except StepAbandonedError as given_up:
+                self._save_before(state)
+                raise StopRequestedError(
+                    f"{given_up}; step {state.loop.step} is saved; start again to go on"
+                ) from given_up
+            self._saving(self._ledger.poll_save)
+            if self._stop():
+                self.settle_save()
+                raise StopRequestedError(f"stopped after step {state.loop.step}, which is saved; start again to go on")
+        return saved
+
+    def settle_save(self) -> None:
+        """Wait for the checkpoint under way, if there is one."""
+        self._saving(self._ledger.settle_save)
+
+    def save_finished(self) -> str:
+        """Save the last finished step, if it is not: a stop was asked for between two commands. Says what is saved."""
+        if self._state is None or self._crew.holds != name_of(self._state.loop.step):
+            return "the trainer was told to stop; start again to go on from its last checkpoint"
+        self._save_before(self._state)
+        return f"stopped after step {self._state.loop.step}, which is saved; start again to go on"
+
+    # ------------------------------------------------------------------ start
+
+    def _begin(self) -> TrackedState:
+        """The state to go on from: in memory after a chunk, else from the newest checkpoint, else step 0."""
+        self._crew.start()
+        if self._state is not None and self._crew.holds == name_of(self._state.loop.step):
+            return self._state  # perhaps ahead of its newest checkpoint, which is still being written
+        self.settle_save()
+        newest = self._ledger.newest()
+        state = self._ledger.restore(newest)
+        self._news.faults(state.loop.step)
+        self._crew.load("start" if newest is None else newest.name)
+        self._news.refusals(state.loop.step, newest)
+        self._state, self._saved = state, None
+        if newest is None:
+            self._state = self._record_start(state)
+        else:
+            self._news.resumed(newest.step)
+        return self._state
+
+    def _record_start(self, state: TrackedState) -> TrackedState:
+        """Step 0: the held-out score before any training."""
+        result = self._held_out.judge(name_of(0), 0)
+        self._ledger.log_step(0, dict(result.summary()))
+        return self._ledger.with_score(state, result)
+
+    # ------------------------------------------------------------------ a step
+
+    def _train_step(self, state: TrackedState, to_step: int, pace: Pace) -> TrackedState:
+        """One step with its line in the journal; where a chunk ends, or at a stop, a checkpoint of it is begun."""
+        result = self._crew.step(state.loop)
+        if any(alarm.action == "roll_back" for alarm in result.alarms):
+            return self._roll_back(state, result.alarms)
+        metrics, state = self._record(state, result)
+        self._state, self._metrics = state, metrics
+        pace.tick()
+        step = state.loop.step
+        self._news.progress(result, to_step if step <= to_step else self._end_of_chunk(step), pace)
+        self._news.alarms(step, result.alarms)
+        fatal = [alarm for alarm in result.alarms if alarm.action == "stop"]
+        if step in (to_step, self._end_of_chunk(step)) or self._stop() or fatal:
+            self._begin_save(state)
+        if fatal:
+            self.settle_save()
+            raise AlarmError(f"step {step}: {'; '.join(alarm.text for alarm in fatal)}. {SEE_ALARMS}")
+        return state
+
+    def _record(self, state: TrackedState, result: StepResult) -> tuple[Mapping[str, float], TrackedState]:
+        """Validate if it is due, and write the step's line."""
+        step = result.state.step
+        metrics = dict(result.metrics)
+        after = state.advanced(result.state)
+        every = self._config.validation.every_steps
+        last = step == self._config.trainer.total_steps
+        if last or (every and step % every == 0):
+            begun = time.perf_counter()
+            judged = self._held_out.judge(name_of(step), step)
+            metrics["timing_s/testing"] = time.perf_counter() - begun
+            metrics |= judged.summary()
+            after = self._ledger.with_score(after, judged)
+            self._ledger.with_room(lambda: self._crew.write_samples(result), step=step, path=self._layout.samples)
+        metrics |= self._system.sample() | self._ledger.room_metrics()
+        if self._news.num_faults:
+            metrics["fault/num_retries"] = float(self._news.num_faults)
+        if self._seconds_for_saves:
+            metrics["timing_s/save_checkpoint"] = self._seconds_for_saves
+            self._seconds_for_saves = 0.0
+        self._ledger.log_step(step, metrics)
+        self._crew.holds = name_of(step)
+        return metrics, after
+
+    def _roll_back(self, state: TrackedState, alarms: Sequence[Alarm]) -> TrackedState:
+        """Back to the best checkpoint with a lower learning rate; the state to go on from.
+
+        Raises:
+            AlarmError: it was done `alarms.max_roll_backs` times already.
+        """
+        settings, step = self._config.alarms, state.loop.step + 1
+        why = "; ".join(alarm.text for alarm in alarms if alarm.action == "roll_back")
+        if state.loop.num_roll_backs >= settings.max_roll_backs:
+            raise AlarmError(
+                f"step {step}: {why}; rolled back {state.loop.num_roll_backs} times already "
+                f"(alarms.max_roll_backs). {SEE_ALARMS}"
+            )
+        back, found = self._ledger.roll_back(state.loop, settings.roll_back_lr_factor)
+        self._crew.load("start" if found is None else found.name)
+        self._state, self._saved = back, None
+        if found is None:
+            self._state = self._record_start(back)
+        self._news.faults(back.loop.step)
+        self._news.rolled_back(back.loop.step, step, why, back.loop.lr_factor)
+        return self._state
+
+    # ------------------------------------------------------------------ saves
+
+    def _begin_save(self, state: TrackedState) -> None:
+        """Begin a checkpoint of this state, when the one under way is committed."""
+        self.settle_save()
+        self._saving(lambda: self._ledger.begin_save(state, self._metrics, self._crew.savers()))
+
+    def _save_before(self, state: TrackedState) -> None:
+        """Save the last finished step: the one after it was given up before it changed anything."""
+        self._crew.holds = name_of(state.loop.step)
+        self.settle_save()
+        newest = self._ledger.newest()
+        if state.loop.step > (0 if newest is None else newest.step):
+            self._begin_save(state)
+            self.settle_save()
+
+    def _end_of_chunk(self, step: int) -> int:
+        size = self._config.trainer.steps_per_chunk
+        return min(-(-step // size) * size, self._config.trainer.total_steps)
+
+    def _saving(self, advance: Callable[[], Saved | None]) -> None:
+        """Go on with the save under way; the time in which the loop stands still for it stands in a step's line."""
+        begun = time.perf_counter()
+        try:
+            saved = advance()
+        except WorkerLostError:
+            self._ledger.abandon_save()
+            raise
+        finally:
+            self._seconds_for_saves += time.perf_counter() - begun
+        if saved is not None:
+            self._saved = saved
+            self._news.saved(saved)
