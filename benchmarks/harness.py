@@ -128,7 +128,7 @@ def run_steps(
         return tokenizer.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
 
     results: list[StepResult] = []
-    with _watched_memory(watch_memory) as most:
+    with watched_memory(watch_memory) as most:
         group = FixedLengths(config, str(directory), lengths, vocab_size=vocab_size, real=real)
         try:
             group.each(Worker.hand_over, 0)
@@ -151,7 +151,7 @@ def run_steps(
 
 
 @contextlib.contextmanager
-def _watched_memory(wanted: bool) -> Iterator[Callable[[], float]]:
+def watched_memory(wanted: bool) -> Iterator[Callable[[], float]]:
     """The most memory of the GPU in use while inside, by torch, vLLM and the driver alike; looked at often."""
     if not wanted or not torch.cuda.is_available():
         yield lambda: 0.0

@@ -51,10 +51,12 @@ def _write_tokenizer(vocab_size: int, folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {f"w{index}": index for index in range(vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
+    special = ("<bos>", "<eos>", "<pad>", "<unk>")  # found inside words too, so no word may contain one
+    vocabulary = {(special[index] if index < 4 else f"w{index}"): index for index in range(vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="w0", eos_token="w1", pad_token="w2").save_pretrained(
+    bos, eos, pad, _ = special
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad).save_pretrained(
         folder
     )
 

@@ -1,0 +1,105 @@
+"""The CPU's job of `benchmarks.vs_trl`: the countdown demo from its warm start, and the judge of what came of it."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.vs_trl_job import Job, Row, write_rows
+from flows import stages
+from rlcore.batching.loader import PromptStream
+from rlcore.batching.prompts import read_prompts
+from rlcore.config import RunConfig
+from rlcore.config.compose import load_config
+from rlcore.models.load import load_tokenizer
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.run.warm_start import ensure_start_model
+from rlcore.runtime.local import LocalGroup
+from rlcore.trainer.validate import validate
+from rlcore.types import Prompt
+from rlcore.workers.worker import Worker
+
+EXPERIMENT = "countdown_demo"
+
+
+def prepare_demo(arguments: argparse.Namespace, side: str, folder: Path, *, seed: int, shared: Path) -> Job:
+    """The demo's data and warm-started model of a seed, made once, and what this side is told."""
+    config = _config(arguments, seed, shared)
+    inputs = stages.prepare_inputs(config)
+    model = ensure_start_model(config, inputs, lambda _: None).directory
+    steps = arguments.steps or 60
+    count = (arguments.warm_up + steps) * config.trainer.batch_size
+    prompts = PromptStream(_prompts(inputs.train_parquets), seed=seed).take(0, count)
+    texts = load_tokenizer(model).batch_decode([list(prompt.token_ids) for prompt in prompts])
+    write_rows(
+        folder,
+        [Row(text, prompt.token_ids, prompt.ground_truth_json) for text, prompt in zip(texts, prompts, strict=True)],
+    )
+    return Job(
+        name=side,
+        device="cpu",
+        engine="hf",
+        precision="fp32",
+        model=str(model),
+        folder=str(folder),
+        experiment=EXPERIMENT,
+        scorer=config.data.scorer,
+        num_scorers=0,
+        prompts=config.trainer.batch_size,
+        samples=config.rollout.samples_per_prompt,
+        updates=1,
+        warm_up=arguments.warm_up,
+        steps=steps,
+        max_prompt_tokens=config.filter.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        lengths=(),
+        micro_batch=arguments.trl_micro or config.trainer.batch_size * config.rollout.samples_per_prompt,
+        engine_share=0.0,
+        beta=0.0,
+        lr=config.optim.lr,
+        seed=seed,
+        threads=arguments.threads or 1,
+        watch_memory=False,
+        judge=True,
+        overrides=tuple(arguments.overrides),
+    )
+
+
+def held_out(job: Job, arguments: argparse.Namespace, shared: Path) -> dict[str, float]:
+    """Reward of a side's final weights on held-out problems, sampled (4 each) and greedy."""
+    config = _config(
+        arguments, job.seed, shared, f"model.path={job.folder}/{job.name}.weights", "warm_start.enabled=false"
+    )
+    inputs = stages.prepare_inputs(_config(arguments, job.seed, shared))
+    tokenizer = load_tokenizer(job.model)
+
+    def decode(answers: Sequence[Sequence[int]]) -> list[str]:
+        return tokenizer.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
+
+    group = LocalGroup(config, f"{job.folder}/{job.name}.weights")
+    try:
+        group.each(Worker.hand_over, 0)
+        with ScoringPool(job.scorer, config.reward) as scoring:
+            found = validate(
+                config, group, _prompts(inputs.validation_parquets), scoring, decode, name="after", step=0,
+                policy_version=0,
+            )  # fmt: skip
+    finally:
+        group.close()
+    figures = found.summary()
+    name = f"val-core/{found.data_source}/reward"
+    return {
+        "sampled": figures[f"{name}/mean@{found.num_samples}"],
+        "low": figures[f"{name}/mean@{found.num_samples}/ci_low"],
+        "high": figures[f"{name}/mean@{found.num_samples}/ci_high"],
+        "greedy": figures[f"{name}/greedy"],
+    }
+
+
+def _config(arguments: argparse.Namespace, seed: int, shared: Path, *more: str) -> RunConfig:
+    root = arguments.root or shared / "root"
+    told = [f"seed={seed}", f"paths.root={root}", "runtime=local", "tracking.enabled=false", *more]
+    return load_config(told, experiment=EXPERIMENT)
+
+
+def _prompts(files: Sequence[Path]) -> list[Prompt]:
+    return [prompt for file in files for prompt in read_prompts(file)]

@@ -1,0 +1,128 @@
+"""Our side of `benchmarks.vs_trl`: the real trainer, engine, scoring pool and optimizer in one process.
+
+python -m benchmarks.vs_trl_ours JOB.json      # started by benchmarks.vs_trl
+"""
+
+import resource
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import FixedLengths, seconds_line, watched_memory
+from benchmarks.vs_trl_job import GRAD_CLIP, SAMPLER_CLIP, WEIGHT_DECAY, Job, read_rows, write_report
+from rlcore.config import RunConfig
+from rlcore.config.compose import load_config
+from rlcore.models.load import load_tokenizer
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.runtime.local import LocalGroup
+from rlcore.trainer.experience import ExperienceCollector
+from rlcore.trainer.step import LoopState, StepResult, Trainer
+from rlcore.types import Prompt
+from rlcore.workers.worker import Worker
+
+
+class InOrder:
+    """The prompts as they lie, where a run draws them at random: both sides then take the same."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
+
+    def take(self, position: int, count: int) -> tuple[Prompt, ...]:
+        """The `count` prompts from `position` on."""
+        return tuple(self._prompts[position : position + count])
+
+
+def settings(job: Job) -> RunConfig:
+    """The same work by our settings."""
+    overrides = [
+        f"model.path={job.model}", f"seed={job.seed}", "runtime=local", "runtime.num_workers=1",
+        f"runtime.device={job.device}", f"runtime.threads_per_worker={job.threads}", "tracking.enabled=false",
+        f"filter.max_prompt_tokens={job.max_prompt_tokens}",
+        f"trainer.batch_size={job.prompts}", f"trainer.mini_batch_size={job.prompts // job.updates}",
+        f"rollout={job.engine}", f"rollout.samples_per_prompt={job.samples}", "rollout.tensor_parallel_size=1",
+        f"rollout.max_response_tokens={job.max_response_tokens}", f"reward.num_processes={job.num_scorers}",
+        f"algo.kl.where={'loss' if job.beta else 'off'}", f"algo.kl.coef={job.beta}", "algo.kl.offload=false",
+        f"algo.clip_low={SAMPLER_CLIP}", f"algo.clip_high={SAMPLER_CLIP}", "algo.dual_clip=null",
+        f"optim.lr={job.lr}", f"optim.weight_decay={WEIGHT_DECAY}", f"optim.grad_clip={GRAD_CLIP}",
+        "model.gradient_checkpointing=false",
+    ]  # fmt: skip
+    if job.device == "cuda":
+        overrides += [
+            "model.compile=true", "trainer.max_tokens_per_micro_batch=8192", "trainer.old_logprobs=behavior",
+            f"rollout.max_num_seqs={job.prompts * job.samples}", f"rollout.memory_share={job.engine_share}",
+        ]  # fmt: skip
+    else:
+        overrides += ["warm_start.enabled=false"]
+    given = {line.partition("=")[0] for line in job.overrides}
+    overrides = [line for line in overrides if line.partition("=")[0] not in given]
+    return load_config([*overrides, *job.overrides], experiment=job.experiment)
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Take the steps; what was measured."""
+    config = settings(job)
+    rows = read_rows(job.folder)
+    prompts = [Prompt(i, row.token_ids, config.data.task, row.ground_truth) for i, row in enumerate(rows)]
+    tokenizer = load_tokenizer(Path(job.model))
+
+    def decode(answers: Sequence[Sequence[int]]) -> list[str]:
+        return tokenizer.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
+
+    results: list[StepResult] = []
+    with watched_memory(job.watch_memory) as most:
+        group = (
+            FixedLengths(config, job.model, job.lengths, vocab_size=len(tokenizer), real=True)
+            if job.lengths
+            else LocalGroup(config, job.model)
+        )
+        try:
+            group.each(Worker.hand_over, 0)
+            with ScoringPool(job.scorer, config.reward) as scoring, tempfile.TemporaryDirectory() as failures:
+                collector = ExperienceCollector(config, group, InOrder(prompts), scoring, decode)
+                trainer = Trainer(config, group, collector, failures=Path(failures))
+                state = LoopState(0, 0, 0, 0, config.algo.kl.coef)
+                for number in range(job.num_steps):
+                    result = trainer.step(state, epoch=0)
+                    state = result.state
+                    results.append(result)
+                    if job.device == "cuda" or number % 10 == 9:
+                        print(f"ours: batch {number + 1}: {seconds_line(result)}", flush=True)
+            peak = group.each(Worker.memory_peak)[0]
+            if job.judge:
+                _save(job, group.each(Worker.full_weights)[0])
+            info = group.each(Worker.info)[0]
+        finally:
+            group.close()
+        device_gb = most()
+    measured = [result.metrics for result in results[job.warm_up :]]
+    phases = sorted({name for one in measured for name in one if name.startswith("timing_s/")})
+    return {
+        "version": f"torch {torch.__version__}, attention {info.attention}",
+        "step_s": [one["perf/time_per_step"] for one in measured],
+        "tokens": [int(one["perf/total_num_tokens"]) for one in measured],
+        "phases_s": {name: [one.get(name) for one in measured] for name in phases},
+        "rewards": [result.metrics["critic/score/mean"] for result in results],
+        "rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1_024 / 1e9,
+        "device_gb": device_gb,
+        "allocated_gb": peak.allocated_gb,
+        "reserved_gb": peak.reserved_gb,
+    }
+
+
+def _save(job: Job, weights: dict[str, torch.Tensor]) -> None:
+    """The weights beside the model's own config and tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
+    missing = model.load_state_dict(weights, strict=False).missing_keys
+    assert set(missing) <= {"lm_head.weight"}, missing
+    model.save_pretrained(Path(job.folder) / f"{job.name}.weights")
+
+
+if __name__ == "__main__":
+    told = Job.read(sys.argv[1])
+    write_report(told, run(told))

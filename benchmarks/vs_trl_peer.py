@@ -1,0 +1,183 @@
+"""TRL's side of `benchmarks.vs_trl`: its GRPOTrainer by its own settings, timed from outside.
+
+python -m benchmarks.vs_trl_peer JOB.json      # started by benchmarks.vs_trl, with trl on the path
+"""
+
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl import __version__ as trl_version
+
+from benchmarks.harness import watched_memory
+from benchmarks.vs_trl_job import GRAD_CLIP, SAMPLER_CLIP, WEIGHT_DECAY, Job, read_rows, write_report
+from rlcore.config import RewardConfig
+from rlcore.models.load import load_tokenizer
+from rlcore.rollout.scoring import ScoringPool
+
+
+class Clock(TrainerCallback):
+    """Seconds of each batch: from before its answers are written to the end of its last optimizer step."""
+
+    def __init__(self, updates: int) -> None:
+        self.seconds: list[float] = []
+        self.tokens: list[int] = []
+        self._updates = updates
+        self._begun = 0.0
+        self._seen = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Before the batch's first micro-batch is asked for."""
+        if state.global_step % self._updates == 0:
+            self._begun = _now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After an optimizer step."""
+        if state.global_step % self._updates == 0:
+            self.seconds.append(_now() - self._begun)
+            self.tokens.append(int(state.num_input_tokens_seen) - self._seen)
+            self._seen = int(state.num_input_tokens_seen)
+            print(f"trl: batch {len(self.seconds)}: {self.seconds[-1]:.2f} s, {self.tokens[-1]:,} tokens", flush=True)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def settings(job: Job) -> GRPOConfig:
+    """TRL's settings for the same work: what is not named keeps TRL's default."""
+    answers = job.prompts * job.samples
+    accumulation = answers // job.updates // job.micro_batch
+    if accumulation * job.updates * job.micro_batch != answers:
+        raise SystemExit(f"--trl-micro {job.micro_batch} must divide the {answers // job.updates} answers of an update")
+    generation: dict[str, Any] = {}
+    if job.lengths:
+        most = max(job.lengths)
+        generation = {"ignore_eos": True} if job.engine == "vllm" else {"min_new_tokens": most}
+    on_gpu = job.device == "cuda"
+    return GRPOConfig(
+        output_dir=str(Path(job.folder) / "trl"),
+        # the work
+        num_generations=job.samples,
+        per_device_train_batch_size=job.micro_batch,
+        gradient_accumulation_steps=accumulation,
+        steps_per_generation=accumulation * job.updates,
+        max_steps=job.updates * job.num_steps,
+        max_completion_length=job.max_response_tokens,
+        shuffle_dataset=False,
+        seed=job.seed,
+        # the algorithm
+        loss_type="dapo",
+        beta=job.beta,
+        use_bias_correction_kl=False,
+        epsilon=SAMPLER_CLIP,
+        learning_rate=job.lr,
+        lr_scheduler_type="constant",
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=GRAD_CLIP,
+        temperature=1.0,
+        generation_kwargs=generation or None,
+        # speed
+        model_init_kwargs={
+            "dtype": "float32" if job.precision == "fp32" else "bfloat16",
+            "attn_implementation": "sdpa",
+        },
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        gradient_checkpointing=False,
+        optim="adamw_torch_fused",
+        use_vllm=job.engine == "vllm",
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=job.engine_share,
+        vllm_max_model_length=job.max_prompt_tokens + job.max_response_tokens,
+        # nothing beside it
+        logging_steps=job.updates,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train; what was measured."""
+    torch.set_num_threads(job.threads)
+    rows = read_rows(job.folder)
+    data = Dataset.from_dict({"prompt": [row.text for row in rows], "ground_truth": [row.ground_truth for row in rows]})
+    clock = Clock(job.updates)
+    rewards: list[float] = []
+    with ScoringPool(job.scorer, RewardConfig(num_processes=job.num_scorers)) as scoring:
+
+        def reward(completions: list[str], ground_truth: list[str], **_: Any) -> list[float]:
+            found = [score.total for score in scoring.score(completions, ground_truth)]
+            rewards.append(sum(found) / len(found))
+            return found
+
+        tokenizer = load_tokenizer(job.model)
+        with watched_memory(job.watch_memory) as most:
+            trainer = GRPOTrainer(
+                model=job.model,
+                reward_funcs=reward,
+                args=settings(job),
+                train_dataset=data,
+                processing_class=tokenizer,
+                callbacks=[clock],
+            )
+            if job.engine == "vllm" and len(set(job.lengths)) > 1:
+                _give_lengths(trainer, job.lengths)
+            for row, ids in zip(rows, tokenizer([row.text for row in rows])["input_ids"], strict=True):
+                assert tuple(ids) == row.token_ids, f"{row.text!r} reads {ids}, not {row.token_ids}"
+            trainer.train()
+            device_gb = most()
+    if job.judge:
+        trainer.save_model(str(Path(job.folder) / f"{job.name}.weights"))
+    figures = {
+        "version": f"trl {trl_version}, transformers {_version('transformers')}, torch {torch.__version__}",
+        "step_s": clock.seconds[job.warm_up :],
+        "tokens": clock.tokens[job.warm_up :],
+        "rewards": rewards,
+        "rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1_024 / 1e9,
+        "device_gb": device_gb,
+    }
+    if torch.cuda.is_available():
+        figures |= {
+            "allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+            "reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+        }
+    return figures
+
+
+def _give_lengths(trainer: GRPOTrainer, lengths: tuple[int, ...]) -> None:
+    """Each answer its own length: vLLM takes a set of sampling parameters for each request, TRL asks with one."""
+    llm = trainer.vllm_generation.llm
+    plain = llm.generate
+
+    def generate(prompts: Any, sampling_params: Any, **more: Any) -> Any:
+        each = [sampling_params.clone() for _ in prompts]
+        for parameters, length in zip(each, lengths, strict=True):
+            parameters.max_tokens = length
+        return plain(prompts, sampling_params=each, **more)
+
+    llm.generate = generate
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import version
+
+    return version(package)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    told = Job.read(sys.argv[1])
+    write_report(told, run(told))
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's and the process group's own ends may hang; everything is written

@@ -1,0 +1,85 @@
+"""The table of `benchmarks.vs_trl`: medians of each side, ratios, and the bars."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+BARS = {"trl-fp32": 1.35, "trl-bf16": 1.25, "trl": 1.5}
+"""How many times the speed of each of TRL's sides ours must have."""
+MEMORY_BAR = 0.5
+"""Share of TRL's peak memory that ours may take; on a GPU."""
+
+
+def summary(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row a side (the median over its runs' medians), ratios of ours to each other side."""
+    if not reports:
+        raise SystemExit("no side was measured")
+    sides = {name: _row([one for one in reports if one["side"] == name]) for name in _in_order(reports)}
+    ours = sides.get("ours")
+    ratios = {name: _ratio(ours, row, name) for name, row in sides.items() if ours and name != "ours"}
+    return {"sides": sides, "ratios": ratios, "runs": list(reports)}
+
+
+def _in_order(reports: Sequence[dict[str, Any]]) -> list[str]:
+    return sorted({one["side"] for one in reports}, key=lambda name: (name == "ours", name))
+
+
+def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of one side. `peak_gb`: of the GPU, or resident memory on a CPU."""
+    first = runs[0]
+    on_gpu = first["device"] == "cuda"
+    peaks = [one["device_gb"] or one["reserved_gb"] if on_gpu else one["rss_gb"] for one in runs]
+    row = {
+        "what": ", ".join(sorted({one["version"] for one in runs})),
+        "lengths": first["lengths"],
+        "batches": sum(len(one["step_s"]) for one in runs),
+        "batch_s": statistics.median(statistics.median(one["step_s"]) for one in runs),
+        "tokens_per_s": statistics.median(_rate(one, one["tokens"]) for one in runs),
+        "samples_per_s": statistics.median(_rate(one, [one["answers"]] * len(one["step_s"])) for one in runs),
+        "peak_gb": max(peaks),
+        "reward_first": statistics.fmean(one["rewards"][0] for one in runs),
+        "reward_last": statistics.fmean(statistics.fmean(one["rewards"][-5:]) for one in runs),
+    }
+    judged = [one["held_out"] for one in runs if "held_out" in one]
+    if judged:
+        row["held_out"] = {name: statistics.fmean(one[name] for one in judged) for name in judged[0]}
+    return row
+
+
+def _rate(run: dict[str, Any], counts: Sequence[int]) -> float:
+    """Median over batches: a batch that other work of the machine held up does not count."""
+    return statistics.median(count / seconds for count, seconds in zip(counts, run["step_s"], strict=True))
+
+
+def _ratio(ours: dict[str, Any], other: dict[str, Any], name: str) -> dict[str, Any]:
+    speed = "samples_per_s" if name == "trl" else "tokens_per_s"
+    found = {
+        "speed": ours[speed] / other[speed],
+        "bar": BARS[name],
+        "peak_memory": ours["peak_gb"] / other["peak_gb"],
+    }
+    if "held_out" in ours:
+        found["held_out_reward"] = ours["held_out"]["sampled"] - other["held_out"]["sampled"]
+    return found
+
+
+def show(told: dict[str, Any]) -> None:
+    """Print it."""
+    head = f"{'side':<10}{'batch s':>9}{'tokens/s':>11}{'samples/s':>11}{'peak GB':>9}{'reward':>17}{'held out':>10}"
+    print(f"\n{head}")
+    for name, row in told["sides"].items():
+        reward = f"{row['reward_first']:.3f} -> {row['reward_last']:.3f}"
+        held_out = f"{row['held_out']['sampled']:.3f}" if "held_out" in row else ""
+        print(
+            f"{name:<10}{row['batch_s']:>9.3f}{row['tokens_per_s']:>11,.0f}{row['samples_per_s']:>11,.0f}"
+            f"{row['peak_gb']:>9.1f}{reward:>17}{held_out:>10}"
+        )
+    for name, row in told["sides"].items():
+        print(f"{name}: {row['what']}; answers {row['lengths']}; {row['batches']} batches")
+    for name, ratio in told["ratios"].items():
+        line = f"ours / {name}: {ratio['speed']:.2f} times the speed (bar {ratio['bar']})"
+        line += f", {ratio['peak_memory']:.2f} of the peak memory"
+        line += f" (bar {MEMORY_BAR})" if name != "trl" else ""
+        if "held_out_reward" in ratio:
+            line += f", held-out reward {ratio['held_out_reward']:+.3f}"
+        print(line)
