@@ -24,6 +24,7 @@ from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.experience import ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.types import Prompt, Rollout
+from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import MemoryPeak, Worker
 
 PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
@@ -34,7 +35,7 @@ class FixedLengths(LocalGroup):
 
     def __init__(self, config: RunConfig, directory: str, lengths: Sequence[int], *, vocab_size: int, real: bool):
         super().__init__(config, directory)
-        self._lengths = lengths
+        self.lengths = lengths
         self._vocab_size = vocab_size
         self._real = real
         self._version = 0
@@ -67,7 +68,7 @@ class FixedLengths(LocalGroup):
 
     def _limited(self, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         ((requests, sampling, limit),) = arguments
-        limited = [replace(request, max_tokens=length) for request, length in zip(requests, self._lengths, strict=True)]
+        limited = [replace(request, max_tokens=length) for request, length in zip(requests, self.lengths, strict=True)]
         return [(limited, sampling, limit)]
 
     def _random(self, request: SamplingRequest) -> Rollout:
@@ -90,13 +91,59 @@ def draw_lengths(count: int, mean: float, longest: int) -> list[int]:
     return [int(length) for length in drawn]
 
 
+class Loop:
+    """The trainer on its worker, one step after the other from step 0."""
+
+    def __init__(self, trainer: Trainer, kl_coef: float) -> None:
+        self._trainer = trainer
+        self._state = LoopState(0, 0, 0, 0, kl_coef)
+
+    def step(self) -> StepResult:
+        """The next step."""
+        result = self._trainer.step(self._state, epoch=0)
+        self._state = result.state
+        return result
+
+
+@contextlib.contextmanager
+def worker_group(
+    config: RunConfig, directory: Path, lengths: Sequence[int], *, vocab_size: int, real: bool = True
+) -> Iterator[FixedLengths]:
+    """The worker with its engine, ended at the end; its engine has no weights yet."""
+    group = FixedLengths(config, str(directory), lengths, vocab_size=vocab_size, real=real)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+@contextlib.contextmanager
+def training_loop(
+    config: RunConfig, directory: Path, group: WorkerGroup, *, prompt_tokens: int, ground_truth: str, vocab_size: int
+) -> Iterator[Loop]:
+    """Training from step 0 with the weights that the worker has, on random prompts."""
+    rng = np.random.default_rng(3)
+    prompts = [
+        Prompt(i, tuple(rng.integers(4, vocab_size, prompt_tokens).tolist()), config.data.task, ground_truth)
+        for i in range(config.trainer.batch_size)
+    ]
+    tokenizer = load_tokenizer(directory)
+
+    def decode(answers: Sequence[Sequence[int]]) -> list[str]:
+        return tokenizer.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
+
+    with ScoringPool(config.data.scorer, config.reward) as scoring, tempfile.TemporaryDirectory() as failures:
+        group.each(Worker.hand_over, 0)
+        collector = ExperienceCollector(config, group, PromptStream(prompts, seed=1), scoring, decode)
+        yield Loop(Trainer(config, group, collector, failures=Path(failures)), config.algo.kl.coef)
+
+
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Measured steps, the worker's own peak, and the most memory the GPU had in use by anybody, GB of 1e9 bytes."""
+    """Measured steps and the worker's own peak."""
 
     results: list[StepResult]
     peak: MemoryPeak
-    device_gb: float
 
 
 def run_steps(
@@ -111,48 +158,30 @@ def run_steps(
     measured: int,
     real: bool = True,
     trace: bool = False,
-    watch_memory: bool = False,
 ) -> Steps:
-    """Start the worker, take `warm_up` steps, then `measured` ones; each is told as it ends.
-
-    `watch_memory` asks the driver all the time, which costs the engine some of its.
-    """
-    rng = np.random.default_rng(3)
-    prompts = [
-        Prompt(i, tuple(rng.integers(4, vocab_size, prompt_tokens).tolist()), config.data.task, ground_truth)
-        for i in range(config.trainer.batch_size)
-    ]
-    tokenizer = load_tokenizer(directory)
-
-    def decode(answers: Sequence[Sequence[int]]) -> list[str]:
-        return tokenizer.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
-
+    """Start the worker, take `warm_up` steps, then `measured` ones; each is told as it ends."""
     results: list[StepResult] = []
-    with watched_memory(watch_memory) as most:
-        group = FixedLengths(config, str(directory), lengths, vocab_size=vocab_size, real=real)
-        try:
-            group.each(Worker.hand_over, 0)
-            with ScoringPool(config.data.scorer, config.reward) as scoring, tempfile.TemporaryDirectory() as failures:
-                collector = ExperienceCollector(config, group, PromptStream(prompts, seed=1), scoring, decode)
-                trainer = Trainer(config, group, collector, failures=Path(failures))
-                state = LoopState(0, 0, 0, 0, config.algo.kl.coef)
-                for number in range(warm_up + measured):
-                    with _profiled(trace and number == warm_up + measured - 1):
-                        result = trainer.step(state, epoch=0)
-                    state = result.state
-                    kind = "warm-up" if number < warm_up else "measured"
-                    print(f"step {number + 1} ({kind}): {seconds_line(result)}", flush=True)
-                    if number >= warm_up:
-                        results.append(result)
-            peak = group.each(Worker.memory_peak)[0]
-        finally:
-            group.close()
-    return Steps(results, peak, most())
+    with worker_group(config, directory, lengths, vocab_size=vocab_size, real=real) as group:
+        with training_loop(
+            config, directory, group, prompt_tokens=prompt_tokens, ground_truth=ground_truth, vocab_size=vocab_size
+        ) as loop:
+            for number in range(warm_up + measured):
+                with _profiled(trace and number == warm_up + measured - 1):
+                    result = loop.step()
+                kind = "warm-up" if number < warm_up else "measured"
+                print(f"step {number + 1} ({kind}): {seconds_line(result)}", flush=True)
+                if number >= warm_up:
+                    results.append(result)
+        peak = group.each(Worker.memory_peak)[0]
+    return Steps(results, peak)
 
 
 @contextlib.contextmanager
-def watched_memory(wanted: bool) -> Iterator[Callable[[], float]]:
-    """The most memory of the GPU in use while inside, by torch, vLLM and the driver alike; looked at often."""
+def watched_memory(wanted: bool = True) -> Iterator[Callable[[], float]]:
+    """The most memory of the GPU in use while inside, GB of 1e9 bytes, by torch, vLLM, the driver and others alike.
+
+    0 on a CPU. It asks the driver every 20 ms, which costs the engine some of its time.
+    """
     if not wanted or not torch.cuda.is_available():
         yield lambda: 0.0
         return

@@ -1,127 +1,174 @@
 """How long training stands still for a checkpoint, and what the checkpoint costs the steps beside it.
 
-    python benchmarks/save_standstill.py --parameters 1.2e9 --out standstill.json       # on a GPU
-    python benchmarks/save_standstill.py --parameters 5e7 --saves 3                     # on a CPU
+    python -m benchmarks.save_standstill --out standstill.json       # on a GPU: the 1B model with its optimizer, vLLM
+    python -m benchmarks.save_standstill --shape=tiny --engine=hf --prompts=8 --mean=12 --longest=32 --steps=4
 
-A decoder-only model of random float32 weights with AdamW takes steps on random tokens. Every few steps the code of the
-trainer saves it: the copy to the host (training stands still), then writing, hashing, flushing and publishing in
-threads (training goes on). Beside it the same save with waiting. Prints one JSON object.
+Steps of `benchmarks.grpo_step` in the real trainer, saved by the code of a run: at the end of a chunk the copy to the
+host (training stands still), then writing, hashing, flushing and publishing in threads (training goes on), and a look
+after each step whether it is done. A first checkpoint is begun before the chunk that is measured, so that the chunk has
+what every chunk has: a write beside its first steps, and a copy at its end. Exit code 1 if training stood still for
+longer than 2 s, or than 2% of the chunk.
 """
 
 import argparse
 import json
-import shutil
 import statistics
+import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlcore.checkpoint.background import BackgroundCommit, BackgroundWriter
-from rlcore.checkpoint.host import HostBuffers
-from rlcore.checkpoint.shards import copy_shards, prepare_buffers
+from benchmarks.grpo_step import PROMPT_TOKENS, SAMPLES, settings
+from benchmarks.harness import FixedLengths, Loop, draw_lengths, seconds_line, training_loop, worker_group
+from benchmarks.shapes import SHAPES, make_model
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
-from rlcore.config import CheckpointConfig, RunConfig
+from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.run.room import Room
+from rlcore.run.saver import Saved, Saver
+from rlcore.workers.worker import Worker
 
-STEPS_BETWEEN_SAVES = 4
-TOKENS = 512
-
-
-def build(num_parameters: float, device: torch.device) -> LlamaForCausalLM:
-    """About so many parameters: twelve times hidden squared a layer, and a vocabulary of 32,000."""
-    hidden = 2048 if num_parameters > 5e8 else 512
-    layers = max(1, round((num_parameters - 32_000 * hidden) / (12 * hidden * hidden)))
-    config = LlamaConfig(
-        vocab_size=32_000,
-        hidden_size=hidden,
-        intermediate_size=8 * hidden // 3,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 64,
-        tie_word_embeddings=True,
-    )
-    with torch.device(device):
-        return LlamaForCausalLM(config)
+MOST_S, MOST_SHARE = 2.0, 0.02
+WARM_UP = 2
 
 
-class Training:
-    """Steps on random tokens, timed with the device's work done."""
+class SavedSteps:
+    """Steps of a loop with a run's saves between them, and the seconds of each."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model, self.device = model, device
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+    def __init__(self, config: RunConfig, loop: Loop, group: FixedLengths, folder: Path) -> None:
+        store = CheckpointStore(folder, config.checkpoint, config)
+        room = Room(config.checkpoint, happened=lambda *event: print(*event), stop=lambda: False, prune=store.prune)
+        self._config, self._loop, self._group = config, loop, group
+        self._saver = Saver(store, room, committed=lambda step: None)
+        self.store = store
+        self.number = 0
+        self.step_s: list[tuple[bool, float]] = []
+        """Whether a save was under way at a step's begin, and the step's seconds."""
+        self.stood_still_s = 0.0
+        """Seconds of the loop for saves since it was last set to 0."""
+        self.saved: list[Saved] = []
 
-    def step(self) -> float:
-        """One step; its seconds."""
+    def step(self) -> None:
+        """One step, then the look whether a save is done."""
+        beside, begun = self._saver.is_under_way, time.perf_counter()
+        result = self._loop.step()
+        self.step_s.append((beside, time.perf_counter() - begun))
+        self.number += 1
+        print(f"step {self.number}{' (beside a save)' if beside else ''}: {seconds_line(result)}", flush=True)
+        self._held(self._saver.poll)
+
+    def end_chunk(self) -> None:
+        """What a run does at the end of a chunk: settle the save before, begin the next."""
+        self._held(self._saver.settle)
+        self._held(lambda: self._saver.begin(self.number, self._record, {}, self._group))
+
+    def settle(self) -> None:
+        """Until the last save is published."""
+        self._held(self._saver.settle)
+
+    def _held(self, action: Callable[[], Saved | None]) -> None:
         begun = time.perf_counter()
-        tokens = torch.randint(0, 32_000, (4, TOKENS), device=self.device)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            loss = self.model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
+        saved = action()
+        self.stood_still_s += time.perf_counter() - begun
+        if saved is not None:
+            self.saved.append(saved)
+
+    def _record(self) -> TrainerState:
+        return TrainerState(
+            step=self.number, policy_version=self.number, num_prompts_drawn=0, num_tokens=0, kl_coef=0.0,
+            settings_fingerprint=settings_fingerprint(self._config),
+        )  # fmt: skip
+
+
+def measure(arguments: argparse.Namespace, directory: Path, folder: Path) -> dict[str, Any]:
+    """Warm up, begin a save, take a chunk with a save at its end, go on until that is published."""
+    config = settings(arguments, directory)
+    lengths = draw_lengths(arguments.prompts * SAMPLES, arguments.mean, arguments.longest)
+    vocab_size = SHAPES[arguments.shape]["vocab_size"]
+    real = arguments.engine != "none"
+    with (
+        worker_group(config, directory, lengths, vocab_size=vocab_size, real=real) as group,
+        training_loop(
+            config,
+            directory,
+            group,
+            prompt_tokens=PROMPT_TOKENS,
+            ground_truth='{"answer": "18"}',
+            vocab_size=vocab_size,
+        ) as loop,
+    ):
+        steps = SavedSteps(config, loop, group, folder)
+        for _ in range(WARM_UP):
+            steps.step()
+        steps.end_chunk()
+        first_s, steps.stood_still_s = steps.stood_still_s, 0.0
+        begun = time.perf_counter()
+        for _ in range(arguments.steps):
+            steps.step()
+        steps.end_chunk()
+        chunk_s, stood_still_s = time.perf_counter() - begun, steps.stood_still_s
+        for _ in range(arguments.after):
+            steps.step()
+        steps.settle()
+        num_parameters = group.each(Worker.info)[0].num_parameters
+    assert len(steps.saved) == 2, "both checkpoints must be there"
+    return {
+        "what": "a loop with a run's checkpoints: seconds that it stands still in a chunk, its end included",
+        "shape": arguments.shape,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "parameters": num_parameters,
+        "checkpoint_bytes": steps.store.list()[-1].size_bytes,
+        "steps": arguments.steps,
+        "chunk_s": chunk_s,
+        "stood_still_s": stood_still_s,
+        "stood_still_first_s": first_s,
+        "share": stood_still_s / chunk_s,
+        **_step_times(steps.step_s[WARM_UP:]),
+        "limits": {"seconds": MOST_S, "share": MOST_SHARE},
+        "pass": stood_still_s <= MOST_S and stood_still_s <= MOST_SHARE * chunk_s,
+    }
+
+
+def _step_times(step_s: Sequence[tuple[bool, float]]) -> dict[str, Any]:
+    beside = [seconds for under_way, seconds in step_s if under_way]
+    alone = [seconds for under_way, seconds in step_s if not under_way]
+    return {
+        "steps_beside_a_save": len(beside),
+        "step_beside_a_save_s": statistics.median(beside) if beside else None,
+        "step_alone_s": statistics.median(alone) if alone else None,
+    }
 
 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=float, default=5e7)
-    parser.add_argument("--saves", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path("standstill-checkpoints"))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="llama3.2-1b")
+    parser.add_argument("--engine", choices=("vllm", "hf", "none"), default="vllm")
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--mean", type=float, default=183.0, help="mean length of answers, tokens")
+    parser.add_argument("--longest", type=int, default=1_024, help="longest answer, tokens")
+    parser.add_argument("--steps", type=int, default=20, help="of the chunk that is measured")
+    parser.add_argument("--after", type=int, default=2, help="steps beside the last save")
+    parser.add_argument("--scorers", type=int, default=4, help="scoring processes")
+    parser.add_argument("--model", type=Path, help="folder for the model; kept and used again")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure; emptied at the end")
+    parser.add_argument("--out", type=Path, help="where the figures go as JSON")
+    parser.add_argument("overrides", nargs="*", help="settings, as on the command line")
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build(arguments.parameters, device)
-    training, buffers, writer = Training(model, device), HostBuffers(), BackgroundWriter()
-    if device.type == "cuda":
-        prepare_buffers(buffers, model)
-    settings = RunConfig()
-    store = CheckpointStore(arguments.folder, CheckpointConfig(keep_last=1, keep_best=0, reserve_gb=0), settings)
-    pruned: list[float] = []
-    commit = BackgroundCommit(store, writer.is_done, lambda: pruned.append(len(store.prune())))
-    alone = [training.step() for _ in range(3 + STEPS_BETWEEN_SAVES)][3:]
-    stood_still, beside, took = [], [], []
-    for number in range(1, arguments.saves + 1):
-        state = TrainerState(
-            step=number, policy_version=number, num_prompts_drawn=0, num_tokens=0, kl_coef=0.0,
-            settings_fingerprint=settings_fingerprint(settings),
-        )  # fmt: skip
-        begun = time.perf_counter()
-        copy = copy_shards(Path("policy"), model=model, optimizer=training.optimizer, buffers=buffers)
-        commit.start(state, {}, lambda folder, copy=copy: writer.start([replace(copy, directory=folder / "policy")]))
-        stood_still.append(time.perf_counter() - begun)
-        steps = 0
-        while commit.poll() is None:
-            beside.append(training.step())
-            steps += 1
-        took.append(time.perf_counter() - begun)
-        [training.step() for _ in range(max(0, STEPS_BETWEEN_SAVES - steps))]
-    begun = time.perf_counter()
-    copy = copy_shards(Path("policy"), model=model, optimizer=training.optimizer, buffers=buffers)
-    commit.start(state, {}, lambda folder: writer.start([replace(copy, directory=folder / "policy")]))
-    commit.finish(writer.finish)
-    result = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "checkpoint_bytes": store.list()[-1].size_bytes,
-        "stood_still_s": stood_still,
-        "save_in_background_s": took,
-        "save_with_waiting_s": time.perf_counter() - begun,
-        "step_alone_s": statistics.median(alone),
-        "step_beside_a_save_s": statistics.median(beside) if beside else None,
-    }
-    shutil.rmtree(arguments.folder)
-    print(json.dumps(result, indent=1))
+    arguments.overrides += ["checkpoint.keep_last=1", "checkpoint.keep_best=0", "checkpoint.reserve_gb=0"]
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
+        directory = arguments.model or Path(scratch) / "model"
+        if not (directory / "config.json").exists():
+            make_model(arguments.shape, directory)
+        found = measure(arguments, directory, Path(scratch) / "checkpoints")
+    print(json.dumps(found, indent=1))
     if arguments.out is not None:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    raise SystemExit(0 if found["pass"] else 1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,112 @@
+"""The engine's log-probabilities against the trainer's, and what the importance correction makes of the difference."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.checks.rig import Rig, Verdict
+from rlcore.batching.pack import pack
+from rlcore.trainer import step as step_module
+from rlcore.types import Score
+from rlcore.workers.worker import Worker
+
+BOUNDS = {True: 0.02, False: 1e-4}
+"""Mean |difference| of log-probabilities, for an engine in bfloat16 and in float32."""
+NOISE = 0.1
+"""Standard deviation of what is added to the engine's log-probabilities, so that there is something to correct."""
+OVER_CAP = 0.2
+"""Share of the ratios that the cap must cut, about."""
+
+
+def differences(rig: Rig) -> Verdict:
+    """Over all answers of a step."""
+    result = rig.step()
+    rig.group.each(Worker.reset)
+    rollouts = result.experience.rollouts
+    batch = pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
+    num_micro = -(-batch.num_tokens // rig.config.trainer.max_tokens_per_micro_batch)
+    (trainers,) = rig.group.scatter(Worker.old_logprobs, [(batch, num_micro)])
+    apart = (trainers - batch.behavior_logprobs)[batch.loss_mask].abs()
+    figures = {
+        "tokens": len(apart),
+        "mean": apart.mean().item(),
+        "median": apart.median().item(),
+        "largest": apart.max().item(),
+        "bound": BOUNDS[rig.bfloat16],
+        "canary": result.metrics["training/canary_logprob_diff"],
+        **{name: value for name, value in result.metrics.items() if name.startswith("training/rollout_probs_diff")},
+    }
+    return Verdict(figures["mean"] <= figures["bound"], figures)
+
+
+def correction(rig: Rig) -> Verdict:
+    """The loss of a step under each mode against sums by hand; both corrections must change it."""
+    if rig.group.kept is None:
+        rig.step()
+    kept = rig.group.kept
+    assert kept is not None
+    rng = np.random.default_rng(5)
+    rig.group.kept = [
+        dataclasses.replace(
+            one,
+            behavior_logprobs=one.behavior_logprobs
+            + NOISE * rng.standard_normal(len(one.response_ids)).astype(np.float32),
+        )
+        for one in kept
+    ]
+    try:
+        return _corrected(rig)
+    finally:
+        rig.group.kept = kept
+
+
+def _corrected(rig: Rig) -> Verdict:
+    _, batch = _step_and_batch(rig, "algo.importance.mode=truncate")
+    mask = batch.packed.loss_mask
+    ratios = (batch.old_logprobs - batch.packed.behavior_logprobs)[mask].double().exp()
+    cap = float(f"{max(1.0001, ratios.quantile(1 - OVER_CAP).item()):.4f}")
+    figures: dict[str, Any] = {"noise_added": NOISE, "cap": cap, "losses": {}}
+    tolerance = 2e-4 if rig.bfloat16 else 2e-5
+    ok = True
+    for mode in ("off", "truncate", "mask"):
+        metrics, batch = _step_and_batch(rig, f"algo.importance.mode={mode}", f"algo.importance.cap={cap}")
+        if mode != "off":
+            ratios = (batch.old_logprobs - batch.packed.behavior_logprobs)[mask].double().exp()
+        weights = [_weight(mode, ratio, cap) for ratio in ratios.tolist()]
+        advantages = batch.advantages[mask].double().tolist()
+        # One update: the policy is the old one, every ratio of it is 1 and no clip acts.
+        by_hand = -math.fsum(w * a for w, a in zip(weights, advantages, strict=True)) / len(advantages)
+        figures["losses"][mode] = {"product": metrics["actor/pg_loss"], "by_hand": by_hand}
+        ok &= abs(metrics["actor/pg_loss"] - by_hand) <= tolerance
+    plain = figures["losses"]["off"]["by_hand"]
+    changed = [abs(figures["losses"][mode]["product"] - plain) for mode in ("truncate", "mask")]
+    figures |= {"tolerance": tolerance, "changed_by": changed}
+    return Verdict(ok and min(changed) > 2 * tolerance, figures)
+
+
+def _weight(mode: str, ratio: float, cap: float) -> float:
+    if mode == "off":
+        return 1.0
+    if mode == "truncate":
+        return min(ratio, cap)
+    return ratio if 1 / cap <= ratio <= cap else 0.0
+
+
+def _step_and_batch(rig: Rig, *overrides: str) -> tuple[Any, Any]:
+    """A step's metrics, and what its update was given."""
+    seen: list[Any] = []
+    estimate: Callable[..., Any] = step_module.estimate
+
+    def noting(*arguments: Any, **named: Any) -> Any:
+        seen.append(estimate(*arguments, **named))
+        return seen[-1]
+
+    step_module.estimate = noting
+    try:
+        result = rig.step(*overrides)
+    finally:
+        step_module.estimate = estimate
+    return result.metrics, seen[0].batch

@@ -1,0 +1,92 @@
+"""The memory plan beside what each phase of a step really held."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.checks.rig import Rig, Verdict
+from benchmarks.harness import watched_memory
+from rlcore.models.shape import shape_of
+from rlcore.run import memory_plan as planning
+from rlcore.run.memory_fit import device_of
+from rlcore.workers.worker import Worker
+
+PHASES = {
+    Worker.generate: planning.GENERATION,
+    Worker.old_logprobs: planning.PASSES,
+    Worker.ref_logprobs: planning.PASSES,
+    Worker.update_policy: planning.POLICY_UPDATE,
+    Worker.hand_over: planning.HAND_OVER,
+}
+GB = 1e9
+WITHIN = 0.15
+"""Of a phase's measured bytes: how far off the plan may be before it needs another constant."""
+
+
+def check(rig: Rig) -> Verdict:
+    """One whole step, answers included. Without a GPU the plan alone."""
+    shape = shape_of(rig.config.model)
+    assert shape is not None, "the rig's model has a config.json"
+    plan = planning.plan_memory(rig.config, shape, device_of(rig.config))
+    figures: dict[str, Any] = {"device": plan.device.name, "phases": {}}
+    measured = _measured(rig) if rig.device.type == "cuda" else {}
+    for phase, parts in plan.phases.items():
+        planned = sum(parts.values()) / GB
+        found = measured.get(phase)
+        figures["phases"][phase] = {
+            "planned_gb": round(planned, 2),
+            "parts_gb": {name: round(size / GB, 2) for name, size in parts.items()},
+            **(found or {}),
+            "plan_over_measured": None if found is None else round(planned / found["tensors_gb"], 3),
+        }
+    ratios = [one["plan_over_measured"] for one in figures["phases"].values() if one["plan_over_measured"]]
+    figures["context_planned_gb"] = planning.CONTEXT_BYTES / GB
+    return Verdict(all(abs(1 - 1 / ratio) <= WITHIN for ratio in ratios), figures)
+
+
+def _measured(rig: Rig) -> dict[str, dict[str, float]]:
+    """GB by phase: peak of torch's tensors without what a sleeping engine has given back, peak that torch reserved,
+    and most of the GPU in use by anybody (context and CUDA graphs included)."""
+    found: dict[str, dict[str, float]] = {}
+    engine = _engine_pool_bytes()
+
+    @contextlib.contextmanager
+    def around(verb: Any) -> Iterator[None]:
+        phase = PHASES.get(verb)
+        if phase is None:
+            yield
+            return
+        asleep = verb not in (Worker.generate, Worker.hand_over)
+        if asleep:
+            rig.group.each(_put_to_sleep)
+        torch.cuda.reset_peak_memory_stats()
+        with watched_memory() as most:
+            yield
+        away = engine if asleep else 0
+        now = {
+            "tensors_gb": (torch.cuda.max_memory_allocated() - away) / GB,
+            "reserved_gb": (torch.cuda.max_memory_reserved() - away) / GB,
+            "in_use_gb": most(),
+            "engine_pool_gb": engine / GB,
+        }
+        before = found.setdefault(phase, now)
+        found[phase] = {name: round(max(before[name], now[name]), 3) for name in now}
+
+    rig.group.kept = None
+    with rig.watched(around):
+        rig.step()
+    return found
+
+
+def _put_to_sleep(worker: Worker) -> None:
+    """What the verb begins with; done before, so that its first moment does not count as the phase before."""
+    worker._engine.sleep()
+
+
+def _engine_pool_bytes() -> int:
+    """What vLLM holds in the pool that it can put to sleep; torch counts it even while it is not there."""
+    module = sys.modules.get("vllm.device_allocator.cumem")
+    return 0 if module is None else int(module.CuMemAllocator.get_instance().get_current_usage())

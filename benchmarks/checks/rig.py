@@ -1,0 +1,122 @@
+"""One worker with its real engine and reference; steps from step 0 on the same answers, as often as wanted."""
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import FixedLengths, draw_lengths, training_loop
+from benchmarks.shapes import SHAPES
+from rlcore.config import RunConfig
+from rlcore.config.compose import load_config
+from rlcore.rollout.build import engine_dtype
+from rlcore.score import Score
+from rlcore.trainer.step import StepResult
+from rlcore.types import Rollout
+from rlcore.workers.device import choose_place
+from rlcore.workers.worker import Worker
+
+PROMPT_TOKENS, SAMPLES = 107, 4
+
+
+def score(response: str, ground_truth: Mapping[str, object]) -> Score:
+    """The longer the better, so that every group has something to learn: random weights answer nothing right."""
+    return Score(len(response) / 1_000, {})
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a check found; `figures` is plain data."""
+
+    ok: bool
+    figures: Mapping[str, Any]
+
+
+class RecordedGroup(FixedLengths):
+    """Keeps the first answers and gives them again; `around(verb)` is entered around a worker's verbs."""
+
+    kept: list[Rollout] | None = None
+    around: Callable[[Any], contextlib.AbstractContextManager[None]] = staticmethod(
+        lambda verb: contextlib.nullcontext()
+    )
+
+    def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """The verb."""
+        with self.around(verb):
+            return super().each(verb, *args, **kwargs)
+
+    def scatter(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The verb; the engine is asked for answers once."""
+        if verb is Worker.generate and self.kept is not None:
+            return [self.kept]
+        with self.around(verb):
+            found = super().scatter(verb, arguments)
+        if verb is Worker.generate:
+            self.kept = found[0]
+        return found
+
+
+class Rig:
+    """The group and the settings of its steps."""
+
+    def __init__(self, arguments: argparse.Namespace, directory: Path) -> None:
+        self.directory = directory
+        self.shape: str = arguments.shape
+        self._arguments = arguments
+        self.config = self.settings()
+        place = choose_place(self.config.runtime, self.config.model)
+        self.device = place.device
+        self.bfloat16 = engine_dtype(self.config, place.dtype) == torch.bfloat16
+        lengths = draw_lengths(arguments.prompts * SAMPLES, arguments.mean, arguments.longest)
+        self.group = RecordedGroup(self.config, str(directory), lengths, vocab_size=self.vocab_size, real=True)
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return int(SHAPES[self.shape]["vocab_size"])
+
+    def settings(self, *overrides: str) -> RunConfig:
+        """A GRPO step with one update and a reference, of the size that was asked for."""
+        arguments = self._arguments
+        base = [
+            f"model.path={self.directory}", "runtime=local", "runtime.num_workers=1", "runtime.threads_per_worker=4",
+            "tracking.enabled=false", f"trainer.batch_size={arguments.prompts}",
+            f"trainer.mini_batch_size={arguments.prompts}", f"rollout.samples_per_prompt={SAMPLES}",
+            f"rollout.max_response_tokens={arguments.longest}", f"filter.max_prompt_tokens={PROMPT_TOKENS}",
+            "rollout=vllm", "rollout.tensor_parallel_size=1", "rollout.memory_share=0.25",
+            f"rollout.max_num_seqs={arguments.prompts * SAMPLES}", "algo.kl.offload=false",
+            "model.gradient_checkpointing=false", "reward.num_processes=0", "data.scorer=benchmarks.checks.rig:score",
+        ]  # fmt: skip
+        given = {line.partition("=")[0] for line in [*arguments.overrides, *overrides]}
+        base = [line for line in base if line.partition("=")[0] not in given]
+        return load_config([*base, *arguments.overrides, *overrides], experiment="verl_gsm8k_grpo")
+
+    def step(self, *overrides: str) -> StepResult:
+        """Step 1 of a run with these settings, from the start model, on the first step's answers."""
+        self.group.each(Worker.reset)
+        with training_loop(
+            self.settings(*overrides),
+            self.directory,
+            self.group,
+            prompt_tokens=PROMPT_TOKENS,
+            ground_truth='{"answer": "18"}',
+            vocab_size=self.vocab_size,
+        ) as loop:
+            return loop.step()
+
+    @contextlib.contextmanager
+    def watched(self, around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+        """`around` is entered around each verb."""
+        before, self.group.around = self.group.around, around  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            self.group.around = before  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """End the worker."""
+        self.group.close()

@@ -1,0 +1,135 @@
+"""An update that runs out of memory is done again in finer micro-batches: loss and gradient are those of one that did
+not."""
+
+import contextlib
+import ctypes
+import logging
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.checks.rig import Rig, Verdict
+from rlcore.errors import DeviceMemoryError
+from rlcore.models.parallel import gathered
+from rlcore.trainer.step import StepResult
+from rlcore.workers.worker import Worker
+
+COMPARED = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy")
+SHARES = (0.35, 0.5, 0.65, 0.8)
+"""Of what the update took: given to it one after the other, until it goes through (after a refusal). Less than one
+sequence or the first moments of AdamW need is an error."""
+ON_A_CPU_BYTES = (4 << 20, 8 << 20, 16 << 20, 32 << 20, 64 << 20)
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
+
+
+def prepare() -> None:
+    """At the begin of a process without a GPU: large blocks of memory stand alone and are given back when they are
+    free, so that a limit of the process bounds what tensors take."""
+    if not torch.cuda.is_available():
+        allocator = ctypes.CDLL(None)
+        allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+        allocator.mallopt(M_ARENA_MAX, 1)
+
+
+def check(rig: Rig) -> Verdict:
+    """One step with all memory, the same with too little in the update alone."""
+    need = 0
+
+    @contextlib.contextmanager
+    def measured(verb: Any) -> Iterator[None]:
+        nonlocal need
+        on_gpu = verb is Worker.update_policy and rig.device.type == "cuda"
+        before = torch.cuda.memory_allocated() if on_gpu else 0
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        yield
+        if on_gpu:
+            need = max(need, torch.cuda.max_memory_allocated() - before)
+
+    with rig.watched(measured):
+        plain = _numbers(rig, rig.step())
+    rooms = [round(share * need) for share in SHARES] if need else list(ON_A_CPU_BYTES)
+    messages: list[str] = []
+    forced, tried = None, 0
+    for room in rooms:
+        tried = room
+        with _logged(messages), rig.watched(lambda verb, room=room: _short_of_memory(verb, room, rig.device)):
+            try:
+                result = rig.step()
+            except (DeviceMemoryError, torch.OutOfMemoryError) as error:
+                messages.append(str(error)[:300])
+                continue
+        forced = _numbers(rig, result)
+        break
+    if forced is None or not forced["passes_redone"]:
+        return Verdict(False, {"why": "no room was found in which the update fails first and goes through then",
+                               "need_bytes": need, "log": messages})  # fmt: skip
+    relative, absolute = (1e-3, 1e-5) if rig.bfloat16 else (2e-5, 1e-6)
+    off = {
+        name: abs(forced[name] - plain[name])
+        for name in (*COMPARED, "weights")
+        if abs(forced[name] - plain[name]) > relative * abs(plain[name]) + absolute
+    }
+    told = [message for message in messages if "ran out of memory" in message and "is done again" in message]
+    return Verdict(
+        not off and bool(told),
+        {"unforced": plain, "forced": forced, "need_bytes": need, "room_bytes": tried, "apart": off,
+         "bounds": {"relative": relative, "absolute": absolute}, "log": messages},
+    )  # fmt: skip
+
+
+def _numbers(rig: Rig, result: StepResult) -> dict[str, float]:
+    found = {name: result.metrics[name] for name in COMPARED if name in result.metrics}
+    return found | {
+        "weights": rig.group.each(weights_norm)[0],
+        "passes_redone": result.metrics.get("perf/num_passes_redone", 0.0),
+    }
+
+
+def weights_norm(worker: Worker) -> float:
+    """2-norm of all weights of the policy."""
+    return float(
+        torch.stack([gathered(parameter).float().norm() for parameter in worker.policy_model().parameters()]).norm()
+    )
+
+
+@contextlib.contextmanager
+def _short_of_memory(verb: Any, room: int, device: torch.device) -> Iterator[None]:
+    """Within the update only `room` bytes more than are held now can be had: of torch on a GPU, of the host else."""
+    if verb is not Worker.update_policy:
+        yield
+    elif device.type == "cuda":
+        torch.cuda.empty_cache()
+        _, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    else:
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (held + room, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@contextlib.contextmanager
+def _logged(messages: list[str]) -> Iterator[None]:
+    """What the product logs of it."""
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    log, keep = logging.getLogger("rlcore.workers.budget"), Keep()
+    log.addHandler(keep)
+    try:
+        yield
+    finally:
+        log.removeHandler(keep)

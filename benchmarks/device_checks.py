@@ -1,0 +1,116 @@
+"""What must hold on a device with vLLM as engine, each with figures and PASS or FAIL.
+
+python -m benchmarks.device_checks --out checks.json             # on a GPU, Llama-3.2-1B's shape
+python -m benchmarks.device_checks --only short_memory plan
+python -m benchmarks.device_checks --shape=tiny --prompts=8 --mean=24 --longest=64        # on a CPU, two minutes
+
+short_memory   an update that runs out of memory is done again in finer micro-batches, with the same numbers
+handover       a tensor that does not arrive, a tied head that stays old: the run stops and names them
+logprobs       mean |engine's - trainer's| log-probability over the answers of a step
+correction     importance correction off, truncated and masked: the loss against sums by hand
+plan           the memory plan beside what each phase of a step held
+demo           `millrace train experiment=countdown_demo rollout=vllm`: no error, every metric
+stopped        the same command with a hand-over that loses a tensor: it ends with the canary's message
+"""
+
+import argparse
+import json
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.checks import command, numbers, plan, short_memory, wrong_handover
+from benchmarks.checks.rig import Rig, Verdict
+from benchmarks.shapes import SHAPES, make_model
+
+ON_THE_RIG: Mapping[str, Callable[[Rig], Verdict]] = {
+    "plan": plan.check,  # first: nothing has grown yet
+    "logprobs": numbers.differences,
+    "correction": numbers.correction,
+    "short_memory": short_memory.check,
+    "handover": wrong_handover.check,
+}
+BY_COMMAND: Mapping[str, Callable[[argparse.Namespace, Path], Verdict]] = {
+    "demo": command.demo,
+    "stopped": command.stopped,
+}
+
+
+def run(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """All that were asked for; an error fails its check alone."""
+    short_memory.prepare()
+    found: dict[str, Any] = {}
+
+    def keep(name: str, check: Callable[[], Verdict]) -> None:
+        found[name] = _tried(name, check)
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(_summary(arguments, found), indent=1) + "\n")
+
+    for name in BY_COMMAND:  # before the rig takes the GPU
+        if name in arguments.only:
+            keep(name, lambda name=name: BY_COMMAND[name](arguments, scratch / name))
+    wanted = [name for name in ON_THE_RIG if name in arguments.only]
+    if wanted:
+        directory = arguments.model or scratch / "model"
+        if not (directory / "config.json").exists():
+            make_model(arguments.shape, directory)
+        rig = Rig(arguments, directory)
+        for name in wanted:
+            keep(name, lambda name=name: ON_THE_RIG[name](rig))
+        rig.close()
+    return _summary(arguments, found)
+
+
+def _summary(arguments: argparse.Namespace, found: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "torch": torch.__version__,
+        "shape": arguments.shape,
+        "overrides": arguments.overrides,
+        "checks": dict(found),
+        "pass": all(check["pass"] for check in found.values()),
+    }
+
+
+def _tried(name: str, check: Callable[[], Verdict]) -> dict[str, Any]:
+    begun = time.perf_counter()
+    try:
+        verdict = check()
+        found = {"pass": verdict.ok, **verdict.figures}
+    except Exception as error:
+        traceback.print_exc()
+        found = {"pass": False, "error": f"{type(error).__name__}: {error}"[:2_000]}
+    found["seconds"] = round(time.perf_counter() - begun, 1)
+    print(f"{'PASS' if found['pass'] else 'FAIL'} {name} {json.dumps(found)}", flush=True)
+    return found
+
+
+def main() -> None:
+    """Command line. Exit code 1 if a check failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [*BY_COMMAND, *ON_THE_RIG]
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--shape", choices=SHAPES, default="llama3.2-1b")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--mean", type=float, default=120.0, help="mean length of answers, tokens")
+    parser.add_argument("--longest", type=int, default=512, help="longest answer, tokens")
+    parser.add_argument("--model", type=Path, help="folder for the model; kept and used again")
+    parser.add_argument("--demo-steps", type=int, default=4)
+    parser.add_argument("--demo", nargs="*", default=[], help="more settings of the demo, as on the command line")
+    parser.add_argument("--overrides", nargs="*", default=[], help="settings of the rig, as on the command line")
+    parser.add_argument("--out", type=Path, help="where the figures go as JSON")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        found = run(arguments, Path(scratch))
+    for name, check in found["checks"].items():
+        print(f"{'PASS' if check['pass'] else 'FAIL'} {name} ({check['seconds']} s)")
+    raise SystemExit(0 if found["pass"] else 1)
+
+
+if __name__ == "__main__":
+    main()
