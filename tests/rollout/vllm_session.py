@@ -147,6 +147,7 @@ def engine_facts(folder: Path) -> dict[str, Any]:
     stopped.close()
     facts["after_a_stopped_stream"] = answers(engine.generate(requests, SAMPLING, MAX_TOKENS))
 
+    facts["short_steps"] = short_steps_facts(engine)
     engine.generate(long, SAMPLING, MAX_TOKENS)  # fills the prefix cache with the first weights
     engine.update_weights(weights_of(second), version=4)
     facts["handed_over"] = answers(engine.generate(long, SAMPLING, MAX_TOKENS))
@@ -161,6 +162,32 @@ def engine_facts(folder: Path) -> dict[str, Any]:
     facts["differing_when_right"] = engine.differing(weights_of(first))
     facts["differing_when_wrong"] = len(engine.differing(weights_of(second)))
     engine.close()
+    return facts
+
+
+def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
+    """The same answers with short steps and with vLLM's own alone; with room for all of them, and without."""
+    scheduler = engine._engine.engine_core.engine_core.scheduler
+    requests, most_tokens = some_requests(8, 4, 118), 100  # answers that go over the end of a cache block
+    pool = scheduler.kv_cache_manager.block_pool
+    facts: dict[str, Any] = {}
+    for room in ("enough", "scarce"):
+        held = pool.get_new_blocks(pool.get_num_free_blocks() - 40) if room == "scarce" else []
+        for way in ("short", "own"):
+            scheduler.short_steps_allowed = way == "short"
+            steps, preempting = scheduler.num_short_steps, scheduler.num_preempting_steps
+            found = engine.generate(requests, SamplingConfig(temperature=1.0), most_tokens)
+            facts[f"{room} {way}"] = {
+                "answers": answers(found),
+                "logprobs": [rollout.behavior_logprobs.tolist() for rollout in found],
+                "reasons": [rollout.finish_reason for rollout in found],
+                "steps": scheduler.num_short_steps - steps,
+                "preempting": scheduler.num_preempting_steps - preempting,
+                "left": len(scheduler.requests),
+            }
+            engine._engine.reset_prefix_cache()
+        pool.free_blocks(held)
+    scheduler.short_steps_allowed = True
     return facts
 
 

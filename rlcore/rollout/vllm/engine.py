@@ -85,13 +85,14 @@ class VllmEngine:
         core = self._engine.engine_core
         writing: dict[str, _Answer] = {}
         num_idle = 0
+        most_idle = _MOST_IDLE_STEPS + max_response_tokens  # short steps keep their tokens until an answer ends
         try:
             for index, request in enumerate(requests):
                 writing[self._submit(request, sampling, max_response_tokens)] = _Answer(index, [], [])
             while writing:
                 outputs = core.get_output().outputs
                 num_idle = 0 if outputs else num_idle + 1
-                if num_idle > _MOST_IDLE_STEPS:
+                if num_idle > most_idle:
                     raise EngineError(f"vLLM ended without an answer to {len(writing)} of {len(requests)} requests")
                 for output in outputs:
                     answer = writing.get(output.request_id)

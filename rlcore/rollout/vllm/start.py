@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError
 from rlcore.rollout.requirements import missing_vllm, require_vllm
+from rlcore.rollout.vllm.decode import decode_scheduler
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the weights
@@ -48,11 +49,15 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
     try:
         from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
 
         if shape.device.type == "cpu":
             # Its sampler compiles one small function in C++: a minute on a slow machine, for nothing.
             current_platform.simple_compile_backend = "eager"
-        return LLMEngine.from_engine_args(EngineArgs(**engine_arguments(shape, settings)))
+        config = EngineArgs(**engine_arguments(shape, settings)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        schedule = config.scheduler_config
+        schedule.scheduler_cls = decode_scheduler(schedule.get_scheduler_cls())
+        return LLMEngine.from_vllm_config(config, disable_log_stats=True)
     except ImportError as error:
         raise EngineError(missing_vllm(str(error))) from error
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as error:
