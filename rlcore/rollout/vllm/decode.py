@@ -9,6 +9,7 @@ Tokens of short steps are kept and come out together with the answer's next outp
 """
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -131,7 +132,8 @@ def decode_scheduler(base: Any) -> Any:
 
         def _one_token_each(self) -> Any:
             """The short way's order: one token for each running request; None where that is not possible."""
-            ready, request_ids, computed_tokens, output_tokens = [], [], [], []
+            ready: list[Any] = []
+            request_ids, computed_tokens, output_tokens = [], [], []
             crossing: list[int] = []
             for request in self.running:
                 computed = request.num_computed_tokens
@@ -179,7 +181,7 @@ def decode_scheduler(base: Any) -> Any:
                 total_num_scheduled_tokens=len(request_ids),
                 finished_req_ids=self.finished_req_ids,
             )
-            self.finished_req_ids = set()
+            self.finished_req_ids: Any = set()
             self._short_steps.append((order, self.num_preempting_steps))
             self.num_short_steps += 1
             return order
@@ -246,10 +248,10 @@ def decode_scheduler(base: Any) -> Any:
     return DecodeScheduler
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if isinstance(value, int | str | float | None)}
 
 
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
     """Names whose value is another one; a list that was added to counts as the same."""
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
