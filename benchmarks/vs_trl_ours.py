@@ -6,6 +6,7 @@ python -m benchmarks.vs_trl_ours JOB.json      # started by benchmarks.vs_trl
 import resource
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def run(job: Job) -> dict[str, Any]:
         return tokenizer.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
 
     results: list[StepResult] = []
+    cpu_s: list[float] = []
     with watched_memory(job.watch_memory) as most:
         group = (
             FixedLengths(config, job.model, job.lengths, vocab_size=len(tokenizer), real=True)
@@ -86,7 +88,9 @@ def run(job: Job) -> dict[str, Any]:
                 trainer = Trainer(config, group, collector, failures=Path(failures))
                 state = LoopState(0, 0, 0, 0, config.algo.kl.coef)
                 for number in range(job.num_steps):
+                    begun = time.process_time()
                     result = trainer.step(state, epoch=0)
+                    cpu_s.append(time.process_time() - begun)
                     state = result.state
                     results.append(result)
                     if job.device == "cuda" or number % 10 == 9:
@@ -103,6 +107,7 @@ def run(job: Job) -> dict[str, Any]:
     return {
         "version": f"torch {torch.__version__}, attention {info.attention}",
         "step_s": [one["perf/time_per_step"] for one in measured],
+        "cpu_s": cpu_s[job.warm_up :],
         "tokens": [int(one["perf/total_num_tokens"]) for one in measured],
         "phases_s": {name: [one.get(name) for one in measured] for name in phases},
         "rewards": [result.metrics["critic/score/mean"] for result in results],

@@ -29,19 +29,21 @@ class Clock(TrainerCallback):
     def __init__(self, updates: int) -> None:
         self.seconds: list[float] = []
         self.tokens: list[int] = []
+        self.cpu_s: list[float] = []
         self._updates = updates
-        self._begun = 0.0
+        self._begun = self._begun_cpu = 0.0
         self._seen = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Before the batch's first micro-batch is asked for."""
         if state.global_step % self._updates == 0:
-            self._begun = _now()
+            self._begun, self._begun_cpu = _now(), time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After an optimizer step."""
         if state.global_step % self._updates == 0:
             self.seconds.append(_now() - self._begun)
+            self.cpu_s.append(time.process_time() - self._begun_cpu)
             self.tokens.append(int(state.num_input_tokens_seen) - self._seen)
             self._seen = int(state.num_input_tokens_seen)
             print(f"trl: batch {len(self.seconds)}: {self.seconds[-1]:.2f} s, {self.tokens[-1]:,} tokens", flush=True)
@@ -142,6 +144,7 @@ def run(job: Job) -> dict[str, Any]:
     figures = {
         "version": f"trl {trl_version}, transformers {_version('transformers')}, torch {torch.__version__}",
         "step_s": clock.seconds[job.warm_up :],
+        "cpu_s": clock.cpu_s[job.warm_up :],
         "tokens": clock.tokens[job.warm_up :],
         "rewards": rewards,
         "rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1_024 / 1e9,

@@ -34,6 +34,7 @@ def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "lengths": first["lengths"],
         "batches": sum(len(one["step_s"]) for one in runs),
         "batch_s": statistics.median(statistics.median(one["step_s"]) for one in runs),
+        "batch_cpu_s": statistics.median(statistics.median(one["cpu_s"]) for one in runs),
         "tokens_per_s": statistics.median(_rate(one, one["tokens"]) for one in runs),
         "samples_per_s": statistics.median(_rate(one, [one["answers"]] * len(one["step_s"])) for one in runs),
         "peak_gb": max(peaks),
@@ -55,6 +56,7 @@ def _ratio(ours: dict[str, Any], other: dict[str, Any], name: str) -> dict[str, 
     speed = "samples_per_s" if name == "trl" else "tokens_per_s"
     found = {
         "speed": ours[speed] / other[speed],
+        "cpu_time": other["batch_cpu_s"] / ours["batch_cpu_s"],
         "bar": BARS[name],
         "peak_memory": ours["peak_gb"] / other["peak_gb"],
     }
@@ -65,19 +67,20 @@ def _ratio(ours: dict[str, Any], other: dict[str, Any], name: str) -> dict[str, 
 
 def show(told: dict[str, Any]) -> None:
     """Print it."""
-    head = f"{'side':<10}{'batch s':>9}{'tokens/s':>11}{'samples/s':>11}{'peak GB':>9}{'reward':>17}{'held out':>10}"
-    print(f"\n{head}")
+    speeds = f"{'batch s':>9}{'cpu s':>8}{'tokens/s':>11}{'samples/s':>11}"
+    print(f"\n{'side':<10}{speeds}{'peak GB':>9}{'reward':>17}{'held out':>10}")
     for name, row in told["sides"].items():
         reward = f"{row['reward_first']:.3f} -> {row['reward_last']:.3f}"
         held_out = f"{row['held_out']['sampled']:.3f}" if "held_out" in row else ""
         print(
-            f"{name:<10}{row['batch_s']:>9.3f}{row['tokens_per_s']:>11,.0f}{row['samples_per_s']:>11,.0f}"
+            f"{name:<10}{row['batch_s']:>9.3f}{row['batch_cpu_s']:>8.3f}{row['tokens_per_s']:>11,.0f}{row['samples_per_s']:>11,.0f}"
             f"{row['peak_gb']:>9.1f}{reward:>17}{held_out:>10}"
         )
     for name, row in told["sides"].items():
         print(f"{name}: {row['what']}; answers {row['lengths']}; {row['batches']} batches")
     for name, ratio in told["ratios"].items():
         line = f"ours / {name}: {ratio['speed']:.2f} times the speed (bar {ratio['bar']})"
+        line += f", {ratio['cpu_time']:.2f} by processor time" if name == "trl" else ""
         line += f", {ratio['peak_memory']:.2f} of the peak memory"
         line += f" (bar {MEMORY_BAR})" if name != "trl" else ""
         if "held_out_reward" in ratio:

@@ -36,6 +36,7 @@ from rlcore.rollout.engine import RolloutEngine, SamplingRequest
 from rlcore.types import PackedBatch, Rollout, TrainBatch
 from rlcore.workers import canary
 from rlcore.workers.actor import Actor, PolicyUpdate
+from rlcore.workers.allocator import keep_freed_memory
 from rlcore.workers.critic import Critic, CriticUpdate
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks
 from rlcore.workers.reference import Reference
@@ -103,6 +104,8 @@ class Worker:
         torch.set_num_threads(self._config.runtime.threads_per_worker)
         place = choose_place(self._config.runtime, self._config.model)
         self._place = place
+        if place.device.type == "cpu":
+            keep_freed_memory()
         if self._world_size > 1 or place.device.type == "cuda":
             if not dist.is_initialized():
                 address = rendezvous or free_address(loopback=True)
