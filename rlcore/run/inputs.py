@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlcore.config import RunConfig
+from rlcore.config.data import parts_of
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.run.layout import RunLayout
@@ -93,7 +94,10 @@ def ensure_tokenizer(config: RunConfig) -> Path:
 
 
 def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
-    """Fingerprint of the model of step 0: its shape, the seed, the warm start and the data that it saw."""
+    """Fingerprint of the model of step 0: its shape, the seed, the warm start and the data that it saw.
+
+    A warm start ends at a sampled reward, so how answers are drawn and scored decides after how many steps.
+    """
     payload: dict[str, object] = {"format": MODEL_FORMAT, "seed": config.seed, "path": config.model.path}
     if config.model.path is None:
         payload["scratch"] = config.model.scratch.model_dump(mode="json")
@@ -101,6 +105,9 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
         payload["warm_start"] = config.warm_start.model_dump(mode="json")
         payload["filtered"] = filtered_directory.name
         payload["max_response_tokens"] = config.rollout.max_response_tokens
+        payload["sampling"] = config.rollout.sampling.model_dump(mode="json")
+        payload["scorers"] = [part.data.scorer for part in parts_of(config.data)]
+        payload["dtype"] = config.model.dtype
     return fingerprint("start-model", payload)
 
 

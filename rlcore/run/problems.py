@@ -34,7 +34,9 @@ class Problems:
         tokenizer = load_tokenizer(inputs.tokenizer_directory)
 
         def decode(token_ids: Sequence[Sequence[int]]) -> list[str]:
-            return tokenizer.batch_decode([list(ids) for ids in token_ids], skip_special_tokens=True)
+            # Of no answers at all (validation.greedy=false) transformers makes one empty text.
+            texts = tokenizer.batch_decode([list(ids) for ids in token_ids], skip_special_tokens=True)
+            return texts if token_ids else []
 
         validation = spread(read_parts(config, inputs.validation_parquets))
         train = read_parts(config, inputs.train_parquets)

@@ -54,6 +54,22 @@ def nothing_left_running() -> Iterator[None]:
     _started.clear()
 
 
+def start(command: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[str]":
+    """A command in this checkout, in a session of its own."""
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    _started.append(process)
+    return process
+
+
 @dataclass
 class Millrace:
     """The command line, with one root and one Prefect server."""
@@ -64,18 +80,8 @@ class Millrace:
     def start(self, verb: str, *settings: str) -> "subprocess.Popen[str]":
         """Start a command."""
         words = [f"paths.root={self.root}"] if any("=" in word for word in settings) else []
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", *verb.split(), *settings, *words],
-            cwd=REPOSITORY,
-            env=os.environ | self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        _started.append(process)
-        return process
+        command = [sys.executable, "-m", "flows.cli", *verb.split(), *settings, *words]
+        return start(command, os.environ | self.environment)
 
     def __call__(self, verb: str, *settings: str) -> Finished:
         """Run a command to its end."""

@@ -2,18 +2,20 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import sqlite3
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.flows.conftest import SMALL, Api, Millrace, Reference, ended, journal, numbers, wait_until
+from tests.flows.conftest import SMALL, Api, Millrace, Reference, ended, journal, numbers, start, wait_until
 from tests.run.harmful import HARM
 from tests.storage.small_disk import fill, mounted
 
@@ -204,6 +206,37 @@ def test_a_run_in_use_is_refused_at_once(millrace: Millrace) -> None:
     ended(process)
     assert second.code == 1
     assert f"in use by process {process.pid} on {socket.gethostname()} since 20" in second.err
+
+
+def make_demo(millrace: Millrace) -> "subprocess.Popen[str]":
+    """`make demo` of this checkout with these packages; `-o`: what is installed counts as up to date."""
+    told_by_make = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
+    return start(
+        [
+            "make",
+            "-o",
+            ".venv/.installed",
+            "demo",
+            f"BIN={Path(sys.executable).parent}",
+            f"ARGS=paths.root={millrace.root}",
+        ],
+        {name: value for name, value in os.environ.items() if name not in told_by_make} | dict(millrace.environment),
+    )
+
+
+def test_make_demo_twice_at_the_same_time(millrace: Millrace) -> None:
+    first = make_demo(millrace)
+    wait_until(lambda: bool(list(millrace.root.glob("runs/countdown_demo-*/settings.json"))), "the first demo's run")
+    family = {child.pid for child in psutil.Process(first.pid).children(recursive=True)}
+    second = ended(make_demo(millrace))
+    assert first.poll() is None
+    os.killpg(first.pid, signal.SIGKILL)
+    ended(first)
+    assert second.code == 2, "what make says where a command fails"
+    told = re.search(r"run countdown_demo-\S+ is in use by process (\d+) on (\S+) since 20", second.err)
+    assert told is not None, second.err
+    assert int(told[1]) in family
+    assert told[2] == socket.gethostname()
 
 
 def test_a_full_disk_pauses_the_flow_runs_until_there_is_room(

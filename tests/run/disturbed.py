@@ -2,9 +2,10 @@
 
     python -m tests.run.disturbed SETTINGS PLAN OUT
 
-PLAN is a JSON list, one entry a start: null, or {"at": phase or stage of a progress event, "nth": which time from 1,
-"to": "trainer", "node", or the name of a process as in `rlcore.stacks` or of its program, "signals": ["SIGTERM", ...],
-"sleep_s": how long the trainer then does nothing, "env": variables of this start}. OUT gets what each came to.
+PLAN is a JSON list, one entry a start: null, or {"at": phase, stage of a progress event, or "publish", "prune",
+"journal", "nth": which time from 1, "to": "trainer", "group" (the trainer and all that it started), "node", or the name
+of a process as in `rlcore.stacks` or of its program, "signals": ["SIGTERM", ...], "sleep_s": how long the trainer then
+does nothing, "env": variables of this start}. OUT gets what each came to.
 
 Starts are forked from one process that has imported everything: an import costs seconds. It is the reaper of its
 descendants, so whatever a start leaves behind becomes its child and is seen.
@@ -24,8 +25,10 @@ from typing import Any
 import psutil
 
 from rlcore import stacks
+from rlcore.checkpoint.manage import list_checkpoints
 from rlcore.run.process import run
 from rlcore.run.watch import Watch
+from rlcore.tracking.journal import Journal
 
 PR_SET_CHILD_SUBREAPER = 36
 DEADLINE_S = 240.0
@@ -54,6 +57,8 @@ class Disturbance:
         """Process ids of those to be disturbed."""
         if self.to == "trainer":
             return [os.getpid()]
+        if self.to == "group":
+            return [child.pid for child in psutil.Process().children(recursive=True)] + [os.getpid()]
         if self.to == "node":
             return node_of_a_rank()
         deadline = time.monotonic() + DEADLINE_S
@@ -76,12 +81,36 @@ def node_of_a_rank() -> list[int]:
     raise RuntimeError("every rank lives on the head node")
 
 
+def listen(disturbance: Disturbance) -> None:
+    """Moments that are no phases: right before a publication, a deletion, a line of the journal."""
+
+    def hook(name: str, arguments: tuple[object, ...]) -> None:
+        if name == "os.rename" and isinstance(arguments[0], str | os.PathLike):
+            source = os.fspath(arguments[0])
+            if "/checkpoints/.tmp-step-" in source:
+                disturbance.moment("publish")
+            elif "/checkpoints/step-" in source:
+                disturbance.moment("prune")
+
+    sys.addaudithook(hook)
+    write = Journal._write_pending
+
+    def write_pending(self: Journal) -> None:
+        if self._pending:
+            disturbance.moment("journal")
+        write(self)
+
+    Journal._write_pending = write_pending  # type: ignore[method-assign]
+
+
 def start(settings: Path, plan: Mapping[str, Any] | None, events: Path) -> None:
     """In the fork: the trainer itself. Does not return."""
     code = 99
     try:
         disturbance = None if plan is None else Disturbance(plan)
         os.environ.update({} if plan is None else plan.get("env", {}))
+        if disturbance is not None:
+            listen(disturbance)
         whole = Watch.phase
 
         @contextmanager
@@ -154,6 +183,11 @@ def main() -> None:
                 "left": left_over(),
                 "temporaries": [p.name for p in checkpoints.glob("*") if not p.name.startswith("step-")],
                 "checkpoints": sorted(p.name for p in checkpoints.glob("step-*")),
+                "unreadable": [
+                    f"{row.path.name}: {row.reason}"
+                    for row in list_checkpoints(checkpoints, verify_hashes=True)
+                    if row.verdict != "verified"
+                ],
                 "events": [json.loads(line) for line in events.read_text().splitlines()],
             }
         )

@@ -1,13 +1,15 @@
 """A real small disk that gets full at the worst moments: the run pauses, goes on by itself, and ends undisturbed."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
+from rlcore.checkpoint import shard_files
 from rlcore.errors import DiskSpaceError, StopRequestedError
 from rlcore.storage.disk import free_bytes
 from rlcore.tracking.journal import load_journal
@@ -24,6 +26,7 @@ OVERRIDES = (
     "checkpoint.keep_last=1", "checkpoint.keep_best=0", "tracking.enabled=false",
 )  # fmt: skip
 DISK_MIB = 96
+LEFT_BYTES = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +79,7 @@ class FullDisk:
             case "paused_for_disk":
                 self.paused.append((step, event["path"], event["missing_bytes"], verified_steps(self.run)))
                 if self.makes_room:
-                    self.ballast.unlink()
+                    self.ballast.unlink(missing_ok=True)
 
     def stop(self) -> bool:
         """Asked between a save's beginning and its end too: the moment to fill the disk."""
@@ -103,6 +106,44 @@ def test_full_in_the_journal_before_a_save_and_in_the_middle_of_one(undisturbed:
     assert verified_steps(run) == [9]
     events = [event.name for event in load_journal(run.layout.journal).events]
     assert events.count("paused_for_disk") == events.count("disk_room") == 3
+    assert not list(run.layout.checkpoints.glob(".tmp-*"))
+
+
+def test_no_room_in_the_middle_of_a_shard(undisturbed: SmallRun, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the disk stays full; once, as under a quota, the file system says that there is room, and writes fail."""
+    run = elsewhere(undisturbed, disk, *OVERRIDES)
+    fault = FullDisk(run, disk)
+    write_file = shard_files.save_file
+    refused: list[tuple[str, str]] = []
+    still = ["step-000003", "step-000006", "step-000006"]
+
+    def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        step = path.parts[-3].removeprefix(".tmp-")[: len("step-000000")]
+        if still[:1] != [step]:
+            return write_file(dict(tensors), path, metadata=metadata)
+        still.pop(0)
+        fault.fill(LEFT_BYTES)  # there was room when the save began, and there is for a part of the shard
+        assert sum(tensor.nbytes for tensor in tensors.values()) > 2 * LEFT_BYTES
+        try:
+            write_file(dict(tensors), path, metadata=metadata)
+        except Exception as reason:
+            refused.append((step, str(reason)))
+            if step == "step-000006":
+                fault.ballast.unlink()
+            raise
+
+    monkeypatch.setattr(shard_files, "save_file", save_file)
+    run_to_the_end(run, fault.hear, fault.stop)
+
+    assert [step for step, _ in refused] == ["step-000003", "step-000006", "step-000006"]
+    assert all("No space left on device" in text for _, text in refused)
+    full, quota = fault.paused
+    assert (full[0], full[3]) == (3, [])
+    assert full[2] > LEFT_BYTES
+    assert (quota[0], quota[2], quota[3]) == (6, 0, [3]), "no byte is missing, and the last good one stays"
+    assert steps_of(run) == steps_of(undisturbed)
+    assert weights_of(run) == weights_of(undisturbed)
+    assert verified_steps(run) == [9]
     assert not list(run.layout.checkpoints.glob(".tmp-*"))
 
 

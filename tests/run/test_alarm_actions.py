@@ -1,0 +1,82 @@
+"""Each alarm with each of its actions, by its real cause, in a whole run: what is told, recorded, left out, undone."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from rlcore.config.alarms import AlarmConfig
+from rlcore.errors import AlarmError, NonFiniteError
+from rlcore.tracking.journal import load_journal, read_journal
+from rlcore.trainer.alarms import SKIPPED
+from tests.run.sessions import Event, run_to_the_end, verified_steps
+from tests.small_run import prepare
+
+STEPS = 2
+OVERRIDES = (
+    f"trainer.total_steps={STEPS}", "trainer.steps_per_chunk=1", "validation.every_steps=0",
+    "validation.samples_per_problem=1", "validation.greedy=false",
+    "tracking.enabled=false", "alarms.max_roll_backs=1",
+    "alarms.grad_norm=off", "alarms.entropy=off", "alarms.equal_scores=off",
+)  # fmt: skip
+COLD = "rollout.sampling.temperature=0.001"
+CAUSES: dict[str, tuple[str, ...]] = {
+    "non_finite": ("algo.policy_loss=tests.trainer.broken_loss:log_of_advantage",),
+    "grad_norm": ("algo.policy_loss=tests.trainer.steep_loss:steep",),
+    "entropy": (COLD,),
+    "equal_scores": (COLD,),
+    "kl": ("algo.kl.where=loss", "optim.lr=0.05", "alarms.kl_above=0.5"),
+    "length": ("rollout.max_response_tokens=1", "warm_start.max_steps=20"),
+}
+CASES = [
+    (alarm, action)
+    for alarm in CAUSES
+    for action in get_args(AlarmConfig.model_fields[alarm].annotation)
+    if action != "off"
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data and start models are made once."""
+    return tmp_path_factory.mktemp("alarms")
+
+
+def test_every_alarm_has_a_cause_and_every_action_a_case() -> None:
+    named = {name for name, field in AlarmConfig.model_fields.items() if "tell" in get_args(field.annotation)}
+    assert named | {"non_finite"} == CAUSES.keys()
+    assert len(CASES) == 21
+
+
+@pytest.mark.parametrize(("alarm", "action"), CASES)
+def test_what_is_done(root: Path, alarm: str, action: str) -> None:
+    kept = [word for word in OVERRIDES if not word.startswith(f"alarms.{alarm}=")]
+    run = prepare(root, *kept, *CAUSES[alarm], f"alarms.{alarm}={action}", f"run_id={alarm}-{action}")
+    heard: list[Event] = []
+    if action == "stop":
+        with pytest.raises((AlarmError, NonFiniteError), match=r"alarms\.|not finite"):
+            run_to_the_end(run, heard.append)
+    elif action == "roll_back":
+        # The cause is still there with the lower rate.
+        with pytest.raises(AlarmError, match="rolled back 1 times already"):
+            run_to_the_end(run, heard.append)
+    else:
+        run_to_the_end(run, heard.append)
+        assert verified_steps(run)[-1] == STEPS
+
+    name = "roll_back" if action == "roll_back" else "alarm"
+    told = [event for event in heard if event["event"] == name]
+    recorded = [event for event in load_journal(run.layout.journal).events if event.name == name]
+    if action == "stop" and alarm == "non_finite":
+        assert list(run.layout.failures.glob("step-000001*.safetensors")), "the batch that it came from"
+        return
+    assert told
+    assert [event.data["text"] for event in recorded] == [event["text"] for event in told]
+    if action == "roll_back":
+        assert told[0]["lr_factor"] == 0.5
+    else:
+        assert {(event["alarm"], event["action"]) for event in told} == {(alarm, action)}
+    skipped = [record.metrics.get(SKIPPED, 0.0) for record in read_journal(run.layout.journal)]
+    assert any(skipped) == (action == "skip")
+    if action == "stop":
+        assert verified_steps(run)[-1] == told[0]["step"], "the step that raised it is saved"
