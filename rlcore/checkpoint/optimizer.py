@@ -13,6 +13,7 @@ from rlcore.checkpoint.boxes import local_part
 from rlcore.checkpoint.names import named_parameters, state_name
 from rlcore.checkpoint.shard_files import ShardReader
 from rlcore.errors import CheckpointError
+from rlcore.models.offload import OffloadedAdamW
 from rlcore.storage.publish import write_json_atomically
 
 OPTIMIZER = "optimizer.json"
@@ -141,7 +142,10 @@ def _state_tensor(
     if isinstance(known, Tensor) and tuple(known.shape) == stored.shape and known.dtype == stored.dtype:
         target = known  # filled in place: two optimizer states at one time may not fit
     elif stored.shape == tuple(parameter.shape) and stored.shape:
-        target = torch.empty_like(parameter, dtype=stored.dtype)
+        if isinstance(optimizer, OffloadedAdamW):
+            target = optimizer.new_moment(parameter, stored.dtype)
+        else:
+            target = torch.empty_like(parameter, dtype=stored.dtype)
     else:
         target = torch.empty(stored.shape, dtype=stored.dtype)
     reader.fill(local_part(full_name, target, rank=rank))

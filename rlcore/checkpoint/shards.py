@@ -87,8 +87,8 @@ def num_shard_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
 
 
 @torch.no_grad()
-def prepare_buffers(buffers: HostBuffers, model: nn.Module) -> None:
-    """Get host memory for a model and the two moments of AdamW, in a thread, before the first save needs it."""
+def prepare_buffers(buffers: HostBuffers, model: nn.Module, *, moments: tuple[str, ...]) -> None:
+    """Get host memory for a model and the optimizer's moments on its device, in a thread, before the first save."""
     rank, _ = rank_and_world_size()
     parts = [local_part(f"model.{name}", tensor, rank=rank) for name, tensor in model_tensors(model)]
     wanted = [(part.name, part.local.shape, part.local.dtype) for part in parts if part.is_written_here]
@@ -96,7 +96,7 @@ def prepare_buffers(buffers: HostBuffers, model: nn.Module) -> None:
     for part in parts:
         name = part.name.removeprefix("model.")
         if part.is_written_here and name in trained:
-            wanted += [(state_name(name, key), part.local.shape, part.local.dtype) for key in ("exp_avg", "exp_avg_sq")]
+            wanted += [(state_name(name, key), part.local.shape, part.local.dtype) for key in moments]
     buffers.prepare(wanted)
 
 

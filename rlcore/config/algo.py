@@ -116,6 +116,8 @@ class OptimConfig(Section):
     """Decoupled weight decay of matrices; norms and biases have none."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest global gradient norm."""
+    offload: bool = False
+    """Keep the moments in host memory and bring them to the GPU piece by piece for each step; equal numbers."""
 
 
 class CriticConfig(Section):

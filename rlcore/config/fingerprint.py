@@ -27,6 +27,8 @@ MAY_CHANGE: tuple[str, ...] = (
     "runtime",
     "reward",
     "algo.kl.offload",
+    "optim.offload",
+    "critic.optim.offload",
     "model.attention",
     "model.compile",
     "model.gradient_checkpointing",

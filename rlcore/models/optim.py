@@ -8,20 +8,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlcore.config.algo import OptimConfig
+from rlcore.models.offload import OffloadedAdamW
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.device) -> torch.optim.AdamW:
     """AdamW over the parameters that want a gradient: matrices decay, norms and biases do not.
 
     Decoupled weight decay (Loshchilov and Hutter, 2019). Fused: one pass over each parameter, element by element, so
-    the result does not depend on threads.
+    the result does not depend on threads. With `optim.offload` its moments wait in the host's memory.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
+    kind = OffloadedAdamW if optim.offload else torch.optim.AdamW
+    return kind(
         [group for group in groups if group["params"]],
         lr=optim.lr,
         betas=(optim.beta1, optim.beta2),

@@ -39,7 +39,8 @@ def device_of(config: RunConfig) -> Device:
 
 def fitted(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
     """The settings to run with and their plan. With `runtime.fit_memory=auto` and a known device the engine's share and
-    sleep level and the token budget are chosen, and where that is not enough the reference's place and recomputation.
+    sleep level and the token budget are chosen, and where that is not enough the places of the reference and of the
+    optimizers' moments, and recomputation.
     """
     if config.runtime.fit_memory == "auto" and device.total_bytes is not None:
         config = _chosen(config, shape, device)
@@ -99,6 +100,8 @@ def suggestion(config: RunConfig) -> str:
         found.append("rollout.sleep_level=2")
     if config.algo.kl.where != "off" and not config.algo.kl.offload:
         found.append("algo.kl.offload=true")
+    if not offloads_optimizers(config):
+        found.append("optim.offload=true" + ("" if config.critic is None else " critic.optim.offload=true"))
     if not config.model.gradient_checkpointing:
         found.append("model.gradient_checkpointing=true")
     if config.rollout.engine == "vllm":
@@ -113,15 +116,29 @@ def _largest(plan: MemoryPlan) -> str:
 
 
 def _chosen(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """The first in which a budget of several answers fits: as set, reference offloaded, layers recomputed as well."""
+    """The first in which a budget of several answers fits: as set, reference offloaded, the optimizers' moments as
+    well, layers recomputed as well."""
     config = _with(config, "rollout", sleep_level=2 if config.rollout.engine == "vllm" else config.rollout.sleep_level)
     offload = _with(config, "algo", kl=config.algo.kl.model_copy(update={"offload": True}))
-    variants = [config, offload, _with(offload, "model", gradient_checkpointing=True)]
+    moments = _with_offloaded_optimizers(offload)
+    variants = [config, offload, moments, _with(moments, "model", gradient_checkpointing=True)]
     for variant in variants:
         found = _with_budget(_with_share(variant, shape, device), shape, device)
         if found is not None:
             return found
     return _with(_with_share(variants[-1], shape, device), "trainer", max_tokens_per_micro_batch=longest_tokens(config))
+
+
+def offloads_optimizers(config: RunConfig) -> bool:
+    """Whether the moments of every optimizer wait in the host's memory."""
+    return config.optim.offload and (config.critic is None or config.critic.optim.offload)
+
+
+def _with_offloaded_optimizers(config: RunConfig) -> RunConfig:
+    config = _with(config, "optim", offload=True)
+    if config.critic is None:
+        return config
+    return _with(config, "critic", optim=config.critic.optim.model_copy(update={"offload": True}))
 
 
 def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:

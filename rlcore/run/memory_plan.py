@@ -26,11 +26,15 @@ PREFETCHED_LAYERS = 2
 FULL, MOMENTS = 4, 8
 """Bytes of a float32 master weight or gradient, and of its two moments in AdamW."""
 
-GENERATION, PASSES, POLICY_UPDATE, CRITIC_UPDATE, HAND_OVER = (
+OFFLOAD_PIECE_BYTES = 268_435_456
+"""Moments that an offloaded optimizer brings to the device together (`rlcore.models.offload`, which imports torch)."""
+
+GENERATION, PASSES, POLICY_UPDATE, CRITIC_UPDATE, OPTIMIZER_STEP, HAND_OVER = (
     "generation",
     "log-probabilities",
     "policy update",
     "critic update",
+    "optimizer step",
     "hand-over",
 )
 
@@ -192,6 +196,8 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
             "gathered weights": gathered_bytes(shape.layer_parameters, shape.embedding, device.itemsize),
             "activations": update["activations"],
         }
+    if piece := _brought_back_bytes(config, shape):
+        phases[OPTIMIZER_STEP] = {**held, **gradients, **asleep, "moments, a piece brought back": piece}
     return phases
 
 
@@ -201,15 +207,15 @@ def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str,
     frozen = 0 if config.model.lora is None else shape.policy_parameters
     held = {
         "policy: float32 weights": FULL * (trained + frozen) // ranks,
-        "policy: moments": MOMENTS * trained // ranks,
     }
+    if not config.optim.offload:
+        held["policy: moments"] = MOMENTS * trained // ranks
     if config.algo.kl.where != "off" and not config.algo.kl.offload:
         held["reference"] = itemsize * shape.policy_parameters
     if config.critic is not None:
-        held |= {
-            "critic: float32 weights": FULL * shape.critic_parameters // ranks,
-            "critic: moments": MOMENTS * shape.critic_parameters // ranks,
-        }
+        held["critic: float32 weights"] = FULL * shape.critic_parameters // ranks
+        if not config.critic.optim.offload:
+            held["critic: moments"] = MOMENTS * shape.critic_parameters // ranks
     return held
 
 
@@ -220,6 +226,19 @@ def gradient_bytes(config: RunConfig, shape: ModelShape) -> dict[str, int]:
     if config.critic is not None:
         found["critic: gradients"] = FULL * shape.critic_parameters // ranks
     return found
+
+
+def _brought_back_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Most moments of an offloaded optimizer that are on the device at one time: a piece, or one larger tensor."""
+    ranks = config.runtime.num_workers
+    sizes = []
+    if config.optim.offload:
+        largest = 0 if config.model.lora is not None else MOMENTS * shape.embedding // ranks
+        sizes.append(min(max(largest, OFFLOAD_PIECE_BYTES), MOMENTS * _trained(config, shape) // ranks))
+    if config.critic is not None and config.critic.optim.offload:
+        whole = MOMENTS * shape.critic_parameters // ranks
+        sizes.append(min(max(MOMENTS * shape.embedding // ranks, OFFLOAD_PIECE_BYTES), whole))
+    return max(sizes, default=0)
 
 
 def _trained(config: RunConfig, shape: ModelShape) -> int:

@@ -29,6 +29,7 @@ from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.flops import DecoderShape, peak_flops
+from rlcore.models.offload import MOMENTS, OffloadedAdamW
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.value import ValueModel
 from rlcore.rollout.build import build_engine, engine_dtype
@@ -123,8 +124,9 @@ class Worker:
         if self._config.algo.kl.where != "off":
             self._reference = Reference(self._config, self._model_directory, place)
         if place.device.type == "cuda":
-            for name, (model, _) in self._saved_models().items():
-                prepare_buffers(self._buffers[name], model)
+            for name, (model, optimizer) in self._saved_models().items():
+                on_device = () if isinstance(optimizer, OffloadedAdamW) else MOMENTS
+                prepare_buffers(self._buffers[name], model, moments=on_device)
         return self._info(place)
 
     def reset(self) -> None:
@@ -323,6 +325,7 @@ class Worker:
 
     def load(self, directory: str) -> None:
         """Read what `save` wrote, on any number of ranks."""
+        self._engine.sleep()  # the next hand-over, which follows every load, wakes it
         for name, (model, optimizer) in self._saved_models().items():
             load_shards(Path(directory) / name, model=model, optimizer=optimizer)
 

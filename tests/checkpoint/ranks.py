@@ -44,6 +44,15 @@ def main() -> None:
     pairs = zip(model.parameters(), again.parameters(), strict=True)
     assert all(torch.equal(whole(one), whole(other)) for one, other in pairs)
 
+    # Moments on the host, shard by shard: saved as any others, the same numbers.
+    offloaded, host_optimizer = build(seed=6, mesh=mesh, offload=True)
+    load_shards(out / "trained", model=offloaded, optimizer=host_optimizer)
+    train(offloaded, host_optimizer, 1)
+    pairs = zip(model.parameters(), offloaded.parameters(), strict=True)
+    assert all(torch.equal(whole(one), whole(other)) for one, other in pairs)
+    save_shards(out / "offloaded", model=offloaded, optimizer=host_optimizer)
+    keep(out / f"offloaded-{rank}", state_of(model, optimizer), rank)
+
     # A replicated mesh dimension: each value is written by one of its copies.
     replicated = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
     copied, copied_optimizer = build(seed=5, mesh=replicated)

@@ -9,6 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlcore.models.offload import OffloadedAdamW
+
 VOCAB = 41  # odd, so that the rows of the embedding are split unevenly
 
 
@@ -43,7 +45,9 @@ class SmallModel(nn.Module):
         return output.logits.logsumexp(-1).mean() + self.value_head(output.hidden_states[-1]).square().mean()
 
 
-def build(seed: int, mesh: DeviceMesh | None = None, **shape: object) -> tuple[SmallModel, torch.optim.AdamW]:
+def build(
+    seed: int, mesh: DeviceMesh | None = None, *, offload: bool = False, **shape: object
+) -> tuple[SmallModel, torch.optim.AdamW]:
     model = SmallModel(seed, **shape)
     if mesh is not None:
         for layer in model.model.model.layers:
@@ -52,7 +56,8 @@ def build(seed: int, mesh: DeviceMesh | None = None, **shape: object) -> tuple[S
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), fused=True)
+    kind = OffloadedAdamW if offload else torch.optim.AdamW
+    return model, kind(groups, lr=3e-3, betas=(0.9, 0.95), fused=True)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:

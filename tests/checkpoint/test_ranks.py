@@ -77,6 +77,13 @@ def test_ranks_to_ranks(left_by_ranks):
     assert_same(load_file(left_by_ranks / "reread-0"), load_file(left_by_ranks / "trained-0"))
 
 
+def test_moments_that_wait_on_the_host(left_by_ranks):
+    """Trained and saved by ranks with an offloaded optimizer, read by one without."""
+    model, optimizer = build(seed=9)
+    load_shards(left_by_ranks / "offloaded", model=model, optimizer=optimizer)
+    assert_same(state_of(model, optimizer), load_file(left_by_ranks / "offloaded-0"))
+
+
 def test_training_on_ranks_is_training_on_one(left_by_ranks):
     model, optimizer = build(seed=1)
     train(model, optimizer, 4)

@@ -157,6 +157,8 @@ def test_the_measured_difference_that_the_factor_comes_from() -> None:
     ("overrides", "smaller", "phase"),
     [
         (("algo.kl.offload=true",), "reference", planning.GENERATION),
+        (("optim.offload=true",), "policy: moments", planning.GENERATION),
+        (("critic.optim.offload=true",), "critic: moments", planning.POLICY_UPDATE),
         (("model.gradient_checkpointing=true",), "activations", planning.POLICY_UPDATE),
         (("model.head_chunk_tokens=256",), "head", planning.POLICY_UPDATE),
         (("rollout.memory_share=0.2",), "engine", planning.GENERATION),
@@ -171,6 +173,20 @@ def test_each_setting_lowers_its_part(overrides: tuple[str, ...], smaller: str, 
     unchanged = before.keys() & after.keys() - {smaller, "critic: moments", "policy: float32 weights"}
     if "runtime" not in overrides[0] and "trainer" not in overrides[0]:
         assert all(after[name] == before[name] for name in unchanged)
+
+
+def test_offloaded_moments_come_back_a_piece_at_a_time() -> None:
+    """The embedding's moments are the largest piece; without offload the step needs no memory of its own."""
+    assert planning.OPTIMIZER_STEP not in plan_memory(settings(), QWEN_05B, CARD_24).phases
+    config = settings("optim.offload=true", "critic.optim.offload=true")
+    parts = plan_memory(config, QWEN_05B, CARD_24).phases[planning.OPTIMIZER_STEP]
+    assert parts["moments, a piece brought back"] == 8 * 151_936 * 896
+    assert parts["policy: gradients"] == 4 * QWEN_05B.policy_parameters
+    assert not [name for name in parts if name.endswith(": moments")]
+    small = plan_memory(settings("optim.offload=true", "model.lora.rank=8", "critic=none", "algo=grpo",
+                                 "rollout.samples_per_prompt=4"), QWEN_05B, CARD_24)  # fmt: skip
+    adapters = 8 * QWEN_05B.adapter_parameters(LoraConfig(rank=8))
+    assert small.phases[planning.OPTIMIZER_STEP]["moments, a piece brought back"] == adapters
 
 
 def test_adapters_are_all_that_has_moments() -> None:
@@ -188,7 +204,8 @@ def test_a_plan_that_cannot_fit_is_refused_with_what_to_set() -> None:
     with pytest.raises(ConfigError) as caught:
         require_fit(config, plan)
     told = str(caught.value)
-    for part in ("cannot fit a small card", "GB missing", "algo.kl.offload=true", "model.gradient_checkpointing=true",
+    for part in ("cannot fit a small card", "GB missing", "algo.kl.offload=true",
+                 "optim.offload=true critic.optim.offload=true", "model.gradient_checkpointing=true",
                  "rollout.memory_share below 0.4", "runtime.fit_memory=off"):  # fmt: skip
         assert part in told
     require_fit(settings("runtime.fit_memory=off"), plan)
@@ -218,6 +235,11 @@ def test_auto_takes_more_from_a_larger_card_and_recomputes_on_a_smaller_one() ->
     assert not large.model.gradient_checkpointing
     small, plan = fitted(config, QWEN_05B, Device("a smaller card", 2, 19_000_000_000))
     assert small.algo.kl.offload
+    tight, plan_of_tight = fitted(config, QWEN_05B, Device("a small card", 2, 13_000_000_000))
+    assert tight.optim.offload
+    assert tight.critic is not None
+    assert tight.critic.optim.offload
+    assert not plan_of_tight.cannot_fit
     assert plan.peak_bytes < fitted(config, QWEN_05B, CARD_24)[1].peak_bytes
 
 
