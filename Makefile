@@ -13,6 +13,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # pip compiles on one core, which is half of its time: compile afterwards, on all of them. Some packages ship files
 # for other versions of Python, so its exit status says nothing.
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
+# A Prefect server with a new home begins with a copy of it.
+EMPTY_DATABASE := $(BIN)/python -m flows.prefect_database
 INSTALL := $(PIP) install --no-compile -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 SOURCES := conf data flows rlcore tests benchmarks
@@ -106,10 +108,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "Installing millrace and what it needs into $(VENV) (about two minutes) ..."
 	@$(INSTALL) -e .
 	@$(COMPILE)
+	@$(EMPTY_DATABASE)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "Installing millrace, what it needs and the tools for tests into $(VENV) (about two minutes) ..."
 	@$(INSTALL) -e ".[dev]"
 	@$(COMPILE)
+	@$(EMPTY_DATABASE)
 	@touch $@ $(VENV)/.installed

@@ -5,7 +5,9 @@
 
 Runs the command in a process of its own on an empty root, with a clock around each stage's work and around whatever
 the flow does with what the trainer says. The rest is the chain: start of the command and of its Prefect server, flows,
-tasks, artifacts, MLflow, report. Writes docs/results/flow_overhead_<experiment>.json.
+tasks, artifacts, MLflow, report. Told twice: on the clock, which grows with whatever else the machine does, and as
+processor time of the command and of its Prefect server, which hardly does. Writes
+docs/results/flow_overhead_<experiment>.json.
 """
 
 import argparse
@@ -16,20 +18,36 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 WORK = ("make_dataset", "filter_rows", "prepare_inputs", "warm_start", "train_chunk", "validate", "export")
 """Functions of `flows.stages`; the start of the trainer process is in the first of them that needs it."""
+IN_THIS_PROCESS = ("make_dataset", "filter_rows", "prepare_inputs")
+"""Of them, those whose processor time is the command's own; the others wait for the trainer."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of work: its name, seconds on the clock, seconds of the command's processor time."""
+
+    name: str
+    begin: float
+    end: float
+    begin_cpu: float
+    end_cpu: float
 
 
 class Clock:
-    """Spans of work, in seconds since the command began; and what was taken out of them."""
+    """Spans of work; and what was taken out of them."""
 
     def __init__(self) -> None:
-        self.spans: list[tuple[str, float, float]] = []
+        self.spans: list[Span] = []
         self.reporting_s = 0.0
         self._depth = 0
 
@@ -38,13 +56,13 @@ class Clock:
 
         def measured(*arguments: Any, **named: Any) -> Any:
             self._depth += 1
-            begun = time.monotonic()
+            begun, begun_cpu = time.monotonic(), time.process_time()
             try:
                 return function(*arguments, **named)
             finally:
                 self._depth -= 1
                 if not self._depth:
-                    self.spans.append((name, begun, time.monotonic()))
+                    self.spans.append(Span(name, begun, time.monotonic(), begun_cpu, time.process_time()))
 
         return measured
 
@@ -61,15 +79,13 @@ class Clock:
         return measured
 
 
-def child(settings: list[str], target: Path) -> int:
+def child(settings: list[str], target: Path) -> None:
     """The command, measured from inside."""
-    from flows import run_command, stages
-    from flows.cli import exit_code
+    from flows import prefect_api, run_command, stages
 
     clock = Clock()
     for name in WORK:
         setattr(stages, name, clock.around(name, getattr(stages, name)))
-    os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
 
     def run() -> None:
         from flows import open_run
@@ -82,15 +98,27 @@ def child(settings: list[str], target: Path) -> int:
         open_run.OpenRun.heard_by = heard_by  # type: ignore[method-assign]
         run_command.run(settings, dry_run=False, as_json=False, verbose=False)
 
-    code = exit_code(run)
-    target.write_text(json.dumps({"spans": clock.spans, "reporting_s": clock.reporting_s}))
-    return code
+    run()
+    (server,) = prefect_api._servers.values()
+    times = [one.cpu_times() for one in family(server._process.pid)]
+    server_cpu_s = sum(one.user + one.system for one in times)
+    measured = {"spans": [asdict(span) for span in clock.spans], "reporting_s": clock.reporting_s}
+    target.write_text(json.dumps({**measured, "server_cpu_s": server_cpu_s, "cpu_s": time.process_time()}))
 
 
-def between_chunks(spans: list[tuple[str, float, float]]) -> list[float]:
-    """Seconds from the end of a chunk to the begin of the next."""
-    pairs = pairwise(spans)
-    return [after[1] - one[2] for one, after in pairs if one[0] == after[0] == "train_chunk"]
+def family(pid: int) -> list[psutil.Process]:
+    """A process and what it has started."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def gaps(spans: list[Span], begun: float, ended: float, cpu_s: float) -> list[tuple[str, float, float]]:
+    """What lies between the pieces of work: where, seconds on the clock, seconds of processor time."""
+    ends = [Span("start", begun, begun, 0.0, 0.0), *spans, Span("end", ended, ended, cpu_s, cpu_s)]
+    return [
+        (f"{one.name} -> {after.name}", after.begin - one.end, after.begin_cpu - one.end_cpu)
+        for one, after in pairwise(ends)
+    ]
 
 
 def main() -> None:
@@ -102,27 +130,38 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = [f"experiment={arguments.experiment}", *arguments.overrides]
     if arguments.child:
-        sys.exit(child(settings, arguments.child))
+        from flows.cli import leave
+
+        leave(lambda: child(settings, arguments.child))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "clock.json"
         command = [sys.executable, str(Path(__file__).resolve()), "--child", str(file)]
+        load_before = os.getloadavg()[0]
         begun = time.monotonic()
         command += ["--experiment", arguments.experiment, *arguments.overrides, f"paths.root={folder}/root"]
         subprocess.run(command, check=True)
-        whole_s = time.monotonic() - begun
+        ended = time.monotonic()
         clock = json.loads(file.read_text())
-    spans = [(name, begin, end) for name, begin, end in clock["spans"]]
-    work_s = sum(end - begin for _, begin, end in spans)
-    gaps = between_chunks(spans)
+    spans = [Span(**one) for one in clock["spans"]]
+    work_s = sum(span.end - span.begin for span in spans) - clock["reporting_s"]
+    work_cpu_s = sum(span.end_cpu - span.begin_cpu for span in spans if span.name in IN_THIS_PROCESS)
+    between = gaps(spans, begun, ended, clock["cpu_s"])
+    chunks = [gap for gap in between if gap[0] == "train_chunk -> train_chunk"]
     result = {
         "settings": settings,
-        "whole_s": round(whole_s, 2),
-        "work_s": round(work_s - clock["reporting_s"], 2),
-        "chain_s": round(whole_s - work_s + clock["reporting_s"], 2),
+        "num_chunks": len([span for span in spans if span.name == "train_chunk"]),
+        "whole_s": round(ended - begun, 2),
+        "work_s": round(work_s, 2),
+        "chain_s": round(ended - begun - work_s, 2),
         "of_it_reporting_s": round(clock["reporting_s"], 2),
-        "num_chunks": len([name for name, _, _ in spans if name == "train_chunk"]),
-        "between_chunks_s": [round(gap, 3) for gap in gaps],
-        "load_average": [round(load, 1) for load in os.getloadavg()],
+        "chain_processor_s": round(clock["cpu_s"] - work_cpu_s + clock["server_cpu_s"], 2),
+        "of_it_prefect_server_s": round(clock["server_cpu_s"], 2),
+        "between_chunks_s": [round(wall, 3) for _, wall, _ in chunks],
+        "between_chunks_processor_s": [round(cpu, 3) for _, _, cpu in chunks],
+        "where": {
+            f"{number} {name}": [round(wall, 2), round(cpu, 2)] for number, (name, wall, cpu) in enumerate(between)
+        },
+        "load_average": [round(load_before, 1), round(os.getloadavg()[0], 1)],
         "num_cores": os.cpu_count(),
     }
     text = json.dumps(result, indent=2)

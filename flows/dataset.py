@@ -4,7 +4,7 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from data import StageResult
-from flows import stages
+from flows import stage_words, stages
 from flows.naming import flow_run_name
 from flows.parameters import NO_OVERRIDES, Experiment, Root, Seed, all_overrides, plain_command, settings_of
 from flows.tell import tell, tell_command
@@ -15,7 +15,7 @@ from rlcore.config import RunConfig
 def make_dataset(config: RunConfig) -> StageResult:
     """Make the rows, or find them."""
     result = stages.make_dataset(config)
-    tell(f"dataset: {stages.describe_rows(result)}")
+    tell(f"dataset: {stage_words.describe_rows(result)}")
     return result
 
 

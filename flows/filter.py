@@ -4,7 +4,7 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from data import StageResult
-from flows import stages
+from flows import stage_words, stages
 from flows.naming import flow_run_name
 from flows.parameters import NO_OVERRIDES, Experiment, Root, Seed, all_overrides, plain_command, settings_of
 from flows.tell import tell, tell_command
@@ -15,7 +15,7 @@ from rlcore.config import RunConfig
 def filter_rows(config: RunConfig) -> StageResult:
     """Filter the rows, or find the result."""
     result = stages.filter_rows(config)
-    tell(f"filter: {stages.describe_rows(result)}")
+    tell(f"filter: {stage_words.describe_rows(result)}")
     return result
 
 

@@ -31,6 +31,7 @@ from flows.parameters import (
 )
 from flows.plan import make_plan
 from flows.report import report
+from flows.report_stage import load_ahead
 from flows.stages import Judgement
 from flows.tell import tell, tell_command
 from flows.train import export_best_weights, train
@@ -93,7 +94,8 @@ def pipeline(
     config = settings_of(experiment, given)
     tell_command(plain_command("train", experiment, given))
     check_before_plan(config)
-    check_before_start(config, make_plan(config))
+    plan = make_plan(config)
+    check_before_start(config, plan)
     prefect = {"flow_run_id": str(flow_run.id), "deployment": str(deployment.name or "")}
     with (
         open_run(config, command_words("run", experiment, given)) as run,
@@ -103,11 +105,14 @@ def pipeline(
         rows = dataset(experiment, given)
         filtered = filter_flow(experiment, given)
         record.start(rows, filtered)
+        if not plan.is_done:
+            load_ahead()
         warm_start(experiment, given)
         weights = train(experiment, given)
         judgements = validate(experiment, given)
-        written = report(experiment, given)
         best = export_best_weights(config, RunInputs.read(run.layout), weights)
+        run.trainer.let_go()
+        written = report(experiment, given)
         recorded = record.finish(written, weights, best)
         if recorded.url:
             show_link(config.name, "mlflow", recorded.url, f"MLflow run {recorded.mlflow_run_id}")

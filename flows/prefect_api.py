@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.parameters import MLFLOW_PAGE
+from flows.prefect_database import lay_out
 from flows.tether import tethered
 from flows.trainer_client import SOURCE_FOLDER
 from rlcore.errors import MillraceError
@@ -65,6 +66,7 @@ class LocalServer:
         # Two servers that make the database at the same time would get in each other's way.
         self._making = HeldLock(home / "server-start.lock", what=f"the Prefect database in {home}", wait_s=START_WAIT_S)
         self._making.__enter__()
+        lay_out(home)
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)

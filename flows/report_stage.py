@@ -3,7 +3,9 @@
 import hashlib
 import json
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
@@ -13,6 +15,8 @@ from rlcore.storage.publish import write_json_atomically
 SOURCE_FILE = "source.json"
 """Beside the report: the fingerprint of what it was written from."""
 SOURCE_SUFFIXES = frozenset({".py", ".jinja", ".j2", ".css", ".html"})
+DRAWN_WITH = ("rlcore.report", "matplotlib.figure", "matplotlib.backends.backend_svg", "jinja2")
+"""Imported where a report needs them, if not by `load_ahead`."""
 REPORT_SOURCE = Path(__file__).resolve().parents[1] / "rlcore" / "report"
 
 
@@ -48,6 +52,16 @@ def report_is_current(layout: RunLayout) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return all(file.is_file() for file in files) and known.get("fingerprint") == report_fingerprint(layout)
+
+
+def load_ahead() -> None:
+    """Import what a report is drawn with, in a thread, while the trainer works: it takes a second."""
+
+    def load() -> None:
+        for module in DRAWN_WITH:
+            import_module(module)
+
+    Thread(target=load, name="report-import").start()
 
 
 def write_report(layout: RunLayout) -> Report:

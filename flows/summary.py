@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.prefect_api import PrefectApi
-from flows.stages import judgement_figures
+from flows.stage_words import judgement_figures
 from rlcore.config import RunConfig
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task, exponential_backoff
 
-from flows import stages
+from flows import stage_words, stages
 from flows.artifacts import show_checkpoints
 from flows.naming import flow_run_name
 from flows.open_run import open_run
@@ -56,7 +56,7 @@ def train_chunk(config: RunConfig, inputs: RunInputs, start: int, stop: int, at_
     """Train from the newest checkpoint to `stop`; a no-op where that is committed."""
     with open_run(config) as run, reported(run):
         chunk = stages.train_chunk(run, inputs, start, stop, at_most)
-    tell(f"train: {stages.describe_chunk(chunk)}")
+    tell(f"train: {stage_words.describe_chunk(chunk)}")
     return chunk
 
 
@@ -65,7 +65,7 @@ def export_weights(config: RunConfig, inputs: RunInputs) -> Export:
     """Write the newest checkpoint's weights as a transformers directory."""
     with open_run(config) as run, reported(run):
         export = stages.export(run, inputs)
-    tell(f"weights: {stages.describe_export(export)}")
+    tell(f"weights: {stage_words.describe_export(export)}")
     return export
 
 
@@ -75,7 +75,7 @@ def export_best_weights(config: RunConfig, inputs: RunInputs, last: Export) -> E
     with open_run(config) as run, reported(run):
         best = stages.export_best(run, inputs, last)
     if best.step != last.step:
-        tell(f"best weights: {stages.describe_export(best)}")
+        tell(f"best weights: {stage_words.describe_export(best)}")
     return best
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flows import stages
+from flows import stage_words, stages
 from flows.checks import check_before_plan, check_before_start
 from flows.mlflow_record import MlflowRecord
 from flows.open_run import OpenRun, open_run
@@ -33,20 +33,20 @@ def train(settings: list[str], *, dry_run: bool, as_json: bool, verbose: bool) -
         say = display().line
         say(f"run {run.run_id} in {run.layout.run_dir}")
         rows, filtered = stages.make_dataset(config), stages.filter_rows(config)
-        say(f"dataset: {stages.describe_rows(rows)}")
-        say(f"filter: {stages.describe_rows(filtered)}")
+        say(f"dataset: {stage_words.describe_rows(rows)}")
+        say(f"filter: {stage_words.describe_rows(filtered)}")
         record.start(rows, filtered)
         inputs = stages.prepare_inputs(config)
-        say(f"warm start: {stages.describe_start_model(stages.warm_start(run, inputs))}")
+        say(f"warm start: {stage_words.describe_start_model(stages.warm_start(run, inputs))}")
         for start, stop in stages.chunk_bounds(config):
-            say(f"train: {stages.describe_chunk(_chunk_with_retries(run, inputs, start, stop))}")
+            say(f"train: {stage_words.describe_chunk(_chunk_with_retries(run, inputs, start, stop))}")
         for checkpoint, name in (("start", "before"), ("last", "after")):
-            say(f"validation: {stages.describe_judgement(stages.validate(run, inputs, checkpoint, name))}")
+            say(f"validation: {stage_words.describe_judgement(stages.validate(run, inputs, checkpoint, name))}")
         last = stages.export(run, inputs)
-        say(f"weights: {stages.describe_export(last)}")
+        say(f"weights: {stage_words.describe_export(last)}")
         best = stages.export_best(run, inputs, last)
         if best.step != last.step:
-            say(f"best weights: {stages.describe_export(best)}")
+            say(f"best weights: {stage_words.describe_export(best)}")
         record.finish(None, last, best)
 
 
@@ -58,7 +58,7 @@ def validate(settings: list[str], *, checkpoint: str, verbose: bool) -> None:
         inputs = stages.prepare_inputs(config)
         name = {"start": "before", "last": "after"}.get(checkpoint, checkpoint)
         judgement = stages.validate(run, inputs, checkpoint, name)
-        display().line(f"validation: {stages.describe_judgement(judgement)}")
+        display().line(f"validation: {stage_words.describe_judgement(judgement)}")
         display().line(f"answers: {judgement.file}")
 
 
@@ -73,8 +73,8 @@ def make_data(settings: list[str]) -> None:
     """Make and filter the dataset."""
     config = load_config(settings)
     check_before_plan(config)
-    print(f"dataset: {stages.describe_rows(stages.make_dataset(config))}")
-    print(f"filter: {stages.describe_rows(stages.filter_rows(config))}")
+    print(f"dataset: {stage_words.describe_rows(stages.make_dataset(config))}")
+    print(f"filter: {stage_words.describe_rows(stages.filter_rows(config))}")
 
 
 def _chunk_with_retries(run: OpenRun, inputs: RunInputs, start: int, stop: int) -> stages.Chunk:

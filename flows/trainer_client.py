@@ -102,6 +102,7 @@ class TrainerProcess:
         self._stop_wait_s = stop_wait_s
         self._command = tuple(command)
         self._child: _Child | None = None
+        self._is_told_to_end = False
 
     def __enter__(self) -> Self:
         """Nothing is started yet."""
@@ -143,14 +144,27 @@ class TrainerProcess:
         self._let_end(child)
         raise reply.error()
 
+    def let_go(self) -> None:
+        """Tell an idle process to end, and do not wait: that takes it seconds, in which there is other work to do.
+
+        `close` waits for it; a call would start another one.
+        """
+        if self._child is None or self._is_told_to_end or _spare is not None:
+            return
+        self._is_told_to_end = True
+        with suppress(WorkerLostError):
+            self._child.send(command_line("close"))
+
     def close(self) -> None:
         """Tell an idle process to end, wait for it, and make sure that it has."""
         child, self._child = self._child, None
-        if child is None or self._handed_on(child):
+        was_told, self._is_told_to_end = self._is_told_to_end, False
+        if child is None or (not was_told and self._handed_on(child)):
             return
         try:
-            with suppress(WorkerLostError):
-                child.send(command_line("close"))
+            if not was_told:
+                with suppress(WorkerLostError):
+                    child.send(command_line("close"))
             for wait_s in (CLOSE_WAIT_S, TERMINATE_WAIT_S):
                 if self._wait_for_exit(child, wait_s):
                     return
@@ -177,7 +191,8 @@ class TrainerProcess:
     # ------------------------------------------------------------------ parts
 
     def _started(self) -> "_Child":
-        if self._child is not None and self._child.process.poll() is not None:
+        if self._child is not None and (self._is_told_to_end or self._child.process.poll() is not None):
+            self._is_told_to_end = False
             self._let_end(self._child)
         if self._child is None:
             spare = _spare.pop() if _spare and self._command == TRAINER else None

@@ -3,7 +3,7 @@
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from flows import stages
+from flows import stage_words, stages
 from flows.artifacts import show_validations
 from flows.naming import flow_run_name
 from flows.open_run import open_run
@@ -20,7 +20,7 @@ def judge(config: RunConfig, inputs: RunInputs, checkpoint: str, name: str) -> J
     """Judge one checkpoint, or find its result."""
     with open_run(config) as run, reported(run):
         judgement = stages.validate(run, inputs, checkpoint, name)
-    tell(f"validation: {stages.describe_judgement(judgement)}")
+    tell(f"validation: {stage_words.describe_judgement(judgement)}")
     return judgement
 
 

@@ -3,7 +3,7 @@
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from flows import stages
+from flows import stage_words, stages
 from flows.naming import flow_run_name
 from flows.open_run import open_run
 from flows.parameters import NO_OVERRIDES, Experiment, Root, Seed, all_overrides, plain_command, settings_of
@@ -19,7 +19,7 @@ def make_start_model(config: RunConfig, inputs: RunInputs) -> StartModel:
     """Make the model, or find it."""
     with open_run(config) as run, reported(run):
         model = stages.warm_start(run, inputs)
-    tell(f"warm start: {stages.describe_start_model(model)}")
+    tell(f"warm start: {stage_words.describe_start_model(model)}")
     return model
 
 

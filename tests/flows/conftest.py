@@ -180,12 +180,21 @@ class Api:
 
     def filter(self, what: str, **body: Any) -> list[dict[str, Any]]:
         """`POST /<what>/filter`."""
+        found: list[dict[str, Any]] = self._post(f"{what}/filter", body)
+        return found
+
+    def events(self, run_id: str, name: str) -> list[dict[str, Any]]:
+        """Payloads of a run's events of that name, oldest first."""
+        chosen = {"event": {"name": [f"millrace.{name}"]}, "resource": {"id": [f"millrace.run.{run_id}"]}}
+        found = self._post("events/filter", {"filter": {**chosen, "order": "ASC"}})
+        return [one["payload"] for one in found["events"]]
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         request = urllib.request.Request(
-            f"{self.url}/{what}/filter", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{self.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request) as answer:
-            found: list[dict[str, Any]] = json.load(answer)
-        return found
+            return json.load(answer)
 
     def flow_runs(self, names: Sequence[str]) -> list[dict[str, Any]]:
         """Flow runs of flows with these names, oldest first."""

@@ -9,7 +9,9 @@ import yaml
 from prefect import Flow
 from prefect.utilities.callables import parameter_schema
 
+from flows.stack import deploy
 from rlcore.config.compose import experiment_names, load_config
+from rlcore.errors import MillraceError
 from tests.flows.conftest import REPOSITORY
 
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
@@ -52,3 +54,13 @@ def test_the_form_offers_experiments_and_refuses_a_negative_learning_rate() -> N
     assert properties["learning_rate"]["anyOf"][0] == {"exclusiveMinimum": 0, "type": "number"}
     assert properties["total_steps"]["anyOf"][0]["minimum"] == 1
     assert all(one["description"] for one in properties.values()), "each field has a help text"
+
+
+def test_a_deployment_of_a_deleted_experiment_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(deploy._deployments()) == len(DEPLOYMENTS)
+    text = (REPOSITORY / "prefect.yaml").read_text()
+    (tmp_path / "prefect.yaml").write_text(text.replace("experiment: countdown_ppo_demo", "experiment: gone"))
+    monkeypatch.setattr(deploy, "SOURCE_FOLDER", tmp_path)
+    told = r"deployment 'countdown-ppo-demo' .*experiment=gone is no file in conf/experiment; there is .*Take the"
+    with pytest.raises(MillraceError, match=told):
+        deploy._deployments()

@@ -1,5 +1,6 @@
 """The pipeline as Prefect runs it: a real server, a real trainer, the debug experiment."""
 
+import base64
 import json
 import os
 import re
@@ -76,12 +77,47 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
     ids = [run["id"] for run in first]
     shown = api.filter("artifacts", artifacts={"flow_run_id": {"any_": ids}})
     artifacts = {one["key"]: one["data"] for one in sorted(shown, key=lambda one: str(one["created"]))}  # the newest
-    assert artifacts["debug-progress-train"] == 100.0
-    assert str(reference.run_dir / "report") in artifacts["debug-report"]
+    assert artifacts["debug-progress-train"] == artifacts["debug-progress-warm-start"] == 100.0
+    measured, reward = numbers(reference.run_dir), "val-core/countdown/reward/mean@2"
+
     figures = {row["figure"]: row for row in json.loads(artifacts["debug-validation"])}
     assert set(figures["val-core/countdown/reward/greedy"]) == {"figure", "before", "after"}
-    assert [row["step"] for row in json.loads(artifacts["debug-checkpoints"])][-1] == 60
+    latest = {row["figure"]: row for row in json.loads(artifacts["debug-latest-validation"])}
+    for step in (0, 20, 40, 60):
+        low, high = (measured[step][f"{reward}/{end}"] for end in ("ci_low", "ci_high"))
+        assert latest[reward][f"step {step}"] == f"{measured[step][reward]:.3f} [{low:.3f}, {high:.3f}]"
+    assert figures[reward]["after"] == latest[reward]["step 60"]
+
+    checkpoints = json.loads(artifacts["debug-checkpoints"])
+    on_disk = sorted((reference.run_dir / "checkpoints").glob("step-*"))
+    assert [row["path"] for row in checkpoints] == [str(path) for path in on_disk]
+    assert [row["score"] for row in checkpoints] == [measured[row["step"]][reward] for row in checkpoints]
+    assert checkpoints[-1]["step"] == 60
+    assert all(row["MB"] > 0 for row in checkpoints)
+
+    summary = artifacts["debug-summary"]
+    assert summary.startswith(f"## {reference.run_dir.name}")
+    assert "train: step 60/60" in summary
+    assert f"[{reference.run_dir.name} in MLflow](" in summary
+    drawn = re.search(
+        r"!\[reward in training, reward on held-out problems\]\(data:image/svg\+xml;base64,([^)]+)\)", summary
+    )
+    assert drawn is not None
+    _, held_out = re.findall(r'<polyline points="([^"]+)"', base64.b64decode(drawn[1]).decode())
+    assert len(held_out.split()) == 4, "a point for each validation"
     assert "/runs/" in artifacts["debug-mlflow"]
+
+    assert str(reference.run_dir / "report") in artifacts["debug-report"]
+    assert f"{measured[60][reward]:.3f}" in artifacts["debug-report"]
+
+
+def test_each_checkpoint_is_an_event(api: Api, reference: Reference) -> None:
+    def told() -> list[dict[str, Any]]:
+        return api.events(reference.run_dir.name, "checkpoint.saved")
+
+    wait_until(lambda: len(told()) >= 3, "three events")
+    assert [one["step"] for one in told()[:3]] == [20, 40, 60]
+    assert told()[2]["path"] == str(reference.run_dir / "checkpoints" / "step-000060")
 
 
 def test_mlflow_has_settings_datasets_report_and_weights(first: list[dict[str, Any]], reference: Reference) -> None:
@@ -152,7 +188,8 @@ def test_a_hang_without_prefect_is_found_and_retried(millrace: Millrace, referen
 def test_a_killed_trainer_is_started_again_and_the_numbers_are_the_same(
     millrace: Millrace, api: Api, reference: Reference
 ) -> None:
-    process = millrace.start("run", *SMALL)
+    low = "alarms.entropy_below=50"  # every model gives the alarm
+    process = millrace.start("run", *SMALL, low)
     wait_for_step(millrace, 25)
     second = {"name": {"any_": ["train/debug step 20-40"]}, "state": {"type": {"any_": ["RUNNING"]}}}
     wait_until(lambda: bool(api.filter("task_runs", task_runs=second)), "the second chunk")
@@ -167,6 +204,18 @@ def test_a_killed_trainer_is_started_again_and_the_numbers_are_the_same(
     chunk = {"name": {"any_": ["train/debug step 20-40"]}}
     retried = api.filter("task_runs", task_runs=chunk, sort="EXPECTED_START_TIME_DESC", limit=1)[0]
     assert (retried["run_count"], retried["state_type"]) == (2, "COMPLETED")
+    assert "going on from step" in told_in_time(api, millrace, "resumed")["text"]
+    told_in_time(api, millrace, "alarm")
+    alarms = [one for one in api.events(millrace.run_dir().name, "alarm") if one["alarm"] == "entropy"]
+    assert alarms
+    assert all("alarms.entropy_below is 50" in one["text"] for one in alarms)
+
+
+def told_in_time(api: Api, millrace: Millrace, name: str) -> dict[str, Any]:
+    """The last event of that name; it comes a moment after its cause."""
+    run_id = millrace.run_dir().name
+    wait_until(lambda: bool(api.events(run_id, name)), f"an event {name}")
+    return api.events(run_id, name)[-1]
 
 
 def test_an_interrupt_saves_and_the_same_command_goes_on(millrace: Millrace, reference: Reference) -> None:
@@ -264,4 +313,6 @@ def test_a_full_disk_pauses_the_flow_runs_until_there_is_room(
         assert "there is room again" in done.out
         states = api.filter("flow_runs", flow_runs={"id": {"any_": [run["id"] for run in found]}})
         assert {run["state_type"] for run in states} == {"COMPLETED"}
+        assert str(runs) in told_in_time(api, millrace, "paused_for_disk")["text"]
+        assert "there is room again" in told_in_time(api, millrace, "disk_room")["text"]
         assert numbers(millrace.run_dir()) == numbers(reference.run_dir)

@@ -1,15 +1,21 @@
-"""The Prefect server of a command lives as long as the command, whatever ends it."""
+"""The Prefect server of a command lives as long as the command, whatever ends it; another one is looked at first."""
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.flows.conftest import wait_until
+from flows.prefect_database import lay_out
+from tests.flows.conftest import REPOSITORY, Millrace, wait_until
 
 pytestmark = pytest.mark.prefect
 
@@ -37,3 +43,66 @@ def test_a_killed_command_leaves_no_server(tmp_path: Path) -> None:
         assert (tmp_path / "prefect" / "prefect.db").is_file()
         starter.send_signal(signal.SIGKILL)
     wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "the server's end")
+
+
+def test_an_empty_database_is_made_once_and_a_new_home_begins_with_a_copy(tmp_path: Path) -> None:
+    made, home = tmp_path / "share" / "made.db", tmp_path / "home"
+    code = "import sys; from pathlib import Path; from flows.prefect_database import make; make(Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, str(made)], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list(made.parent.iterdir()) == [made]
+    home.mkdir()
+    assert lay_out(home, made)
+    with closing(sqlite3.connect(home / "prefect.db")) as database:
+        assert len(database.execute("select version_num from alembic_version").fetchall()) == 1
+        assert database.execute("select count(*) from flow_run").fetchone() == (0,)
+        database.execute("update alembic_version set version_num = 'mine'")
+        database.commit()
+    assert not lay_out(home, made), "what is there stays"
+    with closing(sqlite3.connect(home / "prefect.db")) as database:
+        assert database.execute("select version_num from alembic_version").fetchone() == ("mine",)
+    assert not lay_out(tmp_path, tmp_path / "there is none")
+
+
+@pytest.fixture
+def stranger() -> Iterator[ThreadingHTTPServer]:
+    """A server that answers every question with `answers`, by path; 404 to others."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer = ANSWERS.get((self.path.split("/")[1], self.path.partition("/api/")[2]))
+            self.send_response(404 if answer is None else 200)
+            self.end_headers()
+            self.wfile.write(answer or b"")
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+ANSWERS = {
+    ("old", "health"): b"true",
+    ("old", "admin/version"): b'"2.20.1"',
+    ("other", "health"): b"<html>hello</html>",
+}
+"""Of an old Prefect, and of something else."""
+
+
+def test_a_server_of_another_version_and_one_that_is_no_prefect_are_told(
+    stranger: ThreadingHTTPServer, artifacts_root: Path
+) -> None:
+    url = f"http://127.0.0.1:{stranger.server_port}"
+    for path, told in (("old", "is Prefect 2.20.1, and 3."), ("other", "something else than a Prefect server answers")):
+        command = Millrace(artifacts_root, {"PREFECT_API_URL": f"{url}/{path}/api"})
+        done = command("run", "experiment=debug")
+        assert done.code == 1
+        assert "PREFECT_API_URL: " in done.err
+        assert told in done.err, done.err
+        assert "Traceback" not in done.err
+        assert list(artifacts_root.iterdir()) == []

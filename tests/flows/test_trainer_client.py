@@ -97,6 +97,22 @@ def test_a_process_serves_many_calls_and_ends_when_told(start: Start, heard: Hea
     assert not is_running(first)
 
 
+def test_a_process_that_is_let_go_ends_meanwhile_and_a_call_starts_another(start: Start, heard: Heard) -> None:
+    with start("well") as client:
+        client.let_go()  # there is none yet
+        client.call("train", to_step=2)
+        first = client.pid
+        assert first is not None
+        client.let_go()
+        client.let_go()
+        wait_until(lambda: not is_running(first))
+        assert client.call("train", to_step=4) == {"step": 4}
+        assert client.pid != first
+        client.let_go()
+    assert heard.steps == [1, 2, 3, 4]
+    assert heard.lines == ["ready", "closed"] * 2
+
+
 def test_the_process_has_its_own_session_and_none_of_our_streams(start: Start) -> None:
     with start("well") as client:
         who = client.call("who")
