@@ -23,6 +23,7 @@ from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking import MlflowStore, ensure_mlflow_run, explain, lineage_tags
+from rlcore.tracking.uploads import load_ahead
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class MlflowRecord:
         self._first = self._thread.submit(
             lambda: _record_start(self._run, self._known, self._prefect, digest, dataset, filtered)
         )
+        self._thread.submit(load_ahead)
 
     def finish(self, report: Report | None, last: Export, best: Export) -> Recorded:
         """Write report, samples and weights, and wait for it, within a bound."""

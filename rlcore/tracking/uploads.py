@@ -1,5 +1,6 @@
 """Datasets, tables and models in MLflow."""
 
+import importlib
 import importlib.metadata
 import json
 import tempfile
@@ -113,6 +114,12 @@ def log_model(
     if uploaded:
         _upload_model(client, model.model_id, path)
     return finish_model(client, run_id, str(model.model_id), step=step, metrics=metrics, time_ms=time_ms)
+
+
+def load_ahead() -> None:
+    """Import what `log_model` takes seconds to import, while there is time."""
+    for module in ("mlflow.transformers", "transformers.pipelines"):
+        importlib.import_module(module)
 
 
 def _upload_model(client: "MlflowClient", model_id: str, path: Path) -> None:
