@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rlcore.tracking.journal import load_journal
 from tests.flows.conftest import SMALL, Api, Millrace, Reference, ended, journal, numbers, start, wait_until
 from tests.run.harmful import HARM
 from tests.storage.small_disk import fill, mounted
@@ -144,6 +145,18 @@ def test_mlflow_has_settings_datasets_report_and_weights(first: list[dict[str, A
     assert checkpoints | {"weights-000060"} <= {name for (name,) in models}
     judged = "select count(*) from logged_model_metrics where metric_name like 'val-core/%mean_at_2'"
     assert int(mlflow_rows(root, judged)[0][0]) >= len(checkpoints) + 1, "scores are linked to what they judged"
+
+
+def test_an_alarm_is_an_event_in_prefect_and_in_mlflow(api: Api, reference: Reference) -> None:
+    """The small run's steps without anything to learn from."""
+    told = [event for event in load_journal(reference.run_dir / "metrics.jsonl").events if event.name == "alarm"]
+    assert told
+    run_id = reference.run_dir.name
+    wait_until(lambda: len(api.events(run_id, "alarm")) >= len(told), "Prefect's events")
+    assert {str(event.data["text"]) for event in told} <= {one["text"] for one in api.events(run_id, "alarm")}
+    own = "select run_uuid from tags where key = 'millrace.run_id'"
+    query = f"select step from metrics where key = 'events/alarm' and run_uuid in ({own})"
+    assert {int(step) for (step,) in mlflow_rows(reference.millrace.root, query)} == {event.step for event in told}
 
 
 def test_a_second_run_does_no_finished_work_again(reference: Reference) -> None:
