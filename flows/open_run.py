@@ -29,6 +29,7 @@ class _Ears:
 
     on_event: Callable[[Event], None] = lambda event: None
     on_line: Callable[[str], None] = lambda line: None
+    on_wait: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -60,6 +61,7 @@ class OpenRun:
             layout.run_dir,
             on_event=lambda event: self._ears.on_event(event),
             on_line=lambda line: self._ears.on_line(line),
+            on_wait=lambda: self._ears.on_wait(),
             stop_wait_s=config.runtime.stop_deadline_s + END_WAIT_S,
         )
 
@@ -69,9 +71,14 @@ class OpenRun:
         return self.layout.run_dir.name
 
     @contextmanager
-    def heard_by(self, on_event: Callable[[Event], None], on_line: Callable[[str], None]) -> Iterator[None]:
-        """Inside the block, what the trainer says and writes is heard there."""
-        before, self._ears = self._ears, _Ears(on_event, on_line)
+    def heard_by(
+        self,
+        on_event: Callable[[Event], None],
+        on_line: Callable[[str], None],
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
+        """Inside the block, what the trainer says and writes is heard there; `on_wait` may end the wait for it."""
+        before, self._ears = self._ears, _Ears(on_event, on_line, on_wait)
         try:
             yield
         finally:

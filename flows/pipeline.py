@@ -37,6 +37,7 @@ from flows.tell import tell, tell_command
 from flows.train import export_best_weights, train
 from flows.validate import validate
 from flows.warm_start import warm_start
+from flows.watch import watched
 from rlcore.run.inputs import RunInputs
 
 
@@ -98,6 +99,7 @@ def pipeline(
     check_before_start(config, plan)
     prefect = {"flow_run_id": str(flow_run.id), "deployment": str(deployment.name or "")}
     with (
+        watched(),
         open_run(config, command_words("run", experiment, given)) as run,
         MlflowRecord(run, prefect) as record,
         one_heartbeat(),

@@ -42,14 +42,16 @@ def _run_pipeline(settings: list[str], api: PrefectApi, *, verbose: bool) -> "Pi
     wait_for_prefect(api)
     from prefect.exceptions import TerminationSignal
 
+    from flows.watch import FlowCancelledError
+
     if not verbose:
         keep_runs_off_the_console()
     experiment, overrides = split_experiment(settings)
     try:
         with shown_on(display_for_console()):
             return pipeline(experiment, overrides)
-    except TerminationSignal as signal:
-        raise StopRequestedError("told to end; the same command goes on from the last checkpoint") from signal
+    except (TerminationSignal, FlowCancelledError) as ended:
+        raise StopRequestedError("told to end; the same command goes on from the last checkpoint") from ended
 
 
 def split_experiment(settings: list[str]) -> tuple[str | None, list[str]]:

@@ -28,6 +28,7 @@ from flows.run_reporter import reported
 from flows.stages import Chunk, Export
 from flows.tell import tell, tell_command
 from flows.warm_start import make_start_model
+from flows.watch import end_if_suspended, watched
 from rlcore.config import RunConfig
 from rlcore.errors import WorkerLostError
 from rlcore.run.inputs import RunInputs, start_model_is_ready
@@ -86,6 +87,7 @@ def train_to(config: RunConfig, to_step: int | None = None) -> RunInputs:
         make_start_model(config, inputs)
     chunk_task = train_chunk.with_options(retries=config.runtime.max_chunk_retries)
     for start, stop in stages.chunk_bounds(config, to_step):
+        end_if_suspended()
         chunk_task(config, inputs, start, stop, to_step)
     return inputs
 
@@ -124,7 +126,7 @@ def train(
     )
     config = settings_of(experiment, given)
     tell_command(plain_command("train", experiment, given))
-    with open_run(config, command_words("train", experiment, given)) as run:
+    with watched(), open_run(config, command_words("train", experiment, given)) as run:
         inputs = train_to(config)
         show_checkpoints(run)
         return export_weights(config, inputs)

@@ -83,6 +83,7 @@ class TrainerProcess:
         run_dir: the run's folder, with `settings.json` in it.
         on_event: hears progress, notes and checkpoints while a call waits.
         on_line: hears each line of the process's log.
+        on_wait: called often while a call waits; what it raises stops the process as an interrupt does.
         stop_wait_s: how long an interrupted call waits for the process to finish its step and save.
         command: what is started; tests start something smaller.
     """
@@ -94,11 +95,13 @@ class TrainerProcess:
         on_event: Callable[[Event], None],
         on_line: Callable[[str], None],
         stop_wait_s: float,
+        on_wait: Callable[[], None] = lambda: None,
         command: Sequence[str] = TRAINER,
     ) -> None:
         self._run_dir = run_dir
         self._on_event = on_event
         self._on_line = on_line
+        self._on_wait = on_wait
         self._stop_wait_s = stop_wait_s
         self._command = tuple(command)
         self._child: _Child | None = None
@@ -211,6 +214,7 @@ class TrainerProcess:
                     return reply
                 self._on_event(reply)
             self._pass_on_lines(child)
+            self._on_wait()
             if is_dead:
                 raise child.lost()
 

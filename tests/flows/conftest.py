@@ -180,16 +180,17 @@ class Api:
 
     def filter(self, what: str, **body: Any) -> list[dict[str, Any]]:
         """`POST /<what>/filter`."""
-        found: list[dict[str, Any]] = self._post(f"{what}/filter", body)
+        found: list[dict[str, Any]] = self.post(f"{what}/filter", body)
         return found
 
     def events(self, run_id: str, name: str) -> list[dict[str, Any]]:
         """Payloads of a run's events of that name, oldest first."""
         chosen = {"event": {"name": [f"millrace.{name}"]}, "resource": {"id": [f"millrace.run.{run_id}"]}}
-        found = self._post("events/filter", {"filter": {**chosen, "order": "ASC"}})
+        found = self.post("events/filter", {"filter": {**chosen, "order": "ASC"}})
         return [one["payload"] for one in found["events"]]
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """`POST /<path>`."""
         request = urllib.request.Request(
             f"{self.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )

@@ -2,12 +2,14 @@
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,10 +75,10 @@ class Stack:
         found: dict[str, Any] = self.ask(f"deployments/name/{name}")
         return found
 
-    def start(self, name: str, **parameters: Any) -> str:
-        """A run of a deployment; its id."""
-        made = self.ask(f"deployments/{self.deployment(name)['id']}/create_flow_run", {"parameters": parameters})
-        return str(made["id"])
+    def start(self, name: str, environment: Mapping[str, str] | None = None, **parameters: Any) -> str:
+        """A run of a deployment, with variables in its environment; its id."""
+        wanted = {"parameters": parameters, "job_variables": {"env": environment or {}}}
+        return str(self.ask(f"deployments/{self.deployment(name)['id']}/create_flow_run", wanted)["id"])
 
     def run(self, run_id: str) -> dict[str, Any]:
         """A flow run."""
@@ -118,3 +120,22 @@ class Stack:
         holder = read_holder(self.run_dir(name) / "run.lock")
         assert holder is not None
         return psutil.Process(holder.pid)
+
+    def process_of(self, run_id: str) -> psutil.Process:
+        """The flow run's process. Prefect's worker notes `<host>:<pid>`."""
+        return psutil.Process(int(self.run(run_id)["infrastructure_pid"].rpartition(":")[2]))
+
+    def steps_saved(self, name: str) -> list[int]:
+        """Steps of the run's checkpoints."""
+        return sorted(int(path.name[5:]) for path in (self.run_dir(name) / "checkpoints").glob("step-*"))
+
+    def mlflow_status(self, name: str) -> str:
+        """What MLflow says of the run."""
+        query = "select status from runs join tags using (run_uuid) where key = 'millrace.run_id' and value = ?"
+        with closing(sqlite3.connect(self.root / "mlflow.db")) as database:
+            ((found,),) = database.execute(query, (self.run_dir(name).name,)).fetchall()
+        return str(found)
+
+    def log(self, service: str = "worker-1") -> str:
+        """What a service has written; a worker's log has its flow runs' lines."""
+        return (self.root / "stack-logs" / f"{service}.log").read_text(errors="replace")

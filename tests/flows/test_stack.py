@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -25,8 +24,11 @@ from rlcore.errors import MillraceError
 from tests.flows.conftest import numbers, wait_until
 from tests.flows.stack import RETRY, SUSPEND, Stack
 from tests.report.chromium import PROGRAM, open_tab
+from tests.storage.small_disk import fill, mounted
 
 LONG = ("trainer.total_steps=60", "trainer.steps_per_chunk=20", "validation.every_steps=20")
+ENDLESS = ("trainer.total_steps=100000", "trainer.steps_per_chunk=10", "validation.every_steps=0")
+"""Longer than any test."""
 MODIFIED_BY_A_NEWER_PREFECT = "ffffffffffff"
 
 
@@ -220,56 +222,67 @@ def test_a_value_out_of_range_is_refused_before_there_is_a_run(stack: Stack) -> 
     assert "learning_rate" in done.stdout + done.stderr
 
 
+@pytest.mark.prefect
+@pytest.mark.slow
+def test_a_cancelled_run_has_saved(stack: Stack) -> None:
+    run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=cancelled"])
+    stack.wait_for_step("cancelled", 3)
+    stack.set_state(run, {"type": "CANCELLING"})
+    stack.wait(run, "CANCELLED")
+    assert stack.steps_saved("cancelled")[-1] == max(numbers(stack.run_dir("cancelled"))) > 0
+    assert stack.mlflow_status("cancelled") == "KILLED"
+
+
 @pytest.mark.lengthy
 @pytest.mark.prefect
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_cancelled_run_saves_and_goes_on_by_retry_and_a_paused_one_by_resume(stack: Stack, hook: Hook) -> None:
-    overrides = ["name=story", "trainer.total_steps=150", "trainer.steps_per_chunk=10", "validation.every_steps=0"]
-    run = stack.start("pipeline/debug", overrides=overrides)
-
-    # Cancelled, it saves; its page in MLflow says so.
+@pytest.mark.timeout(900)
+def test_a_cancelled_run_goes_on_by_retry_and_a_paused_one_by_resume(stack: Stack, hook: Hook) -> None:
+    run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=story"])
     stack.wait_for_step("story", 3)
     stack.set_state(run, {"type": "CANCELLING"})
     stack.wait(run, "CANCELLED")
-    saved = steps_saved(stack)
-    assert saved[-1] == sorted(numbers(stack.run_dir("story")))[-1] > 0
-    assert mlflow_status(stack) == "KILLED"
+    saved = stack.steps_saved("story")[-1]
 
     # Tried again, it goes on; suspended, it ends its chunk and its process, and tells the hook.
     stack.set_state(run, RETRY)
-    stack.wait_for_step("story", saved[-1] + 1)
-    process, trainer = process_of(stack.run(run)), stack.trainer("story")
+    stack.wait_for_step("story", saved + 1)
+    process, trainer = stack.process_of(run), stack.trainer("story")
     stack.set_state(run, SUSPEND)
-    wait_until(lambda: not psutil.pid_exists(process), "the flow's process has ended")
+    wait_until(lambda: not process.is_running(), "the flow's process has ended")
     assert not trainer.is_running()
     wait_until(lambda: hook.heard("prefect.flow-run.Suspended"), "the hook hears of the pause")
     assert stack.run(run)["state_type"] == "PAUSED"
-    assert steps_saved(stack)[-1] % 10 == 0
+    assert stack.steps_saved("story")[-1] % 10 == 0
     reached = max(numbers(stack.run_dir("story")))  # it may be ahead of its last checkpoint
 
-    # Resumed, it goes on.
+    # Its last heartbeat is not its last event: else it would be given up as lost.
+    events = stack.ask("events/filter", {"filter": {"any_resource": {"id": [f"prefect.flow-run.{run}"]}}, "limit": 5})
+    assert events["events"][0]["event"] != "prefect.flow-run.heartbeat"
+
+    # Resumed, it goes on; cancelled a second time, it ends a second time.
     stack.ask(f"flow_runs/{run}/resume", {})
     stack.wait_for_step("story", reached + 1)
     stack.set_state(run, {"type": "CANCELLING"})
-    assert stack.wait(run, "CANCELLED")["run_count"] == 3
-    assert steps_saved(stack)[-1] > reached
+    assert stack.wait(run, "CANCELLED")["run_count"] == 2  # to resume is not to start anew
+    assert stack.steps_saved("story")[-1] > reached
 
 
-def process_of(run: dict[str, Any]) -> int:
-    """Prefect's worker notes `<host>:<pid>`."""
-    return int(run["infrastructure_pid"].rpartition(":")[2])
-
-
-def steps_saved(stack: Stack) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (stack.run_dir("story") / "checkpoints").glob("step-*"))
-
-
-def mlflow_status(stack: Stack) -> str:
-    query = "select status from runs join tags using (run_uuid) where key = 'millrace.run_id' and value = ?"
-    with closing(sqlite3.connect(stack.root / "mlflow.db")) as database:
-        ((found,),) = database.execute(query, (stack.run_dir("story").name,)).fetchall()
-    return str(found)
+@pytest.mark.lengthy
+@pytest.mark.prefect
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_full_disk_is_told_once(stack: Stack, hook: Hook) -> None:
+    before, runs = len(hook.told), stack.root / "runs"
+    with mounted(runs, size_mib=32):
+        run = stack.start("pipeline/debug", overrides=[*LONG, "trainer.total_steps=200", "name=full"])
+        stack.wait_for_step("full", 2)
+        ballast = fill(runs)
+        wait_until(lambda: hook.heard("millrace.paused_for_disk", "bytes are missing"), "the hook hears of the pause")
+        stack.wait(run, "PAUSED")
+        ballast.unlink()
+        stack.wait(run, "COMPLETED")
+    assert [one["event"] for one in hook.told[before:]] == ["millrace.paused_for_disk"]
 
 
 @pytest.mark.lengthy

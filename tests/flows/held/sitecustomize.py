@@ -1,0 +1,37 @@
+"""Lets a trainer stay in a phase until it is told to stop, so that the stop arrives in that phase and in no other.
+
+Python runs this file at its start where PYTHONPATH names its folder. In a trainer of which HOLD_PHASE names a phase and
+HOLD_FILE a file, the phase is entered as ever; then the file is made, and the phase goes on once a stop was asked for.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+HELD_FOR_S = 280.0
+
+
+def hold(phase_name: str, file: Path) -> None:
+    """Wrap `Watch.phase`."""
+    from rlcore.run.watch import Watch
+
+    whole = Watch.phase
+
+    @contextmanager
+    def phase(self: Watch, name: str) -> Iterator[None]:
+        with whole(self, name):
+            if name == phase_name and not file.exists():
+                file.touch()
+                deadline = time.monotonic() + HELD_FOR_S
+                while self._stop_asked_s() is None and time.monotonic() < deadline:
+                    time.sleep(0.02)
+            yield
+
+    Watch.phase = phase  # type: ignore[method-assign]
+
+
+if "rlcore.run.process" in sys.orig_argv and "HOLD_PHASE" in os.environ:
+    hold(os.environ["HOLD_PHASE"], Path(os.environ["HOLD_FILE"]))

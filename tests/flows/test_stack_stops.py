@@ -1,0 +1,124 @@
+"""Cancellation, and kills of worker and server, against a stack that is up: what docs/operations.md says of them."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.stack.control import down, status, up
+from flows.stack.state import read_stack
+from flows.trainer_client import SOURCE_FOLDER
+from tests.flows.conftest import WAIT_S, journal, numbers, wait_until
+from tests.flows.stack import Stack
+
+HELD = Path(__file__).parent / "held"
+SHORT_CHUNKS = ["trainer.total_steps=40", "trainer.steps_per_chunk=2", "validation.every_steps=0"]
+LONG = ["trainer.total_steps=400", "trainer.steps_per_chunk=20", "validation.every_steps=0"]
+PHASES = {"gen": "local", "update_actor": "ray", "save_checkpoint": "local"}
+"""Phases of a step, and by what the trainer works in it."""
+
+pytestmark = [
+    pytest.mark.lengthy,
+    pytest.mark.prefect,
+    pytest.mark.slow,
+    pytest.mark.timeout(4 * WAIT_S),
+]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack that is up."""
+    root = tmp_path_factory.mktemp("stops")
+    try:
+        up(root, say=print)
+        yield Stack(root)
+    finally:
+        down(root, say=print)
+
+
+def kill(stack: Stack, name: str) -> None:
+    """SIGKILL to one service, and to nothing else."""
+    service = read_stack(stack.root).service(name)
+    assert service is not None
+    process = service.process()
+    assert process is not None
+    process.send_signal(signal.SIGKILL)
+    psutil.wait_procs([process])
+    assert (name, "gone") in [(service.name, state) for service, state in status(stack.root)]
+
+
+@pytest.mark.needs_ray
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_cancellation_in_a_phase_saves_and_leaves_nothing_behind(stack: Stack, tmp_path: Path, phase: str) -> None:
+    name, held = f"in-{phase}", tmp_path / "held"
+    hold = {"HOLD_PHASE": phase, "HOLD_FILE": str(held), "PYTHONPATH": os.pathsep.join([str(HELD), str(SOURCE_FOLDER)])}
+    overrides = [*SHORT_CHUNKS, f"name={name}", f"runtime={PHASES[phase]}"]
+    run = stack.start("pipeline/debug", environment=hold, overrides=overrides)
+    wait_until(held.exists, f"a trainer in {phase}")
+    trainer, process = stack.trainer(name), stack.process_of(run)
+    family = [process, *process.children(recursive=True)]
+    assert trainer in family
+
+    stack.set_state(run, {"type": "CANCELLING"})
+    stack.wait(run, "CANCELLED")
+    _, left = psutil.wait_procs(family, timeout=WAIT_S)
+    assert left == []
+
+    saved = stack.steps_saved(name)
+    assert saved[-1] == max(numbers(stack.run_dir(name))) > 0
+    assert f"stopped after step {saved[-1]}, which is saved" in stack.log()
+    assert stack.mlflow_status(name) == "KILLED"
+    others = [
+        path.name for path in (stack.run_dir(name) / "checkpoints").iterdir() if not path.name.startswith("step-")
+    ]
+    assert others in ([], [".writer.lock"])
+    nested = stack.api.filter("flow_runs", flows={"name": {"any_": ["train"]}}, sort="START_TIME_DESC", limit=1)
+    assert nested[0]["state_type"] == "CANCELLED"
+
+
+def test_without_its_worker_a_run_goes_on_and_a_cancellation_still_ends_it(stack: Stack) -> None:
+    run = stack.start("pipeline/debug", overrides=[*LONG[1:], "trainer.total_steps=100000", "name=orphan"])
+    stack.wait_for_step("orphan", 3)
+    process = stack.process_of(run)
+    kill(stack, "worker-1")
+    up(stack.root, say=print)
+    stack.wait_for_step("orphan", max(numbers(stack.run_dir("orphan"))) + 1)
+    found = stack.run(run)
+    assert (found["state_type"], found["run_count"], process.is_running()) == ("RUNNING", 1, True)
+    assert stack.process_of(run) == process  # the new worker has started it no second time
+
+    stack.set_state(run, {"type": "CANCELLING"})
+    stack.wait(run, "CANCELLED")
+    wait_until(lambda: not process.is_running(), "the flow's process has ended")
+    assert stack.steps_saved("orphan")[-1] == max(numbers(stack.run_dir("orphan")))
+    assert stack.mlflow_status("orphan") == "KILLED"
+
+
+def test_a_killed_server_and_a_stack_taken_down_cost_a_run_nothing(stack: Stack) -> None:
+    run = stack.start("pipeline/debug", overrides=[*LONG, "name=kept"])
+    stack.wait_for_step("kept", 3)
+    process, reached = stack.process_of(run), max(numbers(stack.run_dir("kept")))
+
+    # Without a server the training goes on.
+    kill(stack, "prefect")
+    stack.wait_for_step("kept", reached + 1)
+    up(stack.root, say=print)
+    assert process.is_running()
+    found = stack.run(run)
+    assert (found["state_type"], found["run_count"]) == ("RUNNING", 1)
+
+    # Told to end, the run saves; the next `up` starts it again.
+    stack.wait_for_step("kept", max(numbers(stack.run_dir("kept"))) + 1)
+    trainer = stack.trainer("kept")
+    down(stack.root, say=print)
+    wait_until(lambda: not process.is_running() and not trainer.is_running(), "flow and trainer have ended")
+    saved = stack.steps_saved("kept")[-1]
+    up(stack.root, say=print)
+    assert stack.wait(run, "COMPLETED")["run_count"] == 2
+    steps = [record["step"] for record in journal(stack.run_dir("kept"))]
+    assert steps == list(range(401)), "each step once, in order"
+    assert 0 < saved < 400
+    assert f"going on from step {saved}" in stack.log()
