@@ -15,6 +15,7 @@ from flows.dataset import dataset
 from flows.filter import filter_flow
 from flows.mlflow_record import MlflowRecord, Recorded
 from flows.naming import flow_run_name
+from flows.nested import end_nested
 from flows.open_run import open_run
 from flows.parameters import (
     NO_OVERRIDES,
@@ -60,7 +61,7 @@ def one_heartbeat() -> Iterator[None]:
         yield
 
 
-@flow(name="pipeline", flow_run_name=flow_run_name)
+@flow(name="pipeline", flow_run_name=flow_run_name, on_cancellation=[end_nested], on_crashed=[end_nested])
 def pipeline(
     experiment: Experiment = None,
     overrides: list[str] = NO_OVERRIDES,

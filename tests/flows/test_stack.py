@@ -275,7 +275,7 @@ def test_a_cancelled_run_goes_on_by_retry_and_a_paused_one_by_resume(stack: Stac
 def test_a_full_disk_is_told_once(stack: Stack, hook: Hook) -> None:
     before, runs = len(hook.told), stack.root / "runs"
     with mounted(runs, size_mib=32):
-        run = stack.start("pipeline/debug", overrides=[*LONG, "trainer.total_steps=200", "name=full"])
+        run = stack.start("pipeline/debug", overrides=[*LONG[1:], "trainer.total_steps=200", "name=full"])
         stack.wait_for_step("full", 2)
         ballast = fill(runs)
         wait_until(lambda: hook.heard("millrace.paused_for_disk", "bytes are missing"), "the hook hears of the pause")
