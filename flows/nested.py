@@ -1,4 +1,4 @@
-"""Flow runs nested in one that was ended from outside: they were in its process, and nobody else says that they ended."""
+"""Flow runs nested in one that was ended from outside: they were in its process, and nobody else ends them."""
 
 from typing import Any
 from uuid import UUID

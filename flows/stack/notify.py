@@ -15,8 +15,8 @@ BLOCK = "millrace-notify"
 ENDED_BADLY = "millrace: tell of a run that failed or waits"
 SHORT_OF_ROOM = "millrace: tell of a run that waits for room on the disk"
 BAD_ENDS = ("Failed", "Crashed", "TimedOut", "Suspended")
-"""Without Paused: our flow runs are Paused only while they wait for room. That is told by the other automation, with all
-that is known of it, and of runs that no deployment has started too."""
+"""Without Paused: our flow runs are Paused only while they wait for room. That is told by the other automation, with
+all that is known, and of runs that no deployment has started too."""
 ANY_RUN = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"})
 STARTED_AS_DEPLOYMENT = ResourceSpecification(
     {"prefect.resource.role": "deployment", "prefect.resource.id": "prefect.deployment.*"}
