@@ -18,8 +18,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
 from prefect.events import Event, Resource
 from prefect.exceptions import Abort, Pause
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled
+
+from flows.console import outlive_the_worker
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +100,8 @@ def watched() -> Iterator[None]:
         yield
         return
     outermost = UUID(str(flow_run.root_flow_run_id or flow_run.id))
+    if deployment.id:
+        outlive_the_worker()
     watch = _watch = _Watch(outermost)
     try:
         yield
