@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,8 @@ from rlcore.storage.publish import read_manifest
 from rlcore.tracking.journal import JOURNAL_FILE, EventRecord, JournalContents, StepRecord, load_journal
 
 SETTINGS_FILE = "settings.json"
+MOST_VALIDATIONS_KEPT = 32
+"""In memory, since the parts of a report read them one after the other."""
 _CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean@(?P<k>\d+)")
 _IN_TRAINING = re.compile(r"step-\d+")
 
@@ -209,14 +211,22 @@ def _read_validations(folder: Path, missing: list[str]) -> dict[str, ValidationR
     found: dict[str, ValidationResult] = {}
     for file in sorted(folder.glob("*.json")):
         try:
-            result = ValidationResult.read(file)
-            result.summary()
-        except MillraceError as error:
+            known = file.stat()
+            result = _read_validation(file, known.st_mtime_ns, known.st_size)
+        except (MillraceError, OSError) as error:
             missing.append(f"validation/{file.name} is left out: {error}")
             continue
         if result.problems:
             found[file.stem] = result
     return found
+
+
+@lru_cache(maxsize=MOST_VALIDATIONS_KEPT)
+def _read_validation(file: Path, changed_ns: int, size: int) -> ValidationResult:
+    """One with its intervals. Report, picture, browser and summary of a run each ask for it, and it takes 0.1 s."""
+    result = ValidationResult.read(file)
+    result.summary()
+    return result
 
 
 def _read_lineage(run_dir: Path, missing: list[str]) -> Lineage | None:

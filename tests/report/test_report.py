@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -363,6 +364,14 @@ def test_damaged_parts_are_named_and_the_rest_is_shown(tmp_path):
         "1 unreadable lines",
     ):
         assert part in words
+
+
+def test_a_validation_is_read_once_and_again_when_it_has_changed(tmp_path):
+    write_run(tmp_path / "run", num_steps=10, num_problems=4)
+    first, second = (read_run(tmp_path / "run").validations["after"] for _ in range(2))
+    assert first is second
+    replace(first, step=first.step + 1).write(tmp_path / "run" / "validation" / "after.json")
+    assert read_run(tmp_path / "run").validations["after"].step == first.step + 1
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
