@@ -24,6 +24,7 @@ from rlcore.errors import MillraceError
 from tests.flows.conftest import numbers, wait_until
 from tests.flows.stack import RETRY, SUSPEND, Stack
 from tests.report.chromium import PROGRAM, open_tab
+from tests.storage.small_disk import fill, mounted
 
 LONG = ("trainer.total_steps=60", "trainer.steps_per_chunk=20", "validation.every_steps=20")
 ENDLESS = ("trainer.total_steps=100000", "trainer.steps_per_chunk=10", "validation.every_steps=0")
@@ -265,6 +266,23 @@ def test_a_cancelled_run_goes_on_by_retry_and_a_paused_one_by_resume(stack: Stac
     stack.set_state(run, {"type": "CANCELLING"})
     assert stack.wait(run, "CANCELLED")["run_count"] == 2  # to resume is not to start anew
     assert stack.steps_saved("story")[-1] > reached
+
+
+@pytest.mark.lengthy
+@pytest.mark.prefect
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_full_disk_is_told_once(stack: Stack, hook: Hook) -> None:
+    before, runs = len(hook.told), stack.root / "runs"
+    with mounted(runs, size_mib=32):
+        run = stack.start("pipeline/debug", overrides=[*LONG[1:], "trainer.total_steps=200", "name=full"])
+        stack.wait_for_step("full", 2)
+        ballast = fill(runs)
+        wait_until(lambda: hook.heard("millrace.paused_for_disk", "bytes are missing"), "the hook hears of the pause")
+        stack.wait(run, "PAUSED")
+        ballast.unlink()
+        stack.wait(run, "COMPLETED")
+    assert [one["event"] for one in hook.told[before:]] == ["millrace.paused_for_disk"]
 
 
 @pytest.mark.lengthy

@@ -1,20 +1,23 @@
 """Cancellation, and kills of worker and server, against a stack that is up: what docs/operations.md says of them."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from flows.stack.control import down, up
+from flows.stack.control import down, status, up
+from flows.stack.state import read_stack
 from flows.trainer_client import SOURCE_FOLDER
 from tests.flows.conftest import WAIT_S, numbers, wait_until
 from tests.flows.stack import Stack
 
 HELD = Path(__file__).parent / "held"
 SHORT_CHUNKS = ["trainer.total_steps=40", "trainer.steps_per_chunk=2", "validation.every_steps=0"]
-LONG = ["trainer.total_steps=400", "trainer.steps_per_chunk=20", "validation.every_steps=0"]
+ENDLESS = ["trainer.total_steps=100000", "validation.every_steps=0"]
+"""Longer than any test."""
 PHASES = {"gen": "local", "update_actor": "ray", "save_checkpoint": "local"}
 """Phases of a step, and by what the trainer works in it."""
 
@@ -35,6 +38,17 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield Stack(root)
     finally:
         down(root, say=print)
+
+
+def kill(stack: Stack, name: str) -> None:
+    """SIGKILL to one service, and to nothing else."""
+    service = read_stack(stack.root).service(name)
+    assert service is not None
+    process = service.process()
+    assert process is not None
+    process.send_signal(signal.SIGKILL)
+    psutil.wait_procs([process])
+    assert (name, "gone") in [(service.name, state) for service, state in status(stack.root)]
 
 
 @pytest.mark.needs_ray
@@ -64,3 +78,21 @@ def test_a_cancellation_in_a_phase_saves_and_leaves_nothing_behind(stack: Stack,
     assert others in ([], [".writer.lock"])
     nested = stack.api.filter("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [run]}})
     assert {one["state_type"] for one in nested} == {"COMPLETED", "CANCELLED"}
+
+
+def test_without_its_worker_a_run_goes_on_and_a_cancellation_still_ends_it(stack: Stack) -> None:
+    run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=orphan", "trainer.steps_per_chunk=20"])
+    stack.wait_for_step("orphan", 3)
+    process = stack.process_of(run)
+    kill(stack, "worker-1")
+    up(stack.root, say=print)
+    stack.wait_for_step("orphan", max(numbers(stack.run_dir("orphan"))) + 1)
+    found = stack.run(run)
+    assert (found["state_type"], found["run_count"], process.is_running()) == ("RUNNING", 1, True)
+    assert stack.process_of(run) == process  # the new worker has started it no second time
+
+    stack.set_state(run, {"type": "CANCELLING"})
+    stack.wait(run, "CANCELLED")
+    wait_until(lambda: not process.is_running(), "the flow's process has ended")
+    assert stack.steps_saved("orphan")[-1] == max(numbers(stack.run_dir("orphan")))
+    assert stack.mlflow_status("orphan") == "KILLED"
