@@ -87,8 +87,9 @@ class VllmEngine:
         num_idle = 0
         most_idle = _MOST_IDLE_STEPS + max_response_tokens  # short steps keep their tokens until an answer ends
         try:
-            for index, request in enumerate(requests):
-                writing[self._submit(request, sampling, max_response_tokens)] = _Answer(index, [], [])
+            for index, prepared in enumerate(self._prepared(requests, sampling, max_response_tokens)):
+                core.add_request(prepared)
+                writing[prepared.request_id] = _Answer(index, [], [])
             while writing:
                 outputs = core.get_output().outputs
                 num_idle = 0 if outputs else num_idle + 1
@@ -106,18 +107,30 @@ class VllmEngine:
             if writing:  # the caller stopped, or a step failed: nothing of it may show up in the next call
                 core.abort_requests(list(writing))
 
-    def _submit(self, request: SamplingRequest, sampling: SamplingConfig, max_response_tokens: int) -> str:
-        """Queue a request; vLLM's own name for it."""
-        prepared = self._engine.input_processor.process_inputs(
-            str(next(self._names)),
-            {"type": "token", "prompt_token_ids": list(request.prompt.token_ids)},
-            self._parameters(request, sampling, max_response_tokens),
-            supported_tasks=self._engine.get_supported_tasks(),
-        )
-        self._engine.input_processor.assign_request_id(prepared)
-        self._engine.engine_core.add_request(prepared)
-        name: str = prepared.request_id
-        return name
+    def _prepared(
+        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
+    ) -> Iterator[Any]:
+        """The requests in vLLM's own form. It checks the first; the others differ in prompt, seed and limit alone."""
+        from msgspec.structs import replace
+
+        first: Any = None
+        for request in requests:
+            name = str(next(self._names))
+            if first is None:
+                first = self._engine.input_processor.process_inputs(
+                    name,
+                    {"type": "token", "prompt_token_ids": list(request.prompt.token_ids)},
+                    self._parameters(request, sampling, max_response_tokens),
+                    supported_tasks=self._engine.get_supported_tasks(),
+                )
+                yield first
+                continue
+            parameters = replace(
+                first.sampling_params, seed=request.seed, max_tokens=request.limit(max_response_tokens)
+            )
+            yield replace(
+                first, request_id=name, prompt_token_ids=list(request.prompt.token_ids), sampling_params=parameters
+            )
 
     def _parameters(self, request: SamplingRequest, sampling: SamplingConfig, max_response_tokens: int) -> Any:
         from vllm import SamplingParams
