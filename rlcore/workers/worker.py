@@ -3,6 +3,7 @@
 A plain class. `rlcore.runtime` calls it in this process or as a Ray actor; both give the same numbers.
 """
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -130,9 +131,15 @@ class Worker:
         return self._info(place)
 
     def reset(self) -> None:
-        """Policy and critic as they are at step 0."""
+        """Policy and critic as they are at step 0. Those that were are gone before: a card may not hold both."""
         assert self._place is not None, "setup comes first"
         config, place, mesh = self._config, self._place, self._mesh
+        if hasattr(self, "_actor"):
+            del self._actor
+            self._critic = None
+            gc.collect()  # their hooks and parameters refer to each other
+            if place.device.type == "cuda":
+                torch.cuda.empty_cache()
         self._actor = Actor(config, self._model_directory, place, mesh, self._world_size)
         if config.critic is not None:
             self._critic = Critic(config, config.critic, self._model_directory, place, mesh, self._world_size)
