@@ -93,6 +93,7 @@ class Worker:
         self._mesh: DeviceMesh | None = None
         self._reference: Reference | None = None
         self._critic: Critic | None = None
+        self._actor: Actor
         self._writer = BackgroundWriter()
         self._copies: tuple[HostCopy, ...] = ()
         self._buffers = {"policy": HostBuffers(), "critic": HostBuffers()}
