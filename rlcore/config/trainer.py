@@ -42,6 +42,18 @@ class CheckpointConfig(Section):
     """Seconds that a run short of disk space waits for room before it ends; what is saved stays."""
 
 
+class ProfileConfig(Section):
+    """torch's profiler over a few steps: `profile/step-<k>-rank-<i>.json.gz` in the run's folder, for
+    https://ui.perfetto.dev or chrome://tracing."""
+
+    first_step: int | None = Field(default=None, ge=1)
+    """First step that is recorded. None: no step is."""
+    num_steps: int = Field(default=1, ge=1, le=10)
+    """Steps that are recorded, each in files of its own."""
+    max_mb: float = Field(default=200.0, gt=0)
+    """Largest trace of a step and rank, in MB of 1e6 bytes. One that is larger is not kept and ends the window."""
+
+
 class RuntimeConfig(Section):
     """Where workers live. Changes the speed, not the numbers."""
 
@@ -65,6 +77,8 @@ class RuntimeConfig(Section):
     peak_tflops: float | None = Field(default=None, gt=0)
     """Dense operations a second of one device in the compute type, in units of 1e12: what `perf/mfu` is a share of.
     None: by the GPU's name in bfloat16; not known (and no such metric) on a CPU."""
+    profile: ProfileConfig = ProfileConfig()
+    """Steps that torch's profiler records. Slows these steps down and changes no number."""
     deadlines: DeadlineConfig = DeadlineConfig()
     """How long each phase may take before it counts as hung."""
     stop_deadline_s: float = Field(default=60.0, gt=0)

@@ -17,6 +17,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.ledger import Ledger
 from rlcore.run.memory_fit import fit_run
 from rlcore.run.problems import Problems
+from rlcore.run.profile import ProfileWindow
 from rlcore.run.samples import write_samples
 from rlcore.run.watched_group import WatchedGroup
 from rlcore.runtime.start import start_workers
@@ -41,6 +42,7 @@ class _Started:
     problems: Problems
     scoring: ScoringPool
     trainer: Trainer
+    profile: ProfileWindow
 
 
 class Crew:
@@ -126,7 +128,13 @@ class Crew:
         """One step of the algorithm. Whoever records it says what the workers hold then."""
         parts = self._started()
         self.holds = MID_STEP
+        profiled = parts.profile.holds(state.step + 1)
+        if profiled:
+            parts.profile.begin()
         result = parts.trainer.step(state, epoch=parts.problems.epoch_at(state.num_prompts_drawn))
+        if profiled:
+            with self._guard.phase("profile"):
+                parts.profile.end(state.step + 1)
         self._version = result.state.policy_version
         return result
 
@@ -177,4 +185,5 @@ class Crew:
         collector = ExperienceCollector(config, group, problems.stream, scoring, problems.decode)
         failures, phase = self._layout.failures, self._guard.phase
         trainer = Trainer(config, group, collector, failures=failures, enter_phase=phase)
-        return _Started(config, group, problems, scoring, trainer)
+        profile = ProfileWindow(config.runtime.profile, self._layout.profile, group, self._report)
+        return _Started(config, group, problems, scoring, trainer, profile)

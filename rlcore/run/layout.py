@@ -55,6 +55,11 @@ class RunLayout:
         return self.run_dir / "failures"
 
     @property
+    def profile(self) -> Path:
+        """Traces of profiled steps."""
+        return self.run_dir / "profile"
+
+    @property
     def logs(self) -> Path:
         """Output of the trainer process."""
         return self.run_dir / "logs"

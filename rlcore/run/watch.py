@@ -36,6 +36,7 @@ DEADLINE_OF = {
     "testing": "validate_s",
     "save_checkpoint": "save_s",
     "export": "save_s",
+    "profile": "save_s",
     "load": "load_s",
 }
 """Phase -> its key in `runtime.deadlines`. Phases of a step have the names of their `timing_s` metrics."""

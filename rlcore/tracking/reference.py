@@ -36,7 +36,13 @@ REFERENCE_METRICS: tuple[str, ...] = (
 ABSENT: tuple[Absent, ...] = (
     Absent("timing_s/generate_sequences", "the engine's part of gen, measured on a worker; here gen is nothing else"),
     Absent("timing_s/reshard", "moves the policy into the engine's sharding before gen; here that is update_weights"),
-    Absent("timing_s/start_profile", "switches veRL's profiler on at a step; there is no profiler in the loop here"),
-    Absent("timing_s/stop_profile", "switches veRL's profiler off at a step; there is no profiler in the loop here"),
+    Absent(
+        "timing_s/start_profile",
+        "switches veRL's profiler on; that of runtime.profile begins and ends outside a step's time",
+    ),
+    Absent(
+        "timing_s/stop_profile",
+        "switches veRL's profiler off; that of runtime.profile begins and ends outside a step's time",
+    ),
 )
 """Those that are not logged here."""

@@ -41,6 +41,7 @@ from rlcore.workers.actor import Actor, PolicyUpdate
 from rlcore.workers.allocator import keep_freed_memory
 from rlcore.workers.critic import Critic, CriticUpdate
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks
+from rlcore.workers.profiler import RankProfiler
 from rlcore.workers.reference import Reference
 
 BYTES_PER_GB = 1e9
@@ -95,6 +96,7 @@ class Worker:
         self._critic: Critic | None = None
         self._actor: Actor
         self._writer = BackgroundWriter()
+        self._profiler = RankProfiler()
         self._copies: tuple[HostCopy, ...] = ()
         self._buffers = {"policy": HostBuffers(), "critic": HostBuffers()}
 
@@ -349,6 +351,14 @@ class Worker:
     def process_id(self) -> int:
         """Process in which this rank lives."""
         return os.getpid()
+
+    def start_profile(self) -> None:
+        """Record what this rank does from here on."""
+        self._profiler.start()
+
+    def stop_profile(self, folder: str, step: int, max_mb: float) -> float:
+        """Write what was recorded, unless it is over `max_mb`; its size in MB of 1e6 bytes."""
+        return self._profiler.stop(Path(folder) / f"step-{step}-rank-{self._rank}.json.gz", max_mb)
 
     def memory_peak(self) -> MemoryPeak:
         """Largest use of memory since the start of the process, and how often it ran out."""

@@ -1,0 +1,50 @@
+"""A window of steps under torch's profiler: its traces are there, and no number of the run is another."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.run.running import steps_of, weights_of
+from tests.run.sessions import elsewhere, run_to_the_end
+from tests.small_run import prepare
+
+SETTINGS = (
+    "trainer.steps_per_chunk=3", "trainer.total_steps=3", "validation.every_steps=0", "tracking.enabled=false",
+    "trainer.batch_size=4", "trainer.mini_batch_size=4", "rollout.max_response_tokens=8", "validation.max_problems=2",
+    "runtime.stop_deadline_s=200",
+)  # fmt: skip
+
+
+def test_traces_of_the_window_and_the_numbers_of_a_run_without(tmp_path: Path) -> None:
+    plain = prepare(tmp_path / "plain", *SETTINGS)
+    run_to_the_end(plain)
+    assert not plain.layout.profile.exists()
+
+    profiled = elsewhere(plain, tmp_path / "seen", *SETTINGS, "runtime.profile.first_step=2",
+                         "runtime.profile.num_steps=2")  # fmt: skip
+    told: list[str] = []
+    run_to_the_end(profiled, lambda event: told.append(str(event.get("text", ""))))
+    files = sorted(file.name for file in profiled.layout.profile.iterdir())
+    assert files == ["step-2-rank-0.json.gz", "step-3-rank-0.json.gz"]
+    assert sum("profile of step" in text for text in told) == 2
+    operators = {str(event.get("name")) for event in events(profiled.layout.profile / files[0])}
+    assert {"aten::mm", "Optimizer.step#AdamW.step"} <= operators
+    assert steps_of(profiled) == steps_of(plain)
+    assert weights_of(profiled) == weights_of(plain)
+
+
+def test_a_trace_over_the_bound_is_not_kept_and_ends_the_window(tmp_path: Path) -> None:
+    run = prepare(tmp_path, *SETTINGS, "runtime.profile.first_step=1", "runtime.profile.num_steps=3",
+                  "runtime.profile.max_mb=0.001")  # fmt: skip
+    told: list[str] = []
+    run_to_the_end(run, lambda event: told.append(str(event.get("text", ""))))
+    assert list(run.layout.profile.iterdir()) == []
+    assert [text.split(":")[0] for text in told if "profile of step" in text] == ["profile of step 1"]
+    assert any("runtime.profile.max_mb=0.001" in text for text in told)
+
+
+def events(file: Path) -> list[dict[str, Any]]:
+    with gzip.open(file, "rt") as packed:
+        found: list[dict[str, Any]] = json.load(packed)["traceEvents"]
+    return found
