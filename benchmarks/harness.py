@@ -25,7 +25,8 @@ from rlcore.trainer.experience import ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.group import WorkerGroup
-from rlcore.workers.worker import MemoryPeak, Worker
+from rlcore.workers.memory import MemoryPeak
+from rlcore.workers.worker import Worker
 
 PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
 

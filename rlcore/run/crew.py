@@ -92,6 +92,11 @@ class Crew:
         """Start the workers, if they are not."""
         self._started()
 
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Token budget of a micro-batch, as fitted to this host's memory."""
+        return self._started().config.trainer.max_tokens_per_micro_batch
+
     # ------------------------------------------------------------------ weights
 
     def load(self, checkpoint: str) -> None:

@@ -12,6 +12,7 @@ from rlcore.run.saver import Saved
 from rlcore.tracking.journal import load_journal
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
+from rlcore.workers.budget import Shortage
 
 HEADLINE = ("critic/score/mean", "actor/entropy", "response_length/mean", "actor/grad_norm", "perf/throughput")
 """Metrics that travel with a progress event; all of them are in the journal."""
@@ -65,6 +66,16 @@ class News:
                 data = {"alarm": alarm.name, "action": alarm.action, "text": f"alarm at step {step}: {alarm.text}"}
                 self._ledger.happened("alarm", step, data)
         self._alarms_on = {alarm.name for alarm in alarms}
+
+    def shortages(self, step: int, shortages: Sequence[Shortage], micro_batch_tokens: int) -> None:
+        """Passes of a step that ran out of memory and were done again; `micro_batch_tokens`: the budget they had."""
+        for shortage in shortages:
+            data = {
+                "max_tokens_per_micro_batch": max(1, micro_batch_tokens // shortage.factor),
+                **asdict(shortage),
+                "text": f"step {step}: {shortage}",
+            }
+            self._ledger.happened("out_of_memory", step, data)
 
     def rolled_back(self, to_step: int, from_step: int, why: str, lr_factor: float) -> None:
         """The run goes on from before the alarm."""

@@ -121,6 +121,7 @@ class Training:
     def _train_step(self, state: TrackedState, to_step: int, pace: Pace) -> TrackedState:
         """One step with its line in the journal; where a chunk ends, or at a stop, a checkpoint of it is begun."""
         result = self._crew.step(state.loop)
+        self._news.shortages(result.state.step, result.shortages, self._crew.micro_batch_tokens)
         if any(alarm.action == "roll_back" for alarm in result.alarms):
             return self._roll_back(state, result.alarms)
         metrics, state = self._record(state, result)

@@ -97,8 +97,15 @@ METRICS: tuple[MetricDoc, ...] = (
         "The same as veRL counts it under `perf/mfu/actor`: embedding and head each, tied or not. Compare it with "
         "figures from veRL; for a small model with a large vocabulary it is too high.",
     ),
-    MetricDoc("perf/max_memory_allocated_gb", "GB (1e9)", "Most device memory held by tensors since the start."),
-    MetricDoc("perf/max_memory_reserved_gb", "GB (1e9)", "Most device memory reserved by the allocator."),
+    MetricDoc(
+        "perf/max_memory_allocated_gb",
+        "GB (1e9)",
+        "Most device memory held by tensors since the start, without what "
+        "a sleeping engine has given back; the report sets it beside the memory plan.",
+    ),
+    MetricDoc(
+        "perf/max_memory_reserved_gb", "GB (1e9)", "Most device memory reserved by the allocator, counted likewise."
+    ),
     MetricDoc(
         "perf/num_passes_redone",
         "passes",

@@ -1,7 +1,7 @@
 """The journal of a run: every step's metrics and every event, one JSON line each, in `metrics.jsonl`.
 
     {"step": 3, "time": 1763.25, "metrics": {"actor/lr": 0.1, "critic/lr": null}, "nonfinite": ["critic/lr"]}
-    {"event": "out_of_memory", "step": 3, "time": 1763.31, "data": {"max_tokens_per_micro_batch": 8192}}
+    {"event": "out_of_memory", "step": 3, "time": 1763.31, "data": {"max_tokens_per_micro_batch": 8192, ...}}
 
 It is written before anything else hears of a value, and it is the truth that MLflow, the report and the progress line
 are made from. Times are seconds since the epoch, rounded to the millisecond that MLflow keeps, so that a replay gives

@@ -26,6 +26,7 @@ from rlcore.trainer.experience import Experience, ExperienceCollector
 from rlcore.trainer.failure import save_failure
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import PackedBatch, TrainBatch
+from rlcore.workers.budget import Shortage
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker, WorkerInfo
 
@@ -56,6 +57,8 @@ class StepResult:
     metrics: Metrics
     experience: Experience
     alarms: tuple[Alarm, ...] = ()
+    shortages: tuple[Shortage, ...] = ()
+    """Passes that ran out of memory and were done again, on any rank."""
 
 
 class Trainer:
@@ -76,6 +79,7 @@ class Trainer:
         self._group = group
         self._collector = collector
         self._info: WorkerInfo | None = None
+        self._num_redone = 0
         trainer = config.trainer
         self._num_updates = trainer.epochs_per_batch * -(-trainer.batch_size // trainer.mini_batch_size)
 
@@ -129,7 +133,11 @@ class Trainer:
             metrics["perf/max_memory_reserved_gb"] = max(peak.reserved_gb for peak in peaks)
         if redone := sum(peak.num_redone for peak in peaks):
             metrics["perf/num_passes_redone"] = float(redone)
-        return StepResult(after, metrics, experience, alarms)
+        shortages: tuple[Shortage, ...] = ()
+        if redone and redone != self._num_redone:
+            shortages = tuple(one for taken in self._group.each(Worker.take_shortages) for one in taken)
+        self._num_redone = redone
+        return StepResult(after, metrics, experience, alarms, shortages)
 
     def _update_or_skip(
         self,

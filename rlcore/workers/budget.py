@@ -3,6 +3,7 @@
 import gc
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -22,6 +23,24 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     # torch has no class of its own for the host's allocator.
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A pass that ran out of memory in `num_micro` micro-batches and was done again in `num_again`. `factor`: how many
+    times the micro-batches of the token budget it gets from then on. `refusal`: the allocator's words."""
+
+    name: str
+    num_micro: int
+    num_again: int
+    factor: int
+    refusal: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} ran out of memory in {self.num_micro} micro-batches and is done again in {self.num_again}: "
+            f"{self.refusal}"
+        )
 
 
 class PassBudget:
@@ -45,6 +64,12 @@ class PassBudget:
         self._grow_after = GROW_AFTER
         self.factor = 1
         self.num_failures = 0
+        self._shortages: list[Shortage] = []
+
+    def take_shortages(self) -> list[Shortage]:
+        """Those since this was last asked."""
+        taken, self._shortages = self._shortages, []
+        return taken
 
     def run(self, work: Callable[[int], R], *, num_micro: int, num_sequences: int) -> R:
         """`work(number of micro-batches)`, again with more of them while memory runs out.
@@ -90,10 +115,9 @@ class PassBudget:
                 f"{self._name} ran out of memory with one sequence in each micro-batch ({refusal}). {remedy}"
             )
         self.factor *= 2
-        log.warning(
-            "%s ran out of memory in %d micro-batches and is done again in %d: %s",
-            self._name, number, min(number * 2, num_sequences), refusal,
-        )  # fmt: skip
+        shortage = Shortage(self._name, number, min(number * 2, num_sequences), self.factor, refusal)
+        self._shortages.append(shortage)
+        log.warning("%s", shortage)
 
     def _give_back(self) -> None:
         gc.collect()

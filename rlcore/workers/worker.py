@@ -39,12 +39,13 @@ from rlcore.types import PackedBatch, Rollout, TrainBatch
 from rlcore.workers import canary
 from rlcore.workers.actor import Actor, PolicyUpdate
 from rlcore.workers.allocator import keep_freed_memory
+from rlcore.workers.budget import PassBudget, Shortage
 from rlcore.workers.critic import Critic, CriticUpdate
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks
+from rlcore.workers.memory import BYTES_PER_GB, MemoryPeak, gpu_meter
 from rlcore.workers.profiler import RankProfiler
 from rlcore.workers.reference import Reference
 
-BYTES_PER_GB = 1e9
 # Enough to hide the way to the trainer (a millisecond under Ray), few enough that scoring starts early.
 ANSWERS_PER_HANDFUL = 8
 
@@ -72,16 +73,6 @@ class SaveSize:
     is_copied: bool
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPeak:
-    """Largest use of the GPU's memory since the start, GB of 1e9 bytes; 0 on a CPU. `num_redone`: passes that ran out
-    of memory and were done again in finer micro-batches."""
-
-    allocated_gb: float
-    reserved_gb: float
-    num_redone: int
-
-
 class Worker:
     """All that one rank holds. Call `setup` on every rank before anything else."""
 
@@ -97,6 +88,7 @@ class Worker:
         self._actor: Actor
         self._writer = BackgroundWriter()
         self._profiler = RankProfiler()
+        self._meter = gpu_meter()
         self._copies: tuple[HostCopy, ...] = ()
         self._buffers = {"policy": HostBuffers(), "critic": HostBuffers()}
 
@@ -123,7 +115,7 @@ class Worker:
             device=place.device,
             dtype=engine_dtype(self._config, place.dtype),
         )
-        self._engine.sleep()
+        self._rest_engine()
         self.reset()
         if self._config.algo.kl.where != "off":
             self._reference = Reference(self._config, self._model_directory, place)
@@ -187,6 +179,7 @@ class Worker:
         """One rollout for each request, in their order, by the weights of the last hand-over."""
         if not requests:
             return []
+        self._meter.wakes()
         return self._engine.generate(requests, sampling, max_response_tokens)
 
     def generate_stream(
@@ -195,6 +188,7 @@ class Worker:
         """The same, in handfuls as answers end: (index of the request, its rollout)."""
         if not requests:
             return
+        self._meter.wakes()
         finished: list[tuple[int, Rollout]] = []
         for pair in self._engine.stream(requests, sampling, max_response_tokens):
             finished.append(pair)
@@ -206,32 +200,32 @@ class Worker:
 
     def old_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Log-probabilities of the answers under the policy as it is now."""
-        self._engine.sleep()
+        self._rest_engine()
         return self._actor.logprobs(batch, num_micro)
 
     def ref_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Log-probabilities of the answers under the frozen reference."""
         assert self._reference is not None, "algo.kl.where is off: there is no reference"
-        self._engine.sleep()
+        self._rest_engine()
         return self._reference.logprobs(batch, num_micro)
 
     def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """The critic's values."""
         assert self._critic is not None, "critic is null: there are no values"
-        self._engine.sleep()
+        self._rest_engine()
         return self._critic.values(batch, num_micro)
 
     def update_policy(
         self, batch: TrainBatch, num_micro: int, denominator: Denominator, lr: float, kl_coef: float
     ) -> PolicyUpdate:
         """One optimizer step of the policy."""
-        self._engine.sleep()
+        self._rest_engine()
         return self._actor.update(batch, num_micro, denominator, lr=lr, kl_coef=kl_coef)
 
     def update_critic(self, batch: TrainBatch, num_micro: int, denominator: Denominator, lr: float) -> CriticUpdate:
         """One optimizer step of the critic."""
         assert self._critic is not None, "critic is null: there is nothing to update"
-        self._engine.sleep()
+        self._rest_engine()
         return self._critic.update(batch, num_micro, denominator, lr=lr)
 
     def hand_over(self, version: int) -> float:
@@ -245,6 +239,7 @@ class Worker:
         self._actor.release_gradients()
         if self._critic is not None:
             self._critic.release_gradients()
+        self._meter.wakes()
         self._engine.update_weights(self._actor.weights(), version)
         if self._engine.policy_version != version:
             raise EngineError(
@@ -335,7 +330,7 @@ class Worker:
 
     def load(self, directory: str) -> None:
         """Read what `save` wrote, on any number of ranks."""
-        self._engine.sleep()  # the next hand-over, which follows every load, wakes it
+        self._rest_engine()  # the next hand-over, which follows every load, wakes it
         for name, (model, optimizer) in self._saved_models().items():
             load_shards(Path(directory) / name, model=model, optimizer=optimizer)
 
@@ -362,17 +357,25 @@ class Worker:
 
     def memory_peak(self) -> MemoryPeak:
         """Largest use of memory since the start of the process, and how often it ran out."""
-        budgets = [*self._actor.budgets]
+        most, redone = self._meter.most(), sum(budget.num_failures for budget in self._budgets())
+        return MemoryPeak(most.allocated / BYTES_PER_GB, most.reserved / BYTES_PER_GB, redone)
+
+    def take_shortages(self) -> tuple[Shortage, ...]:
+        """The passes that ran out of memory since this was last asked."""
+        return tuple(shortage for budget in self._budgets() for shortage in budget.take_shortages())
+
+    def _budgets(self) -> list[PassBudget]:
+        found = [*self._actor.budgets]
         if self._critic is not None:
-            budgets += self._critic.budgets
+            found += self._critic.budgets
         if self._reference is not None:
-            budgets.append(self._reference.budget)
-        redone = sum(budget.num_failures for budget in budgets)
-        if self._place is None or self._place.device.type != "cuda":
-            return MemoryPeak(0.0, 0.0, redone)
-        return MemoryPeak(
-            torch.cuda.max_memory_allocated() / BYTES_PER_GB, torch.cuda.max_memory_reserved() / BYTES_PER_GB, redone
-        )
+            found.append(self._reference.budget)
+        return found
+
+    def _rest_engine(self) -> None:
+        """The engine gives back what training needs, and the meter knows."""
+        self._engine.sleep()
+        self._meter.sleeps()
 
     def close(self) -> None:
         """Release the engine and leave the other ranks."""

@@ -114,7 +114,7 @@ def test_verl_settings():
     assert (kl.where, kl.estimator, kl.coef, kl.offload) == ("loss", "low_var_kl", 0.001, True)
     assert config.algo.entropy_coef == 0
     assert config.model.gradient_checkpointing
-    assert (config.rollout.engine, config.rollout.tensor_parallel_size, config.rollout.memory_share) == ("vllm", 2, 0.6)
+    assert (config.rollout.engine, config.rollout.tensor_parallel_size, config.rollout.memory_share) == ("vllm", 1, 0.6)
     assert config.trainer.total_steps == 15 * (7_473 // 1_024)
     assert (config.trainer.steps_per_chunk, config.validation.every_steps) == (20, 5)
     assert (config.runtime.backend, config.runtime.num_workers) == ("ray", 8)

@@ -196,6 +196,9 @@ def test_what_vllm_cannot_do_is_said_with_the_setting(folder: Path) -> None:
     assert refusals["no_cache"].startswith("rollout.memory_share: 1e-09")
     assert "SomeoneElsesForCausalLM" in refusals["unknown_architecture"]
     assert "Use rollout=hf" in refusals["unknown_architecture"]
+    assert refusals["too_long"].startswith("filter.max_prompt_tokens + rollout.max_response_tokens: must be no more")
+    assert "got 513" in refusals["too_long"]
+    assert "It cannot compute in torch.float64 here. Set rollout.dtype=float32" in refusals["dtype"]
 
 
 @pytest.mark.parametrize("mode", ["off", "truncate", "mask"])

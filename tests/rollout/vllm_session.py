@@ -71,8 +71,14 @@ def some_requests(num_prompts: int, num_samples: int, length: int) -> list[Sampl
     return requests_for(prompts, num_samples, run_seed=1, stream=1, step=5)
 
 
-def build(directory: Path, settings: RolloutConfig = SETTINGS) -> VllmEngine:
-    shape = EngineShape(str(directory), max_model_len=240, device=CPU, dtype=torch.float32)
+def build(
+    directory: Path,
+    settings: RolloutConfig = SETTINGS,
+    *,
+    max_model_len: int = 240,
+    dtype: torch.dtype = torch.float32,
+) -> VllmEngine:
+    shape = EngineShape(str(directory), max_model_len, device=CPU, dtype=dtype)
     return VllmEngine(shape, settings, eos_token_ids=frozenset({END}))
 
 
@@ -211,6 +217,8 @@ def refusal_facts(folder: Path) -> dict[str, Any]:
     none_left = SETTINGS.model_copy(update={"memory_share": 1e-9})
     return {
         "unknown_architecture": message(lambda: build(unknown)),
+        "too_long": message(lambda: build(first, max_model_len=SHAPE["max_position_embeddings"] + 1)),
+        "dtype": message(lambda: build(first, dtype=torch.float64)),
         "no_cache": message(lambda: build(first, none_left)),
     }
 

@@ -42,6 +42,10 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
         EngineError: vLLM is missing, or cannot run this model with these settings.
     """
     require_vllm(settings)
+    if shape.device.type == "cuda":
+        problem = unsupported_dtype(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), shape.dtype)
+        if problem is not None:
+            raise EngineError(problem)
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     set_num_threads = torch.set_num_threads
@@ -103,6 +107,20 @@ def engine_arguments(shape: EngineShape, settings: RolloutConfig) -> dict[str, A
     return arguments
 
 
+def unsupported_dtype(name: str, capability: tuple[int, int], dtype: torch.dtype) -> str | None:
+    """Why vLLM has no kernels for this type on a GPU; None where it has.
+
+    >>> unsupported_dtype("NVIDIA H200", (9, 0), torch.bfloat16) is None
+    True
+    """
+    if dtype != torch.bfloat16 or capability >= (8, 0):
+        return None
+    return (
+        f"rollout.dtype: vLLM computes bfloat16 on GPUs of compute capability 8.0 or higher, {name} has "
+        f"{capability[0]}.{capability[1]}. Set rollout.dtype=float32 (and model.dtype=float32), or use rollout=hf."
+    )
+
+
 def logprobs_mode(settings: RolloutConfig) -> str:
     """The trainer's log-probabilities are tempered and not cut by top_p. vLLM has those before temperature (raw), and
     those after temperature and top_p (processed); a rule of the settings refuses a temperature together with top_p."""
@@ -115,6 +133,11 @@ def refusal(error: BaseException, shape: EngineShape, settings: RolloutConfig) -
     detail = " ".join(str(error).split()).split(" Supported architectures")[0][:400].rstrip(".")
     text = f"rollout.engine: vLLM {version} did not start on {shape.model_directory}: {detail}"
     lower = detail.lower()
+    if "greater than the derived max_model_len" in lower:
+        return (
+            f"filter.max_prompt_tokens + rollout.max_response_tokens: must be no more than the model's longest "
+            f"sequence, got {shape.max_model_len}: {detail}. Lower one of the two, or use another model."
+        )
     if "memory" in lower or "kv cache" in lower:
         free = ""
         if shape.device.type == "cuda":
@@ -125,6 +148,8 @@ def refusal(error: BaseException, shape: EngineShape, settings: RolloutConfig) -
             "rollout.memory_share, lower rollout.max_num_seqs, filter.max_prompt_tokens or "
             "rollout.max_response_tokens, or free the GPU."
         )
+    if "dtype" in lower or "bfloat16" in lower:
+        return f"{text}. It cannot compute in {shape.dtype} here. Set rollout.dtype=float32, or use rollout=hf."
     if "head" in lower and "siz" in lower:
         return f"{text}. Its attention does not know this head size (32 or more, by kernel). Use rollout=hf."
     if "architecture" in lower:

@@ -1,0 +1,46 @@
+"""The peak of a rank: what a sleeping engine has given back is not in it. Counted bytes are Python's own here."""
+
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from rlcore.workers.memory import Bytes, MemoryMeter, engine_pool_bytes
+
+MB = 1_000_000
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+def peak() -> Bytes:
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    return Bytes(most, most)
+
+
+def test_activations_in_place_of_a_sleeping_pool_are_not_counted_beside_it(traced: None) -> None:
+    pool = bytearray(20 * MB)  # counted all the time, as vLLM's is by torch
+    meter = MemoryMeter(peak, lambda: len(pool))
+    meter.wakes()
+    del [bytearray(2 * MB)][0]  # generation
+    meter.sleeps()
+    meter.sleeps()  # before each pass
+    del [bytearray(15 * MB)][0]  # the update
+    assert meter.most().allocated == pytest.approx(22 * MB, rel=0.02)
+    meter.wakes()
+    del [bytearray(5 * MB)][0]
+    assert meter.most().allocated == pytest.approx(25 * MB, rel=0.02)
+    meter.sleeps()
+    del [bytearray(30 * MB)][0]
+    assert meter.most() == meter.most()
+    assert meter.most().allocated == pytest.approx(30 * MB, rel=0.02)
+    assert meter.most().reserved == meter.most().allocated
+
+
+def test_without_vllm_nothing_is_away() -> None:
+    assert engine_pool_bytes() == 0
