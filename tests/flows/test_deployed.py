@@ -1,17 +1,24 @@
 """Runs of deployments on a stack that is up: wrong ones, by a clock, a sweep over the work pool, on Ray."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from flows.stack.control import down, up
-from tests.flows.conftest import Millrace, numbers, wait_until
+from tests.flows.conftest import REPOSITORY, Finished, Millrace, ended, numbers, wait_until
 from tests.flows.stack import ENDS, Stack
-from tests.flows.sweep_specs import UNTRACKED
+from tests.flows.sweep_series import in_the_way
+from tests.flows.sweep_specs import SPECS, UNTRACKED
 
 pytestmark = [pytest.mark.prefect, pytest.mark.slow, pytest.mark.lengthy, pytest.mark.timeout(1800)]
 
@@ -97,6 +104,83 @@ def test_a_schedule_fires_twice_and_its_runs_do_not_overlap(stack: Stack) -> Non
     assert time_of(second, "expected_start_time") < time_of(first, "end_time"), "it was due before the first had ended"
     assert_in_turn([first, second])
     assert sorted(numbers(stack.run_dir("clock"))) == [0, 1], "the second found the work of the first"
+
+
+# ---------------------------------------------------------------------- sweeps on workers
+
+
+def sweep(stack: Stack, name: str) -> Finished:
+    """`millrace sweep --on-workers` with the stack's server."""
+    environment = {"PREFECT_API_URL": stack.url, "PREFECT_HOME": str(stack.root / "prefect")}
+    words = [str(stack.root / "specs" / f"{name}.yaml"), *UNTRACKED, f"paths.root={stack.root}", "--on-workers"]
+    return ended(
+        subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", "sweep", *words],
+            cwd=REPOSITORY,
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    )
+
+
+def record_of(stack: Stack, name: str) -> dict[str, Any]:
+    """The sweep's `sweep.json`."""
+    (file,) = stack.root.glob(f"sweeps/{name}-*/sweep.json")
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def children_of(stack: Stack, parent: str) -> list[dict[str, Any]]:
+    """Flow runs that a flow run has started."""
+    return stack.api.filter("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [parent]}})
+
+
+def test_a_sweep_on_workers_goes_on_after_a_failed_child_and_runs_only_that_one_again(stack: Stack) -> None:
+    folder = stack.root / "specs"
+    folder.mkdir()
+    (folder / "grid.yaml").write_text(SPECS["grid"])
+    obstacle = in_the_way(folder, stack.root)
+
+    # As a deployment, on a queue of its own; its children wait for each other in the queue `training`.
+    run = stack.start("sweep/countdown-lr", spec=str(folder / "grid.yaml"), overrides=list(UNTRACKED))
+    for number in range(1, 9):  # a deadline for each: eight processes, one after the other
+
+        def has_ended(number: int = number) -> bool:
+            ended_ones = [child for child in children_of(stack, run) if child["state_type"] in ENDS]
+            return len(ended_ones) >= number or stack.run(run)["state_type"] in ENDS
+
+        wait_until(has_ended, f"child {number} has ended")
+    stack.wait(run, "COMPLETED")
+    children = children_of(stack, run)
+    assert sorted(child["state_type"] for child in children) == ["COMPLETED"] * 7 + ["FAILED"]
+    assert {child["deployment_id"] for child in children} == {stack.deployment("sweep-child/local")["id"]}
+    assert {child["work_queue_name"] for child in children} == {"training"}
+    assert_in_turn(children)
+    points = record_of(stack, "grid")["points"]
+    assert [point["state"] for point in points] == ["finished", "failed", "finished", "finished"]
+    assert "validation" in points[1]["error"]
+
+    # Again, by the command: the one that had failed, and no other.
+    obstacle.unlink()
+    done = sweep(stack, "grid")
+    assert done.code == 0, done.err
+    assert "4 of 4 points finished, 1 runs worked on, 1 steps" in done.out
+    again = stack.newest("sweep")
+    (child,) = children_of(stack, again["id"])
+    assert child["name"] == "debug optim.lr=0.0003 algo=rloo seed=2 to step 1"
+    assert child["state_type"] == "COMPLETED"
+
+    # The comparison says what the journals say.
+    points = record_of(stack, "grid")["points"]
+    for point in points:
+        scores = [numbers(Path(one["run_dir"]))[1]["val-core/countdown/reward/mean@2"] for one in point["runs"]]
+        assert point["score"] == pytest.approx(fmean(scores))
+    (comparison,) = stack.root.glob("sweeps/grid-*/comparison/comparison.json")
+    assert len(json.loads(comparison.read_text())["tables"]["runs"]["rows"]) == 8
+    assert f"best: point {max(points, key=lambda one: (one['score'], -one['point']))['point']}," in done.out
 
 
 # ---------------------------------------------------------------------- Ray
