@@ -92,8 +92,8 @@ def child(settings: list[str], target: Path) -> None:
 
         before = open_run.OpenRun.heard_by
 
-        def heard_by(self: Any, on_event: Callable[..., Any], on_line: Callable[..., Any]) -> Any:
-            return before(self, clock.reporting(on_event), clock.reporting(on_line))
+        def heard_by(self: Any, *listeners: Callable[..., Any]) -> Any:
+            return before(self, *(clock.reporting(one) for one in listeners))
 
         open_run.OpenRun.heard_by = heard_by  # type: ignore[method-assign]
         run_command.run(settings, dry_run=False, as_json=False, verbose=False)
