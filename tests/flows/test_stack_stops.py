@@ -11,7 +11,7 @@ import pytest
 from flows.stack.control import down, status, up
 from flows.stack.state import read_stack
 from flows.trainer_client import SOURCE_FOLDER
-from tests.flows.conftest import WAIT_S, numbers, wait_until
+from tests.flows.conftest import WAIT_S, journal, numbers, wait_until
 from tests.flows.stack import Stack
 
 HELD = Path(__file__).parent / "held"
@@ -96,3 +96,30 @@ def test_without_its_worker_a_run_goes_on_and_a_cancellation_still_ends_it(stack
     wait_until(lambda: not process.is_running(), "the flow's process has ended")
     assert stack.steps_saved("orphan")[-1] == max(numbers(stack.run_dir("orphan")))
     assert stack.mlflow_status("orphan") == "KILLED"
+
+
+def test_a_killed_server_and_a_stack_taken_down_cost_a_run_nothing(stack: Stack) -> None:
+    run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=kept", "trainer.steps_per_chunk=50000"])
+    stack.wait_for_step("kept", 3)
+    process = stack.process_of(run)
+
+    # Without a server the training goes on.
+    kill(stack, "prefect")
+    stack.wait_for_step("kept", max(numbers(stack.run_dir("kept"))) + 1)
+    up(stack.root, say=print)
+    assert process.is_running()
+    found = stack.run(run)
+    assert (found["state_type"], found["run_count"]) == ("RUNNING", 1)
+
+    # Told to end, the run saves; the next `up` starts it again.
+    trainer = stack.trainer("kept")
+    down(stack.root, say=print)
+    wait_until(lambda: not process.is_running() and not trainer.is_running(), "flow and trainer have ended")
+    saved = stack.steps_saved("kept")[-1]
+    up(stack.root, say=print)
+    stack.wait_for_step("kept", saved + 1)
+    assert f"going on from step {saved}" in stack.log()
+    stack.set_state(run, {"type": "CANCELLING"})
+    assert stack.wait(run, "CANCELLED")["run_count"] == 2
+    steps = [record["step"] for record in journal(stack.run_dir("kept"))]
+    assert steps == list(range(steps[-1] + 1)), "each step once, in order"
