@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rlcore.run.faults import read_faults
 from rlcore.tracking.journal import load_journal
 from tests.flows.conftest import SMALL, Api, Millrace, Reference, ended, journal, numbers, start, wait_until
 from tests.run.harmful import HARM
@@ -196,6 +197,25 @@ def test_a_hang_without_prefect_is_found_and_retried(millrace: Millrace, referen
     assert "hang in update_actor after step" in done.out
     assert "trying again from the last checkpoint (1 of 2)" in done.out
     assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
+
+
+@pytest.mark.lengthy
+def test_after_its_last_retry_the_run_ends_and_the_same_command_goes_on(
+    millrace: Millrace, reference: Reference, tmp_path: Path
+) -> None:
+    settings = (*SMALL, "algo.policy_loss=tests.run.harmful:kills", "runtime.max_chunk_retries=1")
+    command = Millrace(millrace.root, {HARM: str(tmp_path)})
+    failed = command("train", *settings)
+    assert failed.code == 1
+    assert failed.out.count("trying again from the last checkpoint (1 of 1)") == 1
+    assert "signal SIGKILL" in failed.err
+    done = command("train", *settings)
+    assert done.code == 0, done.err
+    assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
+    assert [str(fault.kind) for fault in read_faults(millrace.run_dir())] == ["lost worker", "lost worker"]
+    assert {record["metrics"].get("fault/num_retries") for record in journal(millrace.run_dir()) if record["step"]} == {
+        2.0
+    }
 
 
 def test_a_killed_trainer_is_started_again_and_the_numbers_are_the_same(

@@ -3,9 +3,9 @@
     python -m tests.run.disturbed SETTINGS PLAN OUT
 
 PLAN is a JSON list, one entry a start: null, or {"at": phase, stage of a progress event, or "publish", "prune",
-"journal", "nth": which time from 1, "to": "trainer", "group" (the trainer and all that it started), "node", or the name
-of a process as in `rlcore.stacks` or of its program, "signals": ["SIGTERM", ...], "sleep_s": how long the trainer then
-does nothing, "env": variables of this start}. OUT gets what each came to.
+"journal", "nth": which time from 1, "to": "trainer", "node", or the name of a process as in `rlcore.stacks` or of its
+program, "signals": ["SIGTERM", ...], "sleep_s": how long the trainer then does nothing, "env": variables of the start}.
+OUT gets what each came to.
 
 Starts are forked from one process that has imported everything: an import costs seconds. It is the reaper of its
 descendants, so whatever a start leaves behind becomes its child and is seen.
@@ -57,8 +57,6 @@ class Disturbance:
         """Process ids of those to be disturbed."""
         if self.to == "trainer":
             return [os.getpid()]
-        if self.to == "group":
-            return [child.pid for child in psutil.Process().children(recursive=True)] + [os.getpid()]
         if self.to == "node":
             return node_of_a_rank()
         deadline = time.monotonic() + DEADLINE_S

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,6 +79,22 @@ def hangs(
     """`ppo_clip`; the first time it does not return."""
     if first_time("hang"):
         time.sleep(3_600)
+    return ppo_clip(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, settings=settings)
+
+
+def kills(
+    policy_logprobs: Float[Tensor, "T"],
+    old_logprobs: Float[Tensor, "T"],
+    advantages: Float[Tensor, "T"],
+    mask: Bool[Tensor, "T"],
+    sequence_ids: Int[Tensor, "T"],
+    num_sequences: int,
+    *,
+    settings: AlgoConfig,
+) -> PolicyLoss:
+    """`ppo_clip`; the first two times its process ends as by kill -9."""
+    if first_time("first kill") or first_time("second kill"):
+        os.kill(os.getpid(), signal.SIGKILL)
     return ppo_clip(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, settings=settings)
 
 

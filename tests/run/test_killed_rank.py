@@ -1,0 +1,60 @@
+"""Kill -9 of a rank under Ray: in a step, a save, a publication, a deletion, at the journal.
+
+Of the trainer and of everything: `tests/run/test_kill.py`.
+"""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.run.running import WAIT_S, disturb, said, small, steps_of, weights_of
+from tests.small_run import SmallRun
+
+pytestmark = [
+    pytest.mark.lengthy,
+    pytest.mark.multiprocess,
+    pytest.mark.needs_ray,
+    pytest.mark.timeout(8 * WAIT_S),
+]
+
+STEPS = 30
+KEPT = ("checkpoint.keep_last=1", "checkpoint.keep_best=0")
+LATEST = {
+    "gen": 3,
+    "update_actor": 3,
+    "update_weights": 3,
+    "save_checkpoint": 2,
+    "publish": 2,
+    "prune": 1,
+    "journal": 3,
+}
+"""Moment -> the last time of it, in one start, at which the kill comes; together fewer steps than the run has."""
+FAILED = 1
+"""What the trainer ends with: the loss of a rank it tells itself."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    """In one process: the numbers are those of one rank under Ray."""
+    run = small(tmp_path_factory.mktemp("undisturbed"), *KEPT, steps=STEPS)
+    assert disturb(run, None)[0]["code"] == 0, said(run)
+    return run
+
+
+def test_seven_kills_and_the_numbers_are_the_same(undisturbed: SmallRun, tmp_path: Path) -> None:
+    rng = random.Random("rank-0")
+    run = small(tmp_path, *KEPT, "runtime=ray", steps=STEPS)
+    newest = ""
+    for moment in rng.sample(list(LATEST), len(LATEST)):
+        kill = {"at": moment, "nth": rng.randint(1, LATEST[moment]), "to": "rank-0", "signals": ["SIGKILL"]}
+        (found,) = disturb(run, kill)
+        assert found["code"] == FAILED, (kill, said(run))
+        assert found["left"] == [], "processes"
+        assert found["unreadable"] == []
+        committed = max(found["checkpoints"], default="")
+        assert committed >= newest, "what was committed stays"
+        newest = committed
+    assert disturb(run, None)[0]["code"] == 0, said(run)
+    assert steps_of(run) == steps_of(undisturbed)
+    assert weights_of(run) == weights_of(undisturbed)
