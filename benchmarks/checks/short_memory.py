@@ -4,6 +4,7 @@ not."""
 import contextlib
 import ctypes
 import logging
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ def prepare() -> None:
         allocator = ctypes.CDLL(None)
         allocator.mallopt(M_MMAP_THRESHOLD, 1 << 16)
         allocator.mallopt(M_ARENA_MAX, 1)
+        os.environ.setdefault("MALLOC_ARENA_MAX", "1")  # a worker then leaves the allocator as it is
 
 
 def check(rig: Rig) -> Verdict:

@@ -5,28 +5,34 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.run.running import steps_of, weights_of
 from tests.run.sessions import elsewhere, run_to_the_end
-from tests.small_run import prepare
+from tests.small_run import SmallRun, prepare
 
 SETTINGS = (
-    "trainer.steps_per_chunk=3", "trainer.total_steps=3", "validation.every_steps=0", "tracking.enabled=false",
+    "trainer.steps_per_chunk=2", "trainer.total_steps=2", "validation.every_steps=0", "tracking.enabled=false",
     "trainer.batch_size=4", "trainer.mini_batch_size=4", "rollout.max_response_tokens=8", "validation.max_problems=2",
     "runtime.stop_deadline_s=200",
 )  # fmt: skip
 
 
-def test_traces_of_the_window_and_the_numbers_of_a_run_without(tmp_path: Path) -> None:
-    plain = prepare(tmp_path / "plain", *SETTINGS)
-    run_to_the_end(plain)
-    assert not plain.layout.profile.exists()
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    run = prepare(tmp_path_factory.mktemp("plain"), *SETTINGS)
+    run_to_the_end(run)
+    assert not run.layout.profile.exists()
+    return run
 
-    profiled = elsewhere(plain, tmp_path / "seen", *SETTINGS, "runtime.profile.first_step=2",
+
+def test_traces_of_the_window_and_the_numbers_of_a_run_without(plain: SmallRun, tmp_path: Path) -> None:
+    profiled = elsewhere(plain, tmp_path / "seen", *SETTINGS, "runtime.profile.first_step=1",
                          "runtime.profile.num_steps=2")  # fmt: skip
     told: list[str] = []
     run_to_the_end(profiled, lambda event: told.append(str(event.get("text", ""))))
     files = sorted(file.name for file in profiled.layout.profile.iterdir())
-    assert files == ["step-2-rank-0.json.gz", "step-3-rank-0.json.gz"]
+    assert files == ["step-1-rank-0.json.gz", "step-2-rank-0.json.gz"]
     assert sum("profile of step" in text for text in told) == 2
     operators = {str(event.get("name")) for event in events(profiled.layout.profile / files[0])}
     assert {"aten::mm", "Optimizer.step#AdamW.step"} <= operators
@@ -34,9 +40,9 @@ def test_traces_of_the_window_and_the_numbers_of_a_run_without(tmp_path: Path) -
     assert weights_of(profiled) == weights_of(plain)
 
 
-def test_a_trace_over_the_bound_is_not_kept_and_ends_the_window(tmp_path: Path) -> None:
-    run = prepare(tmp_path, *SETTINGS, "runtime.profile.first_step=1", "runtime.profile.num_steps=3",
-                  "runtime.profile.max_mb=0.001")  # fmt: skip
+def test_a_trace_over_the_bound_is_not_kept_and_ends_the_window(plain: SmallRun, tmp_path: Path) -> None:
+    run = elsewhere(plain, tmp_path, *SETTINGS, "runtime.profile.first_step=1", "runtime.profile.num_steps=2",
+                    "runtime.profile.max_mb=0.001")  # fmt: skip
     told: list[str] = []
     run_to_the_end(run, lambda event: told.append(str(event.get("text", ""))))
     assert list(run.layout.profile.iterdir()) == []
