@@ -22,7 +22,12 @@ os.environ.update(
 )
 
 import pytest
+from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
+
+# How fast examples are made says how busy the machine is.
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 # From here on these packages are imported with their shapes and types checked in every call.
 install_import_hook(
