@@ -24,6 +24,7 @@ from tests.storage.small_disk import fill, mounted
 
 pytestmark = pytest.mark.prefect
 
+PIPELINE = {"name": {"any_": ["pipeline"]}}
 STAGE_WORDS = ("dataset:", "filter:", "warm start:", "train:", "validation:", "weights:", "report:")
 STAGES = ["dataset", "filter", "warm-start", "train", "validate", "report"]
 
@@ -265,6 +266,21 @@ def test_an_interrupt_saves_and_the_same_command_goes_on(millrace: Millrace, ref
     assert done.code == 0, done.err
     assert "step 0-20, skipped" in done.out
     assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
+
+
+@pytest.mark.lengthy
+def test_a_cancellation_reaches_a_run_that_no_worker_has_started(millrace: Millrace, api: Api) -> None:
+    process = millrace.start(
+        "run", *(word for word in SMALL if "total_steps" not in word), "trainer.total_steps=100000"
+    )
+    wait_for_step(millrace, 2)
+    (run,) = api.filter("flow_runs", flow_runs={"state": {"type": {"any_": ["RUNNING"]}}}, flows=PIPELINE)
+    api.post(f"flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLING"}})
+    stopped = ended(process)
+    assert stopped.code == 75, stopped.err
+    assert "is saved" in stopped.out
+    (run,) = api.filter("flow_runs", flow_runs={"id": {"any_": [run["id"]]}})
+    assert run["state_type"] == "CANCELLED"
 
 
 def test_a_killed_flow_takes_its_trainer_along_and_the_run_goes_on(millrace: Millrace, reference: Reference) -> None:
