@@ -1,6 +1,7 @@
 """What every test shares: no telemetry, one thread, live shape checks, a folder for what a run writes."""
 
 import os
+import signal
 from pathlib import Path
 
 # Before anything reads them: two cores are shared with Ray, Prefect and gloo processes, and nothing calls out.
@@ -20,6 +21,10 @@ os.environ.update(
         "MPLBACKEND": "Agg",
     }
 )
+
+# A shell that starts us in its background has interrupts ignored, and what tests start would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from hypothesis import HealthCheck, settings
