@@ -156,21 +156,26 @@ def show(found: dict[str, Any]) -> None:
     )
 
 
-def main() -> None:
-    """Run and print; with --out also as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def describe_step(parser: argparse.ArgumentParser) -> None:
+    """Arguments that say what a step is, and where its model and figures lie."""
     parser.add_argument("--shape", choices=SHAPES, default="llama3.2-1b")
     parser.add_argument("--engine", choices=("vllm", "hf", "none"), default="vllm")
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--mean", type=float, default=183.0, help="mean length of answers, tokens")
     parser.add_argument("--longest", type=int, default=1_024, help="longest answer, tokens")
-    parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--scorers", type=int, default=4, help="scoring processes")
-    parser.add_argument("--trace", action="store_true", help="profile the last step")
     parser.add_argument("--model", type=Path, help="folder for the model; kept and used again")
     parser.add_argument("--out", type=Path, help="where the figures go as JSON")
     parser.add_argument("overrides", nargs="*", help="settings, as on the command line")
+
+
+def main() -> None:
+    """Run and print; with --out also as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    describe_step(parser)
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--trace", action="store_true", help="profile the last step")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         directory = arguments.model or Path(scratch) / "model"

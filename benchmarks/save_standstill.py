@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.grpo_step import PROMPT_TOKENS, SAMPLES, settings
+from benchmarks.grpo_step import PROMPT_TOKENS, SAMPLES, describe_step, settings
 from benchmarks.harness import FixedLengths, Loop, draw_lengths, seconds_line, training_loop, worker_group
 from benchmarks.shapes import SHAPES, make_model
 from rlcore.checkpoint.state import TrainerState
@@ -146,18 +146,10 @@ def _step_times(step_s: Sequence[tuple[bool, float]]) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="llama3.2-1b")
-    parser.add_argument("--engine", choices=("vllm", "hf", "none"), default="vllm")
-    parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--mean", type=float, default=183.0, help="mean length of answers, tokens")
-    parser.add_argument("--longest", type=int, default=1_024, help="longest answer, tokens")
+    describe_step(parser)
     parser.add_argument("--steps", type=int, default=20, help="of the chunk that is measured")
     parser.add_argument("--after", type=int, default=2, help="steps beside the last save")
-    parser.add_argument("--scorers", type=int, default=4, help="scoring processes")
-    parser.add_argument("--model", type=Path, help="folder for the model; kept and used again")
     parser.add_argument("--folder", type=Path, help="folder on the disk to measure; emptied at the end")
-    parser.add_argument("--out", type=Path, help="where the figures go as JSON")
-    parser.add_argument("overrides", nargs="*", help="settings, as on the command line")
     arguments = parser.parse_args()
     arguments.overrides += ["checkpoint.keep_last=1", "checkpoint.keep_best=0", "checkpoint.reserve_gb=0"]
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:

@@ -93,6 +93,11 @@ class AlgoConfig(Section):
     """Soft punishment near the length limit."""
 
 
+OFFLOAD_PIECE_BYTES = 268_435_456
+"""Moments that an offloaded optimizer brings to the device together. Large enough that the way over the bus is what
+counts; a larger tensor goes alone. Here, since the memory plan counts with it before torch is imported."""
+
+
 class OptimConfig(Section):
     """AdamW and its learning-rate schedule."""
 

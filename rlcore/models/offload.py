@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rlcore.config.algo import OFFLOAD_PIECE_BYTES
+
 log = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PIECE_BYTES = 268_435_456
-"""Moments brought over together. Large enough that the way over the bus is what counts; a larger tensor goes alone."""
+PIECE_BYTES = OFFLOAD_PIECE_BYTES
 
 
 class OffloadedAdamW(torch.optim.AdamW):

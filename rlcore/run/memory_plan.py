@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rlcore.config import RunConfig
+from rlcore.config.algo import OFFLOAD_PIECE_BYTES
 from rlcore.models.shape import ModelShape
 
 CONTEXT_BYTES = 1_000_000_000
@@ -25,9 +26,6 @@ PREFETCHED_LAYERS = 2
 """Layers whose gathered weights exist at one time under FSDP2: the one at work and the one fetched ahead."""
 FULL, MOMENTS = 4, 8
 """Bytes of a float32 master weight or gradient, and of its two moments in AdamW."""
-
-OFFLOAD_PIECE_BYTES = 268_435_456
-"""Moments that an offloaded optimizer brings to the device together (`rlcore.models.offload`, which imports torch)."""
 
 GENERATION, PASSES, POLICY_UPDATE, CRITIC_UPDATE, OPTIMIZER_STEP, HAND_OVER = (
     "generation",

@@ -1,10 +1,11 @@
 """Most memory that a rank has used of its GPU, and what it says of passes that ran out of it."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from rlcore.rollout.vllm.pool import engine_pool_bytes
 
 BYTES_PER_GB = 1e9
 
@@ -76,10 +77,3 @@ def gpu_meter() -> MemoryMeter:
         return found
 
     return MemoryMeter(peak, engine_pool_bytes)
-
-
-def engine_pool_bytes() -> int:
-    """What vLLM holds in the pool that it can put to sleep; 0 where it has none. Imports nothing."""
-    module = sys.modules.get("vllm.device_allocator.cumem")
-    allocator = None if module is None else module.CuMemAllocator.instance
-    return 0 if allocator is None else int(allocator.get_current_usage())

@@ -8,14 +8,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from flows.stack.control import Wishes, down, up
 from flows.stack.state import read_stack
 from rlcore.storage.locks import read_holder
 from tests.flows.conftest import REPOSITORY, WAIT_S, Api, journal, wait_until
@@ -139,3 +140,13 @@ class Stack:
     def log(self, service: str = "worker-1") -> str:
         """What a service has written; a worker's log has its flow runs' lines."""
         return (self.root / "stack-logs" / f"{service}.log").read_text(errors="replace")
+
+
+@contextmanager
+def stack_up(root: Path, wishes: Wishes | None = None) -> Iterator[Stack]:
+    """A stack that is up inside the block."""
+    try:
+        up(root, wishes=wishes, say=print)
+        yield Stack(root)
+    finally:
+        down(root, say=print)

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from flows.stack.control import down, up
 from tests.flows.conftest import REPOSITORY, Finished, Millrace, ended, numbers, wait_until
-from tests.flows.stack import ENDS, Stack
+from tests.flows.stack import ENDS, Stack, stack_up
 from tests.flows.sweep_series import in_the_way
 from tests.flows.sweep_specs import SPECS, UNTRACKED
 
@@ -31,11 +30,8 @@ EVERY_S = 5.0
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack that is up, with one worker."""
     root = tmp_path_factory.mktemp("stack")
-    try:
-        up(root, say=print)
-        yield Stack(root)
-    finally:
-        down(root, say=print)
+    with stack_up(root) as stack:
+        yield stack
 
 
 def time_of(run: Mapping[str, Any], what: str) -> datetime:

@@ -22,7 +22,7 @@ from flows.stack.recipes import prefect_recipe
 from flows.stack.state import Service, StackState, read_stack, write_stack
 from rlcore.errors import MillraceError
 from tests.flows.conftest import numbers, wait_until
-from tests.flows.stack import RETRY, SUSPEND, Stack
+from tests.flows.stack import RETRY, SUSPEND, Stack, stack_up
 from tests.report.chromium import PROGRAM, open_tab
 from tests.storage.small_disk import fill, mounted
 
@@ -153,11 +153,8 @@ def hook() -> Iterator[Hook]:
 def stack(tmp_path_factory: pytest.TempPathFactory, hook: Hook) -> Iterator[Stack]:
     """A stack that is up."""
     root = tmp_path_factory.mktemp("stack")
-    try:
-        up(root, wishes=Wishes(notify_url=hook.url), say=print)
-        yield Stack(root)
-    finally:
-        down(root, say=print)
+    with stack_up(root, Wishes(notify_url=hook.url)) as stack:
+        yield stack
 
 
 @pytest.mark.prefect

@@ -13,12 +13,12 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from flows.stack.control import Wishes, down, status, up
+from flows.stack.control import Wishes, status, up
 from flows.stack.databases import MLFLOW_DATABASE, PREFECT_DATABASE
 from flows.stack.state import read_stack
 from rlcore.errors import MillraceError
 from tests.flows.conftest import numbers, wait_until
-from tests.flows.stack import Stack
+from tests.flows.stack import Stack, stack_up
 
 PASSWORD = "not-to-be-shown"
 FOLDERS = [Path(found).resolve().parent for found in [shutil.which("postgres")] if found]
@@ -104,11 +104,8 @@ def stack(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(PREFECT_DATABASE, postgres.address("asyncpg", "prefect"))
         environment.setenv(MLFLOW_DATABASE, postgres.address("psycopg", "mlflow"))
-        try:
-            up(root, wishes=Wishes(ray=True), say=print)
-            yield Stack(root)
-        finally:
-            down(root, say=print)
+        with stack_up(root, Wishes(ray=True)) as stack:
+            yield stack
 
 
 def test_a_run_on_postgres_under_the_ray_head_completes_and_no_file_says_the_password(

@@ -12,7 +12,7 @@ from flows.stack.control import down, status, up
 from flows.stack.state import read_stack
 from flows.trainer_client import SOURCE_FOLDER
 from tests.flows.conftest import WAIT_S, journal, numbers, wait_until
-from tests.flows.stack import Stack
+from tests.flows.stack import Stack, stack_up
 
 HELD = Path(__file__).parent / "held"
 SHORT_CHUNKS = ["trainer.total_steps=40", "trainer.steps_per_chunk=2", "validation.every_steps=0"]
@@ -33,11 +33,8 @@ pytestmark = [
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack that is up."""
     root = tmp_path_factory.mktemp("stops")
-    try:
-        up(root, say=print)
-        yield Stack(root)
-    finally:
-        down(root, say=print)
+    with stack_up(root) as stack:
+        yield stack
 
 
 def kill(stack: Stack, name: str) -> None:

@@ -188,9 +188,10 @@ print(compare(runs=[first, second], root=root).html)
 """
 
 
-def test_the_flows_run_alone(synced: Path, reference: Reference) -> None:
+def said_by(reference: Reference, code: str, *words: str) -> str:
+    """What a Python process of its own says, beside the reference run's Prefect."""
     done = subprocess.run(
-        [sys.executable, "-c", FLOWS, str(synced), reference.run_dir.name, SECOND],
+        [sys.executable, "-c", code, *words],
         cwd=REPOSITORY,
         env=os.environ | dict(reference.millrace.environment),
         stdin=subprocess.DEVNULL,
@@ -200,7 +201,12 @@ def test_the_flows_run_alone(synced: Path, reference: Reference) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3_000:]
-    outcomes, html = done.stdout.splitlines()[-2:]
+    return done.stdout
+
+
+def test_the_flows_run_alone(synced: Path, reference: Reference) -> None:
+    said = said_by(reference, FLOWS, str(synced), reference.run_dir.name, SECOND)
+    outcomes, html = said.splitlines()[-2:]
     assert f"{SECOND}: nothing was missing" in outcomes
     assert "checkpoints" in outcomes
     assert Path(html).is_file()
@@ -241,19 +247,9 @@ def test_under_a_stack_with_a_database_of_its_own_upkeep_goes_there(
     assert "would be removed" in millrace(root, "gc", "--dry-run").out
 
     code = "import sys; from flows.maintain import maintain; print(*maintain(root=sys.argv[1]), sep='; ')"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(root)],
-        cwd=REPOSITORY,
-        env=os.environ | dict(reference.millrace.environment),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3_000:]
-    assert "bytes of the journal delivered; the run is FINISHED" in done.stdout
-    assert "1 files, 0.0 MB removed" in done.stdout
+    said = said_by(reference, code, str(root))
+    assert "bytes of the journal delivered; the run is FINISHED" in said
+    assert "1 files, 0.0 MB removed" in said
     store = MlflowStore(TrackingConfig(uri=client.tracking_uri), root)
     found = store.find_run(SECOND)
     assert found is not None

@@ -4,7 +4,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from data.countdown import score
-from rlcore.algos.losses import PolicyLoss, ppo_clip
+from rlcore.algos.losses import PolicyLoss, PolicyLossFunction, ppo_clip
 from rlcore.config import AlgoConfig
 from rlcore.score import Score
 
@@ -31,71 +31,56 @@ def first_time(what: str) -> bool:
     return True
 
 
-def short_of_memory(
-    policy_logprobs: Float[Tensor, "T"],
-    old_logprobs: Float[Tensor, "T"],
-    advantages: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: AlgoConfig,
-) -> PolicyLoss:
-    """`ppo_clip`; in the first process there is no memory for it, however small the batch."""
+def after(harm: Callable[[int], None]) -> PolicyLossFunction:
+    """`ppo_clip`, after the harm has been done; it hears of how many sequences."""
+
+    def loss(
+        policy_logprobs: Float[Tensor, "T"],
+        old_logprobs: Float[Tensor, "T"],
+        advantages: Float[Tensor, "T"],
+        mask: Bool[Tensor, "T"],
+        sequence_ids: Int[Tensor, "T"],
+        num_sequences: int,
+        *,
+        settings: AlgoConfig,
+    ) -> PolicyLoss:
+        harm(num_sequences)
+        return ppo_clip(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, settings=settings)
+
+    return loss
+
+
+def _take_memory(num_sequences: int) -> None:
+    """In the first process there is no memory, however small the batch."""
     if first_time("memory"):
         resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**30,) * 2)
         (Path(os.environ[HARM]) / "memory").write_text(str(os.getpid()))
     if (Path(os.environ[HARM]) / "memory").read_text() == str(os.getpid()):
         torch.ones(2**30)
-    return ppo_clip(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, settings=settings)
 
 
-def at_most_four(
-    policy_logprobs: Float[Tensor, "T"],
-    old_logprobs: Float[Tensor, "T"],
-    advantages: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: AlgoConfig,
-) -> PolicyLoss:
-    """`ppo_clip`; for more than four sequences it asks torch for more memory than there is."""
+def _refuse_more_than_four(num_sequences: int) -> None:
+    """For more than four sequences torch is asked for more memory than there is."""
     if num_sequences > 4:
         torch.empty(1 << 60, dtype=torch.uint8)
-    return ppo_clip(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, settings=settings)
 
 
-def hangs(
-    policy_logprobs: Float[Tensor, "T"],
-    old_logprobs: Float[Tensor, "T"],
-    advantages: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: AlgoConfig,
-) -> PolicyLoss:
-    """`ppo_clip`; the first time it does not return."""
+def _hang(num_sequences: int) -> None:
+    """The first time it does not return."""
     if first_time("hang"):
         time.sleep(3_600)
-    return ppo_clip(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, settings=settings)
 
 
-def kills(
-    policy_logprobs: Float[Tensor, "T"],
-    old_logprobs: Float[Tensor, "T"],
-    advantages: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: AlgoConfig,
-) -> PolicyLoss:
-    """`ppo_clip`; the first two times its process ends as by kill -9."""
+def _kill(num_sequences: int) -> None:
+    """The first two times the process ends as by kill -9."""
     if first_time("first kill") or first_time("second kill"):
         os.kill(os.getpid(), signal.SIGKILL)
-    return ppo_clip(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, settings=settings)
+
+
+short_of_memory = after(_take_memory)
+at_most_four = after(_refuse_more_than_four)
+hangs = after(_hang)
+kills = after(_kill)
 
 
 def never_ends(response: str, ground_truth: Mapping[str, Any]) -> Score:

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlcore.workers.memory import Bytes, MemoryMeter, engine_pool_bytes
+from rlcore.rollout.vllm.pool import engine_pool_bytes
+from rlcore.workers.memory import Bytes, MemoryMeter
 
 MB = 1_000_000
 

@@ -60,6 +60,7 @@ def decode_scheduler(base: Any) -> Any:
             )
             self._block_tokens = groups[0].kv_cache_spec.block_size if groups else 1
             self._placeholders: int | None = None  # that a scheduled token leaves behind, once seen
+            self._counts_in_flight = False  # releases after 0.25 do, in each request
             self._example: Any = None  # vLLM's own order of a step of this kind; None: the next step is vLLM's
             self._short_steps: deque[tuple[Any, int]] = deque()  # ordered, not yet answered; and preemptions before
             self.num_preempting_steps = 0
@@ -116,6 +117,7 @@ def decode_scheduler(base: Any) -> Any:
                     self.short_steps_allowed = False
                     return order
                 self._placeholders = seen.num_output_placeholders - books[0]["num_output_placeholders"]
+                self._counts_in_flight = "num_in_flight_tokens" in books[0]
             self._example = order
             return order
 
@@ -157,12 +159,11 @@ def decode_scheduler(base: Any) -> Any:
                 new = self.kv_cache_manager.allocate_slots(ready[index], 1, delay_cache_blocks=True)
                 blocks[index] = new.get_block_ids(allow_none=True)
             left = self._placeholders
-            in_flight = hasattr(ready[0], "num_in_flight_tokens")
+            in_flight = self._counts_in_flight
             for request in ready:
                 request.num_computed_tokens += 1
                 request.num_output_placeholders += left
-            if in_flight:
-                for request in ready:
+                if in_flight:
                     request.num_in_flight_tokens += 1
             if not self.use_v2_model_runner:
                 self.prev_step_scheduled_req_ids.clear()
@@ -194,7 +195,7 @@ def decode_scheduler(base: Any) -> Any:
             left = self._placeholders
             ending: dict[str, int] = {}
             kept = self._kept
-            in_flight = []
+            in_flight = self._counts_in_flight
             for request_id in order.num_scheduled_tokens:
                 request = self.requests.get(request_id)
                 if request is None:  # ended one step ago, with this step already under way
@@ -214,7 +215,8 @@ def decode_scheduler(base: Any) -> Any:
                 written.append(token)
                 request._all_token_ids.append(token)
                 request.num_output_placeholders -= left
-                in_flight.append(request)
+                if in_flight:
+                    request.num_in_flight_tokens -= 1
                 piece = kept.get(request_id)
                 if piece is None:
                     piece = kept[request_id] = _Kept()
@@ -222,9 +224,6 @@ def decode_scheduler(base: Any) -> Any:
                 if logprobs is not None:
                     piece.logprobs.append(logprobs[row])
             self._hashes_behind = True
-            if in_flight and hasattr(in_flight[0], "num_in_flight_tokens"):
-                for request in in_flight:
-                    request.num_in_flight_tokens -= 1
             if not ending:
                 return {}
             return self._with_kept(super().update_from_output(replace(order, num_scheduled_tokens=ending), output))
