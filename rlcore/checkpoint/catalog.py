@@ -4,10 +4,12 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 
 from rlcore.errors import CheckpointError
+from rlcore.storage.manifest import newer_format
 from rlcore.storage.publish import Manifest, read_manifest, verify_directory
 
 log = logging.getLogger(__name__)
@@ -99,6 +101,20 @@ def _info(path: Path, step: int) -> CheckpointInfo:
         )
     metrics = MappingProxyType({name: float(value) for name, value in values["metrics"].items()})
     return CheckpointInfo(step, path, manifest.size_bytes, metrics, values["created"], values["settings_fingerprint"])
+
+
+def set_newer_aside(path: Path) -> None:
+    """Give a checkpoint that a newer Millrace has written another name, so that one of ours can have its place.
+
+    It is no candidate and is never pruned under that name; renamed back, the newer Millrace reads it.
+    """
+    version = newer_format(path)
+    if version is None:
+        return
+    names = (path.with_name(f"{path.name}.format-{version}.{number}") for number in count(1))
+    aside = next(name for name in names if not name.exists())
+    path.rename(aside)
+    log.warning("%s: is of format version %s, newer than ours: it is kept as %s", path, version, aside.name)
 
 
 def verify(info: CheckpointInfo, *, hashes: bool = True) -> Manifest:

@@ -68,9 +68,10 @@ def find_checkpoint(directory: Path, name: str, metric_key: str | None = None) -
     """A checkpoint by its step (`20`), its folder's name (`step-000020`), `last` or `best`. Not verified.
 
     Raises:
-        CheckpointError: there is none of that name; lists those there are.
+        CheckpointError: there is none of that name; lists those there are. Or it cannot be read; says why.
     """
-    known = scan(directory).checkpoints
+    catalog = scan(directory)
+    known = catalog.checkpoints
     scored = [(score, info.step, info) for info in known if (score := info.score(metric_key)) is not None]
     if name == "last" and known:
         return known[-1]
@@ -80,6 +81,9 @@ def find_checkpoint(directory: Path, name: str, metric_key: str | None = None) -
     for info in known:
         if info.name == wanted:
             return info
+    for refusal in catalog.refusals:
+        if refusal.path.name == wanted:
+            raise CheckpointError(refusal.reason)
     there = ", ".join(info.name for info in known) or "none"
     raise CheckpointError(
         f"{directory}: has no checkpoint {name!r}; there are: {there}. Name a step, a folder, last, or best (where "

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rlcore.checkpoint.catalog import KIND, CheckpointInfo, Refusal, checkpoint_path, scan, verify
+from rlcore.checkpoint.catalog import KIND, CheckpointInfo, Refusal, checkpoint_path, scan, set_newer_aside, verify
 from rlcore.checkpoint.retention import kept_steps
 from rlcore.checkpoint.state import TrainerState
 from rlcore.config import CheckpointConfig, RunConfig
@@ -63,7 +63,8 @@ class CheckpointStore:
     def writing(self, state: TrainerState, metrics: Mapping[str, float]) -> Iterator[Path]:
         """Publish a checkpoint: yields a folder for the ranks' shards, and renames it into place at the block's end.
 
-        One that lies there for the same step is replaced in one operation. Metrics that are not finite are left out.
+        One that lies there for the same step is replaced in one operation, or set aside where a newer Millrace has
+        written it. Metrics that are not finite are left out.
 
         Raises:
             DiskSpaceError: no room. Older checkpoints are untouched, nothing is left of this one.
@@ -82,6 +83,7 @@ class CheckpointStore:
         with self._writer_lock():
             remove_stale_temporaries(self._directory)
             with published_directory(target, manifest, replace=target.exists(), error=CheckpointError) as folder:
+                set_newer_aside(target)
                 yield folder
                 self._write_records(folder, state)
         self._verified.add((target, created))  # its hashes were taken from what was read back a moment ago
@@ -157,9 +159,6 @@ class CheckpointStore:
         refusals = found.refusals + tuple(
             refusal for refusal in catalog.refusals if found.checkpoint is None or refusal.step > found.checkpoint.step
         )
-        for refusal in refusals:
-            taken = "none is left" if found.checkpoint is None else f"taking {found.checkpoint.name}"
-            log.warning("checkpoint refused, %s: %s", taken, refusal.reason)
         if found.checkpoint is None and refusals:
             reasons = "\n".join(f"  {refusal.reason}" for refusal in refusals)
             raise CheckpointError(
@@ -167,6 +166,8 @@ class CheckpointStore:
                 "delete the folder to start the run from step 0."
             )
         if found.checkpoint is not None:
+            for refusal in refusals:
+                log.warning("checkpoint refused, taking %s: %s", found.checkpoint.name, refusal.reason)
             self._require_same_settings(found.checkpoint)
         return Found(found.checkpoint, refusals)
 

@@ -98,6 +98,15 @@ def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) ->
     return Manifest(MappingProxyType(values), files, version)
 
 
+def newer_format(directory: Path) -> int | None:
+    """The format version of a directory that a newer Millrace has published; None for any other."""
+    try:
+        version = json.loads((directory / MANIFEST).read_bytes())["format_version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return version if isinstance(version, int) and version > FORMAT_VERSION else None
+
+
 def verify_directory(directory: Path, *, hashes: bool = True, error: type[MillraceError] = DataError) -> Manifest:
     """Check every listed file: presence, size, and (with `hashes`) its sha256.
 

@@ -15,7 +15,7 @@ from rlcore.errors import CheckpointError
 from rlcore.models.lora import add_adapters
 from rlcore.models.parallel import full_state
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
-from tests.checkpoint.test_store import flip, save, state_at, steps, store_at
+from tests.checkpoint.test_store import edit_manifest, flip, save, state_at, steps, store_at
 from tests.models.tiny import policy_of
 
 
@@ -54,6 +54,13 @@ def test_a_name_that_is_none_lists_those_there_are(tmp_path, name):
         find_checkpoint(tmp_path / "checkpoints", name)
     with pytest.raises(CheckpointError, match="there are: none"):
         find_checkpoint(tmp_path / "absent", "last")
+
+
+def test_a_checkpoint_that_cannot_be_read_says_why(tmp_path):
+    edit_manifest(save(store_at(tmp_path), 1), format_version=99)
+    for name in ("1", "step-000001"):
+        with pytest.raises(CheckpointError, match="format_version must be 1, got 99"):
+            find_checkpoint(tmp_path / "checkpoints", name)
 
 
 def test_the_plan_is_what_pruning_does(tmp_path):

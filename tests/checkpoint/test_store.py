@@ -147,6 +147,26 @@ def test_a_broken_one_is_refused_by_name_and_the_one_before_is_taken(tmp_path, c
     assert newest.step == 3
 
 
+def test_one_of_a_newer_format_is_kept_where_the_run_comes_to_its_step_again(tmp_path, caplog):
+    store = store_at(tmp_path, keep_last=1, keep_best=0)
+    kept = []
+    for number in (1, 2):
+        path = save(store, 3, content=f"written by a newer one, {number}")
+        edit_manifest(path, format_version=99)
+        save(store_at(tmp_path), 3)
+        assert f"{path}: is of format version 99, newer than ours: it is kept as" in caplog.text
+        kept.append(tmp_path / "checkpoints" / f"step-000003.format-99.{number}")
+    save(store, 4)
+    store.prune()
+    assert steps(store) == [4]
+    for number, path in enumerate(kept, 1):
+        assert (path / "policy" / "rank.safetensors").read_text() == f"written by a newer one, {number} of 3"
+        edit_manifest(path, format_version=1)
+        path.rename(store.path_of(3))
+        store_at(tmp_path).verify(store.list()[0])
+        path.with_name("step-000003").rename(path)
+
+
 def test_without_hashes_only_sizes_are_checked(tmp_path):
     store = store_at(tmp_path)
     flip(save(store, 1) / "policy" / "rank.safetensors", 0)

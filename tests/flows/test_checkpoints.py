@@ -1,6 +1,7 @@
 """`millrace checkpoints` and `--fork` on a real run."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from flows.fork import forked
 from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, DataError
 from rlcore.storage.locks import RunLock
-from tests.checkpoint.test_store import flip
+from tests.checkpoint.test_store import edit_manifest, flip
 from tests.flows.conftest import Millrace
 from tests.run.sessions import run_to_the_end, session_of
 from tests.small_run import SmallRun, prepare
@@ -53,6 +54,21 @@ def test_an_export_is_the_checkpoint(run: SmallRun, bare: Millrace, tmp_path: Pa
     )
     assert exported.keys() == known.keys()
     assert all(exported[name].equal(known[name]) for name in known)
+
+
+def test_a_run_of_a_newer_format_is_told_once_and_left_as_it_is(run: SmallRun, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(run.config.paths.root, root)
+    (folder,) = root.glob("runs/*/checkpoints")
+    saved = sorted(folder.glob("step-*"))
+    for path in saved:
+        edit_manifest(path, format_version=99)
+    done = Millrace(root, {})("train", "experiment=debug", *OVERRIDES)
+    assert done.code == 1
+    for path in saved:
+        assert done.err.count(f"{path}/manifest.json: format_version must be 1, got 99. Read it with the version") == 1
+    assert "Traceback" not in done.err
+    assert sorted(folder.glob("step-*")) == saved
 
 
 def test_a_fork_starts_from_the_weights_with_settings_of_its_own(run: SmallRun, tmp_path: Path) -> None:

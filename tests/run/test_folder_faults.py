@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import CheckpointError
-from tests.checkpoint.test_store import flip
+from tests.checkpoint.test_store import edit_manifest, flip
 from tests.run.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.run.test_goes_on import OVERRIDES, QUIET, steps, undisturbed
 from tests.run.test_resume import steps_of, weights_of
@@ -45,6 +45,41 @@ def test_a_damaged_one_is_told_and_the_one_before_is_taken(undisturbed: SmallRun
     text = str(told["text"])
     assert text.startswith("going on from step-000002: ")
     assert "step-000004/policy/rank-00000-of-00001-0000.safetensors: hash must be sha256" in text
+    assert steps_of(run) == steps_of(undisturbed)
+    assert weights_of(run) == weights_of(undisturbed)
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    """All files below, without locks."""
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".lock")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_checkpoints_of_a_newer_format_are_one_clear_error_and_never_lost(
+    undisturbed: SmallRun, tmp_path: Path
+) -> None:
+    """All of them newer: nothing is begun. One of ours before them: it is taken, and the newer one is kept."""
+    run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
+    train_to(4, undisturbed, tmp_path)
+    older, newer = (run.layout.checkpoints / f"step-00000{step}" for step in (2, 4))
+    manifest = (older / "manifest.json").read_bytes()
+    for path in (older, newer):
+        edit_manifest(path, format_version=99)
+    before = content_of(run.layout.checkpoints), run.layout.journal.read_bytes()
+    with session_of(run) as session, pytest.raises(CheckpointError, match="none of its 2 checkpoints") as caught:
+        session.train(6)
+    for path in (older, newer):
+        assert f"{path}/manifest.json: format_version must be 1, got 99" in str(caught.value)
+    assert (content_of(run.layout.checkpoints), run.layout.journal.read_bytes()) == before
+
+    (older / "manifest.json").write_bytes(manifest)
+    written_by_newer = content_of(newer)
+    events: list[Event] = []
+    run_to_the_end(run, events.append)
+    (told,) = [str(event["text"]) for event in events if event["event"] == "checkpoint_refused"]
+    assert told.startswith(f"going on from step-000002: {newer}/manifest.json: format_version must be 1, got 99")
+    assert content_of(newer.with_name("step-000004.format-99.1")) == written_by_newer
+    assert verified_steps(run)[-1] == 6
     assert steps_of(run) == steps_of(undisturbed)
     assert weights_of(run) == weights_of(undisturbed)
 
