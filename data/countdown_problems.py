@@ -206,7 +206,7 @@ def _worker(settings: CountdownData, seed: int) -> Iterator[subprocess.Popen[str
     """A process that draws; it is ended with the block."""
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     with subprocess.Popen(
-        [sys.executable, "-m", "data.countdown_draws", settings.model_dump_json(), str(seed)],
+        [sys.executable, "-P", "-m", "data.countdown_draws", settings.model_dump_json(), str(seed)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -2,7 +2,7 @@
 
 A task needs `build`, which makes rows, and `score`, which judges an answer. This one runs with
 
-    millrace run data=custom data.build=data.multiplication:build data.scorer=data.multiplication:score
+    millrace run experiment=debug data=custom data.build=data.multiplication:build data.scorer=data.multiplication:score
 
 and docs/data.md walks through it.
 """

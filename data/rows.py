@@ -7,7 +7,8 @@ from typing import Any, Literal
 PromptForm = Literal["text", "chat"]
 """text: the one user message is the whole prompt, template and all. chat: the tokenizer's chat template is applied."""
 
-GroundTruth = str | Mapping[str, str | int | float | list[int]]
+GroundTruth = str | int | float | list[int] | Mapping[str, str | int | float | list[int]]
+"""Of one shape in all rows. A scorer gets the mapping, or anything else as `{"answer": ...}`."""
 
 
 @dataclass(frozen=True, slots=True)

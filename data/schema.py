@@ -70,7 +70,8 @@ def _is_list(found: pa.DataType) -> bool:
 
 
 def _is_ground_truth(found: pa.DataType) -> bool:
-    return _is_text(found) or bool(pa.types.is_struct(found))
+    is_number = pa.types.is_integer(found) or pa.types.is_floating(found) or pa.types.is_boolean(found)
+    return is_number or _is_text(found) or _is_list(found) or bool(pa.types.is_struct(found))
 
 
 # Path in the row, rule in words, rule; "[]" steps into a list. Foreign files may use the large or shorter Arrow types.
@@ -82,7 +83,7 @@ _RULES: tuple[tuple[str, str, Check], ...] = (
     ("ability", "string", _is_text),
     ("reward_model", "struct {style, ground_truth}", pa.types.is_struct),
     ("reward_model.style", "string", _is_text),
-    ("reward_model.ground_truth", "string or struct", _is_ground_truth),
+    ("reward_model.ground_truth", "string, number, list or struct", _is_ground_truth),
     ("extra_info", "struct {split, index}", pa.types.is_struct),
     ("extra_info.split", "string", _is_text),
     ("extra_info.index", "integer", pa.types.is_integer),

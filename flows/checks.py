@@ -3,20 +3,24 @@
 import os
 from pathlib import Path
 
+from data.custom import build_function
 from flows.plan import RunPlan
-from rlcore.config import RunConfig
+from rlcore.config import CustomData, RunConfig
+from rlcore.config.data import parts_of
 from rlcore.errors import DataError, DiskSpaceError
 from rlcore.rollout.requirements import require_vllm
+from rlcore.rollout.scoring import require_scorer
 from rlcore.run.memory_fit import require_fit
 from rlcore.storage.disk import nearest_existing
 
 
 def check_before_plan(config: RunConfig) -> None:
-    """The folder to write to. (The model's folder is a rule of the settings.)
+    """The folder to write to, and functions of the user's own. (The model's folder is a rule of the settings.)
 
     Raises:
-        DataError: key, rule, value got, what to do.
+        ConfigError, DataError: key, rule, value got, what to do.
     """
+    _require_functions(config)
     root = Path(config.paths.root)
     there = nearest_existing(root)
     if not there.is_dir():
@@ -26,6 +30,15 @@ def check_before_plan(config: RunConfig) -> None:
             f"paths.root: must be writable, and {there} is not (for {root}). Make it writable, or choose another "
             "paths.root."
         )
+
+
+def _require_functions(config: RunConfig) -> None:
+    """What `data.build` and a scorer of one's own name: a run would ask for the scorer after all of its data is made."""
+    for part in parts_of(config.data):
+        if isinstance(part.data, CustomData):
+            build_function(part.data)
+        if part.data.scorer != type(part.data).model_fields["scorer"].default:
+            require_scorer(part.data.scorer)
 
 
 def check_before_start(config: RunConfig, plan: RunPlan) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from rlcore.errors import ConfigError, MillraceError, StopRequestedError
 
+SOURCE_FOLDER = Path(__file__).resolve().parents[1]
 EXIT_FAILED, EXIT_WRONG_SETTINGS, EXIT_RESUMABLE = 1, 2, 75
 CLICK_INTERRUPTED = 130
 """What typer makes of an interrupt at the keyboard."""
@@ -35,6 +36,10 @@ Settings = Annotated[
         "trainer.total_steps=40.",
         show_default=False,
     ),
+]
+Run = Annotated[
+    list[str],
+    typer.Argument(metavar="RUN", help="A run: its folder, its id, or the settings that it was started with."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")]
@@ -124,12 +129,14 @@ def validate(
     train_command.validate(settings or [], checkpoint=checkpoint, verbose=verbose)
 
 
-@app.command(epilog="Example:  millrace report experiment=countdown_demo")
-def report(settings: Settings = None) -> None:
+@app.command(
+    epilog="Examples:  millrace report experiment=countdown_demo  |  millrace report artifacts/runs/<run id>"
+)
+def report(run: Run, root: Root = ARTIFACTS) -> None:
     """Write the report of a run: one HTML and one Markdown file."""
     from flows import train_command
 
-    train_command.report(settings or [])
+    train_command.report(run, root)
 
 
 @app.command(
@@ -137,10 +144,7 @@ def report(settings: Settings = None) -> None:
     "artifacts/runs/<run id> --export model --checkpoint best"
 )
 def checkpoints(
-    run: Annotated[
-        list[str],
-        typer.Argument(metavar="RUN", help="A run: its folder, its id, or the settings that it was started with."),
-    ],
+    run: Run,
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte. Exit code 1 if one is broken.")] = False,
     export: Annotated[Path | None, typer.Option(help="Write one as a transformers directory to this folder.")] = None,
     checkpoint: Annotated[str, typer.Option(help="Which one to export: last, best, or a step.")] = "last",
@@ -283,7 +287,13 @@ def status(root: Root = ARTIFACTS) -> None:
 
 def main() -> NoReturn:
     """Entry point: a mistake is a message, not a traceback."""
+    look_here_too()
     leave(app)
+
+
+def look_here_too() -> None:
+    """Find a task in the folder that the command was started in, but never a `data.py` there in place of our own."""
+    sys.path += [str(SOURCE_FOLDER), os.getcwd()]
 
 
 def leave(command: Callable[[], object]) -> NoReturn:

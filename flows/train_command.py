@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from flows import stage_words, stages
 from flows.checks import check_before_plan, check_before_start
 from flows.mlflow_record import MlflowRecord
+from flows.named_run import named_run
 from flows.open_run import OpenRun, open_run
 from flows.plan import make_plan
 from flows.plan_table import show_plan
@@ -16,7 +18,6 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import WorkerLostError
 from rlcore.run.inputs import RunInputs
-from rlcore.run.layout import RunLayout
 
 
 def train(settings: list[str], *, dry_run: bool, as_json: bool, verbose: bool) -> None:
@@ -62,10 +63,10 @@ def validate(settings: list[str], *, checkpoint: str, verbose: bool) -> None:
         display().line(f"answers: {judgement.file}")
 
 
-def report(settings: list[str]) -> None:
+def report(run: list[str], root: Path) -> None:
     """Write the report."""
-    config = load_config(settings)
-    written = write_report(RunLayout.of(config))
+    _, layout = named_run(run, root)
+    written = write_report(layout)
     print(f"report: {written.html}{', skipped: it is current' if written.cached else ''}")
 
 

@@ -22,7 +22,7 @@ from flows.tether import tethered
 from rlcore.errors import HostMemoryError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.run.faults import fault_of, note_fault, num_oom_kills
 
-TRAINER = (sys.executable, "-m", "rlcore.run.process")
+TRAINER = (sys.executable, "-P", "-m", "rlcore.run.process")
 SOURCE_FOLDER = Path(__file__).resolve().parents[1]
 EXIT_RESUMABLE = 75
 """Exit code of a trainer that has saved and can go on."""
@@ -395,6 +395,7 @@ def _new_log(folder: Path) -> Path:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, with the source first in the path: the process must run the code that we run."""
-    path = os.pathsep.join(part for part in (str(SOURCE_FOLDER), os.environ.get("PYTHONPATH", "")) if part)
+    """Ours, with the source first in the path: the process must run the code that we run. A scorer may lie here."""
+    parts = (str(SOURCE_FOLDER), os.environ.get("PYTHONPATH", ""), os.getcwd())
+    path = os.pathsep.join(part for part in parts if part)
     return CHILD_ENVIRONMENT | os.environ | {"PYTHONPATH": path}

@@ -114,7 +114,7 @@ def worker_recipe(
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,
         "PREFECT_WORKER_WEBSERVER_PORT": str(port),
-        "PYTHONPATH": str(SOURCE_FOLDER),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(SOURCE_FOLDER), os.environ.get("PYTHONPATH")))),
         # A flow that is told to end by `millrace down` has not crashed: it stays Running, and the next `up` goes on.
         "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
         MLFLOW_PAGE: state.mlflow_url,

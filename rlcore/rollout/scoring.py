@@ -20,7 +20,7 @@ from rlcore.config.rollout import RewardConfig
 from rlcore.errors import ConfigError, EngineError
 from rlcore.rollout.scoring_process import Answer, ScoringJob, ScoringProcess
 from rlcore.rollout.scoring_worker import describe, resolve_scorer, score_one
-from rlcore.score import Score, Scorer
+from rlcore.score import MODULES_ARE_FOUND, Score, Scorer
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def require_scorer(name: str) -> Scorer:
         return resolve_scorer(name)
     except Exception as error:  # importing a scorer's module can raise anything
         raise ConfigError(
-            f"data.scorer: must name a function as module:function, got {name!r} ({describe(error)})"
+            f"data.scorer: must name a function as module:function, got {name!r} ({describe(error)}). {MODULES_ARE_FOUND}"
         ) from error
 
 

@@ -62,6 +62,7 @@ class ScoringProcess:
             self.process = subprocess.Popen(
                 [
                     sys.executable,
+                    "-P",
                     "-m",
                     "rlcore.rollout.scoring_worker",
                     str(theirs.fileno()),

@@ -181,8 +181,8 @@ def test_words_without_a_token_in_an_answer_are_refused(scratch_tokenizer, artif
         ("extra_info", {"split": "train"}, r"column extra_info.index: expected integer, got nothing"),
         (
             "reward_model",
-            {"style": "rule", "ground_truth": 3},
-            r"column reward_model.ground_truth: expected string or struct",
+            {"style": "rule", "ground_truth": None},
+            r"column reward_model.ground_truth: expected string, number, list or struct, got null",
         ),
         ("reward_model", None, r"column reward_model: expected struct \{style, ground_truth\}, got null"),
     ],

@@ -114,6 +114,12 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
     assert f"{measured[60][reward]:.3f}" in artifacts["debug-report"]
 
 
+def test_its_report_is_found_by_the_beginning_of_its_id(reference: Reference) -> None:
+    done = reference.millrace("report", reference.run_dir.name[:8], f"--root={reference.millrace.root}")
+    assert (done.code, done.err) == (0, "")
+    assert done.out == f"report: {reference.run_dir / 'report' / 'report.html'}, skipped: it is current\n"
+
+
 def test_each_checkpoint_is_an_event(api: Api, reference: Reference) -> None:
     def told() -> list[dict[str, Any]]:
         return api.events(reference.run_dir.name, "checkpoint.saved")

@@ -1,0 +1,65 @@
+"""A task of somebody's own, found in the folder that the command is started in."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data import multiplication
+from flows.trainer_client import SOURCE_FOLDER, TRAINER, _environment
+
+MILLRACE = "from flows.cli import main; main()"
+"""The installed command: its own folder is in the path, and not the one that it is started in."""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with a task in it, and with a module that is called as one of ours."""
+    (tmp_path / "products.py").write_text(Path(multiplication.__file__).read_text())
+    (tmp_path / "data.py").write_text("raise SystemExit('somebody else\\'s data.py')\n")
+    return tmp_path
+
+
+def run(project: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    settings = "experiment=debug data=custom data.train_size=20 data.validation_size=5".split()
+    return subprocess.run(
+        [sys.executable, "-P", "-c", MILLRACE, *words[0].split(), *settings, *words[1:]],
+        cwd=project,
+        env=os.environ | {"PYTHONPATH": str(SOURCE_FOLDER)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_its_rows_are_made(project: Path) -> None:
+    done = run(project, "data make", "data.build=products:build", "data.scorer=products:score")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "filter: 20 train, 5 validation rows" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["data.build=products:build", "data.scorer=products:scor"], "data.scorer: must name a function"),
+        (["data.build=product:build", "data.scorer=products:score"], "data.build: must name a function"),
+    ],
+)
+def test_a_function_that_is_not_there_is_told_before_anything_is_made(
+    project: Path, settings: list[str], told: str
+) -> None:
+    done = run(project, "run", *settings)
+    assert done.returncode != 0
+    assert told in done.stderr
+    assert "in the folder that the command is started in" in done.stderr
+    assert not (project / "artifacts").exists()
+
+
+def test_the_trainer_finds_it_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    program = "import data, products; print(data.__file__); print(products.__file__)"
+    command = [*TRAINER[: TRAINER.index("-m")], "-c", program]
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(SOURCE_FOLDER / "data" / "__init__.py"), str(project / "products.py")]
