@@ -43,6 +43,7 @@ def source_digests(settings: CustomData) -> dict[str, str]:
         spec = None
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         raise DataError(
-            f"data.build: must name a function in a module with a source file, got {settings.build!r}. {MODULES_ARE_FOUND}"
+            f"data.build: must name a function in a module with a source file, got {settings.build!r}. "
+            f"{MODULES_ARE_FOUND}"
         )
     return {module: hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()}

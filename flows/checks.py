@@ -33,7 +33,7 @@ def check_before_plan(config: RunConfig) -> None:
 
 
 def _require_functions(config: RunConfig) -> None:
-    """What `data.build` and a scorer of one's own name: a run would ask for the scorer after all of its data is made."""
+    """What `data.build` and a scorer of one's own name: a run asks for the scorer after all of its data is made."""
     for part in parts_of(config.data):
         if isinstance(part.data, CustomData):
             build_function(part.data)

@@ -129,9 +129,7 @@ def validate(
     train_command.validate(settings or [], checkpoint=checkpoint, verbose=verbose)
 
 
-@app.command(
-    epilog="Examples:  millrace report experiment=countdown_demo  |  millrace report artifacts/runs/<run id>"
-)
+@app.command(epilog="Examples:  millrace report experiment=countdown_demo  |  millrace report artifacts/runs/<run id>")
 def report(run: Run, root: Root = ARTIFACTS) -> None:
     """Write the report of a run: one HTML and one Markdown file."""
     from flows import train_command
@@ -293,7 +291,7 @@ def main() -> NoReturn:
 
 def look_here_too() -> None:
     """Find a task in the folder that the command was started in, but never a `data.py` there in place of our own."""
-    sys.path += [str(SOURCE_FOLDER), os.getcwd()]
+    sys.path += [str(SOURCE_FOLDER), str(Path.cwd())]
 
 
 def leave(command: Callable[[], object]) -> NoReturn:

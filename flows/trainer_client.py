@@ -396,6 +396,6 @@ def _new_log(folder: Path) -> Path:
 
 def _environment() -> dict[str, str]:
     """Ours, with the source first in the path: the process must run the code that we run. A scorer may lie here."""
-    parts = (str(SOURCE_FOLDER), os.environ.get("PYTHONPATH", ""), os.getcwd())
+    parts = (str(SOURCE_FOLDER), os.environ.get("PYTHONPATH", ""), str(Path.cwd()))
     path = os.pathsep.join(part for part in parts if part)
     return CHILD_ENVIRONMENT | os.environ | {"PYTHONPATH": path}

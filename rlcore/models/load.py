@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -231,6 +232,11 @@ def _attempt(path: str, what: str, read: Callable[..., T]) -> T:
     local = Path(path).is_dir()
     try:
         return read(local_files_only=local, trust_remote_code=False)
+    except SafetensorError as error:
+        raise ModelError(
+            f"model.path: the weights must be whole safetensors files, those in {path} are not ({error}). Copy the "
+            "directory again."
+        ) from error
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         where = "the directory" if local else "no directory of that name, and the hub"
         detail = " ".join(str(error).split())[:300]

@@ -42,7 +42,8 @@ def require_scorer(name: str) -> Scorer:
         return resolve_scorer(name)
     except Exception as error:  # importing a scorer's module can raise anything
         raise ConfigError(
-            f"data.scorer: must name a function as module:function, got {name!r} ({describe(error)}). {MODULES_ARE_FOUND}"
+            f"data.scorer: must name a function as module:function, got {name!r} ({describe(error)}). "
+            f"{MODULES_ARE_FOUND}"
         ) from error
 
 

@@ -23,7 +23,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def run(project: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    settings = "experiment=debug data=custom data.train_size=20 data.validation_size=5".split()
+    settings = ["experiment=debug", "data=custom", "data.train_size=20", "data.validation_size=5"]
     return subprocess.run(
         [sys.executable, "-P", "-c", MILLRACE, *words[0].split(), *settings, *words[1:]],
         cwd=project,

@@ -115,7 +115,7 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
 
 
 def test_its_report_is_found_by_the_beginning_of_its_id(reference: Reference) -> None:
-    done = reference.millrace("report", reference.run_dir.name[:8], f"--root={reference.millrace.root}")
+    done = reference.millrace("report", reference.run_dir.name[:8], "--root", str(reference.millrace.root))
     assert (done.code, done.err) == (0, "")
     assert done.out == f"report: {reference.run_dir / 'report' / 'report.html'}, skipped: it is current\n"
 

@@ -124,6 +124,12 @@ def test_incomplete_weights_are_refused_by_name(directory: Path) -> None:
     refused(directory, "1 missing keys", "model.layers.1.mlp.up_proj.weight")
 
 
+def test_weights_that_are_cut_off_are_refused(directory: Path) -> None:
+    (weights,) = directory.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refused(directory, "must be whole safetensors files", str(directory), "Copy the directory again")
+
+
 def test_weights_of_another_shape_are_refused(directory: Path) -> None:
     edit_config(directory, intermediate_size=64)
     refused(directory)
