@@ -6,11 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from benchmarks.checks.rig import Rig, Verdict
 from rlcore.batching.pack import pack
+from rlcore.models.load import load_policy
 from rlcore.trainer import step as step_module
-from rlcore.types import Score
+from rlcore.types import PackedBatch, Score
+from rlcore.workers.actor import policy_logprobs
 from rlcore.workers.worker import Worker
 
 BOUNDS = {True: 0.02, False: 1e-4}
@@ -22,7 +26,8 @@ OVER_CAP = 0.2
 
 
 def differences(rig: Rig) -> Verdict:
-    """Over all answers of a step."""
+    """Over all answers of a step; in bfloat16 also how far each of the two is from float32 arithmetic on the same
+    weights, which is what rounding costs either of them."""
     result = rig.step()
     rig.group.each(Worker.reset)
     rollouts = result.experience.rollouts
@@ -39,7 +44,22 @@ def differences(rig: Rig) -> Verdict:
         "canary": result.metrics["training/canary_logprob_diff"],
         **{name: value for name, value in result.metrics.items() if name.startswith("training/rollout_probs_diff")},
     }
+    if rig.bfloat16:
+        (exact,) = rig.group.scatter(_in_float32, [(batch, num_micro)])
+        for name, found in (("trainer", trainers), ("engine", batch.behavior_logprobs)):
+            figures[f"{name}_from_float32"] = (found - exact)[batch.loss_mask].abs().mean().item()
     return Verdict(figures["mean"] <= figures["bound"], figures)
+
+
+def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
+    """Log-probabilities under the start model, its weights rounded to bfloat16 and nothing else."""
+    config = worker._config
+    plain = config.model.model_copy(update={"dtype": "float32", "attention": "sdpa", "compile": False})
+    assert worker._place is not None, "the rig has set it up"
+    device = worker._place.device
+    policy = load_policy(worker._model_directory, model=plain, device=device).to(torch.bfloat16).to(torch.float32)
+    with torch.no_grad():
+        return policy_logprobs(policy.eval(), batch, num_micro, config, device)
 
 
 def correction(rig: Rig) -> Verdict:

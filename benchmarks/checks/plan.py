@@ -27,11 +27,15 @@ WITHIN = 0.15
 
 
 def check(rig: Rig) -> Verdict:
-    """One whole step, answers included. Without a GPU the plan alone."""
+    """One whole step, answers included, after another, so that the optimizer has its moments. Without a GPU the plan
+    alone. Planned for the micro-batches that the step really has."""
     shape = shape_of(rig.config.model)
     assert shape is not None, "the rig's model has a config.json"
-    plan = planning.plan_memory(rig.config, shape, device_of(rig.config))
-    figures: dict[str, Any] = {"device": plan.device.name, "phases": {}}
+    rollouts = rig.step().experience.rollouts
+    num_tokens = sum(len(one.prompt.token_ids) + len(one.response_ids) for one in rollouts)
+    tokens = -(-num_tokens // -(-num_tokens // rig.config.trainer.max_tokens_per_micro_batch))
+    plan = planning.plan_memory(rig.config, shape, device_of(rig.config), tokens=tokens)
+    figures: dict[str, Any] = {"device": plan.device.name, "micro_batch_tokens": tokens, "phases": {}}
     measured = _measured(rig) if rig.device.type == "cuda" else {}
     for phase, parts in plan.phases.items():
         planned = sum(parts.values()) / GB
@@ -47,7 +51,7 @@ def check(rig: Rig) -> Verdict:
     near = all(abs(1 - 1 / ratio) <= WITHIN for ratio in ratios)
     if measured:
         # What a run's report sets beside the plan: the pool of a sleeping engine must not stand in it.
-        figures["reported_peak_gb"] = rig.step().metrics["perf/max_memory_allocated_gb"]
+        figures["reported_peak_gb"] = rig.step(reset=False).metrics["perf/max_memory_allocated_gb"]
         most = max(one["tensors_gb"] for one in measured.values())
         near = near and abs(figures["reported_peak_gb"] / most - 1) <= WITHIN
     return Verdict(near, figures)
@@ -68,6 +72,8 @@ def _measured(rig: Rig) -> dict[str, dict[str, float]]:
         asleep = verb not in (Worker.generate, Worker.hand_over)
         if asleep:
             rig.group.each(_put_to_sleep)
+        elif verb is Worker.hand_over:
+            rig.group.each(_release_gradients)
         torch.cuda.reset_peak_memory_stats()
         with watched_memory() as most:
             yield
@@ -83,10 +89,15 @@ def _measured(rig: Rig) -> dict[str, dict[str, float]]:
 
     rig.group.kept = None
     with rig.watched(around):
-        rig.step()
+        rig.step(reset=False)
     return found
 
 
 def _put_to_sleep(worker: Worker) -> None:
     """What the verb begins with; done before, so that its first moment does not count as the phase before."""
     worker._engine.sleep()
+
+
+def _release_gradients(worker: Worker) -> None:
+    """What a hand-over begins with; done before for the same reason."""
+    worker._actor.release_gradients()

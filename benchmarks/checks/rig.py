@@ -95,9 +95,11 @@ class Rig:
         base = [line for line in base if line.partition("=")[0] not in given]
         return load_config([*base, *arguments.overrides, *overrides], experiment="verl_gsm8k_grpo")
 
-    def step(self, *overrides: str) -> StepResult:
-        """Step 1 of a run with these settings, from the start model, on the first step's answers."""
-        self.group.each(Worker.reset)
+    def step(self, *overrides: str, reset: bool = True) -> StepResult:
+        """Step 1 of a run with these settings, on the first step's answers, from the start model; without `reset` from
+        the model and the optimizer as they are."""
+        if reset:
+            self.group.each(Worker.reset)
         with training_loop(
             self.settings(*overrides),
             self.directory,

@@ -112,12 +112,16 @@ class _ChunkedHead(torch.autograd.Function):
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Float32 logits over the temperature; on CUDA straight from the matrix unit's float32 sums."""
+def float32_logits(hidden: Float[Tensor, "n H"], weight: Float[Tensor, "V H"]) -> Float[Tensor, "n V"]:
+    """hidden weight^T in float32; on CUDA straight from the matrix unit's float32 sums, whatever the operands are."""
     if hidden.dtype != torch.float32 and hidden.is_cuda:
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    else:
-        logits = torch.mm(hidden, weight.t()).float()
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return torch.mm(hidden, weight.t()).float()
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """Float32 logits over the temperature."""
+    logits = float32_logits(hidden, weight)
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 

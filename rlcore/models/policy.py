@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from rlcore.models.attention import causal_band
-from rlcore.models.head import EntropyMode, TokenLogprobs, token_logprobs_and_entropy
+from rlcore.models.head import EntropyMode, TokenLogprobs, float32_logits, token_logprobs_and_entropy
 from rlcore.models.trunk import PackedTrunk
 
 
@@ -118,8 +118,7 @@ class CausalPolicy(PackedTrunk):
                 past_key_values=cache,
                 use_cache=True,
             )
-            logits: Tensor = self.head(output.last_hidden_state[:, -1])
-        return logits.float()
+            return float32_logits(output.last_hidden_state[:, -1], self.head.weight)
 
 
 def decode_mask(real: Bool[Tensor, "B S"], num_new: int) -> Bool[Tensor, "B 1 L S"]:

@@ -17,11 +17,11 @@ ENGINE_FIXED_BYTES = 1_500_000_000
 """vLLM's CUDA graphs, buffers and the activations of its largest pass."""
 ENGINE_ASLEEP_BYTES = 600_000_000
 """What vLLM keeps at sleep levels 1 and 2."""
-ACTIVATION_FACTOR = 1.3
-"""Measured over counted activations: a 1.2B Llama, 16,384 packed tokens in bfloat16, with and without recomputation
-differed by 33 GB where the count says 25.6 GB."""
+ACTIVATION_FACTOR = 1.05
+"""Measured over counted activations: 14,744 packed tokens of Llama-3.2-1B in bfloat16 held 26.2 GB where the count says
+25.9 GB. Compiled layers (`model.compile`) hold no more."""
 HEAD_TEMPORARIES_BYTES = 3 * 134_217_728
-"""Temporaries of the chunked head beside its logits (`rlcore.models.head`)."""
+"""Temporaries of the chunked head beside its logits (`rlcore.models.head`); compiled it has none."""
 PREFETCHED_LAYERS = 2
 """Layers whose gathered weights exist at one time under FSDP2: the one at work and the one fetched ahead."""
 FULL, MOMENTS = 4, 8
@@ -121,12 +121,19 @@ def pass_activation_bytes(shape: ModelShape, itemsize: int) -> int:
     return round(ACTIVATION_FACTOR * ((FULL + 2 * itemsize) * shape.hidden + 3 * itemsize * shape.intermediate))
 
 
-def head_bytes(shape: ModelShape, itemsize: int, chunk_tokens: int, tokens: int, *, gradient: bool) -> int:
-    """The chunked head: one chunk of float32 logits, and with a gradient the float32 sum for its weight."""
-    logits = min(chunk_tokens, tokens) * shape.vocab * FULL
-    weight = shape.embedding * (FULL + itemsize) if gradient else 0
-    hidden = tokens * shape.hidden * itemsize * (2 if gradient else 1)
-    return logits + min(HEAD_TEMPORARIES_BYTES, logits) + weight + hidden
+def head_bytes(
+    shape: ModelShape, itemsize: int, chunk_tokens: int, tokens: int, *, gradient: bool, compiled: bool = False
+) -> int:
+    """The chunked head: one chunk of float32 logits; with a gradient its own chunk of the logits' gradient, and two
+    float32 matrices as large as its weight, the sum over chunks and the product that is added to it."""
+    rows = min(chunk_tokens, tokens)
+    logits = rows * shape.vocab * FULL
+    beside = 0 if compiled else min(HEAD_TEMPORARIES_BYTES, logits)
+    hidden = tokens * shape.hidden * itemsize
+    if not gradient:
+        return logits + beside + hidden
+    own = rows * shape.vocab * itemsize if compiled else 0  # uncompiled it takes the logits' memory
+    return logits + beside + own + 2 * FULL * shape.embedding + 2 * hidden
 
 
 def gathered_bytes(layer_parameters: int, root_parameters: int, itemsize: int) -> int:
@@ -155,9 +162,9 @@ def wanted_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> 
     return shape.policy_parameters * itemsize + cache_bytes(config, shape, itemsize) + ENGINE_FIXED_BYTES
 
 
-def plan_memory(config: RunConfig, shape: ModelShape, device: Device) -> MemoryPlan:
-    """Every phase of a step on one rank."""
-    tokens = micro_batch_tokens(config)
+def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens: int | None = None) -> MemoryPlan:
+    """Every phase of a step on one rank; `tokens` of the largest micro-batch, where they are known."""
+    tokens = tokens or micro_batch_tokens(config)
     phases = _phases(config, shape, device, tokens)
     finest = _phases(config, shape, device, min(tokens, longest_tokens(config)))
     return MemoryPlan(device, phases, max(sum(parts.values()) for parts in finest.values()))
@@ -168,17 +175,23 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     policy_gathered = gathered_bytes(shape.layer_parameters, shape.root_parameters, device.itemsize)
     awake = {"engine": engine_bytes(config, shape, device)}
     asleep = {"engine asleep": asleep_bytes(config, shape, device)}
-    chunk, recompute = config.model.head_chunk_tokens, config.model.gradient_checkpointing
+    model = config.model
+
+    def head(*, gradient: bool) -> int:
+        chunk = model.head_chunk_tokens
+        return head_bytes(shape, device.itemsize, chunk, tokens, gradient=gradient, compiled=model.compile)
+
     reference = {"reference, brought back": device.itemsize * shape.policy_parameters} if _offloads(config) else {}
+    layer = tokens * pass_activation_bytes(shape, device.itemsize)
     passes = {
         "gathered weights": policy_gathered,
-        "activations": tokens * pass_activation_bytes(shape, device.itemsize),
-        "head": head_bytes(shape, device.itemsize, chunk, tokens, gradient=False),
+        "the head, or a layer": max(layer, head(gradient=False)),  # no gradient: the layers' are gone when it begins
     }
+    kept = update_activation_bytes(shape, device.itemsize, recompute=model.gradient_checkpointing)
     update = {
         "gathered weights": policy_gathered,
-        "activations": tokens * update_activation_bytes(shape, device.itemsize, recompute=recompute),
-        "head": head_bytes(shape, device.itemsize, chunk, tokens, gradient=config.model.lora is None),
+        "activations": tokens * kept,
+        "head": head(gradient=model.lora is None),
     }
     phases = {
         GENERATION: {**held, **awake},

@@ -201,6 +201,13 @@ def test_what_vllm_cannot_do_is_said_with_the_setting(folder: Path) -> None:
     assert "It cannot compute in torch.float64 here. Set rollout.dtype=float32" in refusals["dtype"]
 
 
+def test_logits_of_a_bfloat16_engine_are_not_rounded(folder: Path) -> None:
+    facts = facts_of(folder, "importance")["logits"]
+    assert facts["dtype"] == "torch.float32"
+    assert facts["off"] < 1e-4 < 1e-3 < facts["off_when_rounded"]
+    assert facts["differing"] == []
+
+
 @pytest.mark.parametrize("mode", ["off", "truncate", "mask"])
 def test_the_correction_changes_the_loss_as_its_formula_says(folder: Path, mode: Any) -> None:
     found = facts_of(folder, "importance")

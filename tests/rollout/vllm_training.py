@@ -99,8 +99,26 @@ def importance_facts(folder: Path) -> dict[str, Any]:
             "behavior": batch.packed.behavior_logprobs[mask].tolist(),
             "advantages": batch.advantages[mask].tolist(),
         }
+        if mode == "off":
+            facts["logits"] = group.each(_logits_facts)[0]
         group.close()
     return facts
+
+
+def _logits_facts(worker: Worker) -> dict[str, Any]:
+    """vLLM's logits in bfloat16, ten times as large as the model's, beside exact ones."""
+    engine = worker._engine
+    weight = worker.policy_model().head.weight.detach().bfloat16().float()
+    hidden = 10 * torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = hidden.float() @ weight.t()
+    with torch.no_grad():
+        found = engine.model.compute_logits(hidden)
+    return {
+        "dtype": str(found.dtype),
+        "off": (found[:, : len(weight)] - exact).abs().max().item(),
+        "off_when_rounded": (exact.bfloat16().float() - exact).abs().max().item(),
+        "differing": engine.differing(worker._actor.weights()),
+    }
 
 
 class _Faulty:

@@ -18,6 +18,7 @@ from rlcore.errors import EngineError
 from rlcore.models.load import parameter_names
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.vllm import weights as handover
+from rlcore.rollout.vllm.head import give_float32_logits
 from rlcore.rollout.vllm.start import EngineShape, start_vllm
 from rlcore.types import Rollout
 
@@ -52,6 +53,8 @@ class VllmEngine:
         self._asleep = False
         self._names = itertools.count()
         self._engine = start_vllm(shape, settings)
+        if shape.dtype != torch.float32:
+            give_float32_logits(self.model)
 
     @property
     def policy_version(self) -> int:

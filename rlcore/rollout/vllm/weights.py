@@ -110,7 +110,7 @@ def _held(module: nn.Module, kind: str) -> Tensor | None:
             return parameter
         dtype = getattr(module, "params_dtype", None) or torch.float32
         product: Tensor = method.apply(module, torch.eye(width, dtype=dtype))
-        return product.t()
+        return product.t().to(dtype)  # a head's product is float32
     return parameter if isinstance(parameter, Tensor) else None
 
 
