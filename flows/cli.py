@@ -3,14 +3,18 @@
 import atexit
 import logging
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
 from rlcore.errors import ConfigError, MillraceError, StopRequestedError
+from rlcore.run.stop import ONE_WISH_S
 
 SOURCE_FOLDER = Path(__file__).resolve().parents[1]
 EXIT_FAILED, EXIT_WRONG_SETTINGS, EXIT_RESUMABLE = 1, 2, 75
@@ -299,6 +303,7 @@ def leave(command: Callable[[], object]) -> NoReturn:
 
     To take the interpreter apart with all that a run has imported takes another 3 s, and nobody needs it.
     """
+    signal.signal(signal.SIGTERM, _Terminated())
     codes: list[int] = []
 
     def end() -> None:
@@ -311,6 +316,19 @@ def leave(command: Callable[[], object]) -> NoReturn:
     atexit.register(end)  # the first that is registered is called last
     codes.append(exit_code(command))
     sys.exit(codes[0])
+
+
+class _Terminated:
+    """SIGTERM is the interrupt of whoever has no keyboard. Several within `ONE_WISH_S` are one."""
+
+    def __init__(self) -> None:
+        self._asked_at = float("-inf")
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._asked_at > ONE_WISH_S:
+            self._asked_at = now
+            raise KeyboardInterrupt
 
 
 def exit_code(command: Callable[[], object]) -> int:

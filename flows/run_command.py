@@ -40,8 +40,6 @@ def _run_pipeline(settings: list[str], api: PrefectApi, *, verbose: bool) -> "Pi
     from flows.pipeline import pipeline  # imports Prefect, while the server comes up
 
     wait_for_prefect(api)
-    from prefect.exceptions import TerminationSignal
-
     from flows.watch import FlowCancelledError
 
     if not verbose:
@@ -50,8 +48,8 @@ def _run_pipeline(settings: list[str], api: PrefectApi, *, verbose: bool) -> "Pi
     try:
         with shown_on(display_for_console()):
             return pipeline(experiment, overrides)
-    except (TerminationSignal, FlowCancelledError) as ended:
-        raise StopRequestedError("told to end; the same command goes on from the last checkpoint") from ended
+    except FlowCancelledError as ended:
+        raise StopRequestedError(str(ended)) from ended
 
 
 def split_experiment(settings: list[str]) -> tuple[str | None, list[str]]:

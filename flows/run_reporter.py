@@ -20,7 +20,7 @@ from flows.open_run import OpenRun
 from flows.pause import show_paused, show_running
 from flows.progress import describe, display
 from flows.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
-from flows.watch import end_if_cancelled
+from flows.watch import end_if_cancelled, told_to_end
 from rlcore.run.events import PAUSED
 
 UPDATE_EVERY_S = 5.0
@@ -130,7 +130,7 @@ def reported(run: OpenRun) -> Iterator[None]:
         display().event(event)
 
     try:
-        with run.heard_by(event, reporter.line, end_if_cancelled):
+        with told_to_end(), run.heard_by(event, reporter.line, end_if_cancelled):
             yield
     finally:
         reporter.go_on()  # a flow run that stays Paused starts no further task, nor this one again

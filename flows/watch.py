@@ -15,26 +15,32 @@ from contextlib import contextmanager, suppress
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import State, StateType
 from prefect.events import Event, Resource
-from prefect.exceptions import Abort, Pause
+from prefect.exceptions import Abort, Pause, TerminationSignal
 from prefect.runtime import deployment, flow_run
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled
 
 from flows.console import outlive_the_worker
+from rlcore.errors import StopRequestedError
 
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 4.0
 CANCEL_AFTER_S = 20.0
 """Since a cancellation was seen: a worker that does its work has told us to end long before."""
+MAX_RETRIES = 2
+"""Of a request at the end of a run that is over in any case."""
+TOLD_TO_END = "told to end; the same command goes on from the last checkpoint"
 OVER = (StateType.CANCELLING, StateType.CANCELLED)
 LEFT = "prefect.flow-run.left"
 """The last event of a suspended run. After a heartbeat the server waits for anything more, and then gives it up."""
 
 
 class FlowCancelledError(Abort):
-    """The flow run was cancelled, and nobody else has ended it. The trainer has saved, as after any stop."""
+    """The flow run was cancelled or told to end, and nobody else ends it. The trainer has saved, as after any stop."""
 
 
 class _Watch:
@@ -58,7 +64,7 @@ class _Watch:
         since = self._cancelled_at
         if since is not None and time.monotonic() - since >= CANCEL_AFTER_S:
             self.nested = set(_with_those_around())
-            raise FlowCancelledError("The flow run was cancelled.")
+            raise FlowCancelledError(TOLD_TO_END)
 
     def end_if_suspended(self) -> None:
         """Raise what Prefect's own listener raises between two tasks."""
@@ -104,7 +110,8 @@ def watched() -> Iterator[None]:
         outlive_the_worker()
     watch = _watch = _Watch(outermost)
     try:
-        yield
+        with told_to_end():
+            yield
     except FlowCancelledError:
         _show_cancelled(watch.nested | {outermost})
         raise
@@ -126,6 +133,23 @@ def end_if_cancelled() -> None:
         _watch.end_if_cancelled()
 
 
+@contextmanager
+def told_to_end() -> Iterator[None]:
+    """A signal inside the block is a cancellation. Prefect takes SIGINT for a crash, and at SIGTERM ends the process
+    before it has told the server. Of a deployed run its worker, or the next `millrace up`, says what becomes of it.
+
+    Raises:
+        FlowCancelledError: in place of what a signal to us, or to the trainer, has raised.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, TerminationSignal, StopRequestedError) as ended:
+        if _watch is None or deployment.id:
+            raise
+        _watch.nested |= set(_with_those_around())
+        raise FlowCancelledError(str(ended) if isinstance(ended, StopRequestedError) else TOLD_TO_END) from ended
+
+
 def end_if_suspended() -> None:
     """Called where everything is saved.
 
@@ -142,11 +166,18 @@ def _with_those_around() -> list[UUID]:
 
 
 def _show_cancelled(flow_runs: set[UUID]) -> None:
-    with get_client(sync_client=True) as client:
-        for one in flow_runs:
-            client.set_flow_run_state(
-                one, Cancelled(message="cancelled; saved, and goes on when tried again"), force=True
-            )
+    """Flow runs, and what was under way in them. A server that is away keeps nobody waiting."""
+    state: State[object] = Cancelled(message="cancelled; saved, and goes on when tried again")
+    within = FlowRunFilter(id=FlowRunFilterId(any_=list(flow_runs)))
+    try:
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: MAX_RETRIES}), get_client(sync_client=True) as client:
+            for one in flow_runs:
+                client.set_flow_run_state(one, state, force=True)
+            for task in client.read_task_runs(flow_run_filter=within):
+                if task.state is None or not task.state.is_final():
+                    client.set_task_run_state(task.id, state, force=True)
+    except Exception as error:
+        log.warning("the Prefect server was not told that the run has ended: %s", error)
 
 
 def _tell_that_we_leave(one: UUID) -> None:

@@ -258,16 +258,25 @@ def told_in_time(api: Api, millrace: Millrace, name: str) -> dict[str, Any]:
     return api.events(run_id, name)[-1]
 
 
-def test_an_interrupt_saves_and_the_same_command_goes_on(millrace: Millrace, reference: Reference) -> None:
-    process = millrace.start("run", *SMALL)
-    wait_for_step(millrace, 22)
-    process.send_signal(signal.SIGINT)
-    stopped = ended(process)
-    assert stopped.code == 75, stopped.err
-    assert "is saved" in stopped.out
-    assert "Traceback" not in stopped.err
-    saved = max(int(path.name.removeprefix("step-")) for path in (millrace.run_dir() / "checkpoints").glob("step-*"))
-    assert 22 <= saved < 60
+def test_a_signal_saves_and_the_same_command_goes_on(millrace: Millrace, api: Api, reference: Reference) -> None:
+    for number, step in ((signal.SIGINT, 22), (signal.SIGTERM, 42)):
+        process = millrace.start("run", *SMALL)
+        wait_for_step(millrace, step)
+        process.send_signal(number)
+        stopped = ended(process)
+        assert stopped.code == 75, (number, stopped.err)
+        assert "is saved" in stopped.out
+        assert "Traceback" not in stopped.err
+        names = [path.name for path in (millrace.run_dir() / "checkpoints").glob("step-*")]
+        assert step <= max(int(name.removeprefix("step-")) for name in names) < 60
+        runs = api.filter("flow_runs", sort="START_TIME_DESC", limit=5)
+        assert {run["name"].removesuffix("/debug"): run["state_type"] for run in runs} == {
+            **dict.fromkeys(("dataset", "filter", "warm-start"), "COMPLETED"),
+            **dict.fromkeys(("pipeline", "train"), "CANCELLED"),
+        }
+        tasks = api.filter("task_runs", flow_runs={"id": {"any_": [run["id"] for run in runs]}})
+        assert {task["state_type"] for task in tasks} == {"COMPLETED", "CANCELLED"}
+        assert set(mlflow_rows(millrace.root, "select status from runs")) == {("KILLED",)}
     done = millrace("run", *SMALL)
     assert done.code == 0, done.err
     assert "step 0-20, skipped" in done.out
@@ -303,11 +312,12 @@ def test_a_killed_flow_takes_its_trainer_along_and_the_run_goes_on(millrace: Mil
 
 
 def test_a_run_in_use_is_refused_at_once(millrace: Millrace) -> None:
-    process = millrace.start("run", *SMALL)
+    process = millrace.start("train", *SMALL)
     wait_for_step(millrace, 1)
     second = millrace("train", *SMALL)
-    process.send_signal(signal.SIGINT)
-    ended(process)
+    process.send_signal(signal.SIGTERM)
+    first = ended(process)
+    assert first.code == 75, first.err
     assert second.code == 1
     assert f"in use by process {process.pid} on {socket.gethostname()} since 20" in second.err
 
