@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # for other versions of Python, so its exit status says nothing.
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib >/dev/null || true
 # A Prefect server with a new home begins with a copy of it.
-EMPTY_DATABASE := $(BIN)/python -m flows.prefect_database
+EMPTY_DATABASE := $(BIN)/python -m flows.server.database
 INSTALL := $(PIP) install --no-compile -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 SOURCES := conf data flows rlcore tests benchmarks

@@ -27,7 +27,7 @@ import psutil
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 WORK = ("make_dataset", "filter_rows", "prepare_inputs", "warm_start", "train_chunk", "validate", "export")
-"""Functions of `flows.stages`; the start of the trainer process is in the first of them that needs it."""
+"""Functions of `flows.work.stages`; the start of the trainer process is in the first of them that needs it."""
 IN_THIS_PROCESS = ("make_dataset", "filter_rows", "prepare_inputs")
 """Of them, those whose processor time is the command's own; the others wait for the trainer."""
 
@@ -81,14 +81,16 @@ class Clock:
 
 def child(settings: list[str], target: Path) -> None:
     """The command, measured from inside."""
-    from flows import prefect_api, run_command, stages
+    from flows.commands import run as run_command
+    from flows.server import api as prefect_api
+    from flows.work import stages
 
     clock = Clock()
     for name in WORK:
         setattr(stages, name, clock.around(name, getattr(stages, name)))
 
     def run() -> None:
-        from flows import open_run
+        from flows.work import open_run
 
         before = open_run.OpenRun.heard_by
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.vs_trl_job import Job, Row, write_rows
-from flows import stages
+from flows.work import stages
 from rlcore.batching.loader import PromptStream
 from rlcore.batching.prompts import read_prompts
 from rlcore.config import RunConfig

@@ -73,8 +73,8 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """Run an experiment from its dataset to its report, as Prefect flows. What is finished is not done again."""
-    from flows import run_command
-    from flows.fork import forked
+    from flows.commands import run as run_command
+    from flows.commands.fork import forked
 
     run_command.run(forked(settings or [], fork, ARTIFACTS), dry_run=dry_run, as_json=json, verbose=verbose)
 
@@ -113,8 +113,8 @@ def train(
     verbose: Verbose = False,
 ) -> None:
     """The same training without Prefect: data, warm start, chunks, validation, weights."""
-    from flows import train_command
-    from flows.fork import forked
+    from flows.commands import train as train_command
+    from flows.commands.fork import forked
 
     train_command.train(forked(settings or [], fork, ARTIFACTS), dry_run=dry_run, as_json=json, verbose=verbose)
 
@@ -128,7 +128,7 @@ def validate(
     verbose: Verbose = False,
 ) -> None:
     """Judge a checkpoint of a run on the held-out problems."""
-    from flows import train_command
+    from flows.commands import train as train_command
 
     train_command.validate(settings or [], checkpoint=checkpoint, verbose=verbose)
 
@@ -136,7 +136,7 @@ def validate(
 @app.command(epilog="Examples:  millrace report experiment=countdown_demo  |  millrace report artifacts/runs/<run id>")
 def report(run: Run, root: Root = ARTIFACTS) -> None:
     """Write the report of a run: one HTML and one Markdown file."""
-    from flows import train_command
+    from flows.commands import train as train_command
 
     train_command.report(run, root)
 
@@ -155,7 +155,7 @@ def checkpoints(
     root: Root = ARTIFACTS,
 ) -> None:
     """Show the checkpoints of a run: step, size, scores, the last and the best, and whether they are whole."""
-    from flows import checkpoints_command
+    from flows.commands import checkpoints as checkpoints_command
 
     checkpoints_command.checkpoints(
         run, root=root, verify=verify, export=export, checkpoint=checkpoint, prune=prune, as_json=json
@@ -165,7 +165,7 @@ def checkpoints(
 @data_app.command("make", epilog="Example:  millrace data make experiment=countdown_demo")
 def data_make(settings: Settings = None) -> None:
     """Make and filter the dataset of an experiment."""
-    from flows import train_command
+    from flows.commands import train as train_command
 
     train_command.make_data(settings or [])
 
@@ -179,7 +179,7 @@ def data_inspect(
     html: Annotated[Path | None, typer.Option(help="Write a page to this file instead.")] = None,
 ) -> None:
     """Show rows of a dataset as a table, with counts and length statistics."""
-    from flows import inspect_command
+    from flows.commands import inspect as inspect_command
 
     inspect_command.inspect(path, num_rows=rows, seed=seed, as_json=json, html=html)
 
@@ -199,7 +199,7 @@ def compare(
     experiment: Annotated[str, typer.Option(help="MLflow experiment to search (tracking.experiment).")] = "millrace",
 ) -> None:
     """Compare runs: settings that differ, curves, figures with intervals, costs. The first one is the measure."""
-    from flows import tracking_commands
+    from flows.commands import tracking as tracking_commands
     from rlcore.config import TrackingConfig
 
     tracking = TrackingConfig(uri=uri, experiment=experiment)
@@ -216,7 +216,7 @@ def sync(
     uri: Uri = None,
 ) -> None:
     """Deliver to MLflow what it has not got of the runs' journals. Doing it again changes nothing."""
-    from flows import tracking_commands
+    from flows.commands import tracking as tracking_commands
 
     tracking_commands.sync(runs or [], root=root, uri=uri)
 
@@ -227,7 +227,7 @@ def ui(
     port: Annotated[int | None, typer.Option(min=1, max=65_535, help="Of the page; none: a free one.")] = None,
 ) -> None:
     """Serve MLflow's pages of the root's store on this machine, until interrupted."""
-    from flows import tracking_commands
+    from flows.commands import tracking as tracking_commands
 
     tracking_commands.ui(root, port)
 
@@ -239,7 +239,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
 ) -> None:
     """Remove from MLflow the artifacts of runs that were deleted there; registered models and metrics stay."""
-    from flows import tracking_commands
+    from flows.commands import tracking as tracking_commands
     from rlcore.config import TrackingConfig
 
     tracking_commands.gc(root=root, tracking=TrackingConfig(uri=uri), dry_run=dry_run)

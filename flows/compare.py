@@ -5,11 +5,11 @@ from pathlib import Path
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from flows import comparison
-from flows.artifacts import show_comparison
 from flows.parameters import Root
-from flows.stack_store import tracking_in_stack
-from flows.tell import tell, tell_command
+from flows.shown.artifacts import show_comparison
+from flows.shown.tell import tell, tell_command
+from flows.work import comparison
+from flows.work.stack_store import tracking_in_stack
 from rlcore.config import PathsConfig, TrackingConfig
 
 NO_RUNS: list[str] = []

@@ -4,10 +4,11 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from data import StageResult
-from flows import stage_words, stages
 from flows.naming import flow_run_name
 from flows.parameters import NO_OVERRIDES, Experiment, Root, Seed, all_overrides, plain_command, settings_of
-from flows.tell import tell, tell_command
+from flows.shown import stage_words
+from flows.shown.tell import tell, tell_command
+from flows.work import stages
 from rlcore.config import RunConfig
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from flows import upkeep
 from flows.parameters import Root
-from flows.run_folders import all_runs
-from flows.stack_store import tracking_in_stack
-from flows.tell import tell, tell_command
-from flows.upkeep import Outcome
+from flows.shown.tell import tell, tell_command
+from flows.work import upkeep
+from flows.work.run_folders import all_runs
+from flows.work.stack_store import tracking_in_stack
+from flows.work.upkeep import Outcome
 from rlcore.config import PathsConfig, TrackingConfig
 from rlcore.errors import TrackingError
 

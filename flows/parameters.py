@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, WithJsonSchema
 
-from flows.stack_store import in_stack
+from flows.work.stack_store import in_stack
 from rlcore.config import RunConfig
 from rlcore.config.compose import experiment_names, load_config
 

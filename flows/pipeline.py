@@ -9,14 +9,9 @@ from prefect import flow
 from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
-from flows.artifacts import show_link
-from flows.checks import check_before_plan, check_before_start
 from flows.dataset import dataset
 from flows.filter import filter_flow
-from flows.mlflow_record import MlflowRecord, Recorded
 from flows.naming import flow_run_name
-from flows.nested import end_nested
-from flows.open_run import open_run
 from flows.parameters import (
     NO_OVERRIDES,
     Count,
@@ -30,15 +25,20 @@ from flows.parameters import (
     plain_command,
     settings_of,
 )
-from flows.plan import make_plan
+from flows.plan.checks import check_before_plan, check_before_start
+from flows.plan.plan import make_plan
 from flows.report import report
-from flows.report_stage import load_ahead
-from flows.stages import Judgement
-from flows.tell import tell, tell_command
+from flows.server.nested import end_nested
+from flows.server.watch import watched
+from flows.shown.artifacts import show_link
+from flows.shown.tell import tell, tell_command
 from flows.train import export_best_weights, train
 from flows.validate import validate
 from flows.warm_start import warm_start
-from flows.watch import watched
+from flows.work.mlflow_record import MlflowRecord, Recorded
+from flows.work.open_run import open_run
+from flows.work.report import load_ahead
+from flows.work.stages import Judgement
 from rlcore.run.inputs import RunInputs
 
 

@@ -3,11 +3,11 @@
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from flows.artifacts import show_report
 from flows.naming import flow_run_name
 from flows.parameters import NO_OVERRIDES, Experiment, Root, Seed, all_overrides, plain_command, settings_of
-from flows.report_stage import Report, write_report
-from flows.tell import tell, tell_command
+from flows.shown.artifacts import show_report
+from flows.shown.tell import tell, tell_command
+from flows.work.report import Report, write_report
 from rlcore.config import RunConfig
 from rlcore.run.layout import RunLayout
 

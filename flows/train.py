@@ -7,10 +7,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.tasks import Task, exponential_backoff
 
-from flows import stage_words, stages
-from flows.artifacts import show_checkpoints
 from flows.naming import flow_run_name
-from flows.open_run import open_run
 from flows.parameters import (
     NO_OVERRIDES,
     Count,
@@ -24,11 +21,15 @@ from flows.parameters import (
     plain_command,
     settings_of,
 )
-from flows.run_reporter import reported
-from flows.stages import Chunk, Export
-from flows.tell import tell, tell_command
+from flows.server.watch import end_if_suspended, watched
+from flows.shown import stage_words
+from flows.shown.artifacts import show_checkpoints
+from flows.shown.reporter import reported
+from flows.shown.tell import tell, tell_command
 from flows.warm_start import make_start_model
-from flows.watch import end_if_suspended, watched
+from flows.work import stages
+from flows.work.open_run import open_run
+from flows.work.stages import Chunk, Export
 from rlcore.config import RunConfig
 from rlcore.errors import WorkerLostError
 from rlcore.run.inputs import RunInputs, start_model_is_ready

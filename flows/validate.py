@@ -3,14 +3,15 @@
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from flows import stage_words, stages
-from flows.artifacts import show_validations
 from flows.naming import flow_run_name
-from flows.open_run import open_run
 from flows.parameters import NO_OVERRIDES, Experiment, Root, Seed, all_overrides, plain_command, settings_of
-from flows.run_reporter import reported
-from flows.stages import Judgement
-from flows.tell import tell, tell_command
+from flows.shown import stage_words
+from flows.shown.artifacts import show_validations
+from flows.shown.reporter import reported
+from flows.shown.tell import tell, tell_command
+from flows.work import stages
+from flows.work.open_run import open_run
+from flows.work.stages import Judgement
 from rlcore.config import RunConfig
 from rlcore.run.inputs import RunInputs
 

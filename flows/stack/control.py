@@ -21,7 +21,7 @@ from flows.stack.recipes import (
 )
 from flows.stack.services import PortTakenError, answers, end_server, end_worker, start, wait_until_ready
 from flows.stack.state import Service, StackState, read_stack, write_stack
-from flows.trainer_client import SOURCE_FOLDER
+from flows.trainer.client import SOURCE_FOLDER
 from rlcore.errors import MillraceError
 from rlcore.storage.locks import HeldLock
 

@@ -26,7 +26,7 @@ from flows.stack.forms import ease_forms
 from flows.stack.notify import keep_automation, notify
 from flows.stack.recipes import POOL
 from flows.stack.recover import NO_HEARTBEAT, recover_lost_runs
-from flows.trainer_client import SOURCE_FOLDER
+from flows.trainer.client import SOURCE_FOLDER
 from rlcore.config.compose import experiment_names
 from rlcore.errors import MillraceError
 

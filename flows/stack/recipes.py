@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.parameters import MLFLOW_PAGE
-from flows.prefect_api import QUIET
+from flows.server.api import QUIET
 from flows.stack.databases import MLFLOW_DATABASE, PREFECT_DATABASE, Databases
 from flows.stack.ports import LOOPBACK, described_listener, free_port, is_free
 from flows.stack.state import StackState
-from flows.stack_store import TRACKING_URI
-from flows.trainer_client import SOURCE_FOLDER
+from flows.trainer.client import SOURCE_FOLDER
+from flows.work.stack_store import TRACKING_URI
 from rlcore.errors import MillraceError
 
 POOL = "millrace"

@@ -14,7 +14,7 @@ from flows.stack.databases import MLFLOW_DATABASE, PREFECT_DATABASE, PREFECT_DAT
 from flows.stack.ports import listens
 from flows.stack.recipes import Recipe
 from flows.stack.state import Service
-from flows.trainer_client import SOURCE_FOLDER
+from flows.trainer.client import SOURCE_FOLDER
 from rlcore.errors import MillraceError
 
 READY_WAIT_S = 600.0

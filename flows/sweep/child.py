@@ -6,13 +6,13 @@ from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import Field
 
-from flows.checks import check_before_plan, check_before_start
-from flows.open_run import open_run
 from flows.parameters import NO_OVERRIDES, Root, command_words, plain_command, settings_of
 from flows.pipeline import one_heartbeat
-from flows.plan import make_plan
-from flows.tell import tell, tell_command
+from flows.plan.checks import check_before_plan, check_before_start
+from flows.plan.plan import make_plan
+from flows.shown.tell import tell, tell_command
 from flows.train import train_to
+from flows.work.open_run import open_run
 from rlcore.config.fingerprint import run_id
 from rlcore.tracking.store import PARENT_TAG
 

@@ -4,10 +4,10 @@ import json
 import sys
 from pathlib import Path
 
-from flows.checks import check_before_plan
-from flows.prefect_api import start_prefect, wait_for_prefect
-from flows.progress import display_for_console, shown_on
-from flows.run_command import keep_runs_off_the_console
+from flows.commands.run import keep_runs_off_the_console
+from flows.plan.checks import check_before_plan
+from flows.server.api import start_prefect, wait_for_prefect
+from flows.shown.progress import display_for_console, shown_on
 from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import Sweep, load_sweep
 from rlcore.config.sweep_points import shown_point

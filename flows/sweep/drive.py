@@ -6,11 +6,11 @@ from statistics import fmean
 
 from pydantic import JsonValue
 
+from flows.shown.tell import tell
 from flows.sweep.budget import Spending
 from flows.sweep.children import Child, Children
 from flows.sweep.record import Member, PointRecord, members_of, write_record
 from flows.sweep.search import FixedSearch, Search
-from flows.tell import tell
 from rlcore.config.sweep import Point
 from rlcore.config.sweep_load import Sweep
 

@@ -10,17 +10,17 @@ from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import Field, JsonValue
 
-from flows.checks import check_before_plan
 from flows.parameters import NO_OVERRIDES, Root, all_overrides
 from flows.pipeline import one_heartbeat
-from flows.stack_store import in_stack
+from flows.plan.checks import check_before_plan
+from flows.shown.tell import tell
 from flows.sweep import mlflow_parent
 from flows.sweep.children import Children, InTurn, OnWorkers
 from flows.sweep.drive import Drive, search_of
 from flows.sweep.record import PointRecord, best_of, sweep_directory
 from flows.sweep.result import SweepResult, show_summary, show_table, summary_of, write_best, write_comparison
-from flows.tell import tell
-from flows.trainer_client import kept_between_runs
+from flows.trainer.client import kept_between_runs
+from flows.work.stack_store import in_stack
 from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import Sweep, load_sweep, sweep_names
 from rlcore.errors import MillraceError

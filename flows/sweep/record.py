@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from flows.stages import committed_step
+from flows.work.stages import committed_step
 from rlcore.config import RunConfig
 from rlcore.config.compose import judge_settings
 from rlcore.config.fingerprint import run_id

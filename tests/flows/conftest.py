@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from flows.prefect_api import LocalServer
+from flows.server.api import LocalServer
 from rlcore.trainer.metrics import repeatable
 
 REPOSITORY = Path(__file__).resolve().parents[2]

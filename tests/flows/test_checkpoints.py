@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from flows.fork import forked
+from flows.commands.fork import forked
 from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, DataError
 from rlcore.storage.locks import RunLock

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data import multiplication
-from flows.trainer_client import SOURCE_FOLDER, TRAINER, _environment
+from flows.trainer.client import SOURCE_FOLDER, TRAINER, _environment
 
 MILLRACE = "from flows.cli import main; main()"
 """The installed command: its own folder is in the path, and not the one that it is started in."""

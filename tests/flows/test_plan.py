@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.checks import check_before_start
-from flows.parameter_counts import count_parameters
-from flows.plan import make_plan
-from flows.stages import prepare_inputs
+from flows.plan.checks import check_before_start
+from flows.plan.parameter_counts import count_parameters
+from flows.plan.plan import make_plan
+from flows.work.stages import prepare_inputs
 from rlcore.config.compose import load_config
 from rlcore.errors import DiskSpaceError
 from rlcore.models.scratch import build_scratch_model
@@ -84,7 +84,7 @@ def test_a_model_that_is_not_here_has_no_known_size() -> None:
 
 
 def test_the_plan_says_what_the_memory_is_for(tmp_path, capsys):
-    from flows.plan_table import memory_notes, show_plan
+    from flows.plan.table import memory_notes, show_plan
     from rlcore.models.shape import shape_of
     from rlcore.run.memory_plan import Device, plan_memory
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.prefect_database import lay_out
+from flows.server.database import lay_out
 from tests.flows.conftest import REPOSITORY, Millrace, wait_until
 
 pytestmark = pytest.mark.prefect
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.prefect
 STARTER = """
 import sys, time
 from pathlib import Path
-from flows.prefect_api import start_prefect, wait_for_prefect
+from flows.server.api import start_prefect, wait_for_prefect
 api = start_prefect(Path(sys.argv[1]))
 assert start_prefect(Path(sys.argv[1])) == api, "one server for a process"
 wait_for_prefect(api)
@@ -47,7 +47,7 @@ def test_a_killed_command_leaves_no_server(tmp_path: Path) -> None:
 
 def test_an_empty_database_is_made_once_and_a_new_home_begins_with_a_copy(tmp_path: Path) -> None:
     made, home = tmp_path / "share" / "made.db", tmp_path / "home"
-    code = "import sys; from pathlib import Path; from flows.prefect_database import make; make(Path(sys.argv[1]))"
+    code = "import sys; from pathlib import Path; from flows.server.database import make; make(Path(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", code, str(made)], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert list(made.parent.iterdir()) == [made]

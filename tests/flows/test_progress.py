@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from flows.progress import LiveDisplay, PlainDisplay, describe, display, figures, shown_on
-from flows.protocol import CheckpointSaved, Happening, Note, Progress, parse_reply
+from flows.shown.progress import LiveDisplay, PlainDisplay, describe, display, figures, shown_on
+from flows.trainer.protocol import CheckpointSaved, Happening, Note, Progress, parse_reply
 
 
 def step(number: int, **more: float) -> Progress:

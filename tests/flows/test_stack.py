@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.prefect_api import require_same_series
+from flows.server.api import require_same_series
 from flows.stack.control import Wishes, down, status, up
 from flows.stack.databases import MLFLOW_DATABASE, PREFECT_DATABASE, Databases
 from flows.stack.recipes import prefect_recipe

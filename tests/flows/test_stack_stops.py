@@ -10,7 +10,7 @@ import pytest
 
 from flows.stack.control import down, status, up
 from flows.stack.state import read_stack
-from flows.trainer_client import SOURCE_FOLDER
+from flows.trainer.client import SOURCE_FOLDER
 from tests.flows.conftest import WAIT_S, journal, numbers, wait_until
 from tests.flows.stack import Stack, stack_up
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flows.prefect_api import LocalServer
+from flows.server.api import LocalServer
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import run_id
 from tests.flows.conftest import REPOSITORY, Api, Millrace, journal, numbers

@@ -1,0 +1,1 @@
+"""The commands of `millrace`, one file each."""

@@ -1,0 +1,133 @@
+"""`millrace checkpoints`: list, verify, export and prune the checkpoints of a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flows.commands.named_run import named_run
+from rlcore.checkpoint.manage import CheckpointRow, find_checkpoint, list_checkpoints
+from rlcore.checkpoint.store import CheckpointStore
+from rlcore.config import RunConfig
+from rlcore.errors import CheckpointError, DataError
+from rlcore.run.inputs import RunInputs, planned_start_model
+from rlcore.run.layout import RunLayout
+from rlcore.storage.locks import RunLock
+
+BYTES_PER_MB = 1e6
+
+
+def checkpoints(
+    run: list[str], *, root: Path, verify: bool, export: Path | None, checkpoint: str, prune: bool, as_json: bool
+) -> None:
+    """Prune and export, where asked for, then show what there is.
+
+    Raises:
+        CheckpointError: one cannot be exported; with `verify`, after the list: one is broken.
+        RunInUseError: to be pruned, and somebody works on the run.
+    """
+    config, layout = named_run(run, root)
+    deleted = _prune(config, layout) if prune else ()
+    exported = None if export is None else _export(config, layout, checkpoint, export)
+    rows = list_checkpoints(layout.checkpoints, verify_hashes=verify)
+    if as_json:
+        document: dict[str, Any] = {"run_id": layout.run_dir.name, "checkpoints": _documents(rows)}
+        document |= {"deleted": [path.name for path in deleted]} if prune else {}
+        document |= {"exported": str(exported)} if exported is not None else {}
+        print(json.dumps(document, indent=2))
+    else:
+        for path in deleted:
+            print(f"deleted {path.name}: the retention rule does not keep it")
+        if exported is not None:
+            print(f"exported {checkpoint} to {exported}")
+        _show(layout, rows)
+    broken = [row for row in rows if row.verdict == "broken"]
+    if verify and broken:
+        reasons = "\n".join(f"  {row.reason}" for row in broken)
+        raise CheckpointError(f"{layout.checkpoints}: {len(broken)} of {len(rows)} checkpoints are broken:\n{reasons}")
+
+
+def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Path) -> Path:
+    """Write a checkpoint (`last`, `best`, a step or its folder's name) as a transformers directory.
+
+    Raises:
+        CheckpointError: there is none of that name, or it is broken.
+        DataError: the run's start model is not there any more.
+    """
+    from rlcore.checkpoint.export import export_checkpoint
+
+    info = find_checkpoint(layout.checkpoints, checkpoint)
+    start = planned_start_model(config, RunInputs.read(layout).filtered_directory)
+    if not start.is_dir():
+        raise DataError(
+            f"{start}: missing: the model that run {layout.run_dir.name} has started from gives config and tokenizer. "
+            "Restore it, or make it again by the run's own command."
+        )
+    return export_checkpoint(info, config, start, target)
+
+
+def _export(config: RunConfig, layout: RunLayout, checkpoint: str, target: Path) -> Path:
+    return export_to(config, layout, checkpoint, target.absolute())
+
+
+def _prune(config: RunConfig, layout: RunLayout) -> tuple[Path, ...]:
+    """Not beside a trainer, which may be about to read one of them; it prunes by itself."""
+    with RunLock(layout.run_dir):
+        return CheckpointStore(layout.checkpoints, config.checkpoint, config).prune()
+
+
+def marks_of(rows: tuple[CheckpointRow, ...]) -> dict[int, str]:
+    """`last` and `best` by step; of equal scores the later is best."""
+    whole = [row for row in rows if row.verdict != "broken"]
+    marks: dict[int, list[str]] = {}
+    if whole:
+        marks.setdefault(whole[-1].step, []).append("last")
+    scored = [(row.score, row.step) for row in whole if row.score is not None]
+    if scored:
+        marks.setdefault(max(scored)[1], []).append("best")
+    return {step: ", ".join(names) for step, names in marks.items()}
+
+
+def _documents(rows: tuple[CheckpointRow, ...]) -> list[dict[str, Any]]:
+    marks = marks_of(rows)
+    return [
+        {
+            "step": row.step,
+            "path": str(row.path),
+            "verdict": row.verdict,
+            "reason": row.reason,
+            "size_bytes": row.size_bytes,
+            "created": row.created,
+            "marks": marks[row.step].split(", ") if row.step in marks else [],
+            "score": row.score,
+            "metrics": dict(row.metrics),
+        }
+        for row in rows
+    ]
+
+
+def _show(layout: RunLayout, rows: tuple[CheckpointRow, ...]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not rows:
+        console.print(f"{layout.checkpoints}: no checkpoint yet", markup=False)
+        return
+    marks = marks_of(rows)
+    table = Table("step", "MB", "held-out", "reward", "written", "", "state", box=None, pad_edge=False)
+    for row in rows:
+        reward = row.metrics.get("critic/score/mean")
+        table.add_row(
+            str(row.step),
+            f"{row.size_bytes / BYTES_PER_MB:,.1f}",
+            "" if row.score is None else f"{row.score:.3f}",
+            "" if reward is None else f"{reward:.3f}",
+            row.created[:19].replace("T", " "),
+            marks.get(row.step, ""),
+            row.verdict if row.verdict != "not verified" else "sizes fit; --verify reads every byte",
+        )
+    console.print(f"run {layout.run_dir.name} in {layout.run_dir}", markup=False)
+    console.print(table)
+    for row in rows:
+        if row.verdict == "broken":
+            console.print(row.reason, markup=False)

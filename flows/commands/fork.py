@@ -1,0 +1,43 @@
+"""`--fork RUN[@CHECKPOINT]`: a new run, with settings of its own, from the weights of another run's checkpoint."""
+
+from pathlib import Path
+
+from flows.commands.checkpoints import export_to
+from flows.commands.named_run import named_run
+from rlcore.checkpoint.manage import find_checkpoint
+from rlcore.config.fingerprint import fingerprint
+from rlcore.errors import CheckpointError
+from rlcore.storage.publish import read_manifest
+
+
+def forked(settings: list[str], source: str | None, root: Path) -> list[str]:
+    """The settings, and those that make a checkpoint's weights the model of step 0; as they are where source is None.
+
+    The weights go to `<root of the source>/models/fork-<digest>` as a transformers directory, once for a checkpoint.
+    Optimizer, critic and place in the data begin anew: what goes on as the same run needs no fork.
+
+    Raises:
+        DataError: there is no such run.
+        CheckpointError: it has no such checkpoint, or that is broken.
+    """
+    if source is None:
+        return settings
+    name, _, checkpoint = source.partition("@")
+    config, layout = named_run([name], root)
+    info = find_checkpoint(layout.checkpoints, checkpoint or "last")
+    digest = fingerprint("fork", {"run": layout.run_dir.name, "step": info.step, "created": info.created})
+    target = layout.root / "models" / f"fork-{digest}"
+    if read_manifest(target, error=CheckpointError) is None:
+        export_to(config, layout, info.name, target)
+    return [
+        *settings,
+        f"model.path={_quoted(str(target))}",
+        "warm_start.enabled=false",
+        f"tags.forked_from={_quoted(f'{layout.run_dir.name}@{info.name}')}",
+    ]
+
+
+def _quoted(text: str) -> str:
+    """As Hydra reads a value that may hold its own signs."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

@@ -1,0 +1,74 @@
+"""`millrace run`: the pipeline as Prefect flows, in this process."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.plan.checks import check_before_plan, check_before_start
+from flows.plan.plan import make_plan
+from flows.plan.table import show_memory, show_plan
+from flows.server.api import PrefectApi, start_prefect, wait_for_prefect
+from flows.shown.progress import display_for_console, shown_on
+from flows.shown.summary import summary_lines
+from rlcore.config.compose import load_config
+from rlcore.errors import StopRequestedError
+
+if TYPE_CHECKING:
+    from flows.pipeline import PipelineResult
+
+EXPERIMENT = "experiment="
+
+
+def run(settings: list[str], *, dry_run: bool, as_json: bool, verbose: bool) -> None:
+    """Check, plan, then run the pipeline and say where to look."""
+    config = load_config(settings)
+    check_before_plan(config)
+    plan = make_plan(config)
+    if dry_run:
+        show_plan(plan, as_json=as_json)
+        return
+    check_before_start(config, plan)
+    if plan.memory is not None and plan.memory.usable_bytes is not None and not plan.is_done:
+        show_memory(plan.memory)
+    api = start_prefect(Path(config.paths.root), verbose=verbose)
+    print(f"run {plan.run_id} in {plan.run_dir}", flush=True)
+    result = _run_pipeline(settings, api, verbose=verbose)
+    print("\n".join(summary_lines(config, result, api)), flush=True)
+
+
+def _run_pipeline(settings: list[str], api: PrefectApi, *, verbose: bool) -> "PipelineResult":
+    from flows.pipeline import pipeline  # imports Prefect, while the server comes up
+
+    wait_for_prefect(api)
+    from flows.server.watch import FlowCancelledError
+
+    if not verbose:
+        keep_runs_off_the_console()
+    experiment, overrides = split_experiment(settings)
+    try:
+        with shown_on(display_for_console()):
+            return pipeline(experiment, overrides)
+    except FlowCancelledError as ended:
+        raise StopRequestedError(str(ended)) from ended
+
+
+def split_experiment(settings: list[str]) -> tuple[str | None, list[str]]:
+    """The experiment's name apart from the other overrides, so that it is a parameter of its own in Prefect.
+
+    >>> split_experiment(["experiment=debug", "seed=2"])
+    ('debug', ['seed=2'])
+    """
+    names = [text.removeprefix(EXPERIMENT) for text in settings if text.startswith(EXPERIMENT)]
+    rest = [text for text in settings if not text.startswith(EXPERIMENT)]
+    return (names[0] if names else None), rest
+
+
+def keep_runs_off_the_console() -> None:
+    """The log lines of flow and task runs are Prefect's; the console has our own, and errors end in one message."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not record.name.startswith(("prefect.flow_runs", "prefect.task_runs"))
+
+    for handler in logging.getLogger().handlers:
+        if hasattr(handler, "console"):
+            handler.addFilter(keep)

@@ -1,0 +1,109 @@
+"""`millrace compare`, `sync`, `gc` and `ui`: without Prefect."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from flows.server.tether import tethered
+from flows.stack.databases import Databases
+from flows.stack.ports import is_free
+from flows.stack.recipes import mlflow_recipe
+from flows.stack.services import answers, wait_until_ready
+from flows.stack.state import Service, StackState, read_stack
+from flows.work import upkeep
+from flows.work.comparison import compare as compare_runs
+from flows.work.comparison import find_runs
+from flows.work.run_folders import all_runs, named_runs
+from flows.work.stack_store import tracking_in_stack
+from flows.work.upkeep import Outcome
+from rlcore.config import TrackingConfig
+from rlcore.errors import MillraceError
+from rlcore.tracking.connection import has_store
+
+END_WAIT_S = 20.0
+
+
+def compare(runs: Sequence[str], *, search: str, root: Path, tracking: TrackingConfig) -> None:
+    """Write a comparison and say what it concludes."""
+    root = root.resolve()
+    made = compare_runs(find_runs(runs, search, root, tracking_in_stack(tracking, root)), root)
+    print(f"{len(made.runs)} runs: {', '.join(folder.name for folder in made.runs)}\n")
+    print("\n".join(made.statements))
+    print(f"\n  HTML      {made.html}\n  Markdown  {made.markdown}\n  JSON      {made.json}")
+    if made.mlflow_page:
+        print(f"  MLflow    {made.mlflow_page}")
+
+
+def sync(runs: Sequence[str], *, root: Path, uri: str | None) -> None:
+    """Deliver journals; all of the root's where none is named."""
+    root = root.resolve()
+    folders = named_runs(runs, root) if runs else all_runs(root)
+    _end(upkeep.sync(folders, uri), f"no runs under {root / 'runs'}")
+
+
+def gc(*, root: Path, tracking: TrackingConfig, dry_run: bool) -> None:
+    """Remove artifacts of deleted runs."""
+    root = root.resolve()
+    outcomes = upkeep.collect_garbage(root, tracking_in_stack(tracking, root), dry_run=dry_run)
+    _end(outcomes, "no artifacts of deleted runs")
+
+
+def _end(outcomes: Sequence[Outcome], nothing: str) -> None:
+    print("\n".join(map(str, outcomes)) or nothing)
+    if not all(outcome.ok for outcome in outcomes):
+        sys.exit(1)
+
+
+def ui(root: Path, port: int | None) -> None:
+    """Serve MLflow's pages of the root's store on loopback, until interrupted; say where they are."""
+    root = root.resolve()
+    running = read_stack(root).service("mlflow")
+    if port is None and running is not None and running.process() is not None and answers(running):
+        print(f"MLflow is up already, by millrace up: {running.url}")
+        return
+    if port is not None and not is_free(port):
+        raise MillraceError(
+            f"--port {port}: is in use on this machine. Name another one, or none: a free one is taken."
+        )
+    databases = Databases.chosen(root)
+    if not has_store(databases.mlflow):
+        raise MillraceError(f"--root {root}: holds no MLflow store. Run something there first, or name another root.")
+    recipe = mlflow_recipe(root, databases, port, print, StackState())
+    log_file = root / "mlflow-ui.log"
+    with log_file.open("wb") as log:
+        server = subprocess.Popen(
+            tethered(recipe.command),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **recipe.environment},
+            start_new_session=True,  # an interrupt at the keyboard is for us, and we end it
+        )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        born = psutil.Process(server.pid).create_time()
+        wait_until_ready(
+            Service(recipe.name, server.pid, born, recipe.port, recipe.url, recipe.ready_url, str(log_file))
+        )
+        print(f"MLflow: {recipe.url} (until Ctrl-C; its log: {log_file})", flush=True)
+        server.wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        _end_family(server)
+
+
+def _end_family(server: "subprocess.Popen[bytes]") -> None:
+    """The server and its workers."""
+    if server.poll() is not None:
+        return
+    family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    server.terminate()
+    _, left = psutil.wait_procs(family, timeout=END_WAIT_S)
+    for process in left:
+        process.kill()

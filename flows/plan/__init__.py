@@ -1,0 +1,1 @@
+"""What a run would do, and what is looked at before anything expensive."""

@@ -1,0 +1,67 @@
+"""What is looked at before anything expensive: each mistake is told in a second, not after the model has loaded."""
+
+import os
+from pathlib import Path
+
+from data.custom import build_function
+from flows.plan.plan import RunPlan
+from rlcore.config import CustomData, RunConfig
+from rlcore.config.data import parts_of
+from rlcore.errors import DataError, DiskSpaceError
+from rlcore.rollout.requirements import require_vllm
+from rlcore.rollout.scoring import require_scorer
+from rlcore.run.memory_fit import require_fit
+from rlcore.storage.disk import nearest_existing
+
+
+def check_before_plan(config: RunConfig) -> None:
+    """The folder to write to, and functions of the user's own. (The model's folder is a rule of the settings.)
+
+    Raises:
+        ConfigError, DataError: key, rule, value got, what to do.
+    """
+    _require_functions(config)
+    root = Path(config.paths.root)
+    there = nearest_existing(root)
+    if not there.is_dir():
+        raise DataError(f"paths.root: must be a folder, and {there} is a file. Choose another paths.root.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise DataError(
+            f"paths.root: must be writable, and {there} is not (for {root}). Make it writable, or choose another "
+            "paths.root."
+        )
+
+
+def _require_functions(config: RunConfig) -> None:
+    """What `data.build` and a scorer of one's own name: a run asks for the scorer after all of its data is made."""
+    for part in parts_of(config.data):
+        if isinstance(part.data, CustomData):
+            build_function(part.data)
+        if part.data.scorer != type(part.data).model_fields["scorer"].default:
+            require_scorer(part.data.scorer)
+
+
+def check_before_start(config: RunConfig, plan: RunPlan) -> None:
+    """What a run needs and a plan does not: the engine, and room for what the run still has to write.
+
+    Raises:
+        EngineError: vLLM is not installed, or is asked for what it is not built for here.
+        ConfigError: the run cannot fit the GPU that is here.
+        DiskSpaceError: says how many bytes are missing, and where.
+    """
+    if config.rollout.engine == "vllm" and not plan.is_done:
+        require_vllm(config.rollout)
+    if plan.memory is not None and not plan.is_done:
+        require_fit(config, plan.memory)
+    disk = plan.disk
+    if disk.missing_bytes and not plan.is_done:
+        short = "; ".join(
+            f"{report.path}: {report.missing_bytes:,} bytes are missing: {report.needed_bytes:,} to write and "
+            f"{report.reserve_bytes:,} in reserve (checkpoint.reserve_gb), and {report.free_bytes:,} are free"
+            for report in disk.file_systems
+            if report.missing_bytes
+        )
+        raise DiskSpaceError(
+            f"{short}. The run needs room for {disk.num_checkpoints} checkpoints, among others (--dry-run shows it). "
+            "Free some room, lower checkpoint.keep_last, or set paths.root to a larger disk."
+        )

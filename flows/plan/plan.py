@@ -1,0 +1,245 @@
+"""What a run would do: its stages, what of them is done, its chunks, its room on disk, its tokens. Writes nothing."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from data import dataset_directory, dataset_fingerprint, filter_fingerprint, filtered_directory, tokenizer_fingerprint
+from flows.plan.parameter_counts import count_parameters
+from flows.work.report import report_fingerprint, report_is_current
+from flows.work.stages import chunk_bounds, committed_step, known_result
+from rlcore.checkpoint.catalog import scan
+from rlcore.config import RunConfig
+from rlcore.config.fingerprint import fingerprint, run_id, settings_fingerprint
+from rlcore.models.shape import shape_of
+from rlcore.run.inputs import planned_start_model, planned_tokenizer, start_model_is_ready
+from rlcore.run.layout import RunLayout
+from rlcore.run.memory_fit import device_of, fitted
+from rlcore.run.memory_plan import MemoryPlan
+from rlcore.run.needs import disk_needs
+from rlcore.storage.disk import (
+    RoomReport,
+    check_needs,
+    checkpoint_bytes,
+    free_bytes,
+    num_checkpoints_at_once,
+    reserve_bytes,
+)
+from rlcore.storage.publish import read_manifest
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage. `fingerprint` None: it depends on a stage that has not run yet."""
+
+    name: str
+    fingerprint: str | None
+    place: Path | None
+    cached: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """A chunk of training, and whether its checkpoint is committed."""
+
+    start: int
+    stop: int
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBudget:
+    """Most tokens that one step, and the steps that are left, can have."""
+
+    prompts_per_step: int
+    sequences_per_step: int
+    max_tokens_per_sequence: int
+    max_tokens_per_step: int
+    max_tokens_left: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskBudget:
+    """Bytes that checkpoints take. `checkpoint_bytes` None: not known before the first checkpoint.
+
+    `needed_bytes`: what checkpoints will take more than they take now, and the reserve. `file_systems`: everything that
+    the run writes, checkpoints among it, for each file system that it touches.
+    """
+
+    checkpoint_bytes: int | None
+    num_checkpoints: int
+    reserve_bytes: int
+    needed_bytes: int
+    free_bytes: int
+    file_systems: tuple[RoomReport, ...]
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes to free before the run may start, on all file systems."""
+        return sum(report.missing_bytes for report in self.file_systems)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """All of it."""
+
+    run_id: str
+    run_dir: Path
+    settings_fingerprint: str
+    stages: tuple[StagePlan, ...]
+    chunks: tuple[ChunkPlan, ...]
+    committed_step: int
+    total_steps: int
+    tokens: TokenBudget
+    disk: DiskBudget
+    memory: MemoryPlan | None
+    """Of one rank's GPU; None where the model's shape is not known here."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do."""
+        return all(stage.cached for stage in self.stages)
+
+    def stage(self, name: str) -> StagePlan:
+        """A stage by its name."""
+        return next(stage for stage in self.stages if stage.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        plain: dict[str, Any] = _plain(asdict(self))
+        return plain
+
+
+def make_plan(config: RunConfig) -> RunPlan:
+    """The plan of a run as things stand on disk.
+
+    Raises:
+        DataError: source files of the dataset are missing.
+        CheckpointError: the run's checkpoints are broken, or of other settings.
+    """
+    layout = RunLayout.of(config)
+    committed = committed_step(config)
+    dataset, filtered = _data_stages(config, layout.root)
+    chunks = tuple(ChunkPlan(start, stop, stop <= committed) for start, stop in chunk_bounds(config))
+    stages = [dataset, filtered, _start_model(config, filtered), _train(config, layout, chunks, committed)]
+    stages += [_validate(config, layout, committed), _report(config, layout, stages)]
+    return RunPlan(
+        run_id=run_id(config),
+        run_dir=layout.run_dir,
+        settings_fingerprint=settings_fingerprint(config),
+        stages=tuple(stages),
+        chunks=chunks,
+        committed_step=committed,
+        total_steps=config.trainer.total_steps,
+        tokens=_tokens(config, committed),
+        disk=_disk(config, layout),
+        memory=plan_memory_here(config),
+    )
+
+
+def plan_memory_here(config: RunConfig) -> MemoryPlan | None:
+    """What a rank will hold on this host's GPU; on one of unknown size where there is none."""
+    shape = shape_of(config.model)
+    return None if shape is None else fitted(config, shape, device_of(config))[1]
+
+
+def _data_stages(config: RunConfig, root: Path) -> tuple[StagePlan, StagePlan]:
+    digest = dataset_fingerprint(config.data, config.seed)
+    place = dataset_directory(digest, root)
+    manifest = read_manifest(place)
+    rows = "" if manifest is None else _rows(manifest.values["counts"])
+    dataset = StagePlan("dataset", digest, place, manifest is not None, f"{config.data.task} {rows}".strip())
+    tokenizer = planned_tokenizer(config)
+    if not tokenizer.is_dir():
+        return dataset, StagePlan("filter", None, None, False, "after its tokenizer is made")
+    filter_digest = filter_fingerprint(digest, tokenizer_fingerprint(tokenizer), config.filter)
+    filtered = filtered_directory(filter_digest, root)
+    manifest = read_manifest(filtered)
+    detail = "" if manifest is None else _rows(manifest.values["counts"])
+    return dataset, StagePlan("filter", filter_digest, filtered, manifest is not None, detail)
+
+
+def _rows(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in counts.items())
+
+
+def _start_model(config: RunConfig, filtered: StagePlan) -> StagePlan:
+    if config.model.path is not None and not config.warm_start.enabled:
+        return StagePlan("warm-start", None, Path(config.model.path), True, f"off: starts from {config.model.path}")
+    if filtered.place is None:
+        return StagePlan("warm-start", None, None, False, "after the filter")
+    place = planned_start_model(config, filtered.place)
+    warm = config.warm_start
+    detail = f"to reward {warm.stop_at_reward:g}, at most {warm.max_steps} steps" if warm.enabled else "model only"
+    return StagePlan("warm-start", place.name, place, start_model_is_ready(config, filtered.place), detail)
+
+
+def _train(config: RunConfig, layout: RunLayout, chunks: tuple[ChunkPlan, ...], committed: int) -> StagePlan:
+    total = config.trainer.total_steps
+    exported = read_manifest(layout.exported_model)
+    is_exported = exported is not None and exported.values.get("step") == committed
+    done = sum(chunk.done for chunk in chunks)
+    detail = f"step {min(committed, total)} of {total}, {done} of {len(chunks)} chunks done"
+    cached = done == len(chunks) and is_exported
+    return StagePlan("train", settings_fingerprint(config), layout.checkpoints, cached, detail)
+
+
+def _validate(config: RunConfig, layout: RunLayout, committed: int) -> StagePlan:
+    judged = {"before": 0, "after": committed}
+    names = [name for name, step in judged.items() if known_result(config, layout, name, step) is not None]
+    finished = committed >= config.trainer.total_steps
+    digest = fingerprint("validate", {"run": settings_fingerprint(config), "settings": config.validation})
+    detail = f"{' and '.join(names)} judged" if names else "before and after"
+    return StagePlan("validate", digest, layout.validation, finished and len(names) == len(judged), detail)
+
+
+def _report(config: RunConfig, layout: RunLayout, stages: list[StagePlan]) -> StagePlan:
+    current = all(stage.cached for stage in stages) and report_is_current(layout)
+    digest = report_fingerprint(layout) if current else None
+    return StagePlan("report", digest, layout.run_dir / "report", current, "HTML and Markdown")
+
+
+def _tokens(config: RunConfig, committed: int) -> TokenBudget:
+    prompts = config.trainer.batch_size
+    sequences = prompts * config.rollout.samples_per_prompt
+    longest = config.filter.max_prompt_tokens + config.rollout.max_response_tokens
+    left = max(0, config.trainer.total_steps - committed)
+    return TokenBudget(prompts, sequences, longest, sequences * longest, sequences * longest * left)
+
+
+def _disk(config: RunConfig, layout: RunLayout) -> DiskBudget:
+    known = scan(layout.checkpoints).checkpoints
+    count = count_parameters(config)
+    size: int | None = None
+    if known:
+        size = known[-1].size_bytes
+    elif count is not None:
+        size = checkpoint_bytes(count.trained)
+    trainer = config.trainer
+    number = num_checkpoints_at_once(
+        config.checkpoint, total_steps=trainer.total_steps, steps_per_chunk=trainer.steps_per_chunk
+    )
+    reserve = reserve_bytes(config.checkpoint)
+    committed = known[-1].step if known else 0
+    is_done = committed >= trainer.total_steps
+    more = 0 if is_done else max(0, number * (size or 0) - sum(info.size_bytes for info in known))
+    needs = disk_needs(
+        config,
+        layout,
+        checkpoints_bytes=more,
+        num_weights=0 if count is None else count.policy,
+        steps_left=max(0, trainer.total_steps - committed),
+    )
+    reports = check_needs(needs, reserve)
+    return DiskBudget(size, number, reserve, more + reserve, free_bytes(layout.checkpoints), reports)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value

@@ -1,0 +1,98 @@
+"""The plan for people and for machines."""
+
+import json
+
+from flows.plan.plan import RunPlan
+from rlcore.run.memory_plan import MemoryPlan
+
+GB = 1e9
+
+
+def show_plan(plan: RunPlan, *, as_json: bool) -> None:
+    """Print it."""
+    if as_json:
+        print(json.dumps(plan.to_json(), indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"run {plan.run_id} in {plan.run_dir}, settings {plan.settings_fingerprint}", markup=False)
+    table = Table("stage", "fingerprint", "state", "what", box=None, pad_edge=False, header_style="bold")
+    for stage in plan.stages:
+        state = "done" if stage.cached else "to do"
+        table.add_row(stage.name, stage.fingerprint or "not known yet", state, stage.detail)
+    console.print(table)
+    for line in (_chunks(plan), _tokens(plan), _disk(plan)):
+        console.print(line, markup=False)
+    if plan.memory is not None:
+        show_memory(plan.memory)
+
+
+def show_memory(plan: MemoryPlan) -> None:
+    """Print what each phase of a step holds on one rank's GPU."""
+    from rich.console import Console
+    from rich.table import Table
+
+    room = "" if plan.usable_bytes is None else f", {plan.usable_bytes / GB:.1f} GB of it for tensors"
+    table = Table(title=f"Memory of {plan.device.name}{room}, GB by phase", box=None, pad_edge=False,
+                  title_justify="left", header_style="bold")  # fmt: skip
+    table.add_column("part")
+    for phase in plan.phases:
+        table.add_column(phase, justify="right")
+    for part in dict.fromkeys(part for parts in plan.phases.values() for part in parts):
+        sizes = (parts.get(part) for parts in plan.phases.values())
+        table.add_row(part, *("" if size is None else f"{size / GB:.3f}" for size in sizes))
+    sums = (sum(parts.values()) for parts in plan.phases.values())
+    table.add_row("sum", *(f"{size / GB:.3f}" for size in sums), style="bold")
+    console = Console(highlight=False)
+    console.print(table)
+    for note in memory_notes(plan):
+        console.print(note, markup=False, soft_wrap=True)
+
+
+def memory_notes(plan: MemoryPlan) -> list[str]:
+    """Whether the plan fits, in words; nothing where the device is not known."""
+    if plan.usable_bytes is None:
+        return []
+    peak = f"{plan.peak_phase} needs {plan.peak_bytes / GB:.1f} GB"
+    if plan.cannot_fit:
+        return [f"memory: CANNOT FIT: {plan.floor_bytes / GB:.1f} GB even with one longest answer a micro-batch"]
+    if not plan.fits:
+        return [f"memory: {peak} as planned; passes that run out will be cut finer (runtime.fit_memory=auto plans it)"]
+    return [f"memory: fits, {peak}"]
+
+
+def _chunks(plan: RunPlan) -> str:
+    done = sum(chunk.done for chunk in plan.chunks)
+    ends = ", ".join(f"{chunk.start}-{chunk.stop}" for chunk in plan.chunks if not chunk.done)
+    shown = ends if len(ends) <= 60 else f"{ends[:57]}..."
+    left = f"; to do: {shown}" if ends else ""
+    return (
+        f"chunks: {done} of {len(plan.chunks)} done, committed step {plan.committed_step} of {plan.total_steps}{left}"
+    )
+
+
+def _tokens(plan: RunPlan) -> str:
+    tokens = plan.tokens
+    return (
+        f"tokens: {tokens.prompts_per_step:,} prompts and {tokens.sequences_per_step:,} answers a step, at most "
+        f"{tokens.max_tokens_per_sequence:,} tokens each: at most {tokens.max_tokens_per_step:,} a step, "
+        f"{tokens.max_tokens_left:,} in the steps left"
+    )
+
+
+def _disk(plan: RunPlan) -> str:
+    disk = plan.disk
+    one = "not known before the first" if disk.checkpoint_bytes is None else f"{disk.checkpoint_bytes / GB:.3f} GB"
+    lines = [
+        f"disk: a checkpoint {one}, at most {disk.num_checkpoints} at a time, {disk.reserve_bytes / GB:.1f} GB in "
+        f"reserve: {disk.needed_bytes / GB:.2f} GB still needed, {disk.free_bytes / GB:.1f} GB free"
+    ]
+    for report in disk.file_systems:
+        short = f"; MISSING {report.missing_bytes / GB:.2f} GB" if report.missing_bytes else ""
+        lines.append(
+            f"  {report.path}: {report.needed_bytes / GB:.2f} GB to write on this file system, "
+            f"{report.free_bytes / GB:.1f} GB free{short}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Prefect: the server that a command talks to, and what it says of the flow runs that are here."""

@@ -1,0 +1,213 @@
+"""Which Prefect server a command talks to, and the settings under which it does. Call before Prefect is imported.
+
+`PREFECT_API_URL` names a server; else the one that `millrace up` has started under the same root; else one is started
+for this command, with its database in `<root>/prefect`, and ends with it.
+"""
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.parameters import MLFLOW_PAGE
+from flows.server.database import lay_out
+from flows.server.tether import tethered
+from flows.trainer.client import SOURCE_FOLDER
+from rlcore.errors import MillraceError
+from rlcore.storage.locks import HeldLock
+
+if TYPE_CHECKING:
+    from flows.stack.state import StackState
+
+START_WAIT_S = 600.0
+"""The first start makes the database: 7 s of computing, minutes on a busy machine. One that dies is noticed at once."""
+ANSWER_WAIT_S = 10.0
+"""For a server that is said to run already."""
+STOP_WAIT_S = 10.0
+NUM_LAST_LINES = 15
+QUIET: Mapping[str, str] = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "true",
+    "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+    # 2^n s in all: a server that is away for a quarter of an hour does not fail a run that is done.
+    "PREFECT_CLIENT_MAX_RETRIES": "9",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": "rlcore,data,flows",
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+    # Prefect's own lines would tear the live line apart; they still go to the server.
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
+}
+"""Where the user's environment says nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefectApi:
+    """A server that answers, or will in a moment. `home`: of a server that ends with this command, else None."""
+
+    url: str
+    home: Path | None
+
+
+class LocalServer:
+    """A Prefect server that ends with this process."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        home.mkdir(parents=True, exist_ok=True)
+        self._log = home / "server.log"
+        # Two servers that make the database at the same time would get in each other's way.
+        self._making = HeldLock(home / "server-start.lock", what=f"the Prefect database in {home}", wait_s=START_WAIT_S)
+        self._making.__enter__()
+        lay_out(home)
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        path = os.pathsep.join(part for part in (str(SOURCE_FOLDER), os.environ.get("PYTHONPATH", "")) if part)
+        own = {
+            "PREFECT_HOME": str(home),
+            "PREFECT_API_URL": self.url,
+            "PYTHONPATH": path,
+            "PREFECT_UI_ENABLED": "false",
+        }
+        with listener, self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                tethered([sys.executable, "-m", "flows.server.local", str(listener.fileno())]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(listener.fileno(),),
+                start_new_session=True,  # an interrupt at the keyboard is for us, and we still have things to tell it
+                env=os.environ | own,
+            )
+        # Registered before Prefect is imported, so called after Prefect has sent its last logs and events.
+        atexit.register(self.stop)
+
+    def wait(self) -> None:
+        """Until it answers.
+
+        Raises:
+            MillraceError: it does not; with the end of its log.
+        """
+        try:
+            _ask(self.url, START_WAIT_S)
+        except OSError as error:
+            lines = self._log.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]
+            raise MillraceError(
+                f"The Prefect server of this command does not start ({error}). `millrace train` does the same training "
+                f"without Prefect. The end of {self._log}:\n" + "\n".join(f"    {line}" for line in lines)
+            ) from error
+        finally:
+            self._making.__exit__(None, None, None)
+
+    def stop(self) -> None:
+        """End it. Safe to call twice."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+_servers: dict[Path, LocalServer] = {}
+
+
+def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
+    """Choose the server and set Prefect's environment; where one has to be started it comes up meanwhile.
+
+    Raises:
+        MillraceError: a server that was named or recorded does not answer.
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    if verbose:
+        os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "INFO"
+    url = os.environ.get("PREFECT_API_URL")
+    for home, server in _servers.items():
+        if server.url == url:
+            return PrefectApi(server.url, home)
+    if url:
+        _require_answer(
+            url, "PREFECT_API_URL", "Start that server, or unset PREFECT_API_URL: then one is started here."
+        )
+        return PrefectApi(url, None)
+    if stack := _recorded_stack(root):
+        os.environ["PREFECT_API_URL"] = stack.prefect_api_url
+        os.environ.setdefault(MLFLOW_PAGE, stack.mlflow_url)
+        return PrefectApi(stack.prefect_api_url, None)
+    home = Path(os.environ.setdefault("PREFECT_HOME", str(root.resolve() / "prefect")))
+    if home not in _servers:
+        _servers[home] = LocalServer(home)
+    os.environ["PREFECT_API_URL"] = _servers[home].url
+    return PrefectApi(_servers[home].url, home)
+
+
+def wait_for_prefect(api: PrefectApi) -> None:
+    """Until a server that was started here answers."""
+    if api.home is not None:
+        _servers[api.home].wait()
+
+
+def _recorded_stack(root: Path) -> "StackState | None":
+    """The stack that `millrace up` has started under this root, if its server is still that one and answers."""
+    from flows.stack.state import read_stack
+
+    stack = read_stack(root)
+    server = stack.service("prefect")
+    if server is None or server.process() is None:
+        return None
+    try:
+        _ask(stack.prefect_api_url, ANSWER_WAIT_S)
+    except (OSError, ValueError):
+        return None
+    return stack
+
+
+def _require_answer(url: str, key: str, remedy: str) -> None:
+    try:
+        _ask(url, ANSWER_WAIT_S)
+        theirs = _get(f"{url}/admin/version", ANSWER_WAIT_S).strip().strip(b'"').decode()
+    except (OSError, ValueError) as error:
+        raise MillraceError(f"{key}: no Prefect server answers at {url} ({error}). {remedy}") from error
+    require_same_series(theirs, version("prefect"), f"{key}: the server at {url}")
+
+
+def require_same_series(theirs: str, ours: str, what: str) -> None:
+    """A server and its clients are of one series.
+
+    Raises:
+        MillraceError: they are not.
+    """
+    if _series(theirs) != _series(ours):
+        raise MillraceError(
+            f"{what} is Prefect {theirs}, and {ours} is installed here; both must be of one series. Bring that server "
+            f"to {_series(ours)}, or name no server: then one is started here."
+        )
+
+
+def _series(version: str) -> str:
+    """`3.7` of `3.7.7`: within a series a client and a server of different versions understand each other."""
+    return ".".join(version.split(".")[:2])
+
+
+def _ask(url: str, timeout_s: float) -> None:
+    """Ask for the server's health."""
+    if _get(f"{url}/health", timeout_s).strip() != b"true":
+        raise OSError("something else than a Prefect server answers there")
+
+
+def _get(url: str, timeout_s: float) -> bytes:
+    """A page. A proxy has no business between us and the server."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=timeout_s) as answer:
+        content: bytes = answer.read()
+    return content

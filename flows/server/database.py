@@ -1,0 +1,56 @@
+"""An empty Prefect database, made once with the installation: to make one takes Prefect 5 s of migrations.
+
+    python -m flows.server.database
+
+writes it beside this Python's other files; `make` does so when it installs. A server with a new home begins with a
+copy. Without it, or with another version of Prefect, the server makes its database itself.
+"""
+
+import asyncio
+import os
+import shutil
+import sqlite3
+import sys
+import tempfile
+from contextlib import closing
+from importlib.metadata import version
+from pathlib import Path
+
+DATABASE = "prefect.db"
+"""In a server's home."""
+
+
+def empty_database() -> Path:
+    """Where the one of this installation is, if it was made."""
+    return Path(sys.prefix) / "share" / "millrace" / f"prefect-{version('prefect')}.db"
+
+
+def lay_out(home: Path, made: Path | None = None) -> bool:
+    """Give a server's home an empty database, where it has none and one was made; whether it did."""
+    made = made or empty_database()
+    target = home / DATABASE
+    if target.exists() or not made.is_file():
+        return False
+    part = target.with_suffix(".part")
+    shutil.copyfile(made, part)
+    part.rename(target)
+    return True
+
+
+def make(target: Path) -> None:
+    """Let Prefect make one, in a folder of its own."""
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["PREFECT_HOME"] = home
+        os.environ.pop("PREFECT_API_DATABASE_CONNECTION_URL", None)
+        from prefect.server.database import provide_database_interface
+
+        asyncio.run(provide_database_interface().create_db())
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_suffix(f".{os.getpid()}.part")
+        with closing(sqlite3.connect(Path(home) / DATABASE)) as source, closing(sqlite3.connect(part)) as copy:
+            source.backup(copy)
+        part.rename(target)
+
+
+if __name__ == "__main__":
+    make(empty_database())

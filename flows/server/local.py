@@ -1,0 +1,24 @@
+"""A Prefect server for one command, on loopback, on a socket that its starter has opened.
+
+    python -m flows.server.local FD
+
+Whoever connects before it is up waits in the socket's queue, so nothing polls and no port is guessed.
+"""
+
+import socket
+import sys
+
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    import uvicorn
+    from prefect.server.api.server import create_app
+
+    # ephemeral: no UI, and only the services that record runs and events.
+    app = create_app(ephemeral=True, final=True)
+    uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on")).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Cancellation and suspension of the flow run that we are in, asked for at the server.
+
+Prefect tells both by events, and some are lost: the event of a suspension may come before the state is in the database,
+and the flow's own listener then looks too early and never again; a worker of Prefect 3.7 cancels a flow run once and
+not again after a retry; a worker that is dead cancels nothing, and a run that no worker started has nobody who would.
+So the flow looks itself, every few seconds. Whoever hears the event is quicker and comes first.
+"""
+
+import atexit
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from uuid import UUID
+
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import State, StateType
+from prefect.events import Event, Resource
+from prefect.exceptions import Abort, Pause, TerminationSignal
+from prefect.runtime import deployment, flow_run
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Cancelled
+
+from flows.server.console import outlive_the_worker
+from rlcore.errors import StopRequestedError
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 4.0
+CANCEL_AFTER_S = 20.0
+"""Since a cancellation was seen: a worker that does its work has told us to end long before."""
+MAX_RETRIES = 2
+"""Of a request at the end of a run that is over in any case."""
+TOLD_TO_END = "told to end; the same command goes on from the last checkpoint"
+OVER = (StateType.CANCELLING, StateType.CANCELLED)
+LEFT = "prefect.flow-run.left"
+"""The last event of a suspended run. After a heartbeat the server waits for anything more, and then gives it up."""
+
+
+class FlowCancelledError(Abort):
+    """The flow run was cancelled or told to end, and nobody else ends it. The trainer has saved, as after any stop."""
+
+
+class _Watch:
+    """Looks at one flow run from a thread of its own: a server that is away holds up nobody."""
+
+    def __init__(self, flow_run_id: UUID) -> None:
+        self._flow_run_id = flow_run_id
+        self._over = threading.Event()
+        self._suspended: State[object] | None = None
+        self._cancelled_at: float | None = None
+        self.nested: set[UUID] = set()
+        self._thread = threading.Thread(target=self._look_on, name="flow-run-watch", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """It may be in the middle of a request, which is left alone."""
+        self._over.set()
+
+    def end_if_cancelled(self) -> None:
+        """Raise in the flow's thread, once it is our turn."""
+        since = self._cancelled_at
+        if since is not None and time.monotonic() - since >= CANCEL_AFTER_S:
+            self.nested = set(_with_those_around())
+            raise FlowCancelledError(TOLD_TO_END)
+
+    def end_if_suspended(self) -> None:
+        """Raise what Prefect's own listener raises between two tasks."""
+        if self._suspended is not None:
+            raise Pause(state=self._suspended)
+
+    def _look_on(self) -> None:
+        while not self._over.is_set():
+            try:
+                self._look()
+            except Exception as error:  # the server is away: the training is not touched by that
+                log.debug("the state of flow run %s is not known: %s", self._flow_run_id, error)
+            self._over.wait(LOOK_EVERY_S)
+
+    def _look(self) -> None:
+        with get_client(sync_client=True) as client:
+            state = client.read_flow_run(self._flow_run_id).state
+        if state is None:
+            return
+        if state.is_paused() and state.name == "Suspended":
+            self._suspended = state
+        if state.type not in OVER:
+            self._cancelled_at = None
+        elif self._cancelled_at is None:
+            self._cancelled_at = time.monotonic()
+
+
+_watch: _Watch | None = None
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Inside the block the flow run that is around everything is watched. A block inside another one adds nothing.
+
+    Take it before the run's lock: a flow run that is Cancelled may be tried again at once, and needs the lock.
+    """
+    global _watch
+    if _watch is not None:
+        yield
+        return
+    outermost = UUID(str(flow_run.root_flow_run_id or flow_run.id))
+    if deployment.id:
+        outlive_the_worker()
+    watch = _watch = _Watch(outermost)
+    try:
+        with told_to_end():
+            yield
+    except FlowCancelledError:
+        _show_cancelled(watch.nested | {outermost})
+        raise
+    except Pause:
+        atexit.register(_tell_that_we_leave, outermost)  # after the last heartbeat, before Prefect's events are sent
+        raise
+    finally:
+        _watch = None
+        watch.end()
+
+
+def end_if_cancelled() -> None:
+    """Called often, while a trainer works.
+
+    Raises:
+        FlowCancelledError: the flow run was cancelled.
+    """
+    if _watch is not None:
+        _watch.end_if_cancelled()
+
+
+@contextmanager
+def told_to_end() -> Iterator[None]:
+    """A signal inside the block is a cancellation. Prefect takes SIGINT for a crash, and at SIGTERM ends the process
+    before it has told the server. Of a deployed run its worker, or the next `millrace up`, says what becomes of it.
+
+    Raises:
+        FlowCancelledError: in place of what a signal to us, or to the trainer, has raised.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, TerminationSignal, StopRequestedError) as ended:
+        if _watch is None or deployment.id:
+            raise
+        _watch.nested |= set(_with_those_around())
+        raise FlowCancelledError(str(ended) if isinstance(ended, StopRequestedError) else TOLD_TO_END) from ended
+
+
+def end_if_suspended() -> None:
+    """Called where everything is saved.
+
+    Raises:
+        Pause: the flow run was suspended. Prefect ends the process; resumed, the run goes on from its last checkpoint.
+    """
+    if _watch is not None:
+        _watch.end_if_suspended()
+
+
+def _with_those_around() -> list[UUID]:
+    ids = (flow_run.id, flow_run.parent_flow_run_id, flow_run.root_flow_run_id)
+    return [UUID(str(one)) for one in ids if one]
+
+
+def _show_cancelled(flow_runs: set[UUID]) -> None:
+    """Flow runs, and what was under way in them. A server that is away keeps nobody waiting."""
+    state: State[object] = Cancelled(message="cancelled; saved, and goes on when tried again")
+    within = FlowRunFilter(id=FlowRunFilterId(any_=list(flow_runs)))
+    try:
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: MAX_RETRIES}), get_client(sync_client=True) as client:
+            for one in flow_runs:
+                client.set_flow_run_state(one, state, force=True)
+            for task in client.read_task_runs(flow_run_filter=within):
+                if task.state is None or not task.state.is_final():
+                    client.set_task_run_state(task.id, state, force=True)
+    except Exception as error:
+        log.warning("the Prefect server was not told that the run has ended: %s", error)
+
+
+def _tell_that_we_leave(one: UUID) -> None:
+    """By a request: at the interpreter's end the thread that sends events has ended."""
+    event = Event(event=LEFT, resource=Resource({"prefect.resource.id": f"prefect.flow-run.{one}"}))
+    with suppress(Exception), get_client(sync_client=True) as client:
+        client.request("POST", "/events", json=[event.model_dump(mode="json")])

@@ -1,0 +1,197 @@
+"""What a person sees while a run goes on: a live line on a terminal, plain lines in a log."""
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from flows.trainer.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PLAIN_EVERY_S = 10.0
+"""Seconds between two progress lines in a log."""
+REWARD_NAMES = ("critic/score/mean", "reward")
+"""The reward of a training step, and of a measurement in the warm start."""
+
+
+HEADLINE = re.compile(r"/reward/(mean@\d+|pass@\d+|greedy)$")
+"""Of a validation's figures, those that stand in a line."""
+
+
+class Display(Protocol):
+    """Where stages and events are shown."""
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+
+    def event(self, event: Event) -> None:
+        """Something that the trainer says."""
+
+    def close(self) -> None:
+        """Leave the screen in order."""
+
+
+class NoDisplay:
+    """Under a Prefect worker nobody watches; the flow run's log has it all."""
+
+    def line(self, text: str) -> None:
+        """Nothing."""
+
+    def event(self, event: Event) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class PlainDisplay:
+    """Lines for a log: each stage, each checkpoint, and a step now and then."""
+
+    def __init__(self, every_s: float = PLAIN_EVERY_S) -> None:
+        self._every_s = every_s
+        self._last = float("-inf")
+
+    def line(self, text: str) -> None:
+        """Print it at once: a log is read while it is written."""
+        print(text, flush=True)
+
+    def event(self, event: Event) -> None:
+        """Print what is worth a line."""
+        if isinstance(event, Progress):
+            is_end = event.step in (event.to_step, event.total_steps)
+            if not is_end and time.monotonic() - self._last < self._every_s:
+                return
+            self._last = time.monotonic()
+        self.line(describe(event))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class LiveDisplay:
+    """One line at the bottom that moves, and above it the lines that stay."""
+
+    def __init__(self, console: "Console") -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bars
+
+        columns = (
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+        )
+        self._bars = Bars(*columns, console=console, transient=True)
+        self._bars.start()
+        self._task = self._bars.add_task("", visible=False, figures="")
+        self._give_console_to_prefect(console)
+
+    def line(self, text: str) -> None:
+        """Print above the live line."""
+        self._bars.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def event(self, event: Event) -> None:
+        """Move the live line, or print above it."""
+        if not isinstance(event, Progress):
+            self.line(describe(event))
+            return
+        self._bars.update(
+            self._task,
+            visible=True,
+            description=event.stage,
+            completed=event.step,
+            total=event.total_steps,
+            figures=figures(event),
+        )
+
+    def close(self) -> None:
+        """Take the live line away."""
+        self._bars.stop()
+
+    @staticmethod
+    def _give_console_to_prefect(console: "Console") -> None:
+        """Let Prefect's warnings be printed above the live line, not into it."""
+        if "prefect" not in sys.modules:
+            return
+        import logging
+
+        for handler in logging.getLogger("prefect").handlers + logging.getLogger().handlers:
+            if hasattr(handler, "console"):
+                handler.console = console
+
+
+def describe(event: Event) -> str:
+    """An event as a line."""
+    match event:
+        case Progress():
+            return f"{event.stage}: step {event.step}/{event.total_steps}  {figures(event)}".rstrip()
+        case Note(text):
+            return text
+        case CheckpointSaved(step, path):
+            return f"checkpoint after step {step}: {path}"
+        case Validated(name, step, summary):
+            main = (f"{key.rpartition('/')[2]} {value:.3f}" for key, value in summary.items() if HEADLINE.search(key))
+            return f"validation {name} (step {step}): " + ", ".join(main)
+        case Happening(_, {"text": text}):
+            return str(text)
+        case Happening(name, data):
+            return f"{name}: " + ", ".join(f"{key} {value}" for key, value in data.items())
+
+
+def figures(progress: Progress) -> str:
+    """Reward, speed and time left, as far as they are known."""
+    parts = []
+    reward = next((progress.metrics[name] for name in REWARD_NAMES if name in progress.metrics), None)
+    if reward is not None:
+        parts.append(f"reward {reward:.3f}")
+    if progress.tokens_per_s is not None:
+        parts.append(f"{progress.tokens_per_s:,.0f} tokens/s")
+    if progress.eta_s is not None:
+        parts.append(f"ETA {duration(progress.eta_s)}")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them.
+
+    >>> duration(7.4), duration(95), duration(7_380)
+    ('7 s', '1:35', '2:03:00')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+_display: Display = NoDisplay()
+
+
+def display() -> Display:
+    """Where this process shows its progress."""
+    return _display
+
+
+@contextmanager
+def shown_on(new: Display) -> Iterator[None]:
+    """Show progress there inside the block."""
+    global _display
+    old, _display = _display, new
+    try:
+        yield
+    finally:
+        _display = old
+        new.close()
+
+
+def display_for_console() -> Display:
+    """The live line on a terminal, plain lines elsewhere."""
+    from rich.console import Console
+
+    console = Console()
+    return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay()

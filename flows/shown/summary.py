@@ -1,0 +1,44 @@
+"""What stands on the screen when a run is over: what came of it, and where to look."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.server.api import PrefectApi
+from flows.shown.stage_words import judgement_figures
+from rlcore.config import RunConfig
+
+if TYPE_CHECKING:
+    from flows.pipeline import PipelineResult
+
+
+def summary_lines(config: RunConfig, result: "PipelineResult", api: PrefectApi) -> list[str]:
+    """The last lines of `millrace run`."""
+    lines = ["", f"{result.run_id}: {config.trainer.total_steps} steps"]
+    lines += [f"  {judgement_figures(one)}" for one in result.judgements]
+    lines += [f"  report   {result.report}", f"  weights  {result.weights}"]
+    if result.mlflow.ui_command:
+        root = result.run_dir.parents[1]
+        lines.append(f"  MLflow   {beside_python(f'millrace ui --root {root}')}")
+    elif result.mlflow.url:
+        lines.append(f"  MLflow   {result.mlflow.url}")
+    lines.append(f"  Prefect  {prefect_hint(api)}")
+    return lines
+
+
+def prefect_hint(api: PrefectApi) -> str:
+    """How to see the flow runs."""
+    if api.home is None:
+        return api.url.removesuffix("/api")
+    return f"PREFECT_HOME={api.home} {beside_python('prefect server start')}"
+
+
+def beside_python(command: str) -> str:
+    """The command with the path of its program, where that lies beside the interpreter.
+
+    >>> beside_python("no-such-program --flag")
+    'no-such-program --flag'
+    """
+    program, _, rest = command.partition(" ")
+    path = Path(sys.executable).parent / program
+    return f"{path} {rest}" if path.is_file() else command

@@ -1,0 +1,1 @@
+"""The flow's side of the trainer process."""

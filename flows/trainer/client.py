@@ -1,0 +1,402 @@
+"""The flow's side of the trainer process: start it, give it commands, hear from it, end it.
+
+The process has its own session and holds none of our streams, so a signal to the flow's group does not hit it in the
+middle of a step, and a dead flow is seen as dead. It ends with us all the same: the kernel tells it
+(`flows.server.tether`).
+"""
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from flows.server.tether import tethered
+from flows.trainer.log_tail import LogTail
+from flows.trainer.protocol import Done, Event, Failed, Note, Progress, Reply, command_line, parse_reply
+from rlcore.errors import HostMemoryError, MillraceError, StopRequestedError, WorkerLostError
+from rlcore.run.faults import fault_of, note_fault, num_oom_kills
+
+TRAINER = (sys.executable, "-P", "-m", "rlcore.run.process")
+SOURCE_FOLDER = Path(__file__).resolve().parents[2]
+EXIT_RESUMABLE = 75
+"""Exit code of a trainer that has saved and can go on."""
+POLL_S = 0.25
+"""Longest time between two looks at the process and its log."""
+CLOSE_WAIT_S = 60.0
+"""An idle trainer ends its workers and delivers its last metrics; that is bounded by itself at 30 s."""
+TERMINATE_WAIT_S = 10.0
+"""After a SIGTERM to a trainer that has nothing to save."""
+DRAIN_WAIT_S = 1.0
+"""For the replies that a dead process has left in the pipe."""
+NUM_LAST_LINES = 20
+"""Lines of the log in the message about a lost process."""
+CHILD_ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
+    # Two busy processes on few cores: waiting threads give up their core (FINDINGS: 1,719 -> 325 ms a step).
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+}
+"""Where the user's environment says nothing else."""
+
+
+_spare: "list[_Child] | None" = None
+"""A trainer that has left its run and waits for the next one; None: none is kept."""
+
+
+@contextmanager
+def kept_between_runs() -> Iterator[None]:
+    """Inside the block a trainer that is done with one run serves the next: to start one takes seconds of imports.
+
+    For runs with equal settings of `runtime`, in this process alone. A trainer that has failed is never kept. A block
+    inside another one shares its trainer.
+    """
+    global _spare
+    if _spare is not None:
+        yield
+        return
+    spares = _spare = []
+    try:
+        yield
+    finally:
+        _spare = None
+        for child in spares:
+            _end_idle(child)
+
+
+class TrainerProcess:
+    """One trainer process at a time: started by the first call, and again by the first call after it was lost.
+
+    Use as a context manager, and from the main thread: the kernel ties the process to the thread that started it.
+
+    Args:
+        run_dir: the run's folder, with `settings.json` in it.
+        on_event: hears progress, notes and checkpoints while a call waits.
+        on_line: hears each line of the process's log.
+        on_wait: called often while a call waits; what it raises stops the process as an interrupt does.
+        stop_wait_s: how long an interrupted call waits for the process to finish its step and save.
+        command: what is started; tests start something smaller.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        on_event: Callable[[Event], None],
+        on_line: Callable[[str], None],
+        stop_wait_s: float,
+        on_wait: Callable[[], None] = lambda: None,
+        command: Sequence[str] = TRAINER,
+    ) -> None:
+        self._run_dir = run_dir
+        self._on_event = on_event
+        self._on_line = on_line
+        self._on_wait = on_wait
+        self._stop_wait_s = stop_wait_s
+        self._command = tuple(command)
+        self._child: _Child | None = None
+        self._is_told_to_end = False
+
+    def __enter__(self) -> Self:
+        """Nothing is started yet."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the process, if there is one."""
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None while there is no process."""
+        return None if self._child is None else self._child.process.pid
+
+    def call(self, command: str, **arguments: str | int) -> Mapping[str, Any]:
+        """Send a command and wait for its result.
+
+        Raises:
+            WorkerLostError: the process has died; says its exit code and the last lines of its log. Call again: a new
+                process goes on from the last checkpoint.
+            StopRequestedError: somebody told the process to stop; it has saved.
+            MillraceError: what the trainer raised, as the class that it raised.
+        """
+        child = self._started()
+        try:
+            child.send(command_line(command, **arguments))
+            reply = self._wait_for_reply(child)
+        except MillraceError:  # it is dead, or speaks nonsense
+            self._child = None
+            child.destroy()
+            raise
+        except BaseException:
+            self._stop(child)
+            raise
+        if isinstance(reply, Done):
+            return reply.result
+        self._let_end(child)
+        raise reply.error()
+
+    def let_go(self) -> None:
+        """Tell an idle process to end, and do not wait: that takes it seconds, in which there is other work to do.
+
+        `close` waits for it; a call would start another one.
+        """
+        if self._child is None or self._is_told_to_end or _spare is not None:
+            return
+        self._is_told_to_end = True
+        with suppress(WorkerLostError):
+            self._child.send(command_line("close"))
+
+    def close(self) -> None:
+        """Tell an idle process to end, wait for it, and make sure that it has."""
+        child, self._child = self._child, None
+        was_told, self._is_told_to_end = self._is_told_to_end, False
+        if child is None or (not was_told and self._handed_on(child)):
+            return
+        try:
+            if not was_told:
+                with suppress(WorkerLostError):
+                    child.send(command_line("close"))
+            for wait_s in (CLOSE_WAIT_S, TERMINATE_WAIT_S):
+                if self._wait_for_exit(child, wait_s):
+                    return
+                child.signal(signal.SIGTERM)
+        finally:
+            child.destroy()
+
+    def _handed_on(self, child: "_Child") -> bool:
+        """Let it leave the run and wait for the next one, where somebody wants that."""
+        if _spare is None or _spare or self._command != TRAINER:
+            return False
+        try:
+            child.send(command_line("leave"))
+            reply = self._wait_for_reply(child)
+        except WorkerLostError:
+            return False
+        except BaseException:
+            child.destroy()
+            raise
+        if isinstance(reply, Done):
+            _spare.append(child)
+        return isinstance(reply, Done)
+
+    # ------------------------------------------------------------------ parts
+
+    def _started(self) -> "_Child":
+        if self._child is not None and (self._is_told_to_end or self._child.process.poll() is not None):
+            self._is_told_to_end = False
+            self._let_end(self._child)
+        if self._child is None:
+            spare = _spare.pop() if _spare and self._command == TRAINER else None
+            if spare is not None and spare.opened(self._run_dir):
+                self._child = spare
+            else:
+                self._child = _Child.start(self._command, self._run_dir)
+        return self._child
+
+    def _wait_for_reply(self, child: "_Child") -> Done | Failed:
+        while True:
+            is_dead = child.process.poll() is not None  # asked first: what it wrote before is read below
+            for reply in child.replies(DRAIN_WAIT_S if is_dead else POLL_S):
+                if isinstance(reply, Done | Failed):
+                    self._pass_on_lines(child)
+                    return reply
+                self._on_event(reply)
+            self._pass_on_lines(child)
+            self._on_wait()
+            if is_dead:
+                raise child.lost()
+
+    def _pass_on_lines(self, child: "_Child") -> None:
+        for line in child.log.new_lines():
+            self._on_line(line)
+
+    def _wait_for_exit(self, child: "_Child", wait_s: float) -> bool:
+        """Whether it has ended within that time; what it says meanwhile is passed on."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            has_ended = child.process.poll() is not None
+            for reply in child.replies(0.0 if has_ended else POLL_S):
+                match reply:
+                    case Failed(kind=StopRequestedError.__name__):
+                        self._on_event(Note(reply.message))
+                    case Done() | Failed():
+                        pass
+                    case event:
+                        self._on_event(event)
+            self._pass_on_lines(child)
+            if has_ended:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+
+    def _stop(self, child: "_Child") -> None:
+        """Let the process finish its step and save. A second interrupt ends it at once."""
+        self._child = None
+        try:
+            child.signal(signal.SIGTERM)
+            self._on_event(Note("stopping: the trainer finishes its step and saves; interrupt again to end it at once"))
+            self._wait_for_exit(child, self._stop_wait_s)
+        finally:
+            child.destroy()
+
+    def _let_end(self, child: "_Child") -> None:
+        """Wait for a process that ends by itself: it does after an error."""
+        self._child = None
+        try:
+            self._wait_for_exit(child, CLOSE_WAIT_S)
+        finally:
+            child.destroy()
+
+
+class _Child:
+    """The process, its two pipes and its log."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", commands_fd: int, replies_fd: int, log: LogTail) -> None:
+        self.process = process
+        self.log = log
+        self._commands_fd = commands_fd
+        self._replies_fd = replies_fd
+        self._rest = b""
+        self._oom_kills = num_oom_kills()
+        self._last_step = 0
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(replies_fd, selectors.EVENT_READ)
+        self._at_end = False
+
+    @classmethod
+    def start(cls, command: Sequence[str], run_dir: Path) -> "_Child":
+        log_file = _new_log(run_dir / "logs")
+        child_reads, commands_fd = os.pipe()
+        replies_fd, child_writes = os.pipe()
+        line = [*command, "--settings", str(run_dir / "settings.json")]
+        line += ["--commands-fd", str(child_reads), "--replies-fd", str(child_writes)]
+        try:
+            with log_file.open("ab") as log:
+                process = subprocess.Popen(
+                    tethered(line),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(child_reads, child_writes),
+                    start_new_session=True,
+                    env=_environment(),
+                )
+        except BaseException:
+            os.close(commands_fd)
+            os.close(replies_fd)
+            raise
+        finally:
+            os.close(child_reads)
+            os.close(child_writes)
+        return cls(process, commands_fd, replies_fd, LogTail(log_file))
+
+    def opened(self, run_dir: Path) -> bool:
+        """Let an idle process serve another run; False where it has ended meanwhile."""
+        log_file = _new_log(run_dir / "logs")
+        try:
+            self.send(command_line("open", settings=str(run_dir / "settings.json"), log=str(log_file)))
+        except MillraceError:
+            self.destroy()
+            return False
+        self.log = LogTail(log_file)
+        return True
+
+    def send(self, line: bytes) -> None:
+        try:
+            os.write(self._commands_fd, line)  # far below PIPE_BUF: whole or not at all
+        except BrokenPipeError:
+            raise self.lost() from None
+
+    def replies(self, timeout_s: float) -> list[Reply]:
+        """The whole replies that are there, or that come within that time."""
+        if self._at_end:
+            time.sleep(0 if self.process.poll() is not None else timeout_s)
+            return []
+        lines: list[bytes] = []
+        while self._selector.select(0 if lines else timeout_s):
+            content = os.read(self._replies_fd, 1 << 16)
+            if not content:
+                self._at_end = True
+                break
+            *complete, self._rest = (self._rest + content).split(b"\n")
+            lines += complete
+        found = [self._parsed(line) for line in lines]
+        steps = [reply.step for reply in found if isinstance(reply, Progress) and reply.stage == "train"]
+        self._last_step = max(steps, default=self._last_step)
+        return found
+
+    def _parsed(self, line: bytes) -> Reply:
+        try:
+            return parse_reply(line)
+        except (ValueError, KeyError, TypeError) as error:
+            raise WorkerLostError(f"the trainer process says {line[:200]!r}, which is no reply ({error})") from error
+
+    def lost(self) -> MillraceError:
+        """What to raise for a process that is no more."""
+        code = self.process.wait()
+        if code == EXIT_RESUMABLE:
+            return StopRequestedError("the trainer was told to stop; start again to go on from its last checkpoint")
+        reason = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        end = "\n".join(f"    {line}" for line in self.log.last_lines(NUM_LAST_LINES))
+        text = f"the trainer process has ended ({reason}). The end of {self.log.path}:\n{end}"
+        # It had no time to say why: the kernel counts the processes that it kills for want of memory.
+        if code == -signal.SIGKILL and num_oom_kills() > self._oom_kills:
+            return self._noted(HostMemoryError(f"the kernel has killed a process for want of memory: {text}"))
+        return self._noted(WorkerLostError(text))
+
+    def _noted(self, error: MillraceError) -> MillraceError:
+        note_fault(self.log.path.parent.parent, fault_of(error, "", self._last_step))
+        return error
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the process alone: its helpers are needed to finish the step."""
+        self.process.send_signal(number)
+
+    def destroy(self) -> None:
+        """End whatever is left of it and its helpers, and close the pipes. What has ended is left alone."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._selector.close()
+        os.close(self._commands_fd)
+        os.close(self._replies_fd)
+
+
+def _end_idle(child: _Child) -> None:
+    """End a process that serves no run."""
+    try:
+        with suppress(MillraceError):
+            child.send(command_line("close"))
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(TERMINATE_WAIT_S)
+    finally:
+        child.destroy()
+
+
+def _new_log(folder: Path) -> Path:
+    """An empty file `trainer-<n>.log`, one for each process of the run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(path.stem.rpartition("-")[2]) for path in folder.glob("trainer-[0-9]*.log")), default=0)
+    path = folder / f"trainer-{number}.log"
+    path.touch()
+    return path
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with the source first in the path: the process must run the code that we run. A scorer may lie here."""
+    parts = (str(SOURCE_FOLDER), os.environ.get("PYTHONPATH", ""), str(Path.cwd()))
+    path = os.pathsep.join(part for part in parts if part)
+    return CHILD_ENVIRONMENT | os.environ | {"PYTHONPATH": path}
