@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.vs_trl_job import Job
+from benchmarks.vs_trl.job import Job
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LOOK_EVERY_S = 0.2
 
 
@@ -34,7 +34,7 @@ def run_side(job: Job, *, trl_site: Path | None) -> dict[str, Any]:
     }
     if job.device == "cuda":
         environment.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    module = "benchmarks.vs_trl_peer" if job.is_trl else "benchmarks.vs_trl_ours"
+    module = "benchmarks.vs_trl.peer" if job.is_trl else "benchmarks.vs_trl.ours"
     begun = time.perf_counter()
     with _driver_memory(job.device) as most_gb:
         subprocess.run([sys.executable, "-m", module, str(job.write())], env=environment, check=True, cwd=ROOT)

@@ -1,6 +1,6 @@
 """Our side of `benchmarks.vs_trl`: the real trainer, engine, scoring pool and optimizer in one process.
 
-python -m benchmarks.vs_trl_ours JOB.json      # started by benchmarks.vs_trl
+python -m benchmarks.vs_trl.ours JOB.json      # started by benchmarks.vs_trl
 """
 
 import resource
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import FixedLengths, seconds_line, watched_memory
-from benchmarks.vs_trl_job import GRAD_CLIP, SAMPLER_CLIP, WEIGHT_DECAY, Job, read_rows, write_report
+from benchmarks.vs_trl.job import GRAD_CLIP, SAMPLER_CLIP, WEIGHT_DECAY, Job, read_rows, write_report
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.models.load import load_tokenizer

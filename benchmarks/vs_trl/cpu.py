@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.vs_trl_job import Job, Row, write_rows
+from benchmarks.vs_trl.job import Job, Row, write_rows
 from flows.work import stages
 from rlcore.batching.loader import PromptStream
 from rlcore.batching.prompts import read_prompts

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.shapes import SHAPES
-from benchmarks.vs_trl_job import Job, Row, write_rows
+from benchmarks.vs_trl.job import Job, Row, write_rows
 from rlcore.config.compose import load_config
 
 UPDATES = 4

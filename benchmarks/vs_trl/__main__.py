@@ -25,10 +25,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.vs_trl_cpu import held_out, prepare_demo
-from benchmarks.vs_trl_gpu import prepare_shape
-from benchmarks.vs_trl_run import run_side
-from benchmarks.vs_trl_table import show, summary
+from benchmarks.vs_trl.cpu import held_out, prepare_demo
+from benchmarks.vs_trl.gpu import prepare_shape
+from benchmarks.vs_trl.run import run_side
+from benchmarks.vs_trl.table import show, summary
 
 SIDES = {"cuda": ("trl-fp32", "ours", "trl-bf16"), "cpu": ("trl", "ours")}
 
@@ -70,7 +70,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def parsed() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.vs_trl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=SIDES, default="cpu")
     parser.add_argument("--trl-site", type=Path, help="folder with trl, put on the path of its process alone")
     parser.add_argument("--only", nargs="+", choices=sorted({side for sides in SIDES.values() for side in sides}))

@@ -1,6 +1,6 @@
 """TRL's side of `benchmarks.vs_trl`: its GRPOTrainer by its own settings, timed from outside.
 
-python -m benchmarks.vs_trl_peer JOB.json      # started by benchmarks.vs_trl, with trl on the path
+python -m benchmarks.vs_trl.peer JOB.json      # started by benchmarks.vs_trl, with trl on the path
 """
 
 import os
@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl import __version__ as trl_version
 
 from benchmarks.harness import watched_memory
-from benchmarks.vs_trl_job import GRAD_CLIP, SAMPLER_CLIP, WEIGHT_DECAY, Job, read_rows, write_report
+from benchmarks.vs_trl.job import GRAD_CLIP, SAMPLER_CLIP, WEIGHT_DECAY, Job, read_rows, write_report
 from rlcore.config import RewardConfig
 from rlcore.models.load import load_tokenizer
 from rlcore.rollout.scoring import ScoringPool
