@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlcore import stacks
 from rlcore.config import RunConfig
 from rlcore.errors import HangError, HostMemoryError, MillraceError, WorkerLostError
-from rlcore.runtime.folder import ray_folder
+from rlcore.runtime.folder import ray_folder, remove_dead_sessions, remove_session
 from rlcore.workers.group import P, R
 from rlcore.workers.worker import Worker
 
@@ -41,7 +41,7 @@ class RayGroup:
         self.deadline_s = config.runtime.deadlines.longest_s()
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
-        start_ray(config)
+        self._session = start_ray(config)
         try:
             self._start_actors(config, model_directory)
         except BaseException:
@@ -133,7 +133,7 @@ class RayGroup:
         return first
 
     def close(self) -> None:
-        """Kill all actors and give their resources back; a private cluster ends with it."""
+        """Kill all actors and give their resources back; a private cluster ends with it, and so does its folder."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
@@ -142,6 +142,9 @@ class RayGroup:
             self._placement = None
         if ray.is_initialized():
             ray.shutdown()
+        if self._session is not None:
+            remove_session(self._session)
+            self._session = None
 
 
 def _lost(error: RayError) -> WorkerLostError:
@@ -156,10 +159,13 @@ def _lost(error: RayError) -> WorkerLostError:
     return WorkerLostError(f"a worker actor died: {text}")
 
 
-def start_ray(config: RunConfig) -> None:
-    """Connect to the cluster of `runtime.ray_address`, or start a private one, quiet and without telemetry."""
+def start_ray(config: RunConfig) -> Path | None:
+    """Connect to the cluster of `runtime.ray_address`, or start a private one, quiet and without telemetry.
+
+    The folder of the one that was started.
+    """
     if ray.is_initialized():
-        return
+        return None
     runtime = config.runtime
     common: dict[str, Any] = {
         "logging_level": "warning",
@@ -168,17 +174,19 @@ def start_ray(config: RunConfig) -> None:
     }
     if runtime.ray_address is not None:
         ray.init(address=runtime.ray_address, **common)
-        return
+        return None
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     wanted = runtime.num_workers * runtime.threads_per_worker
-    ray.init(
+    remove_dead_sessions()
+    started = ray.init(
         num_cpus=max(wanted, os.cpu_count() or 1),
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         _temp_dir=str(ray_folder()),
         **common,
     )
+    return Path(started.address_info["session_dir"])
 
 
 def _uses_gpu(config: RunConfig) -> bool:

@@ -46,6 +46,27 @@ def test_a_new_process_at_every_step_also_at_an_epochs_end(undisturbed: SmallRun
     assert weights_of(run) == weights_of(undisturbed)
 
 
+def test_critic_schedule_coefficient_and_dropped_prompts_go_on_too(undisturbed: SmallRun, tmp_path: Path) -> None:
+    """State that a run of plain GRPO has not."""
+    more = (
+        "algo=ppo", "algo.kl.where=reward", "algo.kl.adaptive=true", "algo.kl.horizon=50",
+        "algo.dynamic_sampling.enabled=true", "optim.schedule=cosine", "optim.warmup_steps=2",
+    )  # fmt: skip
+    whole = elsewhere(undisturbed, tmp_path / "whole", *steps(4), QUIET, *more)
+    run_to_the_end(whole)
+    run = elsewhere(undisturbed, tmp_path / "in_parts", *steps(4), QUIET, *more)
+    for step in range(1, 5):
+        with session_of(run) as session:
+            session.train(step, at_most=step)
+    with session_of(run) as session:
+        session.export("last")
+    expected = steps_of(whole)
+    for name in ("actor/kl_coef", "actor/lr", "critic/vf_loss"):
+        assert len({expected[step][name] for step in range(1, 5)}) > 2, name
+    assert steps_of(run) == expected
+    assert weights_of(run) == weights_of(whole)
+
+
 def test_the_next_chunk_goes_on_while_a_checkpoint_is_written(undisturbed: SmallRun, tmp_path: Path) -> None:
     """Every chunk's result is committed, no step is done twice, and validations in between change nothing."""
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)

@@ -38,6 +38,8 @@ PROMISED = SPREADS | {
     "val-core/countdown/reward/mean@1/ci_low",
     "val-core/countdown/reward/greedy/ci_high",
     "perf/cpu_memory_used_gb",
+    "disk/free_gb",
+    "disk/needed_gb",
     "system/disk_free_gb",
 }
 PPO = {

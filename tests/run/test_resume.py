@@ -12,6 +12,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from rlcore.runtime.folder import ray_folder
 from rlcore.tracking.journal import read_journal
 from rlcore.trainer.metrics import repeatable
 from tests.small_run import SmallRun, prepare
@@ -107,18 +108,22 @@ def test_killed_at_three_random_moments(undisturbed: SmallRun, tmp_path: Path, r
 
 
 @pytest.mark.multiprocess
+@pytest.mark.needs_ray
 def test_sigterm_saves_and_the_run_goes_on(undisturbed: SmallRun, tmp_path: Path) -> None:
-    run = small(tmp_path)
+    run = small(tmp_path, "runtime=ray")
     settings, log = write_settings(run), tmp_path / "out.log"
     process = start(settings, log)
     deadline = time.monotonic() + DEADLINE_S
     while process.poll() is None and time.monotonic() < deadline:
+        sessions = list(ray_folder().glob(f"session_2*_{process.pid}"))
         if run.layout.journal.exists() and run.layout.journal.stat().st_size:
             break
         time.sleep(0.01)
+    assert sessions
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(timeout=DEADLINE_S) == 75, log.read_text()
     assert list(run.layout.checkpoints.glob("step-*")), "the finished step was not saved"
+    assert not list(ray_folder().glob(f"session_2*_{process.pid}")), "a Ray session is left"
     finish(settings, log)
     assert steps_of(run) == steps_of(undisturbed)
     assert weights_of(run) == weights_of(undisturbed)
