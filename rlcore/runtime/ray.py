@@ -179,7 +179,7 @@ def start_ray(config: RunConfig) -> Path | None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     wanted = runtime.num_workers * runtime.threads_per_worker
     remove_dead_sessions()
-    started = ray.init(
+    started: Any = ray.init(
         num_cpus=max(wanted, os.cpu_count() or 1),
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
