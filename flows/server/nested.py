@@ -1,28 +1,59 @@
-"""Flow runs nested in one that was ended from outside: they were in its process, and nobody else ends them."""
+"""Flow runs below one that was ended from outside: those in its process, and a sweep's on workers."""
 
+import time
 from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.flows import Flow
-from prefect.states import Cancelled, Crashed
+from prefect.states import Cancelled, Cancelling, Crashed
+
+POLL_S = 0.5
 
 
 def end_nested(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """A hook for `on_cancellation` and `on_crashed`: Prefect's worker calls it once the process is gone."""
+    """A hook for `on_cancellation` and `on_crashed`: Prefect's worker calls it once the process is gone.
+
+    Those on workers are cancelled too. After a crash they go on, and whoever comes next finds their work.
+    """
     with get_client(sync_client=True) as client:
         _end_below(client, flow_run.id, is_crash=state.is_crashed())
+        if not state.is_crashed():
+            cancel_on_workers(client, flow_run.id)
+
+
+def cancel_on_workers(client: SyncPrefectClient, parent: UUID, *, wait_s: float = 0.0) -> None:
+    """Those that were not begun end at once. The others save first, and are waited for so long."""
+    for run in _alive_on_workers(client, parent):
+        client.set_flow_run_state(run.id, Cancelling(message="The flow run around it was stopped."))
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline and _alive_on_workers(client, parent):
+        time.sleep(POLL_S)
+
+
+def _alive_on_workers(client: SyncPrefectClient, parent: UUID) -> list[FlowRun]:
+    return [run for run in _below(client, parent) if run.deployment_id is not None and not _is_over(run)]
 
 
 def _end_below(client: SyncPrefectClient, parent: UUID, *, is_crash: bool) -> None:
-    below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[parent]))
     message = "The flow run around it has ended."
-    for run in client.read_flow_runs(flow_run_filter=below):
+    for run in _below(client, parent):
         if run.deployment_id is not None:  # in a process of its own
             continue
         _end_below(client, run.id, is_crash=is_crash)
-        if run.state is None or not run.state.is_final():
+        if not _is_over(run):
             ended: State[Any] = Crashed(message=message) if is_crash else Cancelled(message=message)
             client.set_flow_run_state(run.id, ended, force=True)
+
+
+def _below(client: SyncPrefectClient, parent: UUID) -> list[FlowRun]:
+    """The newest ones: the server gives 200 at most, and older ones are over."""
+    below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[parent]))
+    return client.read_flow_runs(flow_run_filter=below, sort=FlowRunSort.EXPECTED_START_TIME_DESC)
+
+
+def _is_over(run: FlowRun) -> bool:
+    return run.state is not None and run.state.is_final()

@@ -4,12 +4,11 @@ Prefect's own `pause_flow_run` would block the flow, which has to go on listenin
 set. It has no time-out: the trainer has one (`checkpoint.wait_for_room_s`).
 """
 
-from uuid import UUID
-
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.runtime import flow_run
 from prefect.states import Paused, Running
+
+from flows.server.around import flow_runs_in_here
 
 
 def show_paused(message: str) -> None:
@@ -23,7 +22,6 @@ def show_running() -> None:
 
 
 def _set(state: State[object]) -> None:
-    nested = (flow_run.id, flow_run.parent_flow_run_id, flow_run.root_flow_run_id)
     with get_client(sync_client=True) as client:
-        for one in dict.fromkeys(str(each) for each in nested if each):
-            client.set_flow_run_state(UUID(one), state)
+        for one in flow_runs_in_here():
+            client.set_flow_run_state(one, state)

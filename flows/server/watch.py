@@ -19,10 +19,11 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import State, StateType
 from prefect.events import Event, Resource
 from prefect.exceptions import Abort, Pause, TerminationSignal
-from prefect.runtime import deployment, flow_run
+from prefect.runtime import deployment
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled
 
+from flows.server.around import flow_runs_in_here, outermost
 from flows.server.console import outlive_the_worker
 from rlcore.errors import StopRequestedError
 
@@ -63,7 +64,7 @@ class _Watch:
         """Raise in the flow's thread, once it is our turn."""
         since = self._cancelled_at
         if since is not None and time.monotonic() - since >= CANCEL_AFTER_S:
-            self.nested = set(_with_those_around())
+            self.nested = set(flow_runs_in_here())
             raise FlowCancelledError(TOLD_TO_END)
 
     def end_if_suspended(self) -> None:
@@ -97,7 +98,7 @@ _watch: _Watch | None = None
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Inside the block the flow run that is around everything is watched. A block inside another one adds nothing.
+    """Inside the block the flow run around all others in here is watched. A block inside another one adds nothing.
 
     Take it before the run's lock: a flow run that is Cancelled may be tried again at once, and needs the lock.
     """
@@ -105,18 +106,18 @@ def watched() -> Iterator[None]:
     if _watch is not None:
         yield
         return
-    outermost = UUID(str(flow_run.root_flow_run_id or flow_run.id))
+    around = outermost()
     if deployment.id:
         outlive_the_worker()
-    watch = _watch = _Watch(outermost)
+    watch = _watch = _Watch(around)
     try:
         with told_to_end():
             yield
     except FlowCancelledError:
-        _show_cancelled(watch.nested | {outermost})
+        _show_cancelled(watch.nested | {around})
         raise
     except Pause:
-        atexit.register(_tell_that_we_leave, outermost)  # after the last heartbeat, before Prefect's events are sent
+        atexit.register(_tell_that_we_leave, around)  # after the last heartbeat, before Prefect's events are sent
         raise
     finally:
         _watch = None
@@ -146,7 +147,7 @@ def told_to_end() -> Iterator[None]:
     except (KeyboardInterrupt, TerminationSignal, StopRequestedError) as ended:
         if _watch is None or deployment.id:
             raise
-        _watch.nested |= set(_with_those_around())
+        _watch.nested |= set(flow_runs_in_here())
         raise FlowCancelledError(str(ended) if isinstance(ended, StopRequestedError) else TOLD_TO_END) from ended
 
 
@@ -158,11 +159,6 @@ def end_if_suspended() -> None:
     """
     if _watch is not None:
         _watch.end_if_suspended()
-
-
-def _with_those_around() -> list[UUID]:
-    ids = (flow_run.id, flow_run.parent_flow_run_id, flow_run.root_flow_run_id)
-    return [UUID(str(one)) for one in ids if one]
 
 
 def _show_cancelled(flow_runs: set[UUID]) -> None:

@@ -10,6 +10,7 @@ from flows.parameters import NO_OVERRIDES, Root, command_words, plain_command, s
 from flows.pipeline import one_heartbeat
 from flows.plan.checks import check_before_plan, check_before_start
 from flows.plan.plan import make_plan
+from flows.server.watch import watched
 from flows.shown.tell import tell, tell_command
 from flows.train import train_to
 from flows.work.open_run import open_run
@@ -49,7 +50,7 @@ def sweep_child(
     check_before_start(config, make_plan(config))
     if mlflow_parent:
         config = config.model_copy(update={"tags": {**config.tags, PARENT_TAG: mlflow_parent}})
-    with open_run(config, command_words("train", experiment, overrides)), one_heartbeat():
+    with watched(), open_run(config, command_words("train", experiment, overrides)), one_heartbeat():
         train_to(config, to_step)
     tell(f"done: {run_id(config)}")
     return run_id(config)

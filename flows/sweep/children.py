@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,10 +10,15 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
+from prefect.context import FlowRunContext
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
-from prefect.states import Cancelling
+from prefect.runtime import flow_run
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.tasks import Task
 
+from flows.server.nested import cancel_on_workers
+from flows.server.watch import end_if_cancelled, end_if_suspended
 from flows.sweep.child import sweep_child
 from rlcore.errors import MillraceError, StopRequestedError
 
@@ -21,6 +26,8 @@ DEPLOYMENT = "sweep-child/local"
 IN_FLIGHT = 8
 """Child flow runs that wait or run at a time; how many of them run is the work queue's concurrency limit."""
 POLL_S = 1.0
+STOP_WAIT_S = 20.0
+"""For children on workers to save once the sweep is told to stop; Prefect's worker kills the sweep after 30 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +61,13 @@ class InTurn:
 
     def __init__(self, mlflow_parent: str | None) -> None:
         self._parent = mlflow_parent
+        _begin_children_anew()
 
     def work(self, children: Iterator[Child]) -> Iterator[Ended]:
         """One after the other. Being told to stop is passed on; the run in hand has saved."""
         for child in children:
+            end_if_cancelled()
+            end_if_suspended()
             error = ""
             try:
                 sweep_child(
@@ -90,25 +100,22 @@ class OnWorkers:
                 ) from None
 
     def work(self, children: Iterator[Child]) -> Iterator[Ended]:
-        """Up to `IN_FLIGHT` at a time. If this process is told to stop, so are they."""
+        """Up to `IN_FLIGHT` at a time."""
         flying: dict[UUID, Child] = {}
         with get_client(sync_client=True) as client:
-            try:
-                exhausted = False
-                while flying or not exhausted:
-                    while not exhausted and len(flying) < IN_FLIGHT:
-                        child = next(children, None)
-                        exhausted = child is None
-                        if child is not None:
-                            flying[self._submit(child).id] = child
-                    for flow_run_id, state in _ended(client, list(flying)):
-                        yield Ended(flying.pop(flow_run_id).index, _error(state))
-                    if flying:
-                        time.sleep(POLL_S)
-            finally:
-                for flow_run_id in flying:
-                    with suppress(Exception):  # it may have ended, or the server may be gone: we end all the same
-                        client.set_flow_run_state(flow_run_id, Cancelling())
+            exhausted = False
+            while flying or not exhausted:
+                while not exhausted and len(flying) < IN_FLIGHT:
+                    child = next(children, None)
+                    exhausted = child is None
+                    if child is not None:
+                        flying[self._submit(child).id] = child
+                for flow_run_id, state in _ended(client, list(flying)):
+                    yield Ended(flying.pop(flow_run_id).index, _error(state))
+                end_if_cancelled()
+                end_if_suspended()
+                if flying:
+                    time.sleep(POLL_S)
 
     def _submit(self, child: Child) -> FlowRun:
         parameters = {
@@ -123,6 +130,34 @@ class OnWorkers:
         submitted = run_deployment(DEPLOYMENT, parameters=parameters, timeout=0)
         assert isinstance(submitted, FlowRun)
         return submitted
+
+
+def _begin_children_anew() -> None:
+    """A flow run that is tried again would take its n-th child for the n-th of the first time, and that one's result.
+
+    Ours is another run, since what is finished is left out; so the count goes on from a number that was never used.
+    """
+    context = FlowRunContext.get()
+    if context is not None:
+        known_as = Task(name=sweep_child.name, fn=sweep_child.fn).task_key
+        context.task_run_dynamic_keys[known_as] = time.time_ns()
+
+
+@contextmanager
+def cancelled_with_us() -> Iterator[None]:
+    """Where the block does not come to its end, children that wait or run on workers are cancelled. They save."""
+    sweep = UUID(str(flow_run.id))
+    try:
+        yield
+    except BaseException:
+        # The server may be gone: we end all the same, and soon.
+        with (
+            suppress(Exception),
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}),
+            get_client(sync_client=True) as client,
+        ):
+            cancel_on_workers(client, sweep, wait_s=STOP_WAIT_S)
+        raise
 
 
 def _ended(client: SyncPrefectClient, flow_run_ids: Sequence[UUID]) -> Iterator[tuple[UUID, State]]:

@@ -36,6 +36,8 @@ def sweep(
     wait_for_prefect(api)
     from prefect.exceptions import TerminationSignal
 
+    from flows.server.watch import FlowCancelledError
+
     if not verbose:
         keep_runs_off_the_console()
     try:
@@ -48,8 +50,8 @@ def sweep(
                 max_hours=budget.hours,
                 on_workers=on_workers,
             )
-    except TerminationSignal as signal:
-        raise StopRequestedError("told to end; the same command goes on from the last checkpoints") from signal
+    except (TerminationSignal, FlowCancelledError) as ended:
+        raise StopRequestedError("told to end; the same command goes on from the last checkpoints") from ended
     if result.failed:
         sys.exit(1)
 

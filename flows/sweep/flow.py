@@ -13,9 +13,11 @@ from pydantic import Field, JsonValue
 from flows.parameters import NO_OVERRIDES, Root, all_overrides
 from flows.pipeline import one_heartbeat
 from flows.plan.checks import check_before_plan
+from flows.server.nested import end_nested
+from flows.server.watch import watched
 from flows.shown.tell import tell
 from flows.sweep import mlflow_parent
-from flows.sweep.children import Children, InTurn, OnWorkers
+from flows.sweep.children import Children, InTurn, OnWorkers, cancelled_with_us
 from flows.sweep.drive import Drive, search_of
 from flows.sweep.record import PointRecord, best_of, sweep_directory
 from flows.sweep.result import SweepResult, show_summary, show_table, summary_of, write_best, write_comparison
@@ -37,7 +39,7 @@ def sweep_run_name() -> str:
     return f"{flow_run.flow_name}/{Path(flow_run.parameters['spec']).stem}"
 
 
-@flow(name="sweep", flow_run_name=sweep_run_name)
+@flow(name="sweep", flow_run_name=sweep_run_name, on_cancellation=[end_nested], on_crashed=[end_nested])
 def sweep(
     spec: Spec,
     overrides: list[str] = NO_OVERRIDES,
@@ -64,9 +66,12 @@ def sweep(
     check_before_plan(checked.base)
     folder = sweep_directory(checked)
     tell(f"sweep {checked.sweep_id} in {folder}")
-    with HeldLock(folder / LOCK_FILE, what=f"sweep {checked.sweep_id}"), one_heartbeat():
+    with watched(), HeldLock(folder / LOCK_FILE, what=f"sweep {checked.sweep_id}"), one_heartbeat():
         parent = mlflow_parent.begin(checked)
-        with children_of(checked, parent, on_workers=on_workers) as children:
+        with (
+            mlflow_parent.ended_with_us(checked, parent),
+            children_of(checked, parent, on_workers=on_workers) as children,
+        ):
             more: dict[str, JsonValue] = {"mlflow_run_id": parent}
             drive = Drive(checked, folder, search_of(checked, folder), children, more)
             drive.run()
@@ -83,7 +88,8 @@ def sweep(
 def children_of(sweep: Sweep, parent: str | None, *, on_workers: bool) -> Iterator[Children]:
     """How its runs are worked on."""
     if on_workers:
-        yield OnWorkers(parent, sweep_directory(sweep).parent.parent)
+        with cancelled_with_us():
+            yield OnWorkers(parent, sweep_directory(sweep).parent.parent)
         return
     alike = not any(key.partition(".")[0] == "runtime" for point in sweep.points for key in point)
     alike = alike and not any(key.partition(".")[0] == "runtime" for key in sweep.spec.space)

@@ -3,13 +3,15 @@
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from prefect.logging import get_run_logger
 
 from flows.sweep.record import SWEEP_FILE, PointRecord, sweep_directory
 from flows.sweep.result import SweepResult
 from rlcore.config.sweep_load import Sweep
+from rlcore.errors import StopRequestedError
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking import MlflowStore
 
@@ -36,6 +38,21 @@ def begin(sweep: Sweep) -> str | None:
     except Exception as error:
         get_run_logger().warning("MLflow did not take the sweep (%s); its runs will stand there side by side", error)
         return None
+
+
+@contextmanager
+def ended_with_us(sweep: Sweep, run: str | None) -> Iterator[None]:
+    """Where the block is left by an error or a stop, the sweep's run ends with it."""
+    try:
+        yield
+    except BaseException as error:
+        if run is not None:
+            is_stop = isinstance(error, StopRequestedError) or not isinstance(error, Exception)
+            try:
+                _store(sweep).set_status(run, "KILLED" if is_stop else "FAILED")
+            except Exception as refusal:
+                get_run_logger().warning("MLflow did not take the end of the sweep: %s", refusal)
+        raise
 
 
 def finish(sweep: Sweep, run: str | None, points: Sequence[PointRecord], result: SweepResult) -> None:

@@ -19,6 +19,8 @@ from flows.server.api import LocalServer
 from rlcore.trainer.metrics import repeatable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+HELD = Path(__file__).parent / "held"
+"""In PYTHONPATH, it lets a trainer stay in a phase."""
 SMALL = (
     "experiment=debug",
     "trainer.total_steps=60",

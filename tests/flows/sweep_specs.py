@@ -55,6 +55,28 @@ optuna:
     algo: [grpo, rloo]
   pruning: {every_steps: 1, startup_points: 2}
 """,
+    "stopped": """
+name: stopped
+experiment: debug
+overrides: [name=stopped]
+list:
+  - {optim.lr: 3e-4}
+  - {optim.lr: 1.0}
+""",
+    "on workers": """
+name: on_workers
+experiment: debug
+overrides: [validation.every_steps=1, name=worked]
+optuna:
+  num_points: 4
+  points_at_once: 2
+  startup_points: 2
+  seed: 25
+  space:
+    optim.lr: {low: 1e-5, high: 10.0, log: true}
+    algo: [grpo, rloo]
+  pruning: {every_steps: 1, startup_points: 2}
+""",
     "alone": """
 name: alone
 experiment: debug

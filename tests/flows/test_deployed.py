@@ -3,19 +3,20 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import pytest
 
-from tests.flows.conftest import REPOSITORY, Finished, Millrace, ended, numbers, wait_until
-from tests.flows.stack import ENDS, Stack, stack_up
+from tests.flows.conftest import HELD, Millrace, ended, numbers, start, wait_until
+from tests.flows.stack import ENDS, RETRY, Stack, stack_up
 from tests.flows.sweep_series import in_the_way
 from tests.flows.sweep_specs import SPECS, UNTRACKED
 
@@ -28,10 +29,15 @@ EVERY_S = 5.0
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A stack that is up, with one worker."""
+    """A stack that is up, with one worker. Its trainers stay in their first update after `hold_the_next`."""
     root = tmp_path_factory.mktemp("stack")
-    with stack_up(root) as stack:
-        yield stack
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HOLD_PHASE", "update_actor")
+        environment.setenv("HOLD_FILE", str(root / "held"))
+        environment.setenv("PYTHONPATH", str(HELD))
+        (root / "held").touch()
+        with stack_up(root) as stack:
+            yield stack
 
 
 def time_of(run: Mapping[str, Any], what: str) -> datetime:
@@ -102,24 +108,30 @@ def test_a_schedule_fires_twice_and_its_runs_do_not_overlap(stack: Stack) -> Non
     assert sorted(numbers(stack.run_dir("clock"))) == [0, 1], "the second found the work of the first"
 
 
+def test_each_stage_runs_alone(stack: Stack) -> None:
+    given = ["name=clock", *TINY]
+    for together in (["train"], ["dataset", "filter", "warm-start", "validate"], ["report"]):
+        for run in [stack.start(f"{stage}/local", overrides=given) for stage in together]:
+            stack.wait(run, "COMPLETED")
+    files = {path.name for path in stack.run_dir("clock").rglob("*")}
+    assert {"before.json", "after.json", "report.html"} <= files
+
+
 # ---------------------------------------------------------------------- sweeps on workers
 
 
-def sweep(stack: Stack, name: str) -> Finished:
+def start_sweep(stack: Stack, name: str) -> "subprocess.Popen[str]":
     """`millrace sweep --on-workers` with the stack's server."""
     environment = {"PREFECT_API_URL": stack.url, "PREFECT_HOME": str(stack.root / "prefect")}
-    words = [str(stack.root / "specs" / f"{name}.yaml"), *UNTRACKED, f"paths.root={stack.root}", "--on-workers"]
-    return ended(
-        subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", "sweep", *words],
-            cwd=REPOSITORY,
-            env=os.environ | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    )
+    words = [str(spec_of(stack, name)), *UNTRACKED, f"paths.root={stack.root}", "--on-workers"]
+    return start([sys.executable, "-m", "flows.cli", "sweep", *words], os.environ | environment)
+
+
+def spec_of(stack: Stack, name: str) -> Path:
+    """The sweep's file."""
+    file = stack.root / f"{name}.yaml"
+    file.write_text(SPECS[name])
+    return file
 
 
 def record_of(stack: Stack, name: str) -> dict[str, Any]:
@@ -135,13 +147,11 @@ def children_of(stack: Stack, parent: str) -> list[dict[str, Any]]:
 
 
 def test_a_sweep_on_workers_goes_on_after_a_failed_child_and_runs_only_that_one_again(stack: Stack) -> None:
-    folder = stack.root / "specs"
-    folder.mkdir()
-    (folder / "grid.yaml").write_text(SPECS["grid"])
-    obstacle = in_the_way(folder, stack.root)
+    spec = spec_of(stack, "grid")
+    obstacle = in_the_way(stack.root, stack.root)
 
     # As a deployment, on a queue of its own; its children wait for each other in the queue `training`.
-    run = stack.start("sweep/countdown-lr", spec=str(folder / "grid.yaml"), overrides=list(UNTRACKED))
+    run = stack.start("sweep/countdown-lr", spec=str(spec), overrides=list(UNTRACKED))
     for number in range(1, 9):  # a deadline for each: eight processes, one after the other
 
         def has_ended(number: int = number) -> bool:
@@ -161,7 +171,7 @@ def test_a_sweep_on_workers_goes_on_after_a_failed_child_and_runs_only_that_one_
 
     # Again, by the command: the one that had failed, and no other.
     obstacle.unlink()
-    done = sweep(stack, "grid")
+    done = ended(start_sweep(stack, "grid"))
     assert done.code == 0, done.err
     assert "4 of 4 points finished, 1 runs worked on, 1 steps" in done.out
     again = stack.newest("sweep")
@@ -177,6 +187,100 @@ def test_a_sweep_on_workers_goes_on_after_a_failed_child_and_runs_only_that_one_
     (comparison,) = stack.root.glob("sweeps/grid-*/comparison/comparison.json")
     assert len(json.loads(comparison.read_text())["tables"]["runs"]["rows"]) == 8
     assert f"best: point {max(points, key=lambda one: (one['score'], -one['point']))['point']}," in done.out
+
+
+def hold_the_next(stack: Stack) -> None:
+    """Start something, and wait for it with `wait_until_held`: the first trainer to come to an update stays in it."""
+    (stack.root / "held").unlink()
+
+
+def wait_until_held(stack: Stack, run: str) -> None:
+    wait_until(
+        lambda: (stack.root / "held").exists() or stack.run(run)["state_type"] in ENDS, "a trainer in its update"
+    )
+    assert stack.run(run)["state_type"] == "RUNNING", stack.run(run)["state"]
+
+
+def states_below(stack: Stack, run: str) -> list[str]:
+    """States of a flow run's children."""
+    return sorted(child["state_type"] for child in children_of(stack, run))
+
+
+def test_an_optuna_search_on_workers_is_stopped_twice_and_goes_on(stack: Stack) -> None:
+    # Interrupted at the command: the child in hand saves, the one that waits is not begun.
+    hold_the_next(stack)
+    process = start_sweep(stack, "on workers")
+    wait_until(lambda: (stack.root / "held").exists() or process.poll() is not None, "a trainer in its update")
+    run = stack.newest("sweep")["id"]
+    wait_until(lambda: len(children_of(stack, run)) == 2, "two points at once")
+    process.send_signal(signal.SIGINT)
+    stopped = ended(process)
+    assert stopped.code == 75, stopped.err
+    assert states_below(stack, run) == ["CANCELLED", "CANCELLED"]
+    first, *others = stack.root.glob("runs/worked-*/checkpoints/step-*")
+    assert (first.name, others) == ("step-000001", [])
+
+    # As a deployment, cancelled in the page.
+    spec = str(spec_of(stack, "on workers"))
+    hold_the_next(stack)
+    run = stack.start("sweep/countdown-lr", spec=spec, overrides=list(UNTRACKED))
+    wait_until_held(stack, run)
+    stack.set_state(run, {"type": "CANCELLING"})
+    stack.wait(run, "CANCELLED")
+    wait_until(lambda: set(states_below(stack, run)) <= {"CANCELLED", "COMPLETED"}, "its children are over")
+    assert "CANCELLED" in states_below(stack, run)
+    begun = len(children_of(stack, run))
+
+    # Tried again in the page, it goes on with its study.
+    stack.set_state(run, RETRY)
+    for number in range(begun, begun + 7):  # a deadline for each: seven processes, one after the other
+
+        def has_ended(number: int = number) -> bool:
+            ended_ones = [child for child in children_of(stack, run) if child["state_type"] in ENDS]
+            return len(ended_ones) > number or stack.run(run)["state_type"] == "COMPLETED"
+
+        wait_until(has_ended, f"child {number + 1} has ended")
+    assert stack.wait(run, "COMPLETED")["run_count"] == 2
+    children = [child for child in children_of(stack, run) if child["start_time"]]
+    assert {child["deployment_id"] for child in children} == {stack.deployment("sweep-child/local")["id"]}
+    assert_in_turn(children)
+
+    points = record_of(stack, "on_workers")["points"]
+    assert [point["point"] for point in points] == [1, 2, 3, 4]
+    finished: list[float] = []
+    scores = [{step: score_of(point["runs"][0], step) for step in (1, 2)} for point in points]
+    for one, (point, score) in enumerate(zip(points, scores, strict=True)):
+        before = [scores[other][1] for other in range(one // 2 * 2) if points[other]["state"] == "finished"]
+        is_poor = len(before) >= 2 and (score[1] or 0.0) < median(found or 0.0 for found in before)
+        assert point["state"] == ("stopped early" if is_poor else "finished")
+        assert (score[2] is None) == is_poor, "a poor one is trained no further"
+        assert point["score"] == score[1 if is_poor else 2]
+        finished += [] if is_poor else [point["score"]]
+    assert 2 <= len(finished) < 4, "one of them was poor"
+    assert record_of(stack, "on_workers")["best"] == 1 + [point["score"] for point in points].index(max(finished))
+
+
+def score_of(run: Mapping[str, Any], step: int) -> float | None:
+    """A run's figure at a step, from its journal; None: it has not come so far."""
+    return numbers(Path(run["run_dir"])).get(step, {}).get("val-core/countdown/reward/mean@2")
+
+
+def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> None:
+    """The child that is called first after the retry is another one than at first."""
+    hold = {"HOLD_AFTER": "2"}  # the two steps of the first point
+    hold_the_next(stack)
+    run = stack.start("sweep/debug", environment=hold, spec=str(spec_of(stack, "stopped")))
+    wait_until_held(stack, run)
+    stack.set_state(run, {"type": "CANCELLING"})
+    stack.wait(run, "CANCELLED")
+    wait_until(lambda: states_below(stack, run) == ["CANCELLED", "COMPLETED"], "the child in hand is over")
+    saved = sorted(path.name for path in stack.root.glob("runs/stopped-*/checkpoints/step-*"))
+    assert saved == ["step-000001", "step-000001", "step-000002"]
+
+    stack.set_state(run, RETRY)
+    assert stack.wait(run, "COMPLETED")["run_count"] == 2
+    assert states_below(stack, run) == ["CANCELLED", "COMPLETED", "COMPLETED"]
+    assert [point["state"] for point in record_of(stack, "stopped")["points"]] == ["finished", "finished"]
 
 
 # ---------------------------------------------------------------------- Ray

@@ -205,10 +205,13 @@ def test_the_form_refuses_a_negative_learning_rate_and_starts_a_run(stack: Stack
 
 @pytest.mark.prefect
 @pytest.mark.slow
-def test_a_wrong_override_fails_the_flow_run_with_the_command_lines_message(stack: Stack) -> None:
+def test_a_wrong_override_fails_the_flow_run_with_the_command_lines_message_and_is_told_outside(
+    stack: Stack, hook: Hook
+) -> None:
     done = stack.prefect("deployment", "run", "pipeline/debug", "--watch", "-p", 'overrides=["trainer.totl_steps=5"]')
     assert done.returncode == 1
     assert "Did you mean trainer.total_steps?" in stack.newest()["state"]["message"]
+    wait_until(lambda: hook.heard("prefect.flow-run.Failed", "trainer.totl_steps"), "the hook hears of the failure")
 
 
 @pytest.mark.prefect

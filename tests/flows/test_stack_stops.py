@@ -11,10 +11,9 @@ import pytest
 from flows.stack.control import down, status, up
 from flows.stack.state import read_stack
 from flows.trainer.client import SOURCE_FOLDER
-from tests.flows.conftest import WAIT_S, journal, numbers, wait_until
+from tests.flows.conftest import HELD, WAIT_S, journal, numbers, wait_until
 from tests.flows.stack import Stack, stack_up
 
-HELD = Path(__file__).parent / "held"
 SHORT_CHUNKS = ["trainer.total_steps=40", "trainer.steps_per_chunk=2", "validation.every_steps=0"]
 ENDLESS = ["trainer.total_steps=100000", "validation.every_steps=0"]
 """Longer than any test."""

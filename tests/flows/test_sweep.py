@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -15,11 +17,12 @@ import pytest
 from flows.server.api import LocalServer
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import run_id
-from tests.flows.conftest import REPOSITORY, Api, Millrace, journal, numbers
-from tests.flows.sweep_specs import UNTRACKED
+from tests.flows.conftest import HELD, REPOSITORY, Api, Millrace, ended, journal, numbers, under, wait_until
+from tests.flows.sweep_specs import SPECS, UNTRACKED
 
 SERIES_WAIT_S = 840.0
 """About thirty runs; a minute and a half on two idle cores."""
+TRACKED = "tracking.enabled=true"
 pytestmark = [pytest.mark.prefect, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -61,6 +64,14 @@ def score(run: dict[str, Any], step: int, metric: str = "reward/mean@2") -> floa
     """A run's figure at a step, read from its journal by hand."""
     (found,) = [one["metrics"] for one in journal(Path(run["run_dir"])) if one["step"] == step]
     return float(found[f"val-core/countdown/{metric}"])
+
+
+def mlflow_status_of_the_sweep(root: Path) -> str:
+    """What MLflow says of the only sweep's own run."""
+    query = "select status from runs join tags using (run_uuid) where key = 'millrace.sweep_id'"
+    with closing(sqlite3.connect(root / "mlflow.db")) as database:
+        ((found,),) = database.execute(query).fetchall()
+    return str(found)
 
 
 def test_one_failed_child_does_not_end_a_sweep(series: Series) -> None:
@@ -219,6 +230,72 @@ def test_children_are_nested_in_mlflow(series: Series) -> None:
     above = {run: value for run, key, value in rows if key == "mlflow.parentRunId"}
     assert {above[run] for run in own.values()} == {parent}
     assert len([1 for run, key, _ in metrics if run == parent and key == "sweep/reward/mean_at_2"]) == 2
+
+
+# ---------------------------------------------------------------------- told to stop
+
+
+def held_sweep(millrace: Millrace, *settings: str) -> "tuple[subprocess.Popen[str], Path]":
+    """A sweep of two points whose second run stays in its first update until it is told to stop; and its spec."""
+    spec, held = millrace.root / "stopped.yaml", millrace.root / "held"
+    spec.write_text(SPECS["stopped"])
+    hold = {"HOLD_PHASE": "update_actor", "HOLD_AFTER": "2", "HOLD_FILE": str(held), "PYTHONPATH": str(HELD)}
+    process = Millrace(millrace.root, {**millrace.environment, **hold}).start("sweep", str(spec), *settings)
+    wait_until(lambda: held.exists() or process.poll() is not None, "the second run is in its first update")
+    assert process.poll() is None, process.communicate()
+    return process, spec
+
+
+def sweep_record(root: Path) -> dict[str, Any]:
+    """The stopped sweep's `sweep.json`."""
+    (file,) = root.glob("sweeps/stopped-*/sweep.json")
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def assert_only_the_second_run_goes_on(millrace: Millrace, spec: Path, *settings: str) -> None:
+    """What was saved is step 1 of 2; the same command trains step 2 and nothing else."""
+    saved = sorted(path.parts[-3:] for path in millrace.root.glob("runs/stopped-*/checkpoints/step-*"))
+    assert sorted(step for *_, step in saved) == ["step-000001", "step-000001", "step-000002"]
+    again = millrace("sweep", str(spec), *settings)
+    assert again.code == 0, again.err
+    assert "2 of 2 points finished, 1 runs worked on, 1 steps" in again.out
+    assert [point["state"] for point in sweep_record(millrace.root)["points"]] == ["finished", "finished"]
+
+
+def test_an_interrupted_sweep_has_saved_its_run_and_the_same_command_goes_on(series: Series) -> None:
+    millrace = under(series.server, series.root)  # it has data and start model
+    process, spec = held_sweep(millrace, *UNTRACKED)
+    process.send_signal(signal.SIGINT)
+    stopped = ended(process)
+    assert stopped.code == 75, stopped.err
+    assert "Traceback" not in stopped.err
+    api = Api(series.server.url)
+    (run,) = api.filter("flow_runs", flow_runs={"name": {"any_": ["sweep/stopped"]}}, sort="START_TIME_DESC", limit=1)
+    children = api.filter("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [run["id"]]}})
+    assert run["state_type"] == "CANCELLED"
+    assert sorted(child["state_type"] for child in children) == ["CANCELLED", "COMPLETED"]
+    assert_only_the_second_run_goes_on(millrace, spec, *UNTRACKED)
+
+
+@pytest.mark.lengthy
+def test_a_cancellation_reaches_a_sweep_that_no_worker_has_started(
+    prefect_server: LocalServer, artifacts_root: Path
+) -> None:
+    millrace, api = under(prefect_server, artifacts_root), Api(prefect_server.url)
+    process, spec = held_sweep(millrace, TRACKED)
+    named = {"name": {"any_": ["sweep/stopped"]}, "state": {"type": {"any_": ["RUNNING"]}}}
+    (run,) = api.filter("flow_runs", flow_runs=named)
+    api.post(f"flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLING"}})
+    stopped = ended(process)
+    assert stopped.code == 75, stopped.err
+    (run,) = api.filter("flow_runs", flow_runs={"id": {"any_": [run["id"]]}})
+    children = api.filter("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [run["id"]]}})
+    assert run["state_type"] == "CANCELLED"
+    assert sorted(child["state_type"] for child in children) == ["CANCELLED", "COMPLETED"]
+    assert mlflow_status_of_the_sweep(millrace.root) == "KILLED"
+    assert_only_the_second_run_goes_on(millrace, spec, TRACKED)
+    assert mlflow_status_of_the_sweep(millrace.root) == "FINISHED"
 
 
 def test_a_mistake_is_told_before_anything_is_written(bare: Millrace, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 Python runs this file at its start where PYTHONPATH names its folder. In a trainer of which HOLD_PHASE names a phase and
 HOLD_FILE a file, the phase is entered as ever; then the file is made, and the phase goes on once a stop was asked for.
+Where the file is there already, nothing is held. HOLD_AFTER: how many times the phase is gone through before.
 """
 
 import os
@@ -9,21 +10,22 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 HELD_FOR_S = 280.0
 
 
-def hold(phase_name: str, file: Path) -> None:
+def hold(phase_name: str, file: Path, after: int) -> None:
     """Wrap `Watch.phase`."""
     from rlcore.run.watch import Watch
 
-    whole = Watch.phase
+    whole, times = Watch.phase, count()
 
     @contextmanager
     def phase(self: Watch, name: str) -> Iterator[None]:
         with whole(self, name):
-            if name == phase_name and not file.exists():
+            if name == phase_name and not file.exists() and next(times) >= after:
                 file.touch()
                 deadline = time.monotonic() + HELD_FOR_S
                 while self._stop_asked_s() is None and time.monotonic() < deadline:
@@ -34,4 +36,4 @@ def hold(phase_name: str, file: Path) -> None:
 
 
 if "rlcore.run.process" in sys.orig_argv and "HOLD_PHASE" in os.environ:
-    hold(os.environ["HOLD_PHASE"], Path(os.environ["HOLD_FILE"]))
+    hold(os.environ["HOLD_PHASE"], Path(os.environ["HOLD_FILE"]), int(os.environ.get("HOLD_AFTER", "0")))
