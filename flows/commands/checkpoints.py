@@ -124,10 +124,12 @@ def _show(layout: RunLayout, rows: tuple[CheckpointRow, ...]) -> None:
             "" if reward is None else f"{reward:.3f}",
             row.created[:19].replace("T", " "),
             marks.get(row.step, ""),
-            row.verdict if row.verdict != "not verified" else "sizes fit; --verify reads every byte",
+            row.verdict if row.verdict != "not verified" else "sizes fit",
         )
     console.print(f"run {layout.run_dir.name} in {layout.run_dir}", markup=False)
     console.print(table)
+    if any(row.verdict == "not verified" for row in rows):
+        console.print("--verify reads every byte", markup=False)
     for row in rows:
         if row.verdict == "broken":
             console.print(row.reason, markup=False)

@@ -15,6 +15,7 @@ from flows.stack.ports import is_free
 from flows.stack.recipes import mlflow_recipe
 from flows.stack.services import answers, wait_until_ready
 from flows.stack.state import Service, StackState, read_stack
+from flows.shown.summary import beside_python
 from flows.work import upkeep
 from flows.work.comparison import compare as compare_runs
 from flows.work.comparison import find_runs
@@ -24,6 +25,7 @@ from flows.work.upkeep import Outcome
 from rlcore.config import TrackingConfig
 from rlcore.errors import MillraceError
 from rlcore.tracking.connection import has_store
+from rlcore.tracking.store import LOCAL_UI
 
 END_WAIT_S = 20.0
 
@@ -36,7 +38,23 @@ def compare(runs: Sequence[str], *, search: str, root: Path, tracking: TrackingC
     print("\n".join(made.statements))
     print(f"\n  HTML      {made.html}\n  Markdown  {made.markdown}\n  JSON      {made.json}")
     if made.mlflow_page:
-        print(f"  MLflow    {made.mlflow_page}")
+        print(f"  MLflow    {_reachable(made.mlflow_page, root)}")
+
+
+def _reachable(page: str, root: Path) -> str:
+    """An address under MLflow's usual one is served by the stack of the root, or by nobody yet: then, how to."""
+    if not page.startswith(LOCAL_UI):
+        return page
+    running = _running_mlflow(root)
+    if running is not None:
+        return page.replace(LOCAL_UI, running.url, 1)
+    port = LOCAL_UI.rpartition(":")[2]
+    return f"{page}\n            after {beside_python(f'millrace ui --root {root} --port {port}')}"
+
+
+def _running_mlflow(root: Path) -> Service | None:
+    found = read_stack(root).service("mlflow")
+    return found if found is not None and found.process() is not None and answers(found) else None
 
 
 def sync(runs: Sequence[str], *, root: Path, uri: str | None) -> None:
@@ -62,8 +80,8 @@ def _end(outcomes: Sequence[Outcome], nothing: str) -> None:
 def ui(root: Path, port: int | None) -> None:
     """Serve MLflow's pages of the root's store on loopback, until interrupted; say where they are."""
     root = root.resolve()
-    running = read_stack(root).service("mlflow")
-    if port is None and running is not None and running.process() is not None and answers(running):
+    running = _running_mlflow(root) if port is None else None
+    if running is not None:
         print(f"MLflow is up already, by millrace up: {running.url}")
         return
     if port is not None and not is_free(port):

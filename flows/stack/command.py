@@ -18,6 +18,9 @@ def up(root: Path, wishes: control.Wishes) -> None:
 
 def down(root: Path) -> None:
     """End it all."""
+    if not control.status(root):
+        print(f"nothing was started under {root.resolve()}")
+        return
     control.down(root, say=_say)
 
 

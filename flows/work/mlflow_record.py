@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, dataclass, replace
+from types import TracebackType
 
 from data import StageResult
 from flows.parameters import MLFLOW_PAGE
@@ -20,9 +21,11 @@ from flows.work.open_run import OpenRun
 from flows.work.report import Report, report_fingerprint
 from flows.work.stages import Export
 from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.errors import StopRequestedError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking import MlflowStore, ensure_mlflow_run, explain, lineage_tags
+from rlcore.tracking.attempts import FinalStatus, has_begun
 from rlcore.tracking.uploads import load_ahead
 
 log = logging.getLogger(__name__)
@@ -30,6 +33,9 @@ log = logging.getLogger(__name__)
 RECORDED_FILE = "recorded.json"
 FINISH_WAIT_S = 120.0
 """For MLflow at the end of a run: the first use of a store makes its tables, and weights are copied."""
+
+END_WAIT_S = 20.0
+"""For MLflow at the end of a run that never came to its first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +80,13 @@ class MlflowRecord:
         """Nothing is written yet."""
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Leave what MLflow has not taken; the interpreter's end waits for a request that is under way."""
+        if error is not None and self._run.config.tracking.enabled and not has_begun(self._run.layout.run_dir):
+            is_fault = isinstance(error, Exception) and not isinstance(error, StopRequestedError)
+            self._end_before_the_first_step("FAILED" if is_fault else "KILLED")
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def start(self, dataset: StageResult, filtered: StageResult) -> None:
@@ -109,6 +120,19 @@ class MlflowRecord:
         except Exception as error:
             self._warn("all of the run", error)
         return self._known
+
+    def _end_before_the_first_step(self, status: FinalStatus) -> None:
+        """Later ends are told by the trainer's journal."""
+        first = self._first
+
+        def end() -> None:
+            if run_id := self._after(first).mlflow_run_id:
+                MlflowStore(self._run.config.tracking, self._run.layout.root).set_status(run_id, status)
+
+        try:
+            self._thread.submit(end).result(END_WAIT_S)
+        except Exception as error:  # the run's own error matters more
+            log.info("MLflow was not told that the run has ended: %s", error)
 
     def _after(self, first: "Future[Recorded] | None") -> Recorded:
         """What is known once the first part is written, or has failed."""

@@ -13,7 +13,7 @@ from rlcore.errors import MillraceError, RunInUseError, TrackingError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import HeldLock
 from rlcore.tracking import explain, sync_run
-from rlcore.tracking.attempts import ATTEMPTS_FILE
+from rlcore.tracking.attempts import has_begun
 from rlcore.tracking.connection import has_store, resolve_uri
 from rlcore.tracking.garbage import find_garbage, remove_garbage
 
@@ -70,7 +70,7 @@ def sync(folders: Sequence[Path], uri: str | None) -> list[Outcome]:
 
 
 def _synced(folder: Path, uri: str | None) -> Outcome:
-    if not (folder / ATTEMPTS_FILE).is_file():
+    if not has_begun(folder):
         return Outcome(folder.name, "has not begun", ok=True)
     try:
         result = sync_run(folder, uri or _store_in_stack(folder))

@@ -101,7 +101,7 @@ def _inside_list(detail: ErrorDetails, parts: list[str]) -> str:
 
 
 def _add_unknown(name: str, value: Any, settings: Mapping[str, Any], findings: Findings, *, in_files: bool) -> None:
-    got = shown(value) + (" from a file in conf/" if in_files else "")
+    got = shown(value) + (" from a settings file" if in_files else "")
     owners = [task for task, section in TASKS.items() if name.removeprefix("data.") in section.model_fields]
     if name.startswith("data.") and owners:
         task = settings["data"].get("task", CountdownData().task)

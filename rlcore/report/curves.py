@@ -118,7 +118,8 @@ def _throughput(record: RunRecord, figure: "Figure") -> bool:
     lines = (("perf/throughput", "green", "throughput"),)
     drawn = _one(record, figure, lines=lines, unit="tokens/s/device")
     if drawn:
-        figure.axes[0].set_ylim(bottom=0)
+        axes = figure.axes[0]
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # else a steady line lies on the edge
     return drawn
 
 

@@ -171,7 +171,8 @@ def phase_table(record: RunRecord) -> Table:
     for name in BESIDE:
         series = record.series(f"timing_s/{name}")
         if series is not None:
-            each = f"{title_of(name)} ({len(series)} times, not in the step)"
+            times = "once" if len(series) == 1 else f"{len(series)} times"
+            each = f"{title_of(name)} ({times}, not in the step)"
             rows.append((doc.text(each), doc.seconds(series.mean()), doc.text(""), _metric_of(name)))
     columns = (Column("Phase"), Column("Mean", "number"), Column("Share", "number"), Column("Metric", "code"))
     return Table("phases", "Phases of a step", columns, tuple(rows), "The first step is left out: it warms up.")

@@ -40,7 +40,8 @@ def sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
             "answers",
             "Answers",
             (samples_of(record.before, record.after),),
-            "The same held-out problems before and after: the first of each kind by id, not the best.",
+            "The same held-out problems before and after, by the greedy answer or the first sample: the first of each "
+            "kind by id, not the best.",
         ),
         Section("convergence", "Convergence",
                 (measures.convergence_table(record), measures.check_table(record))),

@@ -28,6 +28,12 @@ FinalStatus = Literal["FINISHED", "FAILED", "KILLED"]
 """How a run ends, in MLflow's words. KILLED: stopped or lost; it can be resumed."""
 
 
+def has_begun(run_dir: Path) -> bool:
+    """Whether a trainer has ever begun at the run's steps."""
+    file = run_dir / ATTEMPTS_FILE
+    return file.is_file() and file.stat().st_size > 0
+
+
 @dataclass(frozen=True, slots=True)
 class Owner:
     """The process of an attempt. Its start time tells it from a later process with the same id."""

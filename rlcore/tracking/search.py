@@ -9,7 +9,7 @@ from rlcore.errors import TrackingError
 from rlcore.tracking.failures import explain
 from rlcore.tracking.lineage import RUN_ID_TAG
 from rlcore.tracking.state import read_state
-from rlcore.tracking.store import MlflowStore
+from rlcore.tracking.store import LOCAL_UI, MlflowStore
 
 MOST_RUNS = 1_000
 
@@ -40,7 +40,7 @@ def search_run_ids(store: MlflowStore, query: str) -> list[str]:
     return list(dict.fromkeys(run.data.tags[RUN_ID_TAG] for run in runs))
 
 
-def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = "http://127.0.0.1:5000") -> str:
+def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOCAL_UI) -> str:
     """MLflow's page that compares runs. On sqlite it is the page under `ui`, where `millrace ui` serves it."""
     runs = quote(json.dumps(list(mlflow_run_ids)))
     experiments = quote(json.dumps([store.ensure_experiment()]))

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Experiment, Run
 
+LOCAL_UI = "http://127.0.0.1:5000"
+"""Where a store without a server of its own has its pages, if somebody serves them (`millrace ui`, `millrace up`)."""
+
 MAX_BATCH = 100
 """Parameters or tags that MLflow takes in one request."""
 
@@ -273,7 +276,7 @@ class MlflowStore:
         """End the run with this status; the end is now unless told in seconds since the epoch."""
         self.client.set_terminated(run_id, status, None if end_time_s is None else milliseconds(end_time_s))
 
-    def run_url(self, run_id: str, ui: str = "http://127.0.0.1:5000") -> str:
+    def run_url(self, run_id: str, ui: str = LOCAL_UI) -> str:
         """The page of a run. On sqlite it is the page under `ui`, where `ui_command` serves it."""
         return f"{self.page_root(ui)}/#/experiments/{self.ensure_experiment()}/runs/{run_id}"
 

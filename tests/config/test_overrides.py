@@ -280,7 +280,7 @@ def test_mistakes_in_a_file_are_told_too(own_conf):
     (own_conf / "mine.yaml").write_text("defaults: [debug@_here_, _self_]\ntrainer: {totl_steps: 5, batch_size: 0}\n")
     lines = problems("seed=x", experiment="mine")
     assert [line.partition(":")[0] for line in lines] == ["seed", "trainer.batch_size", "trainer.totl_steps"]
-    assert "got 5 from a file in conf/. Did you mean trainer.total_steps?" in lines[2]
+    assert "got 5 from a settings file. Did you mean trainer.total_steps?" in lines[2]
 
 
 def test_off_without_quotes_in_yaml_is_explained(own_conf):

@@ -112,6 +112,7 @@ def test_a_comparison_has_the_numbers_that_mlflow_has(synced: Path, reference: R
     page = re.search(r"MLflow +(\S+)", done.out)
     assert page is not None
     assert all(run.info.run_id in page[1] for run in runs.values())
+    assert f"millrace ui --root {synced} --port 5000" in done.out, "nobody serves that page yet"
     for run in runs.values():
         (folder,) = client_of(synced).list_artifacts(run.info.run_id, "comparisons")
         names = {Path(file.path).name for file in client_of(synced).list_artifacts(run.info.run_id, folder.path)}

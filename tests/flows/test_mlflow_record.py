@@ -1,0 +1,28 @@
+"""The run's page in MLflow, written by the stages around the training."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from flows import mlflow_record, stages
+from flows.mlflow_record import MlflowRecord, Recorded
+from flows.open_run import open_run
+from rlcore.config.compose import load_config
+from rlcore.errors import ModelError, StopRequestedError
+from rlcore.tracking import MlflowStore
+
+
+def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
+    artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow_record, "END_WAIT_S", 180.0)  # a busy machine takes long over a store's tables
+    size = ["data.train_size=20", "data.validation_size=5", f"paths.root={artifacts_root}"]
+    config = load_config(["experiment=debug", *size])
+    rows, filtered = stages.make_dataset(config), stages.filter_rows(config)
+    for error, status in ((ModelError("no such model"), "FAILED"), (StopRequestedError("told to end"), "KILLED")):
+        with suppress(type(error)), open_run(config, ()) as run, MlflowRecord(run, {}) as record:
+            record.start(rows, filtered)
+            raise error
+        known = Recorded.read(run.layout)
+        assert MlflowStore(config.tracking, artifacts_root).client.get_run(known.mlflow_run_id).info.status == status
