@@ -8,8 +8,7 @@ from pkgutil import resolve_name
 
 from data.rows import TaskRows
 from rlcore.config.data import CustomData
-from rlcore.errors import DataError
-from rlcore.score import MODULES_ARE_FOUND
+from rlcore.errors import MODULES_ARE_FOUND, DataError
 
 
 def build_function(settings: CustomData) -> Callable[[CustomData, int], object]:
@@ -21,7 +20,7 @@ def build_function(settings: CustomData) -> Callable[[CustomData, int], object]:
     except Exception as error:  # importing somebody's module can raise anything
         raise DataError(
             f"data.build: must name a function as module:function, got {settings.build!r} "
-            f"({type(error).__name__}: {error}). {MODULES_ARE_FOUND}"
+            f"({type(error).__name__}: {error}). {MODULES_ARE_FOUND}."
         ) from error
     return function
 
@@ -44,6 +43,6 @@ def source_digests(settings: CustomData) -> dict[str, str]:
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         raise DataError(
             f"data.build: must name a function in a module with a source file, got {settings.build!r}. "
-            f"{MODULES_ARE_FOUND}"
+            f"{MODULES_ARE_FOUND}."
         )
     return {module: hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()}

@@ -4,6 +4,9 @@ Every class is picklable (Ray and Prefect carry exceptions between processes), s
 exactly what `args` holds.
 """
 
+MODULES_ARE_FOUND = "A module is found in the folder that the command is started in, on PYTHONPATH, or installed"
+"""Of the modules that settings name: what to do where one is not found."""
+
 
 class MillraceError(Exception):
     """Base of every error that Millrace raises on purpose."""

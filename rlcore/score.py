@@ -4,9 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-MODULES_ARE_FOUND = "A module is found in the folder that the command is started in, on PYTHONPATH, or installed."
-"""Of the modules that settings name: what to do where one is not found."""
-
 
 @dataclass(frozen=True, slots=True)
 class Score:

@@ -17,10 +17,10 @@ from types import TracebackType
 from typing import Any
 
 from rlcore.config.rollout import RewardConfig
-from rlcore.errors import ConfigError, EngineError
+from rlcore.errors import MODULES_ARE_FOUND, ConfigError, EngineError
 from rlcore.rollout.scoring_process import Answer, ScoringJob, ScoringProcess
 from rlcore.rollout.scoring_worker import describe, resolve_scorer, score_one
-from rlcore.score import MODULES_ARE_FOUND, Score, Scorer
+from rlcore.score import Score, Scorer
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def require_scorer(name: str) -> Scorer:
     except Exception as error:  # importing a scorer's module can raise anything
         raise ConfigError(
             f"data.scorer: must name a function as module:function, got {name!r} ({describe(error)}). "
-            f"{MODULES_ARE_FOUND}"
+            f"{MODULES_ARE_FOUND}."
         ) from error
 
 

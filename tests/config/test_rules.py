@@ -113,7 +113,11 @@ CASES = [
     ("gamma_has_effect", "algo.gamma=0.9", "algo.gamma=0.9 algo.advantage=reinforce_pp"),
     *[
         ("policy_loss_is_known", "algo.policy_loss=gsop", f"algo.policy_loss={loss}")
-        for loss in (*POLICY_LOSSES, "mine:loss")
+        for loss in (*POLICY_LOSSES, "tests.algos.custom_loss:my_loss")
+    ],
+    *[
+        ("own_loss_is_found", f"algo.policy_loss={wrong}", "algo.policy_loss=tests.algos.custom_loss:my_loss")
+        for wrong in ("mine:loss", "no.such.package:loss", "tests.algos.custom_loss:my_los", ":my_loss")
     ],
     (
         "overlong_buffer_fits",

@@ -1,9 +1,14 @@
 """Rules of the algorithm: what each method needs, and settings that would have no effect."""
 
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
 from rlcore.config.algo import GROUP_ADVANTAGES, AlgoConfig, KlConfig
 from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules.registry import rule
 from rlcore.config.run import RunConfig
+from rlcore.errors import MODULES_ARE_FOUND
 
 DISCOUNTED_ADVANTAGES: frozenset[str] = frozenset({"gae", "reinforce_pp"})
 """Advantages that read `algo.gamma`."""
@@ -19,6 +24,32 @@ def policy_loss_is_known(config: RunConfig) -> Problem | None:
         return None
     remedy = f"{did_you_mean(loss, POLICY_LOSSES)}There are {', '.join(POLICY_LOSSES)}"
     return Problem("algo.policy_loss", "must be a loss that is there, or `module:function` of your own", loss, remedy)
+
+
+@rule("algo.policy_loss")
+def own_loss_is_found(config: RunConfig) -> Problem | None:
+    """A loss of one's own has a module that is found, and a function that is named there."""
+    loss = config.algo.policy_loss
+    module, colon, function = loss.partition(":")
+    why = _not_found(module, function) if colon else None
+    if why is None:
+        return None
+    return Problem("algo.policy_loss", "must name a function as module:function", f"{loss} ({why})", MODULES_ARE_FOUND)
+
+
+def _not_found(module: str, function: str) -> str | None:
+    """Why there is no such function; None where there is one, or only an import could tell: that takes seconds."""
+    try:
+        spec = find_spec(module)
+    except Exception as error:  # importing the package that holds it can raise anything
+        return f"{type(error).__name__}: {error}"
+    if spec is None:
+        return f"there is no module {module}"
+    file = Path(spec.origin or "")
+    source = file.read_text(encoding="utf-8", errors="replace") if file.suffix == ".py" and file.is_file() else None
+    if source is None or "import *" in source or re.search(rf"\b{re.escape(function)}\b", source):
+        return None
+    return f"{file} has no {function}"
 
 
 @rule("algo.advantage", "rollout.samples_per_prompt")
