@@ -61,6 +61,11 @@ Fork = Annotated[
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show Prefect's log and the trainer's too.")]
 
 
+def _require_dry_run(json: bool, dry_run: bool) -> None:
+    if json and not dry_run:  # whoever wants a plan wants no run
+        raise typer.BadParameter("goes with --dry-run alone; nothing was begun", param_hint="--json")
+
+
 @app.command(
     epilog="Examples:  millrace run experiment=countdown_demo  |  millrace run experiment=countdown_demo seed=2 "
     "trainer.total_steps=40  |  millrace run experiment=debug --dry-run"
@@ -73,6 +78,7 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """Run an experiment from its dataset to its report, as Prefect flows. What is finished is not done again."""
+    _require_dry_run(json, dry_run)
     from flows.commands import run as run_command
     from flows.commands.fork import forked
 
@@ -95,6 +101,7 @@ def sweep(
     verbose: Verbose = False,
 ) -> None:
     """Run many points of settings, several seeds each, and compare them. What is finished is not done again."""
+    _require_dry_run(json, dry_run)
     from flows.sweep import command
     from rlcore.config.sweep import Budget
 
@@ -113,6 +120,7 @@ def train(
     verbose: Verbose = False,
 ) -> None:
     """The same training without Prefect: data, warm start, chunks, validation, weights."""
+    _require_dry_run(json, dry_run)
     from flows.commands import train as train_command
     from flows.commands.fork import forked
 

@@ -9,6 +9,8 @@ from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import CheckpointError
 from rlcore.storage.publish import read_manifest
 
+ROOT = "paths.root="
+
 
 def forked(settings: list[str], source: str | None, root: Path) -> list[str]:
     """The settings, and those that make a checkpoint's weights the model of step 0; as they are where source is None.
@@ -23,7 +25,7 @@ def forked(settings: list[str], source: str | None, root: Path) -> list[str]:
     if source is None:
         return settings
     name, _, checkpoint = source.partition("@")
-    config, layout = named_run([name], root)
+    config, layout = named_run([name], _root_said(settings) or root)
     info = find_checkpoint(layout.checkpoints, checkpoint or "last")
     digest = fingerprint("fork", {"run": layout.run_dir.name, "step": info.step, "created": info.created})
     target = layout.root / "models" / f"fork-{digest}"
@@ -35,6 +37,14 @@ def forked(settings: list[str], source: str | None, root: Path) -> list[str]:
         "warm_start.enabled=false",
         f"tags.forked_from={_quoted(f'{layout.run_dir.name}@{info.name}')}",
     ]
+
+
+def _root_said(settings: list[str]) -> Path | None:
+    """Where the new run goes: a run that is named by its id is looked for there. The settings cannot be read as a whole
+    yet: their model is still to come.
+    """
+    said = [text.removeprefix(ROOT) for text in settings if text.startswith(ROOT)]
+    return Path(said[-1].strip("'\"")) if said else None
 
 
 def _quoted(text: str) -> str:

@@ -7,11 +7,15 @@ from data.custom import build_function
 from flows.plan.plan import RunPlan
 from rlcore.config import CustomData, RunConfig
 from rlcore.config.data import parts_of
-from rlcore.errors import DataError, DiskSpaceError
+from rlcore.errors import ConfigError, DataError, DiskSpaceError
 from rlcore.rollout.requirements import require_vllm
 from rlcore.rollout.scoring import require_scorer
 from rlcore.run.memory_fit import require_fit
 from rlcore.storage.disk import nearest_existing
+from rlcore.tracking.system import first_gpu
+
+GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
+"""In /dev where there is a GPU: NVIDIA's, one under WSL, AMD's. Its management library may be missing."""
 
 
 def check_before_plan(config: RunConfig) -> None:
@@ -41,16 +45,30 @@ def _require_functions(config: RunConfig) -> None:
             require_scorer(part.data.scorer)
 
 
+def _require_device(config: RunConfig) -> None:
+    """A GPU that the settings ask for is on this host, unless the workers live elsewhere."""
+    runtime = config.runtime
+    if runtime.device != "cuda" or runtime.ray_address is not None or first_gpu() is not None:
+        return
+    if not any(next(Path("/dev").glob(name), None) for name in GPU_FILES):
+        raise ConfigError(
+            "runtime.device: must be auto or cpu where there is no GPU; got cuda, and this machine shows none. Set "
+            "runtime.device=auto, or look whether the driver is loaded (nvidia-smi)"
+        )
+
+
 def check_before_start(config: RunConfig, plan: RunPlan) -> None:
     """What a run needs and a plan does not: the engine, and room for what the run still has to write.
 
     Raises:
         EngineError: vLLM is not installed, or is asked for what it is not built for here.
-        ConfigError: the run cannot fit the GPU that is here.
+        ConfigError: the run cannot fit the GPU that is here, or asks for one, and there is none.
         DiskSpaceError: says how many bytes are missing, and where.
     """
     if config.rollout.engine == "vllm" and not plan.is_done:
         require_vllm(config.rollout)
+    if not plan.is_done:
+        _require_device(config)
     if plan.memory is not None and not plan.is_done:
         require_fit(config, plan.memory)
     disk = plan.disk

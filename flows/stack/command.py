@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from flows.stack import control
+from flows.summary import beside_python
 
 
 def up(root: Path, wishes: control.Wishes) -> None:
@@ -13,7 +14,7 @@ def up(root: Path, wishes: control.Wishes) -> None:
     if (head := state.service("ray")) is not None:
         print(f"Ray       {head.url} (runtime=ray runtime.ray_address={head.url})")
     print(f"\nexport PREFECT_API_URL={state.prefect_api_url}")
-    print("prefect deployment run pipeline/countdown-demo --watch")
+    print(beside_python("prefect deployment run pipeline/countdown-demo --watch"))
 
 
 def down(root: Path) -> None:

@@ -33,4 +33,7 @@ def _named(name: str, root: Path) -> Path:
         return found[0].resolve()
     names = ", ".join(folder.name for folder in (found or known)[:MOST_NAMES]) or "none"
     problem = "is the beginning of several runs" if found else "is neither the folder nor the id of a run"
-    raise DataError(f"{name}: {problem}; under {root / 'runs'} there are: {names}. Name one of them, or --root.")
+    raise DataError(
+        f"{name}: {problem}; under {root / 'runs'} there are: {names}. Name one of them, or another root (--root, or "
+        "paths.root)."
+    )

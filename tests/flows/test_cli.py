@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +102,25 @@ def test_a_report_of_a_run_that_is_not_there(bare: Millrace) -> None:
     assert done.code == 1
     assert str(bare.root) in done.err
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("verb", ["run", "train", "sweep"])
+def test_a_plan_as_json_begins_nothing_without_dry_run(bare: Millrace, verb: str) -> None:
+    words = ("debug_grid", "trainer.total_steps=2") if verb == "sweep" else ("experiment=debug",)
+    done = bare(verb, *words, "--json")
+    assert done.code == 2
+    assert "--json: goes with --dry-run alone; nothing was begun" in " ".join(done.err.split())
+
+
+@pytest.mark.skipif(next(Path("/dev").glob("nvidia[0-9]*"), None) is not None, reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_told_before_anything_is_made(bare: Millrace) -> None:
+    done = bare("train", "experiment=debug", "runtime.device=cuda")
+    assert done.code == 2
+    assert "runtime.device: must be auto or cpu where there is no GPU; got cuda" in done.err
+    assert list(bare.root.iterdir()) == []
+
+
+def test_a_run_to_fork_is_looked_for_where_the_new_one_goes(bare: Millrace) -> None:
+    done = bare("run", "experiment=debug", "--fork", "nobody")
+    assert done.code == 1
+    assert f"under {bare.root / 'runs'} there are: none" in done.err
