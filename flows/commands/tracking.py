@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 
 from flows.server.tether import tethered
+from flows.shown.summary import beside_python
 from flows.stack.databases import Databases
 from flows.stack.ports import is_free
 from flows.stack.recipes import mlflow_recipe
 from flows.stack.services import answers, wait_until_ready
 from flows.stack.state import Service, StackState, read_stack
-from flows.shown.summary import beside_python
 from flows.work import upkeep
 from flows.work.comparison import compare as compare_runs
 from flows.work.comparison import find_runs

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
+from flows.shown.summary import beside_python
 from flows.stack import control
-from flows.summary import beside_python
 
 
 def up(root: Path, wishes: control.Wishes) -> None:

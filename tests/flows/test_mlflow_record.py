@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from flows import mlflow_record, stages
-from flows.mlflow_record import MlflowRecord, Recorded
-from flows.open_run import open_run
+from flows.work import mlflow_record, stages
+from flows.work.mlflow_record import MlflowRecord, Recorded
+from flows.work.open_run import open_run
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError, StopRequestedError
 from rlcore.tracking import MlflowStore
