@@ -129,6 +129,14 @@ def filter_dataset(
             log.warning("%s: tokenized word by word, a prompt comes out differently; starting again", tokenizer_dir)
             log.debug("the prompt: %r", difference.args)
             tally = job.run(folder, {**document, "format_version": FILTER_FORMAT}, short_way=False)
+        if tally.num_unknown:
+            log.warning(
+                "%s: does not know a word of %s prompts, such as %r: all such words are one token to the model. Take "
+                "another model, or other prompts (a model made from nothing reads arithmetic alone)",
+                tokenizer_dir,
+                f"{tally.num_unknown:,} of {sum(tally.counts[split] for split in SPLITS):,}",
+                tally.example[:200],
+            )
         facts["counts"] = dict(sorted(tally.counts.items()))
         facts["lengths"] = tally.write_lengths(folder, config.max_prompt_tokens)
         write_filter_card(folder, facts)
@@ -137,10 +145,14 @@ def filter_dataset(
 
 @dataclass(slots=True)
 class _Tally:
-    """Rows by split and reason, and prompt lengths by split (before overlong ones are dropped)."""
+    """Rows by split and reason, prompt lengths by split (before overlong ones are dropped), and prompts of both splits
+    with a word that the tokenizer does not know.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     lengths: dict[str, Counter[int]] = field(default_factory=dict)
+    num_unknown: int = 0
+    example: str = ""
 
     def write_lengths(self, folder: Path, limit: int) -> dict[str, object]:
         """Plots beside the rows; returns the summaries."""
@@ -211,6 +223,9 @@ class _Split:
         unique = self.watch.keep(place, texts, multisets(truths), self.tally.counts)
         ids = self.tokenizer.encode_prompts([texts[row] for row in unique] if len(unique) < len(texts) else texts)
         rows, ids = self._fitting(unique, ids, start)
+        if unknown := self.tokenizer.with_unknown_words(ids):
+            self.tally.num_unknown += len(unknown)
+            self.tally.example = self.tally.example or texts[rows[unknown[0]]]
         self.tally.counts[self.split] += len(rows)
         if len(rows) < batch.num_rows:
             chosen = pa.array(rows, pa.int64())

@@ -139,18 +139,21 @@ class PromptTokenizer:
         end = self._end
         return [ids + end if answer else b"" for answer, ids in zip(answers, encoded, strict=True)]
 
-    def _require_known(self, answers: Sequence[str], encoded: Sequence[bytes]) -> None:
+    def with_unknown_words(self, encoded: Sequence[bytes]) -> list[int]:
+        """Places of the texts in which the tokenizer does not know a word."""
         unknown = self._tokenizer.unk_token_id
         # Byte-level tokenizers know every word; some name an end-of-text token as the unknown one.
         if unknown is None or self._pieces is not None:
-            return
-        for answer, ids in zip(answers, encoded, strict=True):
-            if unknown in np.frombuffer(ids, dtype=np.int32):
-                raise DataError(
-                    f"{self._name}: the tokenizer has no token for a word of the answer {answer[:200]!r}. Take another "
-                    "model, or a task whose answers it can write (model.scratch.max_integer bounds the numbers of a "
-                    "model made from nothing)"
-                )
+            return []
+        return [place for place, ids in enumerate(encoded) if unknown in np.frombuffer(ids, dtype=np.int32)]
+
+    def _require_known(self, answers: Sequence[str], encoded: Sequence[bytes]) -> None:
+        if places := self.with_unknown_words(encoded):
+            raise DataError(
+                f"{self._name}: the tokenizer has no token for a word of the answer {answers[places[0]][:200]!r}. Take "
+                "another model, or a task whose answers it can write (model.scratch.max_integer bounds the numbers of "
+                "a model made from nothing)"
+            )
 
     def _render(self, messages: Messages) -> str:
         if not self.chat:

@@ -31,7 +31,8 @@ def model_of(record: RunRecord) -> str:
     model = record.config.model
     if model.path is not None:
         return model.path.rstrip("/").rpartition("/")[2]
-    return f"a model from nothing ({model.scratch.num_layers} layers of {model.scratch.hidden_size})"
+    layers = f"{model.scratch.num_layers} layer{'' if model.scratch.num_layers == 1 else 's'}"
+    return f"a model from nothing ({layers} of {model.scratch.hidden_size})"
 
 
 def subtitle_of(record: RunRecord) -> str:

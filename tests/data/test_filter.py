@@ -173,6 +173,17 @@ def test_words_without_a_token_in_an_answer_are_refused(scratch_tokenizer, artif
         filtered(settings, scratch_tokenizer, artifacts_root)
 
 
+def test_words_without_a_token_in_a_prompt_are_told(scratch_tokenizer, artifacts_root, tmp_path, caplog):
+    def asked(question, row):
+        extra = {**row["extra_info"], "solution": "", "distractor": ""}
+        return {**row, "prompt": [{"role": "user", "content": question}], "extra_info": extra}
+
+    train = [asked(f"{i} + 1 =", row) for i, row in enumerate(rows(3))]
+    settings = written(tmp_path, [*train[:2], asked("two + 1 =", rows(3)[2])], [asked("7 + 2 =", rows(1)[0])])
+    filtered(settings, scratch_tokenizer, artifacts_root)
+    assert "does not know a word of 1 of 4 prompts, such as 'two + 1 ='" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("column", "value", "told"),
     [
