@@ -22,16 +22,21 @@ def end_nested(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> No
     with get_client(sync_client=True) as client:
         _end_below(client, flow_run.id, is_crash=state.is_crashed())
         if not state.is_crashed():
-            cancel_on_workers(client, flow_run.id)
+            _cancel_on_workers(client, flow_run.id)
 
 
-def cancel_on_workers(client: SyncPrefectClient, parent: UUID, *, wait_s: float = 0.0) -> None:
-    """Those that were not begun end at once. The others save first, and are waited for so long."""
-    for run in _alive_on_workers(client, parent):
-        client.set_flow_run_state(run.id, Cancelling(message="The flow run around it was stopped."))
+def cancel_nested(client: SyncPrefectClient, parent: UUID, *, wait_s: float) -> None:
+    """Those in this process are over. Those on workers are cancelled, and waited for so long: they save first."""
+    _end_below(client, parent, is_crash=False)
+    _cancel_on_workers(client, parent)
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline and _alive_on_workers(client, parent):
         time.sleep(POLL_S)
+
+
+def _cancel_on_workers(client: SyncPrefectClient, parent: UUID) -> None:
+    for run in _alive_on_workers(client, parent):
+        client.set_flow_run_state(run.id, Cancelling(message="The flow run around it was stopped."))
 
 
 def _alive_on_workers(client: SyncPrefectClient, parent: UUID) -> list[FlowRun]:

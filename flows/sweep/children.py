@@ -17,7 +17,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.tasks import Task
 
-from flows.server.nested import cancel_on_workers
+from flows.server.nested import cancel_nested
 from flows.server.watch import end_if_cancelled, end_if_suspended
 from flows.sweep.child import sweep_child
 from rlcore.errors import MillraceError, StopRequestedError
@@ -145,7 +145,7 @@ def _begin_children_anew() -> None:
 
 @contextmanager
 def cancelled_with_us() -> Iterator[None]:
-    """Where the block does not come to its end, children that wait or run on workers are cancelled. They save."""
+    """Where the block does not come to its end, neither do the children: what runs saves, what waits is not begun."""
     sweep = UUID(str(flow_run.id))
     try:
         yield
@@ -156,7 +156,7 @@ def cancelled_with_us() -> Iterator[None]:
             temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}),
             get_client(sync_client=True) as client,
         ):
-            cancel_on_workers(client, sweep, wait_s=STOP_WAIT_S)
+            cancel_nested(client, sweep, wait_s=STOP_WAIT_S)
         raise
 
 

@@ -70,6 +70,7 @@ def sweep(
         parent = mlflow_parent.begin(checked)
         with (
             mlflow_parent.ended_with_us(checked, parent),
+            cancelled_with_us(),
             children_of(checked, parent, on_workers=on_workers) as children,
         ):
             more: dict[str, JsonValue] = {"mlflow_run_id": parent}
@@ -88,8 +89,7 @@ def sweep(
 def children_of(sweep: Sweep, parent: str | None, *, on_workers: bool) -> Iterator[Children]:
     """How its runs are worked on."""
     if on_workers:
-        with cancelled_with_us():
-            yield OnWorkers(parent, sweep_directory(sweep).parent.parent)
+        yield OnWorkers(parent, sweep_directory(sweep).parent.parent)
         return
     alike = not any(key.partition(".")[0] == "runtime" for point in sweep.points for key in point)
     alike = alike and not any(key.partition(".")[0] == "runtime" for key in sweep.spec.space)
