@@ -2,6 +2,7 @@
 
 import logging
 import selectors
+import shutil
 import socket
 import threading
 import time
@@ -14,8 +15,11 @@ from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
 from rlcore.tracking import Tracker, sync_run
 from rlcore.tracking.state import read_state
+from tests.storage.small_disk import fill, small_disk
 from tests.tracking.conftest import Server, free_port, wait_until
 from tests.tracking.reading import attempt_run, journal_points, main_run, points, values
+
+__all__ = ["small_disk"]
 
 
 def config_for(config: RunConfig, uri: str, **more: object) -> RunConfig:
@@ -71,6 +75,37 @@ def test_a_server_that_dies_and_comes_back_has_every_value_once(
     said = [record.getMessage() for record in caplog.records if record.name.startswith("rlcore.tracking")]
     assert len([line for line in said if "does not take the values" in line]) == 1, "one warning, not one a try"
     assert len([line for line in said if "takes the values again" in line]) == 1
+
+
+@pytest.mark.lengthy
+def test_a_store_on_a_full_disk_has_every_value_once_when_there_is_room(
+    config: RunConfig, run_dir: Path, empty_store: Path, small_disk: Path
+):
+    """MLflow's database has a file system of its own here: the journal's is another test's."""
+    shutil.copy(empty_store, small_disk / "mlflow.db")
+    uri = f"sqlite:///{small_disk}/mlflow.db"
+    tracker = Tracker(run_dir, config_for(config, uri), tags={})
+    tracker.resume_at(0, 0)
+
+    def train(first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            tracker.log_step(step, values(step, 30))
+        assert tracker.journal_bytes
+        tracker.commit(last)
+
+    train(1, 20)
+    wait_until(lambda: read_state(run_dir).main_bytes > 0)
+    ballast = fill(small_disk)
+    train(21, 120)
+    wait_until(lambda: read_state(run_dir).num_failures > 0)
+    ballast.unlink()
+    train(121, 130)
+    assert tracker.finish("FINISHED", timeout_s=90.0)
+    client = client_at(uri)
+    run = main_run(client, run_dir.name)
+    assert run.info.status == "FINISHED"
+    for name in values(1, 30):
+        assert points(client, run, name) == journal_points(run_dir / "metrics.jsonl", name)
 
 
 def test_a_server_that_is_never_there_costs_nothing_and_is_caught_up_later(
