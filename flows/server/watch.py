@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
@@ -47,8 +47,9 @@ class FlowCancelledError(Abort):
 class _Watch:
     """Looks at one flow run from a thread of its own: a server that is away holds up nobody."""
 
-    def __init__(self, flow_run_id: UUID) -> None:
+    def __init__(self, flow_run_id: UUID, *, is_deployed: bool) -> None:
         self._flow_run_id = flow_run_id
+        self.is_deployed = is_deployed
         self._over = threading.Event()
         self._suspended: State[object] | None = None
         self._cancelled_at: float | None = None
@@ -107,9 +108,10 @@ def watched() -> Iterator[None]:
         yield
         return
     around = outermost()
-    if deployment.id:
+    is_deployed = bool(deployment.id)
+    if is_deployed:
         outlive_the_worker()
-    watch = _watch = _Watch(around)
+    watch = _watch = _Watch(around, is_deployed=is_deployed)
     try:
         with told_to_end():
             yield
@@ -145,9 +147,10 @@ def told_to_end() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, TerminationSignal, StopRequestedError) as ended:
-        if _watch is None or deployment.id:
+        if _watch is None or _watch.is_deployed:
             raise
-        _watch.nested |= set(flow_runs_in_here())
+        with suppress(Exception), _few_retries():
+            _watch.nested |= set(flow_runs_in_here())
         raise FlowCancelledError(str(ended) if isinstance(ended, StopRequestedError) else TOLD_TO_END) from ended
 
 
@@ -166,7 +169,7 @@ def _show_cancelled(flow_runs: set[UUID]) -> None:
     state: State[object] = Cancelled(message="cancelled; saved, and goes on when tried again")
     within = FlowRunFilter(id=FlowRunFilterId(any_=list(flow_runs)))
     try:
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: MAX_RETRIES}), get_client(sync_client=True) as client:
+        with _few_retries(), get_client(sync_client=True) as client:
             for one in flow_runs:
                 client.set_flow_run_state(one, state, force=True)
             for task in client.read_task_runs(flow_run_filter=within):
@@ -174,6 +177,10 @@ def _show_cancelled(flow_runs: set[UUID]) -> None:
                     client.set_task_run_state(task.id, state, force=True)
     except Exception as error:
         log.warning("the Prefect server was not told that the run has ended: %s", error)
+
+
+def _few_retries() -> AbstractContextManager[object]:
+    return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: MAX_RETRIES})
 
 
 def _tell_that_we_leave(one: UUID) -> None:
