@@ -29,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-data_app = typer.Typer(help="Datasets.", no_args_is_help=True, rich_markup_mode=None)
+data_app = typer.Typer(help="Make datasets, and look into them.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 
 Settings = Annotated[
@@ -77,7 +77,7 @@ def run(
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run an experiment from its dataset to its report, as Prefect flows. What is finished is not done again."""
+    """Run an experiment from dataset to report, as Prefect flows. What is finished is not done again."""
     _require_dry_run(json, dry_run)
     from flows.commands import run as run_command
     from flows.commands.fork import forked
@@ -100,7 +100,7 @@ def sweep(
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run many points of settings, several seeds each, and compare them. What is finished is not done again."""
+    """Run many points of settings, several seeds each. They are compared; what is finished is not done again."""
     _require_dry_run(json, dry_run)
     from flows.sweep import command
     from rlcore.config.sweep import Budget
@@ -119,7 +119,7 @@ def train(
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """The same training without Prefect: data, warm start, chunks, validation, weights."""
+    """The same training without Prefect. Data, warm start, chunks, validation, weights."""
     _require_dry_run(json, dry_run)
     from flows.commands import train as train_command
     from flows.commands.fork import forked
@@ -162,7 +162,7 @@ def checkpoints(
     json: Annotated[bool, typer.Option("--json", help="As JSON, with all metrics of each.")] = False,
     root: Root = ARTIFACTS,
 ) -> None:
-    """Show the checkpoints of a run: step, size, scores, the last and the best, and whether they are whole."""
+    """Show the checkpoints of a run. Step, size, scores, the last and the best, and whether they are whole."""
     from flows.commands import checkpoints as checkpoints_command
 
     checkpoints_command.checkpoints(
@@ -186,7 +186,7 @@ def data_inspect(
     json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page to this file instead.")] = None,
 ) -> None:
-    """Show rows of a dataset as a table, with counts and length statistics."""
+    """Show a dataset: rows, counts, lengths, duplicates."""
     from flows.commands import inspect as inspect_command
 
     inspect_command.inspect(path, num_rows=rows, seed=seed, as_json=json, html=html)
@@ -206,7 +206,7 @@ def compare(
     uri: Uri = None,
     experiment: Annotated[str, typer.Option(help="MLflow experiment to search (tracking.experiment).")] = "millrace",
 ) -> None:
-    """Compare runs: settings that differ, curves, figures with intervals, costs. The first one is the measure."""
+    """Compare runs by settings, curves, figures and costs. The first one is the measure; figures have intervals."""
     from flows.commands import tracking as tracking_commands
     from rlcore.config import TrackingConfig
 
@@ -234,7 +234,7 @@ def ui(
     root: Root = ARTIFACTS,
     port: Annotated[int | None, typer.Option(min=1, max=65_535, help="Of the page; none: a free one.")] = None,
 ) -> None:
-    """Serve MLflow's pages of the root's store on this machine, until interrupted."""
+    """Serve MLflow's pages of the root's store until interrupted."""
     from flows.commands import tracking as tracking_commands
 
     tracking_commands.ui(root, port)
@@ -246,7 +246,7 @@ def gc(
     uri: Uri = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
 ) -> None:
-    """Remove from MLflow the artifacts of runs that were deleted there; registered models and metrics stay."""
+    """Remove from MLflow the artifacts of runs deleted there. Registered models and metrics stay."""
     from flows.commands import tracking as tracking_commands
     from rlcore.config import TrackingConfig
 
@@ -268,7 +268,7 @@ def up(
         typer.Option(envvar="MILLRACE_NOTIFY_URL", help="A webhook that is called when a run fails or pauses."),
     ] = None,
 ) -> None:
-    """Start Prefect, MLflow and a worker on this machine, and apply the deployments.
+    """Start Prefect, MLflow and a worker on this machine. The deployments are applied.
 
     Other databases than files under the root: PREFECT_API_DATABASE_CONNECTION_URL and MLFLOW_BACKEND_STORE_URI in the
     environment (docs/stack.md).
@@ -281,7 +281,7 @@ def up(
 
 @app.command(epilog="Example:  millrace down")
 def down(root: Root = ARTIFACTS) -> None:
-    """End what `millrace up` has started; runs save and go on after the next `up`."""
+    """End what `millrace up` has started. Runs save, and go on after the next `up`."""
     from flows.stack import command
 
     command.down(root)

@@ -19,8 +19,8 @@ def up(root: Path, wishes: control.Wishes) -> None:
 
 def down(root: Path) -> None:
     """End it all."""
-    if not control.status(root):
-        print(f"nothing was started under {root.resolve()}")
+    if all(state == "gone" for _, state in control.status(root)):
+        print(f"nothing is up under {root.resolve()}")
         return
     control.down(root, say=_say)
 
