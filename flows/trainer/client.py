@@ -115,8 +115,12 @@ class TrainerProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the process, if there is one."""
-        self.close()
+        """End the process, if there is one. At a stop it saves first: it may be steps beyond its last checkpoint."""
+        is_stop = isinstance(error, StopRequestedError) or (error is not None and not isinstance(error, Exception))
+        if is_stop and self._child is not None and not self._is_told_to_end:
+            self._stop(self._child)
+        else:
+            self.close()
 
     @property
     def pid(self) -> int | None:

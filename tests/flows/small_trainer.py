@@ -22,10 +22,16 @@ class SmallTrainer:
         self.run_dir = run_dir
         self.replies = os.fdopen(replies_fd, "w", buffering=1)
         self.stop = False
+        self.is_idle = True
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         print(f"signal {number}")
         self.stop = self.behaviour != "deaf"
+        if self.is_idle and self.stop:
+            self.send(
+                event="error", command="stop", type="StopRequestedError", message=f"saved step {self.committed()}"
+            )
+            sys.exit(75)
 
     def send(self, **event: Any) -> None:
         self.replies.write(json.dumps(event) + "\n")
@@ -84,7 +90,9 @@ def main() -> None:
         if command["command"] == "who":
             trainer.send(event="done", command="who", result={"pid": os.getpid(), "session": os.getsid(0)})
             continue
+        trainer.is_idle = False
         trainer.train(command["to_step"])
+        trainer.is_idle = True
 
 
 if __name__ == "__main__":

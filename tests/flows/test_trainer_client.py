@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from flows.trainer.client import TrainerProcess
-from flows.trainer.protocol import Event, Progress
+from flows.trainer.protocol import Event, Note, Progress
 from rlcore.errors import MillraceError, NonFiniteError, StopRequestedError, WorkerLostError
 from rlcore.run.faults import FaultKind, read_faults
 
@@ -213,6 +213,24 @@ def test_an_interrupt_lets_the_process_save(tmp_path: Path) -> None:
     saved = int((tmp_path / "step").read_text())
     assert f"saved step {saved}" in told["notes"]
     assert told["steps"][-1] == saved
+
+
+def train_and_raise(client: TrainerProcess, error: BaseException) -> None:
+    with client:
+        client.call("train", to_step=2)
+        raise error
+
+
+def test_an_interrupt_between_two_calls_lets_the_process_save(start: Start, heard: Heard) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train_and_raise(start("good"), KeyboardInterrupt())
+    assert [event.text for event in heard.events if isinstance(event, Note)][-1] == "saved step 2"
+
+
+def test_after_an_error_of_ours_the_process_is_closed(start: Start, heard: Heard) -> None:
+    with pytest.raises(KeyError):
+        train_and_raise(start("good"), KeyError())
+    assert heard.lines[-1] == "closed"
 
 
 def test_an_interrupt_ends_even_a_process_that_does_not_listen(tmp_path: Path) -> None:
