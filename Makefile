@@ -58,7 +58,7 @@ demo: $(VENV)/.installed
 	$(BIN)/millrace run experiment=countdown_demo $(ARGS)
 
 test: $(VENV)/.installed-dev install-vllm
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not lengthy" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not lengthy" $(ARGS)
 
 test-lengthy: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m lengthy $(ARGS)

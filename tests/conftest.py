@@ -41,6 +41,15 @@ install_import_hook(
 )
 
 
+TAKE_LONG = ("slow", "prefect", "needs_ray", "multiprocess")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests start processes come first: at the end none of two workers is left with a long one."""
+    long = {item.path for item in items if any(item.get_closest_marker(name) for name in TAKE_LONG)}
+    items.sort(key=lambda item: item.path not in long)
+
+
 @pytest.fixture
 def artifacts_root(tmp_path: Path) -> Path:
     """An empty folder to use as `paths.root`."""

@@ -26,6 +26,8 @@ from rlcore.tracking.journal import JOURNAL_FILE, Journal, StepRecord, load_jour
 from tests.report.pages import Page, parse
 from tests.report.runs import validation, write_run
 
+pytestmark = pytest.mark.slow
+
 SECTIONS = ["learned", "curves", "held_out", "answers", "convergence", "performance", "memory", "configuration",
             "reproduce", "lineage", "journal"]  # fmt: skip
 

@@ -12,6 +12,8 @@ from rlcore.trainer.alarms import SKIPPED
 from tests.run.sessions import Event, run_to_the_end, verified_steps
 from tests.small_run import prepare
 
+pytestmark = pytest.mark.slow
+
 STEPS = 2
 OVERRIDES = (
     f"trainer.total_steps={STEPS}", "trainer.steps_per_chunk=1", "validation.every_steps=0",

@@ -18,6 +18,8 @@ from tests.run.test_resume import steps_of, weights_of
 from tests.small_run import SmallRun, prepare
 from tests.storage.small_disk import mounted
 
+pytestmark = pytest.mark.slow
+
 # A checkpoint of some 10 MB: a save takes long enough to be hit in the middle.
 OVERRIDES = (
     "model.scratch.hidden_size=192", "model.scratch.intermediate_size=512", "model.scratch.num_heads=2",

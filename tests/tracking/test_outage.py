@@ -19,6 +19,8 @@ from tests.storage.small_disk import fill, small_disk
 from tests.tracking.conftest import Server, free_port, wait_until
 from tests.tracking.reading import attempt_run, journal_points, main_run, points, values
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["small_disk"]
 
 
