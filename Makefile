@@ -1,7 +1,7 @@
 # Everything is made from a checkout and a Python 3.11, 3.12 or 3.13:
 #   make demo    install, then the whole pipeline: data, filter, model, GRPO, validation, report
 #   make test    install, then all tests but the lengthy ones
-#   make test-lengthy   the tests of a whole stack that take minutes each
+#   make test-lengthy   the others: whole stacks, second ways to a like fault
 #   make check   format, lint, types, import rules
 #   make install-vllm   the real vLLM for a CPU (make test does it too)
 # Another interpreter: make demo PYTHON=python3.12. More arguments for demo and test: ARGS="trainer.total_steps=40".

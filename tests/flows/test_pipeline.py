@@ -197,6 +197,7 @@ def test_training_without_prefect_gives_the_same_numbers_even_if_mlflow_refuses_
     assert "bytes of the journal delivered; the run is FINISHED" in late.out, late.err
 
 
+@pytest.mark.lengthy
 def test_a_hang_without_prefect_is_found_and_retried(millrace: Millrace, reference: Reference, tmp_path: Path) -> None:
     hangs_once = ("algo.policy_loss=tests.run.harmful:hangs", "runtime.deadlines.update_s=20")
     done = Millrace(millrace.root, {HARM: str(tmp_path)})("train", *SMALL, *hangs_once)

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ class Disturbance:
         if name == self.at and self.seen == self.nth:
             for number in self.signals:
                 for pid in self.targets():
-                    os.kill(pid, number)
+                    with suppress(ProcessLookupError):  # a node's processes end with the first of them
+                        os.kill(pid, number)
                 time.sleep(0.05)
             time.sleep(self.sleep_s)
 

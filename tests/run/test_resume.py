@@ -85,7 +85,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("runtime", ["local", "ray"])
+@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.lengthy)])
 def test_killed_at_three_random_moments(undisturbed: SmallRun, tmp_path: Path, runtime: str) -> None:
     run = small(tmp_path, f"runtime={runtime}")
     settings, log = write_settings(run), tmp_path / "out.log"

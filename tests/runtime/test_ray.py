@@ -67,6 +67,7 @@ def test_two_ranks_reproduce_one(root: Path, local: dict[str, list[Metrics]]) ->
                     assert found[name] == pytest.approx(value, rel=1e-5, abs=atol), f"{algo}, step {number}: {name}"
 
 
+@pytest.mark.lengthy
 def test_killed_and_stopped_workers_are_lost_workers(root: Path) -> None:
     killed, stopped = in_ray("faults", root)
     assert "died" in killed
