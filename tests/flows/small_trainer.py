@@ -27,10 +27,13 @@ class SmallTrainer:
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         print(f"signal {number}")
         self.stop = self.behaviour != "deaf"
-        if self.is_idle and self.stop:
-            self.send(
-                event="error", command="stop", type="StopRequestedError", message=f"saved step {self.committed()}"
-            )
+        if self.is_idle:
+            self.leave_if_told()
+
+    def leave_if_told(self) -> None:
+        if self.stop:
+            message = f"saved step {self.committed()}"
+            self.send(event="error", command="stop", type="StopRequestedError", message=message)
             sys.exit(75)
 
     def send(self, **event: Any) -> None:
@@ -93,6 +96,7 @@ def main() -> None:
         trainer.is_idle = False
         trainer.train(command["to_step"])
         trainer.is_idle = True
+        trainer.leave_if_told()  # the signal may have come in the command's last moment
 
 
 if __name__ == "__main__":
