@@ -70,3 +70,8 @@ class TrackingError(MillraceError):
 
 class StopRequestedError(MillraceError):
     """A signal or cancellation asked the run to stop; it has saved and can go on (exit code 75)."""
+
+
+def is_stop(error: BaseException | None) -> bool:
+    """Whether somebody told the run to end (also by what Python and Prefect raise for it), as against a fault."""
+    return isinstance(error, StopRequestedError) or (error is not None and not isinstance(error, Exception))

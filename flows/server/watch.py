@@ -149,7 +149,7 @@ def told_to_end() -> Iterator[None]:
     except (KeyboardInterrupt, TerminationSignal, StopRequestedError) as ended:
         if _watch is None or _watch.is_deployed:
             raise
-        with suppress(Exception), _few_retries():
+        with suppress(Exception), few_retries():
             _watch.nested |= set(flow_runs_in_here())
         raise FlowCancelledError(str(ended) if isinstance(ended, StopRequestedError) else TOLD_TO_END) from ended
 
@@ -169,7 +169,7 @@ def _show_cancelled(flow_runs: set[UUID]) -> None:
     state: State[object] = Cancelled(message="cancelled; saved, and goes on when tried again")
     within = FlowRunFilter(id=FlowRunFilterId(any_=list(flow_runs)))
     try:
-        with _few_retries(), get_client(sync_client=True) as client:
+        with few_retries(), get_client(sync_client=True) as client:
             for one in flow_runs:
                 client.set_flow_run_state(one, state, force=True)
             for task in client.read_task_runs(flow_run_filter=within):
@@ -179,8 +179,9 @@ def _show_cancelled(flow_runs: set[UUID]) -> None:
         log.warning("the Prefect server was not told that the run has ended: %s", error)
 
 
-def _few_retries() -> AbstractContextManager[object]:
-    return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: MAX_RETRIES})
+def few_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
+    """Inside the block requests to a Prefect server that is away are given up soon."""
+    return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: number})
 
 
 def _tell_that_we_leave(one: UUID) -> None:

@@ -14,11 +14,10 @@ from prefect.context import FlowRunContext
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.tasks import Task
 
 from flows.server.nested import cancel_nested
-from flows.server.watch import end_if_cancelled, end_if_suspended
+from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries
 from flows.sweep.child import sweep_child
 from rlcore.errors import MillraceError, StopRequestedError
 
@@ -153,7 +152,7 @@ def cancelled_with_us() -> Iterator[None]:
         # The server may be gone: we end all the same, and soon.
         with (
             suppress(Exception),
-            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 1}),
+            few_retries(1),
             get_client(sync_client=True) as client,
         ):
             cancel_nested(client, sweep, wait_s=STOP_WAIT_S)

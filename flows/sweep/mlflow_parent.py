@@ -11,7 +11,7 @@ from prefect.logging import get_run_logger
 from flows.sweep.record import SWEEP_FILE, PointRecord, sweep_directory
 from flows.sweep.result import SweepResult
 from rlcore.config.sweep_load import Sweep
-from rlcore.errors import StopRequestedError
+from rlcore.errors import is_stop
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking import MlflowStore
 
@@ -47,9 +47,8 @@ def ended_with_us(sweep: Sweep, run: str | None) -> Iterator[None]:
         yield
     except BaseException as error:
         if run is not None:
-            is_stop = isinstance(error, StopRequestedError) or not isinstance(error, Exception)
             try:
-                _store(sweep).set_status(run, "KILLED" if is_stop else "FAILED")
+                _store(sweep).set_status(run, "KILLED" if is_stop(error) else "FAILED")
             except Exception as refusal:
                 get_run_logger().warning("MLflow did not take the end of the sweep: %s", refusal)
         raise

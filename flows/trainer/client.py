@@ -20,7 +20,7 @@ from typing import Any, Self
 from flows.server.tether import tethered
 from flows.trainer.log_tail import LogTail
 from flows.trainer.protocol import Done, Event, Failed, Note, Progress, Reply, command_line, parse_reply
-from rlcore.errors import HostMemoryError, MillraceError, StopRequestedError, WorkerLostError
+from rlcore.errors import HostMemoryError, MillraceError, StopRequestedError, WorkerLostError, is_stop
 from rlcore.run.faults import fault_of, note_fault, num_oom_kills
 
 TRAINER = (sys.executable, "-P", "-m", "rlcore.run.process")
@@ -116,8 +116,7 @@ class TrainerProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the process, if there is one. At a stop it saves first: it may be steps beyond its last checkpoint."""
-        is_stop = isinstance(error, StopRequestedError) or (error is not None and not isinstance(error, Exception))
-        if is_stop and self._child is not None and not self._is_told_to_end:
+        if is_stop(error) and self._child is not None and not self._is_told_to_end:
             self._stop(self._child)
         else:
             self.close()

@@ -21,7 +21,7 @@ from flows.work.open_run import OpenRun
 from flows.work.report import Report, report_fingerprint
 from flows.work.stages import Export
 from rlcore.config.fingerprint import settings_fingerprint
-from rlcore.errors import StopRequestedError
+from rlcore.errors import is_stop
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking import MlflowStore, ensure_mlflow_run, explain, lineage_tags
@@ -85,8 +85,7 @@ class MlflowRecord:
     ) -> None:
         """Leave what MLflow has not taken; the interpreter's end waits for a request that is under way."""
         if error is not None and self._run.config.tracking.enabled and not has_begun(self._run.layout.run_dir):
-            is_fault = isinstance(error, Exception) and not isinstance(error, StopRequestedError)
-            self._end_before_the_first_step("FAILED" if is_fault else "KILLED")
+            self._end_before_the_first_step("KILLED" if is_stop(error) else "FAILED")
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def start(self, dataset: StageResult, filtered: StageResult) -> None:

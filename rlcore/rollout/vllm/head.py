@@ -2,9 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from rlcore.models.head import float32_logits
 
 
 def give_float32_logits(model: nn.Module) -> None:
@@ -23,10 +24,7 @@ def _float32_method(base: Any) -> Any:
     class Float32Method(base):  # type: ignore[misc]
         def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
             weight: Any = layer.weight
-            if x.is_cuda:  # the matrix unit's own sums
-                logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
-            else:
-                logits = F.linear(x.float(), weight.float())
+            logits = float32_logits(x, weight) if x.is_cuda else F.linear(x.float(), weight.float())
             return logits if bias is None else logits + bias.float()
 
     return Float32Method
