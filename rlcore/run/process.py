@@ -99,13 +99,11 @@ def serve(session: Session, channel: Channel, stop: StopFlag) -> int:
     known = handlers(session)
     for command in channel.commands(stop):
         name = str(command.get("command"))
-        if name == "close":
+        if stop() or name == "close":
             break
         if name == "leave":
             return LEFT
         try:
-            if stop():
-                raise StopRequestedError("the trainer was told to stop; start again to go on from its last checkpoint")
             result = known[name](command)
         except StopRequestedError as wish:
             channel.send(_error(name, wish))

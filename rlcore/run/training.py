@@ -75,8 +75,7 @@ class Training:
                 ) from given_up
             self._saving(self._ledger.poll_save)
             if self._stop():
-                self.settle_save()
-                raise StopRequestedError(f"stopped after step {state.loop.step}, which is saved; start again to go on")
+                raise StopRequestedError(self.save_finished())
         return saved
 
     def settle_save(self) -> None:
@@ -84,7 +83,7 @@ class Training:
         self._saving(self._ledger.settle_save)
 
     def save_finished(self) -> str:
-        """Save the last finished step, if it is not: a stop was asked for between two commands. Says what is saved."""
+        """Save the last finished step, if it is not: a stop was asked for. Says what is saved."""
         if self._state is None or self._crew.holds != name_of(self._state.loop.step):
             return "the trainer was told to stop; start again to go on from its last checkpoint"
         self._save_before(self._state)

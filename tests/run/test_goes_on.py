@@ -1,15 +1,16 @@
 """Going on is the same run: at an epoch's end, after the last step, with other ranks, with settings that may change."""
 
+import itertools
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from rlcore.errors import CheckpointError
+from rlcore.errors import CheckpointError, StopRequestedError
 from rlcore.tracking.attempts import Attempt, read_acts
 from rlcore.tracking.state import read_state
-from tests.run.sessions import Event, elsewhere, run_to_the_end, session_of
+from tests.run.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.run.test_resume import steps_of, weights_of
 from tests.small_run import SmallRun, prepare
 
@@ -65,6 +66,20 @@ def test_critic_schedule_coefficient_and_dropped_prompts_go_on_too(undisturbed: 
         assert len({expected[step][name] for step in range(1, 5)}) > 2, name
     assert steps_of(run) == expected
     assert weights_of(run) == weights_of(whole)
+
+
+def test_a_stop_asked_for_at_any_moment_of_the_loop_saves_the_last_finished_step(
+    undisturbed: SmallRun, tmp_path: Path
+) -> None:
+    run = elsewhere(undisturbed, tmp_path, *steps(6), QUIET)
+    for asked in (1, 2, 3):  # the loop looks more than once a step: the wish may come between two looks
+        looks = itertools.chain([False] * (asked - 1), itertools.repeat(True))
+        with (
+            session_of(run, stop=looks.__next__) as session,
+            pytest.raises(StopRequestedError, match=r"stopped after step \d, which is saved"),
+        ):
+            session.train(6)
+        assert max(steps_of(run)) == verified_steps(run)[-1], f"asked at look {asked}"
 
 
 def test_the_next_chunk_goes_on_while_a_checkpoint_is_written(undisturbed: SmallRun, tmp_path: Path) -> None:
