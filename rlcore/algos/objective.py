@@ -47,7 +47,7 @@ class PolicyStatistics(Statistics):
     """Sums over a micro-batch.
 
     `pg_loss`, `entropy`, `kl_loss`: shares of the mini-batch's value, aggregated as the loss is. Plain sums over answer
-    tokens: `ppo_kl` of old - policy log-probability, `ref_kl` of the KL estimate that is in the loss.
+    tokens: `ppo_kl` of old - policy log-probability, `ref_kl` of the KL estimate that is in the loss, `entropy_sum`.
     `num_clipped`, `num_clipped_lower`, `num_tokens`: answer tokens.
     """
 
@@ -56,6 +56,7 @@ class PolicyStatistics(Statistics):
     kl_loss: Float[Tensor, ""]
     ppo_kl: Float[Tensor, ""]
     ref_kl: Float[Tensor, ""]
+    entropy_sum: Float[Tensor, ""]
     num_clipped: Float[Tensor, ""]
     num_clipped_lower: Float[Tensor, ""]
     num_tokens: Float[Tensor, ""]
@@ -75,6 +76,10 @@ class PolicyStatistics(Statistics):
     def mean_ref_kl(self) -> float:
         """KL to the reference in nats a token, whatever the aggregation: what the adaptive coefficient follows."""
         return float(self.ref_kl) / float(self.num_tokens)
+
+    def mean_entropy(self) -> float:
+        """Entropy in nats a token, whatever the aggregation: what the alarm looks at."""
+        return float(self.entropy_sum) / float(self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +156,7 @@ def policy_objective(
         kl_loss=share(kl.detach()).double(),
         ppo_kl=masked_sum(-policy_loss.log_ratio.detach().double(), mask),
         ref_kl=masked_sum(kl.detach().double(), mask),
+        entropy_sum=masked_sum(entropy.detach().double(), mask),
         num_clipped=(policy_loss.clipped & mask).sum().double(),
         num_clipped_lower=(policy_loss.clipped_lower & mask).sum().double(),
         num_tokens=mask.sum().double(),

@@ -28,7 +28,8 @@ class AlarmConfig(Section):
     entropy_below: float = Field(default=0.001, ge=0)
     """Mean over answer tokens, nats."""
     equal_scores: StepAction = "tell"
-    """Within each group all answers have the same score: there is nothing to compare."""
+    """Within each group all answers have the same score: there is nothing to compare. Not looked at where each prompt
+    has one answer."""
     kl: StateAction = "off"
     """The KL divergence from the reference is above `kl_above`. Needs algo.kl.where."""
     kl_above: float = Field(default=10.0, gt=0)

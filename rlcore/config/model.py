@@ -32,7 +32,7 @@ class LoraConfig(Section):
     alpha: float = Field(default=64.0, gt=0)
     """Scale of the adapter, divided by the rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout before the adapter; other than 0 makes log-probabilities noisy."""
+    """Dropout before the adapter, in updates alone; other than 0 makes the log-probabilities there noisy."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of the linear layers that get an adapter."""
 

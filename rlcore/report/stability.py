@@ -70,7 +70,7 @@ def _checks(record: RunRecord) -> Iterable[tuple[str, str, str, Judge]]:
     )
     yield (
         "Entropy is alive",
-        "actor/entropy",
+        "actor/token_entropy" if record.names("actor/token_entropy") else "actor/entropy",
         f"last third ≥ {SMALLEST_ENTROPY:g} nats/token and ≤ {ENTROPY_GROWTH:g} × the first tenth",
         _entropy,
     )

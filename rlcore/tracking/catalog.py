@@ -30,7 +30,8 @@ METRICS: tuple[MetricDoc, ...] = (
     MetricDoc(
         "training/rollout_probs_diff_{mean,max,std}",
         "probability",
-        "|p_sampler - p_trainer| of the sampled tokens: how far the engine is from the model that is trained.",
+        "|p_sampler - p_trainer| of the sampled tokens: how far the engine is from the model that is trained. Absent "
+        "where the trainer's own are not computed before the update (`trainer.old_logprobs=behavior`, several updates).",
     ),
     MetricDoc(
         "training/canary_logprob_diff",
@@ -44,6 +45,11 @@ METRICS: tuple[MetricDoc, ...] = (
     ),
     MetricDoc("actor/pg_loss", "loss", "Policy loss without KL and entropy terms, mean over the step's updates."),
     MetricDoc("actor/entropy", "nats/token", "Entropy of the policy at answer tokens, under the loss's aggregation."),
+    MetricDoc(
+        "actor/token_entropy",
+        "nats/token",
+        "The same per answer token, where the loss's aggregation is another than token-mean.",
+    ),
     MetricDoc("actor/kl_loss", "nats/token", "KL estimate to the reference, where it is a term of the loss."),
     MetricDoc("actor/ref_kl", "nats/token", "The same per answer token, whatever the loss's aggregation."),
     MetricDoc("actor/kl_coef", "1", "Coefficient of the KL term; moves if it is adaptive."),
@@ -55,10 +61,14 @@ METRICS: tuple[MetricDoc, ...] = (
     MetricDoc("actor/pg_clipfrac_lower", "share", "Answer tokens at the dual clip (negative advantage, large ratio)."),
     MetricDoc("actor/grad_norm", "1", "Global gradient norm before clipping, mean over the step's updates."),
     MetricDoc("actor/lr", "1", "Learning rate of the step."),
-    MetricDoc("critic/score/{mean,max,min}", "score", "Score of an answer as the scorer gave it."),
+    MetricDoc(
+        "critic/score/{mean,max,min}", "score", "Score of an answer as the scorer gave it, less the overlong penalty."
+    ),
     MetricDoc("critic/rewards/{mean,max,min}", "score", "The score less the KL penalty, where that is in the reward."),
     MetricDoc("critic/advantages/{mean,max,min}", "1", "Advantage over all answer tokens."),
-    MetricDoc("critic/returns/{mean,max,min}", "1", "Return over all answer tokens; without a critic the advantage."),
+    MetricDoc(
+        "critic/returns/{mean,max,min}", "1", "Return over all answer tokens; where an answer has one advantage, that."
+    ),
     MetricDoc("critic/values/{mean,max,min}", "1", "Value over all answer tokens, before the update."),
     MetricDoc("critic/vf_loss", "loss", "Clipped value loss, half the squared error."),
     MetricDoc("critic/vf_clipfrac", "share", "Answer tokens whose value loss is that of the clipped value."),

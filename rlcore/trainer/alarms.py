@@ -47,7 +47,7 @@ def update_alarms(config: RunConfig, metrics: Mapping[str, float]) -> tuple[Alar
     if alarms.grad_norm != "off" and (norm > alarms.grad_norm_above or (norm and SKIPPED in metrics)):
         text = f"the gradient's norm is {norm:.4g}, alarms.grad_norm_above is {alarms.grad_norm_above:g}"
         found.append(Alarm("grad_norm", alarms.grad_norm, text))
-    entropy = metrics.get("actor/entropy")
+    entropy = metrics.get("actor/token_entropy", metrics.get("actor/entropy"))
     if alarms.entropy != "off" and entropy is not None and entropy < alarms.entropy_below:
         text = f"the policy's entropy is {entropy:.4g}, alarms.entropy_below is {alarms.entropy_below:g}"
         found.append(Alarm("entropy", alarms.entropy, text))
@@ -62,4 +62,5 @@ def _all_equal(experience: Experience) -> bool:
     by_group: dict[int, set[float]] = {}
     for group, score in zip(experience.group_ids, experience.scores, strict=True):
         by_group.setdefault(group, set()).add(score.total)
-    return all(len(scores) == 1 for scores in by_group.values())
+    is_compared = len(by_group) < len(experience.group_ids)  # an answer alone to its prompt has nothing to be equal to
+    return is_compared and all(len(scores) == 1 for scores in by_group.values())

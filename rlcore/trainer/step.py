@@ -80,6 +80,7 @@ class Trainer:
         self._collector = collector
         self._info: WorkerInfo | None = None
         self._num_redone = 0
+        self._num_applied = 0  # updates of the policy in the step under way
         trainer = config.trainer
         self._num_updates = trainer.epochs_per_batch * -(-trainer.batch_size // trainer.mini_batch_size)
 
@@ -153,7 +154,8 @@ class Trainer:
             NonFiniteError: the update is not finite and `alarms.non_finite` is stop.
         """
         if any(alarm.action == "skip" for alarm in alarms):
-            return {SKIPPED: 1.0}, batch.old_logprobs, ()
+            return {SKIPPED: 1.0}, self._computed_before(batch), ()
+        self._num_applied = 0
         try:
             with self._keeping_failures(state.step + 1, experience, batch):
                 return *self._update(batch, state, clock), ()
@@ -161,20 +163,26 @@ class Trainer:
             action = self._config.alarms.non_finite
             if action == "stop":
                 raise
-            return {SKIPPED: 1.0}, batch.old_logprobs, (Alarm(NON_FINITE, action, str(error)),)
+            left_out = 1.0 - self._num_applied / self._num_updates
+            return {SKIPPED: left_out}, self._computed_before(batch), (Alarm(NON_FINITE, action, str(error)),)
 
     def _update(self, batch: TrainBatch, state: LoopState, clock: PhaseClock) -> tuple[Metrics, Float[Tensor, "T_old"]]:
         """All updates of a step, the critic first; beside the metrics the log-probabilities before the update."""
         metrics: Metrics = {}
-        step = state.step + 1
         if self._has_critic:
             with clock.phase("update_critic"):
-                metrics |= self._update_critic(batch, step, state.lr_factor)
-        if not self._critic_warmup_is_over(step):
-            return metrics, batch.old_logprobs
+                metrics |= self._update_critic(batch, state)
+        known = self._computed_before(batch)
+        if not self._critic_warmup_is_over(state.step + 1):
+            return metrics, known
         with clock.phase("update_actor"):
             updated, first_logprobs = self._update_policy(batch, state)
-        return metrics | updated, batch.old_logprobs if batch.old_logprobs.numel() else first_logprobs
+        # of several updates only the first one's pass is made with the weights that they all begin with
+        return metrics | updated, first_logprobs if self._num_updates == 1 and not known.numel() else known
+
+    def _computed_before(self, batch: TrainBatch) -> Float[Tensor, "T_old"]:
+        """The trainer's own log-probabilities before the update, as far as a pass of their own was made."""
+        return EMPTY if self._config.trainer.old_logprobs == "behavior" else batch.old_logprobs
 
     @contextmanager
     def _keeping_failures(self, step: int, experience: Experience, batch: TrainBatch) -> Iterator[None]:
@@ -241,9 +249,7 @@ class Trainer:
 
     def _update_policy(self, batch: TrainBatch, state: LoopState) -> tuple[Metrics, Float[Tensor, "T"]]:
         """All optimizer steps on a batch; the policy's log-probabilities from the first pass over it."""
-        lr = state.lr_factor * lr_at(
-            state.step + 1, optim=self._config.optim, total_steps=self._config.trainer.total_steps
-        )
+        lr = state.lr_factor * lr_at(state.step, optim=self._config.optim, total_steps=self._config.trainer.total_steps)
         kl_coef = state.kl_coef
         logprobs = torch.zeros(batch.packed.num_tokens)
         seen = []
@@ -259,6 +265,7 @@ class Trainer:
             seen += [update.stats for update in updates]
             grad_norms.append(updates[0].grad_norm)
             num_skipped += not updates[0].applied
+            self._num_applied += updates[0].applied
             if number < self._num_updates // self._config.trainer.epochs_per_batch:
                 logprobs += scatter_tokens([u.logprobs for u in updates], batch.packed.cu_seqlens, shares.sequences)
         summed = functools.reduce(operator.add, seen)
@@ -268,6 +275,8 @@ class Trainer:
             metrics["actor/ref_kl"] = summed.mean_ref_kl()
         else:
             metrics.pop("actor/kl_loss")
+        if self._config.algo.aggregation != "token-mean":
+            metrics["actor/token_entropy"] = summed.mean_entropy()
         if num_skipped:
             metrics[SKIPPED] = num_skipped / len(grad_norms)
         return {
@@ -277,9 +286,10 @@ class Trainer:
             "actor/kl_coef": kl_coef,
         }, logprobs
 
-    def _update_critic(self, batch: TrainBatch, step: int, lr_factor: float) -> Metrics:
+    def _update_critic(self, batch: TrainBatch, state: LoopState) -> Metrics:
         assert self._config.critic is not None
-        lr = lr_factor * lr_at(step, optim=self._config.critic.optim, total_steps=self._config.trainer.total_steps)
+        total_steps = self._config.trainer.total_steps
+        lr = state.lr_factor * lr_at(state.step, optim=self._config.critic.optim, total_steps=total_steps)
         seen = []
         grad_norms = []
         for sequences in self._mini_batches(batch):
@@ -298,9 +308,9 @@ class Trainer:
         }
 
     def _next_kl_coef(self, coef: float, found: Estimate, metrics: Metrics, num_sequences: int) -> float:
-        if metrics.get(SKIPPED) == 1.0:
-            return coef  # nothing was observed
-        observed = found.kl_in_reward if self._config.algo.kl.where == "reward" else metrics.get("actor/ref_kl", 0.0)
+        observed = found.kl_in_reward if self._config.algo.kl.where == "reward" else metrics.get("actor/ref_kl")
+        if observed is None or metrics.get(SKIPPED) == 1.0:
+            return coef  # nothing was observed: the update was left out, or the critic warms up alone
         return next_kl_coef(coef, observed, num_sequences, settings=self._config.algo.kl)
 
     def _measure(

@@ -86,7 +86,7 @@ def test_value_gradient_and_statistics_are_those_of_the_naive_twin(
     policy, ref = inputs.policy.tolist(), inputs.ref.tolist()
     tokens = NAIVE[name](policy, inputs.old.tolist(), inputs.advantages.tolist(), rows.answers(), 0.2, 0.28, 3.0)
     share = naive.token_weights(aggregation, rows.answers(), counts.num_tokens, counts.num_sequences, 8)
-    pg_loss = entropy = kl_loss = kl_sum = 0.0
+    pg_loss = entropy = kl_loss = kl_sum = entropy_sum = 0.0
     gradient = {}
     for t, (token_loss, slope, _, _) in tokens.items():
         kl, kl_slope = naive.kl(policy[t], ref[t], "k3")
@@ -95,12 +95,14 @@ def test_value_gradient_and_statistics_are_those_of_the_naive_twin(
         entropy += share[t] * inputs.entropy[t].item()
         kl_loss += share[t] * kl
         kl_sum += kl
+        entropy_sum += inputs.entropy[t].item()
         gradient[t] = share[t] * (weight * slope + 0.3 * kl_slope)
     assert loss.item() == pytest.approx(pg_loss + 0.3 * kl_loss - 0.05 * entropy, rel=1e-12)
     assert_tokens(grad_of(inputs.policy), gradient)
     assert_tokens(grad_of(inputs.entropy), {t: -0.05 * share[t] for t in share})
     num_tokens = len(tokens)
     assert statistics.mean_ref_kl() == pytest.approx(kl_sum / num_tokens, rel=1e-12)
+    assert statistics.mean_entropy() == pytest.approx(entropy_sum / num_tokens, rel=1e-12)
     log_ratios = [naive.log_ratio(policy[t], inputs.old[t].item()) for t in tokens]
     assert statistics.metrics() == pytest.approx(
         {

@@ -129,6 +129,7 @@ CASES = [
         "algo.overlong.enabled=true algo.overlong.buffer_tokens=1025",
         "algo.overlong.buffer_tokens=1025",
     ),
+    ("kl_alarm_has_a_reference", "alarms.kl=stop", "alarms.kl=stop algo.kl.where=loss algo.kl.coef=0"),
     (
         "importance_has_two_sides",
         "algo.importance.mode=mask trainer.old_logprobs=behavior",

@@ -9,9 +9,10 @@ from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
-from rlcore.trainer.alarms import SKIPPED
-from rlcore.trainer.experience import ExperienceCollector
+from rlcore.trainer.alarms import SKIPPED, batch_alarms, update_alarms
+from rlcore.trainer.experience import Experience, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
+from rlcore.types import Score
 from rlcore.workers.worker import Worker
 from tests.small_run import prepare
 
@@ -108,3 +109,30 @@ def test_an_alarm_that_is_off_says_nothing(root: Path) -> None:
 def test_what_an_alarm_cannot_do_is_refused(root: Path) -> None:
     with pytest.raises(ConfigError, match=r"alarms\.kl"):
         load_config(["experiment=debug", f"paths.root={root}", "alarms.kl=skip"])
+
+
+def test_answers_alone_to_their_prompts_are_not_compared(root: Path) -> None:
+    config = load_config(["experiment=debug", f"paths.root={root}", "alarms.equal_scores=skip", "alarms.length=off"])
+    scores = (Score(0.0, {}), Score(0.0, {}))
+
+    def raised(group_ids: tuple[int, ...]) -> list[str]:
+        experience = Experience((), scores, group_ids, ("", ""), 2, 0, ())
+        return [alarm.name for alarm in batch_alarms(config, experience)]
+
+    assert raised((0, 0)) == ["equal_scores"]
+    assert raised((0, 1)) == []
+
+
+def test_the_entropy_that_alarms_is_that_of_a_token(root: Path) -> None:
+    config = load_config(["experiment=debug", f"paths.root={root}"])
+    below = config.alarms.entropy_below / 2
+    assert [alarm.name for alarm in update_alarms(config, {"actor/entropy": below})] == ["entropy"]
+    assert update_alarms(config, {"actor/entropy": below, "actor/token_entropy": 1.0}) == ()
+    assert [a.name for a in update_alarms(config, {"actor/entropy": 9.0, "actor/token_entropy": below})] == ["entropy"]
+
+
+def test_updates_before_one_that_is_no_number_are_counted_as_done(root: Path) -> None:
+    loss = "algo.policy_loss=tests.trainer.broken_loss:only_at_the_old_policy"
+    (first,), same = steps(root, 1, loss, "alarms.non_finite=skip", "trainer.mini_batch_size=4", "optim.lr=0.05")
+    assert not same
+    assert first.metrics[SKIPPED] == 0.5

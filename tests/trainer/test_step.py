@@ -102,3 +102,41 @@ def test_the_first_update_on_fresh_answers_is_on_policy(root: Path) -> None:
     (first, *_) = trained(prepare(root, "trainer.mini_batch_size=4"), 1)
     assert first["actor/pg_clipfrac"] < 0.5
     assert first["training/rollout_probs_diff_max"] < 1e-5
+
+
+def test_each_step_has_the_rate_of_its_place_and_an_unmoved_policy_leaves_the_kl_coefficient(root: Path) -> None:
+    overrides = (
+        "algo=ppo", "critic.warmup_steps=2", "trainer.total_steps=4", "optim.lr=1e-3", "optim.schedule=linear",
+        "optim.warmup_steps=2", "critic.optim.lr=1e-3", "critic.optim.schedule=linear", "algo.kl.where=loss",
+        "algo.kl.coef=0.01", "algo.kl.adaptive=true", "algo.kl.horizon=16",
+    )  # fmt: skip
+    steps = trained(prepare(root, *overrides), 4)
+    assert [step["critic/lr"] for step in steps] == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    # The first of two warm-up steps would have half the rate; the policy's own first step is the third.
+    assert [step["actor/lr"] for step in steps[2:]] == pytest.approx([1e-3, 0.5e-3])
+    assert steps[2]["actor/kl_coef"] == 0.01
+    assert steps[3]["actor/kl_coef"] < 0.01
+
+
+def test_the_first_step_of_a_warm_up_has_the_first_part_of_the_rate(root: Path) -> None:
+    (first,) = trained(prepare(root, "trainer.total_steps=4", "optim.lr=1e-3", "optim.warmup_steps=2"), 1)
+    assert first["actor/lr"] == pytest.approx(0.5e-3)
+
+
+def test_the_distance_from_the_engine_is_measured_or_not_told(root: Path) -> None:
+    (expected,) = trained(prepare(root), 1)
+    (found,) = trained(prepare(root, "trainer.old_logprobs=behavior"), 1)
+    names = [name for name in expected if name.startswith("training/rollout_probs_diff")]
+    assert len(names) == 3
+    assert expected["training/rollout_probs_diff_max"] > 0
+    assert {name: found[name] for name in names} == {name: expected[name] for name in names}
+    (several,) = trained(prepare(root, "trainer.old_logprobs=behavior", "trainer.mini_batch_size=4"), 1)
+    assert not any(name in several for name in names)
+
+
+def test_the_entropy_of_a_token_is_told_where_the_loss_adds_up_otherwise(root: Path) -> None:
+    (expected,) = trained(prepare(root), 1)
+    (found,) = trained(prepare(root, "algo.aggregation=seq-mean-token-sum-norm"), 1)
+    assert "actor/token_entropy" not in expected
+    assert found["actor/token_entropy"] == pytest.approx(expected["actor/entropy"], rel=1e-5)
+    assert found["actor/entropy"] != pytest.approx(expected["actor/entropy"], rel=0.1)

@@ -136,6 +136,16 @@ def overlong_buffer_fits(config: RunConfig) -> Problem | None:
     return Problem("algo.overlong.buffer_tokens", "must be at most rollout.max_response_tokens", got, "Lower it")
 
 
+@rule("alarms.kl", "algo.kl.where")
+def kl_alarm_has_a_reference(config: RunConfig) -> Problem | None:
+    """An alarm that is meant to stop a run can be raised at all."""
+    if config.alarms.kl == "off" or config.algo.kl.where != "off":
+        return None
+    got = f"{config.alarms.kl} with algo.kl.where off"
+    remedy = "Set algo.kl.where=loss or reward (with algo.kl.coef=0 the KL is measured and changes nothing)"
+    return Problem("alarms.kl", "needs a reference to measure the KL from", got, remedy)
+
+
 @rule("algo.importance.mode", "trainer.old_logprobs")
 def importance_has_two_sides(config: RunConfig) -> Problem | None:
     """The correction compares the trainer's probabilities with the sampler's."""
