@@ -26,10 +26,14 @@ def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> Causal
             "model.lora: needs the peft package, which is not installed here. "
             "Install millrace[lora] or leave model.lora empty."
         ) from None
-    linear = {name.rpartition(".")[2] for name, module in policy.model.named_modules() if isinstance(module, nn.Linear)}
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in policy.model.named_modules()
+        if isinstance(module, nn.Linear) and module is not policy.head  # which computes by chunks from its weight alone
+    }
     if unknown := [name for name in lora.target_modules if name not in linear]:
         raise ModelError(
-            f"model.lora.target_modules: must name linear layers of the model, got {', '.join(unknown)}. "
+            f"model.lora.target_modules: must name linear layers of the decoder, got {', '.join(unknown)}. "
             f"It has {', '.join(sorted(linear))}."
         )
     settings = peft.LoraConfig(

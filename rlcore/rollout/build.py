@@ -29,5 +29,7 @@ def build_engine(config: RunConfig, model_directory: str, *, device: torch.devic
 
     from rlcore.rollout.hf import HfEngine
 
-    policy = load_policy(model_directory, model=config.model, device=device).to(dtype)
+    # Of its own type in its products too: weights in float32 would otherwise compute in the trainer's.
+    computing = config.model.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
+    policy = load_policy(model_directory, model=computing, device=device).to(dtype)
     return HfEngine(policy, eos_token_ids=end_of_text, max_num_seqs=config.rollout.max_num_seqs)

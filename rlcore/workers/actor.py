@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -20,7 +22,7 @@ from rlcore.models.parallel import forget_failed_pass, full_state, shard
 from rlcore.models.policy import CausalPolicy
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.budget import PassBudget
-from rlcore.workers.device import Place
+from rlcore.workers.device import Place, on_all_ranks
 from rlcore.workers.micro import micro_batches, restore_order, to_device, total
 
 
@@ -64,12 +66,33 @@ class Actor:
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Log-probability of each answer token, 0 elsewhere; on the CPU."""
-        return self.budgets[1].run(
-            lambda number: policy_logprobs(self.policy, batch, number, self._config, self._place.device),
-            num_micro=num_micro,
-            num_sequences=batch.num_sequences,
-        )
+        """Log-probability of each answer token, 0 elsewhere; on the CPU. Without the adapters' dropout."""
+        with self._without_dropout():
+            return self.budgets[1].run(
+                lambda number: policy_logprobs(self.policy, batch, number, self._config, self._place.device),
+                num_micro=num_micro,
+                num_sequences=batch.num_sequences,
+            )
+
+    @property
+    def _drops(self) -> bool:
+        lora = self._config.model.lora
+        return lora is not None and lora.dropout > 0
+
+    @contextmanager
+    def _without_dropout(self) -> Iterator[None]:
+        if self._drops:
+            self.policy.eval()
+        try:
+            yield
+        finally:
+            if self._drops:
+                self.policy.train()
+
+    def fix_dropout(self, *where: int) -> None:
+        """Let the adapters' dropout from here on follow from the run's seed and the place in the run."""
+        if self._drops:
+            torch.manual_seed(int(np.random.SeedSequence((self._config.seed, *where)).generate_state(1)[0]))
 
     def update(
         self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float, kl_coef: float
@@ -87,10 +110,12 @@ class Actor:
             num_sequences=batch.packed.num_sequences,
         )
         grad_norm = clip_grad_norm(self.policy.parameters(), self._config.optim.grad_clip).item()
-        if not (math.isfinite(grad_norm) and torch.isfinite(summed.stack()).all()):
+        if not self._on_all_ranks(math.isfinite(grad_norm) and bool(torch.isfinite(summed.stack()).all())):
             self.optimizer.zero_grad(set_to_none=True)
             rows = self._non_finite_groups(batch, denominator, kl_coef)
-            where = f"the loss of prompts number {rows} of the step is not finite" if rows else "every loss is finite"
+            where = (
+                f"the loss of prompts number {rows} of the step is not finite" if rows else "every loss here is finite"
+            )
             raise NonFiniteError(
                 f"the policy's loss is {float(summed.pg_loss)} and its gradient norm {grad_norm}: no step was taken; "
                 f"{where}. A lower optim.lr or "
@@ -102,6 +127,9 @@ class Actor:
             return PolicyUpdate(summed, grad_norm, logprobs, applied=False)
         self.optimizer.step()
         return PolicyUpdate(summed, grad_norm, logprobs)
+
+    def _on_all_ranks(self, holds: bool) -> bool:
+        return on_all_ranks(holds, world_size=self._world_size, device=self._place.device)
 
     def _accumulate(
         self, batch: TrainBatch, num_micro: int, denominator: Denominator, kl_coef: float

@@ -18,7 +18,7 @@ from rlcore.models.parallel import forget_failed_pass, shard
 from rlcore.models.value import ValueModel
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.budget import PassBudget
-from rlcore.workers.device import Place
+from rlcore.workers.device import Place, on_all_ranks
 from rlcore.workers.micro import micro_batches, restore_order, to_device, total
 
 
@@ -91,7 +91,8 @@ class Critic:
             num_sequences=batch.packed.num_sequences,
         )
         grad_norm = clip_grad_norm(self.model.parameters(), self._optim.grad_clip).item()
-        if not (math.isfinite(grad_norm) and torch.isfinite(summed.stack()).all()):
+        finite = math.isfinite(grad_norm) and bool(torch.isfinite(summed.stack()).all())
+        if not on_all_ranks(finite, world_size=self._world_size, device=self._place.device):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteError(
                 f"the critic's loss is {float(summed.vf_loss)} and its gradient norm {grad_norm}: no step was taken. "

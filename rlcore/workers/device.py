@@ -91,6 +91,15 @@ def free_address(*, loopback: bool) -> str:
         return f"tcp://{host}:{probe.getsockname()[1]}"
 
 
+def on_all_ranks(holds: bool, *, world_size: int, device: torch.device) -> bool:
+    """Whether something holds on every rank: the same answer on each. A collective where there are several."""
+    if world_size == 1:
+        return holds
+    flag = torch.tensor(float(holds), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
 def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.device) -> None:
     """Form the process group: gloo on CPU, NCCL on GPU."""
     backend = "nccl" if device.type == "cuda" else "gloo"

@@ -89,6 +89,8 @@ class Worker:
         self._writer = BackgroundWriter()
         self._profiler = RankProfiler()
         self._meter = gpu_meter()
+        self._version = 0
+        self._num_updates = 0  # since the last hand-over
         self._copies: tuple[HostCopy, ...] = ()
         self._buffers = {"policy": HostBuffers(), "critic": HostBuffers()}
 
@@ -220,6 +222,8 @@ class Worker:
     ) -> PolicyUpdate:
         """One optimizer step of the policy."""
         self._rest_engine()
+        self._actor.fix_dropout(self._version, self._num_updates, self._rank)
+        self._num_updates += 1
         return self._actor.update(batch, num_micro, denominator, lr=lr, kl_coef=kl_coef)
 
     def update_critic(self, batch: TrainBatch, num_micro: int, denominator: Denominator, lr: float) -> CriticUpdate:
@@ -236,6 +240,7 @@ class Worker:
         Raises:
             EngineError: the engine did not take them, or took them and computes with others.
         """
+        self._version, self._num_updates = version, 0
         self._actor.release_gradients()
         if self._critic is not None:
             self._critic.release_gradients()

@@ -80,3 +80,9 @@ def test_an_unknown_target_is_refused_with_the_names_there_are(tmp_path: Path) -
     wrong = LoraConfig(target_modules=("q_proj", "query"))
     with pytest.raises(ModelError, match=r"model\.lora\.target_modules: .*got query\. It has .*q_proj"):
         add_adapters(policy, wrong, seed=0)
+
+
+def test_the_head_gets_no_adapter_since_its_product_would_leave_it_out(tmp_path: Path) -> None:
+    policy = policy_of(write_model("qwen2-tied", tmp_path))
+    with pytest.raises(ModelError, match=r"linear layers of the decoder, got lm_head"):
+        add_adapters(policy, LoraConfig(target_modules=("q_proj", "lm_head")), seed=0)

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from rlcore.batching.pack import pack
-from rlcore.config import ModelConfig, SamplingConfig, ScratchModel
+from rlcore.config import ModelConfig, RunConfig, SamplingConfig, ScratchModel
 from rlcore.errors import EngineError
 from rlcore.models.load import end_of_text_ids, load_policy, load_tokenizer
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
+from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import SamplingRequest, answer_seed, requests_for
 from rlcore.rollout.hf import HfEngine, sample
 from rlcore.types import Prompt, Score
@@ -171,3 +172,19 @@ def test_a_request_may_have_a_lower_limit_of_its_own(engine: HfEngine) -> None:
         assert cut.finish_reason == (
             "length" if len(cut.response_ids) < len(whole.response_ids) else whole.finish_reason
         )
+
+
+def test_the_engine_computes_in_its_own_type_beside_a_trainer_of_another(
+    model_directory: Path, policy: CausalPolicy, engine: HfEngine
+) -> None:
+    config = RunConfig().model_copy(update={"model": ModelConfig(dtype="bfloat16")})
+    exact, rounded = (
+        build_engine(config, str(model_directory), device=CPU, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
+    answers = []
+    for own in (engine, exact, rounded):
+        own.update_weights(policy.model.named_parameters(), version=0)
+        found = own.generate(some_requests(), SamplingConfig(), 6)
+        answers.append(np.concatenate([rollout.behavior_logprobs for rollout in found]))
+    assert np.array_equal(answers[0], answers[1])
+    assert answers[2].shape != answers[0].shape or not np.array_equal(answers[0], answers[2])

@@ -6,6 +6,7 @@ python -m tests.workers.ranks RANK WORLD_SIZE FOLDER
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from rlcore.algos.aggregation import Denominator
 from rlcore.batching.pack import select_train
 from rlcore.config import RunConfig
+from rlcore.errors import NonFiniteError
 from rlcore.models.parallel import gathered
 from rlcore.trainer.dispatch import share_out
 from rlcore.types import PackedBatch, TrainBatch
@@ -51,6 +53,23 @@ def gradients(worker: Worker, *, critic: bool) -> dict[str, Tensor]:
     }
 
 
+def one_rank_without_a_number(
+    worker: Worker, batch: TrainBatch, num_micro: int, denominator: Denominator, rank: int
+) -> str:
+    """An update in which the loss of the last rank alone is no number, though its gradient is one."""
+    last = torch.distributed.get_world_size() - 1
+    if rank == last:
+        batch = replace(batch, ref_logprobs=torch.full_like(batch.ref_logprobs, torch.nan))
+    before = [parameter.detach().clone() for parameter in worker.policy_model().parameters()]
+    try:
+        worker.update_policy(batch, num_micro, denominator, LR, 0.01)
+    except NonFiniteError:
+        after = worker.policy_model().parameters()
+        same = all(torch.equal(gathered(old), gathered(new)) for old, new in zip(before, after, strict=True))
+        return f"refused, weights {'as before' if same else 'changed'}"
+    return "a step was taken"
+
+
 def main() -> None:
     rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
@@ -79,6 +98,9 @@ def main() -> None:
             found |= {f"critic.{name}": value for name, value in gradients(worker, critic=True).items()}
         if rank == 0:
             save_file(found, folder / f"{case['name']}-{world_size}.safetensors")
+        if case["name"] == "grpo-whole" and world_size > 1:
+            outcome = one_rank_without_a_number(worker, mine, shares.num_micro, denominator, rank)
+            (folder / f"outcome-{rank}-of-{world_size}").write_text(outcome)
 
 
 if __name__ == "__main__":

@@ -115,3 +115,10 @@ def test_the_gradient_does_not_depend_on_how_it_is_computed(
         assert scale > 0, f"{name}: a gradient of zero shows nothing"
         difference = (found[name] - value).abs().max().item()
         assert difference <= RELATIVE * scale, f"{name}: {difference / scale:.2e}"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_loss_that_is_no_number_on_one_rank_stops_the_update_on_all(folder: Path, world_size: int) -> None:
+    outcomes = [(folder / f"outcome-{rank}-of-{world_size}").read_text() for rank in range(world_size)]
+    assert outcomes == ["refused, weights as before"] * world_size

@@ -1,0 +1,38 @@
+"""Dropout of LoRA adapters: only in updates, and the same wherever the run was killed before."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rlcore.algos.aggregation import Denominator
+from rlcore.batching.pack import select_train
+from rlcore.runtime.local import LocalGroup
+from tests.small_run import prepare
+from tests.workers.ranks import batch_from
+from tests.workers.test_gradients import random_batch
+
+
+def test_dropout_follows_from_the_place_in_the_run(tmp_path: Path) -> None:
+    run = prepare(tmp_path, "model.lora.rank=4", "model.lora.dropout=0.5", "optim.lr=0.05")
+    whole = batch_from(random_batch(np.random.default_rng(7)))
+    batch = select_train(whole, range(whole.packed.num_sequences))
+    counts = Denominator(batch.packed.num_loss_tokens, batch.packed.num_sequences, 8)
+    group = LocalGroup(run.config, str(run.model_directory))
+    try:
+        (worker,) = group.each(lambda worker: worker)
+
+        def updated(torch_seed: int, version: int) -> list[torch.Tensor]:
+            """Log-probabilities of two updates of a new hand-over, and after them."""
+            worker.reset()
+            worker.hand_over(version)
+            torch.manual_seed(torch_seed)
+            found = [worker.update_policy(batch, 2, counts, 0.05, 0.0).logprobs for _ in range(3)]
+            return [*found, worker.old_logprobs(batch.packed, 2)]
+
+        first, again, other = updated(1, version=3), updated(2, version=3), updated(1, version=4)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert not torch.equal(first[-1], other[-1])
+        assert torch.equal(worker.old_logprobs(batch.packed, 2), other[-1])  # measured without dropout
+    finally:
+        group.close()
