@@ -106,6 +106,8 @@ def _from_whole_space(settings: CountdownData, seed: int) -> dict[str, list[Prob
     rng = np.random.default_rng((seed, 0))
     found: dict[str, list[Problem]] = {_TRAIN: [], _VALIDATION: []}
     for counts, quota in zip(_classes(settings), _quotas(settings), strict=True):
+        if not any(quota.values()):
+            continue  # fewer rows than classes
         values = range(settings.number_low, settings.number_high + 1)
         groups = [
             problems

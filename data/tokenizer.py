@@ -5,6 +5,7 @@ transformers is imported only when a tokenizer is opened, so that a cached filte
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ _FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# Templates that write the day into the prompt (Llama 3) write this one: the same rows and settings give the same tokens
+# whenever the filter runs. It is the day that Llama's own template falls back on.
+_TODAY = date(2024, 7, 26)
 # One text in so many is also rendered and tokenized the long way; a difference stops the short way for good.
 _CHECK_EVERY = 256
 
@@ -126,7 +130,10 @@ class PromptTokenizer:
             return encode_whole(self._backend, texts, add_special_tokens=True)
         before, after = self._around
         encoded = self._encode(texts)
-        return [before + ids + after for ids in encoded] if before or after else encoded
+        if not before and not after:
+            return encoded
+        # A text may write the first token itself, as prompts do that were rendered elsewhere: once is enough.
+        return [(b"" if before and ids.startswith(before) else before) + ids + after for ids in encoded]
 
     def encode_answers(self, answers: Sequence[str]) -> list[bytes]:
         """Token ids of each answer with the end-of-sequence token; none for ''.
@@ -160,7 +167,10 @@ class PromptTokenizer:
             return "".join(message["content"] for message in messages)
         return str(
             self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                strftime_now=_TODAY.strftime,
             )
         )
 

@@ -1,5 +1,6 @@
 """Answers to held-out problems, and each statistic's value for one problem."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,16 +63,17 @@ class ProblemResult:
         return sum(answer.score for answer in self.samples) / max(1, len(self.samples))
 
 
-def vote(text: str) -> str:
+def vote(text: str, *, first: bool = False) -> str:
     """What an answer says, for majority votes: its last `<answer>`, else what follows its last `####`, else all of it.
 
-    Without spaces, so that answers differ only by what they say.
+    Without spaces, so that answers differ only by what they say. `first`: its first `<answer>`, where that is the one
+    that is scored (a base model goes on with problems of its own).
 
     >>> vote("so <answer> 3 + 4 </answer>"), vote("it is #### 7"), vote("3 + 4")
     ('3+4', '7', '3+4')
     """
     tagged: list[str] = _TAGGED.findall(text)
-    said = tagged[-1] if tagged else text.rpartition("####")[2]
+    said = tagged[0 if first else -1] if tagged else text.rpartition("####")[2]
     return "".join(said.split())
 
 
@@ -115,6 +117,17 @@ def per_problem(problems: Sequence[ProblemResult]) -> dict[str, Array]:
 
 
 def _majority_solved(problem: ProblemResult) -> float:
+    first = _first_counts(problem)
     return majority(
-        [vote(answer.text) for answer in problem.samples], [float(answer.solved) for answer in problem.samples]
+        [vote(answer.text, first=first) for answer in problem.samples],
+        [float(answer.solved) for answer in problem.samples],
     )
+
+
+def _first_counts(problem: ProblemResult) -> bool:
+    """Whether the scorer takes an answer's first `<answer>`: so says the ground truth's `form` (`data.countdown`)."""
+    try:
+        truth = json.loads(problem.ground_truth_json)
+    except ValueError:
+        return False
+    return isinstance(truth, dict) and truth.get("form") == "first"

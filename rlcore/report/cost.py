@@ -11,6 +11,9 @@ from rlcore.report.series import Series
 LEVEL_STEP = 0.1
 """Costs are told for every tenth of a point between the first validation and the best."""
 
+ROUNDING = 1e-9
+"""A mean of scores may lie so far beside the tenth that it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:
@@ -29,14 +32,14 @@ def levels_of(*records: RunRecord) -> tuple[float, ...]:
         return ()
     first = min(curve[0][1].value for curve in curves)
     best = max(interval.value for curve in curves for _, interval in curve)
-    low, high = math.floor(first / LEVEL_STEP) + 1, math.floor(best / LEVEL_STEP + 1e-9)
-    return tuple(round(tenth * LEVEL_STEP, 10) for tenth in range(low, high + 1))
+    low, high = (math.floor(value / LEVEL_STEP + ROUNDING) for value in (first, best))
+    return tuple(round(tenth * LEVEL_STEP, 10) for tenth in range(low + 1, high + 1))
 
 
 def cost_of(record: RunRecord, level: float) -> Cost | None:
     """What this run paid for a level of the held-out reward; None if it never reached it."""
     for step, interval in record.held_out(record.reward_statistic):
-        if interval.value >= level:
+        if interval.value >= level - ROUNDING:
             return Cost(level, step, total_at(record.tokens, step), total_at(record.seconds, step))
     return None
 

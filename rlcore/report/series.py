@@ -40,7 +40,7 @@ class Series:
     @property
     def window(self) -> int:
         """Steps over which `smooth` averages."""
-        return min(len(self), max(3, len(self) // SMOOTHING_SHARE))
+        return min(len(self), max(3, len(self) // SMOOTHING_SHARE) | 1)  # odd: as many before a step as after it
 
     @cached_property
     def smooth(self) -> Array:

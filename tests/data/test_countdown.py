@@ -89,7 +89,7 @@ def test_the_rows_do_not_depend_on_the_number_of_processes():
 
 
 def test_balanced_difficulty_is_exact_in_both_splits():
-    drawn = LARGE.model_copy(update={"max_numbers": 6, "balance_difficulty": True})
+    drawn = LARGE.model_copy(update={"max_numbers": 6, "balance_difficulty": True, "min_numbers": 2})
     small = DEMO.model_copy(
         update={
             "min_numbers": 2,
@@ -244,3 +244,10 @@ def test_the_value_is_exact():
     huge = 10**200
     assert score(f"{huge + 1} - {huge}", {"target": 0, "numbers": [huge + 1, huge], "form": "bare"}).total == 0.0
     assert Fraction(huge + 1) != Fraction(huge)
+
+
+def test_fewer_rows_than_counts_of_numbers_are_dealt():
+    one = {"train_size": 1, "validation_size": 1}
+    settings = DEMO.model_copy(update=one | {"balance_difficulty": True, "min_numbers": 2})
+    found = generate(settings, 1)
+    assert {split: len(problems) for split, problems in found.items()} == {"train": 1, "validation": 1}

@@ -397,3 +397,17 @@ def test_foreign_arrow_types_are_taken(chat_tokenizer, artifacts_root, tmp_path)
     ]  # fmt: skip
     assert {prompt.data_source for prompt in read_prompts(found.directory / "train.parquet")} == {"mine"}
     assert read_demonstrations(found.directory / "train.parquet") == []
+
+
+def test_a_template_that_writes_the_day_gives_the_same_prompt_every_day(trained_bpe, tmp_path):
+    dated = saved(trained_bpe, tmp_path, chat_template="{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}")
+    for short_way in (True, False):
+        tokenizer = PromptTokenizer(dated, chat=True, short_way=short_way)
+        assert tokenizer.texts_of_user_messages(["how many?"]) == ["26 Jul 2024: how many?"]
+
+
+@pytest.mark.parametrize("short_way", [True, False])
+def test_a_text_that_begins_with_the_first_token_gets_no_second_one(base_tokenizer, short_way):
+    tokenizer = PromptTokenizer(base_tokenizer, chat=False, short_way=short_way)
+    plain, begun = tokenizer.encode_prompts(["add 1 and 2", "<|endoftext|>add 1 and 2"])
+    assert plain == begun

@@ -99,6 +99,16 @@ def test_votes_are_counted_by_what_is_said():
     assert result([one]).summary()["val-core/countdown/reward/maj@3"] == 1.0
 
 
+def test_where_the_first_answer_is_scored_it_is_the_vote():
+    tails = (" Numbers: 1 Answer: <answer> 1 </answer>", " Numbers: 2 Answer: <answer> 2 </answer>")
+    texts = (*(f"<answer> 3 + 4 </answer>{tail}" for tail in tails), f"<answer> 9 </answer>{tails[0]}", "nothing")
+    said = tuple(Answer(text, float("3 + 4" in text), {}, 3, "stop") for text in texts)
+    first = ProblemResult(1, 0, "", '{"form": "first", "target": 7}', None, said)
+    assert result([first]).summary()["val-core/countdown/reward/maj@4"] == 1.0
+    last = dataclasses.replace(first, ground_truth_json='{"target": 7}')
+    assert result([last]).summary()["val-core/countdown/reward/maj@4"] == 0.5
+
+
 def test_files_give_back_what_was_written(tmp_path):
     original = random_result(3, 0.4)
     file = tmp_path / "validation" / "after.json"

@@ -223,3 +223,17 @@ def test_costs_are_those_of_the_first_validation_at_a_level():
     ]
     assert cost_of(record, 0.7) is None
     assert levels_of(record_of({})) == ()
+
+
+def test_a_mean_beside_a_tenth_by_rounding_is_that_tenth():
+    name = "val-core/countdown/reward/mean@4"
+    record = record_of({name: [0.3, 0.1 + 0.7], "timing_s/step": [1, 1]})
+    assert 0.1 + 0.7 < 0.8
+    assert levels_of(record) == (0.4, 0.5, 0.6, 0.7, 0.8)
+    assert [cost_of(record, level) is not None for level in levels_of(record)] == [True] * 5
+
+
+def test_the_entropy_that_is_judged_is_that_of_a_token():
+    record = record_of({"actor/entropy": [0.005] * 30, "actor/token_entropy": [0.3] * 30})
+    (check,) = (check for check in stability_checks(record) if check.name == "Entropy is alive")
+    assert (check.metric, check.ok) == ("actor/token_entropy", True)

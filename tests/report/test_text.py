@@ -64,6 +64,7 @@ def test_sparklines_of_odd_series():
 def test_smoothing_is_a_centred_mean():
     values = np.random.default_rng(0).random(100)
     series = make_series("x", list(enumerate(values)))
+    assert series.window == 7  # 100 // 15 = 6, and the step itself
     half = series.window // 2
     naive = [values[max(0, i - half) : i + half + 1].mean() for i in range(100)]
     assert series.smooth == pytest.approx(naive)
