@@ -31,7 +31,7 @@ METRICS: tuple[MetricDoc, ...] = (
         "training/rollout_probs_diff_{mean,max,std}",
         "probability",
         "|p_sampler - p_trainer| of the sampled tokens: how far the engine is from the model that is trained. Absent "
-        "where the trainer's own are not computed before the update (`trainer.old_logprobs=behavior`, several updates).",
+        "where the trainer's own are not computed before the update (`trainer.old_logprobs=behavior`, more updates).",
     ),
     MetricDoc(
         "training/canary_logprob_diff",
