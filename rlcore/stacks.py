@@ -86,6 +86,8 @@ def _stack(pid: int, path: Path) -> str:
     """What a registered process writes when it is asked."""
     if _state(pid).startswith("stopped"):
         return "It was stopped from outside (SIGSTOP) and answers nothing; SIGCONT lets it go on.\n"
+    if not _holds_open(pid, path):  # the signal would end a process that does not wait for it
+        return "Its id is another process's here: it has ended, or is on another host.\n" + path.read_text()
     before = path.stat().st_size
     try:
         os.kill(pid, DUMP_SIGNAL)
@@ -101,6 +103,16 @@ def _stack(pid: int, path: Path) -> str:
     with path.open() as file:
         file.seek(before)
         return file.read() or f"It did not answer in {ANSWER_WAIT_S:g} s: it hangs in the kernel, or has no time.\n"
+
+
+def _holds_open(pid: int, path: Path) -> bool:
+    """Whether it is the process that registered with that file."""
+    import psutil
+
+    try:
+        return any(path.samefile(file.path) for file in psutil.Process(pid).open_files())
+    except (psutil.Error, OSError):
+        return False
 
 
 def _state(pid: int) -> str:

@@ -1,5 +1,6 @@
 """What stands between a run and its faults: the watch, the stacks of all processes, the record of what went wrong."""
 
+import _thread
 import logging
 import os
 import signal
@@ -22,6 +23,9 @@ from rlcore.storage.publish import write_text_atomically
 
 TRACKING_MODULE = "rlcore.tracking"
 """The process that delivers metrics: it outlives the trainer on purpose, until everything is delivered."""
+
+LAST_WORDS_S = 5.0
+"""For what a process that ends at once has still to write; nobody may read it."""
 
 log = logging.getLogger("rlcore.run.guard")
 
@@ -96,7 +100,7 @@ class Guard:
         where = f"in {overdue.phase} after step {self._step()}"
         message = f"{overdue.key}: hang {where}: no end after {overdue.seconds:.0f} s"
         fault = self._with_stacks(Fault(FaultKind.HANG, overdue.phase, self._step(), message))
-        self._record(fault)
+        _within(LAST_WORDS_S, lambda: self._record(fault))
         self._give_up(HangError(f"{message}. What every process was doing: {fault.stacks}"))
 
     def _stop_takes_too_long(self) -> None:
@@ -132,12 +136,33 @@ class Guard:
         )
 
 
+def say_and_end(say: Callable[[], None], code: int) -> NoReturn:
+    """Say why, and end at once: who should hear it may have been stopped, and its pipe be full."""
+    _within(LAST_WORDS_S, say)
+    end_at_once(code)
+
+
 def end_at_once(code: int) -> NoReturn:
     """End this process and what it has started, without a goodbye. What it has written to the journal is delivered by
     the process beside it, which sees that it has ended."""
-    sys.stdout.flush()
+    _within(LAST_WORDS_S, sys.stdout.flush)
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             if TRACKING_MODULE not in child.cmdline():
                 child.send_signal(signal.SIGKILL)
     os._exit(code)
+
+
+def _within(seconds: float, do: Callable[[], None]) -> None:
+    """Wait that long at most. The caller may be a signal's handler in the middle of a write, or of `threading`."""
+    is_done = _thread.allocate_lock()
+    is_done.acquire()
+
+    def run() -> None:
+        try:
+            do()
+        finally:
+            is_done.release()
+
+    _thread.start_new_thread(run, ())
+    is_done.acquire(timeout=seconds)

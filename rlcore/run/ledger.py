@@ -7,6 +7,7 @@ told that steps are final after that. Going back to a checkpoint cuts the journa
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +23,6 @@ from rlcore.run.room import Room
 from rlcore.run.saver import Saved, Saver
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.publish import read_manifest
-from rlcore.tracking.attempts import FinalStatus
 from rlcore.tracking.tracker import Tracker
 from rlcore.trainer.step import LoopState
 from rlcore.workers.group import WorkerGroup
@@ -61,7 +61,9 @@ class Ledger:
         self._checkpoints = layout.checkpoints
         self._store = CheckpointStore(layout.checkpoints, config.checkpoint, config)
         self._tracker = Tracker(layout.run_dir, config, tags=config.tags)
-        self._room = Room(config.checkpoint, happened=self.happened, stop=stop, prune=lambda: self._saver.prune())
+        self._room = Room(config.checkpoint, happened=self.happened, stop=stop, prune=self._prune)
+        # To go back to a checkpoint: the journal is cut before anything new is written to it.
+        self._room_to_go_back = Room(config.checkpoint, happened=self._tell, stop=stop, prune=self._prune)
         self._saver = Saver(self._store, self._room, self._tracker.commit)
         self._expected_bytes = 0
         self.refusals: tuple[Refusal, ...] = ()
@@ -167,6 +169,11 @@ class Ledger:
         """`disk/free_gb`, `disk/needed_gb`: of the next checkpoint, with the reserve."""
         return self._room.look(self._checkpoints, self.next_save_bytes).metrics
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the next checkpoint has room now."""
+        return self._room.look(self._checkpoints, self.next_save_bytes).enough
+
     def wait_for_room(self, step: int) -> None:
         """Until the next checkpoint has room. Raises as `begin_save` does."""
         self._room.hold(lambda: None, step=step, path=self._checkpoints, needed_bytes=self.next_save_bytes)
@@ -175,17 +182,20 @@ class Ledger:
         """A small write, again and again until there is room for it. Raises as `begin_save` does."""
         return self._room.hold(write, step=step, path=path)
 
+    def _prune(self) -> None:
+        self._saver.prune()
+
     # ------------------------------------------------------------------ journal
 
     def restore(self, info: CheckpointInfo | None) -> TrackedState:
         """The state of a checkpoint, or of step 0; the journal is cut to it, and a save under way is given up."""
         self._saver.abandon()
         if info is None:
-            self._tracker.resume_at(0, 0)
+            self._cut_journal(0, 0)
             loop = LoopState(0, 0, 0, 0, self._config.algo.kl.coef)
             return TrackedState(loop, best_score=float("-inf"), best_step=0)
         saved = self._store.load_state(info)
-        self._tracker.resume_at(saved.step, saved.journal_bytes)
+        self._cut_journal(saved.step, saved.journal_bytes)
         loop = LoopState(
             step=saved.step,
             policy_version=saved.policy_version,
@@ -197,6 +207,11 @@ class Ledger:
         )
         return TrackedState(loop, best_score=saved.best_metric, best_step=saved.best_step)
 
+    def _cut_journal(self, step: int, to_bytes: int) -> None:
+        """Waits for room for what is cut, which is kept. Raises as `begin_save` does."""
+        cut = partial(self._tracker.resume_at, step, to_bytes)
+        self._room_to_go_back.hold(cut, step=step, path=self._journal)
+
     def roll_back(self, loop: LoopState, lr_factor: float) -> tuple[TrackedState, CheckpointInfo | None]:
         """Go back to the checkpoint with the best validation (else to step 0) with a lower learning rate.
 
@@ -204,7 +219,7 @@ class Ledger:
         same as the one that raised the alarm. Later checkpoints are deleted: they lie on a way that the run does not
         take. Killed at any moment of this or after it, the run meets the same alarm and comes to the same state.
         """
-        self._saver.settle_now()
+        self._saver.settle()
         found = self._store.best(below=loop.step)
         self._store.discard_after(0 if found is None else found.step)
         state = self.restore(found)
@@ -222,8 +237,11 @@ class Ledger:
 
     def happened(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Something that people should see now: in the journal, in the log and at the flow. `text` is for people."""
-        log.warning("%s", data["text"])
         self.log_event(name, step, data)
+        self._tell(name, step, data)
+
+    def _tell(self, name: str, step: int, data: Mapping[str, object]) -> None:
+        log.warning("%s", data["text"])
         self._report({"event": name, "step": step, **data})
 
     def with_score(self, state: TrackedState, result: ValidationResult) -> TrackedState:
@@ -238,13 +256,23 @@ class Ledger:
         samples = self._config.validation.samples_per_problem
         return f"val-core/{result.data_source}/reward/mean@{samples}"
 
-    def finish(self, status: FinalStatus) -> None:
+    def finish(self, *, failed: bool) -> None:
         """Commit what is under way, if that needs no waiting for room, and tell the tracker how the run ended."""
         try:
             self._saver.settle_now()
         except Exception as reason:
             log.warning("the checkpoint that was being written is given up: %s", reason)
-        self._tracker.finish(status)
+        self._tracker.finish("FAILED" if failed else "FINISHED" if self._is_finished else "KILLED")
+
+    @property
+    def _is_finished(self) -> bool:
+        """Whether the last step is committed: by this process, or by one that could not say so any more."""
+        try:
+            known = self._store.list()
+        except OSError as reason:
+            log.warning("%s: cannot be read, so the run does not count as finished: %s", self._checkpoints, reason)
+            return False
+        return bool(known) and known[-1].step >= self._config.trainer.total_steps
 
     def is_exported(self, target: Path, step: int) -> bool:
         """Whether `target` holds the weights of `step` already."""

@@ -35,7 +35,7 @@ from typing import Any
 
 from rlcore.config import RunConfig
 from rlcore.errors import MillraceError, StopRequestedError, WorkerLostError
-from rlcore.run.guard import end_at_once
+from rlcore.run.guard import end_at_once, say_and_end
 from rlcore.run.layout import RunLayout
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
@@ -111,7 +111,7 @@ def serve(session: Session, channel: Channel, stop: StopFlag) -> int:
         except Exception as error:
             log.exception("%s failed", name)
             channel.send(_error(name, session.fault(error)))
-            session.finish("FAILED")
+            session.fail()
             return EXIT_FAILED
         channel.send({"event": "done", "command": name, "result": result})
     if stop():  # between two commands: training may be some steps beyond the last checkpoint
@@ -147,7 +147,7 @@ def foreground(session: Session, config: RunConfig) -> int:
         log.warning("%s", stop)
         return EXIT_RESUMABLE
     except Exception as error:
-        session.finish("FAILED")
+        session.fail()
         ours = session.fault(error)
         raise ours from (None if ours is error else error)
     return EXIT_DONE
@@ -193,9 +193,12 @@ def run_one(settings: Path, channel: Channel | None, on_event: Callable[..., Non
 
     def give_up(error: MillraceError) -> None:
         """A phase or a stop lasts too long: say so and end, whatever the main thread is doing."""
-        log.error("%s", error)
-        report(_error("watch", error))
-        end_at_once(EXIT_RESUMABLE if isinstance(error, StopRequestedError) else EXIT_FAILED)
+
+        def say() -> None:
+            log.error("%s", error)
+            report(_error("watch", error))
+
+        say_and_end(say, EXIT_RESUMABLE if isinstance(error, StopRequestedError) else EXIT_FAILED)
 
     try:
         layout = RunLayout(Path(config.paths.root).resolve(), settings.resolve().parent)
@@ -213,7 +216,7 @@ def run_one(settings: Path, channel: Channel | None, on_event: Callable[..., Non
         log.error("%s", error)
         if channel is not None:
             channel.send(_error("start", error))
-        return EXIT_FAILED
+        return EXIT_RESUMABLE if isinstance(error, StopRequestedError) else EXIT_FAILED
 
 
 def main() -> None:

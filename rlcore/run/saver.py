@@ -113,11 +113,7 @@ class Saver:
 
     def poll(self) -> Saved | None:
         """The checkpoint, once, when it has been committed. Does not wait, unless a disk has become full."""
-        try:
-            path = self._commit.poll()
-        except DiskSpaceError as shortage:
-            return self._again(shortage)
-        return None if path is None else self._done(path)
+        return self._or_again(self._commit.poll)
 
     def settle(self) -> Saved | None:
         """Wait for what is under way; None where nothing is.
@@ -127,11 +123,7 @@ class Saver:
             StopRequestedError: a stop was asked for while it waited for room.
             CheckpointError: the folder cannot be written.
         """
-        try:
-            path = self._finish()
-        except DiskSpaceError as shortage:
-            return self._again(shortage)
-        return None if path is None else self._done(path)
+        return self._or_again(self._finish)
 
     def settle_now(self) -> Saved | None:
         """As `settle`, without waiting for room: for the end of a run that cannot wait."""
@@ -156,6 +148,16 @@ class Saver:
 
     def _finish(self) -> Path | None:
         return self._commit.finish(lambda: self._copies is not None and self._copies.wait())
+
+    def _or_again(self, advance: Callable[[], Path | None]) -> Saved | None:
+        try:
+            path = advance()
+        except DiskSpaceError as reason:
+            shortage = reason
+        else:
+            return None if path is None else self._done(path)
+        # Not while it is handled: an error of another kind would have the full disk as its context, and count as one.
+        return self._again(shortage)
 
     def _again(self, shortage: DiskSpaceError) -> Saved:
         """The write has failed in the background: wait for room, and write the same copies again."""

@@ -23,7 +23,6 @@ from rlcore.run.news import News
 from rlcore.run.taken import taken_run
 from rlcore.run.training import Training
 from rlcore.run.warm_start import WarmStartProgress, ensure_start_model
-from rlcore.tracking.attempts import FinalStatus
 
 log = logging.getLogger("rlcore.run.session")
 
@@ -55,7 +54,7 @@ class Session:
         self._stop_asked_s = stop_asked_s
         self._give_up = give_up
         self._resources = ExitStack()
-        self._status: FinalStatus = "KILLED"
+        self._has_failed = False
 
     def __enter__(self) -> Self:
         """Take the run's lock and read what lies on disk."""
@@ -84,8 +83,8 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the workers, deliver what is left to the tracker, give the lock back."""
-        self._ledger.finish(self._status)
-        self._resources.close()
+        with self._resources:
+            self._ledger.finish(failed=self._has_failed)
 
     # ------------------------------------------------------------------ commands
 
@@ -126,10 +125,8 @@ class Session:
         """
         committed = self._ledger.newest()
         if committed is not None and committed.step >= to_step:
-            self._finish_if_done(committed.step)
             return {"step": committed.step, "checkpoint": str(committed.path), "metrics": {}, "skipped": True}
         saved = self._training.to(to_step, at_most)
-        self._finish_if_done(saved.step)
         return {"step": saved.step, "checkpoint": str(saved.path), "metrics": dict(saved.metrics)}
 
     def validate(self, checkpoint: str, name: str) -> Mapping[str, object]:
@@ -155,14 +152,10 @@ class Session:
         """Save the last finished step, if it is not: a stop was asked for between two commands. Says what is saved."""
         return self._training.save_finished()
 
-    def finish(self, status: FinalStatus) -> None:
-        """The status that the tracker is given when the session ends."""
-        self._status = status
+    def fail(self) -> None:
+        """The run has failed: the tracker is told so when the session ends."""
+        self._has_failed = True
 
     def fault(self, error: Exception) -> Exception:
         """Record an error that ends this process; the error to raise for it."""
         return self._guard.fault(error)
-
-    def _finish_if_done(self, step: int) -> None:
-        if step >= self._config.trainer.total_steps:
-            self._status = "FINISHED"

@@ -59,11 +59,15 @@ class Training:
     def to(self, to_step: int, at_most: int | None) -> Saved:
         """Train until a checkpoint of `to_step` is committed; see `Session.train`."""
         state = self._begin()
+        if not self._ledger.has_room:  # the save under way takes it, and lets older ones go when it is committed
+            self.settle_save()
         self._ledger.wait_for_room(state.loop.step)
         pace = Pace()
         end = self._config.trainer.total_steps if at_most is None else at_most
-        while (saved := self._saved) is None or saved.step < to_step:
+        while (saved := self._saved) is None or saved.step < min(to_step, end):
             if state.loop.step == end:
+                if not self._ledger.is_saving:  # it was reached on the way to the chunk before, and ends no chunk
+                    self._begin_save(state)
                 self.settle_save()
                 continue
             try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rlcore.errors import DiskSpaceError, TrackingError
+from rlcore.storage.disk import is_out_of_room, out_of_room
 from rlcore.storage.temporary import temporary_beside
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class LineFile:
 
         Raises:
             TrackingError: the journal is shorter, or no line ends at that byte.
+            DiskSpaceError: no room for what is cut; the journal is as it was.
         """
         with self._lock:
             self._write_pending()
@@ -133,10 +135,16 @@ class LineFile:
                     f"{self.path}: asked to go back to byte {to_bytes} (a checkpoint's), but the file has {size} bytes "
                     "or no line ends there. The file was changed or replaced since that checkpoint; put it back."
                 )
-            aside = _free_name(self.path)
-            _copy_range(self.path, to_bytes, size, aside)
-            shortened = temporary_beside(self.path)
-            _copy_range(self.path, 0, to_bytes, shortened)
+            aside, shortened = _free_name(self.path), temporary_beside(self.path)
+            try:
+                _copy_range(self.path, to_bytes, size, aside)
+                _copy_range(self.path, 0, to_bytes, shortened)
+            except OSError as reason:
+                for unfinished in (aside, shortened):
+                    unfinished.unlink(missing_ok=True)
+                if is_out_of_room(reason):
+                    raise out_of_room(self.path, reason, needed_bytes=size) from reason
+                raise
             os.close(self._fd)
             shortened.replace(self.path)
             _sync_folder(self.path.parent)

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlcore.errors import TrackingError
 from rlcore.storage.locks import HeldLock
-from rlcore.storage.temporary import temporary_beside
+from rlcore.storage.publish import write_text_atomically
 from rlcore.tracking.attempts import FinalStatus
 
 STATE_FILE = "tracking.json"
@@ -87,7 +87,7 @@ def change_state(run_dir: Path, change: Callable[[TrackingState], TrackingState]
     """Replace the state by `change` of the state on disk, and return the new one."""
     with state_lock(run_dir):
         state = change(read_state(run_dir))
-        _write(run_dir / STATE_FILE, state)
+        write_text_atomically(run_dir / STATE_FILE, _STATE.dump_json(state).decode() + "\n")
         return state
 
 
@@ -97,9 +97,3 @@ def state_lock(run_dir: Path) -> Iterator[None]:
     lock = run_dir / "tracking.lock"
     with HeldLock(lock, what=f"the MLflow run of {run_dir.name}", wait_s=LOCK_WAIT_S, error=TrackingError):
         yield
-
-
-def _write(path: Path, state: TrackingState) -> None:
-    beside = temporary_beside(path)
-    beside.write_bytes(_STATE.dump_json(state) + b"\n")
-    beside.replace(path)

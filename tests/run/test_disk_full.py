@@ -1,6 +1,7 @@
 """A real small disk that gets full at the worst moments: the run pauses, goes on by itself, and ends undisturbed."""
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from rlcore.checkpoint import shard_files
 from rlcore.errors import DiskSpaceError, StopRequestedError
-from rlcore.storage.disk import free_bytes
-from rlcore.tracking.journal import load_journal
+from rlcore.storage.disk import CHECKPOINT_SLACK_BYTES, free_bytes
+from rlcore.tracking.journal import Journal, load_journal
 from tests.run.sessions import Event, elsewhere, run_to_the_end, session_of, train_in_chunks, verified_steps
 from tests.run.test_resume import steps_of, weights_of
 from tests.small_run import SmallRun, prepare
@@ -168,5 +169,52 @@ def test_without_room_it_ends_with_what_is_saved_and_goes_on_later(
     assert verified_steps(run) == [3]
     fault.ballast.unlink()
     run_to_the_end(run)
+    assert steps_of(run) == steps_of(undisturbed)
+    assert weights_of(run) == weights_of(undisturbed)
+
+
+def test_a_save_under_way_that_takes_the_room_is_committed_and_lets_an_older_one_go(
+    undisturbed: SmallRun, disk: Path
+) -> None:
+    """Room for the checkpoint that is kept and one more, as the plan asks for, and for no third beside them."""
+    words = [word for word in OVERRIDES if not word.startswith("trainer.")]
+    chunks = ("trainer.total_steps=3", "trainer.steps_per_chunk=1", "checkpoint.wait_for_room_s=0")
+    run = elsewhere(undisturbed, disk, *words, *chunks)
+    size = 0
+
+    def stop() -> bool:
+        """Asked after each step: before the first save is committed; when the second one lies there, not published."""
+        nonlocal size
+        for folder in run.layout.checkpoints.glob(".tmp-step-000002-*"):
+            while sum(file.stat().st_size for file in folder.rglob("*.safetensors")) < 0.9 * size:
+                time.sleep(0.01)
+        return False
+
+    def hear(event: Event) -> None:
+        nonlocal size
+        if event["event"] == "checkpoint" and event["step"] == 1:
+            size = sum(file.stat().st_size for file in run.layout.checkpoints.glob("step-000001/**/*.safetensors"))
+            FullDisk(run, disk).fill(int(1.1 * size) + CHECKPOINT_SLACK_BYTES)
+        assert event["event"] != "paused_for_disk"
+
+    with session_of(run, hear, stop) as session:
+        train_in_chunks(session, 1, 2, 3)
+    assert verified_steps(run) == [3]
+
+
+def test_going_back_on_a_full_disk_waits_for_room(undisturbed: SmallRun, disk: Path) -> None:
+    run = elsewhere(undisturbed, disk, *OVERRIDES)
+    with session_of(run) as session:
+        session.train(3)
+    with Journal(run.layout.journal) as journal:  # lines that a killed trainer has left
+        for step in range(10, 50):
+            journal.append_step(step, {f"test/m{number}": 1.0 for number in range(100)})
+    fault = FullDisk(run, disk)
+    with session_of(run, fault.hear, fault.stop) as session:
+        fault.fill(0)
+        train_in_chunks(session, 6, 9)
+        session.export("last")
+    assert [pause[:2] for pause in fault.paused] == [(3, str(run.layout.journal))]
+    assert not list(run.layout.run_dir.glob(".tmp-*"))
     assert steps_of(run) == steps_of(undisturbed)
     assert weights_of(run) == weights_of(undisturbed)

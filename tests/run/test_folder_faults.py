@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,3 +123,14 @@ def test_a_folder_that_is_deleted_during_the_run(undisturbed: SmallRun, tmp_path
     found = steps_of(run)
     assert len(found) == 61
     assert {step: found[step] for step in range(7)} == steps_of(undisturbed)
+
+
+def test_a_run_that_is_deleted_while_it_is_open_gives_all_back(undisturbed: SmallRun, tmp_path: Path) -> None:
+    run = elsewhere(undisturbed, tmp_path, *steps(2), QUIET)
+    session = session_of(run).__enter__()
+    session.train(2)
+    before = {thread.name for thread in threading.enumerate()}
+    shutil.rmtree(run.layout.run_dir)
+    with pytest.raises(FileNotFoundError):
+        session.__exit__(None, None, None)
+    assert before - {thread.name for thread in threading.enumerate()} == {"watch"}

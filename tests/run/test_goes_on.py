@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import CheckpointError, StopRequestedError
-from rlcore.tracking.attempts import Attempt, read_acts
+from rlcore.run.process import EXIT_RESUMABLE, run_one
+from rlcore.storage.locks import RunLock
+from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, Finish, read_acts
 from rlcore.tracking.state import read_state
-from tests.run.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
-from tests.run.test_resume import steps_of, weights_of
+from tests.run.sessions import Asked, Event, elsewhere, run_to_the_end, session_of, verified_steps
+from tests.run.test_resume import steps_of, weights_of, write_settings
 from tests.small_run import SmallRun, prepare
 
 # Two steps and a half an epoch: a batch holds the end of one and the beginning of the next.
@@ -80,6 +82,38 @@ def test_a_stop_asked_for_at_any_moment_of_the_loop_saves_the_last_finished_step
         ):
             session.train(6)
         assert max(steps_of(run)) == verified_steps(run)[-1], f"asked at look {asked}"
+
+
+def test_the_end_of_a_sweeps_rung_need_not_end_a_chunk(undisturbed: SmallRun, tmp_path: Path) -> None:
+    run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
+    with session_of(run) as session:
+        assert [session.train(step, at_most=3)["step"] for step in (2, 3)] == [2, 3]
+    assert verified_steps(run)[-1] == 3
+
+
+def test_a_run_whose_last_step_is_committed_is_finished_whoever_says_so(undisturbed: SmallRun, tmp_path: Path) -> None:
+    """A flow that sees the last checkpoint does not ask for it, and the trainer that wrote it may have been killed."""
+    run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
+    with session_of(run) as session:
+        session.train(4)
+        session.fail()
+    with session_of(run) as session:
+        session.train(6)
+    attempts = run.layout.run_dir / ATTEMPTS_FILE
+    *lines, finish = attempts.read_text().splitlines(keepends=True)
+    assert "FINISHED" in finish
+    attempts.write_text("".join(lines))
+    with session_of(run) as session:
+        session.validate("last", "after")
+        session.export("last")
+    assert [act.status for act, _ in read_acts(attempts) if isinstance(act, Finish)] == ["FAILED", "FINISHED"]
+
+
+def test_a_stop_while_another_process_has_the_run_is_a_stop(undisturbed: SmallRun, tmp_path: Path) -> None:
+    run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
+    settings = write_settings(run)
+    with RunLock(run.layout.run_dir):
+        assert run_one(settings, None, lambda event: None, Asked(lambda: True)) == EXIT_RESUMABLE
 
 
 def test_the_next_chunk_goes_on_while_a_checkpoint_is_written(undisturbed: SmallRun, tmp_path: Path) -> None:

@@ -12,9 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.errors import TrackingError
+from rlcore.errors import DiskSpaceError, TrackingError
 from rlcore.tracking.journal import Journal, iter_lines, load_journal, read_journal
+from tests.storage.small_disk import fill, small_disk
 from tests.test_imports import loaded_by
+
+__all__ = ["small_disk"]
 
 
 @pytest.fixture
@@ -122,6 +125,23 @@ def test_what_is_cut_off_is_kept_beside(path: Path):
     assert second is not None
     assert second.name == "metrics.abandoned-2.jsonl"
     assert [record.metrics["a"] for record in read_journal(path)] == [1.0, 2.75]
+
+
+def test_going_back_on_a_full_disk_changes_nothing_and_leaves_nothing(small_disk: Path):
+    with Journal(small_disk / "metrics.jsonl") as journal:
+        journal.append_step(0, {"a": 1.0})
+        at_checkpoint = journal.size_bytes
+        for step in range(1, 40):
+            journal.append_step(step, {f"m{number}": 1.0 for number in range(100)})
+        whole = journal.sync()
+        ballast = fill(small_disk, leave_bytes=4096)
+        with pytest.raises(DiskSpaceError, match=r"metrics\.jsonl: no room"):
+            journal.truncate(at_checkpoint)
+        assert sorted(small_disk.iterdir()) == [ballast, journal.path]
+        assert journal.size_bytes == whole
+        ballast.unlink()
+        assert journal.truncate(at_checkpoint) is not None
+        assert [record.step for record in read_journal(journal.path)] == [0]
 
 
 def test_going_back_to_where_it_is_cuts_nothing(path: Path):

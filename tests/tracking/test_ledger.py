@@ -8,11 +8,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlcore.errors import TrackingError
+from rlcore.errors import DiskSpaceError, TrackingError
 from rlcore.tracking.attempts import Attempt, AttemptLog, Commit, Destination, Finish, Owner, last_attempt, read_acts
 from rlcore.tracking.journal import Journal
 from rlcore.tracking.ledger import heed
 from rlcore.tracking.state import TrackingState, change_state, read_state
+from tests.storage.small_disk import fill, small_disk
+
+__all__ = ["small_disk"]
 
 OWNER = Owner("host", 1, 1.0)
 TARGET = Destination("sqlite:///x", "millrace", "/x", "run-1", {"stage": "train"}, {"seed": 1})
@@ -144,3 +147,13 @@ def test_a_process_is_known_by_its_start_time_too():
     unused = next(pid for pid in range(2**22 - 1, 0, -1) if not psutil.pid_exists(pid))
     assert replace(me, pid=unused).is_gone()
     assert not replace(me, pid=unused, host="elsewhere").is_gone(), "of other hosts nobody knows"
+
+
+def test_a_full_disk_keeps_the_old_state_and_leaves_nothing(small_disk: Path):
+    change_state(small_disk, lambda state: replace(state, uri="a", main_bytes=7))
+    ballast = fill(small_disk)
+    with pytest.raises(DiskSpaceError):
+        change_state(small_disk, lambda state: replace(state, uri="b" * 8192))
+    ballast.unlink()
+    assert not list(small_disk.glob(".tmp-*"))
+    assert read_state(small_disk).main_bytes == 7

@@ -1,0 +1,89 @@
+"""The end of a process that must end, whoever listens; and whom it may send a signal."""
+
+import fcntl
+import os
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from rlcore import stacks
+
+WAIT_S = 60
+FULL_PIPE = """
+import signal
+from rlcore.run import guard
+
+guard.LAST_WORDS_S = 0.2
+signal.signal(signal.SIGTERM, lambda number, frame: guard.end_at_once(75))
+print("x" * 1_000_000)
+"""
+NOBODY_READS = """
+import os
+from rlcore.run import guard
+
+guard.LAST_WORDS_S = 0.2
+reads, writes = os.pipe()
+def say():
+    while True:
+        os.write(writes, bytes(65536))
+guard.say_and_end(say, 75)
+"""
+
+
+def num_waiting(descriptor: int) -> int:
+    """Bytes in a pipe that nobody has read."""
+    return struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))[0]
+
+
+def test_a_second_signal_ends_a_process_that_waits_for_a_reader() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen([sys.executable, "-c", FULL_PIPE], stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            deadline = time.monotonic() + WAIT_S
+            while num_waiting(process.stdout.fileno()) < fcntl.fcntl(process.stdout, fcntl.F_GETPIPE_SZ):
+                assert time.monotonic() < deadline, "the pipe does not get full"
+                time.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(WAIT_S) == 75
+        finally:
+            process.kill()
+
+
+def test_last_words_that_nobody_reads_hold_nothing_up() -> None:
+    assert subprocess.run([sys.executable, "-c", NOBODY_READS], timeout=WAIT_S).returncode == 75
+
+
+STRANGER = "import time; print(flush=True); time.sleep(600)"
+RANK = f"from rlcore import stacks; stacks.register('rank-0'); {STRANGER}"
+
+
+def test_only_the_process_that_registered_is_asked_for_its_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of a process that has ended, or of one on another host, may bear the id of any process of ours."""
+    folder = tmp_path / "stacks"
+    monkeypatch.setenv(stacks.FOLDER_VARIABLE, str(folder))
+    stacks.open_folder(folder)
+    commands = ([sys.executable, "-c", code] for code in (RANK, STRANGER))
+    rank, stranger = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
+    try:
+        for process in (rank, stranger):
+            assert process.stdout is not None
+            process.stdout.readline()
+        (folder / f"rank-1-{stranger.pid}.txt").touch()
+        _, of_rank, of_stranger = stacks.report(folder).split("=== rank-")
+        assert 'File "<string>", line 1 in <module>' in of_rank
+        assert of_stranger.startswith(f"1, process {stranger.pid}")
+        assert "it has ended, or is on another host" in of_stranger
+        assert stranger.poll() is None, "it was ended by a signal that was not for it"
+    finally:
+        for process in (rank, stranger):
+            process.kill()
+            process.communicate()
