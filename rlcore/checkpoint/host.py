@@ -34,7 +34,8 @@ class HostBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are held already."""
+        """Bytes that are held already; waits for those that are being got."""
+        self.wait()
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     def prepare(self, wanted: Iterable[tuple[str, torch.Size, torch.dtype]]) -> None:

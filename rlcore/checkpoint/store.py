@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -154,11 +155,10 @@ class CheckpointStore:
         Raises:
             CheckpointError: every checkpoint there is broken, or the newest whole one is of other settings.
         """
-        catalog = scan(self._directory)
-        found = self._search(catalog.checkpoints, hashes=verify)
-        refusals = found.refusals + tuple(
-            refusal for refusal in catalog.refusals if found.checkpoint is None or refusal.step > found.checkpoint.step
-        )
+        found = self._find(verify=verify)
+        while not all(os.path.lexists(refusal.path) for refusal in found.refusals):  # pruned meanwhile, for newer ones
+            found = self._find(verify=verify)
+        refusals = found.refusals
         if found.checkpoint is None and refusals:
             reasons = "\n".join(f"  {refusal.reason}" for refusal in refusals)
             raise CheckpointError(
@@ -169,7 +169,7 @@ class CheckpointStore:
             for refusal in refusals:
                 log.warning("checkpoint refused, taking %s: %s", found.checkpoint.name, refusal.reason)
             self._require_same_settings(found.checkpoint)
-        return Found(found.checkpoint, refusals)
+        return found
 
     def best(self, metric_key: str | None = None, *, below: int | None = None) -> CheckpointInfo | None:
         """The whole checkpoint with the highest score, of equal ones the later; None where none has a score.
@@ -208,6 +208,14 @@ class CheckpointStore:
         """Size of the newest checkpoint: what the next one will need. None before the first."""
         known = self.list()
         return known[-1].size_bytes if known else None
+
+    def _find(self, *, verify: bool) -> Found:
+        catalog = scan(self._directory)
+        found = self._search(catalog.checkpoints, hashes=verify)
+        refusals = found.refusals + tuple(
+            refusal for refusal in catalog.refusals if found.checkpoint is None or refusal.step > found.checkpoint.step
+        )
+        return Found(found.checkpoint, refusals)
 
     def _search(self, candidates: Sequence[CheckpointInfo], *, hashes: bool) -> Found:
         """The last candidate that is whole."""

@@ -4,6 +4,7 @@ import getpass
 import socket
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from rlcore.storage.temporary import remove_tree
@@ -38,8 +39,9 @@ def remove_session(session: Path) -> None:
 def remove_dead_sessions() -> None:
     """Remove what clusters have left that were killed: no other process of ours would."""
     for session in ray_folder().glob("session_2*"):
-        if time.time() - session.stat().st_mtime > DEAD_FOR_S and not _is_alive(session):
-            remove_session(session)
+        with suppress(FileNotFoundError):  # another run that starts at this moment has removed it
+            if time.time() - session.stat().st_mtime > DEAD_FOR_S and not _is_alive(session):
+                remove_session(session)
 
 
 def _is_alive(session: Path) -> bool:

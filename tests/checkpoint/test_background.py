@@ -4,8 +4,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlcore.checkpoint.background import BackgroundCommit, BackgroundWriter
+from rlcore.checkpoint.host import HostBuffers
 from rlcore.checkpoint.shards import copy_shards, load_shards
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig
@@ -157,3 +159,9 @@ def test_two_at_a_time_are_a_mistake(tmp_path):
     with pytest.raises(AssertionError, match="finish or abandon"):
         commit.start(state_at(2), {}, rank.begin)
     commit.finish(rank.writer.finish)
+
+
+def test_memory_that_is_being_got_counts_as_held():
+    buffers, shape = HostBuffers(), torch.Size((1000,))
+    buffers.prepare((f"tensor-{number}", shape, torch.float32) for number in range(200))
+    assert buffers.num_bytes == 200 * 4000

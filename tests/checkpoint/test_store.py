@@ -1,8 +1,10 @@
 """The folder of checkpoints: what is broken is refused by name and the one before is taken."""
 
 import json
+import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -341,3 +343,26 @@ def test_a_read_only_file_system_is_one_clear_error_and_can_still_be_read(small_
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
     save(store, 2)
     assert steps(store) == [1, 2]
+
+
+def test_one_that_is_pruned_while_it_is_read_is_not_a_broken_one(tmp_path):
+    """The manifest is a pipe here: its reader goes on when the next one is published and this one pruned."""
+    store = store_at(tmp_path, keep_last=1, keep_best=0)
+    manifest = save(store, 1) / "manifest.json"
+    text = manifest.read_bytes()
+    manifest.unlink()
+    os.mkfifo(manifest)
+
+    def go_on() -> None:
+        with manifest.open("wb") as pipe:
+            save(store, 2)
+            shutil.rmtree(store.path_of(1))
+            pipe.write(text)
+
+    writer = threading.Thread(target=go_on)
+    writer.start()
+    found = store_at(tmp_path).find_latest(verify=False)
+    writer.join()
+    assert found.checkpoint is not None
+    assert found.checkpoint.step == 2
+    assert found.refusals == ()

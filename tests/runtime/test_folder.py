@@ -18,9 +18,11 @@ def test_only_dead_sessions_are_removed(monkeypatch: pytest.MonkeyPatch) -> None
             (session / "sockets").mkdir(parents=True)
             (session / "sockets" / "plasma_store").touch()
         (Path(short) / "session_latest").symlink_to(dead)
+        gone = Path(short) / "session_2026_4"  # another run removes it at this moment: listed, and no more there
+        gone.symlink_to(Path(short) / "nowhere")
         raylet.bind(str(alive / "sockets" / "raylet"))
         raylet.listen()
         for session in (dead, alive):
             os.utime(session, (0, 0))
         folder.remove_dead_sessions()
-        assert sorted(Path(short).iterdir()) == [alive, young]
+        assert sorted(Path(short).iterdir()) == [alive, young, gone]
