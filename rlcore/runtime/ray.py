@@ -1,7 +1,10 @@
 """Ray actors: one worker a rank, in one placement group with a bundle for each. The only module that imports ray."""
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate
 
@@ -12,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlcore import stacks
 from rlcore.config import RunConfig
-from rlcore.errors import HangError, HostMemoryError, MillraceError, WorkerLostError
+from rlcore.errors import HangError, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.runtime.folder import ray_folder, remove_dead_sessions, remove_session
 from rlcore.workers.group import P, R
 from rlcore.workers.worker import Worker
@@ -173,20 +176,45 @@ def start_ray(config: RunConfig) -> Path | None:
         "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(_source_roots())}},
     }
     if runtime.ray_address is not None:
-        ray.init(address=runtime.ray_address, **common)
+        with _sigterm_stays_ours():
+            ray.init(address=runtime.ray_address, **common)
         return None
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     wanted = runtime.num_workers * runtime.threads_per_worker
     remove_dead_sessions()
-    started: Any = ray.init(
-        num_cpus=max(wanted, os.cpu_count() or 1),
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        _temp_dir=str(ray_folder()),
-        **common,
-    )
+    with _sigterm_stays_ours():
+        started: Any = ray.init(
+            num_cpus=max(wanted, os.cpu_count() or 1),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(ray_folder()),
+            **common,
+        )
     return Path(started.address_info["session_dir"])
+
+
+@contextmanager
+def _sigterm_stays_ours() -> Iterator[None]:
+    """Ray takes SIGTERM for itself when it starts, and ends the process at one: actors load models for minutes then.
+
+    Raises:
+        StopRequestedError: one came while Ray started; it has been handed to the handler that was there before.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ours, is_asked = signal.getsignal(signal.SIGTERM), False
+    try:
+        yield
+    except SystemExit:  # of Ray's own handler
+        is_asked = True
+    finally:
+        signal.signal(signal.SIGTERM, ours)
+    if is_asked:
+        ray.shutdown()
+        signal.raise_signal(signal.SIGTERM)
+        raise StopRequestedError("stopped while Ray was starting; start again to go on from the last checkpoint")
 
 
 def _uses_gpu(config: RunConfig) -> bool:

@@ -7,11 +7,18 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlcore.errors import WorkerLostError
+import psutil
+
+from rlcore import stacks
+from rlcore.errors import StopRequestedError, WorkerLostError
+from rlcore.run.stop import StopFlag
 from rlcore.runtime.ray import RayGroup
 from rlcore.trainer.metrics import Metrics
 from rlcore.workers.worker import Worker
@@ -54,11 +61,44 @@ def halt(group: RayGroup) -> None:
     group.deadline_s = 2.0
 
 
+def stopped_at_the_start(run: SmallRun) -> list[str]:
+    """What comes of a SIGTERM while Ray starts, and of one while the actors load their models."""
+    found = []
+    for name in ("gcs_server", "rank-0"):
+        stop = StopFlag(lambda: os._exit(9))
+        stop.install()
+        with stacks_in(run.layout.run_dir) as folder:
+            threading.Thread(target=terminate_when_there_is, args=(name, folder), daemon=True).start()
+            try:
+                RayGroup(run.config, str(run.model_directory)).close()
+                found.append(f"started, asked to stop: {stop()}")
+            except StopRequestedError as error:
+                found.append(f"{error}, asked to stop: {stop()}")
+    return found
+
+
+@contextmanager
+def stacks_in(run_dir: Path) -> Iterator[Path]:
+    """Processes that are started inside the block say so by a file in the folder."""
+    folder = run_dir / "stacks"
+    stacks.open_folder(folder)
+    yield folder
+    stacks.close_folder(folder)
+
+
+def terminate_when_there_is(name: str, folder: Path) -> None:
+    """SIGTERM to this process when a child, or a rank, of that name runs."""
+    while not any(child.name() == name for child in psutil.Process().children()) and not [*folder.glob(f"{name}-*")]:
+        time.sleep(0.005)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main() -> None:
     scenario, root, out, *overrides = sys.argv[1:]
     runs = {algo: prepare(Path(root), "runtime=ray", f"algo={algo}", *overrides) for algo in ALGOS}
     scenarios: dict[str, Callable[[], Any]] = {
         "metrics": lambda: {algo: metrics_of(run) for algo, run in runs.items()},
+        "stop": lambda: stopped_at_the_start(runs["grpo"]),
         "faults": lambda: [error_after(runs["grpo"], harm) for harm in (kill, halt)],
     }
     Path(out).write_text(json.dumps(scenarios[scenario]()))

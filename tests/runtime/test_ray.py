@@ -72,3 +72,12 @@ def test_killed_and_stopped_workers_are_lost_workers(root: Path) -> None:
     killed, stopped = in_ray("faults", root)
     assert "died" in killed
     assert "runtime.deadlines" in stopped
+
+
+@pytest.mark.lengthy
+def test_a_stop_while_the_workers_start_is_heard(root: Path) -> None:
+    """Ray takes SIGTERM for itself and ends its driver at one."""
+    while_ray_starts, while_models_load = in_ray("stop", root)
+    assert while_ray_starts.startswith("stopped while Ray was starting")
+    assert while_ray_starts.endswith("asked to stop: True")
+    assert while_models_load == "started, asked to stop: True"
