@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -311,19 +312,35 @@ def leave(command: Callable[[], object]) -> NoReturn:
 
     To take the interpreter apart with all that a run has imported takes another 3 s, and nobody needs it.
     """
+    from flows.server.untold import own_process
+
+    own_process()
     signal.signal(signal.SIGTERM, _Terminated())
     codes: list[int] = []
 
     def end() -> None:
         logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        said_all = _flushed()
+        with suppress(OSError):
+            sys.stderr.flush()
         if codes:  # else it has failed in a way that nobody foresaw
-            os._exit(codes[0])
+            os._exit(codes[0] if said_all else codes[0] or EXIT_FAILED)
 
     atexit.register(end)  # the first that is registered is called last
     codes.append(exit_code(command))
     sys.exit(codes[0])
+
+
+def _flushed() -> bool:
+    """Whether all that was printed is written: a disk may be full, a reader gone."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            with suppress(OSError):
+                _told(f"not all of the output could be written: {error}", EXIT_FAILED)
+        return False
+    return True
 
 
 class _Terminated:

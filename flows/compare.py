@@ -1,6 +1,7 @@
 """Compare runs."""
 
 from pathlib import Path
+from shlex import join
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
@@ -34,7 +35,7 @@ def compare(runs: list[str] = NO_RUNS, search: str = "", root: Root = None) -> c
         root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
     """
     at = Path(root or PathsConfig().root).resolve()
-    tell_command(f"millrace compare {' '.join(runs)}{f' --search {search!r}' if search else ''} --root {at}")
+    tell_command(join(["millrace", "compare", *runs, *(["--search", search] if search else []), "--root", str(at)]))
     made = write_comparison(comparison.find_runs(runs, search, at, tracking_in_stack(TrackingConfig(), at)), at)
     show_comparison(made)
     return made

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
@@ -43,7 +44,8 @@ def maintain(root: Root = None, dry_run: bool = False) -> list[Outcome]:
         dry_run: Say what would be deleted, and delete nothing.
     """
     at = Path(root or PathsConfig().root).resolve()
-    tell_command(f"millrace sync --root {at}; millrace gc --root {at}")
+    where = quote(str(at))
+    tell_command(f"millrace sync --root {where}; millrace gc --root {where}{' --dry-run' if dry_run else ''}")
     folders = all_runs(at)
     outcomes = prune(folders, dry_run)
     if not dry_run:

@@ -50,20 +50,20 @@ def all_overrides(overrides: list[str], **fields: str | float | None) -> list[st
     """The overrides, and those that the typed parameters stand for."""
     return [
         *overrides,
-        *(f"{FIELDS[name]}={_written(value)}" for name, value in fields.items() if value not in (None, "")),
+        *(f"{FIELDS[name]}={written(value)}" for name, value in fields.items() if value not in (None, "")),
     ]
 
 
-def _written(value: str | float | None) -> str:
-    """A value as Hydra reads it: a path with a space or a comma is quoted.
+def written(value: str | float | None) -> str:
+    """A value as Hydra reads it: a path with more than plain letters in it is quoted.
 
-    >>> _written(3e-4), _written("/data/artifacts"), _written("/my data")
+    >>> written(3e-4), written("/data/artifacts"), written("/my data")
     ('0.0003', '/data/artifacts', "'/my data'")
     """
     text = str(value)
-    if re.fullmatch(r"[\w./+\-]*", text):
+    if not isinstance(value, str) or re.fullmatch(r"[\w.+\-]*(/[\w.+\-]*)+", text, re.ASCII):
         return text
-    return "'" + text.replace("'", "\\'") + "'"
+    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text) + "'"
 
 
 def plain_command(verb: str, experiment: str | None, overrides: list[str]) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from flows.commands.checkpoints import export_to
 from flows.commands.named_run import named_run
+from flows.parameters import written
 from rlcore.checkpoint.manage import find_checkpoint
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import CheckpointError
@@ -33,9 +34,9 @@ def forked(settings: list[str], source: str | None, root: Path) -> list[str]:
         export_to(config, layout, info.name, target)
     return [
         *settings,
-        f"model.path={_quoted(str(target))}",
+        f"model.path={written(str(target))}",
         "warm_start.enabled=false",
-        f"tags.forked_from={_quoted(f'{layout.run_dir.name}@{info.name}')}",
+        f"tags.forked_from={written(f'{layout.run_dir.name}@{info.name}')}",
     ]
 
 
@@ -45,9 +46,3 @@ def _root_said(settings: list[str]) -> Path | None:
     """
     said = [text.removeprefix(ROOT) for text in settings if text.startswith(ROOT)]
     return Path(said[-1].strip("'\"")) if said else None
-
-
-def _quoted(text: str) -> str:
-    """As Hydra reads a value that may hold its own signs."""
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"

@@ -8,6 +8,7 @@ from flows.plan.checks import check_before_plan, check_before_start
 from flows.plan.plan import make_plan
 from flows.plan.table import show_memory, show_plan
 from flows.server.api import PrefectApi, start_prefect, wait_for_prefect
+from flows.server.untold import not_kept_by
 from flows.shown.progress import display_for_console, shown_on
 from flows.shown.summary import summary_lines
 from rlcore.config.compose import load_config
@@ -45,8 +46,9 @@ def _run_pipeline(settings: list[str], api: PrefectApi, *, verbose: bool) -> "Pi
     if not verbose:
         keep_runs_off_the_console()
     experiment, overrides = split_experiment(settings)
+    screen = display_for_console()
     try:
-        with shown_on(display_for_console()):
+        with shown_on(screen), not_kept_by(api.url, screen.close):
             return pipeline(experiment, overrides)
     except FlowCancelledError as ended:
         raise StopRequestedError(str(ended)) from ended
@@ -55,10 +57,10 @@ def _run_pipeline(settings: list[str], api: PrefectApi, *, verbose: bool) -> "Pi
 def split_experiment(settings: list[str]) -> tuple[str | None, list[str]]:
     """The experiment's name apart from the other overrides, so that it is a parameter of its own in Prefect.
 
-    >>> split_experiment(["experiment=debug", "seed=2"])
-    ('debug', ['seed=2'])
+    >>> split_experiment(["experiment='/my files/debug.yaml'", "seed=2"])
+    ('/my files/debug.yaml', ['seed=2'])
     """
-    names = [text.removeprefix(EXPERIMENT) for text in settings if text.startswith(EXPERIMENT)]
+    names = [text.removeprefix(EXPERIMENT).strip("'\"") for text in settings if text.startswith(EXPERIMENT)]
     rest = [text for text in settings if not text.startswith(EXPERIMENT)]
     return (names[0] if names else None), rest
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 import psutil
 
@@ -49,7 +50,7 @@ def _reachable(page: str, root: Path) -> str:
     if running is not None:
         return page.replace(LOCAL_UI, running.url, 1)
     port = LOCAL_UI.rpartition(":")[2]
-    return f"{page}\n            after {beside_python(f'millrace ui --root {root} --port {port}')}"
+    return f"{page}\n            after {beside_python(f'millrace ui --root {quote(str(root))} --port {port}')}"
 
 
 def _running_mlflow(root: Path) -> Service | None:

@@ -12,6 +12,7 @@ import sys
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -157,6 +158,15 @@ def wait_for_prefect(api: PrefectApi) -> None:
         _servers[api.home].wait()
 
 
+def answers(url: str) -> bool:
+    """Whether a Prefect server answers there."""
+    try:
+        _ask(url, ANSWER_WAIT_S)
+    except (OSError, ValueError, HTTPException):
+        return False
+    return True
+
+
 def _recorded_stack(root: Path) -> "StackState | None":
     """The stack that `millrace up` has started under this root, if its server is still that one and answers."""
     from flows.stack.state import read_stack
@@ -165,18 +175,14 @@ def _recorded_stack(root: Path) -> "StackState | None":
     server = stack.service("prefect")
     if server is None or server.process() is None:
         return None
-    try:
-        _ask(stack.prefect_api_url, ANSWER_WAIT_S)
-    except (OSError, ValueError):
-        return None
-    return stack
+    return stack if answers(stack.prefect_api_url) else None
 
 
 def _require_answer(url: str, key: str, remedy: str) -> None:
     try:
         _ask(url, ANSWER_WAIT_S)
         theirs = _get(f"{url}/admin/version", ANSWER_WAIT_S).strip().strip(b'"').decode()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise MillraceError(f"{key}: no Prefect server answers at {url} ({error}). {remedy}") from error
     require_same_series(theirs, version("prefect"), f"{key}: the server at {url}")
 

@@ -1,5 +1,6 @@
 """What the Prefect UI shows of a run while it goes on, and after. None of it may stop the run."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from uuid import UUID
@@ -14,6 +15,7 @@ from prefect.artifacts import (
 from prefect.logging import get_run_logger
 
 from flows.naming import artifact_key
+from flows.server.watch import few_retries
 from flows.shown.curve import curve_markdown
 from flows.work.comparison import Comparison
 from flows.work.open_run import OpenRun
@@ -26,11 +28,13 @@ BYTES_PER_MB = 1e6
 NUM_VALIDATIONS = 4
 """Columns of the table of a run's latest validations; the first one is of step 0."""
 REWARD = "critic/score/mean"
+LEFT_ALONE_S = 30.0
+"""A server that was away."""
 
 
 def show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
     """A bar for each stage, one for all its chunks."""
-    harmless(lambda: _show_progress(run, stage, percent, text))
+    in_passing(run, lambda: _show_progress(run, stage, percent, text))
 
 
 def _show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
@@ -55,12 +59,13 @@ def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]
         if not figure.endswith(CI_ENDS)
     ]
     key = artifact_key(run.config.name, "latest-validation")
-    harmless(lambda: create_table_artifact(rows, key=key, description=f"{run.run_id} at step {step}"))
+    in_passing(run, lambda: create_table_artifact(rows, key=key, description=f"{run.run_id} at step {step}"))
 
 
 def show_summary(run: OpenRun, now: str) -> None:
     """Where the run stands, with a curve of its reward."""
-    harmless(lambda: create_markdown_artifact(_summary(run, now), key=artifact_key(run.config.name, "summary")))
+    key = artifact_key(run.config.name, "summary")
+    in_passing(run, lambda: create_markdown_artifact(_summary(run, now), key=key))
 
 
 def _summary(run: OpenRun, now: str) -> str:
@@ -109,7 +114,20 @@ def show_checkpoints(run: OpenRun) -> None:
         }
         for info in scan(run.layout.checkpoints).checkpoints
     ]
-    harmless(lambda: create_table_artifact(rows, key=artifact_key(run.config.name, "checkpoints")))
+    in_passing(run, lambda: create_table_artifact(rows, key=artifact_key(run.config.name, "checkpoints")))
+
+
+def show_mlflow_page(run: OpenRun) -> None:
+    """A link to it, once it is known."""
+    if run.shown.mlflow_link or not run.shown.mlflow_page:
+        return
+
+    def create() -> None:
+        key = artifact_key(run.config.name, "mlflow")
+        create_link_artifact(run.shown.mlflow_page, f"{run.run_id} in MLflow", key=key)
+        run.shown.mlflow_link = True
+
+    in_passing(run, create)
 
 
 def show_report(name: str, run_dir: Path, report: Report) -> None:
@@ -135,6 +153,22 @@ def show_comparison(made: Comparison) -> None:
 def show_link(name: str, what: str, url: str, text: str) -> None:
     """A link."""
     harmless(lambda: create_link_artifact(url, text, key=artifact_key(name, what)))
+
+
+def in_passing(run: OpenRun, action: Callable[[], object]) -> None:
+    """As `harmless`, while a trainer works. A server that is away is soon given up, and left alone for a while: until
+    then nobody hears the trainer, which stops once the pipe to us is full.
+    """
+    if time.monotonic() < run.shown.again_at:
+        return
+
+    def asked() -> None:
+        run.shown.again_at = time.monotonic() + LEFT_ALONE_S
+        with few_retries(1):
+            action()
+        run.shown.again_at = float("-inf")
+
+    harmless(asked)
 
 
 def harmless(action: Callable[[], object]) -> None:

@@ -4,7 +4,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 from flows.trainer.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
@@ -56,8 +56,11 @@ class PlainDisplay:
         self._last = float("-inf")
 
     def line(self, text: str) -> None:
-        """Print it at once: a log is read while it is written."""
-        print(text, flush=True)
+        """Print it at once: a log is read while it is written. Where its disk is full, or its reader gone, the run goes
+        on without it.
+        """
+        with suppress(OSError):
+            print(text, flush=True)
 
     def event(self, event: Event) -> None:
         """Print what is worth a line."""

@@ -14,7 +14,7 @@ from flows.shown.artifacts import (
     harmless,
     show_checkpoints,
     show_latest_validation,
-    show_link,
+    show_mlflow_page,
     show_progress,
     show_summary,
 )
@@ -108,9 +108,7 @@ class RunReporter:
         show_checkpoints(self._run)
         text = "" if self._progress_now is None else describe(self._progress_now)
         show_summary(self._run, text)
-        if shown.mlflow_page and not shown.mlflow_link:
-            show_link(self._run.config.name, "mlflow", shown.mlflow_page, f"{self._run.run_id} in MLflow")
-            shown.mlflow_link = True
+        show_mlflow_page(self._run)
 
     def _emit(self, name: str, payload: dict[str, object]) -> None:
         resource = {

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from flows.server.api import PrefectApi
@@ -19,7 +20,7 @@ def summary_lines(config: RunConfig, result: "PipelineResult", api: PrefectApi) 
     lines += [f"  report   {result.report}", f"  weights  {result.weights}"]
     if result.mlflow.ui_command:
         root = result.run_dir.parents[1]
-        lines.append(f"  MLflow   {beside_python(f'millrace ui --root {root}')}")
+        lines.append(f"  MLflow   {beside_python(f'millrace ui --root {quote(str(root))}')}")
     elif result.mlflow.url:
         lines.append(f"  MLflow   {result.mlflow.url}")
     lines.append(f"  Prefect  {prefect_hint(api)}")
@@ -30,7 +31,7 @@ def prefect_hint(api: PrefectApi) -> str:
     """How to see the flow runs."""
     if api.home is None:
         return api.url.removesuffix("/api")
-    return f"PREFECT_HOME={api.home} {beside_python('prefect server start')}"
+    return f"PREFECT_HOME={quote(str(api.home))} {beside_python('prefect server start')}"
 
 
 def beside_python(command: str) -> str:
@@ -41,4 +42,4 @@ def beside_python(command: str) -> str:
     """
     program, _, rest = command.partition(" ")
     path = Path(sys.executable).parent / program
-    return f"{path} {rest}" if path.is_file() else command
+    return f"{quote(str(path))} {rest}" if path.is_file() else command

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from shlex import quote
 
 from flows.stack.databases import MLFLOW_DATABASE, PREFECT_DATABASE, Databases, require_same, without_passwords
 from flows.stack.ports import listens
@@ -122,7 +123,8 @@ def _of_this_version(root: Path, state: StackState) -> StackState:
         if was and was != version(name) and service is not None and service.process() is not None:
             raise MillraceError(
                 f"{name} is up at {service.url} in version {was}, and {version(name)} is installed here. "
-                f"`millrace down --root {root}`, then `millrace up` again; both read the database of the older one."
+                f"`millrace down --root {quote(str(root))}`, then `millrace up` again; both read the database of the "
+                "older one."
             )
     return state
 

@@ -21,6 +21,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 
+from flows.stack.by_hand import known_deployments, put_back
 from flows.stack.control import NOTIFY_URL, SAID, WORKERS_ARE_UP
 from flows.stack.forms import ease_forms
 from flows.stack.notify import keep_automation, notify
@@ -49,8 +50,10 @@ def main() -> None:
         if NOTIFY_URL in os.environ:
             notify(client, os.environ[NOTIFY_URL])
         recovered = recover_lost_runs(client, workers_are_up=WORKERS_ARE_UP in sys.argv)
+        before = known_deployments(client, OUR_POOL)
     _deploy()
     with get_client(sync_client=True) as client:
+        put_back(client, OUR_POOL, before)
         ease_forms(client, OUR_POOL)
         strangers = _strangers(client, wanted)
     for name in recovered:

@@ -6,6 +6,8 @@ from contextlib import suppress
 import psutil
 
 LOOPBACK = "127.0.0.1"
+HEARS_LOOPBACK = frozenset({LOOPBACK, "0.0.0.0", "::", "::ffff:127.0.0.1"})
+"""Addresses on which somebody who listens is met under LOOPBACK."""
 
 
 def free_port() -> int:
@@ -27,11 +29,12 @@ def is_free(port: int) -> bool:
 
 
 def listener(port: int) -> psutil.Process | None:
-    """Who listens there, as far as this user may know."""
+    """Who listens there on loopback, as far as this user may know."""
     with suppress(psutil.Error):
         for connection in psutil.net_connections(kind="tcp"):
             at = connection.laddr
-            if connection.status == psutil.CONN_LISTEN and at and at.port == port and connection.pid:
+            is_there = connection.status == psutil.CONN_LISTEN and at and at.port == port and at.ip in HEARS_LOOPBACK
+            if is_there and connection.pid:
                 return psutil.Process(connection.pid)
     return None
 

@@ -17,6 +17,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.states import Cancelled, Crashed, Scheduled
 
 from flows.stack.recipes import POOL
+from flows.stack.state import BIRTH_TOLERANCE_S
 
 LOST = "Its process is gone."
 NO_HEARTBEAT = "No heartbeat for 90 s."
@@ -25,6 +26,8 @@ GIVEN_UP_WITHIN = timedelta(days=1)
 """A run that was given up longer ago stays as it is: nobody waits for it."""
 ALIVE = (StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED)
 """States of a run that has a process; while it waits for room on a disk it is Paused."""
+SUSPENDED = "Suspended"
+"""Of the type Paused too, but without a process: it goes on when somebody resumes it, and not before."""
 
 
 def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> list[str]:
@@ -36,13 +39,15 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
     """
     recovered = []
     for run in _given_up(client):
-        if _has_lost_its_process(run):
+        if _has_lost_its_process(client, run):
             _schedule_again(client, run)
             recovered.append(run.name)
     for run in client.read_flow_runs(flow_run_filter=_running(), work_pool_filter=_our_pool()):
+        if run.state_name == SUSPENDED:
+            continue
         # A pending one may still say the process of its last attempt: it is lost only with the worker that had it.
         is_pending = run.state_type == StateType.PENDING
-        if workers_are_up if is_pending else not _has_lost_its_process(run):
+        if workers_are_up if is_pending else not _has_lost_its_process(client, run):
             continue
         if run.state_type == StateType.CANCELLING:
             client.set_flow_run_state(run.id, Cancelled(message=LOST), force=True)
@@ -68,17 +73,26 @@ def _given_up(client: SyncPrefectClient) -> list[FlowRun]:
     return [run for run in found if run.state is not None and run.state.message == NO_HEARTBEAT]
 
 
-def _has_lost_its_process(run: FlowRun) -> bool:
-    """Prefect's process worker notes `<host>:<pid>`."""
+def _has_lost_its_process(client: SyncPrefectClient, run: FlowRun) -> bool:
+    """Prefect's process worker notes `<host>:<pid>`. Another process has the number by now if it was born later than
+    the run last began.
+    """
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     if not pid.isdigit() or host not in ("", socket.gethostname()):
         return False
     try:
         process = psutil.Process(int(pid))
-        is_older = run.start_time is None or process.create_time() <= run.start_time.timestamp()
+        began = _last_began(client, run)
+        is_older = began is None or process.create_time() <= began.timestamp() + BIRTH_TOLERANCE_S
         return not is_older or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def _last_began(client: SyncPrefectClient, run: FlowRun) -> datetime | None:
+    """Its `start_time` is that of its first attempt; each attempt has a process of its own."""
+    times = [state.timestamp for state in client.read_flow_run_states(run.id) if state.is_running()]
+    return max(times, default=run.start_time)
 
 
 def _end_nested(client: SyncPrefectClient) -> None:

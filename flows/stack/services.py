@@ -116,7 +116,7 @@ def end_of(log: str) -> str:
 
 def end_server(process: psutil.Process) -> None:
     """SIGTERM, time to end, then SIGKILL to what is left of it and of what it has started."""
-    family = [process, *process.children(recursive=True)]
+    family = [process, *_below(process)]
     with suppress(psutil.NoSuchProcess):
         process.terminate()
     _, left = psutil.wait_procs(family, timeout=END_WAIT_S)
@@ -129,14 +129,22 @@ def end_worker(process: psutil.Process) -> None:
     The worker first, and at once: it has no state, and would note its flow runs as crashed. The flows, told to end,
     wait for their trainers, which save; in Prefect they stay Running, and the next `up` starts them again.
     """
-    flows = process.children()
-    family = [process, *process.children(recursive=True)]
+    flows = _below(process, all_of_them=False)
+    family = [process, *_below(process)]
     _kill([process])
     for flow in flows:
         with suppress(psutil.NoSuchProcess):
             flow.terminate()
     _, left = psutil.wait_procs(family, timeout=END_WAIT_S)
     _kill([member for member in left if TRAINER not in _command_of(member)])  # a trainer was told, and is saving
+
+
+def _below(process: psutil.Process, *, all_of_them: bool = True) -> list[psutil.Process]:
+    """What it has started; nothing where it has ended by itself meanwhile."""
+    try:
+        return process.children(recursive=all_of_them)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _kill(processes: list[psutil.Process]) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
@@ -109,8 +109,8 @@ class OnWorkers:
                     exhausted = child is None
                     if child is not None:
                         flying[self._submit(child).id] = child
-                for flow_run_id, state in _ended(client, list(flying)):
-                    yield Ended(flying.pop(flow_run_id).index, _error(state))
+                for flow_run_id, error in _ended(client, list(flying)):
+                    yield Ended(flying.pop(flow_run_id).index, error)
                 end_if_cancelled()
                 end_if_suspended()
                 if flying:
@@ -126,7 +126,8 @@ class OnWorkers:
             "label": child.label,
             "mlflow_parent": self._parent,
         }
-        submitted = run_deployment(DEPLOYMENT, parameters=parameters, timeout=0)
+        # A request whose answer is lost is sent again: without a key the server would make a second run of it.
+        submitted = run_deployment(DEPLOYMENT, parameters=parameters, timeout=0, idempotency_key=str(uuid4()))
         assert isinstance(submitted, FlowRun)
         return submitted
 
@@ -159,11 +160,16 @@ def cancelled_with_us() -> Iterator[None]:
         raise
 
 
-def _ended(client: SyncPrefectClient, flow_run_ids: Sequence[UUID]) -> Iterator[tuple[UUID, State]]:
+def _ended(client: SyncPrefectClient, flow_run_ids: Sequence[UUID]) -> Iterator[tuple[UUID, str]]:
+    """Those that are over, with what went wrong."""
     for flow_run_id in flow_run_ids:
-        state = client.read_flow_run(flow_run_id).state
+        try:
+            state = client.read_flow_run(flow_run_id).state
+        except ObjectNotFound:
+            yield flow_run_id, f"flow run {flow_run_id} was deleted in Prefect"
+            continue
         if state is not None and state.is_final():
-            yield flow_run_id, state
+            yield flow_run_id, _error(state)
 
 
 def _error(state: State) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from flows.commands.run import keep_runs_off_the_console
 from flows.plan.checks import check_before_plan
 from flows.server.api import start_prefect, wait_for_prefect
+from flows.server.untold import not_kept_by
 from flows.shown.progress import display_for_console, shown_on
 from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import Sweep, load_sweep
@@ -40,8 +41,9 @@ def sweep(
 
     if not verbose:
         keep_runs_off_the_console()
+    screen = display_for_console()
     try:
-        with shown_on(display_for_console()):
+        with shown_on(screen), not_kept_by(api.url, screen.close):
             result = sweep_flow(
                 spec,
                 settings,

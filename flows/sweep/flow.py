@@ -68,16 +68,13 @@ def sweep(
     tell(f"sweep {checked.sweep_id} in {folder}")
     with watched(), HeldLock(folder / LOCK_FILE, what=f"sweep {checked.sweep_id}"), one_heartbeat():
         parent = mlflow_parent.begin(checked)
-        with (
-            mlflow_parent.ended_with_us(checked, parent),
-            cancelled_with_us(),
-            children_of(checked, parent, on_workers=on_workers) as children,
-        ):
-            more: dict[str, JsonValue] = {"mlflow_run_id": parent}
-            drive = Drive(checked, folder, search_of(checked, folder), children, more)
-            drive.run()
-        points = [drive.points[number] for number in sorted(drive.points)]
-        result = conclude(checked, folder, points, drive, parent)
+        with mlflow_parent.ended_with_us(checked, parent):
+            with cancelled_with_us(), children_of(checked, parent, on_workers=on_workers) as children:
+                more: dict[str, JsonValue] = {"mlflow_run_id": parent}
+                drive = Drive(checked, folder, search_of(checked, folder), children, more)
+                drive.run()
+            points = [drive.points[number] for number in sorted(drive.points)]
+            result = conclude(checked, folder, points, drive, parent)
     for line in summary_of(result):
         tell(line)
     if result.failed and not result.num_finished:

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import join
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.logging import get_run_logger
 
 from flows.naming import artifact_key
+from flows.parameters import command_words, written
 from flows.sweep.record import PointRecord
 from rlcore.config.experiment_file import experiment_text
 from rlcore.config.sweep_load import Sweep
@@ -44,7 +46,7 @@ def write_best(folder: Path, sweep: Sweep, best: PointRecord) -> Path:
     file = folder / BEST_FILE
     metric = sweep.metric_of(best.members[0].config)
     comment = (
-        f"millrace run experiment={file} paths.root={folder.parent.parent}\n"
+        f"{join(command_words('run', written(str(file)), [f'paths.root={written(str(folder.parent.parent))}']))}\n"
         f"The best point of sweep {sweep.sweep_id}: {best.label}\n"
         f"{metric} {best.score:.4g}, mean over seeds {', '.join(str(one.seed) for one in best.members)}."
     )

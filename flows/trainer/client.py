@@ -75,6 +75,14 @@ def kept_between_runs() -> Iterator[None]:
             _end_idle(child)
 
 
+_stopping: "set[_Child]" = set()
+
+
+def is_stopping_one() -> bool:
+    """Whether a trainer of this process was told to stop and is saving."""
+    return bool(_stopping)
+
+
 class TrainerProcess:
     """One trainer process at a time: started by the first call, and again by the first call after it was lost.
 
@@ -234,26 +242,34 @@ class TrainerProcess:
             for reply in child.replies(0.0 if has_ended else POLL_S):
                 match reply:
                     case Failed(kind=StopRequestedError.__name__):
-                        self._on_event(Note(reply.message))
+                        self._mention(Note(reply.message))
                     case Done() | Failed():
                         pass
                     case event:
-                        self._on_event(event)
-            self._pass_on_lines(child)
+                        self._mention(event)
+            with suppress(Exception):
+                self._pass_on_lines(child)
             if has_ended:
                 return True
             if time.monotonic() >= deadline:
                 return False
 
+    def _mention(self, event: Event) -> None:
+        """To a process that ends: whoever fails to hear it must not keep it from saving."""
+        with suppress(Exception):
+            self._on_event(event)
+
     def _stop(self, child: "_Child") -> None:
         """Let the process finish its step and save. A second interrupt ends it at once."""
         self._child = None
+        _stopping.add(child)
         try:
             child.signal(signal.SIGTERM)
-            self._on_event(Note("stopping: the trainer finishes its step and saves; interrupt again to end it at once"))
+            self._mention(Note("stopping: the trainer finishes its step and saves; interrupt again to end it at once"))
             self._wait_for_exit(child, self._stop_wait_s)
         finally:
             child.destroy()
+            _stopping.discard(child)
 
     def _let_end(self, child: "_Child") -> None:
         """Wait for a process that ends by itself: it does after an error."""

@@ -34,13 +34,17 @@ class _Ears:
 
 @dataclass(slots=True)
 class Shown:
-    """What Prefect shows of the run: a bar for each stage, validations by step, its page in MLflow once known."""
+    """What Prefect shows of the run: a bar for each stage, validations by step, its page in MLflow once known.
+
+    `summary_at`: when all of it was last looked at. `again_at`: when a server that was away is asked again.
+    """
 
     progress: dict[str, UUID] = field(default_factory=dict)
     validations: dict[int, Mapping[str, float]] = field(default_factory=dict)
     mlflow_page: str = ""
     mlflow_link: bool = False
     summary_at: float = float("-inf")
+    again_at: float = float("-inf")
 
 
 class OpenRun:

@@ -1,6 +1,10 @@
 """What a person sees."""
 
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -31,6 +35,23 @@ def test_a_log_has_chunk_ends_and_few_steps(capsys: pytest.CaptureFixture[str]) 
             display().event(step(number))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[2] for line in lines] == ["1/40", "20/40", "40/40"]
+
+
+def test_a_log_that_takes_no_more_ends_no_run() -> None:
+    code = (
+        "import sys\n"
+        "from flows.cli import leave\n"
+        "from flows.shown.progress import PlainDisplay, display, shown_on\n"
+        "with shown_on(PlainDisplay()):\n"
+        "    leave(lambda: [display().line('of a run'), print('going on', file=sys.stderr)])\n"
+    )
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, env=buffered
+        )
+    told = "not all of the output could be written: [Errno 28] No space left on device"
+    assert (done.returncode, done.stderr.splitlines()) == (1, ["going on", told])
 
 
 def test_a_terminal_has_one_line_that_moves_and_lines_that_stay() -> None:

@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -157,12 +158,32 @@ def stack(tmp_path_factory: pytest.TempPathFactory, hook: Hook) -> Iterator[Stac
         yield stack
 
 
+def switched_on_by_hand(stack: Stack) -> list[dict[str, Any]]:
+    """A schedule of the file switched on, another one added as docs/stack.md says, and a deployment that is paused."""
+    deployment = stack.deployment("sweep/countdown-lr")
+    (nightly,) = deployment["schedules"]
+    here = f"deployments/{deployment['id']}/schedules"
+    stack.ask(f"{here}/{nightly['id']}", {"active": True}, "PATCH")
+    added = {"active": True, "schedule": {"cron": "0 3 1 1 *", "timezone": "UTC"}}
+    (mine,) = stack.ask(here, [added])
+    stack.ask(f"deployments/{stack.deployment('dataset/local')['id']}", {"paused": True}, "PATCH")
+    return [nightly, mine]
+
+
 @pytest.mark.prefect
 @pytest.mark.slow
-def test_a_second_up_starts_nothing_again(stack: Stack) -> None:
+def test_a_second_up_starts_nothing_again_and_leaves_what_people_have_switched(stack: Stack) -> None:
     before = read_stack(stack.root)
     said: list[str] = []
+    nightly, mine = switched_on_by_hand(stack)
     up(stack.root, say=said.append)
+    schedules = {one["slug"]: one for one in stack.deployment("sweep/countdown-lr")["schedules"]}
+    assert {slug: one["active"] for slug, one in schedules.items()} == {"nightly": True, None: True}
+    assert schedules[None]["schedule"]["cron"] == mine["schedule"]["cron"]
+    assert schedules["nightly"]["schedule"]["cron"] == nightly["schedule"]["cron"]
+    assert stack.deployment("dataset/local")["paused"] is True
+    for one in schedules.values():
+        stack.ask(f"deployments/{stack.deployment('sweep/countdown-lr')['id']}/schedules/{one['id']}", method="DELETE")
     assert read_stack(stack.root) == before
     assert len([line for line in said if "is up already" in line]) == 3
     assert [state for _, state in status(stack.root)] == ["up"] * 3

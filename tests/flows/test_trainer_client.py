@@ -227,6 +227,18 @@ def test_an_interrupt_between_two_calls_lets_the_process_save(start: Start, hear
     assert [event.text for event in heard.events if isinstance(event, Note)][-1] == "saved step 2"
 
 
+def test_it_saves_where_nobody_can_hear_it_any_more(tmp_path: Path) -> None:
+    def on_event(event: Event) -> None:
+        raise OSError("the disk of the log is full")
+
+    command = (sys.executable, SMALL_TRAINER, "slow")
+    client = TrainerProcess(tmp_path, on_event=on_event, on_line=print, stop_wait_s=WAIT_S, command=command)
+    with client, pytest.raises(OSError, match="the disk of the log is full"):
+        client.call("train", to_step=1_000)
+    (log,) = (tmp_path / "logs").iterdir()
+    assert "signal 15" in log.read_text(), "it has ended by itself: what it prints is in no log before"
+
+
 def test_after_an_error_of_ours_the_process_is_closed(start: Start, heard: Heard) -> None:
     with pytest.raises(KeyError):
         train_and_raise(start("good"), KeyError())

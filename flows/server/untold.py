@@ -1,0 +1,82 @@
+"""The end of a command that was told to end while its Prefect server is gone.
+
+Prefect's engine tells its server of every end, and asks again for a quarter of an hour; nobody who has pressed Ctrl-C
+waits for that, and nothing is lost by not telling. Only for a process that is a command's own: see `own_process`.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+WISHES = (signal.SIGINT, signal.SIGTERM)
+PATIENCE_S = 15.0
+"""Since the server was first found gone, or since a trainer has saved."""
+POLL_S = 0.5
+
+_is_own = False
+
+
+def own_process() -> None:
+    """This process is a command and nothing else: it may be ended."""
+    global _is_own
+    _is_own = True
+
+
+@contextmanager
+def not_kept_by(url: str, leave: Callable[[], object], *, patience_s: float = PATIENCE_S) -> Iterator[None]:
+    """From a SIGINT or SIGTERM inside the block on, a Prefect server that is gone does not keep this process.
+
+    A trainer that was told to stop is waited for. One that was not is told by the kernel, and saves by itself.
+
+    Args:
+        url: of the server's API.
+        leave: called before the process is ended: puts the screen in order.
+        patience_s: how long the server may be away.
+    """
+    if not _is_own:
+        yield
+        return
+    # Whoever handles the signal - we, Python, Prefect - its number comes through here too.
+    hears, told = socket.socketpair()
+    told.setblocking(False)
+    threading.Thread(target=_watch, args=(hears, url, leave, patience_s), name="untold", daemon=True).start()
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        told.close()  # the watch ends, or goes on to the end of the process where it has heard a wish
+
+
+def _watch(hears: socket.socket, url: str, leave: Callable[[], object], patience_s: float) -> None:
+    with hears:
+        while numbers := hears.recv(64):
+            if any(number in WISHES for number in numbers):
+                break
+        else:
+            return
+    from flows.server.api import answers
+    from flows.trainer.client import EXIT_RESUMABLE, is_stopping_one
+
+    gone_since: float | None = None
+    while gone_since is None or time.monotonic() - gone_since < patience_s:
+        time.sleep(POLL_S)
+        if answers(url) or is_stopping_one():
+            gone_since = None
+        elif gone_since is None:
+            gone_since = time.monotonic()
+    with suppress(Exception):
+        leave()
+    with suppress(OSError):
+        print(
+            f"told to end; Prefect was not told, since no server answers at {url}. The same command goes on from the "
+            "last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+    os._exit(EXIT_RESUMABLE)

@@ -1,0 +1,86 @@
+"""A sweep's runs on workers: what becomes of one whose request or record is lost in Prefect."""
+
+import http.client
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from flows.server.api import LocalServer
+from flows.sweep.children import DEPLOYMENT, Child, OnWorkers
+
+pytestmark = pytest.mark.prefect
+
+
+@contextmanager
+def losing_an_answer(url: str) -> Iterator[tuple[str, list[str]]]:
+    """The same server, behind a connection that breaks once: after a flow run was made, before that is said."""
+    lost: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            target = http.client.HTTPConnection(urlsplit(url).netloc)
+            target.request(self.command, self.path, body, {"content-type": "application/json"})
+            answer = target.getresponse()
+            content = answer.read()
+            target.close()
+            if self.path.endswith("/create_flow_run") and not lost:
+                lost.append(self.path)
+                self.close_connection = True
+                return
+            self.send_response(answer.status)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = do_PATCH = do_DELETE = answer  # noqa: N815
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/api", lost
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_lost_answer_makes_no_second_run_and_a_deleted_run_is_a_failed_one(
+    prefect_server: LocalServer, tmp_path: Path
+) -> None:
+    with (
+        losing_an_answer(prefect_server.url) as (url, lost),
+        temporary_settings({PREFECT_API_URL: url}),
+        get_client(sync_client=True) as client,
+    ):
+        flow, _, name = DEPLOYMENT.partition("/")
+        deployment = client.create_deployment(client.create_flow_from_name(flow), name)
+        children = OnWorkers(None, tmp_path)
+        try:
+            made = children._submit(Child(7, "debug", [], 1, ""))
+            assert lost
+            of_it = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
+            assert [run.id for run in client.read_flow_runs(flow_run_filter=of_it)] == [made.id]
+
+            def deleted_meanwhile() -> Iterator[Child]:
+                yield Child(7, "debug", [], 1, "")
+                for run in client.read_flow_runs(flow_run_filter=of_it):
+                    client.delete_flow_run(run.id)
+
+            (ended,) = children.work(deleted_meanwhile())
+            assert ended.index == 7
+            assert "was deleted in Prefect" in ended.error
+        finally:
+            client.delete_deployment(deployment)

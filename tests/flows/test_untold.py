@@ -1,0 +1,72 @@
+"""A command that was told to end ends though its Prefect server is gone; nothing else is ever ended."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from flows.server.untold import not_kept_by
+from tests.flows.conftest import ended, start, wait_until
+
+COMMAND = """
+import signal, sys, time
+from flows.server.untold import not_kept_by, own_process
+signal.signal(signal.SIGINT, lambda *_: None)
+own_process()
+with not_kept_by(sys.argv[1], lambda: print("the screen is in order", flush=True), patience_s=0.5):
+    print("ready", flush=True)
+    while True:
+        time.sleep(60)
+"""
+"""It does not end by itself, as Prefect's engine while its server is away."""
+
+
+def told_to_end(url: str) -> "subprocess.Popen[str]":
+    process = start([sys.executable, "-c", COMMAND, url], os.environ)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    return process
+
+
+def test_without_its_server_a_command_that_was_told_to_end_ends() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/api"
+        done = ended(told_to_end(url))
+    assert (done.code, done.out) == (75, "the screen is in order\n")
+    assert f"Prefect was not told, since no server answers at {url}" in done.err
+
+
+def test_while_its_server_answers_it_is_left_alone() -> None:
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"true")
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            process = told_to_end(f"http://127.0.0.1:{server.server_port}/api")
+            wait_until(lambda: len(asked) >= 4 or process.poll() is not None, "it asks for longer than its patience")
+            assert process.poll() is None
+        finally:
+            server.shutdown()
+            thread.join()
+    assert ended(process).code == 75
+
+
+def test_a_process_that_is_no_command_is_not_watched() -> None:
+    with not_kept_by("http://127.0.0.1:1/api", lambda: None):
+        assert "untold" not in {thread.name for thread in threading.enumerate()}
