@@ -18,6 +18,15 @@ _WITH_QKV_BIAS = ("qwen2",)
 _WITH_QK_NORM = ("qwen3",)
 
 
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is that of a mixture of experts, whose feed-forward layers are not those counted here.
+
+    >>> has_experts({"num_local_experts": 8}), has_experts({"num_experts": 1, "hidden_size": 64})
+    (True, False)
+    """
+    return any("experts" in name and isinstance(value, int) and value > 1 for name, value in config.items())
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """H hidden, L layers, heads and key-value heads of `head_dim`, I feed-forward, V vocabulary."""
@@ -40,6 +49,8 @@ class ModelShape:
         Raises:
             KeyError: it is not that of a decoder of these families.
         """
+        if has_experts(config):
+            raise KeyError("intermediate_size of all experts")
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         kind = str(config.get("model_type", ""))
         return cls(

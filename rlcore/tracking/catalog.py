@@ -99,7 +99,7 @@ METRICS: tuple[MetricDoc, ...] = (
         "Floating point operations of the update / (its seconds x the devices' peak), 6 N T + 6 A sum(s^2): N weights "
         "of linear layers and head, T tokens, A heads x head size x layers, s a sequence's length. Tied embeddings "
         "count once. The peak is `runtime.peak_tflops`, or that of the GPU by its name; not logged where neither is "
-        "known.",
+        "known, or for a mixture of experts.",
     ),
     MetricDoc(
         "perf/mfu_verl/actor",

@@ -32,6 +32,7 @@ from rlcore.errors import EngineError
 from rlcore.models.flops import DecoderShape, peak_flops
 from rlcore.models.offload import MOMENTS, OffloadedAdamW
 from rlcore.models.policy import CausalPolicy
+from rlcore.models.shape import has_experts
 from rlcore.models.value import ValueModel
 from rlcore.rollout.build import build_engine, engine_dtype
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest
@@ -145,6 +146,7 @@ class Worker:
         device_name = torch.cuda.get_device_name() if place.device.type == "cuda" else "CPU"
         told = self._config.runtime.peak_tflops
         known = peak_flops(device_name) if place.dtype == torch.bfloat16 else None
+        counted = not has_experts(self._actor.policy.decoder.config.to_dict())  # else the shape says nothing
         return WorkerInfo(
             device=str(place.device),
             device_name=device_name,
@@ -152,7 +154,7 @@ class Worker:
             attention=self._actor.policy.attention.name,
             num_parameters=sum(parameter.numel() for parameter in self._actor.policy.parameters()),
             shape=DecoderShape.of(self._actor.policy.decoder.config),
-            peak_flops=1e12 * told if told is not None else known,
+            peak_flops=None if not counted else 1e12 * told if told is not None else known,
             num_trained=sum(
                 parameter.numel()
                 for model, _ in self._saved_models().values()

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from rlcore.config import LoraConfig, ModelConfig, ScratchModel
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
-from rlcore.models.shape import ModelShape, shape_of
+from rlcore.models.shape import ModelShape, has_experts, shape_of
 
 SIZES = {
     "hidden_size": 64,
@@ -68,3 +68,14 @@ def test_what_is_no_decoder_of_these_families_has_no_shape(tmp_path: Path, conte
         (tmp_path / "config.json").write_text(content)
     assert shape_of(ModelConfig(path=str(tmp_path))) is None
     assert shape_of(ModelConfig(path="nobody/nothing-here")) is None
+
+
+def test_a_mixture_of_experts_has_no_shape_that_would_count_one_expert(tmp_path: Path) -> None:
+    dense = Qwen3Config(**SIZES).to_dict()
+    config = Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=160)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert num_parameters(model) > 1.5 * ModelShape.of_config(dense).policy_parameters
+    config.save_pretrained(tmp_path)
+    assert shape_of(ModelConfig(path=str(tmp_path))) is None
+    assert (has_experts(config.to_dict()), has_experts(dense)) == (True, False)
