@@ -8,7 +8,8 @@ from rlcore.config.algo import OptimConfig
 
 def num_warmup_steps(*, optim: OptimConfig, total_steps: int) -> int:
     """Steps of warm-up: `warmup_steps`, or where that is 0 the whole steps in `warmup_ratio` of the run."""
-    return optim.warmup_steps or int(optim.warmup_ratio * total_steps)
+    # 0.29 of 100 steps is 28.999999999999996 as a product
+    return optim.warmup_steps or int(optim.warmup_ratio * total_steps + 1e-9)
 
 
 def lr_at(step: int, *, optim: OptimConfig, total_steps: int) -> float:

@@ -14,6 +14,9 @@ from rlcore.report.trend import FEWEST_STEPS, trend_of
 SMALLEST_CHANGE = 0.01
 """Of the range of scores: a trend smaller than this over a third of the run is not worth going on for."""
 
+FEWEST_PROBLEMS = 6
+"""Fewer than this could all have got better by chance more often than once in twenty (2 x 0.5^5 = 0.06)."""
+
 LARGEST_EQUAL_SHARE = 0.5
 """Over this, most prompts of a batch teach nothing."""
 
@@ -28,7 +31,10 @@ def findings_of(record: RunRecord) -> tuple[Finding, ...]:
 
 def learned(record: RunRecord) -> Finding:
     """Whether the held-out reward rose."""
-    rule = "Mean of the difference after − before on the same held-out problems; learned if its interval excludes 0."
+    rule = (
+        "Mean of the difference after − before on the same held-out problems; learned if its interval excludes 0, over "
+        f"{FEWEST_PROBLEMS} problems or more."
+    )
     found = next((row for row in record.paired if row.statistic == record.reward_statistic), None)
     if found is None:
         return _unknown("Learned", rule, "There are no two validations of the same held-out problems to compare.")
@@ -42,7 +48,7 @@ def learned(record: RunRecord) -> Finding:
         "num_problems": found.num_problems,
     }
     shift = numbers.signed_interval(gain)
-    if not gain.excludes_zero:
+    if not gain.excludes_zero or found.num_problems < FEWEST_PROBLEMS:
         text = f"The held-out reward went {rose}: {shift} could be chance; {wins}."
         return Finding("Learned", "no change found", "watch", text, rule, values)
     if gain.value < 0:

@@ -64,3 +64,8 @@ def test_linear_by_hand() -> None:
     optim = OptimConfig(lr=1.0, schedule="linear", warmup_steps=2, min_lr_ratio=0.5)
     rates = [lr_at(step, optim=optim, total_steps=6) for step in range(8)]
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.5])
+
+
+@pytest.mark.parametrize(("ratio", "total", "steps"), [(0.29, 100, 29), (0.57, 300, 171), (0.299, 100, 29)])
+def test_a_ratio_that_is_whole_steps_gives_them_all(ratio: float, total: int, steps: int) -> None:
+    assert num_warmup_steps(optim=OptimConfig(warmup_ratio=ratio), total_steps=total) == steps

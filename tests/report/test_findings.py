@@ -10,7 +10,7 @@ from rlcore.report.phases import mean_phases
 from rlcore.report.series import make_series
 from rlcore.report.stability import stability_checks
 from rlcore.report.trend import trend_of
-from tests.evaluation.results import random_result
+from tests.evaluation.results import problem, random_result, result
 from tests.report.records import record_of
 
 STEPS = 120
@@ -237,3 +237,13 @@ def test_the_entropy_that_is_judged_is_that_of_a_token():
     record = record_of({"actor/entropy": [0.005] * 30, "actor/token_entropy": [0.3] * 30})
     (check,) = (check for check in stability_checks(record) if check.name == "Entropy is alive")
     assert (check.metric, check.ok) == ("actor/token_entropy", True)
+
+
+@pytest.mark.parametrize(("num_problems", "verdict"), [(1, "no change found"), (5, "no change found"), (6, "yes")])
+def test_a_few_problems_that_all_got_better_say_nothing(num_problems, verdict):
+    before, after = (
+        result([problem(index, [score]) for index in range(num_problems)], name=name, step=step)
+        for score, name, step in ((0.0, "before", 0), (1.0, "after", 20))
+    )
+    record = record_of({}, validations={"before": before, "after": after})
+    assert learned(record).verdict == verdict
