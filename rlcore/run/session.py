@@ -53,30 +53,31 @@ class Session:
         self._after_start = after_start
         self._stop_asked_s = stop_asked_s
         self._give_up = give_up
-        self._resources = ExitStack()
         self._has_failed = False
 
     def __enter__(self) -> Self:
         """Take the run's lock and read what lies on disk."""
         config, layout, report = self._config, self._layout, self._report
         layout.run_dir.mkdir(parents=True, exist_ok=True)
-        self._resources.enter_context(taken_run(layout.run_dir, report, self._stop))
-        guard = Guard(
-            config,
-            layout,
-            stop_asked_s=self._stop_asked_s,
-            report=report,
-            give_up=self._give_up,
-            step=lambda: self._training.step,
-        )
-        self._guard = self._resources.enter_context(guard)
-        self._inputs = RunInputs.read(layout)
-        self._ledger = Ledger(config, layout, report=report, stop=self._stop)
-        crew = Crew(config, layout, self._inputs, guard, self._ledger, report=report, after_start=self._after_start)
-        self._crew = self._resources.enter_context(crew)
-        self._held_out = HeldOut(config, layout, crew, self._ledger, report=report)
-        news = News(layout, guard, self._ledger, total_steps=config.trainer.total_steps, report=report)
-        self._training = Training(config, layout, crew, self._ledger, self._held_out, news, stop=self._stop)
+        with ExitStack() as opened:
+            opened.enter_context(taken_run(layout.run_dir, report, self._stop))
+            guard = Guard(
+                config,
+                layout,
+                stop_asked_s=self._stop_asked_s,
+                report=report,
+                give_up=self._give_up,
+                step=lambda: self._training.step,
+            )
+            self._guard = opened.enter_context(guard)
+            self._inputs = RunInputs.read(layout)
+            self._ledger = Ledger(config, layout, report=report, stop=self._stop)
+            crew = Crew(config, layout, self._inputs, guard, self._ledger, report=report, after_start=self._after_start)
+            self._crew = opened.enter_context(crew)
+            self._held_out = HeldOut(config, layout, crew, self._ledger, report=report)
+            news = News(layout, guard, self._ledger, total_steps=config.trainer.total_steps, report=report)
+            self._training = Training(config, layout, crew, self._ledger, self._held_out, news, stop=self._stop)
+            self._resources = opened.pop_all()  # the block gives all back where something failed
         return self
 
     def __exit__(

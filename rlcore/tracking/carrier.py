@@ -117,7 +117,11 @@ def main(arguments: list[str] | None = None) -> None:
     logging.getLogger("rlcore").setLevel(logging.WARNING)
     # The trainer that reads our warnings may be gone.
     logging.raiseExceptions = False
-    _carry(options.run_dir, options.parent, options.every_s)
+    try:
+        _carry(options.run_dir, options.parent, options.every_s)
+    except TrackingError as error:
+        log.warning("MLflow gets no values: %s", error)
+        sys.exit(1)
 
 
 def delivery_lock(run_dir: Path, wait_s: float = 0.0) -> HeldLock:

@@ -135,7 +135,14 @@ class Tracker:
         last = acts[-1]
         if not isinstance(last, Finish):
             return False
-        return status != "FINISHED" or (last.status == status and read_state(self._run_dir).settled)
+        return status != "FINISHED" or (last.status == status and self._is_settled())
+
+    def _is_settled(self) -> bool:
+        try:
+            return read_state(self._run_dir).settled
+        except TrackingError as error:
+            log.warning("%s", error)
+            return False
 
     def _begin(self, step: int, abandoned: Path | None) -> None:
         """Note, once an attempt, who writes from where on, and start the delivery."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.errors import CheckpointError
+from rlcore.errors import CheckpointError, DataError
+from rlcore.storage.locks import RunLock
 from tests.checkpoint.test_store import edit_manifest, flip
 from tests.run.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.run.test_goes_on import OVERRIDES, QUIET, steps, undisturbed
@@ -134,3 +135,13 @@ def test_a_run_that_is_deleted_while_it_is_open_gives_all_back(undisturbed: Smal
     with pytest.raises(FileNotFoundError):
         session.__exit__(None, None, None)
     assert before - {thread.name for thread in threading.enumerate()} == {"watch"}
+
+
+def test_a_start_that_fails_gives_the_run_back(undisturbed: SmallRun, tmp_path: Path) -> None:
+    run = elsewhere(undisturbed, tmp_path, *steps(2), QUIET)
+    session = session_of(run)
+    run.layout.inputs_json.unlink()
+    with pytest.raises(DataError, match=r"inputs\.json"):
+        session.__enter__()
+    with RunLock(run.layout.run_dir):
+        assert not (run.layout.logs / "stacks").exists()

@@ -12,7 +12,7 @@ from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, Commit, Finish, rea
 from rlcore.tracking.catalog import describe
 from rlcore.tracking.companion import Companion
 from rlcore.tracking.names import mlflow_name
-from rlcore.tracking.state import read_state
+from rlcore.tracking.state import STATE_FILE, read_state
 from tests.test_imports import loaded_by
 from tests.tracking.conftest import wait_until
 from tests.tracking.reading import attempt_run, client_of, main_run, points
@@ -144,6 +144,22 @@ def test_a_process_that_finds_all_done_finishes_a_run_that_was_killed(offline: R
     last = acts_of(run_dir)[-1]
     assert isinstance(last, Finish)
     assert last.status == "FINISHED"
+
+
+def test_a_damaged_record_of_the_delivery_is_no_error_of_the_training(offline: RunConfig, run_dir: Path):
+    tracker = Tracker(run_dir, offline, tags={})
+    tracker.log_step(1, {"a": 1.0})
+    tracker.finish("FINISHED")
+    (run_dir / STATE_FILE).write_text("{")
+    assert not Tracker(run_dir, offline, tags={}).finish("FINISHED")
+
+
+def test_what_ends_the_delivery_is_told(config: RunConfig, run_dir: Path, caplog: pytest.LogCaptureFixture):
+    tracker = Tracker(run_dir, config, tags={})
+    (run_dir / STATE_FILE).write_text("{")
+    tracker.log_step(1, {"a": 1.0})
+    assert not tracker.finish("FINISHED")
+    wait_until(lambda: any("tracking.json: damaged" in line for line in caplog.messages))
 
 
 def test_a_run_that_never_was_is_not_made(config: RunConfig, run_dir: Path):
