@@ -87,6 +87,8 @@ def figures(arguments: argparse.Namespace, config: RunConfig, results: Sequence[
     least = least_seconds(work, rates)
     tokens = work.tokens
     update_flops = 6.0 * (work.body + work.head) * tokens
+    name = "training/rollout_probs_diff_mean"
+    apart = [result.metrics[name] for result in results if name in result.metrics]
     return {
         "what": "GRPO step, one GPU's share of veRL's Llama-3.2-1B GSM8K benchmark",
         "shape": arguments.shape,
@@ -110,9 +112,7 @@ def figures(arguments: argparse.Namespace, config: RunConfig, results: Sequence[
         "least_s": least,
         "share_of_limits": sum(least.values()) / step_s,
         "rates": as_json(rates),
-        "probs_diff_mean": statistics.median(
-            result.metrics.get("training/rollout_probs_diff_mean", float("nan")) for result in results
-        ),
+        "probs_diff_mean": statistics.median(apart) if apart else None,
     }
 
 
