@@ -98,9 +98,9 @@ class PromptTokenizer:
         self._backend = self._tokenizer.backend_tokenizer
         self._pieces = PieceEncoder.of(self._backend) if short_way else None
         self._frame = ChatFrame.of(self._tokenizer.chat_template, self._render) if chat and short_way else None
+        self._end = to_bytes([self._tokenizer.eos_token_id])
         # Special tokens that the tokenizer puts around plain text, such as a beginning-of-sequence token.
         self._around = (b"", b"") if chat else self._find_special_tokens()
-        self._end = to_bytes([self._tokenizer.eos_token_id])
 
     def texts(self, prompts: Sequence[Messages]) -> list[str]:
         """Each prompt as text: the chat template with the assistant's turn opened, or the messages as they are."""
@@ -185,10 +185,14 @@ class PromptTokenizer:
         return found
 
     def _find_special_tokens(self) -> tuple[bytes, bytes] | None:
-        """What comes before and after; None where that cannot be told from one text."""
+        """What comes before and after; None where that cannot be told from one text.
+
+        An end-of-sequence token after it is left out: a prompt is to be gone on with.
+        """
         [plain] = encode_whole(self._backend, ["a"])
         [full] = encode_whole(self._backend, ["a"], add_special_tokens=True)
         for start in range(0, len(full) - len(plain) + 1, ID_BYTES):
             if full[start : start + len(plain)] == plain:
-                return full[:start], full[start + len(plain) :]
+                after = full[start + len(plain) :]
+                return full[:start], b"" if after == self._end else after
         return None

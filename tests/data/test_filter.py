@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 import data
@@ -411,3 +411,16 @@ def test_a_text_that_begins_with_the_first_token_gets_no_second_one(base_tokeniz
     tokenizer = PromptTokenizer(base_tokenizer, chat=False, short_way=short_way)
     plain, begun = tokenizer.encode_prompts(["add 1 and 2", "<|endoftext|>add 1 and 2"])
     assert plain == begun
+
+
+def test_a_prompt_does_not_end_with_the_end_of_a_sequence(trained_bpe, tmp_path):
+    core = Tokenizer.from_str(trained_bpe.to_str())
+    core.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|im_end|>", special_tokens=[("<|endoftext|>", 0), ("<|im_end|>", 2)]
+    )
+    tokenizer = PromptTokenizer(saved(core, tmp_path, chat_template=None), chat=False)
+    (prompt,) = tokenizer.encode_prompts(["add 1 and 2"])
+    (answer,) = tokenizer.encode_answers(["add 1 and 2"])
+    ids = [np.frombuffer(found, dtype=np.int32).tolist() for found in (prompt, answer)]
+    assert ids[0] == [0, *ids[1][:-1]]
+    assert ids[1][-1] == 2
