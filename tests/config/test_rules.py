@@ -177,6 +177,7 @@ CASES = [
     ],
     ("compiling_is_for_cuda", "model.compile=true runtime.device=cpu", "model.compile=true"),
     *[("local_model_is_there", f"model.path={p}", "") for p in ("./no", "/no", "~/no", "a/b/c", "tests")],
+    ("local_critic_is_there", "algo.advantage=gae critic.path=./no", "algo.advantage=gae critic.path=owner/name"),
 ]
 # The same for a model made from nothing.
 SCRATCH_CASES = [

@@ -87,12 +87,21 @@ def integers_are_tokens(config: RunConfig) -> Problem | None:
 @rule("model.path")
 def local_model_is_there(config: RunConfig) -> Problem | None:
     """A path that can be no hub id is a transformers directory."""
-    path = config.model.path
+    return _missing_model("model.path", config.model.path)
+
+
+@rule("critic.path")
+def local_critic_is_there(config: RunConfig) -> Problem | None:
+    """So is the critic's, which would be missed after policy and engine have been loaded."""
+    return None if config.critic is None else _missing_model("critic.path", config.critic.path)
+
+
+def _missing_model(key: str, path: str | None) -> Problem | None:
     if path is None or not _is_local(path) or (Path(path).expanduser() / "config.json").is_file():
         return None
     state = "has no config.json" if Path(path).expanduser().is_dir() else "is no directory"
     remedy = "Give a directory that AutoModelForCausalLM.from_pretrained reads, or a hub id such as Qwen/Qwen2.5-0.5B"
-    return Problem("model.path", "must be a transformers model directory", f"{path}, which {state}", remedy)
+    return Problem(key, "must be a transformers model directory", f"{path}, which {state}", remedy)
 
 
 @rule("model.path", "model.scratch.max_position_embeddings", "filter.max_prompt_tokens", "rollout.max_response_tokens")
