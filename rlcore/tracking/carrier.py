@@ -30,6 +30,9 @@ POLL_S = 0.1
 LONGEST_PAUSE_S = 60.0
 """Seconds between two tries while MLflow does not answer, at most."""
 
+MOST_DOUBLINGS = 16
+"""Of the pause, which has its longest by then; 2.0 ** 1024 is an error."""
+
 ORPHAN_GRACE_S = 30.0
 """Seconds in which the values of a trainer that is gone, and its status, can still be delivered."""
 
@@ -90,8 +93,7 @@ class Carrier:
 
     def _wait(self, *, hurry: bool) -> None:
         """Until the next turn is due: at once when the trainer ends, later and later while MLflow fails."""
-        pause_s = min(LONGEST_PAUSE_S, self._every_s * 2.0**self._num_failures)
-        until = time.monotonic() + pause_s
+        until = time.monotonic() + pause_s(self._every_s, self._num_failures)
         ended = hurry
         while time.monotonic() < until:
             if not ended and (self._trainer_is_gone() or self._shipper.has_news_of_the_end()):
@@ -99,6 +101,15 @@ class Carrier:
                 # The trainer waits for us now: no more long pauses.
                 until = time.monotonic() if self._num_failures == 0 else min(until, time.monotonic() + 1.0)
             time.sleep(POLL_S)
+
+
+def pause_s(every_s: float, num_failures: int) -> float:
+    """Seconds from one turn to the next, after so many failures in a row: days of an outage are thousands.
+
+    >>> [pause_s(5.0, failures) for failures in (0, 1, 2, 9, 5_000)]
+    [5.0, 10.0, 20.0, 60.0, 60.0]
+    """
+    return min(LONGEST_PAUSE_S, every_s * 2.0 ** min(num_failures, MOST_DOUBLINGS))
 
 
 def main(arguments: list[str] | None = None) -> None:
