@@ -5,6 +5,7 @@ and the shipper are for). Only the client is used, never MLflow's global "active
 """
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from rlcore.tracking.names import mlflow_name
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Experiment, Run
+
+log = logging.getLogger(__name__)
 
 LOCAL_UI = "http://127.0.0.1:5000"
 """Where a store without a server of its own has its pages, if somebody serves them (`millrace ui`, `millrace up`)."""
@@ -114,7 +117,7 @@ class MlflowStore:
         """The MLflow id of a new run. `parent`: the run above it; `start_time_s`: seconds since the epoch or now."""
         all_tags = dict(tags) if parent is None else {**tags, PARENT_TAG: parent}
         start_ms = None if start_time_s is None else milliseconds(start_time_s)
-        short = {key: _cut(value, MAX_TAG_CHARACTERS) for key, value in all_tags.items()}
+        short = {key: _cut(value, MAX_TAG_CHARACTERS) for key, value in _taken(all_tags).items()}
         return str(self.client.create_run(self.ensure_experiment(), start_ms, short, run_name).info.run_id)
 
     def start_or_resume_run(
@@ -137,10 +140,10 @@ class MlflowStore:
         return run_id
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        """Set tags; a value over MLflow's limit is cut and says so."""
+        """Set tags; a value over MLflow's limit is cut and says so, and a name that MLflow refuses is left out."""
         from mlflow.entities import RunTag
 
-        rows = [RunTag(key, _cut(value, MAX_TAG_CHARACTERS)) for key, value in tags.items()]
+        rows = [RunTag(key, _cut(value, MAX_TAG_CHARACTERS)) for key, value in _taken(tags).items()]
         for start in range(0, len(rows), MAX_BATCH):
             self.client.log_batch(run_id, tags=rows[start : start + MAX_BATCH])
 
@@ -155,7 +158,7 @@ class MlflowStore:
         """
         from mlflow.entities import Param
 
-        params = {mlflow_name(key): _cut(value, MAX_PARAM_CHARACTERS) for key, value in flatten(settings).items()}
+        params = {key: _cut(value, MAX_PARAM_CHARACTERS) for key, value in _taken(flatten(settings)).items()}
         known = self.client.get_run(run_id).data.params
         missing = [Param(key, value) for key, value in params.items() if key not in known]
         for start in range(0, len(missing), MAX_BATCH):
@@ -302,6 +305,17 @@ def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, str]:
         else:
             flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, default=os.fspath)
     return flat
+
+
+def _taken(values: Mapping[str, str]) -> dict[str, str]:
+    """Values under MLflow's names, without those whose name it refuses: with them it would take nothing of the run."""
+    found = {}
+    for name, value in values.items():
+        try:
+            found[mlflow_name(name)] = value
+        except TrackingError as error:
+            log.warning("left out of MLflow: %s", error)
+    return found
 
 
 def milliseconds(time_s: float) -> int:

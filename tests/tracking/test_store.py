@@ -89,6 +89,17 @@ def test_settings_that_changed_are_told_by_a_tag(store: MlflowStore, run_id: str
     assert run.data.tags["changed.trainer.total_steps"] == "200"
 
 
+def test_a_tag_that_mlflow_refuses_is_left_out_and_told(store: MlflowStore, caplog: pytest.LogCaptureFixture):
+    tags = {"a//b": "1", "größe": "2", "owner": "me"}
+    run = store.create_run("run", tags)
+    store.set_tags(run, tags)
+    store.log_params(run, {"seed": 1, "tags": tags})
+    data = store.client.get_run(run).data
+    assert {key: value for key, value in data.tags.items() if not key.startswith("mlflow.")} == {"owner": "me"}
+    assert data.params == {"seed": "1", "tags.owner": "me"}
+    assert any("'a//b'" in line for line in caplog.messages)
+
+
 def test_a_long_tag_is_cut_with_a_mark(store: MlflowStore, run_id: str):
     store.set_tags(run_id, {"mlflow.note.content": "y" * 9_000, **{f"tag{i}": "1" for i in range(150)}})
     tags = store.client.get_run(run_id).data.tags
