@@ -79,8 +79,8 @@ _stopping: "set[_Child]" = set()
 
 
 def is_stopping_one() -> bool:
-    """Whether a trainer of this process was told to stop and is saving."""
-    return bool(_stopping)
+    """Whether a trainer of this process was told to stop and has not ended yet. From any thread."""
+    return any(child.process.poll() is None for child in tuple(_stopping))
 
 
 class TrainerProcess:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from flows.sweep.flow import sweep
-from flows.sweep.record import members_of
+from flows.sweep.record import members_of, sweep_directory
+from flows.sweep.result import BEST_FILE
 from flows.trainer.client import kept_between_runs
 from rlcore.config.sweep_load import load_sweep
 from tests.flows.sweep_specs import SPECS, UNTRACKED
@@ -46,6 +47,11 @@ def main(root: Path) -> None:
         call("optuna", "optuna")
         call("alone", "alone")
         call("tracked", "tracked", ())
+        (best_in_the_way(folder, root)).mkdir(parents=True)
+        try:
+            call("spoiled", "spoiled", ())
+        except OSError as error:
+            calls["spoiled"] = str(error)
     (root / "series.json").write_text(json.dumps(calls, indent=2, default=str))
 
 
@@ -57,6 +63,11 @@ def in_the_way(folder: Path, root: Path) -> Path:
     obstacle.parent.mkdir(parents=True)
     obstacle.touch()
     return obstacle
+
+
+def best_in_the_way(folder: Path, root: Path) -> Path:
+    """Where a sweep whose only run is finished already wants to write its best settings."""
+    return sweep_directory(load_sweep(str(folder / "spoiled.yaml"), [f"paths.root={root}"])) / BEST_FILE
 
 
 if __name__ == "__main__":

@@ -83,6 +83,12 @@ experiment: debug
 overrides: [trainer.total_steps=1, name=alone]
 list: [{optim.lr: 1.0, algo: grpo}]
 """,
+    "spoiled": """
+name: spoiled
+experiment: debug
+overrides: [trainer.total_steps=1, name=alone]
+list: [{optim.lr: 1.0, algo: grpo}]
+""",
     "tracked": """
 name: tracked
 experiment: debug

@@ -223,7 +223,10 @@ def test_children_are_nested_in_mlflow(series: Series) -> None:
         metrics = database.execute("select run_uuid, key, value from metrics").fetchall()
         status = dict(database.execute("select run_uuid, status from runs").fetchall())
     database.close()
-    (parent,) = [run for run, key, _ in rows if key == "millrace.sweep_id"]
+    sweeps = {value.rpartition("-")[0]: run for run, key, value in rows if key == "millrace.sweep_id"}
+    assert "best.yaml" in series.calls["spoiled"]
+    assert status[sweeps["spoiled"]] == "FAILED", "it could not write its best settings"
+    parent = sweeps["tracked"]
     assert (parent, status[parent]) == (series.result("tracked")["mlflow_run_id"], "FINISHED")
     own = {value: run for run, key, value in rows if key == "millrace.run_id"}
     assert own.keys() == {run["run_id"] for point in series.points("tracked") for run in point["runs"]}

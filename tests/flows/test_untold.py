@@ -1,18 +1,24 @@
 """A command that was told to end ends though its Prefect server is gone; nothing else is ever ended."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
+import pytest
+
+from flows.server.api import LocalServer
 from flows.server.untold import not_kept_by
-from tests.flows.conftest import ended, start, wait_until
+from tests.flows.conftest import Reference, ended, start, under, wait_until
 
 COMMAND = """
 import signal, sys, time
+from flows.server.api import LocalServer
 from flows.server.untold import not_kept_by, own_process
 signal.signal(signal.SIGINT, lambda *_: None)
 own_process()
@@ -70,3 +76,27 @@ def test_while_its_server_answers_it_is_left_alone() -> None:
 def test_a_process_that_is_no_command_is_not_watched() -> None:
     with not_kept_by("http://127.0.0.1:1/api", lambda: None):
         assert "untold" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.lengthy
+@pytest.mark.prefect
+@pytest.mark.slow
+def test_a_run_whose_server_is_killed_saves_and_ends_when_told(
+    reference: Reference, artifacts_root: Path, tmp_path: Path
+) -> None:
+    for stage in ("datasets", "filtered", "models", "tokenizers"):
+        shutil.copytree(reference.millrace.root / stage, artifacts_root / stage)
+    server = LocalServer(tmp_path)
+    server.wait()
+    millrace = under(server, artifacts_root)
+    endless = ("trainer.total_steps=100000", "trainer.steps_per_chunk=50000", "validation.every_steps=0")
+    process = millrace.start("run", "experiment=debug", *endless)
+    wait_until(lambda: any(artifacts_root.glob("runs/*/metrics.jsonl")) and len(millrace.steps()) > 3, "a few steps")
+    server._process.kill()
+    process.send_signal(signal.SIGTERM)
+    stopped = ended(process)
+    assert stopped.code == 75, stopped.err
+    assert "Prefect was not told, since no server answers" in stopped.err
+    assert "Traceback" not in stopped.err
+    (saved,) = (millrace.run_dir() / "checkpoints").glob("step-*")
+    assert saved.name == f"step-{max(millrace.steps()):06d}"
