@@ -16,20 +16,26 @@ class LogTail:
         self._rest = b""
 
     def new_lines(self) -> Iterator[str]:
-        """Lines that have been completed since the last call; at most a megabyte of them."""
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            content = file.read(MAX_READ_BYTES)
+        """Lines that have been completed since the last call; at most a megabyte of them. None of a deleted file."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                content = file.read(MAX_READ_BYTES)
+        except FileNotFoundError:
+            return
         self._offset += len(content)
         *lines, self._rest = (self._rest + content).split(b"\n")
         for line in lines:
             yield _text(line)
 
     def last_lines(self, num_lines: int) -> list[str]:
-        """The end of the file, without empty lines."""
-        with self.path.open("rb") as file:
-            file.seek(max(0, self.path.stat().st_size - MAX_READ_BYTES))
-            lines = [_text(line) for line in file.read().split(b"\n")]
+        """The end of the file, without empty lines; nothing of a deleted one."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(max(0, self.path.stat().st_size - MAX_READ_BYTES))
+                lines = [_text(line) for line in file.read().split(b"\n")]
+        except FileNotFoundError:
+            return []
         return [line for line in lines if line.strip()][-num_lines:]
 
 

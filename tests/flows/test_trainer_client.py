@@ -227,6 +227,16 @@ def test_an_interrupt_between_two_calls_lets_the_process_save(start: Start, hear
     assert [event.text for event in heard.events if isinstance(event, Note)][-1] == "saved step 2"
 
 
+def test_a_log_that_is_deleted_ends_no_run(tmp_path: Path) -> None:
+    def on_event(event: Event) -> None:
+        for log in (tmp_path / "logs").iterdir():
+            log.unlink()
+
+    command = (sys.executable, SMALL_TRAINER, "well")
+    with TrainerProcess(tmp_path, on_event=on_event, on_line=print, stop_wait_s=WAIT_S, command=command) as client:
+        assert client.call("train", to_step=5) == {"step": 5}
+
+
 def test_it_saves_where_nobody_can_hear_it_any_more(tmp_path: Path) -> None:
     def on_event(event: Event) -> None:
         raise OSError("the disk of the log is full")
