@@ -132,7 +132,7 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
         os.environ.setdefault(name, value)
     if verbose:
         os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "INFO"
-    url = os.environ.get("PREFECT_API_URL")
+    url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     for home, server in _servers.items():
         if server.url == url:
             return PrefectApi(server.url, home)

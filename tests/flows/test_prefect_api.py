@@ -99,7 +99,7 @@ def test_a_server_of_another_version_and_one_that_is_no_prefect_are_told(
 ) -> None:
     url = f"http://127.0.0.1:{stranger.server_port}"
     for path, told in (("old", "is Prefect 2.20.1, and 3."), ("other", "something else than a Prefect server answers")):
-        command = Millrace(artifacts_root, {"PREFECT_API_URL": f"{url}/{path}/api"})
+        command = Millrace(artifacts_root, {"PREFECT_API_URL": f"{url}/{path}/api/"})
         done = command("run", "experiment=debug")
         assert done.code == 1
         assert "PREFECT_API_URL: " in done.err
