@@ -53,7 +53,7 @@ def test_critic_schedule_coefficient_and_dropped_prompts_go_on_too(undisturbed: 
     """State that a run of plain GRPO has not."""
     more = (
         "algo=ppo", "algo.kl.where=reward", "algo.kl.adaptive=true", "algo.kl.horizon=50",
-        "algo.dynamic_sampling.enabled=true", "optim.schedule=cosine", "optim.warmup_steps=2",
+        "algo.dynamic_sampling.enabled=true", "optim.schedule=cosine", "optim.warmup_steps=1",
     )  # fmt: skip
     whole = elsewhere(undisturbed, tmp_path / "whole", *steps(4), QUIET, *more)
     run_to_the_end(whole)
