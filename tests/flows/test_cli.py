@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.parameters import written
+from rlcore.config.compose import load_config
 from tests.flows.conftest import Millrace
 
 
@@ -124,3 +126,8 @@ def test_a_run_to_fork_is_looked_for_where_the_new_one_goes(bare: Millrace) -> N
     done = bare("run", "experiment=debug", "--fork", "nobody")
     assert done.code == 1
     assert f"under {bare.root / 'runs'} there are: none" in done.err
+
+
+def test_a_root_of_any_name_comes_through_hydra() -> None:
+    for root in ("/data/jürgen", "my runs", "/a(b),c=d", "it's \\ odd", "ends in \\", "null", "1e3", "/plain/path-1.0"):
+        assert load_config([f"paths.root={written(root)}"], experiment="debug").paths.root == root

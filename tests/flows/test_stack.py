@@ -5,6 +5,8 @@ import os
 import signal
 import socket
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -19,7 +21,9 @@ import pytest
 from flows.server.api import require_same_series
 from flows.stack.control import Wishes, down, status, up
 from flows.stack.databases import MLFLOW_DATABASE, PREFECT_DATABASE, Databases
+from flows.stack.ports import listener
 from flows.stack.recipes import prefect_recipe
+from flows.stack.services import end_server, end_worker
 from flows.stack.state import Service, StackState, read_stack, write_stack
 from rlcore.errors import MillraceError
 from tests.flows.conftest import numbers, wait_until
@@ -79,6 +83,25 @@ def test_a_recorded_port_that_somebody_else_has_by_now_is_left_to_them(tmp_path:
     recipe = prefect_recipe(tmp_path, Databases.chosen(tmp_path, {}), None, said.append, StackState(services=(gone,)))
     assert recipe.port != busy_port
     assert f"port {busy_port} is in use by process {os.getpid()}" in said[0]
+
+
+def test_who_listens_on_another_address_has_not_our_port() -> None:
+    with socket.socket() as other, socket.socket() as ours:
+        other.bind(("127.0.0.2", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert listener(port) is None
+        ours.bind(("127.0.0.1", port))
+        ours.listen()
+        assert listener(port) == psutil.Process()
+
+
+def test_a_service_that_ends_by_itself_meanwhile_is_no_error() -> None:
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    process = psutil.Process(ended.pid)
+    ended.wait()
+    end_server(process)
+    end_worker(process)
 
 
 def test_a_server_of_another_version_is_told(tmp_path: Path) -> None:
