@@ -297,8 +297,9 @@ def test_a_cancelled_run_goes_on_by_retry_and_a_paused_one_by_resume(stack: Stac
     assert not trainer.is_running()
     wait_until(lambda: hook.heard("prefect.flow-run.Suspended"), "the hook hears of the pause")
     assert stack.run(run)["state_type"] == "PAUSED"
-    assert stack.steps_saved("story")[-1] % 10 == 0
-    reached = max(numbers(stack.run_dir("story")))  # it may be ahead of its last checkpoint
+    reached = max(numbers(stack.run_dir("story")))
+    assert reached >= 10
+    assert stack.steps_saved("story")[-1] == reached  # steps of the next chunk too
 
     # Its last heartbeat is not its last event: else it would be given up as lost.
     events = stack.ask("events/filter", {"filter": {"any_resource": {"id": [f"prefect.flow-run.{run}"]}}, "limit": 5})
