@@ -22,13 +22,13 @@ from rlcore.errors import TrackingError
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, Commit, Destination, FinalStatus, last_attempt, read_acts
 from rlcore.tracking.journal import JOURNAL_FILE, EventRecord, Record, StepRecord, iter_lines, load_journal
 from rlcore.tracking.ledger import heed
-from rlcore.tracking.lineage import RUN_ID_TAG
+from rlcore.tracking.lineage import FOLDER_TAG, RUN_ID_TAG
 from rlcore.tracking.names import mlflow_name
-from rlcore.tracking.state import TrackingState, change_state, read_state
+from rlcore.tracking.state import TrackingState, change_state, ensure_folder_id, folder_id, read_state
 from rlcore.tracking.store import PARENT_TAG, SUPERSEDED_TAG, MlflowStore, milliseconds
 
 if TYPE_CHECKING:
-    from mlflow.entities import Metric
+    from mlflow.entities import Metric, Run
 
 log = logging.getLogger(__name__)
 
@@ -258,7 +258,7 @@ class Shipper:
 
     def _remove_strays(self, run_id: str) -> None:
         """A slow server may have made the run although the client had given up and asked again."""
-        for run in self._store.find_runs({RUN_ID_TAG: self._destination.run_id}):
+        for run in _runs_of(self._run_dir, self._store, self._destination):
             if run.info.run_id != run_id and not run.data.metrics and not run.data.params:
                 self._store.client.delete_run(run.info.run_id)
 
@@ -277,13 +277,23 @@ def make_run(
             current = TrackingState(uri=store.uri)
         if current.mlflow_run_id is not None:
             return current
-        tags = {**target.tags, RUN_ID_TAG: target.run_id}
-        known = [run.info.run_id for run in store.find_runs({RUN_ID_TAG: target.run_id})]
+        tags = {**target.tags, RUN_ID_TAG: target.run_id, FOLDER_TAG: ensure_folder_id(run_dir)}
+        known = [run.info.run_id for run in _runs_of(run_dir, store, target)]
         known = [run_id for run_id in known if run_id not in current.superseded_run_ids]
         run_id = known[0] if known else store.create_run(target.run_id, tags, start_time_s=start_time_s)
         return replace(current, mlflow_run_id=run_id)
 
     return change_state(run_dir, change)
+
+
+def _runs_of(run_dir: Path, store: MlflowStore, target: Destination) -> "list[Run]":
+    """The folder's runs in MLflow, oldest first; in a shared store others may have runs of the same id."""
+    own = folder_id(run_dir)
+    return [
+        run
+        for run in store.find_runs({RUN_ID_TAG: target.run_id})
+        if own is None or run.data.tags.get(FOLDER_TAG, own) == own
+    ]
 
 
 def event_metric(name: str) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -14,6 +15,9 @@ from rlcore.tracking.attempts import FinalStatus
 
 STATE_FILE = "tracking.json"
 """Name of the file in a run's folder."""
+
+FOLDER_FILE = "tracking.id"
+"""Name of the file with the folder's own id: it stays where the state is moved away."""
 
 LOCK_WAIT_S = 60.0
 """Seconds to wait for a process that is making the run in MLflow."""
@@ -89,6 +93,23 @@ def change_state(run_dir: Path, change: Callable[[TrackingState], TrackingState]
         state = change(read_state(run_dir))
         write_text_atomically(run_dir / STATE_FILE, _STATE.dump_json(state).decode() + "\n")
         return state
+
+
+def folder_id(run_dir: Path) -> str | None:
+    """The id that tells this folder from another of the same run, somebody else's perhaps; None: it has none yet."""
+    try:
+        return (run_dir / FOLDER_FILE).read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
+def ensure_folder_id(run_dir: Path) -> str:
+    """The folder's id, made where it has none. Under the state's lock."""
+    known = folder_id(run_dir)
+    if known is None:
+        known = uuid4().hex
+        write_text_atomically(run_dir / FOLDER_FILE, known + "\n")
+    return known
 
 
 @contextmanager

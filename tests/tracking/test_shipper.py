@@ -144,6 +144,23 @@ def test_a_lost_state_is_made_up_for_without_doubles(begin: Begin, run_dir: Path
     assert points(client, main_run(client), "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
 
 
+def test_two_folders_with_a_run_of_one_id_have_two_runs_in_a_shared_store(
+    begin: Begin, run_dir: Path, root: Path, offline: RunConfig
+):
+    train(begin(), 1, 3)
+    deliver(run_dir)
+    theirs = root / "of_somebody_else" / run_dir.name
+    tracker = Tracker(theirs, offline, tags={"stage": "train"})
+    tracker.resume_at(0, 0)
+    train(tracker, 1, 2, shift=0.5)
+    deliver(theirs)
+    (run_dir / "tracking.json").unlink()  # ours is found by its folder's id
+    deliver(run_dir)
+    client = client_of(root)
+    for folder, run in zip((run_dir, theirs), main_runs(client), strict=True):
+        assert points(client, run, "test/m0") == journal_points(folder / "metrics.jsonl", "test/m0")
+
+
 def test_a_half_written_line_waits_until_it_is_whole(begin: Begin, run_dir: Path, root: Path):
     tracker = begin()
     train(tracker, 1, 2, save=False)
