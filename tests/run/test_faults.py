@@ -113,6 +113,7 @@ def test_lost_and_stopped_ranks_and_a_host_without_memory(two_ranks: SmallRun, t
     assert weights_of(run) == weights_of(two_ranks)
 
 
+@pytest.mark.lengthy
 @pytest.mark.needs_ray
 def test_a_lost_node_of_a_cluster(two_ranks: SmallRun, tmp_path: Path) -> None:
     with subprocess.Popen(

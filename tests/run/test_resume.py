@@ -84,8 +84,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     return run
 
 
+@pytest.mark.lengthy
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.lengthy)])
+@pytest.mark.parametrize("runtime", ["local", "ray"])
 def test_killed_at_three_random_moments(undisturbed: SmallRun, tmp_path: Path, runtime: str) -> None:
     run = small(tmp_path, f"runtime={runtime}")
     settings, log = write_settings(run), tmp_path / "out.log"
