@@ -110,7 +110,8 @@ class Actor:
             num_sequences=batch.packed.num_sequences,
         )
         grad_norm = clip_grad_norm(self.policy.parameters(), self._config.optim.grad_clip).item()
-        if not self._on_all_ranks(math.isfinite(grad_norm) and bool(torch.isfinite(summed.stack()).all())):
+        finite = math.isfinite(grad_norm) and bool(torch.isfinite(summed.stack()).all())
+        if not on_all_ranks(finite, world_size=self._world_size, device=self._place.device):
             self.optimizer.zero_grad(set_to_none=True)
             rows = self._non_finite_groups(batch, denominator, kl_coef)
             where = (
@@ -127,9 +128,6 @@ class Actor:
             return PolicyUpdate(summed, grad_norm, logprobs, applied=False)
         self.optimizer.step()
         return PolicyUpdate(summed, grad_norm, logprobs)
-
-    def _on_all_ranks(self, holds: bool) -> bool:
-        return on_all_ranks(holds, world_size=self._world_size, device=self._place.device)
 
     def _accumulate(
         self, batch: TrainBatch, num_micro: int, denominator: Denominator, kl_coef: float

@@ -1,10 +1,9 @@
 """A sweep's runs on workers: what becomes of one whose request or record is lost in Prefect."""
 
 import http.client
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,6 +14,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.server.api import LocalServer
 from flows.sweep.children import DEPLOYMENT, Child, OnWorkers
+from tests.flows.serving import serving
 
 pytestmark = pytest.mark.prefect
 
@@ -44,17 +44,8 @@ def losing_an_answer(url: str) -> Iterator[tuple[str, list[str]]]:
 
         do_GET = do_POST = do_PATCH = do_DELETE = answer  # noqa: N815
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/api", lost
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(Handler) as server:
+        yield f"{server}/api", lost
 
 
 def test_a_lost_answer_makes_no_second_run_and_a_deleted_run_is_a_failed_one(

@@ -5,10 +5,9 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import psutil
@@ -16,6 +15,7 @@ import pytest
 
 from flows.server.database import lay_out
 from tests.flows.conftest import REPOSITORY, Millrace, wait_until
+from tests.flows.serving import serving
 
 pytestmark = pytest.mark.prefect
 
@@ -65,7 +65,7 @@ def test_an_empty_database_is_made_once_and_a_new_home_begins_with_a_copy(tmp_pa
 
 
 @pytest.fixture
-def stranger() -> Iterator[ThreadingHTTPServer]:
+def stranger() -> Iterator[str]:
     """A server that answers every question with `answers`, by path; 404 to others."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -75,15 +75,8 @@ def stranger() -> Iterator[ThreadingHTTPServer]:
             self.end_headers()
             self.wfile.write(answer or b"")
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving(Handler) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 ANSWERS = {
@@ -94,12 +87,9 @@ ANSWERS = {
 """Of an old Prefect, and of something else."""
 
 
-def test_a_server_of_another_version_and_one_that_is_no_prefect_are_told(
-    stranger: ThreadingHTTPServer, artifacts_root: Path
-) -> None:
-    url = f"http://127.0.0.1:{stranger.server_port}"
+def test_a_server_of_another_version_and_one_that_is_no_prefect_are_told(stranger: str, artifacts_root: Path) -> None:
     for path, told in (("old", "is Prefect 2.20.1, and 3."), ("other", "something else than a Prefect server answers")):
-        command = Millrace(artifacts_root, {"PREFECT_API_URL": f"{url}/{path}/api/"})
+        command = Millrace(artifacts_root, {"PREFECT_API_URL": f"{stranger}/{path}/api/"})
         done = command("run", "experiment=debug")
         assert done.code == 1
         assert "PREFECT_API_URL: " in done.err

@@ -7,11 +7,10 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from flows.stack.services import end_server, end_worker
 from flows.stack.state import Service, StackState, read_stack, write_stack
 from rlcore.errors import MillraceError
 from tests.flows.conftest import numbers, wait_until
+from tests.flows.serving import serving
 from tests.flows.stack import RETRY, SUSPEND, Stack, stack_up
 from tests.report.chromium import PROGRAM, open_tab
 from tests.storage.small_disk import fill, mounted
@@ -161,16 +161,9 @@ def hook() -> Iterator[Hook]:
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        hook = Hook(f"http://127.0.0.1:{server.server_port}/run-told")
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving(Handler) as server:
+        hook = Hook(f"{server}/run-told")
         yield hook
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="module")

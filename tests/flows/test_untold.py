@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import pytest
 from flows.server.api import LocalServer
 from flows.server.untold import not_kept_by
 from tests.flows.conftest import Reference, ended, start, under, wait_until
+from tests.flows.serving import serving
 
 COMMAND = """
 import signal, sys, time
@@ -57,19 +58,10 @@ def test_while_its_server_answers_it_is_left_alone() -> None:
             self.end_headers()
             self.wfile.write(b"true")
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            process = told_to_end(f"http://127.0.0.1:{server.server_port}/api")
-            wait_until(lambda: len(asked) >= 4 or process.poll() is not None, "it asks for longer than its patience")
-            assert process.poll() is None
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving(Handler) as server:
+        process = told_to_end(f"{server}/api")
+        wait_until(lambda: len(asked) >= 4 or process.poll() is not None, "it asks for longer than its patience")
+        assert process.poll() is None
     assert ended(process).code == 75
 
 
