@@ -8,6 +8,7 @@ short_memory   an update that runs out of memory is done again in finer micro-ba
 handover       a tensor that does not arrive, a tied head that stays old: the run stops and names them
 logprobs       mean |engine's - trainer's| log-probability over the answers of a step
 correction     importance correction off, truncated and masked: the loss against sums by hand
+short_steps    answers with and without the short steps of vLLM's runner agree as well as two batches of vLLM's own do
 offload        moments and reference that wait on the host: equal numbers, less memory held on the device
 plan           the memory plan beside what each phase of a step held
 demo           `millrace train experiment=countdown_demo rollout=vllm`: no error, every metric
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.checks import command, numbers, offload, plan, short_memory, wrong_handover
+from benchmarks.checks import command, numbers, offload, plan, short_memory, short_steps, wrong_handover
 from benchmarks.checks.rig import Rig, Verdict
 from benchmarks.shapes import SHAPES, make_model
 
@@ -35,6 +36,7 @@ ON_THE_RIG: Mapping[str, Callable[[Rig], Verdict]] = {
     "correction": numbers.correction,
     "short_memory": short_memory.check,
     "handover": wrong_handover.check,
+    "short_steps": short_steps.check,
     "offload": offload.check,
 }
 BY_COMMAND: Mapping[str, Callable[[argparse.Namespace, Path], Verdict]] = {

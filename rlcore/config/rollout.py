@@ -40,6 +40,9 @@ class RolloutConfig(Section):
     memory, 2 cache and weights, which the next hand-over brings back."""
     enforce_eager: bool = False
     """Run vLLM without CUDA graphs."""
+    short_steps: bool = True
+    """On a GPU, do the steps in which every answer grows by one token by CUDA graphs around vLLM's own, on a release of
+    vLLM that this is made for. Off, or with another release: vLLM's runner."""
     max_batched_tokens: int | None = Field(default=None, ge=1)
     """Tokens that vLLM computes in one pass, prompts and answers together. None: vLLM's own choice."""
     prefix_caching: bool = True

@@ -5,6 +5,7 @@ share its prefill through the prefix cache.
 """
 
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,23 @@ from rlcore.rollout.vllm.head import give_float32_logits
 from rlcore.rollout.vllm.start import EngineShape, start_vllm
 from rlcore.types import Rollout
 
+log = logging.getLogger(__name__)
+
 _MOST_IDLE_STEPS = 10_000
 """Steps of vLLM in a row that give nothing while answers are missing."""
+
+
+def _shortened(engine: Any, shape: EngineShape, settings: RolloutConfig) -> Any:
+    """What does the short steps of vLLM's runner (`rlcore.rollout.vllm.short`); None: vLLM does them all."""
+    if shape.device.type != "cuda" or settings.enforce_eager or not settings.short_steps:
+        return None
+    from rlcore.rollout.vllm.short.check import shorten
+
+    found = shorten(engine)
+    if isinstance(found, str):
+        log.warning("rollout.short_steps: vLLM's own steps are used: %s", found)
+        return None
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +71,7 @@ class VllmEngine:
         self._engine = start_vllm(shape, settings)
         if shape.dtype != torch.float32:
             give_float32_logits(self.model)
+        self.short_runner = _shortened(self._engine, shape, settings)
 
     @property
     def policy_version(self) -> int:

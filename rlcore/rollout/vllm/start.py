@@ -20,6 +20,8 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 _BYTES_PER_GIB = 2**30
+_LARGEST_GRAPH = 512
+"""Answers in the largest CUDA graph that vLLM makes by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ def engine_arguments(shape: EngineShape, settings: RolloutConfig) -> dict[str, A
         "disable_log_stats": True,
         "seed": 0,  # vLLM seeds the process's generators with it; every answer brings its own
     }
+    if not on_cpu and settings.max_num_seqs > _LARGEST_GRAPH:
+        arguments["max_cudagraph_capture_size"] = settings.max_num_seqs  # else larger batches run piece by piece
     if on_cpu:
         # A prompt cut into chunks makes vLLM turn back the answer's generator, which it can do on a GPU only.
         arguments["enable_chunked_prefill"] = False

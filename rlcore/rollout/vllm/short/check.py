@@ -1,0 +1,159 @@
+"""Whether the short way writes what vLLM's own runner writes: a few answers both ways, at an engine's start.
+
+Told straight to the runner, as vLLM's own warm-up does before there is a request: four prompts, then steps over the end
+of a cache block, the last of them with three answers in a graph of four.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+from rlcore.rollout.vllm.short.obstacle import obstacle, runner_of
+from rlcore.rollout.vllm.short.runner import ShortRunner
+
+_LOGPROB_BOUND = 0.02
+"""The head's product may be another kernel in a padded batch; the logits are rounded to their type."""
+
+
+def shorten(engine: Any) -> ShortRunner | str:
+    """Short steps for this `vllm.LLMEngine` from now on, if they are known to serve it; else why not, and it is left
+    as it is. Before its first request, and after whatever changes its head."""
+    runner = runner_of(engine)
+    try:
+        reason = obstacle(runner)
+        if reason is not None:
+            return reason
+        short = ShortRunner(runner)
+        reason = disagreement(short, runner)
+    except Exception as error:  # other internals than those known: vLLM's own way serves
+        return f"{type(error).__name__}: {error}"
+    if reason is not None:
+        return reason
+    short.install()
+    return short
+
+
+def disagreement(short: ShortRunner, runner: Any) -> str | None:
+    """What differs; None: nothing."""
+    block = runner.block_tables.block_sizes[0]
+    steps = block + 4
+    lengths = (block - 3, block, 2 * block - 1, 5)
+    room = -(-(max(lengths) + steps) // block)
+    if (
+        runner.max_num_reqs < len(lengths)
+        or runner.max_num_tokens < sum(lengths)
+        or runner.max_model_len < max(lengths) + steps
+        or runner.kv_cache_config.num_blocks <= room * len(lengths)
+    ):
+        return "the engine is too small for a check"
+    was, before = short.enabled, short.num_short_steps
+    try:
+        with torch.inference_mode():
+            # The short way first: what it leaves out must not be there from vLLM's own.
+            short.enabled = True
+            found = list(_written(short, runner, lengths, steps, room))
+            short.enabled = False
+            expected = list(_written(short, runner, lengths, steps, room))
+    finally:
+        short.enabled = was
+    if short.num_short_steps - before != steps:
+        return f"{short.num_short_steps - before} of {steps} steps were short ones"
+    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+        for name in one.keys() | other.keys():
+            if not _same(one[name], other[name]):
+                return f"step {number}: {name} is {other[name]}, vLLM's own {one[name]}"
+    return None
+
+
+def _written(
+    short: ShortRunner, runner: Any, lengths: tuple[int, ...], steps: int, room: int
+) -> Iterator[dict[str, Any]]:
+    """What each step read and wrote: the prompts' step first."""
+    block = runner.block_tables.block_sizes[0]
+    names = [f"_short_{index}_" for index in range(len(lengths))]
+    blocks = [list(range(1 + index * room, 1 + (index + 1) * room)) for index in range(len(lengths))]
+    order = SchedulerOutput.make_empty()
+    for index, (name, length) in enumerate(zip(names, lengths, strict=True)):
+        prompt = [3 + (7 * index + place) % 50 for place in range(length)]
+        order.scheduled_new_reqs.append(
+            NewRequestData(
+                req_id=name,
+                prompt_token_ids=prompt,
+                mm_features=[],
+                sampling_params=SamplingParams(
+                    temperature=1.0, seed=1_000_003 * index + 17, max_tokens=steps + 1, logprobs=0, detokenize=False
+                ),
+                pooling_params=None,
+                block_ids=(blocks[index][: -(-length // block)],),
+                num_computed_tokens=0,
+                lora_request=None,
+                prefill_token_ids=prompt,
+            )
+        )
+        order.num_scheduled_tokens[name] = length
+    order.total_num_scheduled_tokens = sum(lengths)
+    order.num_common_prefix_blocks = [0]
+    yield _step(short, runner, order)
+    running = list(zip(names, lengths, blocks, strict=True))
+    for number in range(steps):
+        order = SchedulerOutput.make_empty()
+        order.num_common_prefix_blocks = [0]
+        if number == steps // 2:
+            order.finished_req_ids = {running.pop()[0]}
+        cached = order.scheduled_cached_reqs
+        for name, length, own in running:
+            computed = length + number
+            cached.req_ids.append(name)
+            cached.new_block_ids.append(([own[computed // block]],) if computed % block == 0 else None)
+            cached.num_computed_tokens.append(computed)
+            cached.num_output_tokens.append(number + 1)
+            order.num_scheduled_tokens[name] = 1
+        order.total_num_scheduled_tokens = len(running)
+        yield _step(short, runner, order)
+    order = SchedulerOutput.make_empty()
+    order.finished_req_ids = {name for name, _, _ in running}
+    short.execute_model(order)
+
+
+def _step(short: ShortRunner, runner: Any, order: Any) -> dict[str, Any]:
+    short.execute_model(order)
+    inputs = _inputs(runner, len(order.num_scheduled_tokens)) if not order.scheduled_new_reqs else {}
+    output = short.sample_tokens(None).get_output()
+    rows = output.req_id_to_index
+    read = {name: tensor.cpu() for name, tensor in inputs.items()}
+    for name in order.num_scheduled_tokens:
+        read[f"token of {name}"] = torch.tensor(output.sampled_token_ids[rows[name]])
+        read[f"log-probability of {name}"] = torch.tensor(output.logprobs.logprobs[rows[name], 0])
+    return read
+
+
+def _inputs(runner: Any, count: int) -> dict[str, Any]:
+    """Copies of what the model's graph has read."""
+    size = runner.cudagraph_manager.dispatch(count, count, 1, num_active_loras=0).num_tokens
+    buffers, tables = runner.input_buffers, runner.block_tables
+    plan = getattr(runner.attn_groups[0][0].get_metadata_builder(0), "scheduler_metadata", None)
+    read = {
+        "input_ids": buffers.input_ids[:count],
+        "positions": buffers.positions[:count],
+        "seq_lens": buffers.seq_lens[:size],
+        "query_start_loc": buffers.query_start_loc[: size + 1],
+        "slot_mapping": tables.slot_mappings[0, :size],
+        "padded block tables": tables.input_block_tables[0][count:size],
+        **({} if plan is None else {"scheduler_metadata": plan}),
+    }
+    lengths = buffers.seq_lens[:count].tolist()
+    for row, length in enumerate(lengths):
+        own = -(-length // tables.kernel_block_sizes[0])
+        read[f"block table {row}"] = tables.input_block_tables[0][row, :own]
+    return {name: tensor.clone() for name, tensor in read.items()}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one.shape != other.shape:
+        return False
+    if one.dtype.is_floating_point:
+        return bool(((one - other).abs() <= _LOGPROB_BOUND).all())
+    return bool(torch.equal(one, other))

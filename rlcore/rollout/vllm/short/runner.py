@@ -1,0 +1,203 @@
+"""vLLM's model runner, with a short way for the steps in which every answer grows by one token.
+
+Around its CUDA graph of the model vLLM's own runner launches some 35 small kernels and copies from Python in every step
+(inputs before it; logits, the draw, the log-probability and its own books after it), which takes the host three times
+as long as the GPU needs for a small model. Here those kernels are CUDA graphs too, one before the model and one after
+it for each size that vLLM has captured: a step is three replays and one copy to the host.
+
+The first graph writes the inputs where vLLM's graph reads them, and keeps to vLLM's own books of a request (tokens
+computed, last token, block table), so any step can be of either kind. Steps with a prompt, a preemption, grammars,
+penalties, a temperature, top-k or top-p are vLLM's own. An answer's draw is by its seed and position alone, with vLLM's
+own function of both.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
+
+from rlcore.rollout.vllm.short.graphs import BLOCKS, COLUMNS, COUNT, ROWS, SEEDS, GraphSet, StepGraphs
+
+_AT_ONCE = 3
+"""Steps under way for which there is memory at once: vLLM orders one ahead. More is made when needed."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Host memory of one step under way, in use until its tokens are read."""
+
+    table: Any  # pinned int64 [5, size]: what the kernels are told
+    found: Any  # pinned int32 [size, 2]: tokens and log-probabilities
+    event: Any
+
+    @classmethod
+    def new(cls, size: int, pinned: bool) -> "_Slot":
+        return cls(
+            torch.zeros(5, size, dtype=torch.int64, pin_memory=pinned),
+            torch.zeros(size, 2, dtype=torch.int32, pin_memory=pinned),
+            torch.cuda.Event(blocking=True),
+        )
+
+
+class ShortOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
+    """A short step's tokens, on their way to the host."""
+
+    def __init__(self, slot: _Slot, req_ids: list[str], req_id_to_index: dict[str, int], free: list[_Slot]) -> None:
+        self._slot = slot
+        self._req_ids = req_ids
+        self._req_id_to_index = req_id_to_index
+        self._free = free
+
+    def get_output(self) -> Any:
+        """Wait for them. Ranks are not counted: 0."""
+        self._slot.event.synchronize()
+        count = len(self._req_ids)
+        found = self._slot.found.numpy()[:count].copy()
+        self._free.append(self._slot)
+        token_ids = found[:, :1]
+        return ModelRunnerOutput(
+            req_ids=self._req_ids,
+            req_id_to_index=self._req_id_to_index,
+            sampled_token_ids=token_ids.tolist(),
+            logprobs=LogprobsLists(token_ids, found[:, 1:].view(np.float32), np.zeros(count, dtype=np.int64)),
+        )
+
+
+class ShortRunner:
+    """Takes the place of two methods of vLLM's runner; see the module."""
+
+    def __init__(self, runner: Any) -> None:
+        self.enabled = True
+        self.num_short_steps = 0
+        self.num_other_steps = 0
+        self._runner = runner
+        self._execute_model = runner.execute_model
+        self._sample_tokens = runner.sample_tokens
+        self._states = runner.req_states
+        self._sampler = runner.sampler
+        self._block_tables = runner.block_tables
+        self._manager = runner.cudagraph_manager
+        self._req_ids: list[str] | None = None  # of the table on the device; None: vLLM had a step since
+        self._req_id_to_index: dict[str, int] = {}
+        self._slots_of_rows = np.zeros(0, dtype=np.int64)
+        self._under_way: tuple[StepGraphs, _Slot] | None = None
+        self._graphs = GraphSet(runner)
+        self._table = np.zeros((5, self._graphs.size), dtype=np.int64)
+        self._free = [self._new_slot() for _ in range(_AT_ONCE)]
+
+    def _new_slot(self) -> _Slot:
+        return _Slot.new(self._graphs.size, self._graphs.table.is_cuda)
+
+    def install(self) -> None:
+        """From now on the runner's steps come here first."""
+        self._runner.execute_model = self.execute_model
+        self._runner.sample_tokens = self.sample_tokens
+
+    def execute_model(self, order: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Inputs and model of one step; None: `sample_tokens` is to be asked for its tokens."""
+        plan = None
+        if self.enabled and intermediate_tensors is None and not args and not kwargs:
+            plan = self._known(order)
+        if plan is None:
+            self._req_ids = None
+            self.num_other_steps += 1
+            return self._execute_model(order, intermediate_tensors, *args, **kwargs)
+        graphs, slots_of_rows = plan
+        if order.finished_req_ids:
+            self._runner.finish_requests(order)
+        slot = self._free.pop() if self._free else self._new_slot()
+        self._tell(order, slots_of_rows, slot)
+        graphs.before()
+        self._manager.run_fullgraph(graphs.model)
+        self._under_way = graphs, slot
+        self.num_short_steps += 1
+        return None
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Tokens of the step whose model was just run."""
+        if self._under_way is None:
+            return self._sample_tokens(grammar_output)
+        (graphs, slot), self._under_way = self._under_way, None
+        graphs.after()
+        assert self._req_ids is not None
+        count = len(self._req_ids)
+        slot.found[:count].copy_(self._graphs.found[:count], non_blocking=True)
+        slot.event.record()
+        return ShortOutput(slot, self._req_ids, self._req_id_to_index, self._free)
+
+    def _known(self, order: Any) -> tuple[StepGraphs, Any] | None:
+        """The graphs for this step, and the request slot of each row if they are others than before. None: it is
+        vLLM's. Changes nothing."""
+        cached = order.scheduled_cached_reqs
+        req_ids = cached.req_ids
+        count = len(req_ids)
+        if (
+            order.total_num_scheduled_tokens != count
+            or order.scheduled_new_reqs
+            or order.preempted_req_ids
+            or order.scheduled_spec_decode_tokens
+            or order.scheduled_encoder_inputs
+            or order.has_structured_output_requests
+            or order.free_encoder_mm_hashes
+            or order.new_block_ids_to_zero
+            or cached.resumed_req_ids
+        ):
+            return None
+        graphs = self._graphs.of(count)
+        if graphs is None or any(ids is not None and len(ids[0]) != 1 for ids in cached.new_block_ids):
+            return None
+        if req_ids == self._req_ids:
+            return graphs, None
+        if list(order.num_scheduled_tokens) != req_ids:
+            return None
+        slot_of = self._states.req_id_to_index
+        slots = np.array([slot_of[req_id] for req_id in req_ids], dtype=np.int64)
+        return (graphs, slots) if self._plain(slots, np.array(cached.num_computed_tokens)) else None
+
+    def _plain(self, slots: Any, computed: Any) -> bool:
+        """Whether these requests are past their prompts and drawn from the model's own distribution."""
+        sampler = self._sampler
+        sampling = sampler.sampling_states
+        return bool(
+            (computed >= self._states.prefill_len.np[slots]).all()
+            and (sampling.temperature.np[slots] == 1.0).all()
+            and (sampling.top_k.np[slots] == sampling.vocab_size).all()
+            and (sampling.top_p.np[slots] == 1.0).all()
+            and not sampling.min_p.np[slots].any()
+            and not sampling.num_logprobs[slots].any()  # 0: of the token alone
+            and not sampler.penalties_state.use_penalty[slots].any()
+            and not sampler.logit_bias_state.use_logit_bias[slots].any()
+            and not sampler.bad_words_state.num_bad_words.np[slots].any()
+            and not sampler.logprob_token_ids_state.num_token_ids.np[slots].any()
+            and not self._runner.prompt_logprobs_worker.uses_prompt_logprobs[slots].any()
+        )
+
+    def _tell(self, order: Any, slots: Any, slot: _Slot) -> None:
+        """Bring the device's table up to date, where anything but lengths has changed since the step before.
+
+        A new block that stays in it is written again to the place where it is.
+        """
+        table = self._table
+        cached = order.scheduled_cached_reqs
+        crossing = [(row, ids[0][0]) for row, ids in enumerate(cached.new_block_ids) if ids is not None]
+        if slots is not None:
+            count = len(slots)
+            self._req_ids = cached.req_ids
+            self._req_id_to_index = {req_id: row for row, req_id in enumerate(cached.req_ids)}
+            self._slots_of_rows = slots
+            table[COUNT, 0] = count
+            table[ROWS, :count] = slots
+            table[SEEDS, :count] = self._sampler.sampling_states.seeds.np[slots]
+        elif not crossing:
+            return
+        table[COLUMNS] = -1
+        num_blocks = self._block_tables.num_blocks.np[0]
+        for row, block in crossing:
+            where = self._slots_of_rows[row]
+            table[COLUMNS, row] = num_blocks[where]
+            table[BLOCKS, row] = block
+            num_blocks[where] += 1
+        slot.table.numpy()[:] = table
+        self._graphs.table.copy_(slot.table, non_blocking=True)
