@@ -227,6 +227,9 @@ def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str,
         held["critic: float32 weights"] = FULL * shape.critic_parameters // ranks
         if not config.critic.optim.offload:
             held["critic: moments"] = MOMENTS * shape.critic_parameters // ranks
+    if config.rollout.engine == "vllm" and config.rollout.short_steps and not config.rollout.enforce_eager:
+        # of the graphs around vLLM's own, which are not in its share and do not sleep
+        held["engine: logits of short steps"] = FULL * config.rollout.max_num_seqs * shape.vocab
     return held
 
 
