@@ -1,4 +1,4 @@
-"""Answers with and without short steps of vLLM's runner: the same draws, log-probabilities that agree, and the speed."""
+"""Answers with and without short steps of vLLM's runner: the same draws, log-probabilities that agree, the speed."""
 
 import time
 from collections.abc import Sequence
