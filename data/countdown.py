@@ -114,13 +114,14 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     bare = form == "bare"
     equation = response if bare else tagged_answer(response, first=form == "first")
     expression = None if equation is None else evaluate(equation)
+    said = None if equation is None else "".join(equation.split())
     if expression is None:
-        return Score(0.0, {"correct": 0.0, "format": 0.0})
+        return Score(0.0, {"correct": 0.0, "format": 0.0}, said)
     numbers = ground_truth["numbers"]
     assert isinstance(numbers, Sequence)
     if expression.value == ground_truth["target"] and sorted(expression.numbers) == sorted(numbers):
-        return Score(1.0, {"correct": 1.0, "format": 1.0})
-    return Score(0.0 if bare else WELL_FORMED_SCORE, {"correct": 0.0, "format": 1.0})
+        return Score(1.0, {"correct": 1.0, "format": 1.0}, said)
+    return Score(0.0 if bare else WELL_FORMED_SCORE, {"correct": 0.0, "format": 1.0}, said)
 
 
 def tagged_answer(response: str, *, first: bool = False) -> str | None:

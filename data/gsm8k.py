@@ -83,7 +83,9 @@ def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> S
     number = last_number(response)
     numeric = number is not None and number == _number(wanted)
     parts = {"strict": float(strict), "numeric": float(numeric), "format": float(bool(marked))}
-    return Score(parts[reading], parts)
+    # An answer that says 18 votes for 18 however it writes it; without its mark it says nothing to the strict reading.
+    votes = number is not None and (reading == "numeric" or "####" in response)
+    return Score(parts[reading], parts, str(number) if votes else None)
 
 
 def last_number(response: str) -> Fraction | None:

@@ -23,8 +23,19 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
     boxed = float("\\boxed{" in response)
     found = parse(response[-_LONGEST_CHARS:], parsing_timeout=None)
-    correct = bool(found) and verify(_reference(str(ground_truth["answer"])), found, timeout_seconds=None)
-    return Score(float(correct), {"correct": float(correct), "format": boxed})
+    wanted = str(ground_truth["answer"])
+    correct = bool(found) and verify(_reference(wanted), found, timeout_seconds=None)
+    # All that equals the reference says the same; of what does not, the expression as it is parsed.
+    said = wanted if correct else _written(found) if found else None
+    return Score(float(correct), {"correct": float(correct), "format": boxed}, said)
+
+
+def _written(found: list[Any]) -> str:
+    """What was parsed as one text: 1/2 for 0.5. A number of thousands of digits stays as it was written."""
+    try:
+        return str(found[0])
+    except ValueError:
+        return str(found[-1])
 
 
 @lru_cache(maxsize=4_096)

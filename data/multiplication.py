@@ -52,4 +52,6 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     digits = "".join(response.split())
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= 20
     correct = is_number and int(digits) == ground_truth["product"]
-    return Score(float(correct), {"correct": float(correct), "format": float(is_number)})
+    # What majority votes (`maj@k`) compare: equal for equal answers.
+    said = str(int(digits)) if is_number else None
+    return Score(float(correct), {"correct": float(correct), "format": float(is_number)}, said)

@@ -7,10 +7,15 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a scorer says of one answer: `total` is the reward, `parts` its named components (format, correct, ...)."""
+    """What a scorer says of one answer: `total` is the reward, `parts` its named components (format, correct, ...).
+
+    `said`: the answer that it found in the text, written so that equal answers are equal texts (`1000` for `1,000`). By
+    it answers vote (`maj@k`). None: it found none, or does not say.
+    """
 
     total: float
     parts: Mapping[str, float]
+    said: str | None = None
 
 
 class Scorer(Protocol):

@@ -1,6 +1,5 @@
 """Answers to held-out problems, and each statistic's value for one problem."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ class Answer:
     """One answer. `parts` are the named components of its score, `num_tokens` counts the end token.
 
     `logprob` is the sum of its tokens' log-probabilities when they were drawn (nats), None where nobody kept it.
+    `said` is the answer that its scorer found in the text, None where the scorer found none or does not say.
     """
 
     text: str
@@ -30,11 +30,17 @@ class Answer:
     num_tokens: int
     finish_reason: Literal["stop", "length"]
     logprob: float | None = None
+    said: str | None = None
 
     @property
     def solved(self) -> bool:
         """Whether the answer is right: the part `correct` says so, else the score is full (1)."""
         return self.parts.get("correct", self.score) >= FULL_MARKS
+
+    @property
+    def vote(self) -> str:
+        """What it says, for majority votes: equal for answers that say the same."""
+        return vote(self.text) if self.said is None else self.said
 
 
 @dataclass(frozen=True)
@@ -63,17 +69,15 @@ class ProblemResult:
         return sum(answer.score for answer in self.samples) / max(1, len(self.samples))
 
 
-def vote(text: str, *, first: bool = False) -> str:
-    """What an answer says, for majority votes: its last `<answer>`, else what follows its last `####`, else all of it.
-
-    Without spaces, so that answers differ only by what they say. `first`: its first `<answer>`, where that is the one
-    that is scored (a base model goes on with problems of its own).
+def vote(text: str) -> str:
+    """What an answer says where its scorer does not tell: its last `<answer>`, else what follows its last `####`, else
+    all of it. Without spaces, so that answers differ only by what they say.
 
     >>> vote("so <answer> 3 + 4 </answer>"), vote("it is #### 7"), vote("3 + 4")
     ('3+4', '7', '3+4')
     """
     tagged: list[str] = _TAGGED.findall(text)
-    said = tagged[0 if first else -1] if tagged else text.rpartition("####")[2]
+    said = tagged[-1] if tagged else text.rpartition("####")[2]
     return "".join(said.split())
 
 
@@ -117,17 +121,7 @@ def per_problem(problems: Sequence[ProblemResult]) -> dict[str, Array]:
 
 
 def _majority_solved(problem: ProblemResult) -> float:
-    first = _first_counts(problem)
     return majority(
-        [vote(answer.text, first=first) for answer in problem.samples],
+        [answer.vote for answer in problem.samples],
         [float(answer.solved) for answer in problem.samples],
     )
-
-
-def _first_counts(problem: ProblemResult) -> bool:
-    """Whether the scorer takes an answer's first `<answer>`: so says the ground truth's `form` (`data.countdown`)."""
-    try:
-        truth = json.loads(problem.ground_truth_json)
-    except ValueError:
-        return False
-    return isinstance(truth, dict) and truth.get("form") == "first"

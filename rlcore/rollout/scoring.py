@@ -220,11 +220,11 @@ class ScoringPool:
                 raise EOFError(message["failed"])
             worker.ready, self._failed_starts = True, 0
             return
-        total, rest = message
+        total, rest, said = message
         answer = worker.answers.popleft()
         if total is None:
             self._count_error(rest, answer.response)
-        answer.job.put(answer.index, _ZERO if total is None else Score(total, rest))
+        answer.job.put(answer.index, _ZERO if total is None else Score(total, rest, said))
 
     def _end_overdue(self, worker: ScoringProcess) -> None:
         if worker.is_stopped:

@@ -46,7 +46,7 @@ def score_one(scorer: Scorer, response: str, ground_truth_json: str) -> Score:
     total = float(found.total)
     if not all(math.isfinite(value) for value in (total, *parts.values())):
         raise ValueError(f"a score is a finite number, got {found}")
-    return Score(total, parts)
+    return Score(total, parts, None if found.said is None else str(found.said))
 
 
 def describe(error: BaseException) -> str:
@@ -72,8 +72,8 @@ def _result(scorer: Scorer, response: str, ground_truth_json: str) -> list[objec
     try:
         score = score_one(scorer, response, ground_truth_json)
     except (Exception, SystemExit) as error:  # whatever the scorer raises costs this answer and nothing else
-        return [None, describe(error)]
-    return [score.total, dict(score.parts)]
+        return [None, describe(error), None]
+    return [score.total, dict(score.parts), score.said]
 
 
 def _send(connection: Connection, message: object) -> None:

@@ -85,6 +85,7 @@ def _scored(rollouts: Sequence[Rollout], scoring: ScoringPool, decode: Decode) -
             num_tokens=len(rollout.response_ids),
             finish_reason=rollout.finish_reason,
             logprob=float(rollout.behavior_logprobs.sum(dtype=np.float64)),
+            said=score.said,
         )
         for rollout, text, score in zip(rollouts, texts, scores, strict=True)
     ]

@@ -233,6 +233,7 @@ def test_bare_answers(answer, total, well_formed):
 def test_after_a_few_shot_prompt_the_first_answer_counts():
     answer = tagged("(8 - 3) * 2") + "\n\nNumbers: 1, 2\nTarget: 3\nAnswer: " + tagged("1 + 2")
     assert score(answer, {**TRUTH, "form": "first"}).total == 1.0
+    assert score(answer, {**TRUTH, "form": "first"}).said != score(answer, TRUTH).said  # and votes
     assert score(answer, TRUTH).total == 0.1
     assert tagged_answer("</answer> <answer> 1 </answer>", first=True) == " 1 "
 

@@ -9,6 +9,7 @@ import data
 from data.gsm8k import reference_number, score, score_numeric
 from rlcore.config import Gsm8kData
 from rlcore.errors import DataError
+from rlcore.evaluation import Answer, ProblemResult, per_problem
 
 HUNDRED = {"answer": "1000"}
 
@@ -43,6 +44,24 @@ def test_readings_of_an_answer(answer, strict, numeric, has_mark):
     assert (found.parts["strict"], found.parts["numeric"], found.parts["format"]) == (strict, numeric, has_mark)
     assert found.total == strict
     assert score_numeric(answer, HUNDRED).total == numeric
+
+
+@pytest.mark.parametrize("scorer", [score, score_numeric])
+def test_answers_that_say_the_same_number_vote_together(scorer):
+    same = ["#### 1000", "so #### 1,000", "#### 1000.", "#### 1000.0 apples", "no: #### $1000"]
+    assert {scorer(text, HUNDRED).said for text in same} == {"1000"}
+    texts = ["#### 7", "#### 7", *same[:2], "#### 9"]
+    answers = tuple(
+        Answer(text, found.total, found.parts, 3, "stop", said=found.said)
+        for text in texts
+        if (found := scorer(text, HUNDRED))
+    )
+    one = ProblemResult(1, 0, "", json.dumps(HUNDRED), None, answers)
+    assert per_problem([one])["reward/maj@5"].tolist() == [0.5]  # a tie of 1000 and 7
+
+
+def test_the_strict_reading_hears_no_vote_without_the_mark():
+    assert (score("it is 7", HUNDRED).said, score_numeric("it is 7", HUNDRED).said) == (None, "7")
 
 
 def perturbed(reference, rng):

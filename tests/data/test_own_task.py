@@ -158,6 +158,9 @@ def test_mathematics_is_judged_by_value_and_cannot_hang_a_run():
         ]
         assert (scores[-2].total, scores[-1].total) == (0.0, 1.0)
         assert pool.timeouts + pool.errors == 1
+        votes = ["\\boxed{1/2}", "\\boxed{\\frac12}", "\\boxed{0.5}", "\\boxed{2}", "\\boxed{2.0}", "none"]
+        said = [each.said for each in pool.score(votes, [json.dumps({"answer": "2"})] * len(votes))]
+        assert said == ["1/2", "1/2", "1/2", "2", "2", None]  # through the process; what is right is the reference
 
 
 def test_the_groups_of_settings_for_own_tasks_compose():

@@ -99,14 +99,13 @@ def test_votes_are_counted_by_what_is_said():
     assert result([one]).summary()["val-core/countdown/reward/maj@3"] == 1.0
 
 
-def test_where_the_first_answer_is_scored_it_is_the_vote():
-    tails = (" Numbers: 1 Answer: <answer> 1 </answer>", " Numbers: 2 Answer: <answer> 2 </answer>")
-    texts = (*(f"<answer> 3 + 4 </answer>{tail}" for tail in tails), f"<answer> 9 </answer>{tails[0]}", "nothing")
-    said = tuple(Answer(text, float("3 + 4" in text), {}, 3, "stop") for text in texts)
-    first = ProblemResult(1, 0, "", '{"form": "first", "target": 7}', None, said)
-    assert result([first]).summary()["val-core/countdown/reward/maj@4"] == 1.0
-    last = dataclasses.replace(first, ground_truth_json='{"target": 7}')
-    assert result([last]).summary()["val-core/countdown/reward/maj@4"] == 0.5
+def test_what_the_scorer_found_is_the_vote(tmp_path):
+    texts = (("#### 18", "18"), ("#### 18.", "18"), ("#### 7", "7"), ("#### 18", None))
+    answers = tuple(Answer(text, float(said == "18"), {}, 3, "stop", said=said) for text, said in texts)
+    assert [each.vote for each in answers] == ["18", "18", "7", "18"]
+    kept = result([ProblemResult(1, 0, "", "{}", None, answers[:3])])
+    kept.write(tmp_path / "after.json")
+    assert ValidationResult.read(tmp_path / "after.json").summary()["val-core/countdown/reward/maj@3"] == 1.0
 
 
 def test_files_give_back_what_was_written(tmp_path):
