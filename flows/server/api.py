@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.parameters import MLFLOW_PAGE
-from flows.server.database import lay_out
+from flows.server.database import address_in, lay_out
 from flows.server.tether import tethered
 from flows.trainer.client import SOURCE_FOLDER
 from rlcore.errors import MillraceError
@@ -78,6 +78,7 @@ class LocalServer:
             "PREFECT_API_URL": self.url,
             "PYTHONPATH": path,
             "PREFECT_UI_ENABLED": "false",
+            **address_in(home),
         }
         with listener, self._log.open("wb") as log:
             self._process = subprocess.Popen(

@@ -6,6 +6,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from flows.server.api import PrefectApi
+from flows.server.database import address_in
 from flows.shown.stage_words import judgement_figures
 from rlcore.config import RunConfig
 
@@ -31,7 +32,9 @@ def prefect_hint(api: PrefectApi) -> str:
     """How to see the flow runs."""
     if api.home is None:
         return api.url.removesuffix("/api")
-    return f"PREFECT_HOME={quote(str(api.home))} {beside_python('prefect server start')}"
+    where = {"PREFECT_HOME": str(api.home), **address_in(api.home)}
+    told = " ".join(f"{name}={quote(value)}" for name, value in where.items())
+    return f"{told} {beside_python('prefect server start')}"
 
 
 def beside_python(command: str) -> str:

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from flows.server.database import DATABASE, PREFECT_DATABASE, PREFECT_DATABASE_TOO, PREFECT_SQLITE
 from rlcore.errors import MillraceError
+from rlcore.storage.sqlite import sqlite_address
 
-PREFECT_DATABASE = "PREFECT_API_DATABASE_CONNECTION_URL"
-PREFECT_DATABASE_TOO = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
 DRIVERS = {
     PREFECT_DATABASE: ("postgresql+asyncpg://", "sqlite+aiosqlite://"),
@@ -47,8 +47,8 @@ class Databases:
             if address:
                 _check(key, address)
         files = cls(
-            f"sqlite+aiosqlite:///{root / 'prefect' / 'prefect.db'}",
-            f"sqlite:///{root / 'mlflow.db'}",
+            sqlite_address(root / "prefect" / DATABASE, PREFECT_SQLITE),
+            sqlite_address(root / "mlflow.db"),
         )
         return cls(prefect or files.prefect, mlflow or files.mlflow)
 
@@ -58,7 +58,7 @@ class Databases:
 
     def mlflow_is_the_file(self, root: Path) -> bool:
         """Whether runs under this root find their metrics in the database without being told where it is."""
-        return self.mlflow == f"sqlite:///{root / 'mlflow.db'}"
+        return self.mlflow == sqlite_address(root / "mlflow.db")
 
 
 def masked(address: str) -> str:

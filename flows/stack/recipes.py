@@ -83,7 +83,8 @@ def mlflow_recipe(
     port = _port_of(state, "mlflow", say, default=5000, wanted=port)
     url = f"http://{LOOPBACK}:{port}"
     command = [sys.executable, "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(port), "--workers", "1"]
-    command += ["--artifacts-destination", str(root / "mlartifacts")]
+    # As a URI: of a plain path MLflow would take %41 for an A.
+    command += ["--artifacts-destination", (root / "mlartifacts").as_uri()]
     # Its job runners take 2 GB and half a minute to start, and nothing here uses them.
     environment = {
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 from rlcore.config import TrackingConfig
 from rlcore.errors import TrackingError
 from rlcore.storage.locks import HeldLock
+from rlcore.storage.sqlite import SQLITE, sqlite_address, sqlite_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-
-SQLITE = "sqlite:///"
 
 LONGEST_MIGRATION_S = 120.0
 """Seconds that the making of a store by another process may take."""
@@ -39,15 +38,15 @@ def resolve_uri(config: TrackingConfig, root: Path) -> str:
     'sqlite:////data/artifacts/mlflow.db'
     """
     if config.uri is None:
-        return f"{SQLITE}{root.absolute() / 'mlflow.db'}"
+        return sqlite_address(root.absolute() / "mlflow.db")
     if config.uri.startswith(SQLITE):
-        return f"{SQLITE}{Path(config.uri.removeprefix(SQLITE)).absolute()}"
+        return sqlite_address(sqlite_file(config.uri).absolute())
     return config.uri.rstrip("/")
 
 
 def has_store(uri: str) -> bool:
     """Whether there may be a store: a sqlite file that is there, or any other address. `connect` would make one."""
-    return not uri.startswith(SQLITE) or Path(uri.removeprefix(SQLITE)).is_file()
+    return not uri.startswith(SQLITE) or sqlite_file(uri).is_file()
 
 
 def connect(uri: str) -> "MlflowClient":
@@ -66,7 +65,7 @@ def _connect(uri: str) -> "MlflowClient":
 
     if not uri.startswith(SQLITE):
         return MlflowClient(uri, uri)
-    database = Path(uri.removeprefix(SQLITE))
+    database = sqlite_file(uri)
     database.parent.mkdir(parents=True, exist_ok=True)
     lock = database.with_name(f"{database.name}.lock")
     with HeldLock(lock, what=f"making {database}", wait_s=LONGEST_MIGRATION_S, error=TrackingError):

@@ -9,13 +9,15 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from rlcore.config import TrackingConfig
 from rlcore.errors import TrackingError
+from rlcore.storage.sqlite import SQLITE
 from rlcore.tracking import models, uploads
 from rlcore.tracking.attempts import FinalStatus
-from rlcore.tracking.connection import SQLITE, connect, resolve_uri
+from rlcore.tracking.connection import connect, resolve_uri
 from rlcore.tracking.lineage import RUN_ID_TAG
 from rlcore.tracking.names import mlflow_name
 
@@ -289,7 +291,7 @@ class MlflowStore:
 
     def ui_command(self) -> str | None:
         """The command that shows a sqlite store in a browser; None where a server does already."""
-        return f"mlflow ui --backend-store-uri {self.uri}" if self.uri.startswith(SQLITE) else None
+        return f"mlflow ui --backend-store-uri {quote(self.uri)}" if self.uri.startswith(SQLITE) else None
 
 
 def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, str]:

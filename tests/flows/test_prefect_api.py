@@ -32,15 +32,17 @@ time.sleep(600)
 
 
 def test_a_killed_command_leaves_no_server(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_API")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    root = tmp_path / "why? 50%41 #1"
     with subprocess.Popen(
-        [sys.executable, "-c", STARTER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", STARTER, str(root)], stdout=subprocess.PIPE, text=True, env=environment
     ) as starter:
         assert starter.stdout is not None
         url = starter.stdout.readline().strip()
         assert url.startswith("http://127.0.0.1:")
         (server,) = psutil.Process(starter.pid).children()
-        assert (tmp_path / "prefect" / "prefect.db").is_file()
+        assert {"prefect.db", "prefect.db-wal"} <= {file.name for file in (root / "prefect").iterdir()}
+        assert [folder.name for folder in tmp_path.iterdir()] == [root.name]
         starter.send_signal(signal.SIGKILL)
     wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "the server's end")
 

@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import mlflow
@@ -14,7 +15,7 @@ from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import TrackingError
 from rlcore.tracking import MlflowStore, ensure_mlflow_run, lineage_tags
-from rlcore.tracking.connection import resolve_uri
+from rlcore.tracking.connection import has_store, resolve_uri
 from rlcore.tracking.failures import explain
 from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
 from rlcore.tracking.models import model_of
@@ -37,6 +38,22 @@ def test_the_store_does_not_depend_on_the_working_directory(tmp_path: Path, monk
     assert resolve_uri(TrackingConfig(), Path("artifacts")) == f"sqlite:///{tmp_path}/artifacts/mlflow.db"
     assert resolve_uri(TrackingConfig(uri="sqlite:///my.db"), tmp_path) == f"sqlite:///{tmp_path}/my.db"
     assert resolve_uri(TrackingConfig(uri="http://127.0.0.1:5000/"), tmp_path) == "http://127.0.0.1:5000"
+
+
+def test_a_root_of_any_name_holds_its_store(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("why?", "50%41", "#1 ?a=b&c#d"):
+        root = tmp_path / name
+        root.mkdir()
+        shutil.copy(empty_store, root / "mlflow.db")
+        store = MlflowStore(TrackingConfig(), root)
+        assert resolve_uri(TrackingConfig(uri=store.uri), tmp_path) == store.uri
+        assert has_store(store.uri)
+        store.client.log_text(store.start_or_resume_run("r", None, {"millrace.run_id": "r"}), "text", "a.txt")
+        with closing(sqlite3.connect(root / "mlflow.db")) as database:
+            assert database.execute("select count(*) from runs").fetchone() == (1,)
+        assert [file.read_text() for file in root.rglob("a.txt")] == ["text"]
+    assert {file.name for file in tmp_path.iterdir()} == {"why?", "50%41", "#1 ?a=b&c#d"}
 
 
 def test_artifacts_lie_under_the_root(store: MlflowStore, run_id: str, root: Path, tmp_path: Path):
