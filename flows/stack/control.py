@@ -10,7 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
 
-from flows.stack.databases import MLFLOW_DATABASE, PREFECT_DATABASE, Databases, require_same, without_passwords
+from flows.server.database import PREFECT_DATABASE
+from flows.stack.databases import MLFLOW_DATABASE, Databases, require_same, without_passwords
 from flows.stack.ports import listens
 from flows.stack.recipes import (
     Recipe,

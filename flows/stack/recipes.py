@@ -8,7 +8,8 @@ from pathlib import Path
 
 from flows.parameters import MLFLOW_PAGE
 from flows.server.api import QUIET
-from flows.stack.databases import MLFLOW_DATABASE, PREFECT_DATABASE, Databases
+from flows.server.database import PREFECT_DATABASE
+from flows.stack.databases import MLFLOW_DATABASE, Databases
 from flows.stack.ports import LOOPBACK, described_listener, free_port, is_free
 from flows.stack.state import StackState
 from flows.trainer.client import SOURCE_FOLDER

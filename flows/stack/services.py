@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from flows.stack.databases import MLFLOW_DATABASE, PREFECT_DATABASE, PREFECT_DATABASE_TOO
+from flows.server.database import PREFECT_DATABASE, PREFECT_DATABASE_TOO
+from flows.stack.databases import MLFLOW_DATABASE
 from flows.stack.ports import listens
 from flows.stack.recipes import Recipe
 from flows.stack.state import Service

@@ -18,8 +18,9 @@ import psutil
 import pytest
 
 from flows.server.api import require_same_series
+from flows.server.database import PREFECT_DATABASE
 from flows.stack.control import Wishes, down, status, up
-from flows.stack.databases import MLFLOW_DATABASE, PREFECT_DATABASE, Databases
+from flows.stack.databases import MLFLOW_DATABASE, Databases
 from flows.stack.ports import listener
 from flows.stack.recipes import prefect_recipe
 from flows.stack.services import end_server, end_worker

@@ -13,8 +13,9 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from flows.server.database import PREFECT_DATABASE
 from flows.stack.control import Wishes, status, up
-from flows.stack.databases import MLFLOW_DATABASE, PREFECT_DATABASE
+from flows.stack.databases import MLFLOW_DATABASE
 from flows.stack.state import read_stack
 from rlcore.errors import MillraceError
 from tests.flows.conftest import numbers, wait_until
