@@ -89,7 +89,9 @@ class Rig:
             f"rollout.max_response_tokens={arguments.longest}", f"filter.max_prompt_tokens={PROMPT_TOKENS}",
             "rollout=vllm", "rollout.tensor_parallel_size=1", "rollout.memory_share=0.25",
             f"rollout.max_num_seqs={arguments.prompts * SAMPLES}", "algo.kl.offload=false",
-            "model.gradient_checkpointing=false", "reward.num_processes=0", "data.scorer=benchmarks.checks.rig:score",
+            "model.gradient_checkpointing=false", "model.compile=false", "rollout.sleep_level=2",
+            "trainer.max_tokens_per_micro_batch=16384", "reward.num_processes=0",
+            "data.scorer=benchmarks.checks.rig:score",
         ]  # fmt: skip
         if torch.cuda.is_available():
             base.append("model.compile=true")  # as on a GPU one trains; uncompiled layers round more often

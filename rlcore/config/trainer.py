@@ -71,8 +71,8 @@ class RuntimeConfig(Section):
     """Seconds to wait for the cluster to grant the workers' resources."""
     fit_memory: Literal["off", "check", "auto"] = "check"
     """What is done with the memory plan of a run on a GPU. check: one that cannot fit, however fine the micro-batches,
-    is refused. auto: besides, `rollout.memory_share`, `rollout.sleep_level` and `trainer.max_tokens_per_micro_batch`
-    are chosen by the plan, `algo.kl.offload`, `optim.offload` and `model.gradient_checkpointing` where it needs them.
+    is refused. auto: besides, `rollout.memory_share`, `rollout.sleep_level`, `trainer.max_tokens_per_micro_batch`,
+    `algo.kl.offload`, `optim.offload` and `model.gradient_checkpointing` are chosen by the plan, the fastest that fit.
     off: only told."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Dense operations a second of one device in the compute type, in units of 1e12: what `perf/mfu` is a share of.

@@ -1,6 +1,7 @@
 """Settings that make a run fit the GPU it finds, by its memory plan: what `runtime.fit_memory` says to do with it."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ TOKENS_STEP = 1_024
 """Token budgets are multiples of it."""
 MAX_MICRO_BATCH_TOKENS = 65_536
 """Larger micro-batches gain nothing."""
-KEPT_FREE = 0.05
-"""Share of the device that the chosen settings leave: fragments of the allocator, and what the plan gets wrong."""
+ENOUGH_TOKENS = 16_384
+"""A token budget that is not worth more memory: the engine stays awake where this much is left beside it."""
+KEPT_FREE = 0.08
+"""Share of the device that the chosen settings leave: fragments of the allocator (it had reserved 7 to 9% more than its
+tensors on an H200 with room to spare), and what the plan gets wrong."""
 GB = 1e9
 
 
@@ -39,8 +43,8 @@ def device_of(config: RunConfig) -> Device:
 
 def fitted(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
     """The settings to run with and their plan. With `runtime.fit_memory=auto` and a known device the engine's share and
-    sleep level and the token budget are chosen, and where that is not enough the places of the reference and of the
-    optimizers' moments, and recomputation.
+    sleep level, the token budget, the places of the reference and of the optimizers' moments, and recomputation are
+    chosen.
     """
     if config.runtime.fit_memory == "auto" and device.total_bytes is not None:
         config = _chosen(config, shape, device)
@@ -71,9 +75,22 @@ def fit_run(config: RunConfig, run_dir: Path, report: Callable[[Mapping[str, obj
     chosen = chosen_settings(config, new)
     notes = (f"The phase that holds most is {plan.peak_phase}.", *([f"Chosen: {chosen}"] if chosen else []))
     Reported(plan.phases[plan.peak_phase], device.total_bytes, device.name, notes).write(run_dir)
-    told = f"memory plan: {plan.peak_phase} holds most, {plan.peak_bytes / GB:.1f} GB"
+    told = f"memory plan: {plan.peak_phase} holds most, {plan.peak_bytes / GB:.1f} GB{too_much(new, plan)}"
     report({"event": "note", "text": f"{told}; chosen: {chosen}" if chosen else told})
     return new
+
+
+def too_much(config: RunConfig, plan: MemoryPlan) -> str:
+    """What to say of a plan that exceeds its device, and need not fail; '' where it fits."""
+    if plan.fits:
+        return ""
+    assert plan.usable_bytes is not None, "without a device everything fits"
+    several = config.runtime.num_workers > 1
+    then = "ends the run, since others wait for its rank" if several else "is cut finer and done again"
+    return (
+        f", of which {plan.usable_bytes / GB:.1f} GB are there: a pass that runs out of memory {then}; "
+        "lower trainer.max_tokens_per_micro_batch, or set runtime.fit_memory=auto"
+    )
 
 
 def chosen_settings(before: RunConfig, after: RunConfig) -> str:
@@ -89,7 +106,9 @@ def refusal(config: RunConfig, plan: MemoryPlan) -> str:
     return (
         f"runtime.fit_memory: the run cannot fit {plan.device.name}: {plan.floor_bytes / GB:.1f} GB are needed with "
         f"one longest answer in each micro-batch, {plan.usable_bytes / GB:.1f} GB are there ({missing / GB:.1f} GB "
-        f"missing, most of it in: {_largest(plan)}). {suggestion(config)} runtime.fit_memory=off tries it anyway."
+        f"missing, most of it in: {_largest(plan)}). {suggestion(config)} "
+        + ("runtime.fit_memory=auto chooses by the plan. " if config.runtime.fit_memory == "check" else "")
+        + "runtime.fit_memory=off tries it anyway."
     )
 
 
@@ -116,17 +135,30 @@ def _largest(plan: MemoryPlan) -> str:
 
 
 def _chosen(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """The first in which a budget of several answers fits: as set, reference offloaded, the optimizers' moments as
-    well, layers recomputed as well."""
-    config = _with(config, "rollout", sleep_level=2 if config.rollout.engine == "vllm" else config.rollout.sleep_level)
-    offload = _with(config, "algo", kl=config.algo.kl.model_copy(update={"offload": True}))
-    moments = _with_offloaded_optimizers(offload)
-    variants = [config, offload, moments, _with(moments, "model", gradient_checkpointing=True)]
-    for variant in variants:
-        found = _with_budget(_with_share(variant, shape, device), shape, device)
+    """The first variant in which a budget of several answers fits; the last one with a budget of one."""
+    for variant, least in _variants(config):
+        found = _with_budget(_with_share(variant, shape, device), shape, device, least=least)
         if found is not None:
             return found
-    return _with(_with_share(variants[-1], shape, device), "trainer", max_tokens_per_micro_batch=longest_tokens(config))
+    return _with(_with_share(variant, shape, device), "trainer", max_tokens_per_micro_batch=longest_tokens(config))
+
+
+def _variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
+    """From the fastest to the one that needs least memory, with the token budget below which the next one is better:
+    nothing waits on the host and no layer is recomputed while the engine stays awake, then while it sleeps; the
+    reference offloaded; the optimizers' moments as well; layers recomputed as well."""
+    several = max(4 * longest_tokens(config), TOKENS_STEP)
+    plain = _with(config, "algo", kl=config.algo.kl.model_copy(update={"offload": False}))
+    plain = _with(_with_optimizers(plain, offload=False), "model", gradient_checkpointing=False)
+    if config.rollout.engine == "vllm":
+        yield _with(plain, "rollout", sleep_level=0), max(several, ENOUGH_TOKENS)
+        plain = _with(plain, "rollout", sleep_level=2)
+    yield plain, several
+    reference = _with(plain, "algo", kl=plain.algo.kl.model_copy(update={"offload": plain.algo.kl.where != "off"}))
+    yield reference, several
+    moments = _with_optimizers(reference, offload=True)
+    yield moments, several
+    yield _with(moments, "model", gradient_checkpointing=True), several
 
 
 def offloads_optimizers(config: RunConfig) -> bool:
@@ -134,11 +166,11 @@ def offloads_optimizers(config: RunConfig) -> bool:
     return config.optim.offload and (config.critic is None or config.critic.optim.offload)
 
 
-def _with_offloaded_optimizers(config: RunConfig) -> RunConfig:
-    config = _with(config, "optim", offload=True)
+def _with_optimizers(config: RunConfig, *, offload: bool) -> RunConfig:
+    config = _with(config, "optim", offload=offload)
     if config.critic is None:
         return config
-    return _with(config, "critic", optim=config.critic.optim.model_copy(update={"offload": True}))
+    return _with(config, "critic", optim=config.critic.optim.model_copy(update={"offload": offload}))
 
 
 def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
@@ -150,12 +182,12 @@ def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConf
     others = sum(size for name, size in parts.items() if name != "engine")
     free = _room(device) - others
     share = min(wanted_engine_bytes(config, shape, device.itemsize), free) / device.total_bytes
-    return _with(config, "rollout", memory_share=round(min(max(share, 0.05), 0.95), 3))
+    down = math.floor(1_000 * share) / 1_000  # rounded up, no budget would fit beside it
+    return _with(config, "rollout", memory_share=min(max(down, 0.05), 0.95))
 
 
-def _with_budget(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig | None:
-    """The largest token budget whose plan fits; None where four longest answers do not."""
-    least = max(4 * longest_tokens(config), TOKENS_STEP)
+def _with_budget(config: RunConfig, shape: ModelShape, device: Device, *, least: int) -> RunConfig | None:
+    """The largest token budget whose plan fits; None where `least` tokens do not."""
     budget = max(MAX_MICRO_BATCH_TOKENS, least)
     while budget >= least:
         found = _with(config, "trainer", max_tokens_per_micro_batch=budget)

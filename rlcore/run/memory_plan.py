@@ -1,7 +1,7 @@
 """Bytes of GPU memory that each phase of a step holds on one rank, from the settings alone. Pure functions, no torch.
 
-Weights, gradients and moments are exact; activations follow the tensors that autograd keeps in a Llama layer, times one
-measured factor. All measured constants stand here, at the top:
+Weights, gradients and moments are exact; activations follow the tensors that autograd keeps in a Llama layer, plain or
+compiled, times one measured factor. All measured constants stand here, at the top:
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,8 @@ ENGINE_ASLEEP_BYTES = 600_000_000
 """What vLLM keeps at sleep levels 1 and 2."""
 ACTIVATION_FACTOR = 1.05
 """Measured over counted activations: 14,744 packed tokens of Llama-3.2-1B in bfloat16 held 26.2 GB where the count says
-25.9 GB. Compiled layers (`model.compile`) hold no more."""
+25.9 GB. Compiled layers (`model.compile`): 24,711 tokens held 29.7 to 31.2 GB (the step of
+`benchmarks/baselines/NVIDIA_H200.json`) where their own count says 30.4."""
 HEAD_TEMPORARIES_BYTES = 3 * 134_217_728
 """Temporaries of the chunked head beside its logits (`rlcore.models.head`); compiled it has none."""
 PREFETCHED_LAYERS = 2
@@ -95,22 +96,29 @@ def micro_batch_tokens(config: RunConfig) -> int:
     return min(max(config.trainer.max_tokens_per_micro_batch, longest_tokens(config)), per_rank)
 
 
-def layer_activation_bytes(shape: ModelShape, itemsize: int) -> int:
+def is_compiled(config: RunConfig, itemsize: int) -> bool:
+    """Whether layers and head run compiled: with a flash kernel alone (`rlcore.models.load`), and float32 has none."""
+    return config.model.compile and config.model.attention != "sdpa" and itemsize < FULL
+
+
+def layer_activation_bytes(shape: ModelShape, itemsize: int, *, compiled: bool = False) -> int:
     """What autograd keeps of one layer, bytes a token, counted tensor by tensor (before `ACTIVATION_FACTOR`).
 
     Two norms (float32 input, normed), input of the projections, rotated query and key, value, attention's output and
-    its float32 normalizer, input of the feed-forward layer, gate, its activation, up, and their product.
+    its float32 normalizer, input of the feed-forward layer, gate, its activation, up, and their product. Compiled: in
+    place of the norms' four tensors their two inputs in the compute type and two float32 scales, and no activation of
+    the gate; the backward computes the rest again.
     """
     hidden, query, kv, inner = shape.hidden, shape.query_width, shape.kv_width, shape.intermediate
-    norms = 2 * (FULL * hidden + itemsize * hidden)
+    norms = 2 * (itemsize * hidden + FULL) if compiled else 2 * (FULL * hidden + itemsize * hidden)
     inputs = 2 * itemsize * hidden
     attention = itemsize * (2 * query + 2 * kv) + FULL * shape.heads
-    return norms + inputs + attention + 4 * itemsize * inner
+    return norms + inputs + attention + (3 if compiled else 4) * itemsize * inner
 
 
-def update_activation_bytes(shape: ModelShape, itemsize: int, *, recompute: bool) -> int:
+def update_activation_bytes(shape: ModelShape, itemsize: int, *, recompute: bool, compiled: bool = False) -> int:
     """What a forward keeps for its backward, bytes a token; with `recompute` the inputs of all layers and one layer."""
-    layer = layer_activation_bytes(shape, itemsize)
+    layer = layer_activation_bytes(shape, itemsize, compiled=compiled)
     ends = (FULL + 2 * itemsize) * shape.hidden  # embedding's output, last norm
     kept = shape.layers * itemsize * shape.hidden + layer if recompute else shape.layers * layer
     return round(ACTIVATION_FACTOR * (kept + ends))
@@ -175,11 +183,11 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     policy_gathered = gathered_bytes(shape.layer_parameters, shape.root_parameters, device.itemsize)
     awake = {"engine": engine_bytes(config, shape, device)}
     asleep = {"engine asleep": asleep_bytes(config, shape, device)}
-    model = config.model
+    model, compiled = config.model, is_compiled(config, device.itemsize)
 
     def head(*, gradient: bool) -> int:
         chunk = model.head_chunk_tokens
-        return head_bytes(shape, device.itemsize, chunk, tokens, gradient=gradient, compiled=model.compile)
+        return head_bytes(shape, device.itemsize, chunk, tokens, gradient=gradient, compiled=compiled)
 
     reference = {"reference, brought back": device.itemsize * shape.policy_parameters} if _offloads(config) else {}
     layer = tokens * pass_activation_bytes(shape, device.itemsize)
@@ -187,7 +195,8 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
         "gathered weights": policy_gathered,
         "the head, or a layer": max(layer, head(gradient=False)),  # no gradient: the layers' are gone when it begins
     }
-    kept = update_activation_bytes(shape, device.itemsize, recompute=model.gradient_checkpointing)
+    recompute = model.gradient_checkpointing
+    kept = update_activation_bytes(shape, device.itemsize, recompute=recompute, compiled=compiled)
     update = {
         "gathered weights": policy_gathered,
         "activations": tokens * kept,

@@ -111,10 +111,10 @@ def test_verl_settings():
     assert (config.filter.max_prompt_tokens, config.rollout.max_response_tokens) == (512, 1_024)
     assert config.optim.lr == 1e-6
     kl = config.algo.kl
-    assert (kl.where, kl.estimator, kl.coef, kl.offload) == ("loss", "low_var_kl", 0.001, True)
+    assert (kl.where, kl.estimator, kl.coef, kl.offload) == ("loss", "low_var_kl", 0.001, False)
     assert config.algo.entropy_coef == 0
-    assert config.model.gradient_checkpointing
-    assert (config.rollout.engine, config.rollout.tensor_parallel_size, config.rollout.memory_share) == ("vllm", 1, 0.6)
+    assert (config.trainer.old_logprobs, config.algo.importance.mode) == ("auto", "off")
+    assert (config.rollout.engine, config.rollout.tensor_parallel_size) == ("vllm", 1)
     assert config.trainer.total_steps == 15 * (7_473 // 1_024)
     assert (config.trainer.steps_per_chunk, config.validation.every_steps) == (20, 5)
     assert (config.runtime.backend, config.runtime.num_workers) == ("ray", 8)

@@ -1,5 +1,8 @@
 """The memory plan against bytes of real tensors, and what is done with it."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from rlcore.models.policy import CausalPolicy
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
 from rlcore.models.shape import ModelShape
 from rlcore.run import memory_plan as planning
-from rlcore.run.memory_fit import chosen_settings, fitted, require_fit
+from rlcore.run.memory_fit import KEPT_FREE, chosen_settings, fitted, require_fit, too_much
 from rlcore.run.memory_plan import Device, held_bytes, plan_memory
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
 
@@ -24,6 +27,8 @@ SCRATCH = ScratchModel(hidden_size=64, num_layers=2, num_heads=2, intermediate_s
 QWEN_05B = ModelShape(896, 24, 14, 2, 64, 4_864, 151_936, tied=True, qkv_bias=True, qk_norm=False)
 LLAMA_1B = ModelShape(2_048, 16, 32, 8, 64, 8_192, 128_256, tied=True, qkv_bias=False, qk_norm=False)
 CARD_24, H200 = Device("a 24 GB card", 2, 25_300_000_000), Device("H200", 2, 150_000_000_000)
+CARD_80 = Device("an 80 GB card", 2, 85_000_000_000)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +127,16 @@ def test_activations_are_what_autograd_keeps_of_real_passes(policy: CausalPolicy
     assert counted * 0.8 < two - one < counted * planning.ACTIVATION_FACTOR * 1.1
 
 
+@pytest.mark.lengthy
+def test_compiled_layers_keep_what_the_compilers_partitioner_keeps_of_a_real_one() -> None:
+    command = [sys.executable, "-m", "tests.run.kept_by_layers"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
+    told = found["shape"] | {"num_hidden_layers": 1, "vocab_size": 1, "model_type": "llama"}
+    shape = ModelShape.of_config(told)
+    assert planning.layer_activation_bytes(shape, 2) == pytest.approx(found["plain"], rel=0.01)
+    assert planning.layer_activation_bytes(shape, 2, compiled=True) == pytest.approx(found["compiled"], rel=0.01)
+
+
 def settings(*overrides: str, experiment: str = "tinyzero_ppo") -> RunConfig:
     """TinyZero's, unless said otherwise without recomputation."""
     own = {text.partition("=")[0] for text in overrides}
@@ -148,13 +163,53 @@ def test_tinyzero_is_planned_on_its_card() -> None:
 def test_the_measured_step_that_the_factor_comes_from() -> None:
     """On an H200, before the optimizer had moments: tensors of an update 43.6 GB, of the reference's pass 9.4 GB (which
     gathers no weights: 0.8 GB of the plan)."""
-    overrides = ("runtime.num_workers=1", "algo.kl.offload=false", "model.gradient_checkpointing=false")
+    overrides = ("runtime.num_workers=1", "model.compile=false", "rollout.sleep_level=2")
     config = load_config(list(overrides), experiment="verl_gsm8k_grpo")
     phases = plan_memory(config, LLAMA_1B, H200, tokens=14_744).phases
     measured = {planning.POLICY_UPDATE: 43.6e9, planning.PASSES: 9.4e9 + 0.8e9}
     for phase, found in measured.items():
         planned = sum(size for part, size in phases[phase].items() if part != "policy: moments")
         assert planned == pytest.approx(found, rel=0.06)
+
+
+def test_the_measured_step_of_compiled_layers() -> None:
+    """The baseline of benchmarks/grpo_step.py on an H200: with 32,768 tokens allowed, the 49,422 of its largest
+    mini-batch go in two micro-batches of 24,711."""
+    baseline = json.loads((ROOT / "benchmarks/baselines/NVIDIA_H200.json").read_text())
+    overrides = ("runtime=local", "runtime.num_workers=1", "trainer.batch_size=128", "trainer.mini_batch_size=32")
+    config = load_config([*overrides, *baseline["overrides"]], experiment="verl_gsm8k_grpo")
+    assert config.model.compile
+    plan = plan_memory(config, LLAMA_1B, Device("H200", 2, 150_100_000_000), tokens=24_711)
+    assert plan.peak_phase == planning.POLICY_UPDATE
+    assert plan.peak_bytes == pytest.approx(1e9 * baseline["peak_allocated_gb"], rel=0.03)
+
+
+def test_layers_that_do_not_run_compiled_are_counted_plain() -> None:
+    """Without a flash kernel (float32, sdpa) `model.compile` is left out, in the layers and in the head."""
+    for overrides, itemsize in ((("model.dtype=float32",), 4), (("model.attention=sdpa",), 2)):
+        plans = [
+            plan_memory(settings(*overrides, f"model.compile={said}"), QWEN_05B, Device("x", itemsize, None))
+            for said in ("true", "false")
+        ]
+        assert plans[0] == plans[1]
+    assert (
+        plan_memory(settings("model.compile=true"), QWEN_05B, CARD_24).peak_bytes
+        < plan_memory(settings(), QWEN_05B, CARD_24).peak_bytes
+    )
+
+
+def test_verls_experiment_is_set_for_the_cards_that_it_names() -> None:
+    """80 GB each, with room for what torch's allocator holds beside its tensors: out of memory on one of several ranks
+    ends them all."""
+    config = load_config([], experiment="verl_gsm8k_grpo")
+    plan = plan_memory(config, LLAMA_1B, CARD_80)
+    assert plan.usable_bytes is not None
+    assert plan.peak_bytes < plan.usable_bytes - 2 * KEPT_FREE * 85e9
+    assert (config.rollout.sleep_level, config.model.compile, config.algo.kl.offload) == (0, True, False)
+    chosen, _ = fitted(load_config(["runtime.fit_memory=auto"], experiment="verl_gsm8k_grpo"), LLAMA_1B, CARD_80)
+    assert chosen.rollout.sleep_level == 0
+    assert not chosen.model.gradient_checkpointing
+    assert not chosen.algo.kl.offload
 
 
 @pytest.mark.parametrize(
@@ -210,10 +265,21 @@ def test_a_plan_that_cannot_fit_is_refused_with_what_to_set() -> None:
     told = str(caught.value)
     for part in ("cannot fit a small card", "GB missing", "algo.kl.offload=true",
                  "optim.offload=true critic.optim.offload=true", "model.gradient_checkpointing=true",
-                 "rollout.memory_share below 0.4", "runtime.fit_memory=off"):  # fmt: skip
+                 "rollout.memory_share below 0.4", "runtime.fit_memory=auto", "runtime.fit_memory=off"):  # fmt: skip
         assert part in told
     require_fit(settings("runtime.fit_memory=off"), plan)
     require_fit(config, plan_memory(config, QWEN_05B, Device("unknown", 2, None)))
+
+
+def test_a_plan_that_merely_exceeds_its_card_is_told_with_what_comes_of_it() -> None:
+    large = "trainer.max_tokens_per_micro_batch=65536"
+    for num_workers, then in ((1, "cut finer and done again"), (2, "ends the run")):
+        config = settings(large, "model.gradient_checkpointing=false", f"runtime.num_workers={num_workers}")
+        plan = plan_memory(config, QWEN_05B, Device("a card", 2, 40_000_000_000))
+        assert not plan.fits
+        assert not plan.cannot_fit
+        assert then in too_much(config, plan)
+    assert too_much(config, plan_memory(config, QWEN_05B, H200)) == ""
 
 
 def test_auto_chooses_settings_that_fit_and_changes_no_number() -> None:
@@ -230,6 +296,26 @@ def test_auto_chooses_settings_that_fit_and_changes_no_number() -> None:
     told = chosen_settings(config, chosen)
     assert "rollout.sleep_level=2" in told
     assert "seed" not in told
+
+
+@pytest.mark.parametrize("gb", [24.1, 25.3, 25.7, 42.9, 85.0, 150.1])
+@pytest.mark.parametrize("num_workers", [1, 8])
+@pytest.mark.parametrize("experiment", ["tinyzero_ppo", "verl_gsm8k_grpo"])
+def test_auto_fits_every_card_and_pays_no_more_than_it_must(experiment: str, num_workers: int, gb: float) -> None:
+    """A share rounded up left no room for any budget: on 24 GB and eight ranks the moments went to the host, and each
+    longest answer got a micro-batch of its own, in a phase that had half the card free."""
+    config = load_config(["runtime.fit_memory=auto", f"runtime.num_workers={num_workers}"], experiment=experiment)
+    shape = {"tinyzero_ppo": QWEN_05B, "verl_gsm8k_grpo": LLAMA_1B}[experiment]
+    device = Device("a card", 2, round(1e9 * gb))
+    chosen, plan = fitted(config, shape, device)
+    assert plan.fits
+    assert plan.usable_bytes is not None
+    assert plan.peak_bytes <= plan.usable_bytes - KEPT_FREE * 1e9 * gb + 1
+    assert chosen.trainer.max_tokens_per_micro_batch >= 4 * planning.longest_tokens(chosen)
+    if num_workers == 8 and gb > 25:
+        assert [chosen.optim.offload, chosen.algo.kl.offload, chosen.model.gradient_checkpointing] == [False] * 3
+    if gb > 100:
+        assert chosen.rollout.sleep_level == 0
 
 
 def test_auto_takes_more_from_a_larger_card_and_recomputes_on_a_smaller_one() -> None:
