@@ -31,7 +31,7 @@ from flows.report import report
 from flows.server.nested import end_nested
 from flows.server.watch import watched
 from flows.shown.artifacts import show_link
-from flows.shown.tell import tell, tell_command
+from flows.shown.tell import tell, tell_command, tell_idle
 from flows.train import export_best_weights, train
 from flows.validate import validate
 from flows.warm_start import warm_start
@@ -39,6 +39,7 @@ from flows.work.mlflow_record import MlflowRecord, Recorded
 from flows.work.open_run import open_run
 from flows.work.report import load_ahead
 from flows.work.stages import Judgement
+from rlcore.config.compose import idle_settings
 from rlcore.run.inputs import RunInputs
 
 
@@ -95,6 +96,7 @@ def pipeline(
     )
     config = settings_of(experiment, given)
     tell_command(plain_command("train", experiment, given))
+    tell_idle(idle_settings(config, given, experiment=experiment))
     check_before_plan(config)
     plan = make_plan(config)
     check_before_start(config, plan)

@@ -25,12 +25,13 @@ from flows.server.watch import end_if_suspended, watched
 from flows.shown import stage_words
 from flows.shown.artifacts import show_checkpoints
 from flows.shown.reporter import reported
-from flows.shown.tell import tell, tell_command
+from flows.shown.tell import tell, tell_command, tell_idle
 from flows.warm_start import make_start_model
 from flows.work import stages
 from flows.work.open_run import open_run
 from flows.work.stages import Chunk, Export
 from rlcore.config import RunConfig
+from rlcore.config.compose import idle_settings
 from rlcore.errors import WorkerLostError
 from rlcore.run.inputs import RunInputs, start_model_is_ready
 
@@ -127,6 +128,7 @@ def train(
     )
     config = settings_of(experiment, given)
     tell_command(plain_command("train", experiment, given))
+    tell_idle(idle_settings(config, given, experiment=experiment))
     with watched(), open_run(config, command_words("train", experiment, given)) as run:
         inputs = train_to(config)
         show_checkpoints(run)

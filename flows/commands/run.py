@@ -11,7 +11,8 @@ from flows.server.api import PrefectApi, start_prefect, wait_for_prefect
 from flows.server.untold import not_kept_by
 from flows.shown.progress import display_for_console, shown_on
 from flows.shown.summary import summary_lines
-from rlcore.config.compose import load_config
+from flows.shown.warn import warn
+from rlcore.config.compose import idle_settings, load_config
 from rlcore.errors import StopRequestedError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ EXPERIMENT = "experiment="
 def run(settings: list[str], *, dry_run: bool, as_json: bool, verbose: bool) -> None:
     """Check, plan, then run the pipeline and say where to look."""
     config = load_config(settings)
+    warn(idle_settings(config, settings))
     check_before_plan(config)
     plan = make_plan(config)
     if dry_run:

@@ -10,13 +10,14 @@ from flows.plan.plan import make_plan
 from flows.plan.table import show_plan
 from flows.shown import stage_words
 from flows.shown.progress import display, display_for_console, shown_on
+from flows.shown.warn import warn
 from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun, open_run
 from flows.work.report import write_report
 from flows.work.stack_store import in_stack
 from rlcore.config import RunConfig
-from rlcore.config.compose import load_config
+from rlcore.config.compose import idle_settings, load_config
 from rlcore.errors import WorkerLostError
 from rlcore.run.inputs import RunInputs
 
@@ -24,6 +25,7 @@ from rlcore.run.inputs import RunInputs
 def train(settings: list[str], *, dry_run: bool, as_json: bool, verbose: bool) -> None:
     """Data, warm start, chunks, validation, weights."""
     config = in_stack(load_config(settings))
+    warn(idle_settings(config, settings))
     check_before_plan(config)
     plan = make_plan(config)
     if dry_run:
@@ -55,6 +57,7 @@ def train(settings: list[str], *, dry_run: bool, as_json: bool, verbose: bool) -
 def validate(settings: list[str], *, checkpoint: str, verbose: bool) -> None:
     """Judge one checkpoint."""
     config = in_stack(load_config(settings))
+    warn(idle_settings(config, settings))
     check_before_plan(config)
     with _watched(config, (), verbose=verbose) as run:
         inputs = stages.prepare_inputs(config)
@@ -74,6 +77,7 @@ def report(run: list[str], root: Path) -> None:
 def make_data(settings: list[str]) -> None:
     """Make and filter the dataset."""
     config = load_config(settings)
+    warn(idle_settings(config, settings))
     check_before_plan(config)
     print(f"dataset: {stage_words.describe_rows(stages.make_dataset(config))}")
     print(f"filter: {stage_words.describe_rows(stages.filter_rows(config))}")

@@ -3,9 +3,8 @@
 import json
 
 from flows.plan.plan import RunPlan
+from flows.plan.sizes import size, unit_for
 from rlcore.run.memory_plan import MemoryPlan
-
-GB = 1e9
 
 
 def show_plan(plan: RunPlan, *, as_json: bool) -> None:
@@ -34,17 +33,18 @@ def show_memory(plan: MemoryPlan) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    room = "" if plan.usable_bytes is None else f", {plan.usable_bytes / GB:.1f} GB of it for tensors"
-    table = Table(title=f"Memory of {plan.device.name}{room}, GB by phase", box=None, pad_edge=False,
+    room = "" if plan.usable_bytes is None else f", {size(plan.usable_bytes)} of it for tensors"
+    sums = [sum(parts.values()) for parts in plan.phases.values()]
+    scale, unit = unit_for(max(sums))
+    table = Table(title=f"Memory of {plan.device.name}{room}, {unit} by phase", box=None, pad_edge=False,
                   title_justify="left", header_style="bold")  # fmt: skip
     table.add_column("part")
     for phase in plan.phases:
         table.add_column(phase, justify="right")
     for part in dict.fromkeys(part for parts in plan.phases.values() for part in parts):
         sizes = (parts.get(part) for parts in plan.phases.values())
-        table.add_row(part, *("" if size is None else f"{size / GB:.3f}" for size in sizes))
-    sums = (sum(parts.values()) for parts in plan.phases.values())
-    table.add_row("sum", *(f"{size / GB:.3f}" for size in sums), style="bold")
+        table.add_row(part, *("" if held is None else f"{held / scale:.3f}" for held in sizes))
+    table.add_row("sum", *(f"{held / scale:.3f}" for held in sums), style="bold")
     console = Console(highlight=False)
     console.print(table)
     for note in memory_notes(plan):
@@ -55,9 +55,9 @@ def memory_notes(plan: MemoryPlan) -> list[str]:
     """Whether the plan fits, in words; nothing where the device is not known."""
     if plan.usable_bytes is None:
         return []
-    peak = f"{plan.peak_phase} needs {plan.peak_bytes / GB:.1f} GB"
+    peak = f"{plan.peak_phase} needs {size(plan.peak_bytes)}"
     if plan.cannot_fit:
-        return [f"memory: CANNOT FIT: {plan.floor_bytes / GB:.1f} GB even with one longest answer a micro-batch"]
+        return [f"memory: CANNOT FIT: {size(plan.floor_bytes)} even with one longest answer a micro-batch"]
     if not plan.fits:
         return [f"memory: {peak} as planned; passes that run out will be cut finer (runtime.fit_memory=auto plans it)"]
     return [f"memory: fits, {peak}"]
@@ -84,15 +84,15 @@ def _tokens(plan: RunPlan) -> str:
 
 def _disk(plan: RunPlan) -> str:
     disk = plan.disk
-    one = "not known before the first" if disk.checkpoint_bytes is None else f"{disk.checkpoint_bytes / GB:.3f} GB"
+    one = "not known before the first" if disk.checkpoint_bytes is None else size(disk.checkpoint_bytes)
     lines = [
-        f"disk: a checkpoint {one}, at most {disk.num_checkpoints} at a time, {disk.reserve_bytes / GB:.1f} GB in "
-        f"reserve: {disk.needed_bytes / GB:.2f} GB still needed, {disk.free_bytes / GB:.1f} GB free"
+        f"disk: a checkpoint {one}, at most {disk.num_checkpoints} at a time, {size(disk.reserve_bytes)} in "
+        f"reserve: {size(disk.needed_bytes)} still needed, {size(disk.free_bytes)} free"
     ]
     for report in disk.file_systems:
-        short = f"; MISSING {report.missing_bytes / GB:.2f} GB" if report.missing_bytes else ""
+        short = f"; MISSING {size(report.missing_bytes)}" if report.missing_bytes else ""
         lines.append(
-            f"  {report.path}: {report.needed_bytes / GB:.2f} GB to write on this file system, "
-            f"{report.free_bytes / GB:.1f} GB free{short}"
+            f"  {report.path}: {size(report.needed_bytes)} to write on this file system, "
+            f"{size(report.free_bytes)} free{short}"
         )
     return "\n".join(lines)

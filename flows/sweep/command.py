@@ -9,6 +9,7 @@ from flows.plan.checks import check_before_plan
 from flows.server.api import start_prefect, wait_for_prefect
 from flows.server.untold import not_kept_by
 from flows.shown.progress import display_for_console, shown_on
+from flows.shown.warn import warn
 from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import Sweep, load_sweep
 from rlcore.config.sweep_points import shown_point
@@ -27,6 +28,7 @@ def sweep(
 ) -> None:
     """Check, show or run, and say where to look. Exit code 1 if a point has failed."""
     checked = load_sweep(spec, settings, budget=budget)
+    warn(checked.idle_settings())
     check_before_plan(checked.base)
     if dry_run:
         show(checked, as_json=as_json)

@@ -15,7 +15,7 @@ from flows.pipeline import one_heartbeat
 from flows.plan.checks import check_before_plan
 from flows.server.nested import end_nested
 from flows.server.watch import watched
-from flows.shown.tell import tell
+from flows.shown.tell import tell, tell_idle
 from flows.sweep import mlflow_parent
 from flows.sweep.children import Children, InTurn, OnWorkers, cancelled_with_us
 from flows.sweep.drive import Drive, search_of
@@ -66,6 +66,7 @@ def sweep(
     check_before_plan(checked.base)
     folder = sweep_directory(checked)
     tell(f"sweep {checked.sweep_id} in {folder}")
+    tell_idle(checked.idle_settings())
     with watched(), HeldLock(folder / LOCK_FILE, what=f"sweep {checked.sweep_id}"), one_heartbeat():
         parent = mlflow_parent.begin(checked)
         with mlflow_parent.ended_with_us(checked, parent):

@@ -12,7 +12,7 @@ without `+`, and the files in `conf/` say only what differs. Overrides are Hydra
 `experiment` names a file in `conf/experiment`, or any other file of that form by its path, ending in .yaml.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -34,6 +34,7 @@ from rlcore.config.algo import CriticConfig
 from rlcore.config.keys import leaves, section_names
 from rlcore.config.overlay import Written, filled_in, put
 from rlcore.config.problems import Problem, did_you_mean, settings_error, shown
+from rlcore.config.rules.effects import without_effect
 from rlcore.config.run import RunConfig
 from rlcore.config.validate import TASKS, Findings, validate
 
@@ -94,6 +95,32 @@ def judge_settings(
     """
     composed: dict[_Choice, _Composition] = {}
     return [_judged(overrides, experiment, composed) for overrides in many]
+
+
+def idle_settings(
+    config: RunConfig, overrides: Sequence[str], *, experiment: str | None = None, swept: Collection[str] = ()
+) -> list[str]:
+    """What was given by an override or in the experiment's own file and cannot have an effect: a line each.
+
+    Args:
+        config: what `load_config` made of the same.
+        swept: what else differs from point to point of a sweep.
+    """
+    request = _read(overrides, experiment, Findings())
+    given = {key for written in request.values if not written.delete for key in leaves({written.key: written.value})}
+    in_file = _keys_in_file(request.experiment) - given
+    return without_effect(config, given | request.choices.keys(), in_file, swept)
+
+
+def _keys_in_file(experiment: str | None) -> set[str]:
+    """Dotted keys that an experiment's file itself gives, not those of the files that it builds on."""
+    if experiment is None:
+        return set()
+    own = experiment.endswith(FILE_ENDINGS)
+    node = OmegaConf.load(experiment if own else CONF_DIR / "experiment" / f"{experiment}.yaml")
+    found = OmegaConf.to_container(node)
+    assert isinstance(found, dict)
+    return {key for key in leaves({str(name): value for name, value in found.items()}) if key != "defaults"}
 
 
 _Choice = tuple[str | None, tuple[tuple[str, str], ...]]

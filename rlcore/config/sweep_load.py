@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
 from rlcore.config import sweep_checks as checks
-from rlcore.config.compose import CONF_DIR, FILE_ENDINGS, judge_settings
+from rlcore.config.compose import CONF_DIR, FILE_ENDINGS, idle_settings, judge_settings
 from rlcore.config.fingerprint import fingerprint, lasting_settings
 from rlcore.config.problems import Problem, did_you_mean, settings_error, shown
 from rlcore.config.run import RunConfig
@@ -64,6 +64,11 @@ class Sweep:
     def overrides_of(self, point: Point, seed: int) -> list[str]:
         """The settings of one run, beyond the experiment."""
         return [*self.overrides, *written(point), f"seed={seed}"]
+
+    def idle_settings(self) -> list[str]:
+        """What all points share, or is swept, and has no effect in any: a line each."""
+        swept = {key for point in self.points for key in point} | self.spec.space.keys()
+        return idle_settings(self.base, self.overrides, experiment=self.spec.experiment, swept=swept)
 
     def metric_of(self, config: RunConfig) -> str:
         """The objective's name below `val-core/<data source>/`."""

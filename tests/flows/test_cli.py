@@ -57,11 +57,18 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(bare: Millrace) -> None:
     for stage in ("dataset", "filter", "warm-start", "train", "validate", "report"):
         assert stage in done.out
     assert "0 of 2 done" in done.out
+    assert done.err == "", "no setting without effect was given"
+    (held,) = [line.split()[1:] for line in done.out.splitlines() if line.startswith("sum ")]
+    assert min(map(float, held)) > 0, "a tiny model is shown in a unit that it fills"
     assert list(bare.root.iterdir()) == []
 
 
 def test_the_plan_for_machines_is_json(bare: Millrace) -> None:
-    done = bare("train", "experiment=debug", "--dry-run", "--json")
+    done = bare("train", "experiment=debug", "--dry-run", "--json", "algo.importance.cap=3")
+    assert done.err == (
+        "warning: algo.importance.cap=3.0: has no effect with algo.importance.mode=off. Set "
+        "algo.importance.mode=truncate or mask, or leave it out\n"
+    )
     plan = json.loads(done.out)
     assert plan["stages"][0]["name"] == "dataset"
     assert plan["tokens"]["sequences_per_step"] == 8 * 4

@@ -313,8 +313,13 @@ def test_a_mistake_is_told_before_anything_is_written(bare: Millrace, tmp_path: 
 
 
 def test_a_dry_run_shows_every_run_and_writes_nothing(bare: Millrace) -> None:
-    done = bare("sweep", "debug_grid", f"paths.root={bare.root}", "--dry-run", "--json")
+    in_vain = ("reward.deadline_s=3", "algo.kl.coef=0.001")
+    done = bare("sweep", "debug_grid", *in_vain, f"paths.root={bare.root}", "--dry-run", "--json")
     assert done.code == 0, done.err
+    assert [line.split()[1].partition("=")[0] for line in done.err.splitlines()] == [
+        "algo.kl.coef",
+        "reward.deadline_s",
+    ]
     plan = json.loads(done.out)
     assert len(plan["runs"]) == len({run["run_id"] for run in plan["runs"]}) == 8
     assert list(bare.root.iterdir()) == []

@@ -1,0 +1,165 @@
+"""Settings that were given and cannot have an effect: told in a line each, and no mistake.
+
+Sweeps and experiments that are shared give such settings on purpose; whoever gives one by mistake waits for an effect
+that never comes. Defaults that nobody gave are never told.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from rlcore.config.keys import leaves
+from rlcore.config.problems import shown
+from rlcore.config.rules.algorithm import DISCOUNTED_ADVANTAGES
+from rlcore.config.run import RunConfig
+
+Wish = Callable[[Any], bool]
+
+
+def _on(value: Any) -> bool:
+    return value not in (None, False, 0, "off")
+
+
+def _off(value: Any) -> bool:
+    return not _on(value)
+
+
+def _one_of(*values: Any) -> Wish:
+    return lambda value: value in values
+
+
+def _none_of(*values: Any) -> Wish:
+    return lambda value: value not in values
+
+
+def _no_folder(value: Any) -> bool:
+    return not Path(value).expanduser().is_dir()
+
+
+def _several(value: Any) -> bool:
+    return bool(value > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Keys or sections that are read only where one of the settings `by` is as `wanted`; `remedy`: how it gets so;
+    `why`: what is told in place of the values of `by`.
+
+    Where none of `by` is there (another task's, a section that is null) nothing is known, and nothing told.
+    """
+
+    keys: tuple[str, ...]
+    by: tuple[str, ...]
+    wanted: Wish
+    remedy: str
+    why: str = ""
+
+
+_VLLMS = tuple(
+    f"rollout.{name}"
+    for name in ("tensor_parallel_size", "memory_share", "sleep_level", "enforce_eager", "short_steps",
+                 "max_batched_tokens", "prefix_caching", "canary_bound")
+)  # fmt: skip
+_KL = tuple(f"algo.kl.{name}" for name in ("estimator", "coef", "adaptive", "target", "horizon", "offload"))
+_ACTIONS = tuple(f"alarms.{name}" for name in ("non_finite", "grad_norm", "entropy", "equal_scores", "kl", "length"))
+
+EFFECTS: tuple[Effect, ...] = (
+    Effect(("algo.lam",), ("algo.advantage",), _one_of("gae"), "Choose algo=ppo"),
+    Effect(("algo.gamma",), ("algo.advantage",), _one_of(*sorted(DISCOUNTED_ADVANTAGES)), "Choose algo=ppo"),
+    Effect(("algo.value_clip",), ("critic",), _on, "Choose algo=ppo, which has a critic"),
+    Effect(("algo.dual_clip",), ("algo.policy_loss",), _none_of("cispo"), "Choose algo.policy_loss=ppo_clip or gspo"),
+    Effect(_KL, ("algo.kl.where",), _on, "Set algo.kl.where=loss or reward"),
+    Effect(("algo.kl.target", "algo.kl.horizon"), ("algo.kl.adaptive",), _on, "Set algo.kl.adaptive=true"),
+    Effect(("algo.importance.cap",), ("algo.importance.mode",), _on, "Set algo.importance.mode=truncate or mask"),
+    Effect(("algo.dynamic_sampling.max_refills",), ("algo.dynamic_sampling.enabled",), _on,
+           "Set algo.dynamic_sampling.enabled=true"),
+    Effect(("algo.overlong.buffer_tokens", "algo.overlong.penalty"), ("algo.overlong.enabled",), _on,
+           "Set algo.overlong.enabled=true"),
+    Effect(("optim.min_lr_ratio",), ("optim.schedule",), _none_of("constant"), "Set optim.schedule=linear or cosine"),
+    Effect(("critic.optim.min_lr_ratio",), ("critic.optim.schedule",), _none_of("constant"),
+           "Set critic.optim.schedule=linear or cosine"),
+    Effect(("model.scratch",), ("model.path",), _off, "Set model.path=null"),
+    Effect(tuple(f"warm_start.{name}" for name in ("batch_size", "lr", "max_steps", "stop_at_reward", "check_every",
+                                                   "check_problems", "misdirected_share")),
+           ("warm_start.enabled",), _on, "Set warm_start.enabled=true"),
+    Effect(_VLLMS, ("rollout.engine",), _one_of("vllm"), "Set rollout.engine=vllm"),
+    Effect(("rollout.sleep_level", "rollout.enforce_eager", "rollout.short_steps"), ("runtime.device",),
+           _none_of("cpu"), "Set runtime.device=auto"),
+    Effect(("rollout.short_steps",), ("rollout.enforce_eager",), _off, "Set rollout.enforce_eager=false"),
+    Effect(("reward.deadline_s",), ("reward.num_processes",), _on, "Set reward.num_processes=1 or more"),
+    Effect(("validation.sampling.top_p",), ("validation.sampling.temperature",), _on,
+           "Set validation.sampling.temperature=1"),
+    Effect(("alarms.grad_norm_above",), ("alarms.grad_norm",), _on, "Set alarms.grad_norm=tell"),
+    Effect(("alarms.entropy_below",), ("alarms.entropy",), _on, "Set alarms.entropy=tell"),
+    Effect(("alarms.equal_scores",), ("rollout.samples_per_prompt",), _several,
+           "Set rollout.samples_per_prompt=2 or more"),
+    Effect(("alarms.kl_above",), ("alarms.kl",), _on, "Set alarms.kl=tell, and algo.kl.where"),
+    Effect(("alarms.length_share",), ("alarms.length",), _on, "Set alarms.length=tell"),
+    Effect(("alarms.roll_back_lr_factor", "alarms.max_roll_backs"), _ACTIONS, _one_of("roll_back"),
+           "Set an alarm to roll_back", why="no alarm that rolls back"),
+    Effect(("runtime.ray_address", "runtime.placement_timeout_s"), ("runtime.backend",), _one_of("ray"),
+           "Set runtime.backend=ray"),
+    Effect(("runtime.fit_memory",), ("runtime.device",), _none_of("cpu"), "Set runtime.device=auto"),
+    Effect(("runtime.profile.num_steps", "runtime.profile.max_mb"), ("runtime.profile.first_step",), _on,
+           "Set runtime.profile.first_step=2"),
+    Effect(tuple(f"tracking.{name}" for name in ("uri", "experiment", "log_best", "registered_model", "ship_every_s")),
+           ("tracking.enabled",), _on, "Set tracking.enabled=true"),
+    Effect(("data.revision", "data.subset"), ("data.source",), _no_folder, "Set data.source to a hub id"),
+)  # fmt: skip
+"""The first that names a key and applies is told."""
+
+
+def without_effect(
+    config: RunConfig, given: Collection[str], in_file: Collection[str] = (), swept: Collection[str] = ()
+) -> list[str]:
+    """A line for each group of settings that cannot have an effect here: keys and values, why, what to do.
+
+    Args:
+        config: sound settings.
+        given: dotted keys, and members of groups, that were asked for: overrides.
+        in_file: dotted keys of an experiment's file. Where an override has switched off what they belong to, they are
+            not told: whoever did that knows.
+        swept: dotted keys, and groups, that differ from point to point of a sweep; `config` is that of no point.
+    """
+    values = leaves(config.model_dump(mode="json"))
+    left = [key for key in values if key in given or key in in_file or key in swept]
+    lines = []
+    for effect in EFFECTS:
+        if any(_below(by, swept) for by in effect.by):
+            continue
+        is_switched = any(_below(by, given) for by in effect.by)
+        keys = [key for key in left if _below(key, effect.keys) and (key not in in_file or not is_switched)]
+        reasons = _reasons(config, effect) if keys else None
+        if reasons is None:
+            continue
+        left = [key for key in left if key not in keys]
+        told = ", ".join(key if key in swept else f"{key}={shown(values[key])}" for key in keys)
+        verb = "have" if len(keys) > 1 else "has"
+        lines.append(f"{told}: {verb} no effect with {reasons}. {effect.remedy}, or leave {_it(keys)} out")
+    return lines
+
+
+def _below(key: str, names: Collection[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _reasons(config: RunConfig, effect: Effect) -> str | None:
+    """The settings that leave the keys unread, as one would write them; None where the keys are read."""
+    found = {name: _value(config, name) for name in effect.by}
+    known = {name: value for name, value in found.items() if value is not _ABSENT}
+    if not known or any(effect.wanted(value) for value in known.values()):
+        return None
+    return effect.why or ", ".join(f"{name}={shown(value)}" for name, value in known.items())
+
+
+_ABSENT = object()
+
+
+def _value(config: RunConfig, name: str) -> Any:
+    return reduce(lambda section, part: getattr(section, part, _ABSENT), name.split("."), config)
+
+
+def _it(keys: Collection[str]) -> str:
+    return "them" if len(keys) > 1 else "it"

@@ -1,0 +1,104 @@
+"""Settings that were given and have no effect are told, and nothing else is."""
+
+from pathlib import Path
+
+import pytest
+
+from rlcore.config.compose import experiment_names, idle_settings, load_config
+from rlcore.config.keys import all_keys, section_names
+from rlcore.config.rules.effects import EFFECTS, without_effect
+from rlcore.config.sweep_load import load_sweep, sweep_names
+from tests.config.test_rules import settings
+
+# What leaves the keys unread, what lets them be read, and the keys with a value.
+CASES = [
+    ("", "algo.advantage=gae critic={}", "algo.lam=1"),
+    ("", "algo.advantage=reinforce_pp", "algo.gamma=1"),
+    ("", "algo.advantage=gae critic={}", "algo.value_clip=0.2"),
+    ("algo.policy_loss=cispo", "algo.policy_loss=gspo", "algo.dual_clip=2"),
+    *[("", "algo.kl.where=loss", f"algo.kl.{word}") for word in ("estimator=k1", "coef=0.001", "offload=true")],
+    ("algo.kl.where=loss", "algo.kl.where=loss algo.kl.adaptive=true", "algo.kl.target=1"),
+    ("algo.kl.where=loss", "algo.kl.where=reward algo.kl.adaptive=true", "algo.kl.horizon=9"),
+    ("", "algo.importance.mode=mask", "algo.importance.cap=3"),
+    ("", "algo.dynamic_sampling.enabled=true", "algo.dynamic_sampling.max_refills=2"),
+    ("", "algo.overlong.enabled=true", "algo.overlong.penalty=2"),
+    ("", "optim.schedule=cosine", "optim.min_lr_ratio=0.1"),
+    ("critic={}", "critic.optim.schedule=linear", "critic.optim.min_lr_ratio=0.1"),
+    ("", "model.path=null", "model.scratch.num_layers=2"),
+    ("", "warm_start.enabled=true", "warm_start.lr=0.1"),
+    *[("", "rollout.engine=vllm", f"rollout.{word}") for word in ("memory_share=0.3", "canary_bound=1",
+                                                                 "sleep_level=1", "tensor_parallel_size=1")],
+    ("rollout.engine=vllm runtime.device=cpu", "rollout.engine=vllm", "rollout.enforce_eager=true"),
+    ("rollout.engine=vllm rollout.enforce_eager=true", "rollout.engine=vllm", "rollout.short_steps=false"),
+    ("", "reward.num_processes=1", "reward.deadline_s=1"),
+    ("validation.sampling.temperature=0", "", "validation.sampling.top_p=0.9"),
+    ("alarms.grad_norm='off'", "", "alarms.grad_norm_above=9"),
+    ("alarms.entropy='off'", "", "alarms.entropy_below=1"),
+    ("rollout.samples_per_prompt=1", "", "alarms.equal_scores=stop"),
+    ("", "alarms.kl=stop", "alarms.kl_above=1"),
+    ("", "alarms.length=stop", "alarms.length_share=0.5"),
+    ("", "alarms.entropy=roll_back", "alarms.max_roll_backs=1"),
+    ("", "runtime.backend=ray", "runtime.ray_address=auto"),
+    ("runtime.device=cpu", "", "runtime.fit_memory=auto"),
+    ("", "runtime.profile.first_step=2", "runtime.profile.max_mb=1"),
+    ("tracking.enabled=false", "", "tracking.log_best=true"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("idle", "read", "given"), CASES)
+def test_a_setting_is_told_where_it_is_not_read_and_nowhere_else(idle, read, given):
+    key = given.partition("=")[0]
+    (line,) = without_effect(settings(f"{idle} {given}"), [key])
+    assert line.startswith(f"{key}=")
+    assert "no effect with" in line
+    assert without_effect(settings(f"{read} {given}"), [key]) == []
+    assert without_effect(settings(f"{idle} {given}"), []) == [], "nobody gave it"
+
+
+def test_every_row_names_settings_and_has_a_case():
+    names = {*all_keys(), *section_names()}
+    for effect in EFFECTS:
+        assert {*effect.keys, *effect.by} <= names
+    keys = [given.partition("=")[0] for *_, given in CASES] + ["data.revision"]
+    left = [e.keys for e in EFFECTS if not any(key == k or key.startswith(f"{k}.") for key in keys for k in e.keys)]
+    assert not left
+
+
+def test_a_revision_is_the_hubs(tmp_path: Path):
+    given = ["data=gsm8k", f"data.source={tmp_path}", "data.revision=main", "model.path=a/b"]
+    (line,) = idle_settings(load_config(given), given)
+    assert line.startswith("data.revision=main: has no effect with data.source=")
+    given[1] = "data.source=openai/gsm8k"
+    assert idle_settings(load_config(given), given) == []
+
+
+def test_a_sweep_is_told_of_what_no_point_reads(tmp_path: Path):
+    file = tmp_path / "sweep.yaml"
+    grid = "grid: {optim.schedule: [constant, cosine], algo.importance.cap: [2.0, 3.0]}"
+    file.write_text(f"name: mine\nexperiment: debug\nseeds: [1]\n{grid}\n")
+    lines = load_sweep(str(file), ["reward.deadline_s=3", "optim.min_lr_ratio=0.1"]).idle_settings()
+    assert [line.partition(":")[0] for line in lines] == ["algo.importance.cap", "reward.deadline_s=3.0"]
+
+
+@pytest.mark.parametrize("name", sweep_names())
+def test_no_sweep_of_ours_gives_a_setting_in_vain(name):
+    assert load_sweep(name).idle_settings() == []
+
+
+@pytest.mark.parametrize("name", experiment_names())
+def test_no_experiment_of_ours_gives_a_setting_in_vain(name):
+    assert idle_settings(load_config([], experiment=name), [], experiment=name) == []
+
+
+def test_a_file_is_told_of_what_it_says_in_vain_but_not_of_what_an_override_switched_off(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    text = "defaults: [debug@_here_]\nalgo: {importance: {cap: 3.0}}\nrollout: {memory_share: 0.4}\n"
+    file.write_text(text)
+    words = [f"experiment={file}", "warm_start.enabled=false", "optim.lr=1e-4"]
+    lines = idle_settings(load_config(words), words)
+    assert [line.partition("=")[0] for line in lines] == ["algo.importance.cap", "rollout.memory_share"]
+    words.append("rollout=hf")
+    assert [line.partition("=")[0] for line in idle_settings(load_config(words), words)] == ["algo.importance.cap"]
+    words.append("+warm_start={lr: 0.1, batch_size: 8}")
+    assert idle_settings(load_config(words), words)[1].startswith("warm_start.batch_size=8, warm_start.lr=0.1: have no")
+    assert idle_settings(load_config(["experiment=debug", "~tags"]), ["experiment=debug", "~tags"]) == []
