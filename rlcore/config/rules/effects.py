@@ -6,7 +6,6 @@ that never comes. Defaults that nobody gave are never told.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +157,10 @@ _ABSENT = object()
 
 
 def _value(config: RunConfig, name: str) -> Any:
-    return reduce(lambda section, part: getattr(section, part, _ABSENT), name.split("."), config)
+    found: Any = config
+    for part in name.split("."):
+        found = getattr(found, part, _ABSENT)
+    return found
 
 
 def _it(keys: Collection[str]) -> str:
