@@ -83,7 +83,8 @@ def run(
     from flows.commands import run as run_command
     from flows.commands.fork import forked
 
-    run_command.run(forked(settings or [], fork, ARTIFACTS), dry_run=dry_run, as_json=json, verbose=verbose)
+    start = forked(settings or [], fork, ARTIFACTS, dry_run=dry_run)
+    run_command.run(start, dry_run=dry_run, as_json=json, verbose=verbose)
 
 
 @app.command(
@@ -125,7 +126,8 @@ def train(
     from flows.commands import train as train_command
     from flows.commands.fork import forked
 
-    train_command.train(forked(settings or [], fork, ARTIFACTS), dry_run=dry_run, as_json=json, verbose=verbose)
+    start = forked(settings or [], fork, ARTIFACTS, dry_run=dry_run)
+    train_command.train(start, dry_run=dry_run, as_json=json, verbose=verbose)
 
 
 @app.command(epilog="Example:  millrace validate experiment=countdown_demo --checkpoint best")

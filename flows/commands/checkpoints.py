@@ -56,13 +56,22 @@ def export_to(config: RunConfig, layout: RunLayout, checkpoint: str, target: Pat
     from rlcore.checkpoint.export import export_checkpoint
 
     info = find_checkpoint(layout.checkpoints, checkpoint)
+    return export_checkpoint(info, config, start_model_of(config, layout), target)
+
+
+def start_model_of(config: RunConfig, layout: RunLayout) -> Path:
+    """The model that the run has started from.
+
+    Raises:
+        DataError: it is not there any more.
+    """
     start = planned_start_model(config, RunInputs.read(layout).filtered_directory)
     if not start.is_dir():
         raise DataError(
             f"{start}: missing: the model that run {layout.run_dir.name} has started from gives config and tokenizer. "
             "Restore it, or make it again by the run's own command."
         )
-    return export_checkpoint(info, config, start, target)
+    return start
 
 
 def _export(config: RunConfig, layout: RunLayout, checkpoint: str, target: Path) -> Path:

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flows.commands.fork import Fork
 from flows.plan.checks import check_before_plan, check_before_start
 from flows.plan.plan import make_plan
 from flows.plan.table import show_memory, show_plan
@@ -12,7 +13,7 @@ from flows.server.untold import not_kept_by
 from flows.shown.progress import display_for_console, shown_on
 from flows.shown.summary import summary_lines
 from flows.shown.warn import warn
-from rlcore.config.compose import idle_settings, load_config
+from rlcore.config.compose import idle_settings
 from rlcore.errors import StopRequestedError
 
 if TYPE_CHECKING:
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 EXPERIMENT = "experiment="
 
 
-def run(settings: list[str], *, dry_run: bool, as_json: bool, verbose: bool) -> None:
+def run(fork: Fork, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
     """Check, plan, then run the pipeline and say where to look."""
-    config = load_config(settings)
+    settings = fork.settings
+    config, model = fork.plan()
     warn(idle_settings(config, settings))
     check_before_plan(config)
-    plan = make_plan(config)
+    plan = make_plan(config, model=model)
     if dry_run:
         show_plan(plan, as_json=as_json)
         return

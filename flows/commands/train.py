@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from flows.commands.fork import Fork
 from flows.commands.named_run import named_run
 from flows.plan.checks import check_before_plan, check_before_start
 from flows.plan.plan import make_plan
@@ -22,12 +23,14 @@ from rlcore.errors import WorkerLostError
 from rlcore.run.inputs import RunInputs
 
 
-def train(settings: list[str], *, dry_run: bool, as_json: bool, verbose: bool) -> None:
+def train(fork: Fork, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
     """Data, warm start, chunks, validation, weights."""
-    config = in_stack(load_config(settings))
+    settings = fork.settings
+    config, model = fork.plan()
+    config = in_stack(config)
     warn(idle_settings(config, settings))
     check_before_plan(config)
-    plan = make_plan(config)
+    plan = make_plan(config, model=model)
     if dry_run:
         show_plan(plan, as_json=as_json)
         return

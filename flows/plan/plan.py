@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from data import dataset_directory, dataset_fingerprint, filter_fingerprint, filtered_directory, tokenizer_fingerprint
-from flows.plan.parameter_counts import count_parameters
+from flows.plan.parameter_counts import ParameterCount, count_parameters
 from flows.work.report import report_fingerprint, report_is_current
 from flows.work.stages import chunk_bounds, committed_step, known_result
 from rlcore.checkpoint.catalog import scan
@@ -111,8 +111,12 @@ class RunPlan:
         return plain
 
 
-def make_plan(config: RunConfig) -> RunPlan:
+def make_plan(config: RunConfig, *, model: Path | None = None) -> RunPlan:
     """The plan of a run as things stand on disk.
+
+    Args:
+        config: of the run.
+        model: one of the same shape and tokenizer, to look at while that of `model.path` is not there yet.
 
     Raises:
         DataError: source files of the dataset are missing.
@@ -120,7 +124,10 @@ def make_plan(config: RunConfig) -> RunPlan:
     """
     layout = RunLayout.of(config)
     committed = committed_step(config)
-    dataset, filtered = _data_stages(config, layout.root)
+    seen = config
+    if model is not None:
+        seen = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+    dataset, filtered = _data_stages(seen, layout.root)
     chunks = tuple(ChunkPlan(start, stop, stop <= committed) for start, stop in chunk_bounds(config))
     stages = [dataset, filtered, _start_model(config, filtered), _train(config, layout, chunks, committed)]
     stages += [_validate(config, layout, committed), _report(config, layout, stages)]
@@ -133,8 +140,8 @@ def make_plan(config: RunConfig) -> RunPlan:
         committed_step=committed,
         total_steps=config.trainer.total_steps,
         tokens=_tokens(config, committed),
-        disk=_disk(config, layout),
-        memory=plan_memory_here(config),
+        disk=_disk(config, layout, count_parameters(seen)),
+        memory=plan_memory_here(seen),
     )
 
 
@@ -208,9 +215,8 @@ def _tokens(config: RunConfig, committed: int) -> TokenBudget:
     return TokenBudget(prompts, sequences, longest, sequences * longest, sequences * longest * left)
 
 
-def _disk(config: RunConfig, layout: RunLayout) -> DiskBudget:
+def _disk(config: RunConfig, layout: RunLayout, count: ParameterCount | None) -> DiskBudget:
     known = scan(layout.checkpoints).checkpoints
-    count = count_parameters(config)
     size: int | None = None
     if known:
         size = known[-1].size_bytes

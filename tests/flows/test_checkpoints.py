@@ -74,8 +74,17 @@ def test_a_run_of_a_newer_format_is_told_once_and_left_as_it_is(run: SmallRun, t
 def test_a_fork_starts_from_the_weights_with_settings_of_its_own(run: SmallRun, tmp_path: Path) -> None:
     folder = str(run.layout.run_dir)
     given = ["experiment=debug", "optim.lr=1e-4", "tracking.enabled=false"]
-    settings = forked(given, f"{folder}@4", tmp_path)
-    assert settings == forked(given, folder, tmp_path), "the same checkpoint is exported once"
+    before = sorted(Path(run.config.paths.root).rglob("*"))
+    dry = Millrace(Path(run.config.paths.root), {})("train", *given, "--fork", folder, "--dry-run", "--json")
+    assert dry.code == 0, dry.err
+    assert sorted(Path(run.config.paths.root).rglob("*")) == before, "a dry run writes nothing"
+    settings = forked(given, f"{folder}@4", tmp_path).settings
+    assert settings == forked(given, folder, tmp_path).settings, "the same checkpoint is exported once"
+    again = Millrace(Path(run.config.paths.root), {})("train", *given, "--fork", folder, "--dry-run", "--json")
+    planned, there = (json.loads(done.out) for done in (dry, again))
+    for plan in (planned, there):
+        plan["disk"] = plan["disk"]["checkpoint_bytes"]  # what is free differs from moment to moment
+    assert planned == there
     config = load_config(settings)
     assert config.tags["forked_from"] == f"{run.layout.run_dir.name}@step-000004"
     assert config.model.path is not None
@@ -87,7 +96,7 @@ def test_a_fork_starts_from_the_weights_with_settings_of_its_own(run: SmallRun, 
     with session_of(fork) as session:
         assert session.train(1)["step"] == 1
     assert fork.layout.run_dir.name != run.layout.run_dir.name
-    assert forked(given, None, tmp_path) == given
+    assert forked(given, None, tmp_path).settings == given
     with pytest.raises(CheckpointError, match=r"no checkpoint '9'; there are: step-000001"):
         forked(given, f"{folder}@9", tmp_path)
     with pytest.raises(DataError, match="absent: is neither the folder nor the id of a run"):
