@@ -47,7 +47,8 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type. Master weights are float32 always. auto: bfloat16 on CUDA, float32 on CPU."""
     attention: Literal["auto", "flash_attn", "varlen", "sdpa"] = "auto"
-    """Packed attention. auto: the first of flash_attn, varlen, sdpa that runs on this device."""
+    """Packed attention. auto: the first of flash_attn (3 or 2), varlen, sdpa that runs on this device. flash_attn takes
+    flash-attn 4 too, where neither 3 nor 2 is installed."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward instead of keeping its activations."""
     compile: bool = False

@@ -16,6 +16,12 @@ from rlcore.models.layout import Backend, PackedLayout
 
 # Ampere: the oldest GPUs for which flash attention has code.
 _MIN_CAPABILITY = (8, 0)
+# Modules of flash-attn 3, 2 and 4, and the major compute capabilities that they serve.
+_FLASH_3, _FLASH_2, _FLASH_4 = "flash_attn_interface", "flash_attn", "flash_attn.cute"
+_SERVED = {_FLASH_3: (9,), _FLASH_4: (9, 10, 11, 12)}
+_FLASH_FUNCTION = "flash_attn_varlen_func"
+# How an import fails: no such package, a wheel built for another torch or CUDA, another version of it.
+_NO_KERNEL = (ImportError, OSError, RuntimeError, AttributeError)
 # Largest head that the flash kernels hold in registers, and the multiple that their loads want.
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE = 8
@@ -45,9 +51,11 @@ def choose_attention(
     candidates: tuple[Backend, ...] = ("flash_attn", "varlen") if requested == "auto" else (requested,)
     for name in candidates:
         problem = _flash_problem(device, dtype, head_dim) or _missing(name)
+        if not problem and requested == "auto" and _KERNELS[name].module == _FLASH_4:
+            problem = "flash-attn 4 is a pre-release, and is used where model.attention=flash_attn asks for it"
         if not problem:
-            why = "asked for by model.attention" if requested != "auto" else "; ".join([*refused, f"{name} runs here"])
-            return AttentionChoice(name, why)
+            here = "asked for by model.attention" if requested != "auto" else f"{name} runs here"
+            return AttentionChoice(name, "; ".join([*refused, f"{here} ({_KERNELS[name].module})"]))
         refused.append(f"{name}: {problem}")
     if requested == "auto":
         return AttentionChoice("sdpa", "; ".join(refused))
@@ -74,17 +82,20 @@ def _missing(name: Backend) -> str:
     """Why the kernel cannot be imported; empty where it can."""
     try:
         _load(name)
-    except (ImportError, OSError, AttributeError) as error:  # OSError: a wheel built for another torch or CUDA
+    except _NO_KERNEL as error:
         return f"not installed here ({error})"
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """A kernel and the names of the arguments that its version takes."""
+    """A kernel, the module that it is of, the names of the arguments that its version takes, and its word for a window
+    without bounds."""
 
     function: Callable[..., Any]
+    module: str
     takes: frozenset[str]
+    no_window: Any
 
 
 # Filled by `choose_attention`. A plain table and no cached function: the compiler looks through it.
@@ -92,16 +103,36 @@ _KERNELS: dict[Backend, _Kernel] = {}
 
 
 def _load(name: Backend) -> None:
-    """Import a kernel once. flash-attn 3 (`flash_attn_interface`) where it is installed and the GPU is a Hopper."""
+    """Import a kernel once."""
     if name in _KERNELS:
         return
     if name == "varlen":
-        function = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    elif torch.cuda.get_device_capability()[0] == 9 and importlib.util.find_spec("flash_attn_interface"):
-        function = importlib.import_module("flash_attn_interface").flash_attn_varlen_func
+        module, attribute = "torch.nn.attention.varlen", "varlen_attn"
     else:
-        function = importlib.import_module("flash_attn").flash_attn_varlen_func
-    _KERNELS[name] = _Kernel(function, frozenset(inspect.signature(function).parameters))
+        module, attribute = flash_package(torch.cuda.get_device_capability()[0]), _FLASH_FUNCTION
+    function = getattr(importlib.import_module(module), attribute)
+    parameters = inspect.signature(function).parameters
+    window = parameters.get("window_size")
+    if module == _FLASH_4:
+        function = torch.compiler.disable(function)  # the compiler cannot look into another compiler's work
+    _KERNELS[name] = _Kernel(function, module, frozenset(parameters), None if window is None else window.default)
+
+
+def flash_package(capability: int) -> str:
+    """The module of the flash-attn package for a GPU of this major compute capability, of those that are installed: 3
+    before 2 before 4, which is a pre-release and whose calls part the graphs of compiled layers."""
+    if capability in _SERVED[_FLASH_3] and _has_kernel(_FLASH_3):
+        return _FLASH_3
+    is_last = capability in _SERVED[_FLASH_4] and not _has_kernel(_FLASH_2) and _has_kernel(_FLASH_4)
+    return _FLASH_4 if is_last else _FLASH_2
+
+
+def _has_kernel(module: str) -> bool:
+    """The folder `flash_attn` alone says nothing: 4 lies in it without 2."""
+    try:
+        return hasattr(importlib.import_module(module), _FLASH_FUNCTION)
+    except _NO_KERNEL:
+        return False
 
 
 def flash_varlen(
@@ -114,7 +145,8 @@ def flash_varlen(
     window: int | None,
 ) -> Float[Tensor, "T Hq D"]:
     """Causal attention inside each sequence by the flash-attn package; grouped-query attention is its own."""
-    out = _KERNELS["flash_attn"].function(
+    kernel = _KERNELS["flash_attn"]
+    out = kernel.function(
         query,
         key,
         value,
@@ -125,7 +157,7 @@ def flash_varlen(
         softmax_scale=scale,
         causal=True,
         # A window of w tokens holds the token itself and w - 1 before it.
-        window_size=(-1, -1) if window is None else (window - 1, 0),
+        window_size=kernel.no_window if window is None else (window - 1, 0),
     )
     return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 

@@ -1,7 +1,9 @@
 """Packed attention by length groups against a naive twin, and the choice of a backend."""
 
 import random
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from rlcore.errors import ModelError
 from rlcore.models.attention import packed_attention
-from rlcore.models.kernels import choose_attention
+from rlcore.models.kernels import choose_attention, flash_package
 from rlcore.models.layout import PackedLayout, build_layout
 from tests.models.naive import causal_attention
 from tests.models.tiny import CPU, cumulated
@@ -112,6 +114,30 @@ def test_choice_on_a_cpu_is_sdpa_and_says_why() -> None:
 def test_a_backend_that_cannot_run_here_is_refused_with_key_value_and_remedy(requested: str) -> None:
     with pytest.raises(ModelError, match=rf"model\.attention: .*'{requested}'.*needs CUDA.*model\.attention=auto"):
         choose_attention(requested, CPU, torch.bfloat16, 64)
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen"),
+    [
+        ((), {8: "flash_attn", 9: "flash_attn", 10: "flash_attn"}),
+        (("flash_attn/cute",), {8: "flash_attn", 9: "flash_attn.cute", 10: "flash_attn.cute"}),
+        (("flash_attn", "flash_attn/cute"), {8: "flash_attn", 9: "flash_attn", 10: "flash_attn"}),
+        (
+            ("flash_attn/cute", "flash_attn_interface"),
+            {8: "flash_attn", 9: "flash_attn_interface", 10: "flash_attn.cute"},
+        ),
+    ],
+)
+def test_which_flash_attn_serves_a_gpu(
+    installed: tuple[str, ...], chosen: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in installed:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "__init__.py").write_text("def flash_attn_varlen_func(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {capability: flash_package(capability) for capability in chosen} == chosen
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"dropout": 0.1}])
