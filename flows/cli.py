@@ -23,6 +23,12 @@ CLICK_INTERRUPTED = 130
 """What typer makes of an interrupt at the keyboard."""
 INTERRUPTED = "interrupted; the same command goes on from the last checkpoint"
 
+
+def _examples(*lines: str) -> str:
+    """Commands at the end of a help text, one a line, not wrapped: they are copied from there."""
+    return "\b\n" + "\n".join(("Examples:" if len(lines) > 1 else "Example:", *(f"  {line}" for line in lines)))
+
+
 app = typer.Typer(
     help="Experiments in reinforcement learning of language models: data, training, validation and report as one run.",
     no_args_is_help=True,
@@ -68,8 +74,11 @@ def _require_dry_run(json: bool, dry_run: bool) -> None:
 
 
 @app.command(
-    epilog="Examples:  millrace run experiment=countdown_demo  |  millrace run experiment=countdown_demo seed=2 "
-    "trainer.total_steps=40  |  millrace run experiment=debug --dry-run"
+    epilog=_examples(
+        "millrace run experiment=countdown_demo",
+        "millrace run experiment=countdown_demo seed=2 trainer.total_steps=40",
+        "millrace run experiment=debug --dry-run",
+    )
 )
 def run(
     settings: Settings = None,
@@ -88,8 +97,11 @@ def run(
 
 
 @app.command(
-    epilog="Examples:  millrace sweep debug_grid --dry-run  |  millrace sweep my_sweep.yaml trainer.total_steps=40  |  "
-    "millrace sweep countdown_lr --max-hours 8"
+    epilog=_examples(
+        "millrace sweep debug_grid --dry-run",
+        "millrace sweep my_sweep.yaml trainer.total_steps=40",
+        "millrace sweep countdown_lr --max-hours 8",
+    )
 )
 def sweep(
     spec: Annotated[str, typer.Argument(help="A name in conf/sweep, or the path of a file; see docs/sweeps.md.")],
@@ -113,7 +125,7 @@ def sweep(
     )
 
 
-@app.command(epilog="Example:  millrace train experiment=countdown_demo trainer.total_steps=40")
+@app.command(epilog=_examples("millrace train experiment=countdown_demo trainer.total_steps=40"))
 def train(
     settings: Settings = None,
     fork: Fork = None,
@@ -130,12 +142,10 @@ def train(
     train_command.train(start, dry_run=dry_run, as_json=json, verbose=verbose)
 
 
-@app.command(epilog="Example:  millrace validate experiment=countdown_demo --checkpoint best")
+@app.command(epilog=_examples("millrace validate experiment=countdown_demo --checkpoint best"))
 def validate(
     settings: Settings = None,
-    checkpoint: Annotated[
-        str, typer.Option(help="start, last, best, or a checkpoint's folder such as step-000040.")
-    ] = "last",
+    checkpoint: Annotated[str, typer.Option(help="Which one: start, last, best, or a step.")] = "last",
     verbose: Verbose = False,
 ) -> None:
     """Judge a checkpoint of a run on the held-out problems."""
@@ -144,7 +154,7 @@ def validate(
     train_command.validate(settings or [], checkpoint=checkpoint, verbose=verbose)
 
 
-@app.command(epilog="Examples:  millrace report experiment=countdown_demo  |  millrace report artifacts/runs/<run id>")
+@app.command(epilog=_examples("millrace report experiment=countdown_demo", "millrace report artifacts/runs/<run id>"))
 def report(run: Run, root: Root = ARTIFACTS) -> None:
     """Write the report of a run: one HTML and one Markdown file."""
     from flows.commands import train as train_command
@@ -153,8 +163,10 @@ def report(run: Run, root: Root = ARTIFACTS) -> None:
 
 
 @app.command(
-    epilog="Examples:  millrace checkpoints experiment=countdown_demo --verify  |  millrace checkpoints "
-    "artifacts/runs/<run id> --export model --checkpoint best"
+    epilog=_examples(
+        "millrace checkpoints experiment=countdown_demo --verify",
+        "millrace checkpoints artifacts/runs/<run id> --export model --checkpoint best",
+    )
 )
 def checkpoints(
     run: Run,
@@ -173,7 +185,7 @@ def checkpoints(
     )
 
 
-@data_app.command("make", epilog="Example:  millrace data make experiment=countdown_demo")
+@data_app.command("make", epilog=_examples("millrace data make experiment=countdown_demo"))
 def data_make(settings: Settings = None) -> None:
     """Make and filter the dataset of an experiment."""
     from flows.commands import train as train_command
@@ -181,7 +193,7 @@ def data_make(settings: Settings = None) -> None:
     train_command.make_data(settings or [])
 
 
-@data_app.command("inspect", epilog="Example:  millrace data inspect artifacts/datasets/<fingerprint> --rows 5")
+@data_app.command("inspect", epilog=_examples("millrace data inspect artifacts/datasets/<fingerprint> --rows 5"))
 def data_inspect(
     path: Annotated[Path, typer.Argument(help="A parquet file of a dataset, or its folder.")],
     rows: Annotated[int, typer.Option(min=0, help="Rows to show of each file, chosen at random.")] = 3,
@@ -196,8 +208,10 @@ def data_inspect(
 
 
 @app.command(
-    epilog="Examples:  millrace compare countdown_demo-s1 countdown_demo-s2  |  "
-    "millrace compare --search \"tags.task = 'countdown' and params.seed = '1'\""
+    epilog=_examples(
+        "millrace compare countdown_demo-s1 countdown_demo-s2",
+        "millrace compare --search \"tags.task = 'countdown' and params.seed = '1'\"",
+    )
 )
 def compare(
     runs: Annotated[
@@ -217,7 +231,7 @@ def compare(
     tracking_commands.compare(runs or [], search=search, root=root, tracking=tracking)
 
 
-@app.command(epilog="Examples:  millrace sync  |  millrace sync countdown_demo-s1 --uri http://127.0.0.1:5000")
+@app.command(epilog=_examples("millrace sync", "millrace sync countdown_demo-s1 --uri http://127.0.0.1:5000"))
 def sync(
     runs: Annotated[
         list[str] | None,
@@ -232,7 +246,7 @@ def sync(
     tracking_commands.sync(runs or [], root=root, uri=uri)
 
 
-@app.command(epilog="Example:  millrace ui --port 5000")
+@app.command(epilog=_examples("millrace ui --port 5000"))
 def ui(
     root: Root = ARTIFACTS,
     port: Annotated[int | None, typer.Option(min=1, max=65_535, help="Of the page; none: a free one.")] = None,
@@ -243,7 +257,7 @@ def ui(
     tracking_commands.ui(root, port)
 
 
-@app.command(epilog="Example:  millrace gc --dry-run")
+@app.command(epilog=_examples("millrace gc --dry-run"))
 def gc(
     root: Root = ARTIFACTS,
     uri: Uri = None,
@@ -259,7 +273,7 @@ def gc(
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Else the one it had, or a free one.")]
 
 
-@app.command(epilog="Examples:  millrace up  |  millrace up --ray --workers 2")
+@app.command(epilog=_examples("millrace up", "millrace up --ray --workers 2"))
 def up(
     root: Root = ARTIFACTS,
     ray: Annotated[bool, typer.Option("--ray", help="Also a Ray head.")] = False,
@@ -282,7 +296,7 @@ def up(
     command.up(root, wishes)
 
 
-@app.command(epilog="Example:  millrace down")
+@app.command(epilog=_examples("millrace down"))
 def down(root: Root = ARTIFACTS) -> None:
     """End what `millrace up` has started. Runs save, and go on after the next `up`."""
     from flows.stack import command
@@ -290,7 +304,7 @@ def down(root: Root = ARTIFACTS) -> None:
     command.down(root)
 
 
-@app.command(epilog="Example:  millrace status")
+@app.command(epilog=_examples("millrace status"))
 def status(root: Root = ARTIFACTS) -> None:
     """Show what `millrace up` has started, and whether it answers. Exit code 1 if something is missing."""
     from flows.stack import command

@@ -39,10 +39,10 @@ def validate(
         experiment: A file in conf/experiment; none: the defaults.
         overrides: Settings as on the command line, such as validation.samples_per_problem=8.
         seed: Of the run that is judged.
-        checkpoint: last, best, or the name of a checkpoint's folder, such as step-000040.
+        checkpoint: start, last, best, a step, or the name of a checkpoint's folder, such as step-000040.
         root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
     """
-    given = all_overrides(overrides, seed=seed, root=root)
+    given, checkpoint = all_overrides(overrides, seed=seed, root=root), stages.checkpoint_name(checkpoint)
     config = settings_of(experiment, given)
     tell_command(plain_command("validate", experiment, given))
     with open_run(config):

@@ -62,6 +62,8 @@ def validate(settings: list[str], *, checkpoint: str, verbose: bool) -> None:
     config = in_stack(load_config(settings))
     warn(idle_settings(config, settings))
     check_before_plan(config)
+    checkpoint = stages.checkpoint_name(checkpoint)
+    stages.step_of(config, checkpoint)  # raises where there is none, before anything is made
     with _watched(config, (), verbose=verbose) as run:
         inputs = stages.prepare_inputs(config)
         name = {"start": "before", "last": "after"}.get(checkpoint, checkpoint)

@@ -8,9 +8,11 @@ from flows.plan.plan import RunPlan
 from rlcore.config import CustomData, RunConfig
 from rlcore.config.data import parts_of
 from rlcore.errors import ConfigError, DataError, DiskSpaceError
+from rlcore.models.hub import require_reachable
 from rlcore.rollout.requirements import require_vllm
 from rlcore.rollout.scoring import require_scorer
 from rlcore.run.memory_fit import require_fit
+from rlcore.runtime.address import unreachable
 from rlcore.storage.disk import nearest_existing
 from rlcore.tracking.system import first_gpu
 
@@ -57,18 +59,37 @@ def _require_device(config: RunConfig) -> None:
         )
 
 
+def _require_cluster(config: RunConfig) -> None:
+    """The Ray cluster that the settings name is there: a run would find out after its data and warm start."""
+    runtime = config.runtime
+    if runtime.backend == "ray" and runtime.ray_address is not None and (problem := unreachable(runtime.ray_address)):
+        raise ConfigError(problem)
+
+
+def _require_models(config: RunConfig) -> None:
+    """Models of the hub can be had: a run would find out after its dataset is made."""
+    paths = {"model.path": config.model.path, "critic.path": config.critic.path if config.critic else None}
+    for key, path in paths.items():
+        if path is not None:
+            require_reachable(key, path)
+
+
 def check_before_start(config: RunConfig, plan: RunPlan) -> None:
     """What a run needs and a plan does not: the engine, and room for what the run still has to write.
 
     Raises:
         EngineError: vLLM is not installed, or is asked for what it is not built for here.
-        ConfigError: the run cannot fit the GPU that is here, or asks for one, and there is none.
+        ConfigError: the run cannot fit the GPU that is here, or asks for one, and there is none; or no Ray cluster
+            listens at the address given.
+        ModelError: a model of the hub is not in the cache, and the hub does not answer.
         DiskSpaceError: says how many bytes are missing, and where.
     """
     if config.rollout.engine == "vllm" and not plan.is_done:
         require_vllm(config.rollout)
     if not plan.is_done:
         _require_device(config)
+        _require_cluster(config)
+        _require_models(config)
     if plan.memory is not None and not plan.is_done:
         require_fit(config, plan.memory)
     disk = plan.disk

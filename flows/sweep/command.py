@@ -77,11 +77,12 @@ def show(sweep: Sweep, *, as_json: bool) -> None:
         print(json.dumps(plan, indent=2))
         return
     print(f"sweep {sweep.sweep_id} in {folder}")
+    rungs = ", ".join(map(str, sweep.rungs))
+    each = f"{len(sweep.spec.seeds)} seed(s) each; compared at step {rungs}"
     if sweep.spec.optuna is not None:
-        num_points, num_seeds = sweep.spec.optuna.num_points, len(sweep.spec.seeds)
-        print(f"{num_points} points chosen by Optuna as it goes, {num_seeds} seed(s) each; compared at {sweep.rungs}")
+        print(f"{sweep.spec.optuna.num_points} points chosen by Optuna as it goes, {each}")
         return
-    print(f"{len(sweep.points)} points, {len(sweep.spec.seeds)} seed(s) each; compared at step {sweep.rungs}")
+    print(f"{len(sweep.points)} points, {each}")
     for run in runs:
         state = "done" if run["done"] else f"step {run['step']} of {run['total_steps']}"
         print(f"  {run['point']:>4}  {run['settings']}  seed={run['seed']}  {run['run_id']}  {state}")

@@ -97,6 +97,7 @@ class MlflowRecord:
         self._first = self._thread.submit(
             lambda: _record_start(self._run, self._known, self._prefect, digest, dataset, filtered)
         )
+        self._first.add_done_callback(self._tell_at_once)
         self._thread.submit(load_ahead)
 
     def finish(self, report: Report | None, last: Export, best: Export) -> Recorded:
@@ -137,10 +138,12 @@ class MlflowRecord:
         """What is known once the first part is written, or has failed."""
         if first is None:
             return self._known
-        if (error := first.exception()) is not None:
+        return self._known if first.exception() is not None else first.result()
+
+    def _tell_at_once(self, first: "Future[Recorded]") -> None:
+        """A store that is away is told when the run begins, while there is time to look."""
+        if not first.cancelled() and (error := first.exception()) is not None:
             self._warn("the settings and datasets of the run", error)
-            return self._known
-        return first.result()
 
     def _warn(self, what: str, error: BaseException) -> None:
         where = MlflowStore(self._run.config.tracking, self._run.layout.root).uri

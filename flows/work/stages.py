@@ -13,9 +13,10 @@ from flows.shown.progress import display
 from flows.trainer.protocol import Progress
 from flows.work.lineage import record_lineage
 from flows.work.open_run import OpenRun
-from rlcore.checkpoint.catalog import scan
+from rlcore.checkpoint.catalog import checkpoint_path, scan
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
+from rlcore.config.fingerprint import run_id
 from rlcore.errors import CheckpointError, DataError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_start_model, start_model_is_ready
@@ -147,7 +148,7 @@ def train_chunk(run: OpenRun, inputs: RunInputs, start: int, stop: int, at_most:
 def validate(run: OpenRun, inputs: RunInputs, checkpoint: str, name: str) -> Judgement:
     """Judge a checkpoint (`start`, `last`, `best`, or its folder's name), or find its result."""
     file = run.layout.validation / f"{name}.json"
-    step = 0 if checkpoint == "start" else _step_of(run.config, checkpoint)
+    step = step_of(run.config, checkpoint)
     known = known_result(run.config, run.layout, name, step)
     if known is not None:
         return Judgement(name, step, file, cached=True, summary=known.summary())
@@ -165,20 +166,34 @@ def known_result(config: RunConfig, layout: RunLayout, name: str, step: int) -> 
     return known if known.step == step and known.settings == config.validation else None
 
 
-def _step_of(config: RunConfig, checkpoint: str) -> int:
-    """Step of a checkpoint by its name.
+def checkpoint_name(checkpoint: str) -> str:
+    """A bare step as the name of its folder; other names as they are.
+
+    >>> checkpoint_name("40"), checkpoint_name("best")
+    ('step-000040', 'best')
+    """
+    return checkpoint_path(Path(), int(checkpoint)).name if checkpoint.isdecimal() else checkpoint
+
+
+def step_of(config: RunConfig, checkpoint: str) -> int:
+    """Step of a checkpoint by its name; 0 of `start`.
 
     Raises:
         CheckpointError: there is none of that name.
     """
+    if checkpoint == "start":
+        return 0
     store = _store(config)
     if checkpoint in ("last", "best"):
         found = store.latest(verify=False) if checkpoint == "last" else store.best()
     else:
         found = next((info for info in store.list() if info.name == checkpoint), None)
     if found is None:
-        there = ", ".join(info.name for info in store.list()) or "none yet"
-        raise CheckpointError(f"checkpoint={checkpoint}: the run has no such checkpoint; there is start, and {there}")
+        there = ", ".join(["start", *(info.name for info in store.list())])
+        raise CheckpointError(
+            f"checkpoint={checkpoint}: run {run_id(config)} has no such checkpoint; there is {there}. Name one that is "
+            "there, or train first: millrace train with these settings"
+        )
     return found.step
 
 

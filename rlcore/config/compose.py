@@ -195,8 +195,10 @@ def _parsed(parser: OverridesParser, text: str, findings: Findings) -> Override 
     try:
         override = parser.parse_override(text)
     except HydraException as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0] if "=" in text else "there is no = in it"
         remedy = "Write key=value, and quote spaces and commas: 'key=\"a, b\"'"
+        if text in experiment_names():
+            remedy = f"Write key=value. Did you mean experiment={text}?"
         findings.add(Problem("override", f"cannot be read ({reason})", repr(text), remedy))
         return None
     key = override.key_or_group

@@ -24,6 +24,7 @@ from transformers.utils.hub import cached_file
 from rlcore.config.model import ModelConfig
 from rlcore.errors import ModelError
 from rlcore.models.attention import ATTENTION_NAME
+from rlcore.models.hub import hub_answers
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.probe import require_faithful
 from rlcore.models.quiet import no_progress_bars
@@ -70,6 +71,7 @@ def _file_of(where: str, name: str) -> Path | None:
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
+        local_files_only=not hub_answers(),
     )
     return None if found is None else Path(found)
 
@@ -79,7 +81,7 @@ def end_of_text_ids(path: str | Path) -> frozenset[int]:
     where, config = _located(path, "config.json"), _load_config(path)
     ids: int | list[int] | None = None
     with suppress(OSError):  # a model without a generation config
-        ids = GenerationConfig.from_pretrained(where, local_files_only=Path(where).is_dir()).eos_token_id
+        ids = GenerationConfig.from_pretrained(where, local_files_only=_is_local(where)).eos_token_id
     if ids is None:
         ids = config.eos_token_id
     if ids is None:
@@ -229,18 +231,22 @@ def _located(path: str | Path, file_name: str) -> str:
 
 def _attempt(path: str, what: str, read: Callable[..., T]) -> T:
     """Read with transformers; its many errors become one that names the setting."""
-    local = Path(path).is_dir()
     try:
-        return read(local_files_only=local, trust_remote_code=False)
+        return read(local_files_only=_is_local(path), trust_remote_code=False)
     except SafetensorError as error:
         raise ModelError(
             f"model.path: the weights must be whole safetensors files, those in {path} are not ({error}). Copy the "
             "directory again."
         ) from error
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        where = "the directory" if local else "no directory of that name, and the hub"
+        where = "the directory" if Path(path).is_dir() else "no directory of that name, and the hub"
         detail = " ".join(str(error).split())[:300]
         raise ModelError(
             f"model.path: must lead to {what} that transformers can read, got {path!r} ({where}: {detail}). "
             "Check the path; architectures that need code of their own are not supported."
         ) from error
+
+
+def _is_local(path: str) -> bool:
+    """Whether nothing is to be asked of the hub: it is a directory, or the hub is away and its cache must do."""
+    return Path(path).is_dir() or not hub_answers()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.model import LoraConfig, ModelConfig, ScratchModel
+from rlcore.models.hub import cached_config
 
 NUM_WORDS = 13
 """Tokens of the tokenizer made from nothing besides its integers: padding, end, unknown and ten operators."""
@@ -156,11 +157,4 @@ def _config_file(path: str) -> Path | None:
     if folder.is_dir():
         file = folder / "config.json"
         return file if file.is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(path, "config.json")
-    except HFValidationError:
-        return None
-    return Path(found) if isinstance(found, str) else None
+    return cached_config(path)

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlcore import stacks
 from rlcore.config import RunConfig
 from rlcore.errors import HangError, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError
+from rlcore.runtime.address import unreachable
 from rlcore.runtime.folder import ray_folder, remove_dead_sessions, remove_session
 from rlcore.workers.group import P, R
 from rlcore.workers.worker import Worker
@@ -176,6 +177,8 @@ def start_ray(config: RunConfig) -> Path | None:
         "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(_source_roots())}},
     }
     if runtime.ray_address is not None:
+        if problem := unreachable(runtime.ray_address):
+            raise WorkerLostError(problem)
         with _sigterm_stays_ours():
             ray.init(address=runtime.ray_address, **common)
         return None

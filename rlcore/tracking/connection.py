@@ -1,5 +1,6 @@
 """The way to MLflow: which store, with which limits on waiting, without telemetry."""
 
+import logging
 import os
 import warnings
 from pathlib import Path
@@ -64,6 +65,8 @@ def _connect(uri: str) -> "MlflowClient":
     from mlflow import MlflowClient
 
     if not uri.startswith(SQLITE):
+        # It tells each try to reach a server that is away; we tell that in a sentence of our own.
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         return MlflowClient(uri, uri)
     database = sqlite_file(uri)
     database.parent.mkdir(parents=True, exist_ok=True)

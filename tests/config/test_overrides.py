@@ -208,6 +208,11 @@ def test_what_cannot_be_read_is_shown(override):
     assert f"; got {override!r}. Write key=value" in line
 
 
+def test_an_experiments_name_alone_is_taken_for_what_it_is_meant():
+    with pytest.raises(ConfigError, match=r"there is no = in it.*Did you mean experiment=countdown_demo\?"):
+        load_config(["countdown_demo"])
+
+
 def test_an_unknown_experiment():
     line = the_problem(experiment="countdwn_demo")
     assert "must name a file in conf/experiment; got countdwn_demo. Did you mean countdown_demo?" in line

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from flows.commands.train import train, validate
 from flows.parameters import written
 from rlcore.config.compose import load_config
+from rlcore.errors import CheckpointError, ConfigError, ModelError
 from tests.flows.conftest import Millrace
 
 
@@ -127,6 +129,19 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_is_made(bare: Millrace)
     assert done.code == 2
     assert "runtime.device: must be auto or cpu where there is no GPU; got cuda" in done.err
     assert list(bare.root.iterdir()) == []
+
+
+def test_what_is_not_there_is_told_before_anything_is_made(artifacts_root: Path) -> None:
+    root = f"paths.root={written(str(artifacts_root))}"
+    with pytest.raises(ModelError, match=r"^model\.path: Qwen/Qwen2\.5-0\.5B is no directory here"):
+        train(["experiment=tinyzero_ppo", "rollout=hf", root], dry_run=False, as_json=False, verbose=False)
+    cluster = ["experiment=debug", "runtime=ray", "runtime.ray_address=127.0.0.1:1", root]
+    with pytest.raises(ConfigError, match=r"^runtime\.ray_address: must be the address of a Ray cluster"):
+        train(cluster, dry_run=False, as_json=False, verbose=False)
+    for checkpoint, name in (("last", "last"), ("40", "step-000040")):
+        with pytest.raises(CheckpointError, match=f"^checkpoint={name}: run debug-.* has no such checkpoint"):
+            validate(["experiment=debug", root], checkpoint=checkpoint, verbose=False)
+    assert list(artifacts_root.iterdir()) == []
 
 
 def test_a_run_to_fork_is_looked_for_where_the_new_one_goes(bare: Millrace) -> None:

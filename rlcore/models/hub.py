@@ -1,0 +1,47 @@
+"""Whether the model hub can be had. Loads no torch, so that a command can ask before anything expensive."""
+
+from functools import cache
+from pathlib import Path
+
+from rlcore.errors import ModelError
+
+_ANSWER_TIMEOUT_S = 10.0
+
+
+@cache
+def hub_answers() -> bool:
+    """Asked once a process. Without an answer only the cache is read: the hub's client tries each file for 25 s."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_ANSWER_TIMEOUT_S)
+    except Exception:  # the client's own classes (told to stay offline) and those of its HTTP library
+        return False
+    return True
+
+
+def cached_config(path: str) -> Path | None:
+    """`config.json` of a hub id in the cache on this machine, if it is there."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def require_reachable(key: str, path: str) -> None:
+    """A model of the hub is in the cache, or the hub answers.
+
+    Raises:
+        ModelError: neither.
+    """
+    if Path(path).expanduser().is_dir() or cached_config(path) is not None or hub_answers():
+        return
+    raise ModelError(
+        f"{key}: {path} is no directory here, it is not in the hub's cache on this machine, and the hub does not "
+        f"answer. Give {key} a local model directory, or fetch it where there is a network (hf download {path})"
+    )
