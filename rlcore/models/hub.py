@@ -11,8 +11,7 @@ _ANSWER_TIMEOUT_S = 10.0
 @cache
 def hub_answers() -> bool:
     """Asked once a process. Without an answer only the cache is read: the hub's client tries each file for 25 s."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_ANSWER_TIMEOUT_S)
