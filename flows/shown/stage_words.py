@@ -13,8 +13,9 @@ def describe_rows(result: StageResult) -> str:
 
 def describe_start_model(model: StartModel) -> str:
     """What it can do, and whether it was there already."""
-    learned = f"reward {model.reward:.3f} after {model.steps} steps" if model.steps else "no supervised steps"
-    return f"{learned}{_skipped(model.cached)} ({model.directory})"
+    if not model.steps:
+        return f"no supervised steps: training starts from {model.directory}"
+    return f"reward {model.reward:.3f} after {model.steps} steps{_skipped(model.cached)} ({model.directory})"
 
 
 def describe_chunk(chunk: Chunk) -> str:
