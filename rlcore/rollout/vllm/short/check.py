@@ -146,7 +146,7 @@ def _inputs(runner: Any, count: int) -> dict[str, Any]:
     }
     lengths = buffers.seq_lens[:count].tolist()
     for row, length in enumerate(lengths):
-        own = -(-length // tables.kernel_block_sizes[0])
+        own = -(-length // tables.block_sizes[0])
         read[f"block table {row}"] = tables.input_block_tables[0][row, :own]
     return {name: tensor.clone() for name, tensor in read.items()}
 

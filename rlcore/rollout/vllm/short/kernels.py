@@ -9,6 +9,61 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_block_argmax
 
 
 @triton.jit
+def _drawn_without_drafts(
+    logits, at, inside, row, slots_ptr, ones_ptr, seeds_ptr, positions_ptr, size, USE_FP64: tl.constexpr
+):
+    """vLLM's draw, where its function has no place for a draft's logits: no temperature, nothing kept."""
+    return gumbel_block_argmax(
+        logits,
+        at,
+        inside,
+        row,
+        slots_ptr,
+        ones_ptr,
+        seeds_ptr,
+        positions_ptr,
+        None,
+        0,
+        None,
+        size,
+        APPLY_TEMPERATURE=False,
+        USE_FP64=USE_FP64,
+        PER_TOKEN_COL=False,
+    )
+
+
+@triton.jit
+def _drawn_beside_drafts(
+    logits, at, inside, row, slots_ptr, ones_ptr, seeds_ptr, positions_ptr, size, USE_FP64: tl.constexpr
+):
+    """The same where it has one."""
+    return gumbel_block_argmax(
+        logits,
+        at,
+        inside,
+        row,
+        slots_ptr,
+        ones_ptr,
+        seeds_ptr,
+        positions_ptr,
+        None,
+        0,
+        0,
+        None,
+        None,
+        0,
+        size,
+        IS_DRAFTING=False,
+        APPLY_TEMPERATURE=False,
+        USE_FP64=USE_FP64,
+        PER_TOKEN_COL=False,
+    )
+
+
+largest_with_noise = _drawn_beside_drafts if "IS_DRAFTING" in gumbel_block_argmax.arg_names else _drawn_without_drafts
+
+
+@triton.jit
 def prepare_kernel(
     count_ptr,  # [1]
     rows_ptr,  # [size] request slot of each row
@@ -91,22 +146,8 @@ def draw_kernel(
     top = tl.max(logits, axis=0)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp(logits - base), axis=0)
-    value, index = gumbel_block_argmax(
-        logits,
-        at,
-        inside,
-        row,
-        identity_ptr,
-        ones_ptr,
-        seeds_ptr,
-        positions_ptr,
-        None,
-        0,
-        None,
-        vocab_size,
-        APPLY_TEMPERATURE=False,
-        USE_FP64=USE_FP64,
-        PER_TOKEN_COL=False,
+    value, index = largest_with_noise(
+        logits, at, inside, row, identity_ptr, ones_ptr, seeds_ptr, positions_ptr, vocab_size, USE_FP64
     )
     place = row * NUM_PARTS + part
     tl.store(best_ptr + place, value)

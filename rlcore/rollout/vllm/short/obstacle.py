@@ -5,8 +5,23 @@ from typing import Any
 import vllm
 from vllm import envs
 
-KNOWN_RELEASES = ("0.25.1",)
+KNOWN_RELEASES = ("0.25.1", "0.32.0")
 """Releases of vLLM whose runner was read; another one is left alone."""
+
+_PARTS = (
+    "pcp_manager",
+    "ubatch_runner",
+    "adaptive_verification",
+    "aux_output_connector",
+    "batch_sharder",
+    "fast_prefill",
+    "check_ep_fault",
+    "uses_inputs_embeds",
+    "sampler.trace_replay_state",
+    "sampler.return_sampling_mask",
+    "model_state.prompt_embeds_state",
+)
+"""What newer runners have for some settings, and a short step leaves out."""
 
 
 def runner_of(engine: Any) -> Any:
@@ -37,8 +52,17 @@ def obstacle(runner: Any) -> str | None:
         "no cache connector": type(runner.kv_connector).__name__ == "KVConnector",
         "full attention": len(groups) == 1 and type(groups[0].kv_cache_spec).__name__ == "FullAttentionSpec",
         "FlashAttention": backends == ["FlashAttentionMetadataBuilder"],
-        "one size of blocks": runner.block_tables.blocks_per_kv_block == [1],
+        "one size of blocks": runner.kernel_block_sizes == runner.block_tables.block_sizes,
         "full CUDA graphs": bool(manager.graphs) and manager.hidden_states is not None,
         "no auxiliary states": not runner.use_aux_hidden_state_outputs,
+        **{f"no {name}": not _has(runner, name) for name in _PARTS},
     }
     return next((f"it needs {name}" for name, holds in allowed.items() if not holds), None)
+
+
+def _has(runner: Any, name: str) -> bool:
+    """Whether the runner has this part, and it is in use."""
+    *owners, last = name.split(".")
+    for owner in owners:
+        runner = getattr(runner, owner, None)
+    return getattr(runner, last, None) not in (None, False)

@@ -11,15 +11,26 @@ penalties, a temperature, top-k or top-p are vLLM's own. An answer's draw is by 
 own function of both.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 
 from rlcore.rollout.vllm.short.graphs import BLOCKS, COLUMNS, COUNT, ROWS, SEEDS, GraphSet, StepGraphs
 
+_SERVED = {
+    "scheduled_cached_reqs",
+    "num_scheduled_tokens",
+    "total_num_scheduled_tokens",
+    "finished_req_ids",
+    "num_common_prefix_blocks",  # vLLM's runner makes nothing of it
+}
+_OTHER_WORK = attrgetter(*(field.name for field in fields(SchedulerOutput) if field.name not in _SERVED))
+"""All else that this release's scheduler can ask of a step: prompts, preemptions, drafts, grammars, copies of blocks."""
 _AT_ONCE = 3
 """Steps under way for which there is memory at once: vLLM orders one ahead. More is made when needed."""
 
@@ -77,6 +88,7 @@ class ShortRunner:
         self._sample_tokens = runner.sample_tokens
         self._states = runner.req_states
         self._sampler = runner.sampler
+        self._processed = _processed(runner.sampler)
         self._block_tables = runner.block_tables
         self._manager = runner.cudagraph_manager
         self._req_ids: list[str] | None = None  # of the table on the device; None: vLLM had a step since
@@ -133,17 +145,7 @@ class ShortRunner:
         cached = order.scheduled_cached_reqs
         req_ids = cached.req_ids
         count = len(req_ids)
-        if (
-            order.total_num_scheduled_tokens != count
-            or order.scheduled_new_reqs
-            or order.preempted_req_ids
-            or order.scheduled_spec_decode_tokens
-            or order.scheduled_encoder_inputs
-            or order.has_structured_output_requests
-            or order.free_encoder_mm_hashes
-            or order.new_block_ids_to_zero
-            or cached.resumed_req_ids
-        ):
+        if order.total_num_scheduled_tokens != count or cached.resumed_req_ids or any(_OTHER_WORK(order)):
             return None
         graphs = self._graphs.of(count)
         if graphs is None or any(ids is not None and len(ids[0]) != 1 for ids in cached.new_block_ids):
@@ -167,9 +169,7 @@ class ShortRunner:
             and (sampling.top_p.np[slots] == 1.0).all()
             and not sampling.min_p.np[slots].any()
             and not sampling.num_logprobs[slots].any()  # 0: of the token alone
-            and not sampler.penalties_state.use_penalty[slots].any()
-            and not sampler.logit_bias_state.use_logit_bias[slots].any()
-            and not sampler.bad_words_state.num_bad_words.np[slots].any()
+            and not any(told[slots].any() for told in self._processed)
             and not sampler.logprob_token_ids_state.num_token_ids.np[slots].any()
             and not self._runner.prompt_logprobs_worker.uses_prompt_logprobs[slots].any()
         )
@@ -201,3 +201,15 @@ class ShortRunner:
             num_blocks[where] += 1
         slot.table.numpy()[:] = table
         self._graphs.table.copy_(slot.table, non_blocking=True)
+
+
+def _processed(sampler: Any) -> tuple[Any, ...]:
+    """What says of each request slot whether vLLM changes its logits before the draw."""
+    at_once = getattr(sampler, "needs_logits_processing", None)
+    if at_once is not None:
+        return (at_once,)
+    return (
+        sampler.penalties_state.use_penalty,
+        sampler.logit_bias_state.use_logit_bias,
+        sampler.bad_words_state.num_bad_words.np,
+    )
