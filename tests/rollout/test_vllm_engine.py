@@ -128,6 +128,14 @@ def test_short_steps_give_the_answers_of_vllms_own_steps(engine: dict[str, Any],
         assert own["preempting"] > 0
 
 
+def test_on_a_cpu_the_runner_keeps_its_own_steps_and_says_why(engine: dict[str, Any]) -> None:
+    facts = engine["short_runner"]
+    assert facts["asked_for"]
+    assert facts["own"]
+    assert facts["obstacle"] == "the runner is vllm.v1.worker.cpu_model_runner.CPUModelRunner"
+    assert facts["obstacle_to_another_release"] == "vLLM 0.99.1 is not one of 0.25.1, 0.32.0"
+
+
 def test_after_a_hand_over_all_answers_are_those_of_a_fresh_engine(engine: dict[str, Any]) -> None:
     equal = sum(a == b for a, b in zip(engine["handed_over"], engine["fresh"], strict=True))
     assert equal == 32, f"{equal} of 32"

@@ -23,6 +23,7 @@ from rlcore.errors import EngineError
 from rlcore.models.load import load_policy
 from rlcore.rollout.engine import SamplingRequest, requests_for
 from rlcore.rollout.vllm import VllmEngine
+from rlcore.rollout.vllm.short.obstacle import obstacle, runner_of
 from rlcore.rollout.vllm.start import EngineShape
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.canary import packed_probe
@@ -154,6 +155,7 @@ def engine_facts(folder: Path) -> dict[str, Any]:
     facts["after_a_stopped_stream"] = answers(engine.generate(requests, SAMPLING, MAX_TOKENS))
 
     facts["short_steps"] = short_steps_facts(engine)
+    facts["short_runner"] = short_runner_facts(engine)
     engine.generate(long, SAMPLING, MAX_TOKENS)  # fills the prefix cache with the first weights
     engine.update_weights(weights_of(second), version=4)
     facts["handed_over"] = answers(engine.generate(long, SAMPLING, MAX_TOKENS))
@@ -194,6 +196,22 @@ def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
             engine._engine.reset_prefix_cache()
         pool.free_blocks(held)
     scheduler.short_steps_allowed = True
+    return facts
+
+
+def short_runner_facts(engine: VllmEngine) -> dict[str, Any]:
+    """On a CPU vLLM's runner keeps its own steps, and it is known why."""
+    import vllm
+
+    runner = runner_of(engine._engine)
+    facts = {
+        "asked_for": SETTINGS.short_steps,
+        "own": engine.short_runner is None and not {"execute_model", "sample_tokens"} & vars(runner).keys(),
+        "obstacle": obstacle(runner),
+    }
+    release, vllm.__version__ = vllm.__version__, "0.99.1"
+    facts["obstacle_to_another_release"] = obstacle(runner)
+    vllm.__version__ = release
     return facts
 
 

@@ -221,5 +221,8 @@ class VllmEngine:
     def close(self) -> None:
         """End vLLM and release its memory."""
         engine, self._engine = self._engine, None
+        short, self.short_runner = self.short_runner, None
+        if short is not None:
+            short.remove()  # it holds vLLM's graphs and buffers
         if engine is not None:
             engine.engine_core.shutdown()

@@ -1,5 +1,6 @@
-"""vLLM's own V2 runner on a CPU. Its classes and kernels are the real ones; a CPU has no CUDA graphs, streams and events,
-so what they hold is done at once. The model is a mean over cached keys: it sees tables, slots, positions and lengths.
+"""vLLM's own V2 runner on a CPU. Its classes and kernels are the real ones; a CPU has no CUDA graphs, streams and
+events, so what they hold is done at once. The model is a mean over cached keys: it sees tables, slots, positions and
+lengths.
 
 To be imported first in its process: vLLM asks once whether there is a Triton.
 """
@@ -15,6 +16,7 @@ from triton.backends import backends
 backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))  # the interpreter has no driver
 
 from vllm.config.compilation import CUDAGraphMode  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 from vllm.v1.worker.gpu import async_utils, buffer_utils, model_runner  # noqa: E402
 from vllm.v1.worker.gpu.block_table import BlockTables  # noqa: E402
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, _is_compatible  # noqa: E402
@@ -30,9 +32,10 @@ from vllm.v1.worker.utils import AttentionGroup  # noqa: E402
 from rlcore.rollout.vllm.short import graphs as short_graphs  # noqa: E402
 
 CPU = torch.device("cpu")
-VOCABULARY, BLOCK, WIDTH = 1_100, 4, 8
+VOCABULARY, BLOCK, WIDTH = 700, 4, 8
 MAX_REQUESTS, MAX_TOKENS, MAX_LENGTH, NUM_BLOCKS = 8, 128, 32, 80
 SIZES = (1, 2, 4, 8)
+SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=WIDTH, dtype=torch.float32)
 
 
 class Event:
@@ -105,7 +108,8 @@ class Model:
         self._keys = torch.zeros(NUM_BLOCKS * BLOCK, WIDTH)
 
     def __call__(self, input_ids: Tensor, **_: Any) -> Tensor:
-        return self.of_buffers(len(input_ids), len(self._runner.req_states.req_id_to_index))
+        starts = self._runner.input_buffers.query_start_loc  # up to the number of tokens, and that from there on
+        return self.of_buffers(len(input_ids), int((starts < len(input_ids)).sum()))
 
     def of_buffers(self, num_tokens: int, num_rows: int) -> Tensor:
         buffers, tables = self._runner.input_buffers, self._runner.block_tables
@@ -127,16 +131,26 @@ class Model:
         return (hidden @ self._head.t()).to(torch.bfloat16)
 
 
+class FlashAttentionMetadataBuilder:
+    """Named as the one that it stands for."""
+
+    supports_update_block_table = False
+
+    def __init__(self) -> None:
+        self.scheduler_metadata = torch.zeros(MAX_REQUESTS, dtype=torch.int32)
+
+
 class Planner(AttentionGroup):
     """One layer's attention, which plans by the lengths."""
 
     def __init__(self) -> None:
         self.layer_names = ["layer"]
-        self.kv_cache_spec = SimpleNamespace()
-        self.plan = torch.zeros(MAX_REQUESTS, dtype=torch.int32)
+        self.kv_cache_spec = SPEC
+        self._builder = FlashAttentionMetadataBuilder()
+        self.plan = self._builder.scheduler_metadata
 
     def get_metadata_builder(self, ubatch_id: int = 0) -> Any:
-        return SimpleNamespace(scheduler_metadata=self.plan, supports_update_block_table=False)
+        return self._builder
 
     def build_metadata(self, common: Any, *_: Any, **__: Any) -> Any:
         self.plan[: len(common.seq_lens)] = common.seq_lens
@@ -173,9 +187,7 @@ def new_runner() -> Any:
         main_stream=SimpleNamespace(),
         output_copy_stream=SimpleNamespace(wait_stream=lambda _: None),
         model_config=SimpleNamespace(rswa_window=None, is_mm_prefix_lm=False, max_model_len=MAX_LENGTH),
-        parallel_config=SimpleNamespace(
-            world_size=1, data_parallel_size=1, data_parallel_rank=0, enable_eplb=False
-        ),
+        parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1, data_parallel_rank=0, enable_eplb=False),
         observability_config=SimpleNamespace(cudagraph_metrics=False),
         eplb=SimpleNamespace(step=lambda **_: None, prepare_forward=lambda *_: None),
         step_timing=async_utils.StepTimingCollector(),
@@ -188,12 +200,11 @@ def new_runner() -> Any:
         block_tables=BlockTables([BLOCK], MAX_REQUESTS, MAX_TOKENS, [MAX_LENGTH // BLOCK], CPU),
         kernel_block_sizes=[BLOCK],
         kv_cache_config=SimpleNamespace(
-            num_blocks=NUM_BLOCKS, kv_cache_groups=[SimpleNamespace(layer_names=["layer"], kv_cache_spec=None)]
+            num_blocks=NUM_BLOCKS, kv_cache_groups=[SimpleNamespace(layer_names=["layer"], kv_cache_spec=SPEC)]
         ),
         attn_groups=[[Planner()]],
     )
-    vllm_config = SimpleNamespace(reasoning_config=None)
-    runner.sampler = Sampler(vllm_config, MAX_REQUESTS, VOCABULARY, CPU, runner.req_states)
+    runner.sampler = Sampler(SimpleNamespace(reasoning_config=None), MAX_REQUESTS, VOCABULARY, CPU, runner.req_states)
     runner.model_state = _model_state(runner)
     runner.model = Model(runner)
     runner.cudagraph_manager = Graphs(runner.model)

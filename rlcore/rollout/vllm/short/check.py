@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from rlcore.rollout.vllm.short.obstacle import obstacle, runner_of
 from rlcore.rollout.vllm.short.runner import ShortRunner
 
+_NAME = "_short_step_check_"
 _LOGPROB_BOUND = 0.02
 """The head's product may be another kernel in a padded batch; the logits are rounded to their type."""
 
@@ -59,12 +60,13 @@ def disagreement(short: ShortRunner, runner: Any) -> str | None:
             expected = list(_written(short, runner, lengths, steps, room))
     finally:
         short.enabled = was
+        _forget(runner)
     if short.num_short_steps - before != steps:
         return f"{short.num_short_steps - before} of {steps} steps were short ones"
     for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-        for name in one.keys() | other.keys():
+        for name in one | other:
             if not _same(one[name], other[name]):
-                return f"step {number}: {name} is {other[name]}, vLLM's own {one[name]}"
+                return f"step {number}: {name}: {other[name].tolist()}, vLLM's own: {one[name].tolist()}"
     return None
 
 
@@ -73,7 +75,7 @@ def _written(
 ) -> Iterator[dict[str, Any]]:
     """What each step read and wrote: the prompts' step first."""
     block = runner.block_tables.block_sizes[0]
-    names = [f"_short_{index}_" for index in range(len(lengths))]
+    names = [f"{_NAME}{index}" for index in range(len(lengths))]
     blocks = [list(range(1 + index * room, 1 + (index + 1) * room)) for index in range(len(lengths))]
     order = SchedulerOutput.make_empty()
     for index, (name, length) in enumerate(zip(names, lengths, strict=True)):
@@ -113,9 +115,15 @@ def _written(
             order.num_scheduled_tokens[name] = 1
         order.total_num_scheduled_tokens = len(running)
         yield _step(short, runner, order)
+    yield {f"{name} of {own}": value for own, _, _ in running for name, value in _books(runner, own).items()}
+    _forget(runner)
+
+
+def _forget(runner: Any) -> None:
+    """Whatever became of the check, its requests take no place."""
     order = SchedulerOutput.make_empty()
-    order.finished_req_ids = {name for name, _, _ in running}
-    short.execute_model(order)
+    order.finished_req_ids = {name for name in runner.req_states.req_id_to_index if name.startswith(_NAME)}
+    runner.finish_requests(order)
 
 
 def _step(short: ShortRunner, runner: Any, order: Any) -> dict[str, Any]:
@@ -142,6 +150,7 @@ def _inputs(runner: Any, count: int) -> dict[str, Any]:
         "query_start_loc": buffers.query_start_loc[: size + 1],
         "slot_mapping": tables.slot_mappings[0, :size],
         "padded block tables": tables.input_block_tables[0][count:size],
+        **({"is_padding": buffers.is_padding[:size]} if envs.VLLM_MOE_SKIP_PADDING else {}),
         **({} if plan is None else {"scheduler_metadata": plan}),
     }
     lengths = buffers.seq_lens[:count].tolist()
@@ -149,6 +158,19 @@ def _inputs(runner: Any, count: int) -> dict[str, Any]:
         own = -(-length // tables.block_sizes[0])
         read[f"block table {row}"] = tables.input_block_tables[0][row, :own]
     return {name: tensor.clone() for name, tensor in read.items()}
+
+
+def _books(runner: Any, name: str) -> dict[str, Any]:
+    """What vLLM keeps of a request, for steps to come."""
+    states = runner.req_states
+    slot = states.req_id_to_index[name]
+    length = int(states.total_len.gpu[slot])
+    return {
+        "tokens": states.all_token_ids.gpu[slot, :length].clone(),
+        "tokens computed": states.num_computed_tokens.gpu[slot].clone(),
+        "last token": states.last_sampled_tokens[slot].clone(),
+        "blocks": torch.tensor(runner.block_tables.num_blocks.np[0, slot]),
+    }
 
 
 def _same(one: Any, other: Any) -> bool:

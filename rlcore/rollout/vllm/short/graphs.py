@@ -114,6 +114,7 @@ class GraphSet:
                 buffers.seq_lens,
                 buffers.query_start_loc,
                 tables.slot_mappings[0],
+                buffers.is_padding,
                 BLOCK_TOKENS=tables.block_sizes[0],
                 PAD_SLOT=PAD_SLOT_ID,
                 TILE=_TABLE_TILE,

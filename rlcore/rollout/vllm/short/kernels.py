@@ -79,6 +79,7 @@ def prepare_kernel(
     seq_lens_ptr,  # [size]
     starts_ptr,  # [size + 1]
     slots_ptr,  # [size] place in the cache of the row's keys and values
+    padding_ptr,  # [size] whether the row is padding: experts may leave it out
     BLOCK_TOKENS: tl.constexpr,
     PAD_SLOT: tl.constexpr,
     TILE: tl.constexpr,
@@ -89,6 +90,7 @@ def prepare_kernel(
     if row == 0:
         tl.store(starts_ptr, 0)
     tl.store(starts_ptr + row + 1, tl.minimum(row + 1, count))
+    tl.store(padding_ptr + row, row >= count)
     input_table_ptr = input_tables_ptr + row.to(tl.int64) * tables_stride
     if row >= count:
         tl.store(seq_lens_ptr + row, 0)

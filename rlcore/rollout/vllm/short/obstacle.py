@@ -3,7 +3,6 @@
 from typing import Any
 
 import vllm
-from vllm import envs
 
 KNOWN_RELEASES = ("0.25.1", "0.32.0")
 """Releases of vLLM whose runner was read; another one is left alone."""
@@ -41,7 +40,7 @@ def obstacle(runner: Any) -> str | None:
     allowed = {
         "one GPU": parallel.world_size == 1 and parallel.data_parallel_size == 1,
         "no context parallelism": not runner.use_dcp and runner.block_tables.cp_size == 1,
-        "no expert balancing": not parallel.enable_eplb and not envs.VLLM_MOE_SKIP_PADDING,
+        "no expert balancing": not parallel.enable_eplb,
         "no LoRA": runner.lora_config is None,
         "no speculation": runner.speculative_config is None and runner.num_speculative_steps == 0,
         "text in, text out": not (runner.is_encoder_decoder or runner.supports_mm_inputs or runner.is_pooling_model),

@@ -30,7 +30,7 @@ _SERVED = {
     "num_common_prefix_blocks",  # vLLM's runner makes nothing of it
 }
 _OTHER_WORK = attrgetter(*(field.name for field in fields(SchedulerOutput) if field.name not in _SERVED))
-"""All else that this release's scheduler can ask of a step: prompts, preemptions, drafts, grammars, copies of blocks."""
+"""All else that this release's scheduler may ask of a step: prompts, preemptions, drafts, grammars, copied blocks."""
 _AT_ONCE = 3
 """Steps under way for which there is memory at once: vLLM orders one ahead. More is made when needed."""
 
@@ -106,6 +106,10 @@ class ShortRunner:
         """From now on the runner's steps come here first."""
         self._runner.execute_model = self.execute_model
         self._runner.sample_tokens = self.sample_tokens
+
+    def remove(self) -> None:
+        """The runner is as it was: it may end, and give back its memory."""
+        del self._runner.execute_model, self._runner.sample_tokens
 
     def execute_model(self, order: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Inputs and model of one step; None: `sample_tokens` is to be asked for its tokens."""
