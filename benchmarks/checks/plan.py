@@ -72,8 +72,6 @@ def _measured(rig: Rig) -> dict[str, dict[str, float]]:
         asleep = verb not in (Worker.generate, Worker.hand_over)
         if asleep:
             rig.group.each(_put_to_sleep)
-        elif verb is Worker.hand_over:
-            rig.group.each(_release_gradients)
         torch.cuda.reset_peak_memory_stats()
         with watched_memory() as most:
             yield
@@ -96,8 +94,3 @@ def _measured(rig: Rig) -> dict[str, dict[str, float]]:
 def _put_to_sleep(worker: Worker) -> None:
     """What the verb begins with; done before, so that its first moment does not count as the phase before."""
     worker._engine.sleep()
-
-
-def _release_gradients(worker: Worker) -> None:
-    """What a hand-over begins with; done before for the same reason."""
-    worker._actor.release_gradients()

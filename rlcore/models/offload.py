@@ -63,7 +63,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     def new_moment(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """Memory of the host for one moment of a parameter, or of this rank's shard of it."""
         local = local_of(parameter)
-        return laid_out_as(parameter, _host_memory(local.shape, dtype, page_locked=local.device.type == "cuda"))
+        return laid_out_as(parameter, _host_memory(local.shape, dtype, locked=local.device.type == "cuda"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the moments stay where they are instead of going to the device together."""
@@ -115,10 +115,18 @@ def laid_out_as(parameter: Tensor, local: Tensor) -> Tensor:
     return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
 
 
-def _host_memory(shape: torch.Size, dtype: torch.dtype, *, page_locked: bool) -> Tensor:
-    if page_locked:
+def page_locked(tensor: Tensor) -> Tensor:
+    """A copy of a host's tensor in memory that a GPU reads by itself; the tensor where there is none of it."""
+    moved = _host_memory(tensor.shape, tensor.dtype, locked=True)
+    return moved.copy_(tensor) if moved.is_pinned() else tensor
+
+
+def _host_memory(shape: torch.Size, dtype: torch.dtype, *, locked: bool) -> Tensor:
+    if locked:
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
         except RuntimeError as reason:  # a limit of a container, say
-            log.warning("no page-locked memory for the optimizer's moments (%s); its steps take longer", reason)
+            log.warning(
+                "no page-locked memory for what waits on the host (%s); the way to the GPU takes longer", reason
+            )
     return torch.empty(shape, dtype=dtype)

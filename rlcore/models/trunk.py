@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -11,6 +11,9 @@ from transformers import PreTrainedModel
 
 from rlcore.models.kernels import AttentionChoice, choose_attention
 from rlcore.models.layout import PackedLayout, build_layout
+
+_MOST_GRAPHS = 64
+"""Of the layers' code in one process; 10 or so are in use."""
 
 
 class PackedTrunk(nn.Module):
@@ -65,8 +68,12 @@ class PackedTrunk(nn.Module):
     def compile_layers(self) -> None:
         """Compile each decoder layer by itself, all to the same code; call before `shard`.
 
-        `forward` alone is compiled, so that hooks of FSDP and checkpointing stay outside.
+        `forward` alone is compiled, so that hooks of FSDP and checkpointing stay outside. All models of a process share
+        that code and its count of graphs: with adapters beside a critic and a reference there are more kinds of passes
+        (gradient or none, sharded or not) than torch's limit of 8, beyond which it runs the others uncompiled.
         """
+        limits: Any = torch._dynamo.config
+        limits.recompile_limit = max(limits.recompile_limit, _MOST_GRAPHS)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward)
 

@@ -125,6 +125,8 @@ def suggestion(config: RunConfig) -> str:
         found.append("model.gradient_checkpointing=true")
     if config.rollout.engine == "vllm":
         found.append(f"a rollout.memory_share below {config.rollout.memory_share:g}")
+    else:
+        found.append(f"a rollout.max_num_seqs below {config.rollout.max_num_seqs}")
     found.append("more workers (runtime.num_workers), LoRA (model.lora.rank=32) or a smaller model")
     return f"Set {', '.join(found)}."
 

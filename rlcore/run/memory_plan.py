@@ -25,6 +25,9 @@ HEAD_TEMPORARIES_BYTES = 3 * 134_217_728
 """Temporaries of the chunked head beside its logits (`rlcore.models.head`); compiled it has none."""
 PREFETCHED_LAYERS = 2
 """Layers whose gathered weights exist at one time under FSDP2: the one at work and the one fetched ahead."""
+SAMPLING_BYTES = 24
+"""Of a token of the vocabulary in the hf engine's draw: logits and log-probabilities in float32, probabilities and
+their running sum in float64."""
 FULL, MOMENTS = 4, 8
 """Bytes of a float32 master weight or gradient, and of its two moments in AdamW."""
 
@@ -150,19 +153,33 @@ def gathered_bytes(layer_parameters: int, root_parameters: int, itemsize: int) -
 
 
 def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
-    """The awake engine: vLLM's share of the device (without a device: what it would want), or the hf engine's."""
+    """The awake engine: vLLM's share of the device (without a device: what it would want); the hf engine's weights and
+    cache, and what is larger, all prompts in one pass or a token drawn for each answer (`rlcore.rollout.hf`)."""
     if config.rollout.engine == "vllm":
         if device.total_bytes is not None:
             return round(config.rollout.memory_share * device.total_bytes)
         return wanted_engine_bytes(config, shape, device.itemsize)
-    return shape.policy_parameters * device.itemsize + cache_bytes(config, shape, device.itemsize)
+    return (
+        shape.policy_parameters * device.itemsize
+        + cache_bytes(config, shape, device.itemsize)
+        + max(
+            _together(config) * shape.vocab * SAMPLING_BYTES,
+            -(-_together(config) // config.rollout.samples_per_prompt)
+            * config.filter.max_prompt_tokens
+            * pass_activation_bytes(shape, device.itemsize),
+        )
+    )
 
 
 def cache_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
     """Keys and values of all answers that are written together, each at its longest."""
+    return _together(config) * longest_tokens(config) * shape.kv_bytes_per_token(itemsize)
+
+
+def _together(config: RunConfig) -> int:
+    """Answers that an engine writes at one time."""
     answers = -(-config.trainer.batch_size * config.rollout.samples_per_prompt // config.runtime.num_workers)
-    together = min(config.rollout.max_num_seqs, answers)
-    return together * longest_tokens(config) * shape.kv_bytes_per_token(itemsize)
+    return min(config.rollout.max_num_seqs, answers)
 
 
 def wanted_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
@@ -179,7 +196,8 @@ def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens:
 
 
 def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -> dict[str, dict[str, int]]:
-    held, gradients = held_bytes(config, shape, device.itemsize), gradient_bytes(config, shape)
+    held = held_bytes(config, shape, device.itemsize)
+    policy_gradients, critic_gradients = gradient_bytes(config, shape)
     policy_gathered = gathered_bytes(shape.layer_parameters, shape.root_parameters, device.itemsize)
     awake = {"engine": engine_bytes(config, shape, device)}
     asleep = {"engine asleep": asleep_bytes(config, shape, device)}
@@ -205,19 +223,30 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     phases = {
         GENERATION: {**held, **awake},
         PASSES: {**held, **asleep, **reference, **passes},
-        POLICY_UPDATE: {**held, **gradients, **asleep, **update},
-        HAND_OVER: {**held, **awake, "one whole tensor": FULL * shape.embedding},
+        POLICY_UPDATE: {**held, **policy_gradients, **asleep, **update},
+        HAND_OVER: {
+            **held,
+            **(awake if config.rollout.engine == "vllm" else asleep),
+            "one whole tensor": FULL * shape.embedding,
+        },
     }
     if config.critic is not None:
         phases[CRITIC_UPDATE] = {
             **held,
-            **gradients,
+            **critic_gradients,
             **asleep,
             "gathered weights": gathered_bytes(shape.layer_parameters, shape.embedding, device.itemsize),
             "activations": update["activations"],
         }
-    if piece := _brought_back_bytes(config, shape):
-        phases[OPTIMIZER_STEP] = {**held, **gradients, **asleep, "moments, a piece brought back": piece}
+    steps = [
+        {**held, **gradients, **asleep, "moments, a piece brought back": piece}
+        for gradients, piece in zip(
+            (policy_gradients, critic_gradients), _brought_back_bytes(config, shape), strict=True
+        )
+        if piece
+    ]
+    if steps:
+        phases[OPTIMIZER_STEP] = max(steps, key=lambda parts: sum(parts.values()))
     return phases
 
 
@@ -242,26 +271,25 @@ def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str,
     return held
 
 
-def gradient_bytes(config: RunConfig, shape: ModelShape) -> dict[str, int]:
-    """Float32 gradients; they stay from the first update of a step to its hand-over."""
+def gradient_bytes(config: RunConfig, shape: ModelShape) -> tuple[dict[str, int], dict[str, int]]:
+    """Float32 gradients of the policy and of the critic; each goes with its optimizer's step."""
     ranks = config.runtime.num_workers
-    found = {"policy: gradients": FULL * _trained(config, shape) // ranks}
-    if config.critic is not None:
-        found["critic: gradients"] = FULL * shape.critic_parameters // ranks
-    return found
+    critic = {} if config.critic is None else {"critic: gradients": FULL * shape.critic_parameters // ranks}
+    return {"policy: gradients": FULL * _trained(config, shape) // ranks}, critic
 
 
-def _brought_back_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Most moments of an offloaded optimizer that are on the device at one time: a piece, or one larger tensor."""
+def _brought_back_bytes(config: RunConfig, shape: ModelShape) -> tuple[int, int]:
+    """Most moments of the policy's and of the critic's offloaded optimizer that are on the device at one time: a piece,
+    or one larger tensor; 0 where they are not offloaded."""
     ranks = config.runtime.num_workers
-    sizes = []
+    policy = critic = 0
     if config.optim.offload:
         largest = 0 if config.model.lora is not None else MOMENTS * shape.embedding // ranks
-        sizes.append(min(max(largest, OFFLOAD_PIECE_BYTES), MOMENTS * _trained(config, shape) // ranks))
+        policy = min(max(largest, OFFLOAD_PIECE_BYTES), MOMENTS * _trained(config, shape) // ranks)
     if config.critic is not None and config.critic.optim.offload:
         whole = MOMENTS * shape.critic_parameters // ranks
-        sizes.append(min(max(MOMENTS * shape.embedding // ranks, OFFLOAD_PIECE_BYTES), whole))
-    return max(sizes, default=0)
+        critic = min(max(MOMENTS * shape.embedding // ranks, OFFLOAD_PIECE_BYTES), whole)
+    return policy, critic
 
 
 def _trained(config: RunConfig, shape: ModelShape) -> int:

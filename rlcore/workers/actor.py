@@ -57,7 +57,7 @@ class Actor:
         )
 
     def release_gradients(self) -> None:
-        """Free their memory: while the engine writes, nobody needs them."""
+        """Free their memory: after an optimizer step nobody needs them, and another model's update may."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _recover(self) -> None:
@@ -112,7 +112,7 @@ class Actor:
         grad_norm = clip_grad_norm(self.policy.parameters(), self._config.optim.grad_clip).item()
         finite = math.isfinite(grad_norm) and bool(torch.isfinite(summed.stack()).all())
         if not on_all_ranks(finite, world_size=self._world_size, device=self._place.device):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.release_gradients()
             rows = self._non_finite_groups(batch, denominator, kl_coef)
             where = (
                 f"the loss of prompts number {rows} of the step is not finite" if rows else "every loss here is finite"
@@ -124,9 +124,10 @@ class Actor:
             )
         alarms = self._config.alarms
         if alarms.grad_norm == "skip" and grad_norm > alarms.grad_norm_above:  # the norm is the same on all ranks
-            self.optimizer.zero_grad(set_to_none=True)
+            self.release_gradients()
             return PolicyUpdate(summed, grad_norm, logprobs, applied=False)
         self.optimizer.step()
+        self.release_gradients()
         return PolicyUpdate(summed, grad_norm, logprobs)
 
     def _accumulate(

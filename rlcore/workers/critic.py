@@ -55,7 +55,7 @@ class Critic:
         )
 
     def release_gradients(self) -> None:
-        """Free their memory: while the engine writes, nobody needs them."""
+        """Free their memory: after an optimizer step nobody needs them, and another model's update may."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _recover(self) -> None:
@@ -93,12 +93,13 @@ class Critic:
         grad_norm = clip_grad_norm(self.model.parameters(), self._optim.grad_clip).item()
         finite = math.isfinite(grad_norm) and bool(torch.isfinite(summed.stack()).all())
         if not on_all_ranks(finite, world_size=self._world_size, device=self._place.device):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.release_gradients()
             raise NonFiniteError(
                 f"the critic's loss is {float(summed.vf_loss)} and its gradient norm {grad_norm}: no step was taken. "
                 "Look at the saved batch for a non-finite reward; a lower critic.optim.lr often helps."
             )
         self.optimizer.step()
+        self.release_gradients()
         return CriticUpdate(summed, grad_norm)
 
     def _accumulate(self, batch: TrainBatch, num_micro: int, denominator: Denominator) -> ValueStatistics:

@@ -243,9 +243,6 @@ class Worker:
             EngineError: the engine did not take them, or took them and computes with others.
         """
         self._version, self._num_updates = version, 0
-        self._actor.release_gradients()
-        if self._critic is not None:
-            self._critic.release_gradients()
         self._meter.wakes()
         self._engine.update_weights(self._actor.weights(), version)
         if self._engine.policy_version != version:

@@ -163,3 +163,11 @@ def test_half_precision_compute_keeps_float32_weights_and_exact_rotary_tables(tm
         torch.testing.assert_close(out, expected, rtol=0, atol=0.5)
     mixed(*batch.inputs, temperature=1.0, entropy="none").logprobs.sum().backward()
     assert {p.grad.dtype for p in mixed.parameters() if p.grad is not None} == {torch.float32}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # the compiler's own
+def test_compiling_makes_room_for_every_kind_of_pass(tmp_path: Path) -> None:
+    """torch's limit of 8 graphs left the update of a policy with adapters uncompiled beside critic and reference."""
+    torch._dynamo.config.recompile_limit = 8
+    policy_of(write_model("qwen2-tied", tmp_path)).compile_layers()
+    assert torch._dynamo.config.recompile_limit > 10

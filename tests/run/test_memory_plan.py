@@ -19,7 +19,7 @@ from rlcore.models.policy import CausalPolicy
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
 from rlcore.models.shape import ModelShape
 from rlcore.run import memory_plan as planning
-from rlcore.run.memory_fit import KEPT_FREE, chosen_settings, fitted, require_fit, too_much
+from rlcore.run.memory_fit import KEPT_FREE, chosen_settings, fitted, require_fit, suggestion, too_much
 from rlcore.run.memory_plan import Device, held_bytes, plan_memory
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
 
@@ -76,7 +76,7 @@ def test_weights_gradients_and_moments_are_those_of_a_real_update(policy: Causal
     shape = ModelShape.of_scratch(SCRATCH)
     assert held_bytes(config, shape, 4) == real
     gradients = sum(p.grad.nbytes for p in policy.parameters() if p.grad is not None)
-    assert planning.gradient_bytes(config, shape) == {"policy: gradients": gradients}
+    assert planning.gradient_bytes(config, shape) == ({"policy: gradients": gradients}, {})
     optimizer.zero_grad(set_to_none=True)
 
 
@@ -156,6 +156,7 @@ def test_tinyzero_is_planned_on_its_card() -> None:
     assert parts["engine"] == round(0.4 * CARD_24.total_bytes)
     assert {*plan.phases} == {"generation", "log-probabilities", "policy update", "critic update", "hand-over"}
     assert "policy: gradients" not in parts
+    assert "policy: gradients" not in plan.phases[planning.CRITIC_UPDATE]
     assert "critic: gradients" in plan.phases[planning.CRITIC_UPDATE]
     assert plan.peak_bytes == max(sum(parts.values()) for parts in plan.phases.values())
 
@@ -240,7 +241,8 @@ def test_offloaded_moments_come_back_a_piece_at_a_time() -> None:
     config = settings("optim.offload=true", "critic.optim.offload=true")
     parts = plan_memory(config, QWEN_05B, CARD_24).phases[planning.OPTIMIZER_STEP]
     assert parts["moments, a piece brought back"] == 8 * 151_936 * 896
-    assert parts["policy: gradients"] == 4 * QWEN_05B.policy_parameters
+    assert parts["critic: gradients"] == 4 * QWEN_05B.critic_parameters  # the larger of the two
+    assert "policy: gradients" not in parts
     assert not [name for name in parts if name.endswith(": moments")]
     small = plan_memory(settings("optim.offload=true", "model.lora.rank=8", "critic=none", "algo=grpo",
                                  "rollout.samples_per_prompt=4"), QWEN_05B, CARD_24)  # fmt: skip
@@ -280,6 +282,20 @@ def test_a_plan_that_merely_exceeds_its_card_is_told_with_what_comes_of_it() -> 
         assert not plan.cannot_fit
         assert then in too_much(config, plan)
     assert too_much(config, plan_memory(config, QWEN_05B, H200)) == ""
+
+
+def test_the_hf_engine_is_planned_with_what_it_draws_from() -> None:
+    """Float32 logits and log-probabilities and two float64 of each, for every answer that is written together."""
+    few, many = (
+        plan_memory(settings("rollout=hf", f"rollout.max_num_seqs={count}"), QWEN_05B, CARD_24) for count in (1, 200)
+    )
+    more = sum(many.phases[planning.GENERATION].values()) - sum(few.phases[planning.GENERATION].values())
+    logits = torch.empty(199, QWEN_05B.vocab, device="meta")
+    drawn = 2 * logits.nbytes + 2 * logits.double().nbytes
+    cache = 199 * 1_280 * QWEN_05B.kv_bytes_per_token(2)
+    assert more >= cache + drawn - 1_000_000_000 * 0.2
+    assert few.phases[planning.HAND_OVER] == many.phases[planning.HAND_OVER]
+    assert "rollout.max_num_seqs below 200" in str(suggestion(settings("rollout=hf", "rollout.max_num_seqs=200")))
 
 
 def test_auto_chooses_settings_that_fit_and_changes_no_number() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from rlcore.algos.aggregation import Denominator
 from rlcore.batching.pack import select_train
@@ -43,14 +44,22 @@ def batch_from(tensors: dict[str, Tensor]) -> TrainBatch:
     return TrainBatch(packed, **{name: tensors[name] for name in others})
 
 
-def gradients(worker: Worker, *, critic: bool) -> dict[str, Tensor]:
-    """Whole gradients after an update, under the names of the parameters; every rank takes part."""
-    model = worker.critic_model() if critic else worker.policy_model()
-    return {
-        name: gathered(parameter.grad).clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+def watch_gradients(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """Filled at the optimizer's step: whole gradients under the names of the parameters; every rank takes part."""
+    found: dict[str, Tensor] = {}
+
+    def take(*_: object) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                found[name] = gathered(parameter.grad).clone()
+
+    optimizer.register_step_pre_hook(take)
+    return found
+
+
+def has_gradients(model: nn.Module) -> bool:
+    """Whether a gradient takes memory."""
+    return any(parameter.grad is not None for parameter in model.parameters())
 
 
 def one_rank_without_a_number(
@@ -91,11 +100,16 @@ def main() -> None:
         shares = share_out(batch.packed, order, num_ranks=world_size, max_tokens=case["max_tokens"])
         mine = select_train(batch, shares.sequences[rank])
         denominator = Denominator(batch.packed.num_loss_tokens, batch.packed.num_sequences, 8)
+        seen = watch_gradients(worker._actor.optimizer, worker.policy_model())
         worker.update_policy(mine, shares.num_micro, denominator, LR, 0.01)
-        found = {f"policy.{name}": value for name, value in gradients(worker, critic=False).items()}
+        found = {f"policy.{name}": value for name, value in seen.items()}
+        assert not has_gradients(worker.policy_model()), "they would lie beside the next model's update"
         if config.critic is not None:
+            assert worker._critic is not None
+            seen = watch_gradients(worker._critic.optimizer, worker.critic_model())
             worker.update_critic(mine, shares.num_micro, denominator, LR)
-            found |= {f"critic.{name}": value for name, value in gradients(worker, critic=True).items()}
+            found |= {f"critic.{name}": value for name, value in seen.items()}
+            assert not has_gradients(worker.critic_model())
         if rank == 0:
             save_file(found, folder / f"{case['name']}-{world_size}.safetensors")
         if case["name"] == "grpo-whole" and world_size > 1:
