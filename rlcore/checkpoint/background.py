@@ -9,9 +9,11 @@ An error in a thread surfaces at the next `poll`, `is_done` or `finish`, as if t
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlcore.checkpoint.shards import HostCopy
@@ -83,6 +85,14 @@ class BackgroundWriter:
             writing.exception()
 
 
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """What a thread is doing, with the path that it does it to, and since when its save goes on (monotonic seconds)."""
+
+    what: str
+    begun: float
+
+
 class BackgroundCommit:
     """The driver's side: a checkpoint between its start and its publication. One at a time.
 
@@ -99,6 +109,12 @@ class BackgroundCommit:
         self._open: ExitStack | None = None
         self._publishing: Future[None] | None = None
         self._path = Path()
+        self._at: UnderWay | None = None
+
+    @property
+    def at(self) -> "UnderWay | None":
+        """What is being done for the checkpoint under way; None where none is. May be asked by any thread."""
+        return self._at
 
     @property
     def is_under_way(self) -> bool:
@@ -112,12 +128,19 @@ class BackgroundCommit:
             what `CheckpointStore.writing` and `begin` raise; nothing is left then.
         """
         assert not self.is_under_way, "finish or abandon the checkpoint before this one first"
+        begun, self._path = time.monotonic(), self._store.path_of(state.step)
+
+        def at(what: str) -> None:
+            self._at = UnderWay(f"checkpoint of step {state.step}: {what}", begun)
+
+        at(f"opening a folder beside {self._path}")
         with ExitStack() as opened:
-            folder = opened.enter_context(self._store.writing(state, metrics))
+            opened.callback(self._at_nothing)
+            folder = opened.enter_context(self._store.writing(state, metrics, at))
+            at(f"writing shards to {folder}")
             begin(folder)
             # From here on the folder stays open until it is published or given up.
             self._open = opened.pop_all()
-        self._path = self._store.path_of(state.step)
 
     def poll(self) -> Path | None:
         """Go on without waiting; the path, once, when the checkpoint has been published.
@@ -162,8 +185,16 @@ class BackgroundCommit:
         return self._path
 
     def _publish(self, opened: ExitStack) -> None:
+        begun = time.monotonic()
         opened.close()
-        self._after()
+        self._at = UnderWay(f"deleting checkpoints beside {self._path} that are not kept", begun)
+        try:
+            self._after()
+        finally:
+            self._at_nothing()
+
+    def _at_nothing(self) -> None:
+        self._at = None
 
     def _or_give_up(self, ask: Callable[[], object]) -> object:
         try:

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -61,11 +61,13 @@ class CheckpointStore:
     # ---------------------------------------------------------------- write
 
     @contextmanager
-    def writing(self, state: TrainerState, metrics: Mapping[str, float]) -> Iterator[Path]:
+    def writing(
+        self, state: TrainerState, metrics: Mapping[str, float], at: Callable[[str], None] = lambda what: None
+    ) -> Iterator[Path]:
         """Publish a checkpoint: yields a folder for the ranks' shards, and renames it into place at the block's end.
 
         One that lies there for the same step is replaced in one operation, or set aside where a newer Millrace has
-        written it. Metrics that are not finite are left out.
+        written it. Metrics that are not finite are left out. `at` hears what is begun, with its path.
 
         Raises:
             DiskSpaceError: no room. Older checkpoints are untouched, nothing is left of this one.
@@ -83,7 +85,8 @@ class CheckpointStore:
         }
         with self._writer_lock():
             remove_stale_temporaries(self._directory)
-            with published_directory(target, manifest, replace=target.exists(), error=CheckpointError) as folder:
+            replace = target.exists()
+            with published_directory(target, manifest, replace=replace, error=CheckpointError, at=at) as folder:
                 set_newer_aside(target)
                 yield folder
                 self._write_records(folder, state)

@@ -14,6 +14,7 @@ from typing import NoReturn, Self
 import psutil
 
 from rlcore import stacks
+from rlcore.checkpoint.background import UnderWay
 from rlcore.config import RunConfig
 from rlcore.errors import HangError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.run.faults import Fault, FaultKind, as_ours, fault_of, note_fault, read_faults
@@ -26,6 +27,9 @@ TRACKING_MODULE = "rlcore.tracking"
 
 LAST_WORDS_S = 5.0
 """For what a process that ends at once has still to write; nobody may read it."""
+
+STACKS_S = 40.0
+"""For the stacks of all processes of a run that hangs: each is asked and waited for."""
 
 log = logging.getLogger("rlcore.run.guard")
 
@@ -65,6 +69,7 @@ class Guard:
             stop_deadline_s=config.runtime.stop_deadline_s,
             on_hang=self._hangs,
             on_stop_overdue=self._stop_takes_too_long,
+            on_slow=self._is_slow,
         )
 
     def __enter__(self) -> Self:
@@ -84,6 +89,10 @@ class Guard:
         self._last_phase = name
         return self._watch.phase(name)
 
+    def attend(self, saving: Callable[[], UnderWay | None]) -> None:
+        """`saving` says what a save is at: one that takes long is told."""
+        self._watch.aside = saving
+
     def faults(self) -> list[Fault]:
         """All faults of the run so far."""
         return read_faults(self._layout.run_dir)
@@ -98,16 +107,33 @@ class Guard:
 
     def _hangs(self, overdue: Overdue) -> None:
         where = f"in {overdue.phase} after step {self._step()}"
-        message = f"{overdue.key}: hang {where}: no end after {overdue.seconds:.0f} s"
-        fault = self._with_stacks(Fault(FaultKind.HANG, overdue.phase, self._step(), message))
+        message = f"{overdue.key}: hang {where}: no end after {overdue.seconds:.0f} s{self._of_save()}"
+        found = [Fault(FaultKind.HANG, overdue.phase, self._step(), message)]
+        # What hangs may be the file system that the stacks and the fault would be written to.
+        _within(STACKS_S, lambda: found.append(self._with_stacks(found[0])))
+        fault = found[-1]
         _within(LAST_WORDS_S, lambda: self._record(fault))
         self._give_up(HangError(f"{message}. What every process was doing: {fault.stacks}"))
 
+    def _is_slow(self, what: str, seconds: float) -> None:
+        text = (
+            f"{what} since {seconds:.0f} s; does the file system answer? What waits for it counts as hung after "
+            "runtime.deadlines.save_s"
+        )
+        _within(LAST_WORDS_S, lambda: self._report({"event": "note", "text": text}))
+        _within(LAST_WORDS_S, lambda: log.warning("%s", text))
+
+    def _of_save(self) -> str:
+        """What the save under way is at, if there is one."""
+        saving = self._watch.aside()
+        return "" if saving is None else f"; {saving.what}"
+
     def _stop_takes_too_long(self) -> None:
+        where = f"{self._watch.phase_name or 'its end'}{self._of_save()}"
         self._give_up(
             StopRequestedError(
                 f"runtime.stop_deadline_s: told to stop, the run had not ended after {self._stop_deadline_s:g} s (in "
-                f"{self._watch.phase_name or 'its end'}), and was ended. Start again to go on from the last checkpoint"
+                f"{where}), and was ended. Start again to go on from the last checkpoint"
             )
         )
 
@@ -123,8 +149,6 @@ class Guard:
         return replace(fault, stacks=str(file))
 
     def _record(self, fault: Fault) -> None:
-        log.error("fault: %s: %s", fault, fault.message)
-        note_fault(self._layout.run_dir, fault)
         self._report(
             {
                 "event": "fault",
@@ -134,6 +158,8 @@ class Guard:
                 "step": fault.step,
             }
         )
+        log.error("fault: %s: %s", fault, fault.message)
+        note_fault(self._layout.run_dir, fault)
 
 
 def say_and_end(say: Callable[[], None], code: int) -> NoReturn:

@@ -6,11 +6,13 @@ told that steps are final after that. Going back to a checkpoint cuts the journa
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from rlcore.checkpoint.background import UnderWay
 from rlcore.checkpoint.catalog import CheckpointInfo, Refusal
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
@@ -55,7 +57,9 @@ class Ledger:
         *,
         report: Callable[[Mapping[str, object]], None],
         stop: Callable[[], bool],
+        phase: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """`phase`: of the watch, around what waits for a disk."""
         self._config = config
         self._report = report
         self._checkpoints = layout.checkpoints
@@ -64,7 +68,7 @@ class Ledger:
         self._room = Room(config.checkpoint, happened=self.happened, stop=stop, prune=self._prune)
         # To go back to a checkpoint: the journal is cut before anything new is written to it.
         self._room_to_go_back = Room(config.checkpoint, happened=self._tell, stop=stop, prune=self._prune)
-        self._saver = Saver(self._store, self._room, self._tracker.commit)
+        self._saver = Saver(self._store, self._room, self._tracker.commit, partial(phase, "commit"))
         self._expected_bytes = 0
         self.refusals: tuple[Refusal, ...] = ()
         """Newer checkpoints that `newest` had to pass over, and why."""
@@ -132,6 +136,10 @@ class Ledger:
     def abandon_save(self) -> None:
         """Give up the checkpoint that was begun: ranks are lost."""
         self._saver.abandon()
+
+    def saving(self) -> UnderWay | None:
+        """What is being done for the checkpoint that was begun; for any thread."""
+        return self._saver.at
 
     @property
     def is_saving(self) -> bool:

@@ -2,11 +2,12 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from rlcore.checkpoint.background import BackgroundCommit
+from rlcore.checkpoint.background import BackgroundCommit, UnderWay
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.errors import DiskSpaceError, MillraceError
@@ -74,16 +75,29 @@ class Saver:
 
     Args:
         committed: called after each publication with its step.
+        phase: wraps whatever waits for a disk and not for room on it: it has a deadline.
     """
 
-    def __init__(self, store: CheckpointStore, room: Room, committed: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        room: Room,
+        committed: Callable[[int], None],
+        phase: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._store = store
         self._room = room
         self._committed = committed
+        self._phase = phase
         self._commit = BackgroundCommit(store, self._are_written, self.prune)
         self._copies: RankCopies | None = None
         self._record: TrainerState | None = None
         self._metrics: Mapping[str, float] = {}
+
+    @property
+    def at(self) -> UnderWay | None:
+        """What is being done for the save under way, in whichever thread; None where nothing is."""
+        return self._commit.at
 
     @property
     def is_under_way(self) -> bool:
@@ -132,7 +146,8 @@ class Saver:
 
     def abandon(self) -> None:
         """Give up what is under way: its ranks are lost."""
-        self._commit.abandon()
+        with self._phase():
+            self._commit.abandon()
         self._copies = None
 
     # ------------------------------------------------------------------ parts
@@ -144,10 +159,14 @@ class Saver:
     def _start(self) -> None:
         assert self._copies is not None
         assert self._record is not None
-        self._commit.start(self._record, self._metrics, self._copies.write)
+        with self._phase():
+            self._commit.start(self._record, self._metrics, self._copies.write)
 
     def _finish(self) -> Path | None:
-        return self._commit.finish(lambda: self._copies is not None and self._copies.wait())
+        if not self._commit.is_under_way:
+            return None
+        with self._phase():
+            return self._commit.finish(lambda: self._copies is not None and self._copies.wait())
 
     def _or_again(self, advance: Callable[[], Path | None]) -> Saved | None:
         try:

@@ -71,7 +71,8 @@ class Session:
             )
             self._guard = opened.enter_context(guard)
             self._inputs = RunInputs.read(layout)
-            self._ledger = Ledger(config, layout, report=report, stop=self._stop)
+            self._ledger = Ledger(config, layout, report=report, stop=self._stop, phase=guard.phase)
+            guard.attend(self._ledger.saving)
             crew = Crew(config, layout, self._inputs, guard, self._ledger, report=report, after_start=self._after_start)
             self._crew = opened.enter_context(crew)
             self._held_out = HeldOut(config, layout, crew, self._ledger, report=report)
@@ -144,9 +145,12 @@ class Session:
         if not self._ledger.is_exported(target, step):
             self._crew.load(checkpoint)
             weights = self._crew.full_weights()
-            self._ledger.with_room(
-                lambda: export_transformers(weights, self._crew.start_model, target, step=step), step=step, path=target
-            )
+
+            def write() -> None:
+                with self._guard.phase("export"):
+                    export_transformers(weights, self._crew.start_model, target, step=step)
+
+            self._ledger.with_room(write, step=step, path=target)
         return {"directory": str(target), "step": step}
 
     def save_finished(self) -> str:

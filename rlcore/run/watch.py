@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
+from rlcore.checkpoint.background import UnderWay
 from rlcore.config.deadlines import DeadlineConfig
 from rlcore.errors import StopRequestedError
 
@@ -35,6 +36,7 @@ DEADLINE_OF = {
     "update_weights": "hand_over_s",
     "testing": "validate_s",
     "save_checkpoint": "save_s",
+    "commit": "save_s",
     "export": "save_s",
     "profile": "save_s",
     "load": "load_s",
@@ -42,6 +44,10 @@ DEADLINE_OF = {
 """Phase -> its key in `runtime.deadlines`. Phases of a step have the names of their `timing_s` metrics."""
 BEFORE_THE_UPDATE = frozenset({"gen", "reward", "old_log_prob", "ref", "values", "adv"})
 """Phases that change nothing: a step that is given up in them leaves the weights of the step before."""
+
+SLOW_AFTER_S = 120.0
+"""A save that takes longer is told; the largest that were measured take a minute. A tenth of `save_s` where that is
+less."""
 
 log = logging.getLogger("rlcore.run.watch")
 
@@ -75,6 +81,8 @@ class Watch:
         stop_deadline_s: a run that was told to stop has ended after this time. The step has half of it to finish.
         on_hang: called in the watch's thread, once; must end the process.
         on_stop_overdue: the same for a stop.
+        on_slow: called in the watch's thread with what a save is at and for how many seconds; again when it has taken
+            twice as long.
     """
 
     def __init__(
@@ -85,12 +93,17 @@ class Watch:
         stop_deadline_s: float,
         on_hang: Callable[[Overdue], None],
         on_stop_overdue: Callable[[], None],
+        on_slow: Callable[[str, float], None] = lambda what, seconds: None,
     ) -> None:
         self._deadlines = deadlines
         self._stop_asked_s = stop_asked_s
         self._stop_deadline_s = stop_deadline_s
         self._on_hang = on_hang
         self._on_stop_overdue = on_stop_overdue
+        self._on_slow = on_slow
+        self.aside: Callable[[], UnderWay | None] = lambda: None
+        """What a save is at beside the phases."""
+        self._slow: tuple[float, float] = (0.0, 0.0)
         self._running: tuple[_Running, ...] = ()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
@@ -132,6 +145,19 @@ class Watch:
             self._running = outer
             faulthandler.cancel_dump_traceback_later()
 
+    def _tell_if_slow(self, now: float) -> None:
+        under_way = self.aside()
+        if under_way is None:
+            return
+        begun, after_s = self._slow
+        if begun != under_way.begun:
+            after_s = min(SLOW_AFTER_S, self._deadlines.save_s / 10)
+        took_s = now - under_way.begun
+        is_slow = took_s > after_s
+        self._slow = (under_way.begun, 2 * took_s if is_slow else after_s)
+        if is_slow:
+            self._on_slow(under_way.what, took_s)
+
     def _look(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):
             waited = self._stop_asked_s()
@@ -139,6 +165,7 @@ class Watch:
                 self._on_stop_overdue()
                 return
             now = time.monotonic()
+            self._tell_if_slow(now)
             late = next((one for one in self._running if now - one.begun > one.limit_s), None)
             if late is not None:
                 key = f"runtime.deadlines.{DEADLINE_OF[late.phase]}"

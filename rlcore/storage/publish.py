@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,13 +51,14 @@ def published_directory(
     *,
     replace: bool = False,
     error: type[MillraceError] = DataError,
+    at: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Path]:
     """Write a directory: yields a temporary one beside `target`, and renames it into place at the end of the block.
 
     A killed process leaves a `.tmp-` folder at most, which `remove_stale_temporaries` knows. `manifest` is read after
     the block, so the block may still fill it. If another process has published `target` meanwhile, theirs stays and
     ours is dropped; with `replace` ours takes its place. After an exception nothing is left of the temporary directory
-    and the exception goes on.
+    and the exception goes on. `at` hears what is begun, with its path: a file system that hangs says nothing.
 
     Raises:
         DiskSpaceError: a write in the block, or the publishing, found no room.
@@ -68,7 +69,7 @@ def published_directory(
     temporary, owner = _make_temporary(target, error)
     try:
         yield temporary
-        _publish(temporary, target, manifest, replace=replace, error=error)
+        _publish(temporary, target, manifest, replace=replace, error=error, at=at)
     except DiskSpaceError:
         raise
     except BaseException as reason:
@@ -116,13 +117,17 @@ def _publish(
     *,
     replace: bool,
     error: type[MillraceError],
+    at: Callable[[str], None],
 ) -> None:
     try:
+        at(f"hashing and flushing the files in {temporary}")
         entries = _hash_and_flush(temporary, error)
         _write_file(temporary / MANIFEST, manifest_text(values, entries))
         (temporary / OWNER).unlink(missing_ok=True)
         _flush_directory(temporary)
+        at(f"renaming {temporary} to {target.name}")
         _rename_into_place(temporary, target, replace=replace, error=error)
+        at(f"flushing the folder {target.parent}")
         _flush_directory(target.parent)
     except OSError as reason:
         if is_out_of_room(reason):

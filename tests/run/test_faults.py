@@ -41,6 +41,24 @@ def harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.lengthy
+def test_a_publication_that_hangs_is_told_and_ended(tmp_path: Path) -> None:
+    calm = small(tmp_path / "calm", steps=3)
+    assert disturb(calm, None)[0]["code"] == 0, said(calm)
+    run = small(tmp_path / "run", "runtime.deadlines.save_s=20", steps=3)
+    found = disturb(run, at("publish", nth=2, sleep_s=600), None)
+    assert [one["code"] for one in found] == [FAILED, 0], said(run)
+    assert [one["left"] for one in found] == [[], []]
+    assert kinds(run) == [("hang", "commit")]
+    assert "runtime.deadlines.save_s: hang in commit after step" in said(run)
+    assert "s; checkpoint of step 2: renaming" in said(run)
+    (told, *_) = [event["text"] for event in found[0]["events"] if "file system" in event.get("text", "")]
+    assert told.startswith(f"checkpoint of step 2: renaming {run.layout.checkpoints}/.tmp-step-000002")
+    assert told in said(run), "in the log, too"
+    assert steps_of(run) == steps_of(calm)
+    assert weights_of(run) == weights_of(calm)
+
+
 def test_hangs_and_lack_of_memory_in_this_process(tmp_path: Path, harm: Path) -> None:
     with_scorer = ("algo.policy_loss=tests.run.harmful:short_of_memory", "reward.num_processes=1")
     calm = small(tmp_path / "calm", *with_scorer, steps=STEPS)

@@ -7,12 +7,19 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from rlcore import stacks
+from rlcore.checkpoint.background import BackgroundCommit
+from rlcore.checkpoint.store import CheckpointStore
+from rlcore.config import CheckpointConfig
+from rlcore.config.deadlines import DeadlineConfig
+from rlcore.run.watch import Watch
+from tests.checkpoint.test_store import SETTINGS, state_at
 
 WAIT_S = 60
 FULL_PIPE = """
@@ -54,6 +61,40 @@ def test_a_second_signal_ends_a_process_that_waits_for_a_reader() -> None:
             assert process.wait(WAIT_S) == 75
         finally:
             process.kill()
+
+
+def test_a_save_that_takes_long_is_told_again_after_twice_the_time(tmp_path: Path) -> None:
+    """The publication of a real checkpoint, kept up; the watch says what it is at."""
+    goes_on, told = threading.Event(), list[tuple[str, float]]()
+    store = CheckpointStore(tmp_path, CheckpointConfig(), SETTINGS)
+
+    def kept_up() -> None:
+        goes_on.wait(WAIT_S)
+
+    def of_deleting() -> list[float]:
+        return [seconds for what, seconds in told if what.startswith("deleting checkpoints beside ")]
+
+    commit = BackgroundCommit(store, lambda: True, after=kept_up)
+    watch = Watch(
+        DeadlineConfig(save_s=1.0),
+        stop_asked_s=lambda: None,
+        stop_deadline_s=60,
+        on_hang=lambda overdue: None,
+        on_stop_overdue=lambda: None,
+        on_slow=lambda what, seconds: told.append((what, seconds)),
+    )
+    watch.aside = lambda: commit.at
+    with watch:
+        commit.start(state_at(1), {}, lambda folder: (folder / "shard").write_text("x"))
+        commit.poll()
+        deadline = time.monotonic() + WAIT_S
+        while len(of_deleting()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        goes_on.set()
+        assert commit.finish(lambda: None) == store.path_of(1)
+    assert commit.at is None
+    first, second, *_ = of_deleting()
+    assert 0.1 < first <= second / 2
 
 
 def test_last_words_that_nobody_reads_hold_nothing_up() -> None:
