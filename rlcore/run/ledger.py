@@ -57,7 +57,7 @@ class Ledger:
         *,
         report: Callable[[Mapping[str, object]], None],
         stop: Callable[[], bool],
-        phase: Callable[[str], AbstractContextManager[None]] = nullcontext,
+        phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
         """`phase`: of the watch, around what waits for a disk."""
         self._config = config
