@@ -70,6 +70,7 @@ def up(root: Path, *, ray: bool = False, workers: int = 1, say: Say, wishes: Wis
 
 def _up(root: Path, wishes: Wishes, databases: Databases, say: Say) -> StackState:
     state = _with_databases(_of_this_version(root, read_stack(root)), databases)
+    _require_ports(root, state, wishes)
     state = _ensure(root, state, "prefect", partial(prefect_recipe, root, databases, wishes.prefect_port, say), say)
     state = replace(state, prefect_api_url=f"{_url(state, 'prefect')}/api", prefect_version=version("prefect"))
     state = _ensure(root, state, "mlflow", partial(mlflow_recipe, root, databases, wishes.mlflow_port, say), say)
@@ -128,6 +129,18 @@ def _of_this_version(root: Path, state: StackState) -> StackState:
                 "older one."
             )
     return state
+
+
+def _require_ports(root: Path, state: StackState, wishes: Wishes) -> None:
+    """A server that is up keeps its port, so one that was asked for must be that one."""
+    for name, port in (("prefect", wishes.prefect_port), ("mlflow", wishes.mlflow_port)):
+        service = state.service(name)
+        if port is None or service is None or service.port == port or service.process() is None:
+            continue
+        raise MillraceError(
+            f"--{name}-port {port}: {name} is up already at {service.url}, and keeps its port. `millrace down --root "
+            f"{quote(str(root))}` first, or leave the port out."
+        )
 
 
 def _with_databases(state: StackState, databases: Databases) -> StackState:

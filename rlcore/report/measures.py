@@ -172,6 +172,8 @@ def phase_table(record: RunRecord) -> Table:
         series = record.series(f"timing_s/{name}")
         if series is not None:
             times = "once" if len(series) == 1 else f"{len(series)} times"
+            if name == "save_checkpoint":  # each step says how long it stood still, most of them not at all
+                times = f"mean over {len(series)} steps"
             each = f"{title_of(name)} ({times}, not in the step)"
             rows.append((doc.text(each), doc.seconds(series.mean()), doc.text(""), _metric_of(name)))
     columns = (Column("Phase"), Column("Mean", "number"), Column("Share", "number"), Column("Metric", "code"))

@@ -62,10 +62,16 @@ def settings_tables(config: RunConfig) -> tuple[Table, Table]:
 
 @cache
 def meaning(key: str) -> str:
-    """A setting's own documentation, first sentence."""
+    """A setting's own documentation, first sentence: where it begins with a choice (`local: ...`), that choice's.
+
+    >>> meaning("runtime.device"), meaning("rollout.samples_per_prompt")
+    ('auto: CUDA where a GPU is present.', 'Answers to each prompt')
+    """
     found = all_keys().get(key)
     text = (found[0].field.description or "") if found else ""
-    return re.split(r"(?<=[.:;])\s", " ".join(text.split()), maxsplit=1)[0].rstrip(":;")
+    sentence = re.split(r"(?<=[.;])\s", " ".join(text.split()), maxsplit=1)[0].rstrip(":;")
+    before, _, _ = sentence.partition(": ")
+    return before if " " in before else sentence
 
 
 def _cell(value: JsonValue) -> Cell:

@@ -179,8 +179,11 @@ def start_ray(config: RunConfig) -> Path | None:
     if runtime.ray_address is not None:
         if problem := unreachable(runtime.ray_address):
             raise WorkerLostError(problem)
-        with _sigterm_stays_ours():
-            ray.init(address=runtime.ray_address, **common)
+        try:
+            with _sigterm_stays_ours():
+                ray.init(address=runtime.ray_address, **common)
+        except ConnectionError as error:
+            raise WorkerLostError(f"runtime.ray_address: {runtime.ray_address}: {error}") from error
         return None
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -115,6 +115,13 @@ def test_a_server_of_another_version_is_told(tmp_path: Path) -> None:
     require_same_series("3.7.9", "3.7.7", "PREFECT_API_URL")
 
 
+def test_a_port_asked_for_is_not_passed_over_where_the_server_is_up_at_another(tmp_path: Path) -> None:
+    mine = Service("mlflow", os.getpid(), psutil.Process().create_time(), 1, "http://here", "", "")
+    write_stack(tmp_path, StackState(services=(mine,)))
+    with pytest.raises(MillraceError, match="--mlflow-port 5001: mlflow is up already at http://here"):
+        up(tmp_path, say=print, wishes=Wishes(mlflow_port=5001))
+
+
 def test_a_database_address_is_checked_and_its_password_is_never_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

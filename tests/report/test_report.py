@@ -17,6 +17,7 @@ from rlcore.errors import DataError
 from rlcore.evaluation import Interval, ValidationResult, compare
 from rlcore.report import answer_rows, build_report, hero_png, numbers, summary_markdown
 from rlcore.report.lineage import Lineage, Stage
+from rlcore.report.measures import phase_table
 from rlcore.report.memory import MemoryPlan
 from rlcore.report.record import RunRecord, read_run
 from rlcore.report.settings import changed_keys, reproduce_command
@@ -519,6 +520,9 @@ def test_the_timeline_tells_training_from_validation_and_checkpoints():
         "validation": [(12.0, 14.0)],
         "checkpoint": [(14.0, 15.5)],
     }
+    rows = {row[0].text: row[1].value for row in phase_table(record).rows}
+    assert rows["Checkpoint (mean over 1 steps, not in the step)"] == 1.5
+    assert rows["Validation (once, not in the step)"] == 2.0
 
 
 def test_answers_are_rows_of_a_table(grpo_run):
