@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 from prefect import flow
 from prefect.runtime import deployment, flow_run
@@ -35,24 +33,12 @@ from flows.shown.tell import tell, tell_command, tell_idle
 from flows.train import export_best_weights, train
 from flows.validate import validate
 from flows.warm_start import warm_start
-from flows.work.mlflow_record import MlflowRecord, Recorded
+from flows.work.finished import PipelineResult
+from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import open_run
 from flows.work.report import load_ahead
-from flows.work.stages import Judgement
 from rlcore.config.compose import idle_settings
 from rlcore.run.inputs import RunInputs
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineResult:
-    """What a run has come to, and where to look."""
-
-    run_id: str
-    run_dir: Path
-    judgements: list[Judgement]
-    report: Path
-    weights: Path
-    mlflow: Recorded
 
 
 @contextmanager

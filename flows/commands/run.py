@@ -6,18 +6,20 @@ from typing import TYPE_CHECKING
 
 from flows.commands.fork import Fork
 from flows.plan.checks import check_before_plan, check_before_start
-from flows.plan.plan import make_plan
+from flows.plan.plan import RunPlan, make_plan
 from flows.plan.table import show_memory, show_plan
 from flows.server.api import PrefectApi, start_prefect, wait_for_prefect
 from flows.server.untold import not_kept_by
 from flows.shown.progress import display_for_console, shown_on
 from flows.shown.summary import summary_lines
 from flows.shown.warn import warn
+from flows.work.stack_store import in_stack
+from rlcore.config import RunConfig
 from rlcore.config.compose import idle_settings
 from rlcore.errors import StopRequestedError
 
 if TYPE_CHECKING:
-    from flows.pipeline import PipelineResult
+    from flows.work.finished import PipelineResult
 
 EXPERIMENT = "experiment="
 
@@ -32,6 +34,8 @@ def run(fork: Fork, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
     if dry_run:
         show_plan(plan, as_json=as_json)
         return
+    if plan.is_done and _tell_what_is_there(config, plan):
+        return
     check_before_start(config, plan)
     if plan.memory is not None and plan.memory.usable_bytes is not None and not plan.is_done:
         show_memory(plan.memory)
@@ -39,6 +43,18 @@ def run(fork: Fork, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
     print(f"run {plan.run_id} in {plan.run_dir}", flush=True)
     result = _run_pipeline(settings, api, verbose=verbose)
     print("\n".join(summary_lines(config, result, api)), flush=True)
+
+
+def _tell_what_is_there(config: RunConfig, plan: RunPlan) -> bool:
+    """Whether there is nothing to do; then it is said, with where to look. No server is started for that."""
+    from flows.work.finished import finished
+
+    known = finished(in_stack(config), plan)
+    if known is None:
+        return False
+    print(f"run {plan.run_id} in {plan.run_dir}: finished, there is nothing to do")
+    print("\n".join(summary_lines(config, known, None)), flush=True)
+    return True
 
 
 def _run_pipeline(settings: list[str], api: PrefectApi, *, verbose: bool) -> "PipelineResult":

@@ -11,11 +11,11 @@ from flows.shown.stage_words import judgement_figures
 from rlcore.config import RunConfig
 
 if TYPE_CHECKING:
-    from flows.pipeline import PipelineResult
+    from flows.work.finished import PipelineResult
 
 
-def summary_lines(config: RunConfig, result: "PipelineResult", api: PrefectApi) -> list[str]:
-    """The last lines of `millrace run`."""
+def summary_lines(config: RunConfig, result: "PipelineResult", api: PrefectApi | None) -> list[str]:
+    """The last lines of `millrace run`; `api` None where there was nothing to do."""
     lines = ["", f"{result.run_id}: {config.trainer.total_steps} steps"]
     lines += [f"  {judgement_figures(one)}" for one in result.judgements]
     lines += [f"  report   {result.report}", f"  weights  {result.weights}"]
@@ -24,7 +24,8 @@ def summary_lines(config: RunConfig, result: "PipelineResult", api: PrefectApi) 
         lines.append(f"  MLflow   {beside_python(f'millrace ui --root {quote(str(root))}')}")
     elif result.mlflow.url:
         lines.append(f"  MLflow   {result.mlflow.url}")
-    lines.append(f"  Prefect  {prefect_hint(api)}")
+    if api is not None:
+        lines.append(f"  Prefect  {prefect_hint(api)}")
     return lines
 
 

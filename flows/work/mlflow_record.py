@@ -20,6 +20,7 @@ from flows.work.mlflow_parts import Page, log_models, log_result, log_start
 from flows.work.open_run import OpenRun
 from flows.work.report import Report, report_fingerprint
 from flows.work.stages import Export
+from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import is_stop
 from rlcore.run.layout import RunLayout
@@ -57,10 +58,24 @@ class Recorded:
         except (OSError, ValueError, TypeError):
             return cls()
 
+    def is_whole(self, config: RunConfig, layout: RunLayout, last: Export, best: Export) -> bool:
+        """Whether MLflow has all of the run."""
+        wanted = (settings_digest(config), report_fingerprint(layout), _models_digest(config, last, best))
+        return (self.settings, self.report, self.models) == wanted
+
     def write(self, layout: RunLayout) -> "Recorded":
         """Keep it."""
         write_json_atomically(layout.run_dir / RECORDED_FILE, asdict(self))
         return self
+
+
+def settings_digest(config: RunConfig) -> str:
+    """What the first part depends on."""
+    return f"{settings_fingerprint(config)}-{config.trainer.total_steps}"
+
+
+def _models_digest(config: RunConfig, last: Export, best: Export) -> str:
+    return f"last {last.step}, best {best.step}, registered {config.tracking.registered_model}"
 
 
 class MlflowRecord:
@@ -91,7 +106,7 @@ class MlflowRecord:
     def start(self, dataset: StageResult, filtered: StageResult) -> None:
         """Write settings and datasets, meanwhile."""
         config = self._run.config
-        digest = f"{settings_fingerprint(config)}-{config.trainer.total_steps}"
+        digest = settings_digest(config)
         if not config.tracking.enabled or self._known.settings == digest:
             return
         self._first = self._thread.submit(
@@ -104,7 +119,7 @@ class MlflowRecord:
         """Write report, samples and weights, and wait for it, within a bound."""
         config = self._run.config
         digest = report_fingerprint(self._run.layout)
-        models = f"last {last.step}, best {best.step}, registered {config.tracking.registered_model}"
+        models = _models_digest(config, last, best)
         is_there = (self._known.report, self._known.models) == (digest, models) and self._first is None
         if not config.tracking.enabled or is_there:
             return self._known

@@ -119,6 +119,14 @@ def _write_settings(config: RunConfig, layout: RunLayout) -> None:
     """Keep the settings with the run. The root is absolute there: whoever reads them may stand elsewhere."""
     from rlcore.config.resolved import to_yaml
 
-    anchored = config.model_copy(update={"paths": config.paths.model_copy(update={"root": str(layout.root)})})
-    write_text_atomically(layout.settings_json, anchored.model_dump_json(indent=2) + "\n")
-    write_text_atomically(layout.run_dir / "settings.yaml", to_yaml(anchored))
+    write_text_atomically(layout.settings_json, settings_text(config, layout))
+    write_text_atomically(layout.run_dir / "settings.yaml", to_yaml(_anchored(config, layout)))
+
+
+def settings_text(config: RunConfig, layout: RunLayout) -> str:
+    """What is kept of the settings with the run, for programs."""
+    return _anchored(config, layout).model_dump_json(indent=2) + "\n"
+
+
+def _anchored(config: RunConfig, layout: RunLayout) -> RunConfig:
+    return config.model_copy(update={"paths": config.paths.model_copy(update={"root": str(layout.root)})})

@@ -46,12 +46,18 @@ def report_fingerprint(layout: RunLayout) -> str:
 
 def report_is_current(layout: RunLayout) -> bool:
     """Whether the report on disk says what the run's files say."""
+    return known_report(layout) is not None
+
+
+def known_report(layout: RunLayout) -> Report | None:
+    """The report on disk, if it says what the run's files say."""
     try:
         known = json.loads((layout.run_dir / "report" / SOURCE_FILE).read_text())
-        files = [Path(known["html"]), Path(known["markdown"])]
+        found = Report(Path(known["html"]), Path(known["markdown"]), cached=True)
     except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return all(file.is_file() for file in files) and known.get("fingerprint") == report_fingerprint(layout)
+        return None
+    is_whole = found.html.is_file() and found.markdown.is_file()
+    return found if is_whole and known.get("fingerprint") == report_fingerprint(layout) else None
 
 
 def load_ahead() -> None:
@@ -67,9 +73,8 @@ def load_ahead() -> None:
 def write_report(layout: RunLayout) -> Report:
     """Write the report, unless the one on disk is current."""
     source = layout.run_dir / "report" / SOURCE_FILE
-    if report_is_current(layout):
-        known = json.loads(source.read_text())
-        return Report(Path(known["html"]), Path(known["markdown"]), cached=True)
+    if (known := known_report(layout)) is not None:
+        return known
     from rlcore.report import build_report, hero_png
 
     digest = report_fingerprint(layout)

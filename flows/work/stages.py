@@ -200,9 +200,8 @@ def step_of(config: RunConfig, checkpoint: str) -> int:
 def export(run: OpenRun, inputs: RunInputs) -> Export:
     """Write the newest checkpoint's weights for others, unless that is done."""
     step = committed_step(run.config)
-    manifest = read_manifest(run.layout.exported_model, error=CheckpointError)
-    if manifest is not None and manifest.values.get("step") == step:
-        return Export(run.layout.exported_model, step, cached=True)
+    if (known := found_export(run.layout.exported_model, step)) is not None:
+        return known
     inputs.write(run.layout)
     result = run.trainer.call("export", checkpoint="last")
     return Export(Path(result["directory"]), step, cached=False)
@@ -213,20 +212,32 @@ def export_best(run: OpenRun, inputs: RunInputs, last: Export) -> Export:
 
     `last` where nobody wants them (`tracking.log_best`).
     """
-    if not (run.config.tracking.enabled and run.config.tracking.log_best):
+    best_step = best_step_wanted(run.config, run.layout, last.step)
+    if best_step is None:
         return last
-    scored = [
-        (score, info.step) for info in scan(run.layout.checkpoints).checkpoints if (score := info.score()) is not None
-    ]
-    if not scored or max(scored)[1] == last.step:
-        return last
-    best_step = max(scored)[1]
-    manifest = read_manifest(run.layout.exported_best, error=CheckpointError)
-    if manifest is not None and manifest.values.get("step") == best_step:
-        return Export(run.layout.exported_best, best_step, cached=True)
+    if (known := found_export(run.layout.exported_best, best_step)) is not None:
+        return known
     inputs.write(run.layout)
     result = run.trainer.call("export", checkpoint="best")
     return Export(Path(result["directory"]), int(result["step"]), cached=False)
+
+
+def best_step_wanted(config: RunConfig, layout: RunLayout, last_step: int) -> int | None:
+    """Step of the checkpoint with the highest held-out score, if its weights are wanted and not those of the last."""
+    if not (config.tracking.enabled and config.tracking.log_best):
+        return None
+    scored = [
+        (score, info.step) for info in scan(layout.checkpoints).checkpoints if (score := info.score()) is not None
+    ]
+    return max(scored)[1] if scored and max(scored)[1] != last_step else None
+
+
+def found_export(directory: Path, step: int) -> Export | None:
+    """The weights of a step, if they are there."""
+    manifest = read_manifest(directory, error=CheckpointError)
+    return (
+        Export(directory, step, cached=True) if manifest is not None and manifest.values.get("step") == step else None
+    )
 
 
 def _root(config: RunConfig) -> Path:

@@ -170,6 +170,14 @@ def test_an_alarm_is_an_event_in_prefect_and_in_mlflow(api: Api, reference: Refe
 def test_a_second_run_does_no_finished_work_again(reference: Reference) -> None:
     run_dir = reference.run_dir
     logs, before = sorted((run_dir / "logs").iterdir()), (run_dir / "metrics.jsonl").read_bytes()
+    files = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    nowhere = {"PREFECT_API_URL": "http://127.0.0.1:1/api"}
+    at_once = Millrace(reference.millrace.root, nowhere)("run", *SMALL)
+    assert at_once.code == 0, at_once.err
+    assert f"run {run_dir.name} in {run_dir}: finished, there is nothing to do" in at_once.out
+    assert str(run_dir / "report" / "report.html") in at_once.out
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == files
+    (run_dir / "recorded.json").unlink()  # what MLflow has of the run is not known any more: the flow looks
     again = reference.millrace("run", *SMALL)
     assert again.code == 0, again.err
     stages = [line for line in again.out.splitlines() if line.startswith(STAGE_WORDS)]
