@@ -9,18 +9,20 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
-from typing import NoReturn, Self
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import psutil
 
 from rlcore import stacks
-from rlcore.checkpoint.background import UnderWay
 from rlcore.config import RunConfig
 from rlcore.errors import HangError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.run.faults import Fault, FaultKind, as_ours, fault_of, note_fault, read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.run.watch import Overdue, Watch
 from rlcore.storage.publish import write_text_atomically
+
+if TYPE_CHECKING:  # it imports torch, and a test of the watch alone needs none
+    from rlcore.checkpoint.background import UnderWay
 
 TRACKING_MODULE = "rlcore.tracking"
 """The process that delivers metrics: it outlives the trainer on purpose, until everything is delivered."""
@@ -89,7 +91,7 @@ class Guard:
         self._last_phase = name
         return self._watch.phase(name)
 
-    def attend(self, saving: Callable[[], UnderWay | None]) -> None:
+    def attend(self, saving: "Callable[[], UnderWay | None]") -> None:
         """`saving` says what a save is at: one that takes long is told."""
         self._watch.aside = saving
 

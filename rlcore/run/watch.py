@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from rlcore.checkpoint.background import UnderWay
 from rlcore.config.deadlines import DeadlineConfig
 from rlcore.errors import StopRequestedError
+
+if TYPE_CHECKING:  # it imports torch, and a test of the watch alone needs none
+    from rlcore.checkpoint.background import UnderWay
 
 LOOK_EVERY_S = 0.25
 LAST_RESORT_S = 60.0
@@ -138,12 +140,20 @@ class Watch:
         limit_s = float(getattr(self._deadlines, DEADLINE_OF[name]))
         outer = self._running
         self._running = (*outer, _Running(name, time.monotonic(), limit_s))
-        faulthandler.dump_traceback_later(limit_s + LAST_RESORT_S, exit=True, file=sys.__stderr__ or sys.stderr)
+        self._arm_last_resort()
         try:
             yield
         finally:
             self._running = outer
-            faulthandler.cancel_dump_traceback_later()
+            self._arm_last_resort()
+
+    def _arm_last_resort(self) -> None:
+        """For the innermost phase: there is one such timer in a process."""
+        faulthandler.cancel_dump_traceback_later()
+        if self._running:
+            innermost = self._running[-1]
+            left_s = max(0.0, innermost.limit_s - (time.monotonic() - innermost.begun))
+            faulthandler.dump_traceback_later(left_s + LAST_RESORT_S, exit=True, file=sys.__stderr__ or sys.stderr)
 
     def _tell_if_slow(self, now: float) -> None:
         under_way = self.aside()

@@ -42,6 +42,23 @@ def say():
 guard.say_and_end(say, 75)
 """
 
+HANGS = """
+import time
+from rlcore.config.deadlines import DeadlineConfig
+from rlcore.run import watch
+
+watch.LAST_RESORT_S = 0.1
+never = 1e9
+nobody = watch.Watch(
+    DeadlineConfig(save_s=0.1), stop_asked_s=lambda: None, stop_deadline_s=never,
+    on_hang=lambda overdue: time.sleep(never), on_stop_overdue=lambda: None,
+)
+with nobody, nobody.phase("commit"):
+    with nobody.phase("save_checkpoint"):
+        pass
+    time.sleep(never)
+"""
+
 
 def num_waiting(descriptor: int) -> int:
     """Bytes in a pipe that nobody has read."""
@@ -61,6 +78,12 @@ def test_a_second_signal_ends_a_process_that_waits_for_a_reader() -> None:
             assert process.wait(WAIT_S) == 75
         finally:
             process.kill()
+
+
+def test_the_last_resort_ends_a_phase_around_others() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS], timeout=WAIT_S, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
 
 
 def test_a_save_that_takes_long_is_told_again_after_twice_the_time(tmp_path: Path) -> None:
