@@ -9,7 +9,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlo
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.flows import Flow
-from prefect.states import Cancelled, Cancelling, Crashed
+from prefect.states import Cancelled, Cancelling, Crashed, Paused
 
 POLL_S = 0.5
 
@@ -32,6 +32,17 @@ def cancel_nested(client: SyncPrefectClient, parent: UUID, *, wait_s: float) -> 
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline and _alive_on_workers(client, parent):
         time.sleep(POLL_S)
+
+
+def pause_nested(client: SyncPrefectClient, parent: UUID) -> None:
+    """Those in this process, which ends: the flow run around them is suspended, and goes on with them when resumed.
+
+    They are Paused: Prefect suspends no flow run inside another one, and who is told of a suspension is told once.
+    """
+    for run in _below(client, parent):
+        if run.deployment_id is None and run.state is not None and run.state.is_running():
+            pause_nested(client, run.id)
+            client.set_flow_run_state(run.id, Paused(message="The flow run around it is suspended."))
 
 
 def _cancel_on_workers(client: SyncPrefectClient, parent: UUID) -> None:

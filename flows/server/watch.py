@@ -25,6 +25,7 @@ from prefect.states import Cancelled
 
 from flows.server.around import flow_runs_in_here, outermost
 from flows.server.console import outlive_the_worker
+from flows.server.nested import pause_nested
 from rlcore.errors import StopRequestedError
 
 log = logging.getLogger(__name__)
@@ -119,6 +120,8 @@ def watched() -> Iterator[None]:
         _show_cancelled(watch.nested | {around})
         raise
     except Pause:
+        with suppress(Exception), few_retries(), get_client(sync_client=True) as client:
+            pause_nested(client, around)
         atexit.register(_tell_that_we_leave, around)  # after the last heartbeat, before Prefect's events are sent
         raise
     finally:

@@ -281,6 +281,12 @@ def test_a_cancelled_run_has_saved(stack: Stack) -> None:
     assert stack.mlflow_status("cancelled") == "KILLED"
 
 
+def nested_in(stack: Stack, run: str) -> set[str]:
+    """States of the flow runs in one."""
+    nested = stack.api.filter("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [run]}})
+    return {str(one["state_type"]) for one in nested}
+
+
 @pytest.mark.lengthy
 @pytest.mark.prefect
 @pytest.mark.slow
@@ -301,6 +307,8 @@ def test_a_cancelled_run_goes_on_by_retry_and_a_paused_one_by_resume(stack: Stac
     assert not trainer.is_running()
     wait_until(lambda: hook.heard("prefect.flow-run.Suspended"), "the hook hears of the pause")
     assert stack.run(run)["state_type"] == "PAUSED"
+    assert nested_in(stack, run) <= {"COMPLETED", "CANCELLED", "PAUSED"}, "what is in it does not seem to run"
+    assert "PAUSED" in nested_in(stack, run)
     reached = max(numbers(stack.run_dir("story")))
     assert reached >= 10
     assert stack.steps_saved("story")[-1] == reached  # steps of the next chunk too
@@ -312,6 +320,7 @@ def test_a_cancelled_run_goes_on_by_retry_and_a_paused_one_by_resume(stack: Stac
     # Resumed, it goes on; cancelled a second time, it ends a second time.
     stack.ask(f"flow_runs/{run}/resume", {})
     stack.wait_for_step("story", reached + 1)
+    assert nested_in(stack, run) <= {"COMPLETED", "CANCELLED", "RUNNING"}, "and goes on with it"
     stack.set_state(run, {"type": "CANCELLING"})
     assert stack.wait(run, "CANCELLED")["run_count"] == 2  # to resume is not to start anew
     assert stack.steps_saved("story")[-1] > reached
