@@ -21,6 +21,6 @@ class Score:
 class Scorer(Protocol):
     """Scores one answer text against a ground truth. Pure, deterministic, never raises on any text."""
 
-    def __call__(self, response: str, ground_truth: Mapping[str, object]) -> Score:
-        """Score one answer."""
+    def __call__(self, response: str, ground_truth: Mapping[str, object]) -> Score | float:
+        """Score one answer. A number is a score without parts."""
         ...

@@ -20,7 +20,7 @@ def with_scorer(ground_truth_json: str, scorer: str) -> str:
     return json.dumps({**json.loads(ground_truth_json), SCORER_KEY: scorer}, ensure_ascii=False)
 
 
-def score(response: str, ground_truth: Mapping[str, object]) -> Score:
+def score(response: str, ground_truth: Mapping[str, object]) -> Score | float:
     """The score by the named scorer, which gets the ground truth without that name."""
     rest = {name: value for name, value in ground_truth.items() if name != SCORER_KEY}
     return _scorer(str(ground_truth[SCORER_KEY]))(response, rest)

@@ -62,6 +62,7 @@ class ScoringPool:
         self._config = config
         self._timeouts = 0
         self._errors = 0
+        self._last_failure = ""
         self._queue: deque[Answer] = deque()
         self._lock = threading.Lock()
         self._closing = False
@@ -93,6 +94,11 @@ class ScoringPool:
     def errors(self) -> int:
         """Answers so far for which the scorer raised, returned no finite score, or took its process down."""
         return self._errors
+
+    @property
+    def unscored(self) -> tuple[int, str]:
+        """Answers so far that score 0 because of the scorer and not of what they say, and what happened last."""
+        return self._errors + self._timeouts, self._last_failure
 
     def score(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> list[Score]:
         """One score for each answer, in their order."""
@@ -147,6 +153,7 @@ class ScoringPool:
 
     def _count_error(self, what: str, response: str) -> None:
         self._errors += 1
+        self._last_failure = what
         if self._errors <= _MAX_TOLD:
             log.warning("scorer %s failed, the answer scores 0: %s; answer %.200r", self._scorer, what, response)
 
@@ -233,6 +240,7 @@ class ScoringPool:
         if worker.answers:
             answer = worker.answers.popleft()
             self._timeouts += 1
+            self._last_failure = f"an answer took longer than {self._config.deadline_s:g} s (reward.deadline_s)"
             if self._timeouts <= _MAX_TOLD:
                 limit = self._config.deadline_s
                 text = "scorer %s overran reward.deadline_s=%g, the answer scores 0: %.200r"

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
+from numbers import Real
 from pkgutil import resolve_name
 from typing import Any
 
@@ -40,8 +41,10 @@ def score_one(scorer: Scorer, response: str, ground_truth_json: str) -> Score:
     """
     truth = json.loads(ground_truth_json)
     found = scorer(response, truth if isinstance(truth, Mapping) else {"answer": truth})
+    if isinstance(found, Real):
+        found = Score(float(found), {})
     if not isinstance(found, Score):
-        raise TypeError(f"a scorer returns rlcore.score.Score, got {type(found).__name__}")
+        raise TypeError(f"a scorer returns a number or rlcore.score.Score, got {type(found).__name__}")
     parts = {str(name): float(value) for name, value in found.parts.items()}
     total = float(found.total)
     if not all(math.isfinite(value) for value in (total, *parts.values())):

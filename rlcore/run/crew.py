@@ -97,6 +97,11 @@ class Crew:
         """Token budget of a micro-batch, as fitted to this host's memory."""
         return self._started().config.trainer.max_tokens_per_micro_batch
 
+    @property
+    def unscored(self) -> tuple[int, str]:
+        """See `ScoringPool.unscored`."""
+        return self._started().scoring.unscored
+
     # ------------------------------------------------------------------ weights
 
     def load(self, checkpoint: str) -> None:

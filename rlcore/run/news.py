@@ -36,6 +36,7 @@ class News:
         self._total_steps = total_steps
         self._report = report
         self._alarms_on: set[str] = set()
+        self._tell_unscored_at = 1
         self.num_faults = 0
         """Faults that the run went on after."""
 
@@ -66,6 +67,14 @@ class News:
                 data = {"alarm": alarm.name, "action": alarm.action, "text": f"alarm at step {step}: {alarm.text}"}
                 self._ledger.happened("alarm", step, data)
         self._alarms_on = {alarm.name for alarm in alarms}
+
+    def unscored(self, step: int, num_answers: int, reason: str) -> None:
+        """Answers that the scorer failed on: without a word a run would learn nothing, or the wrong thing."""
+        if num_answers < self._tell_unscored_at:
+            return
+        self._tell_unscored_at = 2 * num_answers
+        text = f"data.scorer failed on {num_answers:,} answer(s) so far, which score 0; the last time: {reason}"
+        self._ledger.happened("scorer_failed", step, {"num_answers": num_answers, "reason": reason, "text": text})
 
     def shortages(self, step: int, shortages: Sequence[Shortage], micro_batch_tokens: int) -> None:
         """Passes of a step that ran out of memory and were done again; `micro_batch_tokens`: the budget they had."""

@@ -116,6 +116,7 @@ class Training:
     def _record_start(self, state: TrackedState) -> TrackedState:
         """Step 0: the held-out score before any training."""
         result = self._held_out.judge(name_of(0), 0)
+        self._news.unscored(0, *self._crew.unscored)
         self._ledger.log_step(0, dict(result.summary()))
         return self._ledger.with_score(state, result)
 
@@ -132,6 +133,7 @@ class Training:
         pace.tick()
         step = state.loop.step
         self._news.progress(result, to_step if step <= to_step else self._end_of_chunk(step), pace)
+        self._news.unscored(step, *self._crew.unscored)
         self._news.alarms(step, result.alarms)
         fatal = [alarm for alarm in result.alarms if alarm.action == "stop"]
         if step in (to_step, self._end_of_chunk(step)) or self._stop() or fatal:

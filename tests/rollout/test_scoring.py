@@ -66,6 +66,19 @@ def test_in_process_a_scorer_that_raises_scores_zero_and_is_counted():
         assert (pool.timeouts, pool.errors) == (0, 4)
 
 
+@pytest.mark.parametrize("num_processes", [0, 1])
+def test_a_plain_number_is_a_score_without_parts(num_processes):
+    with ScoringPool("tests.rollout.odd_scorers:plain_number", RewardConfig(num_processes=num_processes)) as pool:
+        assert pool.score(["one", "four"], truths(2)) == [Score(1.5, {}), Score(2.0, {})]
+        assert pool.unscored == (0, "")
+
+
+def test_what_the_scorer_failed_on_last_is_known():
+    with ScoringPool(ODD, RewardConfig()) as pool:
+        pool.score(["fine", "text"], truths(2))
+        assert pool.unscored == (1, "TypeError: a scorer returns a number or rlcore.score.Score, got str")
+
+
 def test_a_process_killed_from_outside_is_replaced_and_costs_no_answer():
     with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
         [before] = worker_pids(pool)

@@ -96,6 +96,7 @@ def test_a_scorer_that_never_ends_costs_its_answer_and_not_the_run(tmp_path: Pat
     (harm / "scorer").unlink()
     assert disturb(run, None)[0]["code"] == 0, said(run)
     assert said(run).count("overran reward.deadline_s=2") == 1
+    assert "data.scorer failed on 1 answer(s) so far, which score 0; the last time: an answer took longer" in said(run)
     assert len(steps_of(run)) == 3
 
 
