@@ -168,6 +168,7 @@ class ScoringPool:
             while not self._closing:
                 self._keep_staff()
                 self._hand_out()
+                self._keep_staff()  # one may have been found dead at that: without any the wait would have no end
                 self._listen()
         except EngineError as error:
             self._failure = error

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -22,6 +23,8 @@ from rlcore.score import Score
 
 _START_DEADLINE_S = 120.0
 """Importing a scorer's module may be slow on a busy machine; it is no answer's fault."""
+_SEND_DEADLINE_S = 10.0
+"""An idle process takes answers in at once. One that does not (stopped from outside) would hold up the pool."""
 
 
 @dataclass(slots=True)
@@ -57,6 +60,8 @@ class ScoringProcess:
 
     def __init__(self, scorer: str, config: RewardConfig) -> None:
         ours, theirs = socket.socketpair()
+        whole, rest = divmod(_SEND_DEADLINE_S, 1)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(1e6 * rest)))
         # No standard stream of ours goes in: a child that holds them keeps a dead run's log open.
         with theirs:
             self.process = subprocess.Popen(
@@ -96,12 +101,12 @@ class ScoringProcess:
             return False
 
     def give(self, answers: Sequence[Answer]) -> None:
-        """Send answers. Raises OSError where the process is gone."""
+        """Send answers. Raises OSError where the process is gone, or takes nothing in."""
         self.answers.extend(answers)
-        self.overdue_at = time.monotonic() + self.deadline_s
         self.connection.send_bytes(
             json.dumps([(answer.response, answer.ground_truth_json) for answer in answers]).encode()
         )
+        self.overdue_at = time.monotonic() + self.deadline_s
 
     def take(self) -> Any:
         """The next message. Raises EOFError or OSError where the process is gone."""

@@ -13,6 +13,7 @@ import pytest
 
 from rlcore.config import RewardConfig
 from rlcore.errors import ConfigError, EngineError
+from rlcore.rollout import scoring_process
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.score import Score
 
@@ -90,6 +91,20 @@ def test_a_process_killed_from_outside_is_replaced_and_costs_no_answer():
         os.kill(after, signal.SIGKILL)
         assert pool.collect(job) == expected(["slow"] * 50)
         assert (pool.timeouts, pool.errors) == (0, 0)
+
+
+def test_an_idle_process_that_is_stopped_from_outside_holds_up_nobody(monkeypatch):
+    """More answers than the socket holds: the pool waited for ever, to send, then with no process to hear from."""
+    monkeypatch.setattr(scoring_process, "_SEND_DEADLINE_S", 0.5)
+    responses = ["x" * 100_000 for _ in range(8)]
+    with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
+        (before,) = worker_pids(pool)
+        os.kill(before, signal.SIGSTOP)
+        job = pool.submit(responses * 4, truths(32))
+        assert job.done.wait(60)
+        assert pool.collect(job) == expected(responses * 4)
+        assert (pool.errors, pool.timeouts) == (0, 0)
+        assert not psutil.pid_exists(before)
 
 
 def test_close_leaves_no_process_and_gives_up_what_waits():
