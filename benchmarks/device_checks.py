@@ -10,6 +10,7 @@ logprobs       mean |engine's - trainer's| log-probability over the answers of a
 correction     importance correction off, truncated and masked: the loss against sums by hand
 short_steps    answers with and without the short steps of vLLM's runner agree as well as two batches of vLLM's own do
 offload        moments and reference that wait on the host: equal numbers, less memory held on the device
+waits          the host waits for the GPU as often with many micro-batches as with few
 plan           the memory plan beside what each phase of a step held
 demo           `millrace train experiment=countdown_demo rollout=vllm`: no error, every metric
 stopped        the same command with a hand-over that loses a tensor: it ends with the canary's message
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.checks import command, numbers, offload, plan, short_memory, short_steps, wrong_handover
+from benchmarks.checks import command, numbers, offload, plan, short_memory, short_steps, waits, wrong_handover
 from benchmarks.checks.rig import Rig, Verdict
 from benchmarks.shapes import SHAPES, make_model
 
@@ -38,6 +39,7 @@ ON_THE_RIG: Mapping[str, Callable[[Rig], Verdict]] = {
     "handover": wrong_handover.check,
     "short_steps": short_steps.check,
     "offload": offload.check,
+    "waits": waits.check,
 }
 BY_COMMAND: Mapping[str, Callable[[argparse.Namespace, Path], Verdict]] = {
     "demo": command.demo,

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from rlcore.models.transfer import to_device
+
 Backend = Literal["flash_attn", "varlen", "sdpa"]
 
 # With more distinct lengths than this the launches cost more than a little padding inside attention does.
@@ -71,7 +73,7 @@ def build_layout(cu_seqlens: Int[Tensor, "N_plus_1"], *, backend: Backend, devic
         identity = torch.arange(bounds[-1], device=device)
         return PackedLayout(
             backend=backend,
-            cu_seqlens=cu_seqlens.to(device, torch.int32, non_blocking=True),
+            cu_seqlens=to_device(cu_seqlens, device, torch.int32),
             max_seqlen=-(-longest // _MAX_SEQLEN_STEP) * _MAX_SEQLEN_STEP,
             token_order=identity,
             place=identity,
@@ -87,10 +89,10 @@ def build_layout(cu_seqlens: Int[Tensor, "N_plus_1"], *, backend: Backend, devic
     place[token_order] = torch.arange(bounds[-1])
     return PackedLayout(
         backend=backend,
-        cu_seqlens=sorted_bounds.to(device, torch.int32, non_blocking=True),
+        cu_seqlens=to_device(sorted_bounds, device, torch.int32),
         max_seqlen=longest,
-        token_order=token_order.to(device, non_blocking=True),
-        place=place.to(device, non_blocking=True),
+        token_order=to_device(token_order, device),
+        place=to_device(place, device),
         groups=_length_groups([lengths[i] for i in order], device),
     )
 
@@ -106,7 +108,7 @@ def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[Length
         slots = torch.empty(0, dtype=torch.int64)
         if group[0] != longest:
             slots = torch.cat([torch.arange(row * longest, row * longest + n) for row, n in enumerate(group)])
-        groups.append(LengthGroup(start, stop, len(group), longest, slots.to(device, non_blocking=True)))
+        groups.append(LengthGroup(start, stop, len(group), longest, to_device(slots, device)))
         start = stop
     return tuple(groups)
 

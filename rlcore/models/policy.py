@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlcore.models.attention import causal_band
 from rlcore.models.head import EntropyMode, TokenLogprobs, float32_logits, token_logprobs_and_entropy
+from rlcore.models.transfer import to_device
 from rlcore.models.trunk import PackedTrunk
 
 
@@ -62,9 +63,9 @@ class CausalPolicy(PackedTrunk):
         """Log-probability of each target and entropy, Float32[T], 0 where `loss_mask` is False.
 
         The head runs at the masked positions alone and by chunks. Temperature 0 (greedy) counts as 1, as in the
-        engines. `cu_seqlens` and `loss_mask` may lie on the CPU: then nothing here waits for the device.
+        engines. With `cu_seqlens` and `loss_mask` on the CPU nothing here waits for the device.
         """
-        positions = loss_mask.nonzero()[:, 0].to(token_ids.device, non_blocking=True)
+        positions = to_device(loss_mask.nonzero()[:, 0], token_ids.device)
         layout = self.layout(cu_seqlens)
         hidden = self.hidden_states(token_ids, position_ids, layout).index_select(0, layout.place[positions])
         weight = self.head.weight

@@ -23,7 +23,7 @@ from rlcore.models.policy import CausalPolicy
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.budget import PassBudget
 from rlcore.workers.device import Place, on_all_ranks
-from rlcore.workers.micro import micro_batches, restore_order, to_device, total
+from rlcore.workers.micro import Micro, micro_batches, restore_order, to_device, total
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,27 +159,28 @@ class Actor:
         return sorted(found)
 
     def _objective(
-        self, micro: TrainBatch, denominator: Denominator, kl_coef: float
+        self, micro: Micro[TrainBatch], denominator: Denominator, kl_coef: float
     ) -> tuple[Tensor, PolicyStatistics, Tensor]:
-        packed, algo = micro.packed, self._config.algo
+        batch, algo = micro.device, self._config.algo
+        packed = batch.packed
         output = self.policy(
             packed.token_ids,
             packed.position_ids,
-            packed.cu_seqlens,
+            micro.host.packed.cu_seqlens,
             packed.target_ids,
-            packed.loss_mask,
+            micro.host.packed.loss_mask,
             temperature=self._config.rollout.sampling.temperature,
             entropy="grad" if algo.entropy_coef > 0 else "value",
         )
         # With one update a batch the old policy is this one: its log-probabilities need no pass of their own.
-        old = micro.old_logprobs if micro.old_logprobs.numel() else output.logprobs.detach()
+        old = batch.old_logprobs if batch.old_logprobs.numel() else output.logprobs.detach()
         loss, stats = policy_objective(
             output.logprobs,
             output.entropy,
             old,
-            micro.ref_logprobs,
-            micro.advantages,
-            micro.importance_weights,
+            batch.ref_logprobs,
+            batch.advantages,
+            batch.importance_weights,
             packed.loss_mask,
             packed.sequence_ids(),
             packed.num_sequences,
@@ -203,11 +204,11 @@ def policy_logprobs(
     for part in parts:
         micro = to_device(batch, part, device)
         output = policy(
-            micro.token_ids,
-            micro.position_ids,
-            micro.cu_seqlens,
-            micro.target_ids,
-            micro.loss_mask,
+            micro.device.token_ids,
+            micro.device.position_ids,
+            micro.host.cu_seqlens,
+            micro.device.target_ids,
+            micro.host.loss_mask,
             temperature=config.rollout.sampling.temperature,
             entropy="none",
         )

@@ -74,7 +74,9 @@ class Critic:
         found = []
         for part in parts:
             micro = to_device(batch, part, self._place.device)
-            found.append(self.model(micro.token_ids, micro.position_ids, micro.cu_seqlens) * micro.loss_mask)
+            packed = micro.device
+            values = self.model(packed.token_ids, packed.position_ids, micro.host.cu_seqlens)
+            found.append(values * packed.loss_mask)
         return restore_order(found, batch.cu_seqlens, parts)
 
     def update(self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float) -> CriticUpdate:
@@ -108,11 +110,11 @@ class Critic:
         stats: list[ValueStatistics] = []
         for part in micro_batches(batch.packed, num_micro):
             micro = to_device(batch, part, self._place.device)
-            packed = micro.packed
+            packed = micro.device.packed
             loss, seen = value_objective(
-                self.model(packed.token_ids, packed.position_ids, packed.cu_seqlens),
-                micro.old_values,
-                micro.returns,
+                self.model(packed.token_ids, packed.position_ids, micro.host.packed.cu_seqlens),
+                micro.device.old_values,
+                micro.device.returns,
                 packed.loss_mask,
                 packed.sequence_ids(),
                 packed.num_sequences,

@@ -3,8 +3,8 @@
 import functools
 import operator
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -13,6 +13,7 @@ from torch import Tensor
 from rlcore.algos.objective import Statistics
 from rlcore.batching.balance import partition
 from rlcore.batching.pack import scatter_tokens, select, select_train
+from rlcore.models import transfer
 from rlcore.types import PackedBatch, TrainBatch
 
 Batch = TypeVar("Batch", PackedBatch, TrainBatch)
@@ -24,26 +25,35 @@ def micro_batches(batch: PackedBatch, num_micro: int) -> list[list[int]]:
     return partition(batch.sequence_lengths().tolist(), num_micro)
 
 
-def to_device(batch: Batch, sequences: Sequence[int], device: torch.device) -> Batch:
-    """Some sequences of a batch, on the device."""
-    if isinstance(batch, TrainBatch):
-        return _moved(select_train(batch, sequences), device)
-    return _moved(select(batch, sequences), device)
+@dataclass(frozen=True, slots=True)
+class Micro(Generic[Batch]):
+    """Some sequences of a batch. What the host must know of them (where they begin, which tokens have a loss) is read
+    from `host`: asked of the device, it would wait for all the work that is ordered there."""
+
+    host: Batch
+    device: Batch
 
 
-def _moved(batch: Batch, device: torch.device) -> Batch:
+def to_device(batch: Batch, sequences: Sequence[int], device: torch.device) -> Micro[Batch]:
+    """Some sequences of a batch, on their way to the device; neither waits for the other."""
+    host = select_train(batch, sequences) if isinstance(batch, TrainBatch) else select(batch, sequences)
+    return Micro(host, _sent(host, device))
+
+
+def _sent(batch: Batch, device: torch.device) -> Batch:
     changes: dict[str, Any] = {}
     for field in fields(batch):
         value = getattr(batch, field.name)
-        changes[field.name] = value.to(device) if isinstance(value, Tensor) else _moved(value, device)
+        changes[field.name] = transfer.to_device(value, device) if isinstance(value, Tensor) else _sent(value, device)
     return replace(batch, **changes)
 
 
 def restore_order(
     parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Sequence[Sequence[int]]
 ) -> Float[Tensor, "T"]:
-    """Per-token values of the micro-batches in the order of the rank's batch, on the CPU."""
-    return scatter_tokens([part.detach().float().cpu() for part in parts], cu_seqlens, sequences)
+    """Per-token values of the micro-batches in the order of the rank's batch, on the CPU: one wait for the device."""
+    values = torch.cat([part.detach().float() for part in parts]).cpu()
+    return scatter_tokens(values.split([len(part) for part in parts]), cu_seqlens, sequences)
 
 
 def total(statistics: Sequence[S]) -> S:
