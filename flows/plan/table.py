@@ -24,7 +24,9 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
     console.print(table)
     for line in (_chunks(plan), _tokens(plan), _disk(plan)):
         console.print(line, markup=False)
-    if plan.memory is not None:
+    if plan.memory is None:
+        print("memory: no plan: the model's config.json is not on this machine, or of a kind that is not counted")
+    else:
         show_memory(plan.memory)
 
 

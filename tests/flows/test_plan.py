@@ -7,6 +7,7 @@ import pytest
 from flows.plan.checks import check_before_start
 from flows.plan.parameter_counts import count_parameters
 from flows.plan.plan import make_plan
+from flows.plan.table import show_plan
 from flows.work.stages import prepare_inputs
 from rlcore.config.compose import load_config
 from rlcore.errors import DiskSpaceError
@@ -83,8 +84,14 @@ def test_a_model_that_is_not_here_has_no_known_size() -> None:
     )
 
 
+def test_a_plan_without_memory_says_so(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = ["model=llama3_2_1b_instruct", "warm_start.enabled=false", f"paths.root={artifacts_root}"]
+    show_plan(make_plan(load_config(wanted, experiment="debug")), as_json=False)
+    assert "memory: no plan: the model's config.json is not on this machine" in capsys.readouterr().out
+
+
 def test_the_plan_says_what_the_memory_is_for(tmp_path, capsys):
-    from flows.plan.table import memory_notes, show_plan
+    from flows.plan.table import memory_notes
     from rlcore.models.shape import shape_of
     from rlcore.run.memory_plan import Device, plan_memory
 
