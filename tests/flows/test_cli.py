@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.commands.fork import Fork
 from flows.commands.train import train, validate
 from flows.parameters import written
 from rlcore.config.compose import load_config
@@ -134,10 +135,10 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_is_made(bare: Millrace)
 def test_what_is_not_there_is_told_before_anything_is_made(artifacts_root: Path) -> None:
     root = f"paths.root={written(str(artifacts_root))}"
     with pytest.raises(ModelError, match=r"^model\.path: Qwen/Qwen2\.5-0\.5B is no directory here"):
-        train(["experiment=tinyzero_ppo", "rollout=hf", root], dry_run=False, as_json=False, verbose=False)
+        train(Fork(["experiment=tinyzero_ppo", "rollout=hf", root]), dry_run=False, as_json=False, verbose=False)
     cluster = ["experiment=debug", "runtime=ray", "runtime.ray_address=127.0.0.1:1", root]
     with pytest.raises(ConfigError, match=r"^runtime\.ray_address: must be the address of a Ray cluster"):
-        train(cluster, dry_run=False, as_json=False, verbose=False)
+        train(Fork(cluster), dry_run=False, as_json=False, verbose=False)
     for checkpoint, name in (("last", "last"), ("40", "step-000040")):
         with pytest.raises(CheckpointError, match=f"^checkpoint={name}: run debug-.* has no such checkpoint"):
             validate(["experiment=debug", root], checkpoint=checkpoint, verbose=False)
