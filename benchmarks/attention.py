@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.grpo_step import PROMPT_TOKENS
 from benchmarks.harness import draw_lengths
+from benchmarks.limits import wait_for
 from benchmarks.shapes import SHAPES
 from rlcore.errors import ModelError
 from rlcore.models.attention import packed_attention
@@ -108,13 +109,13 @@ def attend(qkv: list[Tensor], layout: PackedLayout) -> Tensor:
 
 def apart(qkv: list[Tensor], layout: PackedLayout, bounds: Tensor) -> dict[str, float]:
     """Largest difference from float32 attention, of output and of gradients, over the first sequences."""
-    last = int(bounds[COMPARED])
-    first = [tensor[:last] for tensor in qkv]
-    short = build_layout(bounds[: COMPARED + 1], backend=layout.backend, device=qkv[0].device)
+    few = bounds[: COMPARED + 1]
+    first = [tensor[: int(few[-1])] for tensor in qkv]
+    short = build_layout(few, backend=layout.backend, device=qkv[0].device)
     found = _with_gradients(
         lambda parts: attend([part[short.token_order] for part in parts], short)[short.place], first
     )
-    exact = _with_gradients(lambda parts: _dense(parts, bounds[: COMPARED + 1]), [part.float() for part in first])
+    exact = _with_gradients(lambda parts: _dense(parts, few), [part.float() for part in first])
     output, *gradients = (float((one.float() - other).abs().max()) for one, other in zip(found, exact, strict=True))
     return {"output_apart": output, "gradients_apart": max(gradients)}
 
@@ -152,21 +153,19 @@ def timed(qkv: list[Tensor], layout: PackedLayout, repeats: int) -> dict[str, fl
         for leaf in leaves:
             leaf.grad = None
 
-    first = _seconds(forward) + _seconds(both)
+    first = _seconds(forward, gradient.device) + _seconds(both, gradient.device)
     return {
         "first_s": first,
-        "forward_s": statistics.median(_seconds(forward) for _ in range(repeats)),
-        "forward_backward_s": statistics.median(_seconds(both) for _ in range(repeats)),
+        "forward_s": statistics.median(_seconds(forward, gradient.device) for _ in range(repeats)),
+        "forward_backward_s": statistics.median(_seconds(both, gradient.device) for _ in range(repeats)),
     }
 
 
-def _seconds(work: Callable[[], None]) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    wait_for(device)
     begun = time.perf_counter()
     work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait_for(device)
     return time.perf_counter() - begun
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.grpo_step import draw_lengths
+from benchmarks.limits import wait_for
 from benchmarks.measured import write_result
 from benchmarks.shapes import SHAPES, make_model
 from rlcore.config import ModelConfig, RunConfig
@@ -85,7 +86,7 @@ def measure(engine_name: str, directory: Path, arguments: argparse.Namespace) ->
     for version in range(arguments.repeats + 1):  # the first warms up
         begun = time.perf_counter()
         engine.update_weights(((name, tensor.detach()) for name, tensor in policy.model.named_parameters()), version)
-        _wait(device)
+        wait_for(device)
         hand_over_s.append(time.perf_counter() - begun)
         begun = time.perf_counter()
         rollouts = engine.generate(requests, config.rollout.sampling, arguments.longest)
@@ -126,11 +127,6 @@ def _difference(policy: Any, rollouts: Sequence[Rollout], device: torch.device) 
     inputs = (batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.target_ids, batch.loss_mask)
     found = policy(*(tensor.to(device) for tensor in inputs), temperature=1.0, entropy="none")
     return mean_difference(batch, found.logprobs.cpu())
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

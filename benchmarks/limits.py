@@ -30,16 +30,17 @@ def measure_rates(device: torch.device) -> Rates:
 def _best_seconds(work: Any, device: torch.device) -> float:
     best = float("inf")
     for _ in range(10):
-        _wait(device)
+        wait_for(device)
         begun = time.perf_counter()
         for _ in range(5):
             work()
-        _wait(device)
+        wait_for(device)
         best = min(best, (time.perf_counter() - begun) / 5)
     return best
 
 
-def _wait(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Until it has done what was ordered."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 

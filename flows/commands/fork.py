@@ -23,17 +23,17 @@ class Fork:
     settings: list[str]
     missing: Path | None = None
 
-    def plan(self) -> tuple[RunConfig, Path | None]:
-        """The settings by which a dry run plans, and the model to look at in place of one that is not there yet.
+    def plan(self) -> tuple[RunConfig, RunConfig | None]:
+        """The settings by which a dry run plans, and those to look at in place of a model that is not there yet.
 
         Raises:
             ConfigError: they are wrong.
         """
         config = load_config(self.settings)
-        if self.missing is None or config.model.path is None:
+        if self.missing is None:
             return config, None
         model = config.model.model_copy(update={"path": str(self.missing)})
-        return config.model_copy(update={"model": model}), Path(config.model.path)
+        return config.model_copy(update={"model": model}), config
 
 
 def forked(settings: list[str], source: str | None, root: Path, *, dry_run: bool = False) -> Fork:

@@ -27,10 +27,10 @@ EXPERIMENT = "experiment="
 def run(fork: Fork, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
     """Check, plan, then run the pipeline and say where to look."""
     settings = fork.settings
-    config, model = fork.plan()
+    config, seen = fork.plan()
     warn(idle_settings(config, settings))
     check_before_plan(config)
-    plan = make_plan(config, model=model)
+    plan = make_plan(config, seen=seen)
     if dry_run:
         show_plan(plan, as_json=as_json)
         return

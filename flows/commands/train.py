@@ -26,11 +26,11 @@ from rlcore.run.inputs import RunInputs
 def train(fork: Fork, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
     """Data, warm start, chunks, validation, weights."""
     settings = fork.settings
-    config, model = fork.plan()
+    config, seen = fork.plan()
     config = in_stack(config)
     warn(idle_settings(config, settings))
     check_before_plan(config)
-    plan = make_plan(config, model=model)
+    plan = make_plan(config, seen=seen)
     if dry_run:
         show_plan(plan, as_json=as_json)
         return

@@ -111,12 +111,12 @@ class RunPlan:
         return plain
 
 
-def make_plan(config: RunConfig, *, model: Path | None = None) -> RunPlan:
+def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
     """The plan of a run as things stand on disk.
 
     Args:
         config: of the run.
-        model: one of the same shape and tokenizer, to look at while that of `model.path` is not there yet.
+        seen: the same with a model of the same shape and tokenizer, to look at while that of `config` is not there yet.
 
     Raises:
         DataError: source files of the dataset are missing.
@@ -124,9 +124,7 @@ def make_plan(config: RunConfig, *, model: Path | None = None) -> RunPlan:
     """
     layout = RunLayout.of(config)
     committed = committed_step(config)
-    seen = config
-    if model is not None:
-        seen = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+    seen = config if seen is None else seen
     dataset, filtered = _data_stages(seen, layout.root)
     chunks = tuple(ChunkPlan(start, stop, stop <= committed) for start, stop in chunk_bounds(config))
     stages = [dataset, filtered, _start_model(config, filtered), _train(config, layout, chunks, committed)]

@@ -39,19 +39,14 @@ def finished(config: RunConfig, plan: RunPlan) -> PipelineResult | None:
     best_step = stages.best_step_wanted(config, layout, plan.committed_step)
     best = last if best_step is None else stages.found_export(layout.exported_best, best_step)
     report, recorded = known_report(layout), Recorded.read(layout)
-    judged = [_judged(config, layout, "before", 0), _judged(config, layout, "after", plan.committed_step)]
+    ends = {"before": 0, "after": plan.committed_step}
+    judged = [stages.known_judgement(config, layout, name, step) for name, step in ends.items()]
     judgements = [one for one in judged if one is not None]
     if last is None or best is None or report is None or len(judgements) < len(judged):
         return None
     if config.tracking.enabled and not recorded.is_whole(config, layout, last, best):
         return None
     return PipelineResult(plan.run_id, layout.run_dir, judgements, report.html, last.directory, recorded)
-
-
-def _judged(config: RunConfig, layout: RunLayout, name: str, step: int) -> Judgement | None:
-    known = stages.known_result(config, layout, name, step)
-    file = layout.validation / f"{name}.json"
-    return None if known is None else Judgement(name, step, file, cached=True, summary=known.summary())
 
 
 def _text(file: Path) -> str | None:

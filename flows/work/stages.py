@@ -147,23 +147,33 @@ def train_chunk(run: OpenRun, inputs: RunInputs, start: int, stop: int, at_most:
 
 def validate(run: OpenRun, inputs: RunInputs, checkpoint: str, name: str) -> Judgement:
     """Judge a checkpoint (`start`, `last`, `best`, or its folder's name), or find its result."""
-    file = run.layout.validation / f"{name}.json"
     step = step_of(run.config, checkpoint)
-    known = known_result(run.config, run.layout, name, step)
-    if known is not None:
-        return Judgement(name, step, file, cached=True, summary=known.summary())
+    if (known := known_judgement(run.config, run.layout, name, step)) is not None:
+        return known
     inputs.write(run.layout)
     result = run.trainer.call("validate", checkpoint=checkpoint, name=name)
     return Judgement(name, step, Path(result["file"]), cached=False, summary=result["summary"])
 
 
+def known_judgement(config: RunConfig, layout: RunLayout, name: str, step: int) -> Judgement | None:
+    """What was found of this step with these settings, if it has been judged."""
+    known = known_result(config, layout, name, step)
+    if known is None:
+        return None
+    return Judgement(name, step, _result_file(layout, name), cached=True, summary=known.summary())
+
+
 def known_result(config: RunConfig, layout: RunLayout, name: str, step: int) -> ValidationResult | None:
     """A validation that has been made of this step with these settings."""
     try:
-        known = ValidationResult.read(layout.validation / f"{name}.json")
+        known = ValidationResult.read(_result_file(layout, name))
     except DataError:
         return None
     return known if known.step == step and known.settings == config.validation else None
+
+
+def _result_file(layout: RunLayout, name: str) -> Path:
+    return layout.validation / f"{name}.json"
 
 
 def checkpoint_name(checkpoint: str) -> str:
