@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 from rlcore.models.transfer import to_device
 
 Backend = Literal["flash_attn", "varlen", "sdpa"]
+Array: TypeAlias = Tensor | np.ndarray[Any, Any]
+"""A tensor, or an array of the host: FSDP sends tensors that a model is called with to the device, and to read them
+there waits for it."""
 
 # With more distinct lengths than this the launches cost more than a little padding inside attention does.
 _MAX_EXACT_LENGTHS = 48
@@ -57,8 +61,8 @@ class PackedLayout:
     groups: tuple[LengthGroup, ...]
 
 
-def build_layout(cu_seqlens: Int[Tensor, "N_plus_1"], *, backend: Backend, device: torch.device) -> PackedLayout:
-    """Layout of the sequences that `cu_seqlens` bounds. With `cu_seqlens` on the CPU nothing waits for the device.
+def build_layout(cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device) -> PackedLayout:
+    """Layout of the sequences that `cu_seqlens` bounds. With bounds on the host nothing waits for the device.
 
     >>> layout = build_layout(torch.tensor([0, 3, 5, 8]), backend="sdpa", device=torch.device("cpu"))
     >>> layout.token_order.tolist()
@@ -73,7 +77,7 @@ def build_layout(cu_seqlens: Int[Tensor, "N_plus_1"], *, backend: Backend, devic
         identity = torch.arange(bounds[-1], device=device)
         return PackedLayout(
             backend=backend,
-            cu_seqlens=to_device(cu_seqlens, device, torch.int32),
+            cu_seqlens=to_device(torch.as_tensor(cu_seqlens), device, torch.int32),
             max_seqlen=-(-longest // _MAX_SEQLEN_STEP) * _MAX_SEQLEN_STEP,
             token_order=identity,
             place=identity,

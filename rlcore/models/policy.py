@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from rlcore.models.attention import causal_band
 from rlcore.models.head import EntropyMode, TokenLogprobs, float32_logits, token_logprobs_and_entropy
+from rlcore.models.layout import Array
 from rlcore.models.transfer import to_device
 from rlcore.models.trunk import PackedTrunk
 
@@ -53,9 +54,9 @@ class CausalPolicy(PackedTrunk):
         self,
         token_ids: Int[Tensor, "T"],
         position_ids: Int[Tensor, "T"],
-        cu_seqlens: Int[Tensor, "N_plus_1"],
+        cu_seqlens: Int[Array, "N_plus_1"],
         target_ids: Int[Tensor, "T"],
-        loss_mask: Bool[Tensor, "T"],
+        loss_mask: Bool[Array, "T"],
         *,
         temperature: float,
         entropy: EntropyMode,
@@ -63,9 +64,9 @@ class CausalPolicy(PackedTrunk):
         """Log-probability of each target and entropy, Float32[T], 0 where `loss_mask` is False.
 
         The head runs at the masked positions alone and by chunks. Temperature 0 (greedy) counts as 1, as in the
-        engines. With `cu_seqlens` and `loss_mask` on the CPU nothing here waits for the device.
+        engines. With `cu_seqlens` and `loss_mask` as arrays of the host nothing here waits for the device.
         """
-        positions = to_device(loss_mask.nonzero()[:, 0], token_ids.device)
+        positions = to_device(torch.as_tensor(loss_mask).nonzero()[:, 0], token_ids.device)
         layout = self.layout(cu_seqlens)
         hidden = self.hidden_states(token_ids, position_ids, layout).index_select(0, layout.place[positions])
         weight = self.head.weight

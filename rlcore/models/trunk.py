@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlcore.models.kernels import AttentionChoice, choose_attention
-from rlcore.models.layout import PackedLayout, build_layout
+from rlcore.models.layout import Array, PackedLayout, build_layout
 
 _MOST_GRAPHS = 64
 """Of the layers' code in one process; 10 or so are in use."""
@@ -82,7 +82,7 @@ class PackedTrunk(nn.Module):
         self.sharded = True
         self._wanted_dtype = compute_dtype
 
-    def layout(self, cu_seqlens: Int[Tensor, "N_plus_1"]) -> PackedLayout:
+    def layout(self, cu_seqlens: Int[Array, "N_plus_1"]) -> PackedLayout:
         """The layout of a micro-batch for the attention in use."""
         return build_layout(cu_seqlens, backend=self.attention.name, device=self.device)
 

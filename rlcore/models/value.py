@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rlcore.models.layout import Array
 from rlcore.models.trunk import PackedTrunk
 
 
@@ -35,7 +36,7 @@ class ValueModel(PackedTrunk):
         self,
         token_ids: Int[Tensor, "T"],
         position_ids: Int[Tensor, "T"],
-        cu_seqlens: Int[Tensor, "N_plus_1"],
+        cu_seqlens: Int[Array, "N_plus_1"],
     ) -> Float[Tensor, "T"]:
         """Value of the state after each token, Float32[T]. The head computes in its weights' type, float32."""
         layout = self.layout(cu_seqlens)

@@ -166,9 +166,9 @@ class Actor:
         output = self.policy(
             packed.token_ids,
             packed.position_ids,
-            micro.host.packed.cu_seqlens,
+            micro.host.packed.cu_seqlens.numpy(),
             packed.target_ids,
-            micro.host.packed.loss_mask,
+            micro.host.packed.loss_mask.numpy(),
             temperature=self._config.rollout.sampling.temperature,
             entropy="grad" if algo.entropy_coef > 0 else "value",
         )
@@ -206,9 +206,9 @@ def policy_logprobs(
         output = policy(
             micro.device.token_ids,
             micro.device.position_ids,
-            micro.host.cu_seqlens,
+            micro.host.cu_seqlens.numpy(),
             micro.device.target_ids,
-            micro.host.loss_mask,
+            micro.host.loss_mask.numpy(),
             temperature=config.rollout.sampling.temperature,
             entropy="none",
         )

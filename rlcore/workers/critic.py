@@ -75,7 +75,7 @@ class Critic:
         for part in parts:
             micro = to_device(batch, part, self._place.device)
             packed = micro.device
-            values = self.model(packed.token_ids, packed.position_ids, micro.host.cu_seqlens)
+            values = self.model(packed.token_ids, packed.position_ids, micro.host.cu_seqlens.numpy())
             found.append(values * packed.loss_mask)
         return restore_order(found, batch.cu_seqlens, parts)
 
@@ -112,7 +112,7 @@ class Critic:
             micro = to_device(batch, part, self._place.device)
             packed = micro.device.packed
             loss, seen = value_objective(
-                self.model(packed.token_ids, packed.position_ids, micro.host.packed.cu_seqlens),
+                self.model(packed.token_ids, packed.position_ids, micro.host.packed.cu_seqlens.numpy()),
                 micro.device.old_values,
                 micro.device.returns,
                 packed.loss_mask,

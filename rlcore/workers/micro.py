@@ -28,7 +28,8 @@ def micro_batches(batch: PackedBatch, num_micro: int) -> list[list[int]]:
 @dataclass(frozen=True, slots=True)
 class Micro(Generic[Batch]):
     """Some sequences of a batch. What the host must know of them (where they begin, which tokens have a loss) is read
-    from `host`: asked of the device, it would wait for all the work that is ordered there."""
+    from `host`: asked of the device, it would wait for all the work that is ordered there. Models take it as numpy
+    arrays, since FSDP sends every tensor among a model's arguments to the device."""
 
     host: Batch
     device: Batch
