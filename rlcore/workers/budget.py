@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from rlcore.errors import DeviceMemoryError
+from rlcore.models.reserve import give_back_reserve
 
 R = TypeVar("R")
 GROW_AFTER = 100
@@ -122,5 +123,4 @@ class PassBudget:
     def _give_back(self) -> None:
         gc.collect()
         self._recover()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        give_back_reserve()

@@ -32,6 +32,7 @@ from rlcore.errors import EngineError
 from rlcore.models.flops import DecoderShape, peak_flops
 from rlcore.models.offload import MOMENTS, OffloadedAdamW
 from rlcore.models.policy import CausalPolicy
+from rlcore.models.reserve import give_back_reserve
 from rlcore.models.shape import has_experts
 from rlcore.models.value import ValueModel
 from rlcore.rollout.build import build_engine, engine_dtype
@@ -136,8 +137,7 @@ class Worker:
             del self._actor
             self._critic = None
             gc.collect()  # their hooks and parameters refer to each other
-            if place.device.type == "cuda":
-                torch.cuda.empty_cache()
+            give_back_reserve()
         self._actor = Actor(config, self._model_directory, place, mesh, self._world_size)
         if config.critic is not None:
             self._critic = Critic(config, config.critic, self._model_directory, place, mesh, self._world_size)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from rlcore.config.rollout import RolloutConfig, SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.load import parameter_names
+from rlcore.models.reserve import give_back_reserve
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.vllm import weights as handover
 from rlcore.rollout.vllm.head import give_float32_logits
@@ -189,7 +190,7 @@ class VllmEngine:
         """Take over all weights; an unknown or a missing name is an error, since it would leave a stale tensor."""
         self._version = -1  # an interrupted hand-over leaves no valid version
         if self._asleep:
-            torch.cuda.empty_cache()
+            give_back_reserve()
             self._engine.wake_up(["weights"])
         handover.load(self.model, self._engine.model_config, weights, self._expected)
         self._wake(["kv_cache"])
@@ -206,6 +207,7 @@ class VllmEngine:
         """Give back memory by `rollout.sleep_level`. At level 2 the weights are gone until the next hand-over."""
         if self._asleep or self._sleep_level == 0:
             return
+        torch.cuda.synchronize()  # vLLM unmaps its memory, whatever may still read it
         self._engine.sleep(self._sleep_level)
         self._asleep = True
         if self._sleep_level == 2:
@@ -214,7 +216,7 @@ class VllmEngine:
     def _wake(self, tags: list[str] | None = None) -> None:
         if not self._asleep:
             return
-        torch.cuda.empty_cache()  # vLLM maps memory by itself: what torch keeps in reserve is not free to it
+        give_back_reserve()  # vLLM maps memory by itself: what torch keeps in reserve is not free to it
         self._engine.wake_up(tags)
         self._asleep = False
 
