@@ -120,19 +120,28 @@ def _load(name: Backend) -> None:
 
 def flash_package(capability: int) -> str:
     """The module of the flash-attn package for a GPU of this major compute capability, of those that are installed: 3
-    before 2 before 4, which is a pre-release and whose calls part the graphs of compiled layers."""
-    if capability in _SERVED[_FLASH_3] and _has_kernel(_FLASH_3):
-        return _FLASH_3
-    is_last = capability in _SERVED[_FLASH_4] and not _has_kernel(_FLASH_2) and _has_kernel(_FLASH_4)
-    return _FLASH_4 if is_last else _FLASH_2
+    before 2 before 4, which is a pre-release and whose calls part the graphs of compiled layers.
+
+    Raises ImportError where there is none, with what is wrong with each that is there in part.
+    """
+    wrong = []
+    for module in (_FLASH_3, _FLASH_2, _FLASH_4):
+        if capability in _SERVED.get(module, (capability,)):
+            try:
+                getattr(importlib.import_module(module), _FLASH_FUNCTION)
+            except _NO_KERNEL as error:
+                if not _is_absent(module, error):
+                    wrong.append(f"{module}: {error}")
+            else:
+                return module
+    raise ImportError("; ".join(wrong) or "no flash-attn package")
 
 
-def _has_kernel(module: str) -> bool:
-    """The folder `flash_attn` alone says nothing: 4 lies in it without 2."""
-    try:
-        return hasattr(importlib.import_module(module), _FLASH_FUNCTION)
-    except _NO_KERNEL:
-        return False
+def _is_absent(module: str, error: Exception) -> bool:
+    """Whether nothing of a version is installed. The folder `flash_attn` alone says nothing: 4 lies in it without 2."""
+    if isinstance(error, AttributeError):
+        return module == _FLASH_2 and importlib.import_module(module).__file__ is None
+    return isinstance(error, ModuleNotFoundError) and error.name is not None and module.startswith(error.name)
 
 
 def flash_varlen(

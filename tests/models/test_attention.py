@@ -119,25 +119,49 @@ def test_a_backend_that_cannot_run_here_is_refused_with_key_value_and_remedy(req
 @pytest.mark.parametrize(
     ("installed", "chosen"),
     [
-        ((), {8: "flash_attn", 9: "flash_attn", 10: "flash_attn"}),
-        (("flash_attn/cute",), {8: "flash_attn", 9: "flash_attn.cute", 10: "flash_attn.cute"}),
+        (("flash_attn/cute",), {9: "flash_attn.cute", 10: "flash_attn.cute"}),
         (("flash_attn", "flash_attn/cute"), {8: "flash_attn", 9: "flash_attn", 10: "flash_attn"}),
         (
             ("flash_attn/cute", "flash_attn_interface"),
-            {8: "flash_attn", 9: "flash_attn_interface", 10: "flash_attn.cute"},
+            {9: "flash_attn_interface", 10: "flash_attn.cute"},
         ),
     ],
 )
 def test_which_flash_attn_serves_a_gpu(
     installed: tuple[str, ...], chosen: dict[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for folder in installed:
-        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-        (tmp_path / folder / "__init__.py").write_text("def flash_attn_varlen_func(): ...\n")
-    monkeypatch.syspath_prepend(tmp_path)
+    install(dict.fromkeys(installed, "def flash_attn_varlen_func(): ...\n"), tmp_path, monkeypatch)
     assert {capability: flash_package(capability) for capability in chosen} == chosen
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "told"),
+    [
+        ({}, 9, "no flash-attn package"),
+        ({"flash_attn/cute": "def flash_attn_varlen_func(): ...\n"}, 8, "no flash-attn package"),
+        ({"flash_attn/cute": "import no_such_compiler\n"}, 9, "flash_attn.cute: No module named 'no_such_compiler'"),
+        ({"flash_attn_interface": "import gone\n"}, 9, "flash_attn_interface: No module named 'gone'"),
+        ({"flash_attn": "raise RuntimeError('built for CUDA 11')\n"}, 8, "flash_attn: built for CUDA 11"),
+        ({"flash_attn": ""}, 8, "flash_attn: module 'flash_attn' has no attribute 'flash_attn_varlen_func'"),
+    ],
+)
+def test_a_flash_attn_that_is_there_in_part_is_told(
+    installed: dict[str, str], capability: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(installed, tmp_path, monkeypatch)
+    with pytest.raises(ImportError) as caught:
+        flash_package(capability)
+    assert str(caught.value) == told
+
+
+def install(packages: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages by their folders and what is in them; those of other tests are forgotten."""
+    for name, text in packages.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "__init__.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
     for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface"):
-        sys.modules.pop(name, None)
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 @pytest.mark.parametrize("option", [{"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"dropout": 0.1}])
