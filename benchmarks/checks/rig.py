@@ -89,7 +89,7 @@ class Rig:
             f"rollout.max_response_tokens={arguments.longest}", f"filter.max_prompt_tokens={PROMPT_TOKENS}",
             "rollout=vllm", "rollout.tensor_parallel_size=1", "rollout.memory_share=0.25",
             f"rollout.max_num_seqs={arguments.prompts * SAMPLES}", "algo.kl.offload=false",
-            "model.gradient_checkpointing=false", "model.compile=false", "rollout.sleep_level=2",
+            "model.gradient_checkpointing=false", "rollout.sleep_level=2",
             "trainer.max_tokens_per_micro_batch=16384", "reward.num_processes=0",
             "data.scorer=benchmarks.checks.rig:score",
         ]  # fmt: skip

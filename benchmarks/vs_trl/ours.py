@@ -55,9 +55,10 @@ def settings(job: Job) -> RunConfig:
         overrides += [
             "model.compile=true", "trainer.max_tokens_per_micro_batch=8192", "trainer.old_logprobs=behavior",
             f"rollout.max_num_seqs={job.prompts * job.samples}", f"rollout.memory_share={job.engine_share}",
+            "rollout.sleep_level=2",
         ]  # fmt: skip
     else:
-        overrides += ["warm_start.enabled=false"]
+        overrides += ["warm_start.enabled=false", "model.compile=false"]
     given = {line.partition("=")[0] for line in job.overrides}
     overrides = [line for line in overrides if line.partition("=")[0] not in given]
     return load_config([*overrides, *job.overrides], experiment=job.experiment)
