@@ -53,6 +53,7 @@ def run_side(job: Job, *, trl_site: Path | None) -> dict[str, Any]:
         "engine_share": job.engine_share if job.engine == "vllm" else None,
         "lengths": _described(job.lengths),
         "overrides": [] if job.is_trl else list(job.overrides),
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
         "command_s": round(time.perf_counter() - begun, 1),
         **found,
     }
