@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -71,6 +72,21 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show Prefect's l
 def _require_dry_run(json: bool, dry_run: bool) -> None:
     if json and not dry_run:  # whoever wants a plan wants no run
         raise typer.BadParameter("goes with --dry-run alone; nothing was begun", param_hint="--json")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"millrace {metadata.version('millrace')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Nothing: what each command does is its own."""
 
 
 @app.command(

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,11 @@ def test_help_explains_every_command(bare: Millrace, verb: str) -> None:
     assert done.code == 0
     assert "Usage:" in done.out
     assert verb in ("", "data") or "Example" in done.out
+
+
+def test_the_version_is_that_of_the_project(bare: Millrace) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert bare("--version").out == f"millrace {project['version']}\n"
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(bare: Millrace) -> None:
