@@ -42,7 +42,7 @@ def test_the_rows_count_and_what_it_does_not_read_does_not() -> None:
 
 def test_another_temperature_is_another_warm_start(tmp_path: Path) -> None:
     """The same demonstrations, measured by other answers: each stops where its own reward says."""
-    short = ("warm_start.max_steps=100", "warm_start.check_every=10")
+    short = ("warm_start.max_steps=300", "warm_start.check_every=10")
     found = []
     for temperature in ("1.0", "0.01"):
         run = prepare(tmp_path, *short, f"rollout.sampling.temperature={temperature}")

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from rlcore.runtime.local import LocalGroup
+from tests.share_of_digits import LEARNING
 from tests.small_run import prepare, train
 
 FILE = Path(__file__).with_name("golden.json")
@@ -29,7 +30,7 @@ CASES = {
 
 def run(case: str, root: Path) -> list[dict[str, float]]:
     """Step by step the golden metrics of a case."""
-    small = prepare(root, *CASES[case])
+    small = prepare(root, *LEARNING, *CASES[case])
     group = LocalGroup(small.config, str(small.model_directory))
     try:
         steps = train(small, group, STEPS)

@@ -14,6 +14,7 @@ from rlcore.trainer.experience import Experience, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.types import Score
 from rlcore.workers.worker import Worker
+from tests.share_of_digits import LEARNING
 from tests.small_run import prepare
 
 
@@ -47,7 +48,7 @@ def texts(result: StepResult) -> dict[str, str]:
     return {alarm.name: alarm.text for alarm in result.alarms}
 
 
-COLD = "rollout.sampling.temperature=0.001"
+COLD = "rollout.sampling.temperature=0.00001"
 STEEP = "algo.policy_loss=tests.trainer.steep_loss:steep"
 
 
@@ -91,7 +92,8 @@ def test_a_loss_that_is_no_number_can_be_left_out(root: Path) -> None:
 
 
 def test_a_policy_far_from_its_reference(root: Path) -> None:
-    found, _ = steps(root, 2, "algo.kl.where=loss", "optim.lr=0.05", "alarms.kl=tell", "alarms.kl_above=5")
+    drifts = (*LEARNING, "algo.kl.where=loss", "optim.lr=0.05")
+    found, _ = steps(root, 2, *drifts, "alarms.kl=tell", "alarms.kl_above=0.05")
     assert "kl" not in texts(found[0])
     assert "KL divergence from the reference is" in texts(found[1])["kl"]
 
