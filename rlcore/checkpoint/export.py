@@ -8,12 +8,12 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from pydantic import JsonValue
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig
 
 from rlcore.checkpoint.catalog import CheckpointInfo, verify
 from rlcore.checkpoint.shards import load_shards
 from rlcore.config import RunConfig
 from rlcore.errors import CheckpointError
+from rlcore.models.library import AutoConfig, GenerationConfig
 from rlcore.models.load import load_policy, load_tokenizer
 from rlcore.models.lora import add_adapters
 from rlcore.models.parallel import full_state

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from rlcore.errors import ModelError
 from rlcore.models.kernels import flash_varlen, torch_varlen
 from rlcore.models.layout import LengthGroup, PackedLayout
+from rlcore.models.library import AttentionInterface
 
 ATTENTION_NAME = "millrace_packed"
 """Name under which transformers finds this attention. It is in no mask registry: transformers builds no mask."""

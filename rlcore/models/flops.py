@@ -9,7 +9,7 @@ checkpointing) is not counted.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from transformers import PreTrainedConfig
+from rlcore.models.library import PreTrainedConfig
 
 PER_WEIGHT = 6
 PER_PAIR = 6

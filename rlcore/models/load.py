@@ -9,7 +9,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
+
+from rlcore.config.model import ModelConfig
+from rlcore.errors import ModelError
+from rlcore.models.attention import ATTENTION_NAME
+from rlcore.models.hub import hub_answers
+from rlcore.models.library import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -18,13 +23,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    cached_file,
 )
-from transformers.utils.hub import cached_file
-
-from rlcore.config.model import ModelConfig
-from rlcore.errors import ModelError
-from rlcore.models.attention import ATTENTION_NAME
-from rlcore.models.hub import hub_answers
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.probe import require_faithful
 from rlcore.models.quiet import no_progress_bars

@@ -7,11 +7,11 @@ from typing import Literal, cast
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
 
 from rlcore.models.attention import causal_band
 from rlcore.models.head import EntropyMode, TokenLogprobs, float32_logits, token_logprobs_and_entropy
 from rlcore.models.layout import Array
+from rlcore.models.library import DynamicCache, PreTrainedModel
 from rlcore.models.transfer import to_device
 from rlcore.models.trunk import PackedTrunk
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rlcore.errors import ModelError
+from rlcore.models.library import PreTrainedModel
 from rlcore.models.policy import CausalPolicy, decode_mask
 
 TESTED = frozenset({"llama", "mistral", "qwen2", "qwen3"})

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from transformers.utils import logging as transformers_logging
+from rlcore.models.library import transformers_logging
 
 
 @contextmanager

@@ -10,10 +10,10 @@ import torch
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Sequence, Split, WhitespaceSplit
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rlcore.config.model import ScratchModel
 from rlcore.errors import ModelError
+from rlcore.models.library import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from rlcore.models.quiet import no_progress_bars
 
 PAD_TOKEN = "<pad>"

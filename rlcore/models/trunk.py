@@ -7,10 +7,10 @@ from typing import Any, Literal, cast
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlcore.models.kernels import AttentionChoice, choose_attention
 from rlcore.models.layout import Array, PackedLayout, build_layout
+from rlcore.models.library import PreTrainedModel
 
 _MOST_GRAPHS = 64
 """Of the layers' code in one process; 10 or so are in use."""

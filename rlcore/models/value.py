@@ -5,9 +5,9 @@ from typing import Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rlcore.models.layout import Array
+from rlcore.models.library import PreTrainedModel
 from rlcore.models.trunk import PackedTrunk
 
 

@@ -73,14 +73,27 @@ def test_no_text_raises_or_scores_outside_its_set(text, target, numbers):
     check_score(text, target, numbers)
 
 
-@pytest.mark.slow
-@settings(max_examples=20_000, deadline=None)
-@given(
+ANYTHING = given(
     text=st.one_of(TEXTS, TREES, TREES.map(bracketed), TREES.map(lambda tree: shortened(tree).text)),
     target=st.integers(-5, 50),
     numbers=st.lists(st.integers(0, 20), min_size=1, max_size=6),
 )
+
+
+@settings(max_examples=4_000, deadline=None)
+@ANYTHING
 def test_fuzz(text, target, numbers):
+    check_anything(text, target, numbers)
+
+
+@pytest.mark.lengthy
+@settings(max_examples=20_000, deadline=None)
+@ANYTHING
+def test_fuzz_for_longer(text, target, numbers):
+    check_anything(text, target, numbers)
+
+
+def check_anything(text, target, numbers):
     """Any text: a score of its set within the deadline. An equation: what brute force says."""
     start = time.process_time()
     if not isinstance(text, str):
