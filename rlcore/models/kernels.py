@@ -141,7 +141,7 @@ def _is_absent(module: str, error: Exception) -> bool:
     """Whether nothing of a version is installed. The folder `flash_attn` alone says nothing: 4 lies in it without 2."""
     if isinstance(error, AttributeError):
         return module == _FLASH_2 and importlib.import_module(module).__file__ is None
-    return isinstance(error, ModuleNotFoundError) and error.name is not None and module.startswith(error.name)
+    return isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
 
 
 def flash_varlen(
