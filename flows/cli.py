@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -76,6 +75,8 @@ def _require_dry_run(json: bool, dry_run: bool) -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from importlib import metadata
+
         typer.echo(f"millrace {metadata.version('millrace')}")
         raise typer.Exit
 

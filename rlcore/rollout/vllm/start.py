@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError
+from rlcore.models.library import AutoConfig
 from rlcore.rollout.requirements import missing_vllm, require_vllm
 from rlcore.rollout.vllm.decode import decode_scheduler
 
@@ -166,8 +167,6 @@ def _cpu_cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int:
 
     vLLM would take the whole share, whatever the model needs.
     """
-    from transformers import AutoConfig
-
     config = AutoConfig.from_pretrained(shape.model_directory, local_files_only=True).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
