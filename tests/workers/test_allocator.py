@@ -1,4 +1,4 @@
-"""Freed memory stays with a process that computes on the CPU."""
+"""Freed memory stays with a process that computes on the CPU; torch's segments grow in one that computes on a GPU."""
 
 import os
 import subprocess
@@ -39,3 +39,38 @@ def test_a_freed_block_is_used_again_unless_the_environment_says_otherwise(given
     else:
         assert told == "True"
         assert int(faults) < 100
+
+
+SETTINGS_OF_TORCH = """
+import os
+import torch
+from rlcore.workers.allocator import let_segments_grow
+print(let_segments_grow())
+print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+print(torch._C._accelerator_getAllocatorSettings())
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ["True", "expandable_segments:True", "expandable_segments:True"]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, ["False", "max_split_size_mb:64"]),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, ["False", ""]),
+    ],
+)
+def test_torchs_segments_grow_unless_the_environment_says_otherwise(given: dict[str, str], expected: list[str]) -> None:
+    """What torch and vLLM are told; that memory then grows so is `benchmarks.device_checks` on a GPU."""
+    plain = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", SETTINGS_OF_TORCH],
+        env=plain | given,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    found = done.stdout.splitlines()
+    assert found[: len(expected)] == expected
+    if given:
+        assert "expandable_segments:True" not in found[2]
