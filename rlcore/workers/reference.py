@@ -25,8 +25,9 @@ class Reference:
         self._config = config
         self._place = place
         self._home = torch.device("cpu") if config.algo.kl.offload else place.device
-        policy = load_policy(model_directory, model=config.model, device=self._home)
-        self._policy = policy.to(place.dtype).eval().requires_grad_(False)
+        # Loaded where it computes: there its kernels are chosen and its layers compiled, as the policy's are.
+        policy = load_policy(model_directory, model=config.model, device=place.device)
+        self._policy = policy.to(place.dtype).eval().requires_grad_(False).to(self._home)
         self._waiting: dict[str, Tensor] = {}
         if self._home != place.device:
             for name, parameter in self._policy.named_parameters():
