@@ -78,14 +78,14 @@ def check_before_start(config: RunConfig, plan: RunPlan) -> None:
     """What a run needs and a plan does not: the engine, and room for what the run still has to write.
 
     Raises:
-        EngineError: vLLM is not installed, or is asked for what it is not built for here.
+        EngineError: vLLM is not installed.
         ConfigError: the run cannot fit the GPU that is here, or asks for one, and there is none; or no Ray cluster
             listens at the address given.
         ModelError: a model of the hub is not in the cache, and the hub does not answer.
         DiskSpaceError: says how many bytes are missing, and where.
     """
     if config.rollout.engine == "vllm" and not plan.is_done:
-        require_vllm(config.rollout)
+        require_vllm()
     if not plan.is_done:
         _require_device(config)
         _require_cluster(config)

@@ -32,7 +32,8 @@ class RolloutConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the engine's weights and products. auto: that of the trainer (`model.dtype`)."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """GPUs that one vLLM engine spans."""
+    """Workers, and with them GPUs, that share one vLLM engine: each holds a part of every matrix. For a model whose
+    weights and cache do not fit one GPU beside training; one that fits is faster with an engine for each GPU."""
     memory_share: float = Field(default=0.5, gt=0, lt=1)
     """Share of the GPU's memory for vLLM's weights and cache."""
     sleep_level: Literal[0, 1, 2] = 2
@@ -42,7 +43,7 @@ class RolloutConfig(Section):
     """Run vLLM without CUDA graphs."""
     short_steps: bool = True
     """On a GPU, do the steps in which every answer grows by one token by CUDA graphs around vLLM's own, on a release of
-    vLLM that this is made for. Off, or with another release: vLLM's runner."""
+    vLLM that this is made for. Off, with another release, or with an engine over several GPUs: vLLM's runner."""
     max_batched_tokens: int | None = Field(default=None, ge=1)
     """Tokens that vLLM computes in one pass, prompts and answers together. None: vLLM's own choice."""
     prefix_caching: bool = True
@@ -50,6 +51,11 @@ class RolloutConfig(Section):
     canary_bound: float | None = Field(default=None, gt=0)
     """After each hand-over to vLLM a probe is answered, and its log-probabilities compared with the trainer's: a mean
     absolute difference above this stops the run. None: 0.001 in float32, 0.05 in bfloat16."""
+
+    @property
+    def asks_for_short_steps(self) -> bool:
+        """Whether vLLM on a GPU gets the graphs of `short_steps`."""
+        return self.engine == "vllm" and self.short_steps and not self.enforce_eager and self.tensor_parallel_size == 1
 
 
 class RewardConfig(Section):

@@ -172,19 +172,23 @@ def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
 
 
 def cache_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
-    """Keys and values of all answers that are written together, each at its longest."""
-    return _together(config) * longest_tokens(config) * shape.kv_bytes_per_token(itemsize)
+    """Keys and values of all answers that are written together, each at its longest; of the heads of one rank."""
+    heads = -(-shape.kv_heads // config.rollout.tensor_parallel_size)
+    per_token = shape.kv_bytes_per_token(itemsize) * heads // shape.kv_heads
+    return _together(config) * longest_tokens(config) * per_token
 
 
 def _together(config: RunConfig) -> int:
-    """Answers that an engine writes at one time."""
-    answers = -(-config.trainer.batch_size * config.rollout.samples_per_prompt // config.runtime.num_workers)
+    """Answers that an engine writes at one time: those of all ranks that share it."""
+    num_engines = config.runtime.num_workers // config.rollout.tensor_parallel_size
+    answers = -(-config.trainer.batch_size * config.rollout.samples_per_prompt // num_engines)
     return min(config.rollout.max_num_seqs, answers)
 
 
 def wanted_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
-    """vLLM with room for every answer at its longest."""
-    return shape.policy_parameters * itemsize + cache_bytes(config, shape, itemsize) + ENGINE_FIXED_BYTES
+    """vLLM with room for every answer at its longest: one rank's part of its engine."""
+    weights = shape.policy_parameters * itemsize // config.rollout.tensor_parallel_size
+    return weights + cache_bytes(config, shape, itemsize) + ENGINE_FIXED_BYTES
 
 
 def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens: int | None = None) -> MemoryPlan:
@@ -265,7 +269,7 @@ def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str,
         held["critic: float32 weights"] = FULL * shape.critic_parameters // ranks
         if not config.critic.optim.offload:
             held["critic: moments"] = MOMENTS * shape.critic_parameters // ranks
-    if config.rollout.engine == "vllm" and config.rollout.short_steps and not config.rollout.enforce_eager:
+    if config.rollout.asks_for_short_steps:
         # of the graphs around vLLM's own, which are not in its share and do not sleep
         held["engine: logits of short steps"] = FULL * config.rollout.max_num_seqs * shape.vocab
     return held

@@ -40,7 +40,7 @@ from rlcore.rollout.engine import RolloutEngine, SamplingRequest
 from rlcore.types import PackedBatch, Rollout, TrainBatch
 from rlcore.workers import canary
 from rlcore.workers.actor import Actor, PolicyUpdate
-from rlcore.workers.allocator import keep_freed_memory
+from rlcore.workers.allocator import keep_freed_memory, let_segments_grow
 from rlcore.workers.budget import PassBudget, Shortage
 from rlcore.workers.critic import Critic, CriticUpdate
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks
@@ -107,6 +107,8 @@ class Worker:
         self._place = place
         if place.device.type == "cpu":
             keep_freed_memory()
+        elif self._config.rollout.tensor_parallel_size == 1:  # else vLLM shares buffers between processes
+            let_segments_grow()
         if self._world_size > 1 or place.device.type == "cuda":
             if not dist.is_initialized():
                 address = rendezvous or free_address(loopback=True)
@@ -181,8 +183,6 @@ class Worker:
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> list[Rollout]:
         """One rollout for each request, in their order, by the weights of the last hand-over."""
-        if not requests:
-            return []
         self._meter.wakes()
         return self._engine.generate(requests, sampling, max_response_tokens)
 
@@ -190,8 +190,6 @@ class Worker:
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[list[tuple[int, Rollout]]]:
         """The same, in handfuls as answers end: (index of the request, its rollout)."""
-        if not requests:
-            return
         self._meter.wakes()
         finished: list[tuple[int, Rollout]] = []
         for pair in self._engine.stream(requests, sampling, max_response_tokens):
@@ -259,7 +257,8 @@ class Worker:
         worst = self._largest(difference)
         if worst <= bound:
             return difference
-        wrong = self._engine.differing(self._actor.weights())  # a collective: every rank comes here, or none
+        # Collectives: every rank comes here, or none.
+        wrong = self._on_any_rank(self._engine.differing(self._actor.weights()))
         raise EngineError(
             f"weight hand-over {version}: on a probe the engine's log-probabilities differ from the trainer's by "
             f"{worst:.3g} on average (rollout.canary_bound: {bound:g}): it does not answer with the trained weights. "
@@ -276,6 +275,14 @@ class Worker:
         tensor = torch.tensor(value, dtype=torch.float64, device=self._place.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.item()
+
+    def _on_any_rank(self, names: list[str]) -> list[str]:
+        """The names that any rank has found, each once."""
+        found = [names]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            found = [[]] * dist.get_world_size()
+            dist.all_gather_object(found, names)
+        return list(dict.fromkeys(name for some in found for name in some))
 
     def save(self, directory: str) -> None:
         """Write this rank's shards of policy, critic and optimizers below `directory`."""

@@ -30,6 +30,8 @@ CASES = [
                                                                  "sleep_level=1", "tensor_parallel_size=1")],
     ("rollout.engine=vllm runtime.device=cpu", "rollout.engine=vllm", "rollout.enforce_eager=true"),
     ("rollout.engine=vllm rollout.enforce_eager=true", "rollout.engine=vllm", "rollout.short_steps=false"),
+    ("rollout.engine=vllm rollout.tensor_parallel_size=2 runtime.num_workers=2 runtime.backend=ray",
+     "rollout.engine=vllm", "rollout.short_steps=false"),
     ("", "reward.num_processes=1", "reward.deadline_s=1"),
     ("validation.sampling.temperature=0", "", "validation.sampling.top_p=0.9"),
     ("alarms.grad_norm='off'", "", "alarms.grad_norm_above=9"),

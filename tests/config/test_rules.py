@@ -180,6 +180,7 @@ CASES = [
     ("local_critic_is_there", "algo.advantage=gae critic.path=./no", "algo.advantage=gae critic.path=owner/name"),
 ]
 # The same for a model made from nothing.
+TWO_GPUS = "rollout.engine=vllm rollout.tensor_parallel_size=2 runtime.backend=ray runtime.num_workers=2"
 SCRATCH_CASES = [
     ("heads_divide_width", "model.scratch.hidden_size=100", "model.scratch.hidden_size=102"),
     ("heads_divide_width", "model.scratch.hidden_size=99", "model.scratch.hidden_size=99 model.path=a/b"),
@@ -196,6 +197,13 @@ SCRATCH_CASES = [
     ("integers_are_tokens", "data.number_high=100", "data.number_high=99"),
     ("integers_are_tokens", "data.target_low=-1", "data.target_low=0"),
     ("sequences_fit_the_context", "filter.max_prompt_tokens=505", "filter.max_prompt_tokens=504"),
+    *[
+        ("heads_are_dealt_to_the_gpus", f"{TWO_GPUS} model.scratch.hidden_size=192 {broken}", f"{TWO_GPUS} {mended}")
+        for broken, mended in (
+            ("model.scratch.num_heads=3", "model.scratch.num_heads=4 model.scratch.hidden_size=128"),
+            ("model.scratch.num_heads=2 model.scratch.intermediate_size=99", "model.scratch.num_heads=2"),
+        )
+    ],
 ]
 PAIRS = [
     *[(name, settings(broken), settings(mended)) for name, broken, mended in CASES],
@@ -290,3 +298,16 @@ def test_the_named_losses_are_the_registered_ones():
 
     for name in POLICY_LOSSES:
         assert losses.resolve_policy_loss(name).__module__ == "rlcore.algos.losses"
+
+
+def test_ranks_of_an_engine_may_share_a_head_of_keys_and_values(tmp_path):
+    shape = {"num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 48, "hidden_size": 768}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    rule = BY_NAME["heads_are_dealt_to_the_gpus"]
+    found = {}
+    for size in (1, 2, 3, 4, 5, 6, 12, 24):
+        ranks = f"rollout.tensor_parallel_size={size} runtime.num_workers={size} runtime.backend=ray"
+        found[size] = rule.check(settings(f"rollout.engine=vllm model.path={tmp_path} {ranks}"))
+    assert [size for size, problem in found.items() if problem is None] == [1, 2, 4, 6, 12]
+    assert found[3].got == "3 with 12 heads, 2 of keys and values, and a width of 48"
+    assert found[3].remedy == "Use one of 1, 2, 4, 6, 12"

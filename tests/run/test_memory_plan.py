@@ -235,6 +235,22 @@ def test_each_setting_lowers_its_part(overrides: tuple[str, ...], smaller: str, 
         assert all(after[name] == before[name] for name in unchanged)
 
 
+@pytest.mark.parametrize(("size", "heads_of_a_rank"), [(1, 2), (2, 1), (4, 1)])
+def test_ranks_that_share_an_engine_hold_parts_of_it(size: int, heads_of_a_rank: int) -> None:
+    """Of the weights equal ones; of the keys and values whole heads, for the answers of all of them."""
+    spanning = settings(
+        "runtime.num_workers=4", f"rollout.tensor_parallel_size={size}", "rollout.max_num_seqs=1024",
+        "trainer.batch_size=256", "trainer.mini_batch_size=256", "rollout.samples_per_prompt=1",
+        "rollout.enforce_eager=false",
+    )  # fmt: skip
+    wanted = planning.wanted_engine_bytes(spanning, QWEN_05B, 2) - planning.ENGINE_FIXED_BYTES
+    token = 2 * torch.empty(QWEN_05B.layers, heads_of_a_rank, QWEN_05B.head_dim, dtype=torch.bfloat16).nbytes
+    answers = 256 // 4 * size
+    assert wanted == 2 * QWEN_05B.policy_parameters // size + answers * planning.longest_tokens(spanning) * token
+    held = held_bytes(spanning, QWEN_05B, 2)
+    assert ("engine: logits of short steps" in held) == (size == 1)
+
+
 def test_offloaded_moments_come_back_a_piece_at_a_time() -> None:
     """The embedding's moments are the largest piece; without offload the step needs no memory of its own."""
     assert planning.OPTIMIZER_STEP not in plan_memory(settings(), QWEN_05B, CARD_24).phases

@@ -87,6 +87,8 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("rollout.sleep_level", "rollout.enforce_eager", "rollout.short_steps"), ("runtime.device",),
            _none_of("cpu"), "Set runtime.device=auto"),
     Effect(("rollout.short_steps",), ("rollout.enforce_eager",), _off, "Set rollout.enforce_eager=false"),
+    Effect(("rollout.short_steps",), ("rollout.tensor_parallel_size",), _one_of(1),
+           "Set rollout.tensor_parallel_size=1"),
     Effect(("reward.deadline_s",), ("reward.num_processes",), _on, "Set reward.num_processes=1 or more"),
     Effect(("validation.sampling.top_p",), ("validation.sampling.temperature",), _on,
            "Set validation.sampling.temperature=1"),

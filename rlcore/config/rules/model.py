@@ -68,6 +68,38 @@ def scratch_reads_the_prompts(config: RunConfig) -> Problem | None:
     )
 
 
+@rule("rollout.tensor_parallel_size", "model.path", "model.scratch.num_heads", "model.scratch.intermediate_size")
+def heads_are_dealt_to_the_gpus(config: RunConfig) -> Problem | None:
+    """The ranks of an engine take equal parts of the heads and of the feed-forward layer. Of fewer heads of keys and
+    values than ranks each goes to several of them."""
+    size = config.rollout.tensor_parallel_size
+    heads, kv_heads, width = _dealt(config)
+    if size == 1 or heads is None:
+        return None
+
+    def fits(size: int) -> bool:
+        return heads % size == width % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+    if fits(size):
+        return None
+    return Problem(
+        "rollout.tensor_parallel_size",
+        "must divide the model's heads and its feed-forward width",
+        f"{size} with {heads} heads, {kv_heads} of keys and values, and a width of {width}",
+        f"Use one of {', '.join(str(size) for size in range(1, heads + 1) if fits(size))}",
+    )
+
+
+def _dealt(config: RunConfig) -> tuple[int | None, int, int]:
+    """Attention heads, heads of keys and values, width of the feed-forward layer; None where only the hub knows."""
+    if config.model.path is None:
+        scratch = config.model.scratch
+        return scratch.num_heads, scratch.num_heads, scratch.intermediate_size
+    shape = _shape(config.model.path)
+    heads = _number(shape, "num_attention_heads")
+    return heads, _number(shape, "num_key_value_heads") or heads or 1, _number(shape, "intermediate_size") or 0
+
+
 @rule("model.path", "model.scratch.max_integer", "data")
 def integers_are_tokens(config: RunConfig) -> Problem | None:
     """Every number and target is one token of the tokenizer made from nothing."""

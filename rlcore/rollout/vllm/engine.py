@@ -21,6 +21,7 @@ from rlcore.models.reserve import give_back_reserve
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.vllm import weights as handover
 from rlcore.rollout.vllm.head import give_float32_logits
+from rlcore.rollout.vllm.span import Span
 from rlcore.rollout.vllm.start import EngineShape, start_vllm
 from rlcore.types import Rollout
 
@@ -32,7 +33,7 @@ _MOST_IDLE_STEPS = 10_000
 
 def _shortened(engine: Any, shape: EngineShape, settings: RolloutConfig) -> Any:
     """What does the short steps of vLLM's runner (`rlcore.rollout.vllm.short`); None: vLLM does them all."""
-    if shape.device.type != "cuda" or settings.enforce_eager or not settings.short_steps:
+    if shape.device.type != "cuda" or not settings.asks_for_short_steps:
         return None
     from rlcore.rollout.vllm.short.check import shorten
 
@@ -70,6 +71,7 @@ class VllmEngine:
         self._asleep = False
         self._names = itertools.count()
         self._engine = start_vllm(shape, settings)
+        self._span = Span(settings.tensor_parallel_size)
         if shape.dtype != torch.float32:
             give_float32_logits(self.model)
         self.short_runner = _shortened(self._engine, shape, settings)
@@ -95,7 +97,11 @@ class VllmEngine:
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[tuple[int, Rollout]]:
-        """(index of the request, its rollout) as answers end."""
+        """(index of the request, its rollout) as answers end. Where ranks share an engine every one of them comes here,
+        one without a request too."""
+        everyones = self._span.gather(requests)
+        if not everyones.requests:
+            return
         if self._version < 0:
             raise EngineError(
                 "the engine was asked for answers before a weight hand-over (the first one, or the one after a sleep)"
@@ -108,14 +114,14 @@ class VllmEngine:
         num_idle = 0
         most_idle = _MOST_IDLE_STEPS + max_response_tokens  # short steps keep their tokens until an answer ends
         try:
-            for index, prepared in enumerate(self._prepared(requests, sampling, max_response_tokens)):
+            for index, prepared in enumerate(self._prepared(everyones.requests, sampling, max_response_tokens)):
                 core.add_request(prepared)
                 writing[prepared.request_id] = _Answer(index, [], [])
             while writing:
                 outputs = core.get_output().outputs
                 num_idle = 0 if outputs else num_idle + 1
                 if num_idle > most_idle:
-                    raise EngineError(f"vLLM ended without an answer to {len(writing)} of {len(requests)} requests")
+                    raise EngineError(f"vLLM ended without an answer to {len(writing)} requests")
                 for output in outputs:
                     answer = writing.get(output.request_id)
                     if answer is None:  # a last word of a request that an earlier call gave up
@@ -123,7 +129,9 @@ class VllmEngine:
                     answer.take(output)
                     if output.finish_reason is not None:
                         del writing[output.request_id]
-                        yield answer.index, self._rollout(requests[answer.index], answer, str(output.finish_reason))
+                        if answer.index in everyones.mine:
+                            index = answer.index - everyones.mine.start
+                            yield index, self._rollout(requests[index], answer, str(output.finish_reason))
         finally:
             if writing:  # the caller stopped, or a step failed: nothing of it may show up in the next call
                 core.abort_requests(list(writing))

@@ -39,12 +39,12 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
     """A `vllm.LLMEngine` in this process, its weights not yet valid.
 
     Weights are left random: every tensor must come with the first hand-over, so one that is never handed over shows at
-    once. vLLM joins the process group that is there, one engine a rank.
+    once. vLLM joins the process group that is there; `rollout.tensor_parallel_size` ranks share an engine.
 
     Raises:
         EngineError: vLLM is missing, or cannot run this model with these settings.
     """
-    require_vllm(settings)
+    require_vllm()
     if shape.device.type == "cuda":
         problem = unsupported_dtype(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), shape.dtype)
         if problem is not None:
@@ -57,6 +57,7 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
         from vllm import EngineArgs, LLMEngine
         from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.executor import Executor
 
         if shape.device.type == "cpu":
             # Its sampler compiles one small function in C++: a minute on a slow machine, for nothing.
@@ -64,7 +65,10 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
         config = EngineArgs(**engine_arguments(shape, settings)).create_engine_config(UsageContext.ENGINE_CONTEXT)
         schedule = config.scheduler_config
         schedule.scheduler_cls = decode_scheduler(schedule.get_scheduler_cls())
-        return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        executor = Executor.get_class(config)
+        if shape.device.type == "cpu" and settings.tensor_parallel_size > 1:
+            executor = _through_torch(executor)
+        return LLMEngine(config, executor, log_stats=False)
     except ImportError as error:
         raise EngineError(missing_vllm(str(error))) from error
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as error:
@@ -73,6 +77,18 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
         # On a CPU vLLM puts a function that does nothing in its place; the trainer sets its threads by it.
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
+
+
+def _through_torch(base: Any) -> Any:
+    """vLLM's executor, with ranks of a CPU that talk through torch's process group. By itself vLLM takes shared memory
+    under a name that is the same for every job of a machine, and leaves it behind."""
+
+    class RankExecutor(base):  # type: ignore[misc]
+        def _distributed_args(self) -> tuple[str, int, int]:
+            method, rank, local_rank = super()._distributed_args()
+            return f"{method}{rank}", rank, local_rank  # the name comes from it; with unlike names there is none
+
+    return RankExecutor
 
 
 def engine_arguments(shape: EngineShape, settings: RolloutConfig) -> dict[str, Any]:
@@ -105,6 +121,8 @@ def engine_arguments(shape: EngineShape, settings: RolloutConfig) -> dict[str, A
         arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(shape, settings)
     if dist.is_initialized() and dist.get_world_size() > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
+        # Its own way between the GPUs of an engine shares buffers that torch must not move; NCCL needs none.
+        arguments["disable_custom_all_reduce"] = True
         device = torch.cuda.current_device() if shape.device.type == "cuda" else 0
         os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(device), WORLD_SIZE=str(dist.get_world_size()))
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # asked for; never used, since the ranks have met
@@ -152,6 +170,11 @@ def refusal(error: BaseException, shape: EngineShape, settings: RolloutConfig) -
             f"rollout.memory_share: {settings.memory_share:g}{free} leaves vLLM no room for its cache: {detail}. Raise "
             "rollout.memory_share, lower rollout.max_num_seqs, filter.max_prompt_tokens or "
             "rollout.max_response_tokens, or free the GPU."
+        )
+    if settings.tensor_parallel_size > 1 and ("tensor parallel" in lower or "divisible" in lower):
+        return (
+            f"rollout.tensor_parallel_size: must divide the model's heads and widths, got "
+            f"{settings.tensor_parallel_size}: {detail}. Choose a divisor of the attention heads, or 1."
         )
     if "dtype" in lower or "bfloat16" in lower:
         return f"{text}. It cannot compute in {shape.dtype} here. Set rollout.dtype=float32, or use rollout=hf."

@@ -15,6 +15,7 @@ _FUSED = {  # a transformers matrix: vLLM's, in whose rows it lies, and how many
     "gate_proj": ("gate_up_proj", None),
     "up_proj": ("gate_up_proj", 1),
 }
+_OF_KEYS = ("k_proj", "v_proj")
 
 
 def load(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, Tensor]], expected: frozenset[str]) -> None:
@@ -77,26 +78,42 @@ def differing(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> list[s
     """
     modules = dict(model.named_modules())
     wrong: list[str] = []
-    tied: list[str] = []  # kept unless a head of its own is sent
+    tied: list[str] = []
+    has_own_head = False
     for name, tensor in weights:
         path, _, kind = name.rpartition(".")
         parent, _, leaf = path.rpartition(".")
         fused, from_end = _FUSED.get(leaf, (leaf, None))
         module = modules.get(f"{parent}.{fused}".lstrip("."))
         held = None if module is None else _held(module, kind)
-        if held is None:
+        if module is None or held is None:
             continue
-        start = 0 if from_end is None else len(held) - from_end * len(tensor)
-        if not _equal(held[start : start + len(tensor)], tensor):
+        part = _part(module, leaf, tensor)
+        start = 0 if from_end is None else len(held) - from_end * len(part)
+        if not _equal(held[start : start + len(part)], part):
             wrong.append(name)
         head = modules.get("lm_head")
         if leaf == "embed_tokens" and head is not None:
             used = _held(head, "weight")
-            if used is not None and not _equal(used[: len(tensor)], tensor):
+            if used is not None and not _equal(used[: len(part)], part):
                 tied = ["the head, tied to " + name]
-        if leaf == "lm_head":
-            tied = []
-    return wrong + tied
+        has_own_head |= leaf == "lm_head"
+    return wrong if has_own_head else wrong + tied
+
+
+def _part(module: Any, leaf: str, tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor where ranks share an engine; all of it where none does."""
+    shard = getattr(module, "shard_indices", None)
+    if shard is not None:  # rows of the vocabulary
+        first, last = int(shard.org_vocab_start_index), int(shard.org_vocab_end_index)
+        return tensor[first:last]
+    size = getattr(module, "tp_size", 1)
+    if size == 1:
+        return tensor
+    if module.input_size_per_partition != module.input_size:  # columns; its bias is whole
+        return tensor if tensor.ndim == 1 else tensor.chunk(size, dim=1)[int(module.tp_rank)]
+    copies = module.num_kv_head_replicas if leaf in _OF_KEYS else 1  # fewer heads than ranks: some hold the same one
+    return tensor.chunk(size // copies)[int(module.tp_rank) // copies]
 
 
 def _held(module: nn.Module, kind: str) -> Tensor | None:
@@ -104,7 +121,7 @@ def _held(module: nn.Module, kind: str) -> Tensor | None:
     parameter = getattr(module, kind, None)
     method = getattr(module, "quant_method", None)
     on_cpu = isinstance(parameter, Tensor) and parameter.device.type == "cpu"
-    width = getattr(module, "embedding_dim", None) or getattr(module, "input_size", None)
+    width = getattr(module, "embedding_dim", None) or getattr(module, "input_size_per_partition", None)
     if kind == "weight" and on_cpu and method is not None and isinstance(width, int):
         if type(module).__name__ == "VocabParallelEmbedding":
             return parameter

@@ -1,0 +1,117 @@
+"""The real vLLM over several ranks. `vllm_spanning` runs it, in processes of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout.vllm_spanning import NUM_RANKS, WRONG, write_models
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed here: make install-vllm"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the models lie and the processes leave their findings."""
+    folder = tmp_path_factory.mktemp("spanning")
+    write_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> dict[str, list[Any]]:
+    """What each rank saw, by part."""
+    _run(folder, *([str(folder), str(rank)] for rank in range(NUM_RANKS)))
+    return {
+        part: [json.loads((folder / f"{part}-{rank}.json").read_text(encoding="utf-8")) for rank in range(NUM_RANKS)]
+        for part in ("tied", "untied", "canary")
+    }
+
+
+def _run(folder: Path, *arguments: list[str]) -> None:
+    """A process for each list of arguments, side by side."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = []
+    for number, one in enumerate(arguments):
+        command = [sys.executable, "-m", "tests.rollout.vllm_spanning", *one]
+        log = (folder / f"log-{len(arguments)}-{number}.txt").open("w+", encoding="utf-8")
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        )
+        started.append((process, log))
+    try:
+        for process, log in started:
+            code = process.wait(timeout=500)
+            log.seek(0)
+            assert code == 0, log.read()[-8_000:]
+    finally:
+        for process, log in started:
+            process.kill()
+            process.wait()
+            log.close()
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_each_rank_gets_the_answers_to_its_own_requests(ranks: dict[str, list[Any]], kind: str) -> None:
+    first, second = ranks[kind]
+    assert (len(first["shares"]), len(second["shares"])) == (12, 20)
+    assert first["in_order"]
+    assert second["in_order"]
+    assert first["versions"] == second["versions"] == [7]
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_an_answer_is_the_same_whichever_rank_asks(ranks: dict[str, list[Any]], kind: str) -> None:
+    first, second = ranks[kind]
+    everyones = first["shares"] + second["shares"]
+    assert first["first rank alone"] == everyones
+    assert second["second rank alone"] == everyones
+    assert second["first rank alone"] == first["second rank alone"] == first["nobody"] == second["nobody"] == []
+
+
+def test_no_shared_memory_is_left_to_a_worker_that_is_killed(ranks: dict[str, list[Any]]) -> None:
+    assert [rank["shared_memory"] for rank in ranks["tied"]] == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_log_probabilities_are_the_trainers(ranks: dict[str, list[Any]], kind: str) -> None:
+    """Of a model with two heads of keys and values, one a rank, and of one whose only one both ranks hold."""
+    assert max(rank["difference"] for rank in ranks[kind]) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_each_rank_compares_its_parts_of_all_tensors(ranks: dict[str, list[Any]], kind: str) -> None:
+    for rank in ranks[kind]:
+        assert rank["differing_when_right"] == []
+        wrong = {name.removeprefix("the head, tied to ") for name in rank["differing_when_wrong"]}
+        assert wrong == set(rank["sent"])
+
+
+def test_a_tensor_that_is_wrong_on_one_rank_stops_all_by_its_name(ranks: dict[str, list[Any]]) -> None:
+    for rank in ranks["canary"]:
+        assert rank["right"] < 1e-4
+        assert "rollout.canary_bound" in rank["wrong"]
+        assert f"Tensors that differ (1): {WRONG}." in rank["wrong"]
+        assert rank["right again"] < 1e-4
+
+
+def test_workers_that_share_an_engine_train_under_ray(folder: Path) -> None:
+    _run(folder, [str(folder)])
+    steps = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    assert len(steps) == 3
+    for metrics in steps:
+        assert metrics["training/rollout_probs_diff_mean"] < 1e-4
+        assert metrics["training/canary_logprob_diff"] < 1e-4
+        assert metrics["actor/grad_norm"] >= 0

@@ -1,0 +1,152 @@
+"""One vLLM engine over two ranks: `python -m tests.rollout.vllm_spanning FOLDER RANK` for each of them.
+
+And a training run with such an engine under Ray: `python -m tests.rollout.vllm_spanning FOLDER`. As in `vllm_session`
+the processes write what they saw as JSON, and the tests judge it.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.config import RunConfig
+from rlcore.errors import EngineError
+from rlcore.rollout.vllm import weights as handover
+from rlcore.runtime.ray import RayGroup
+from rlcore.trainer.metrics import Metrics
+from rlcore.types import Rollout
+from rlcore.workers.device import join_ranks
+from rlcore.workers.worker import Worker
+from tests.rollout.vllm_session import (
+    CPU,
+    MAX_TOKENS,
+    SAMPLING,
+    SETTINGS,
+    answers,
+    build,
+    mean_difference,
+    some_requests,
+    weights_of,
+    write_model,
+)
+from tests.small_run import SmallRun, prepare, train
+
+NUM_RANKS = 2
+SPANNING = SETTINGS.model_copy(update={"tensor_parallel_size": NUM_RANKS})
+WRONG = "model.layers.0.mlp.down_proj.weight"
+
+
+def spanning_run(folder: Path) -> SmallRun:
+    """A run whose two workers share an engine."""
+    return prepare(
+        folder / "artifacts",
+        "rollout.engine=vllm",
+        f"rollout.tensor_parallel_size={NUM_RANKS}",
+        "rollout.max_num_seqs=64",
+        "rollout.memory_share=0.3",
+        "runtime.backend=ray",
+        f"runtime.num_workers={NUM_RANKS}",
+        "reward.num_processes=1",
+        "model.scratch.num_heads=2",
+        "model.scratch.hidden_size=64",
+    )
+
+
+def engine_facts(folder: Path, kind: str, rank: int) -> dict[str, Any]:
+    """Answers to shares of unlike size, and the tensors that each rank holds."""
+    requests = some_requests(8, 4, 20)
+    right, other = folder / f"{kind}-right", folder / f"{kind}-other"
+    engine = build(right, SPANNING)
+    engine.update_weights(weights_of(right), version=7)
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    facts: dict[str, Any] = {"shared_memory": [line for line in maps.splitlines() if "/dev/shm" in line]}
+    for name, mine in (
+        ("shares", requests[:12] if rank == 0 else requests[12:]),
+        ("first rank alone", requests if rank == 0 else []),
+        ("second rank alone", [] if rank == 0 else requests),
+        ("nobody", []),
+    ):
+        rollouts = engine.generate(mine, SAMPLING, MAX_TOKENS)
+        facts[name] = answers(rollouts)
+        if name == "shares":
+            facts["versions"] = sorted({rollout.policy_version for rollout in rollouts})
+            facts["difference"] = mean_difference(right, rollouts, SAMPLING.temperature)
+            facts["in_order"] = _in_order(rollouts, mine)
+    facts["differing_when_right"] = engine.differing(weights_of(right))
+    facts["differing_when_wrong"] = engine.differing(weights_of(other))
+    facts["sent"] = [name for name, _ in weights_of(right)]
+    engine.close()
+    return facts
+
+
+def _in_order(rollouts: list[Rollout], requests: Any) -> bool:
+    return [(r.prompt, r.sample_index) for r in rollouts] == [(r.prompt, r.sample_index) for r in requests]
+
+
+def canary_facts(config: RunConfig, model_directory: Path, rank: int) -> dict[str, Any]:
+    """A hand-over that goes wrong on the second rank alone: what each rank says."""
+    worker = Worker(config, str(model_directory), rank=rank, world_size=NUM_RANKS)
+    worker.setup("")  # the ranks have met
+    facts: dict[str, Any] = {"right": worker.hand_over(0)}
+    load = handover.load
+
+    def one_tensor_old(model: nn.Module, config: Any, weights: Any, expected: frozenset[str]) -> None:
+        load(model, config, _zeroed(weights), expected)
+
+    if rank == 1:
+        handover.load = one_tensor_old
+    try:
+        worker.hand_over(1)
+        facts["wrong"] = ""
+    except EngineError as error:
+        facts["wrong"] = str(error)
+    handover.load = load
+    facts["right again"] = worker.hand_over(2)
+    return facts
+
+
+def _zeroed(weights: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((name, torch.zeros_like(tensor) if name == WRONG else tensor) for name, tensor in weights)
+
+
+def training_facts(folder: Path) -> list[Metrics]:
+    """Three steps by two Ray actors that share an engine."""
+    run = spanning_run(folder)
+    group = RayGroup(run.config, str(run.model_directory))
+    try:
+        return train(run, group, 3)
+    finally:
+        group.close()
+
+
+def write_models(folder: Path) -> None:
+    """Those of `engine_facts`, and the run's."""
+    for kind, seed in (("tied", 1), ("untied", 3)):
+        write_model(kind, folder / f"{kind}-right", seed)
+        write_model(kind, folder / f"{kind}-other", seed + 10)
+    spanning_run(folder)
+
+
+def rank_main(folder: Path, rank: int) -> None:
+    """One rank of engines and canary. The ranks meet anew for each: an engine that ends ends vLLM's process group."""
+    torch.set_num_threads(1)
+    run = spanning_run(folder)
+    parts: dict[str, Callable[[], Any]] = {
+        "tied": lambda: engine_facts(folder, "tied", rank),
+        "untied": lambda: engine_facts(folder, "untied", rank),
+        "canary": lambda: canary_facts(run.config, run.model_directory, rank),
+    }
+    for name, part in parts.items():
+        join_ranks(f"file://{folder}/met-{name}", rank=rank, world_size=NUM_RANKS, device=CPU)
+        (folder / f"{name}-{rank}.json").write_text(json.dumps(part()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        (Path(sys.argv[1]) / "training.json").write_text(json.dumps(training_facts(Path(sys.argv[1]))))
+    else:
+        rank_main(Path(sys.argv[1]), int(sys.argv[2]))
