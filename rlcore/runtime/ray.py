@@ -3,14 +3,19 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate
 
 import ray
 from ray.exceptions import GetTimeoutError, NodeDiedError, OutOfMemoryError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlcore import stacks
@@ -65,12 +70,13 @@ class RayGroup:
                 f"{ray.cluster_resources()}. Ask for fewer workers or free the cluster."
             )
         actor_class = ray.remote(RankProcess)
-        for rank in range(self.world_size):
+        nodes = placement_group_table(self._placement)["bundles_to_node_id"]
+        for rank, index in enumerate(neighbours(nodes)):
             options = actor_class.options(
                 num_cpus=runtime.threads_per_worker,
                 num_gpus=gpus,
                 max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, index),
                 runtime_env={"env_vars": _thread_variables(runtime.threads_per_worker) | _stacks_variable()},
             )
             self._actors.append(options.remote(config, model_directory, rank=rank, world_size=self.world_size))
@@ -149,6 +155,19 @@ class RayGroup:
         if self._session is not None:
             remove_session(self._session)
             self._session = None
+
+
+def neighbours(nodes: Mapping[int, str]) -> list[int]:
+    """Bundles in the order of the ranks, from bundle -> node: those of a node side by side, as ranks that share an
+    engine should be. Ray deals out bundles in any order.
+
+    >>> neighbours({0: "one", 1: "other", 2: "one"})
+    [0, 2, 1]
+    """
+    first: dict[str, int] = {}
+    for bundle in sorted(nodes):
+        first.setdefault(nodes[bundle], bundle)
+    return sorted(nodes, key=lambda bundle: (first[nodes[bundle]], bundle))
 
 
 def _lost(error: RayError) -> WorkerLostError:

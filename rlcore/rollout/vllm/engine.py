@@ -98,7 +98,7 @@ class VllmEngine:
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[tuple[int, Rollout]]:
         """(index of the request, its rollout) as answers end. Where ranks share an engine every one of them comes here,
-        one without a request too."""
+        one without a request too, and stays to the end."""
         everyones = self._span.gather(requests)
         if not everyones.requests:
             return
