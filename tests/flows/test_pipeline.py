@@ -268,7 +268,8 @@ def told_in_time(api: Api, millrace: Millrace, name: str) -> dict[str, Any]:
 
 
 def test_a_signal_saves_and_the_same_command_goes_on(millrace: Millrace, api: Api, reference: Reference) -> None:
-    for number, step in ((signal.SIGINT, 22), (signal.SIGTERM, 42)):
+    step = 22  # and then two steps on: many are left, since a signal takes its time on a busy machine
+    for number in (signal.SIGINT, signal.SIGTERM):
         process = millrace.start("run", *SMALL)
         wait_for_step(millrace, step)
         process.send_signal(number)
@@ -277,7 +278,9 @@ def test_a_signal_saves_and_the_same_command_goes_on(millrace: Millrace, api: Ap
         assert "is saved" in stopped.out
         assert "Traceback" not in stopped.err
         names = [path.name for path in (millrace.run_dir() / "checkpoints").glob("step-*")]
-        assert step <= max(int(name.removeprefix("step-")) for name in names) < 60
+        saved = max(int(name.removeprefix("step-")) for name in names)
+        assert step <= saved < 60
+        step = saved + 2
         runs = api.filter("flow_runs", sort="START_TIME_DESC", limit=5)
         assert {run["name"].removesuffix("/debug"): run["state_type"] for run in runs} == {
             **dict.fromkeys(("dataset", "filter", "warm-start"), "COMPLETED"),
