@@ -183,6 +183,8 @@ class Worker:
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> list[Rollout]:
         """One rollout for each request, in their order, by the weights of the last hand-over."""
+        if self._leaves_engine_alone(requests):
+            return []
         self._meter.wakes()
         return self._engine.generate(requests, sampling, max_response_tokens)
 
@@ -190,6 +192,8 @@ class Worker:
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[list[tuple[int, Rollout]]]:
         """The same, in handfuls as answers end: (index of the request, its rollout)."""
+        if self._leaves_engine_alone(requests):
+            return
         self._meter.wakes()
         finished: list[tuple[int, Rollout]] = []
         for pair in self._engine.stream(requests, sampling, max_response_tokens):
@@ -199,6 +203,10 @@ class Worker:
                 finished = []
         if finished:
             yield finished
+
+    def _leaves_engine_alone(self, requests: Sequence[SamplingRequest]) -> bool:
+        """Whether it may sleep on: nothing is asked for here, and no other rank shares it."""
+        return not requests and self._config.rollout.tensor_parallel_size == 1
 
     def old_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Log-probabilities of the answers under the policy as it is now."""

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rollout.real_vllm import real_vllm
+
 ROOT = Path(__file__).resolve().parents[2]
 TRITON = Path(sys.prefix) / "triton"
 CHECKS = (
@@ -27,12 +29,7 @@ CHECKS = (
     "what_short_steps_cannot_do_is_named",
 )
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed here: make install-vllm"),
-]
+pytestmark = real_vllm(timeout_s=600)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,12 @@ import torch
 
 from rlcore.algos.importance import importance_weights
 from rlcore.config.algo import ImportanceConfig
+from tests.rollout.real_vllm import real_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 END = 1
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.timeout(1_200),
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed here: make install-vllm"),
-]
+pytestmark = real_vllm(timeout_s=1_200)
 
 
 @pytest.fixture(scope="module")

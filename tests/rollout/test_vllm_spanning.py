@@ -4,22 +4,17 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.rollout.real_vllm import real_vllm
 from tests.rollout.vllm_spanning import NUM_RANKS, WRONG, write_models
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed here: make install-vllm"),
-]
+pytestmark = real_vllm(timeout_s=600)
 
 
 @pytest.fixture(scope="module")

@@ -21,18 +21,18 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+def printed_by(program: str, environment: dict[str, str]) -> list[str]:
+    """The lines that a Python program prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    return done.stdout.splitlines()
+
+
 @pytest.mark.parametrize("given", [{}, {"MALLOC_MMAP_THRESHOLD_": "65536"}])
 def test_a_freed_block_is_used_again_unless_the_environment_says_otherwise(given: dict[str, str]) -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", FAULTS_OF_LARGE_BLOCKS],
-        env=plain | given,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    told, faults = done.stdout.split()
+    told, faults = printed_by(FAULTS_OF_LARGE_BLOCKS, plain | given)
     if given:
         assert told == "False"
         assert int(faults) >= 200  # ten blocks of 40 MB; a page may be as large as 2 MB
@@ -62,15 +62,7 @@ print(torch._C._accelerator_getAllocatorSettings())
 def test_torchs_segments_grow_unless_the_environment_says_otherwise(given: dict[str, str], expected: list[str]) -> None:
     """What torch and vLLM are told; that memory then grows so is `benchmarks.device_checks` on a GPU."""
     plain = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
-    done = subprocess.run(
-        [sys.executable, "-c", SETTINGS_OF_TORCH],
-        env=plain | given,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    found = done.stdout.splitlines()
+    found = printed_by(SETTINGS_OF_TORCH, plain | given)
     assert found[: len(expected)] == expected
     if given:
         assert "expandable_segments:True" not in found[2]
