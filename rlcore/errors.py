@@ -53,7 +53,7 @@ class HostMemoryError(WorkerLostError):
 
 
 class DeviceMemoryError(WorkerLostError):
-    """Memory ran out, in a pass that no finer cut can help or that several ranks are in, or elsewhere on a GPU."""
+    """Memory ran out, in a pass that no finer cut can help, or elsewhere on a GPU."""
 
 
 class NonFiniteError(MillraceError, ArithmeticError):

@@ -15,6 +15,7 @@ from rlcore.models.load import load_policy
 from rlcore.trainer import step as step_module
 from rlcore.types import PackedBatch, Score
 from rlcore.workers.actor import policy_logprobs
+from rlcore.workers.micro import micro_batches
 from rlcore.workers.worker import Worker
 
 BOUNDS = {True: 0.02, False: 1e-4}
@@ -59,7 +60,7 @@ def _in_float32(worker: Worker, batch: PackedBatch, num_micro: int) -> Tensor:
     device = worker._place.device
     policy = load_policy(worker._model_directory, model=plain, device=device).to(torch.bfloat16).to(torch.float32)
     with torch.no_grad():
-        return policy_logprobs(policy.eval(), batch, num_micro, config, device)
+        return policy_logprobs(policy.eval(), batch, micro_batches(batch, num_micro), config, device)
 
 
 def correction(rig: Rig) -> Verdict:

@@ -53,13 +53,15 @@ def full_state(model: CausalPolicy | ValueModel) -> Iterator[tuple[str, Tensor]]
 def forget_failed_pass(model: PackedTrunk) -> None:
     """Bring a sharded model back to where a pass may begin, after one that ended in the middle by an exception.
 
-    Gradients of that pass may be left behind: set them to zero. Nothing to do for a model that is not sharded.
+    Its gradients are dropped, the reduced and those that FSDP would still reduce with the other ranks.
+    Nothing to do for a model that is not sharded.
     """
     if not isinstance(model, FSDPModule):
         return
     state = model._get_fsdp_state()
     if not state._state_ctx.all_states:  # no pass has begun yet
         return
+    model.zero_grad(set_to_none=True)
     # What FSDP does itself at the end of a backward: shard every parameter again, forget what is under way.
     state._root_post_backward_final_callback()
     state._state_ctx.iter_forward_root = None

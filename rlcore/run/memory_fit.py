@@ -75,21 +75,19 @@ def fit_run(config: RunConfig, run_dir: Path, report: Callable[[Mapping[str, obj
     chosen = chosen_settings(config, new)
     notes = (f"The phase that holds most is {plan.peak_phase}.", *([f"Chosen: {chosen}"] if chosen else []))
     Reported(plan.phases[plan.peak_phase], device.total_bytes, device.name, notes).write(run_dir)
-    told = f"memory plan: {plan.peak_phase} holds most, {plan.peak_bytes / GB:.1f} GB{too_much(new, plan)}"
+    told = f"memory plan: {plan.peak_phase} holds most, {plan.peak_bytes / GB:.1f} GB{too_much(plan)}"
     report({"event": "note", "text": f"{told}; chosen: {chosen}" if chosen else told})
     return new
 
 
-def too_much(config: RunConfig, plan: MemoryPlan) -> str:
+def too_much(plan: MemoryPlan) -> str:
     """What to say of a plan that exceeds its device, and need not fail; '' where it fits."""
     if plan.fits:
         return ""
     assert plan.usable_bytes is not None, "without a device everything fits"
-    several = config.runtime.num_workers > 1
-    then = "ends the run, since others wait for its rank" if several else "is cut finer and done again"
     return (
-        f", of which {plan.usable_bytes / GB:.1f} GB are there: a pass that runs out of memory {then}; "
-        "lower trainer.max_tokens_per_micro_batch, or set runtime.fit_memory=auto"
+        f", of which {plan.usable_bytes / GB:.1f} GB are there: a pass that runs out of memory is cut finer and "
+        "done again; lower trainer.max_tokens_per_micro_batch, or set runtime.fit_memory=auto"
     )
 
 

@@ -21,9 +21,9 @@ from rlcore.models.optim import build_optimizer, clip_grad_norm
 from rlcore.models.parallel import forget_failed_pass, full_state, shard
 from rlcore.models.policy import CausalPolicy
 from rlcore.types import PackedBatch, TrainBatch
-from rlcore.workers.budget import PassBudget
+from rlcore.workers.budget import PassBudget, ranks_of
 from rlcore.workers.device import Place, on_all_ranks
-from rlcore.workers.micro import Micro, micro_batches, restore_order, to_device, total
+from rlcore.workers.micro import Micro, Parts, restore_order, to_device, total
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,9 @@ class Actor:
             policy = add_adapters(policy, config.model.lora, seed=config.seed)
         self.policy: CausalPolicy = policy if mesh is None else shard(policy, mesh=mesh, dtype=place.dtype)
         self.optimizer = build_optimizer(self.policy, config.optim, device=place.device)
+        ranks = ranks_of(self.policy, world_size=world_size, device=place.device)
         self.budgets = tuple(
-            PassBudget(name, recover=self._recover, alone=world_size == 1)
+            PassBudget(name, recover=self._recover, ranks=ranks)
             for name in ("the policy's update", "the policy's log-probabilities")
         )
 
@@ -69,9 +70,9 @@ class Actor:
         """Log-probability of each answer token, 0 elsewhere; on the CPU. Without the adapters' dropout."""
         with self._without_dropout():
             return self.budgets[1].run(
-                lambda number: policy_logprobs(self.policy, batch, number, self._config, self._place.device),
-                num_micro=num_micro,
-                num_sequences=batch.num_sequences,
+                lambda parts: policy_logprobs(self.policy, batch, parts, self._config, self._place.device),
+                batch,
+                num_micro,
             )
 
     @property
@@ -105,9 +106,7 @@ class Actor:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         summed, logprobs = self.budgets[0].run(
-            lambda number: self._accumulate(batch, number, denominator, kl_coef),
-            num_micro=num_micro,
-            num_sequences=batch.packed.num_sequences,
+            lambda parts: self._accumulate(batch, parts, denominator, kl_coef), batch.packed, num_micro
         )
         grad_norm = clip_grad_norm(self.policy.parameters(), self._config.optim.grad_clip).item()
         finite = math.isfinite(grad_norm) and bool(torch.isfinite(summed.stack()).all())
@@ -131,13 +130,12 @@ class Actor:
         return PolicyUpdate(summed, grad_norm, logprobs)
 
     def _accumulate(
-        self, batch: TrainBatch, num_micro: int, denominator: Denominator, kl_coef: float
+        self, batch: TrainBatch, parts: Parts, denominator: Denominator, kl_coef: float
     ) -> tuple[PolicyStatistics, Float[Tensor, "T"]]:
         """The gradient of a mini-batch, from zero; its statistics and log-probabilities on the CPU."""
         self.optimizer.zero_grad(set_to_none=True)
         stats: list[PolicyStatistics] = []
         logprobs: list[Tensor] = []
-        parts = micro_batches(batch.packed, num_micro)
         for part in parts:
             micro = to_device(batch, part, self._place.device)
             loss, seen, found = self._objective(micro, denominator, kl_coef)
@@ -196,10 +194,16 @@ class Actor:
 
 
 def policy_logprobs(
-    policy: CausalPolicy, batch: PackedBatch, num_micro: int, config: RunConfig, device: torch.device
+    policy: CausalPolicy,
+    batch: PackedBatch,
+    parts: Parts,
+    config: RunConfig,
+    device: torch.device,
 ) -> Float[Tensor, "T"]:
-    """Forward pass without gradient: log-probability of each answer token, 0 elsewhere; on the CPU."""
-    parts = micro_batches(batch, num_micro)
+    """Forward pass without gradient: log-probability of each answer token, 0 elsewhere; on the CPU.
+
+    `parts`: the sequences of each micro-batch.
+    """
     found = []
     for part in parts:
         micro = to_device(batch, part, device)

@@ -7,13 +7,22 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from rlcore.errors import DeviceMemoryError
+from rlcore.models.collectives import CountedCollectives
 from rlcore.models.reserve import give_back_reserve
+from rlcore.types import PackedBatch
+from rlcore.workers.device import on_all_ranks
+from rlcore.workers.micro import Parts, micro_batches
 
 R = TypeVar("R")
 GROW_AFTER = 100
 """Passes in a row that went well, after which the cut may get coarser again; doubled each time that this fails."""
+REMEDY = (
+    "Lower trainer.max_tokens_per_micro_batch, model.head_chunk_tokens or rollout.memory_share, set "
+    "model.gradient_checkpointing=true, or shorten filter.max_prompt_tokens and rollout.max_response_tokens."
+)
 
 log = logging.getLogger(__name__)
 
@@ -44,23 +53,63 @@ class Shortage:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The several ranks that make a pass together: what the pass of a sharded model orders of all of them, and where
+    they are asked how it went."""
+
+    collectives: CountedCollectives
+    world_size: int
+    device: torch.device
+
+    def all_went_well(self, went_well: bool) -> bool:
+        """The same answer on all."""
+        return on_all_ranks(went_well, world_size=self.world_size, device=self.device)
+
+
+def ranks_of(model: nn.Module, *, world_size: int, device: torch.device) -> Ranks | None:
+    """Those of a model that is sharded over several; None where there is one."""
+    return None if world_size == 1 else Ranks(CountedCollectives(model), world_size, device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """In place of what a pass gives. `words`: the allocator's, or that another rank was refused."""
+
+    words: str
+    here: bool = True
+
+
+def _attempt(work: Callable[[Parts], R], parts: Parts) -> R | _Refused:
+    try:
+        return work(parts)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        # The error holds the frames of the pass, and they its tensors: keep its text alone.
+        return _Refused(str(error).strip().split("\n")[0] or type(error).__name__)
+
+
 class PassBudget:
     """Runs one kind of pass in as many micro-batches as memory asks for.
 
     The pass is cut into `factor` times as many micro-batches as the token budget says; the factor is 1 until memory
     runs out, doubles each time that it does, and halves again after many good passes.
 
+    Several ranks cut alike. One that runs out of memory would leave the others waiting for its part of a collective, so
+    it goes through the rest of the pass with its shortest sequence in each micro-batch; then all of them drop what they
+    have and do it again.
+
     Args:
         name: of the pass, for the log.
         recover: brings the model back to where a pass may begin; called after a failed one.
-        alone: whether this is the only rank. Others would wait for this one's part of a collective for ever, so with
-            several the failure ends the group, and the message says so.
+        ranks: that make the pass together; None for a rank that nobody waits for.
     """
 
-    def __init__(self, name: str, *, recover: Callable[[], None], alone: bool) -> None:
+    def __init__(self, name: str, *, recover: Callable[[], None], ranks: Ranks | None) -> None:
         self._name = name
         self._recover = recover
-        self._alone = alone
+        self._ranks = ranks
         self._good = 0
         self._grow_after = GROW_AFTER
         self.factor = 1
@@ -72,27 +121,47 @@ class PassBudget:
         taken, self._shortages = self._shortages, []
         return taken
 
-    def run(self, work: Callable[[int], R], *, num_micro: int, num_sequences: int) -> R:
-        """`work(number of micro-batches)`, again with more of them while memory runs out.
+    def run(self, work: Callable[[Parts], R], batch: PackedBatch, num_micro: int) -> R:
+        """`work(sequences of each micro-batch)`, again with more micro-batches while memory runs out.
+
+        Where several ranks make the pass, all are here with equal numbers of sequences and of micro-batches.
 
         Raises:
-            DeviceMemoryError: it ran out with a single sequence in each micro-batch, or there are several ranks.
+            DeviceMemoryError: it ran out with a single sequence in each micro-batch; on all ranks.
         """
         while True:
-            number = min(num_micro * self.factor, num_sequences)
-            refusal = ""
-            try:
-                result = work(number)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                # The error holds the frames of the pass, and they its tensors: keep its text alone.
-                refusal = str(error).strip().split("\n")[0] or type(error).__name__
-            if not refusal:
+            parts = micro_batches(batch, min(num_micro * self.factor, batch.num_sequences))
+            outcome = _attempt(work, parts) if self._ranks is None else self._together(self._ranks, work, batch, parts)
+            if not isinstance(outcome, _Refused):
                 self._count_good_pass()
-                return result
-            self._count_failure(refusal, number, num_sequences)
+                return outcome
+            self._count_failure(outcome, len(parts), batch.num_sequences)
             self._give_back()
+
+    def _together(self, ranks: Ranks, work: Callable[[Parts], R], batch: PackedBatch, parts: Parts) -> R | _Refused:
+        """What the pass gives, unless memory was refused to a rank: this one, or another."""
+        ranks.collectives.begin_pass()
+        outcome = _attempt(work, parts)
+        if isinstance(outcome, _Refused):
+            self._make_up(ranks, work, batch, len(parts), outcome)
+        if ranks.all_went_well(not isinstance(outcome, _Refused)) or isinstance(outcome, _Refused):
+            return outcome
+        return _Refused("another rank", here=False)
+
+    def _make_up(
+        self, ranks: Ranks, work: Callable[[Parts], R], batch: PackedBatch, num_parts: int, refused: _Refused
+    ) -> None:
+        """Take part in the rest of a pass that memory did not suffice for, so that nobody waits."""
+        again: R | _Refused = refused
+        if not ranks.collectives.in_doubt:
+            self._give_back()
+            shortest = [int(batch.sequence_lengths().argmin())]
+            again = _attempt(lambda parts: ranks.collectives.make_up(lambda: work(parts)), [shortest] * num_parts)
+        if isinstance(again, _Refused):
+            raise DeviceMemoryError(
+                f"{self._name} ran out of memory on one of several ranks ({again.words}), so far that it cannot take "
+                f"part in the rest of the pass. {REMEDY}"
+            )
 
     def _count_good_pass(self) -> None:
         self._good += 1
@@ -102,21 +171,17 @@ class PassBudget:
             self._grow_after *= 2
             log.info("%s: tries %d times the micro-batches that the token budget asks for", self._name, self.factor)
 
-    def _count_failure(self, refusal: str, number: int, num_sequences: int) -> None:
+    def _count_failure(self, refused: _Refused, number: int, num_sequences: int) -> None:
         self._good = 0
-        self.num_failures += 1
-        remedy = (
-            "Lower trainer.max_tokens_per_micro_batch, model.head_chunk_tokens or rollout.memory_share, set "
-            "model.gradient_checkpointing=true, or shorten filter.max_prompt_tokens and rollout.max_response_tokens."
-        )
-        if not self._alone:
-            raise DeviceMemoryError(f"{self._name} ran out of memory on one of several ranks ({refusal}). {remedy}")
         if number >= num_sequences:
             raise DeviceMemoryError(
-                f"{self._name} ran out of memory with one sequence in each micro-batch ({refusal}). {remedy}"
+                f"{self._name} ran out of memory with one sequence in each micro-batch ({refused.words}). {REMEDY}"
             )
         self.factor *= 2
-        shortage = Shortage(self._name, number, min(number * 2, num_sequences), self.factor, refusal)
+        if not refused.here:
+            return  # it is told where it happened
+        self.num_failures += 1
+        shortage = Shortage(self._name, number, min(number * 2, num_sequences), self.factor, refused.words)
         self._shortages.append(shortage)
         log.warning("%s", shortage)
 

@@ -17,9 +17,9 @@ from rlcore.models.optim import build_optimizer, clip_grad_norm
 from rlcore.models.parallel import forget_failed_pass, shard
 from rlcore.models.value import ValueModel
 from rlcore.types import PackedBatch, TrainBatch
-from rlcore.workers.budget import PassBudget
+from rlcore.workers.budget import PassBudget, ranks_of
 from rlcore.workers.device import Place, on_all_ranks
-from rlcore.workers.micro import micro_batches, restore_order, to_device, total
+from rlcore.workers.micro import Parts, restore_order, to_device, total
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,9 @@ class Critic:
         model = load_value_model(critic.path or model_directory, model=config.model, device=place.device)
         self.model: ValueModel = model if mesh is None else shard(model, mesh=mesh, dtype=place.dtype)
         self.optimizer = build_optimizer(self.model, self._optim, device=place.device)
+        ranks = ranks_of(self.model, world_size=world_size, device=place.device)
         self.budgets = tuple(
-            PassBudget(name, recover=self._recover, alone=world_size == 1)
+            PassBudget(name, recover=self._recover, ranks=ranks)
             for name in ("the critic's update", "the critic's values")
         )
 
@@ -65,12 +66,9 @@ class Critic:
     @torch.no_grad()
     def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Value at each answer token (the state before it is written), 0 elsewhere; on the CPU."""
-        return self.budgets[1].run(
-            lambda number: self._values(batch, number), num_micro=num_micro, num_sequences=batch.num_sequences
-        )
+        return self.budgets[1].run(lambda parts: self._values(batch, parts), batch, num_micro)
 
-    def _values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        parts = micro_batches(batch, num_micro)
+    def _values(self, batch: PackedBatch, parts: Parts) -> Float[Tensor, "T"]:
         found = []
         for part in parts:
             micro = to_device(batch, part, self._place.device)
@@ -87,11 +85,7 @@ class Critic:
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        summed = self.budgets[0].run(
-            lambda number: self._accumulate(batch, number, denominator),
-            num_micro=num_micro,
-            num_sequences=batch.packed.num_sequences,
-        )
+        summed = self.budgets[0].run(lambda parts: self._accumulate(batch, parts, denominator), batch.packed, num_micro)
         grad_norm = clip_grad_norm(self.model.parameters(), self._optim.grad_clip).item()
         finite = math.isfinite(grad_norm) and bool(torch.isfinite(summed.stack()).all())
         if not on_all_ranks(finite, world_size=self._world_size, device=self._place.device):
@@ -104,11 +98,11 @@ class Critic:
         self.release_gradients()
         return CriticUpdate(summed, grad_norm)
 
-    def _accumulate(self, batch: TrainBatch, num_micro: int, denominator: Denominator) -> ValueStatistics:
+    def _accumulate(self, batch: TrainBatch, parts: Parts, denominator: Denominator) -> ValueStatistics:
         """The gradient of a mini-batch, from zero; its statistics on the CPU."""
         self.optimizer.zero_grad(set_to_none=True)
         stats: list[ValueStatistics] = []
-        for part in micro_batches(batch.packed, num_micro):
+        for part in parts:
             micro = to_device(batch, part, self._place.device)
             packed = micro.device.packed
             loss, seen = value_objective(

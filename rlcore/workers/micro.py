@@ -4,7 +4,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -18,6 +18,8 @@ from rlcore.types import PackedBatch, TrainBatch
 
 Batch = TypeVar("Batch", PackedBatch, TrainBatch)
 S = TypeVar("S", bound=Statistics)
+Parts: TypeAlias = Sequence[Sequence[int]]
+"""The sequences of each micro-batch, by their indices in the rank's batch."""
 
 
 def micro_batches(batch: PackedBatch, num_micro: int) -> list[list[int]]:
@@ -49,9 +51,7 @@ def _sent(batch: Batch, device: torch.device) -> Batch:
     return replace(batch, **changes)
 
 
-def restore_order(
-    parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Sequence[Sequence[int]]
-) -> Float[Tensor, "T"]:
+def restore_order(parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Parts) -> Float[Tensor, "T"]:
     """Per-token values of the micro-batches in the order of the rank's batch, on the CPU: one wait for the device."""
     values = torch.cat([part.detach().float() for part in parts]).cpu()
     return scatter_tokens(values.split([len(part) for part in parts]), cu_seqlens, sequences)

@@ -34,7 +34,7 @@ class Reference:
                 self._waiting[name] = page_locked(host) if place.device.type == "cuda" else host
             self._put_away()
         # Not sharded: a rank that does this pass again keeps nobody waiting.
-        self.budget = PassBudget("the reference's log-probabilities", recover=lambda: None, alone=True)
+        self.budget = PassBudget("the reference's log-probabilities", recover=lambda: None, ranks=None)
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
@@ -42,9 +42,9 @@ class Reference:
         self._bring()
         try:
             return self.budget.run(
-                lambda number: policy_logprobs(self._policy, batch, number, self._config, self._place.device),
-                num_micro=num_micro,
-                num_sequences=batch.num_sequences,
+                lambda parts: policy_logprobs(self._policy, batch, parts, self._config, self._place.device),
+                batch,
+                num_micro,
             )
         finally:
             self._put_away()

@@ -1,6 +1,7 @@
-"""A policy and a critic update in a process that is given too little memory for one micro-batch.
+"""Passes of policy and critic in a process that is given too little memory for one micro-batch.
 
 python -m tests.workers.short_of_memory ROOT plain|sharded      prints what was found as JSON
+python -m tests.workers.short_of_memory ROOT ranks RANK         one of two; the last alone is short of memory
 """
 
 import json
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algos.aggregation import Denominator
-from rlcore.batching.pack import pack
+from rlcore.batching.pack import pack, select_train
 from rlcore.models.parallel import gathered
 from rlcore.types import Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.actor import Actor
@@ -49,9 +50,10 @@ def norm(model: torch.nn.Module) -> float:
     return float(torch.stack([gathered(parameter).norm() for parameter in model.parameters()]).norm())
 
 
-def measure(actor: Actor, critic: Critic, number: int) -> dict[str, float]:
-    data = batch()
-    denominator = Denominator(data.packed.num_loss_tokens, data.packed.num_sequences, 150)
+def measure(actor: Actor, critic: Critic, number: int, *, rank: int, world_size: int) -> dict[str, float]:
+    whole = batch()
+    denominator = Denominator(whole.packed.num_loss_tokens, whole.packed.num_sequences, 150)
+    data = select_train(whole, range(rank, NUM_SEQUENCES, world_size))
     policy = actor.update(data, number, denominator, lr=1e-3, kl_coef=0.01)
     value = critic.update(data, number, denominator, lr=1e-3)
     return {
@@ -69,28 +71,31 @@ def measure(actor: Actor, critic: Critic, number: int) -> dict[str, float]:
 
 def main() -> None:
     root, kind = Path(sys.argv[1]).resolve(), sys.argv[2]
+    rank, world_size = (int(sys.argv[3]), 2) if kind == "ranks" else (0, 1)
     torch.set_num_threads(1)
-    run = prepare(root, "algo=ppo", "model.scratch.max_position_embeddings=512")
+    run = prepare(root / f"rank-{rank}", "algo=ppo", "model.scratch.max_position_embeddings=512")
     config = run.config
     assert config.critic is not None
     place = choose_place(config.runtime, config.model)
     mesh = None
-    if kind == "sharded":
-        join_ranks(f"file://{root / 'meeting'}", rank=0, world_size=1, device=place.device)
-        mesh = init_device_mesh("cpu", (1,))
+    if kind != "plain":
+        join_ranks(f"file://{root / 'meeting'}", rank=rank, world_size=world_size, device=place.device)
+        mesh = init_device_mesh("cpu", (world_size,))
 
     def fresh() -> tuple[Actor, Critic]:
         directory = str(run.model_directory)
         assert config.critic is not None
-        critic = Critic(config, config.critic, directory, place, mesh, 1)
+        critic = Critic(config, config.critic, directory, place, mesh, world_size)
         torch.nn.init.constant_(critic.model.value_head.weight, 0.1)
-        return Actor(config, directory, place, mesh, 1), critic
+        return Actor(config, directory, place, mesh, world_size), critic
 
-    undisturbed = measure(*fresh(), NUM_SEQUENCES)  # also brings in all code and all threads
+    each = NUM_SEQUENCES // world_size
+    undisturbed = measure(*fresh(), each, rank=rank, world_size=world_size)  # also brings in all code and all threads
     actor, critic = fresh()
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held + SLACK_BYTES, resource.RLIM_INFINITY))
-    forced = measure(actor, critic, 1)
+    if rank == world_size - 1:
+        resource.setrlimit(resource.RLIMIT_AS, (held + SLACK_BYTES // world_size, resource.RLIM_INFINITY))
+    forced = measure(actor, critic, 1, rank=rank, world_size=world_size)
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     failures = {"policy": actor.budgets[0].num_failures, "critic": critic.budgets[0].num_failures}
     print(json.dumps({"undisturbed": undisturbed, "forced": forced, "failures": failures}), flush=True)

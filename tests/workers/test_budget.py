@@ -6,29 +6,38 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from rlcore.batching.pack import pack
 from rlcore.errors import DeviceMemoryError
+from rlcore.types import PackedBatch, Prompt, Rollout, Score
 from rlcore.workers.budget import GROW_AFTER, PassBudget, is_out_of_memory
 
 
-@pytest.mark.parametrize("kind", ["plain", "sharded"])
+@pytest.mark.parametrize("kind", ["plain", "sharded", "ranks"])
 @pytest.mark.multiprocess
-def test_an_update_short_of_memory_gives_the_same_numbers(kind: str, tmp_path: Path) -> None:
+def test_passes_short_of_memory_give_the_same_numbers(kind: str, tmp_path: Path) -> None:
     # Large blocks of their own, given back when they are free: then the limit bounds what tensors take.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.workers.short_of_memory", str(tmp_path), kind],
-        env=environment, capture_output=True, text=True, timeout=540, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["failures"]["policy"] >= 1, "the memory was not short: nothing is shown"
-    assert found["failures"]["critic"] >= 1
-    assert "ran out of memory" in done.stderr
-    for name, value in found["undisturbed"].items():
-        assert found["forced"][name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.workers.short_of_memory", str(tmp_path), kind, *rank],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in ([["0"], ["1"]] if kind == "ranks" else [[]])
+    ]  # fmt: skip
+    for process in processes:
+        output, errors = process.communicate(timeout=540)
+        assert process.returncode == 0, errors[-3000:]
+        found = json.loads(output.splitlines()[-1])
+        for name, value in found["undisturbed"].items():
+            assert found["forced"][name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+        is_short = process is processes[-1]  # of two ranks the last alone
+        assert (found["failures"]["policy"] >= 1) == is_short, "the memory was not short: nothing is shown"
+        assert (found["failures"]["critic"] >= 1) == is_short
+        assert ("ran out of memory" in errors) == is_short
 
 
 def test_a_real_refusal_of_the_host_is_known() -> None:
@@ -41,54 +50,56 @@ def test_a_real_refusal_of_the_host_is_known() -> None:
 def needs(bound: int):
     """A pass that fits in memory from `bound` micro-batches on; otherwise torch refuses for real."""
 
-    def work(number: int) -> int:
-        if number < bound:
+    def work(parts: list[list[int]]) -> int:
+        if len(parts) < bound:
             torch.empty(1 << 60, dtype=torch.uint8)
-        return number
+        return len(parts)
 
     return work
 
 
+def answers(number: int) -> PackedBatch:
+    rollouts = [
+        Rollout(Prompt(index, (3, 4), "countdown", "{}"), 0, (5, 6), np.zeros(2, dtype=np.float32), "stop", 0)
+        for index in range(number)
+    ]
+    return pack(rollouts, [Score(0.0, {})] * number, list(range(number)))
+
+
 def test_the_cut_gets_finer_until_the_pass_fits_and_stays_so() -> None:
     recovered = []
-    budget = PassBudget("a pass", recover=lambda: recovered.append(True), alone=True)
-    assert budget.run(needs(5), num_micro=2, num_sequences=100) == 8
+    budget = PassBudget("a pass", recover=lambda: recovered.append(True), ranks=None)
+    assert budget.run(needs(5), answers(100), 2) == 8
     assert (budget.factor, budget.num_failures, len(recovered)) == (4, 2, 2)
-    assert budget.run(needs(5), num_micro=2, num_sequences=100) == 8
+    assert budget.run(needs(5), answers(100), 2) == 8
     assert budget.num_failures == 2
 
 
 def test_the_cut_gets_coarser_after_many_good_passes() -> None:
-    budget = PassBudget("a pass", recover=lambda: None, alone=True)
-    budget.run(needs(2), num_micro=1, num_sequences=10)
+    budget = PassBudget("a pass", recover=lambda: None, ranks=None)
+    budget.run(needs(2), answers(10), 1)
     for _ in range(GROW_AFTER - 1):
-        budget.run(needs(1), num_micro=1, num_sequences=10)
+        budget.run(needs(1), answers(10), 1)
     assert budget.factor == 1
-    budget.run(needs(2), num_micro=1, num_sequences=10)
+    budget.run(needs(2), answers(10), 1)
     for _ in range(GROW_AFTER):
-        budget.run(needs(1), num_micro=1, num_sequences=10)
+        budget.run(needs(1), answers(10), 1)
     assert budget.factor == 2, "the second try comes later than the first"
 
 
 def test_a_single_sequence_that_does_not_fit_is_told() -> None:
-    budget = PassBudget("a pass", recover=lambda: None, alone=True)
+    budget = PassBudget("a pass", recover=lambda: None, ranks=None)
     with pytest.raises(DeviceMemoryError, match=r"one sequence in each.*max_response_tokens"):
-        budget.run(needs(99), num_micro=1, num_sequences=6)
-    assert budget.num_failures == 4
-
-
-def test_one_of_several_ranks_does_not_try_alone() -> None:
-    budget = PassBudget("a pass", recover=lambda: None, alone=False)
-    with pytest.raises(DeviceMemoryError, match=r"one of several ranks.*max_tokens_per_micro_batch"):
-        budget.run(needs(2), num_micro=1, num_sequences=6)
+        budget.run(needs(99), answers(6), 1)
+    assert budget.num_failures == 3
 
 
 def test_other_errors_pass_through() -> None:
-    budget = PassBudget("a pass", recover=lambda: None, alone=True)
+    budget = PassBudget("a pass", recover=lambda: None, ranks=None)
 
-    def broken(number: int) -> int:
+    def broken(parts: list[list[int]]) -> int:
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        budget.run(broken, num_micro=1, num_sequences=6)
+        budget.run(broken, answers(6), 1)
     assert budget.num_failures == 0

@@ -1,0 +1,60 @@
+"""A rank that runs out of memory in the middle of a pass leaves nobody waiting, wherever that is."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+PASSES = ("policy_update", "logprobs", "critic_update", "values")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """What each of two ranks has printed, line by line."""
+    folder = tmp_path_factory.mktemp("ranks")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.workers.leaving_ranks", str(rank), str(folder)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    found = []
+    for process in processes:
+        output, errors = process.communicate(timeout=540)
+        assert process.returncode == 0, errors[-3000:]
+        found.append([json.loads(line) for line in output.splitlines() if line.startswith(("{", '"'))])
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", PASSES)
+def test_the_numbers_are_those_of_a_pass_that_nobody_left(ranks: list[list[Any]], name: str) -> None:
+    first, last = ranks[0][0][name], ranks[1][0][name]
+    assert first["collectives"] == last["collectives"] >= 1 + 2 * 2, "the whole once, two layers of each micro-batch"
+    for rank in (first, last):
+        assert len(rank["differences"]) == first["collectives"] + 5
+        assert max(rank["differences"]) <= 1e-6
+    alone = first["collectives"]
+    assert first["redone"] == [0] * alone + [1, 1, 1, 1, 1]
+    assert last["redone"] == [1] * alone + [0, 1, 1, 1, 1]
+
+
+@pytest.mark.multiprocess
+def test_a_single_sequence_that_does_not_fit_one_rank_is_told_on_all(ranks: list[list[Any]]) -> None:
+    first, last = ranks[0][0]["told"], ranks[1][0]["told"]
+    assert first.startswith("DeviceMemoryError: the policy's update ran out of memory with one sequence in each")
+    assert "another rank" in first
+    assert "max_tokens_per_micro_batch" in first
+    assert last.startswith("DeviceMemoryError: the policy's update ran out of memory with one sequence in each")
+    assert "allocate" in last
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_cannot_even_make_up_for_the_rest_says_so(ranks: list[list[Any]]) -> None:
+    first, last = ranks[0][1], ranks[1][1]
+    assert "cannot take part in the rest of the pass" in last
+    assert "rollout.memory_share" in last
+    assert first.startswith("RuntimeError"), "gloo tells that the other is gone"
