@@ -53,12 +53,16 @@ def check(rig: Rig) -> Verdict:
 
     with rig.watched(measured):
         plain = _numbers(rig, rig.step())
+
+    def in_the_update(verb: Any, room: int) -> contextlib.AbstractContextManager[None]:
+        return short_of_memory(room, rig.device) if verb is Worker.update_policy else contextlib.nullcontext()
+
     rooms = [round(share * need) for share in SHARES] if need else list(ON_A_CPU_BYTES)
     messages: list[str] = []
     forced, tried = None, 0
     for room in rooms:
         tried = room
-        with _logged(messages), rig.watched(lambda verb, room=room: _short_of_memory(verb, room, rig.device)):
+        with _logged(messages), rig.watched(lambda verb, room=room: in_the_update(verb, room)):
             try:
                 result = rig.step()
             except (DeviceMemoryError, torch.OutOfMemoryError) as error:
@@ -99,11 +103,9 @@ def weights_norm(worker: Worker) -> float:
 
 
 @contextlib.contextmanager
-def _short_of_memory(verb: Any, room: int, device: torch.device) -> Iterator[None]:
-    """Within the update only `room` bytes more than are held now can be had: of torch on a GPU, of the host else."""
-    if verb is not Worker.update_policy:
-        yield
-    elif device.type == "cuda":
+def short_of_memory(room: int, device: torch.device) -> Iterator[None]:
+    """Only `room` bytes more than are held now can be had: of torch on a GPU, of the host else."""
+    if device.type == "cuda":
         torch.cuda.empty_cache()
         _, total = torch.cuda.mem_get_info()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room) / total)
