@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -65,6 +66,12 @@ def _refuse_more_than_four(num_sequences: int) -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
 
 
+def _refuse_the_second_rank(num_sequences: int) -> None:
+    """The same in one rank alone."""
+    if dist.get_rank() == 1:
+        _refuse_more_than_four(num_sequences)
+
+
 def _hang(num_sequences: int) -> None:
     """The first time it does not return."""
     if first_time("hang"):
@@ -79,6 +86,7 @@ def _kill(num_sequences: int) -> None:
 
 short_of_memory = after(_take_memory)
 at_most_four = after(_refuse_more_than_four)
+at_most_four_on_rank_1 = after(_refuse_the_second_rank)
 hangs = after(_hang)
 kills = after(_kill)
 

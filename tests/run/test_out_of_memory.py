@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from rlcore.config.fingerprint import run_id
+from rlcore.run.faults import read_faults
 from rlcore.tracking.journal import load_journal, read_journal
 from rlcore.tracking.sync import sync_run
-from tests.run.running import steps_of
+from tests.run.running import disturb, said, steps_of
 from tests.run.sessions import elsewhere, run_to_the_end
 from tests.small_run import prepare
 from tests.tracking.reading import client_of, main_run, points
@@ -53,3 +54,22 @@ def test_it_stands_in_the_journal_in_mlflow_and_among_the_events_of_the_flow(tmp
     assert {step for step, _ in points(client, run, "events/out_of_memory")} == {1}  # one point a millisecond
     text = Path(client.download_artifacts(run.info.run_id, "events/events.jsonl")).read_text()
     assert text.count('"event": "out_of_memory"') == 2
+
+
+@pytest.mark.multiprocess
+def test_one_of_two_ranks_under_ray_finds_no_memory_and_both_go_on(tmp_path: Path) -> None:
+    plain = prepare(tmp_path / "plain", *SETTINGS)
+    run_to_the_end(plain)
+    loss = "algo.policy_loss=tests.run.harmful:at_most_four_on_rank_1"
+    short = elsewhere(plain, tmp_path / "short", *SETTINGS, "runtime=ray", "runtime.num_workers=2", loss)
+    (start,) = disturb(short, None)
+    assert start["code"] == 0, said(short)
+
+    found = [event for event in load_journal(short.layout.journal).events if event.name == "out_of_memory"]
+    assert [(event.step, event.data["num_micro"], event.data["num_again"]) for event in found] == [(1, 1, 2)]
+    assert [record.metrics.get("perf/num_passes_redone") for record in read_journal(short.layout.journal)[1:]] == [1, 1]
+    assert read_faults(short.layout.run_dir) == []
+    steps, expected = steps_of(short), steps_of(plain)
+    for step in (1, 2):
+        for name in NAMES:
+            assert steps[step][name] == pytest.approx(expected[step][name], rel=2e-5, abs=1e-6), (step, name)
