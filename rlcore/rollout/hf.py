@@ -4,8 +4,11 @@ It keeps its own copy of the weights, like every engine, so that the hand-over i
 one prompt share its prefill. Rows that have ended leave the batch.
 """
 
+import gc
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,10 +16,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlcore.config.rollout import SamplingConfig
-from rlcore.errors import EngineError
+from rlcore.errors import DeviceMemoryError, EngineError
 from rlcore.models.policy import CausalPolicy
+from rlcore.models.reserve import Refused, attempted, give_back_reserve
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.types import FinishReason, Rollout
+
+log = logging.getLogger(__name__)
 
 COMPACT_BELOW = 0.75
 """The batch is rebuilt when fewer than this share of its rows are still being written."""
@@ -43,7 +49,7 @@ class HfEngine:
     def __init__(self, policy: CausalPolicy, *, eos_token_ids: frozenset[int], max_num_seqs: int) -> None:
         self._policy = policy.eval().requires_grad_(False)
         self._eos_token_ids = eos_token_ids
-        self._max_num_seqs = max_num_seqs
+        self._num_at_once = max_num_seqs
         self._version = -1
 
     @property
@@ -89,9 +95,31 @@ class HfEngine:
         """(index of the request, its rollout), batch by batch."""
         if self._version < 0:
             raise EngineError("the engine was asked for answers before its first weight hand-over")
-        for start in range(0, len(requests), self._max_num_seqs):
-            batch = requests[start : start + self._max_num_seqs]
-            yield from enumerate(self._generate_batch(batch, sampling, max_response_tokens), start)
+        start = 0
+        while start < len(requests):
+            batch = requests[start : start + self._num_at_once]
+            answers = attempted(partial(self._generate_batch, batch, sampling, max_response_tokens))
+            if isinstance(answers, Refused):
+                self._write_fewer(len(batch), answers)
+                continue
+            yield from enumerate(answers, start)
+            start += len(batch)
+
+    def _write_fewer(self, number: int, refused: Refused) -> None:
+        """From now on half as many answers at once; each draws by its own seed, so they are the same."""
+        if number == 1:
+            raise DeviceMemoryError(
+                f"generation ran out of memory with a single answer at once ({refused.words}). Shorten "
+                "filter.max_prompt_tokens or rollout.max_response_tokens, or free memory for it: algo.kl.offload=true, "
+                "optim.offload=true."
+            )
+        self._num_at_once = -(-number // 2)
+        log.warning(
+            "generation ran out of memory with %d answers at once, and goes on with %d: %s",
+            number, self._num_at_once, refused.words,
+        )  # fmt: skip
+        gc.collect()
+        give_back_reserve()
 
     @torch.no_grad()
     def _generate_batch(

@@ -194,11 +194,7 @@ class Actor:
 
 
 def policy_logprobs(
-    policy: CausalPolicy,
-    batch: PackedBatch,
-    parts: Parts,
-    config: RunConfig,
-    device: torch.device,
+    policy: CausalPolicy, batch: PackedBatch, parts: Parts, config: RunConfig, device: torch.device
 ) -> Float[Tensor, "T"]:
     """Forward pass without gradient: log-probability of each answer token, 0 elsewhere; on the CPU.
 

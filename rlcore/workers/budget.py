@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from rlcore.errors import DeviceMemoryError
 from rlcore.models.collectives import CountedCollectives
-from rlcore.models.reserve import give_back_reserve
+from rlcore.models.reserve import Refused, attempted, give_back_reserve
 from rlcore.types import PackedBatch
 from rlcore.workers.device import on_all_ranks
 from rlcore.workers.micro import Parts, micro_batches
@@ -25,14 +26,6 @@ REMEDY = (
 )
 
 log = logging.getLogger(__name__)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation of torch was refused, on a GPU or by the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    # torch has no class of its own for the host's allocator.
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +65,7 @@ def ranks_of(model: nn.Module, *, world_size: int, device: torch.device) -> Rank
     return None if world_size == 1 else Ranks(CountedCollectives(model), world_size, device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Refused:
-    """In place of what a pass gives. `words`: the allocator's, or that another rank was refused."""
-
-    words: str
-    here: bool = True
-
-
-def _attempt(work: Callable[[Parts], R], parts: Parts) -> R | _Refused:
-    try:
-        return work(parts)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        # The error holds the frames of the pass, and they its tensors: keep its text alone.
-        return _Refused(str(error).strip().split("\n")[0] or type(error).__name__)
+_ELSEWHERE = Refused("another rank")
 
 
 class PassBudget:
@@ -131,33 +109,36 @@ class PassBudget:
         """
         while True:
             parts = micro_batches(batch, min(num_micro * self.factor, batch.num_sequences))
-            outcome = _attempt(work, parts) if self._ranks is None else self._together(self._ranks, work, batch, parts)
-            if not isinstance(outcome, _Refused):
+            if self._ranks is None:
+                outcome = attempted(partial(work, parts))
+            else:
+                outcome = self._together(self._ranks, work, batch, parts)
+            if not isinstance(outcome, Refused):
                 self._count_good_pass()
                 return outcome
             self._count_failure(outcome, len(parts), batch.num_sequences)
             self._give_back()
 
-    def _together(self, ranks: Ranks, work: Callable[[Parts], R], batch: PackedBatch, parts: Parts) -> R | _Refused:
+    def _together(self, ranks: Ranks, work: Callable[[Parts], R], batch: PackedBatch, parts: Parts) -> R | Refused:
         """What the pass gives, unless memory was refused to a rank: this one, or another."""
         ranks.collectives.begin_pass()
-        outcome = _attempt(work, parts)
-        if isinstance(outcome, _Refused):
+        outcome = attempted(partial(work, parts))
+        if isinstance(outcome, Refused):
             self._make_up(ranks, work, batch, len(parts), outcome)
-        if ranks.all_went_well(not isinstance(outcome, _Refused)) or isinstance(outcome, _Refused):
+        if ranks.all_went_well(not isinstance(outcome, Refused)) or isinstance(outcome, Refused):
             return outcome
-        return _Refused("another rank", here=False)
+        return _ELSEWHERE
 
     def _make_up(
-        self, ranks: Ranks, work: Callable[[Parts], R], batch: PackedBatch, num_parts: int, refused: _Refused
+        self, ranks: Ranks, work: Callable[[Parts], R], batch: PackedBatch, num_parts: int, refused: Refused
     ) -> None:
         """Take part in the rest of a pass that memory did not suffice for, so that nobody waits."""
-        again: R | _Refused = refused
+        again: R | Refused = refused
         if not ranks.collectives.in_doubt:
             self._give_back()
             shortest = [int(batch.sequence_lengths().argmin())]
-            again = _attempt(lambda parts: ranks.collectives.make_up(lambda: work(parts)), [shortest] * num_parts)
-        if isinstance(again, _Refused):
+            again = attempted(lambda: ranks.collectives.make_up(partial(work, [shortest] * num_parts)))
+        if isinstance(again, Refused):
             raise DeviceMemoryError(
                 f"{self._name} ran out of memory on one of several ranks ({again.words}), so far that it cannot take "
                 f"part in the rest of the pass. {REMEDY}"
@@ -171,14 +152,14 @@ class PassBudget:
             self._grow_after *= 2
             log.info("%s: tries %d times the micro-batches that the token budget asks for", self._name, self.factor)
 
-    def _count_failure(self, refused: _Refused, number: int, num_sequences: int) -> None:
+    def _count_failure(self, refused: Refused, number: int, num_sequences: int) -> None:
         self._good = 0
         if number >= num_sequences:
             raise DeviceMemoryError(
                 f"{self._name} ran out of memory with one sequence in each micro-batch ({refused.words}). {REMEDY}"
             )
         self.factor *= 2
-        if not refused.here:
+        if refused is _ELSEWHERE:
             return  # it is told where it happened
         self.num_failures += 1
         shortage = Shortage(self._name, number, min(number * 2, num_sequences), self.factor, refused.words)

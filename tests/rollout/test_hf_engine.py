@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from rlcore.batching.pack import pack
 from rlcore.config import ModelConfig, RunConfig, SamplingConfig, ScratchModel
-from rlcore.errors import EngineError
+from rlcore.errors import DeviceMemoryError, EngineError
 from rlcore.models.load import end_of_text_ids, load_policy, load_tokenizer
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
@@ -92,6 +93,45 @@ def test_batches_of_max_num_seqs_give_the_same_answers(model_directory: Path, po
         engine.update_weights(policy.model.named_parameters(), version=0)
         answers.append([r.response_ids for r in engine.generate(some_requests(), SamplingConfig(), 8)])
     assert answers[0] == answers[1]
+
+
+def refuses_more_than(bound: int, engine: HfEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Torch refuses memory for the third token of more answers than that; the sizes of the batches that began."""
+    decode, sizes = engine._policy.decode, []
+
+    def decoded(token_ids: Tensor, mask: Tensor, *others: object) -> Tensor:
+        if token_ids.shape[1] > 1:
+            sizes.append(len(token_ids))
+        elif len(token_ids) > bound:
+            torch.empty(1 << 60, dtype=torch.uint8)
+        return decode(token_ids, mask, *others)
+
+    monkeypatch.setattr(engine._policy, "decode", decoded)
+    return sizes
+
+
+def test_without_memory_for_all_at_once_fewer_are_written_at_once(
+    engine: HfEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    requests, sampling = some_requests(), SamplingConfig()
+    expected = engine.generate(requests, sampling, 8)
+    begun = refuses_more_than(7, engine, monkeypatch)
+    found = engine.generate(requests, sampling, 8)
+    assert [one.response_ids for one in found] == [one.response_ids for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.behavior_logprobs, other.behavior_logprobs, atol=1e-5)
+    assert "ran out of memory with 24 answers at once, and goes on with 12" in caplog.text
+    assert "with 12 answers at once, and goes on with 6" in caplog.text
+    assert len(begun) == 2 + 4, "each refusal costs one batch, and the next steps begin with what fits"
+    begun.clear()
+    engine.generate(requests, sampling, 8)
+    assert len(begun) == 4
+
+
+def test_a_single_answer_without_memory_is_told(engine: HfEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses_more_than(0, engine, monkeypatch)
+    with pytest.raises(DeviceMemoryError, match=r"a single answer at once .*allocate.*rollout.max_response_tokens"):
+        engine.generate(some_requests(), SamplingConfig(), 8)
 
 
 def test_an_answer_ends_with_the_end_token_or_at_the_limit(engine: HfEngine, model_directory: Path) -> None:

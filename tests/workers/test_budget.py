@@ -12,8 +12,9 @@ import torch
 
 from rlcore.batching.pack import pack
 from rlcore.errors import DeviceMemoryError
+from rlcore.models.reserve import is_out_of_memory
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
-from rlcore.workers.budget import GROW_AFTER, PassBudget, is_out_of_memory
+from rlcore.workers.budget import GROW_AFTER, PassBudget
 
 
 @pytest.mark.parametrize("kind", ["plain", "sharded", "ranks"])
