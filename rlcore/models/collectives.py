@@ -36,22 +36,23 @@ class CountedCollectives:
     def begin_pass(self) -> None:
         """Every pass begins with all weights sharded: after one without gradients FSDP2 leaves the outermost together,
         and the next would order one collective less."""
+        self._begin(ordered_before=0)
+
+    def begin_rest(self) -> None:
+        """The next pass makes up for one that this rank left; it has as many micro-batches, however small.
+
+        The collectives that were ordered before are left out; what it computes, here and elsewhere, means nothing.
+        """
+        self._begin(ordered_before=self._reached)
+
+    def _begin(self, *, ordered_before: int) -> None:
         self._root.reshard()
-        self._reached = self._ordered_before = 0
+        self._reached, self._ordered_before = 0, ordered_before
 
     @property
     def in_doubt(self) -> bool:
         """Whether a collective itself failed: then nobody knows what the others have seen of it."""
         return self._in_doubt
-
-    def make_up(self, work: Callable[[], R]) -> R:
-        """Take part in the rest of a pass that this rank left. `work`: a pass of as many micro-batches, however small.
-
-        The collectives that were ordered before are left out; what it computes, here and elsewhere, means nothing.
-        """
-        self._root.reshard()
-        self._reached, self._ordered_before = 0, max(self._reached, self._ordered_before)
-        return work()
 
     def order(self, send: Callable[[], R]) -> R | None:
         """Called at each collective: it is sent, unless that has been done."""

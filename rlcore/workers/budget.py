@@ -125,9 +125,9 @@ class PassBudget:
         outcome = attempted(partial(work, parts))
         if isinstance(outcome, Refused):
             self._make_up(ranks, work, batch, len(parts), outcome)
-        if ranks.all_went_well(not isinstance(outcome, Refused)) or isinstance(outcome, Refused):
+            ranks.all_went_well(False)
             return outcome
-        return _ELSEWHERE
+        return outcome if ranks.all_went_well(True) else _ELSEWHERE
 
     def _make_up(
         self, ranks: Ranks, work: Callable[[Parts], R], batch: PackedBatch, num_parts: int, refused: Refused
@@ -137,7 +137,8 @@ class PassBudget:
         if not ranks.collectives.in_doubt:
             self._give_back()
             shortest = [int(batch.sequence_lengths().argmin())]
-            again = attempted(lambda: ranks.collectives.make_up(partial(work, [shortest] * num_parts)))
+            ranks.collectives.begin_rest()
+            again = attempted(partial(work, [shortest] * num_parts))
         if isinstance(again, Refused):
             raise DeviceMemoryError(
                 f"{self._name} ran out of memory on one of several ranks ({again.words}), so far that it cannot take "
@@ -154,14 +155,14 @@ class PassBudget:
 
     def _count_failure(self, refused: Refused, number: int, num_sequences: int) -> None:
         self._good = 0
+        self.num_failures += refused is not _ELSEWHERE  # it is counted and told where it happened
         if number >= num_sequences:
             raise DeviceMemoryError(
                 f"{self._name} ran out of memory with one sequence in each micro-batch ({refused.words}). {REMEDY}"
             )
         self.factor *= 2
         if refused is _ELSEWHERE:
-            return  # it is told where it happened
-        self.num_failures += 1
+            return
         shortage = Shortage(self._name, number, min(number * 2, num_sequences), self.factor, refused.words)
         self._shortages.append(shortage)
         log.warning("%s", shortage)

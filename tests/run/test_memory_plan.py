@@ -289,11 +289,13 @@ def test_a_plan_that_cannot_fit_is_refused_with_what_to_set() -> None:
 
 
 def test_a_plan_that_merely_exceeds_its_card_is_told_with_what_comes_of_it() -> None:
-    config = settings("trainer.max_tokens_per_micro_batch=65536", "model.gradient_checkpointing=false")
-    plan = plan_memory(config, QWEN_05B, Device("a card", 2, 40_000_000_000))
-    assert not plan.fits
-    assert not plan.cannot_fit
-    assert "cut finer and done again" in too_much(plan)
+    large = "trainer.max_tokens_per_micro_batch=65536"
+    for num_workers in (1, 2):
+        config = settings(large, "model.gradient_checkpointing=false", f"runtime.num_workers={num_workers}")
+        plan = plan_memory(config, QWEN_05B, Device("a card", 2, 40_000_000_000))
+        assert not plan.fits
+        assert not plan.cannot_fit
+        assert "cut finer and done again" in too_much(plan)
     assert too_much(plan_memory(config, QWEN_05B, H200)) == ""
 
 
