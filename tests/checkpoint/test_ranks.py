@@ -1,7 +1,5 @@
 """Saved by any number of real gloo ranks, read by any other: the same bits."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ from safetensors.torch import load_file
 
 from rlcore.checkpoint.shards import load_shards, save_shards
 from tests.checkpoint.small import assert_same, build, state_of, train
+from tests.side_by_side import run_side_by_side
 
 pytestmark = pytest.mark.multiprocess
 
@@ -24,19 +23,10 @@ def left_by_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     model, optimizer = build(seed=1)
     train(model, optimizer, 2)
     save_shards(out / "from-one", model=model, optimizer=optimizer)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpoint.ranks", str(rank), str(world_size), str(out)],
-            cwd=ROOT, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(world_size)
-    ]  # fmt: skip
-    try:
-        errors = [process.communicate(timeout=200)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0] * world_size, "\n".join(errors)
+    run_side_by_side(
+        *(["-m", "tests.checkpoint.ranks", str(rank), str(world_size), str(out)] for rank in range(world_size)),
+        timeout_s=200,
+    )
     return out
 
 

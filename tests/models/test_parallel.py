@@ -1,7 +1,5 @@
 """Two real gloo ranks give the loss, gradient, norm and weights of one process."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from tests.models.ranks import CASES, MODEL_OF, SPLIT, run_case
 from tests.models.tiny import write_model
+from tests.side_by_side import run_side_by_side
 
 pytestmark = pytest.mark.multiprocess
 
@@ -30,19 +29,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def two_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two processes, run once for all tests here, left what they found."""
     out = tmp_path_factory.mktemp("ranks")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "tests.models.ranks", str(rank), "2", str(models), str(out)],
-            cwd=ROOT, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        errors = [process.communicate(timeout=200)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
+    run_side_by_side(
+        *(["-W", "error", "-m", "tests.models.ranks", str(rank), "2", str(models), str(out)] for rank in range(2)),
+        timeout_s=200,
+    )
     return out
 
 

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,7 @@ import pytest
 
 from tests.rollout.real_vllm import real_vllm
 from tests.rollout.vllm_spanning import NUM_RANKS, WRONG, write_models
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.side_by_side import ROOT, run_side_by_side
 
 pytestmark = real_vllm(timeout_s=600)
 
@@ -28,34 +25,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> dict[str, list[Any]]:
     """What each rank saw, by part."""
-    _run(folder, *([str(folder), str(rank)] for rank in range(NUM_RANKS)))
+    _run(*([str(folder), str(rank)] for rank in range(NUM_RANKS)))
     return {
         part: [json.loads((folder / f"{part}-{rank}.json").read_text(encoding="utf-8")) for rank in range(NUM_RANKS)]
         for part in ("tied", "untied", "canary")
     }
 
 
-def _run(folder: Path, *arguments: list[str]) -> None:
+def _run(*arguments: list[str]) -> None:
     """A process for each list of arguments, side by side."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    started = []
-    for number, one in enumerate(arguments):
-        command = [sys.executable, "-m", "tests.rollout.vllm_spanning", *one]
-        log = (folder / f"log-{len(arguments)}-{number}.txt").open("w+", encoding="utf-8")
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-        )
-        started.append((process, log))
-    try:
-        for process, log in started:
-            code = process.wait(timeout=500)
-            log.seek(0)
-            assert code == 0, log.read()[-8_000:]
-    finally:
-        for process, log in started:
-            process.kill()
-            process.wait()
-            log.close()
+    run_side_by_side(
+        *(["-m", "tests.rollout.vllm_spanning", *one] for one in arguments),
+        environment={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout_s=500,
+    )
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
@@ -103,7 +86,7 @@ def test_a_tensor_that_is_wrong_on_one_rank_stops_all_by_its_name(ranks: dict[st
 
 
 def test_workers_that_share_an_engine_train_under_ray(folder: Path) -> None:
-    _run(folder, [str(folder)])
+    _run([str(folder)])
     steps = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     assert len(steps) == 3
     for metrics in steps:

@@ -1,8 +1,6 @@
 """The gradient of a batch is the same for any micro-batch split, any order and any number of ranks."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from rlcore.batching.pack import pack
 from rlcore.types import Prompt, Rollout, Score
+from tests.side_by_side import run_side_by_side
 from tests.small_run import prepare
 
 NUM_SEQUENCES = 16
@@ -46,17 +45,9 @@ def random_batch(rng: np.random.Generator) -> dict[str, Tensor]:
 
 
 def run_ranks(folder: Path, world_size: int) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.workers.ranks", str(rank), str(world_size), str(folder)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=540)
-        assert process.returncode == 0, errors
+    run_side_by_side(
+        *(["-m", "tests.workers.ranks", str(rank), str(world_size), str(folder)] for rank in range(world_size))
+    )
 
 
 @pytest.fixture(scope="module")

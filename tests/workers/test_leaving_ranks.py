@@ -1,11 +1,11 @@
 """A rank that runs out of memory in the middle of a pass leaves nobody waiting, wherever that is."""
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests.side_by_side import run_side_by_side
 
 PASSES = ("policy_update", "logprobs", "critic_update", "values")
 
@@ -14,19 +14,8 @@ PASSES = ("policy_update", "logprobs", "critic_update", "values")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     """What each of two ranks has printed, line by line."""
     folder = tmp_path_factory.mktemp("ranks")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.workers.leaving_ranks", str(rank), str(folder)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    found = []
-    for process in processes:
-        output, errors = process.communicate(timeout=540)
-        assert process.returncode == 0, errors[-3000:]
-        found.append([json.loads(line) for line in output.splitlines() if line.startswith(("{", '"'))])
-    return found
+    done = run_side_by_side(*(["-m", "tests.workers.leaving_ranks", str(rank), str(folder)] for rank in range(2)))
+    return [[json.loads(line) for line in output.splitlines() if line.startswith(("{", '"'))] for output, _ in done]
 
 
 @pytest.mark.multiprocess
