@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.grpo_step import PROMPT_TOKENS
-from benchmarks.harness import draw_lengths
+from benchmarks.harness import describe_lengths, draw_lengths
 from benchmarks.limits import wait_for
 from benchmarks.shapes import SHAPES
 from rlcore.errors import ModelError
@@ -42,8 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama3.2-1b")
     parser.add_argument("--tokens", type=int, default=32_768, help="tokens of the micro-batch")
-    parser.add_argument("--mean", type=float, default=183.0, help="mean length of answers, tokens")
-    parser.add_argument("--longest", type=int, default=1_024, help="longest answer, tokens")
+    describe_lengths(parser)
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path, help="where the figures go as JSON")

@@ -29,7 +29,8 @@ import torch
 
 from benchmarks.checks import command, numbers, offload, plan, short_memory, short_steps, waits, wrong_handover
 from benchmarks.checks.rig import Rig, Verdict
-from benchmarks.shapes import SHAPES, make_model
+from benchmarks.harness import describe_lengths
+from benchmarks.shapes import SHAPES, model_of
 
 ON_THE_RIG: Mapping[str, Callable[[Rig], Verdict]] = {
     "plan": plan.check,  # first: nothing has grown yet
@@ -62,10 +63,7 @@ def run(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             keep(name, lambda name=name: BY_COMMAND[name](arguments, scratch / name))
     wanted = [name for name in ON_THE_RIG if name in arguments.only]
     if wanted:
-        directory = arguments.model or scratch / "model"
-        if not (directory / "config.json").exists():
-            make_model(arguments.shape, directory)
-        rig = Rig(arguments, directory)
+        rig = Rig(arguments, model_of(arguments, scratch))
         for name in wanted:
             keep(name, lambda name=name: ON_THE_RIG[name](rig))
         rig.close()
@@ -103,8 +101,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--shape", choices=SHAPES, default="llama3.2-1b")
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--mean", type=float, default=120.0, help="mean length of answers, tokens")
-    parser.add_argument("--longest", type=int, default=512, help="longest answer, tokens")
+    describe_lengths(parser, mean=120.0, longest=512)
     parser.add_argument("--model", type=Path, help="folder for the model; kept and used again")
     parser.add_argument("--demo-steps", type=int, default=4)
     parser.add_argument("--demo", nargs="*", default=[], help="more settings of the demo, as on the command line")

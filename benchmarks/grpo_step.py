@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import PHASES, draw_lengths, has, run_steps
+from benchmarks.harness import PHASES, describe_lengths, draw_lengths, has, run_steps
 from benchmarks.limits import Work, as_json, least_seconds, measure_rates
-from benchmarks.shapes import SHAPES, make_model
+from benchmarks.shapes import SHAPES, model_of
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.trainer.step import StepResult
@@ -161,8 +161,7 @@ def describe_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama3.2-1b")
     parser.add_argument("--engine", choices=("vllm", "hf", "none"), default="vllm")
     parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--mean", type=float, default=183.0, help="mean length of answers, tokens")
-    parser.add_argument("--longest", type=int, default=1_024, help="longest answer, tokens")
+    describe_lengths(parser)
     parser.add_argument("--scorers", type=int, default=4, help="scoring processes")
     parser.add_argument("--model", type=Path, help="folder for the model; kept and used again")
     parser.add_argument("--out", type=Path, help="where the figures go as JSON")
@@ -178,9 +177,7 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="profile the last step")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        directory = arguments.model or Path(scratch) / "model"
-        if not (directory / "config.json").exists():
-            make_model(arguments.shape, directory)
+        directory = model_of(arguments, Path(scratch))
         found = run(arguments, directory)
     show(found)
     if arguments.out:

@@ -4,6 +4,7 @@ Prompts are random tokens, weights random in a model's shape, and the answers' l
 depend on these alone. Engine, scoring pool, optimizer and the trainer's step are the real ones.
 """
 
+import argparse
 import contextlib
 import tempfile
 import threading
@@ -90,6 +91,12 @@ def draw_lengths(count: int, mean: float, longest: int) -> list[int]:
     drawn = (drawn * (mean * count / drawn.sum())).round().astype(int).clip(1, longest)
     drawn[0] = longest
     return [int(length) for length in drawn]
+
+
+def describe_lengths(parser: argparse.ArgumentParser, *, mean: float = 183.0, longest: int = 1_024) -> None:
+    """Arguments for `draw_lengths`; by default the reference run's."""
+    parser.add_argument("--mean", type=float, default=mean, help="mean length of answers, tokens")
+    parser.add_argument("--longest", type=int, default=longest, help="longest answer, tokens")
 
 
 class Loop:

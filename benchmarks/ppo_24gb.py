@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.harness import (
     FixedLengths,
+    describe_lengths,
     draw_lengths,
     has,
     seconds_line,
@@ -30,7 +31,7 @@ from benchmarks.harness import (
     watched_memory,
     worker_group,
 )
-from benchmarks.shapes import SHAPES, make_model
+from benchmarks.shapes import SHAPES, model_of
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.trainer.step import StepResult
@@ -163,8 +164,7 @@ def main() -> None:
     )
     parser.add_argument("--only", type=int, nargs="+", help="these numbers of answers alone")
     parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--mean", type=float, default=300.0, help="mean length of answers, tokens")
-    parser.add_argument("--longest", type=int, default=1_024, help="longest answer, tokens")
+    describe_lengths(parser, mean=300.0)
     parser.add_argument("--steps", type=int, default=3, help="of each number of answers")
     parser.add_argument("--engine-share", type=float, default=0.25, help="the engine's share of the 24 GB")
     parser.add_argument("--model", type=Path, help="folder for the model; kept and used again")
@@ -172,9 +172,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="settings, as on the command line")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        directory = arguments.model or Path(scratch) / "model"
-        if not (directory / "config.json").exists():
-            make_model(arguments.shape, directory)
+        directory = model_of(arguments, Path(scratch))
         found = run(arguments, directory)
     for one in found["runs"].values():
         print(

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.checks import short_memory
 from benchmarks.grpo_step import PROMPT_TOKENS
-from benchmarks.harness import draw_lengths
+from benchmarks.harness import describe_lengths, draw_lengths
 from benchmarks.measured import write_result
-from benchmarks.shapes import SHAPES, make_model
+from benchmarks.shapes import SHAPES, model_of
 from rlcore.algos.aggregation import Denominator
 from rlcore.batching.pack import pack, select_train
 from rlcore.config.compose import load_config
@@ -98,12 +99,11 @@ def one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
 
     update()  # compilers, and the moments of AdamW
     found: dict[str, Any] = {"micro_batches": shares.num_micro, "unforced": update()}
+    limit: AbstractContextManager[None] = nullcontext()
     if rank == world_size - 1:
-        room = round(found["unforced"]["need_bytes"] * arguments.room) or arguments.room_mb << 20
-        with short_memory.short_of_memory(room, place.device):
-            found["forced"], found["after"] = update(), update()
-        found["room_bytes"] = room
-    else:
+        found["room_bytes"] = round(found["unforced"]["need_bytes"] * arguments.room) or arguments.room_mb << 20
+        limit = short_memory.short_of_memory(found["room_bytes"], place.device)
+    with limit:
         found["forced"], found["after"] = update(), update()
     budget = actor.budgets[0]
     told = [str(shortage) for shortage in budget.take_shortages()]
@@ -115,8 +115,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llama3.2-1b")
     parser.add_argument("--sequences", type=int, default=320, help="of all ranks")
-    parser.add_argument("--mean", type=float, default=183.0, help="mean length of answers, tokens")
-    parser.add_argument("--longest", type=int, default=1_024, help="longest answer, tokens")
+    describe_lengths(parser)
     parser.add_argument("--max-tokens", type=int, default=32_768, help="of a micro-batch")
     parser.add_argument("--room", type=float, default=0.7, help="share of its need that the last rank gets")
     parser.add_argument("--room-mb", type=int, default=8, help="on a CPU")
@@ -131,10 +130,7 @@ def main() -> int:
         print(json.dumps(one_rank(arguments)), flush=True)
         os._exit(0)  # gloo's threads
     with tempfile.TemporaryDirectory() as scratch:
-        model = arguments.model or Path(scratch) / "model"
-        if not (model / "config.json").exists():
-            make_model(arguments.shape, model)
-        found = all_ranks(arguments, model, Path(scratch) / "meeting")
+        found = all_ranks(arguments, model_of(arguments, Path(scratch)), Path(scratch) / "meeting")
     print(json.dumps(found, indent=1))
     if arguments.write:
         print(write_result("ranks_short_of_memory", found))

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.grpo_step import PROMPT_TOKENS, SAMPLES, describe_step, settings
 from benchmarks.harness import FixedLengths, Loop, draw_lengths, seconds_line, training_loop, worker_group
-from benchmarks.shapes import SHAPES, make_model
+from benchmarks.shapes import SHAPES, model_of
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
@@ -153,9 +153,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.overrides += ["checkpoint.keep_last=1", "checkpoint.keep_best=0", "checkpoint.reserve_gb=0"]
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
-        directory = arguments.model or Path(scratch) / "model"
-        if not (directory / "config.json").exists():
-            make_model(arguments.shape, directory)
+        directory = model_of(arguments, Path(scratch))
         found = measure(arguments, directory, Path(scratch) / "checkpoints")
     print(json.dumps(found, indent=1))
     if arguments.out is not None:

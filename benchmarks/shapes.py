@@ -47,6 +47,14 @@ def make_model(shape: str, folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+def model_of(arguments: argparse.Namespace, scratch: Path) -> Path:
+    """The folder that `--model` names, else one in `scratch`; a model of `--shape` is made where none is."""
+    folder: Path = arguments.model or scratch / "model"
+    if not (folder / "config.json").exists():
+        make_model(arguments.shape, folder)
+    return folder
+
+
 def _write_tokenizer(vocab_size: int, folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
