@@ -24,7 +24,7 @@ def make_report(config: RunConfig) -> Report:
 def report(
     experiment: Experiment = None, overrides: list[str] = NO_OVERRIDES, seed: Seed = None, root: Root = None
 ) -> Report:
-    """Write the report of a run as one HTML and one Markdown file.
+    """Write the report of a run as one HTML file, and as JSON.
 
     Args:
         experiment: A file in conf/experiment; none: the defaults.

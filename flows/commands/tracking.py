@@ -37,7 +37,7 @@ def compare(runs: Sequence[str], *, search: str, root: Path, tracking: TrackingC
     made = compare_runs(find_runs(runs, search, root, tracking_in_stack(tracking, root)), root)
     print(f"{len(made.runs)} runs: {', '.join(folder.name for folder in made.runs)}\n")
     print("\n".join(made.statements))
-    print(f"\n  HTML      {made.html}\n  Markdown  {made.markdown}\n  JSON      {made.json}")
+    print(f"\n  HTML      {made.html}\n  JSON      {made.json}")
     if made.mlflow_page:
         print(f"  MLflow    {_reachable(made.mlflow_page, root)}")
 

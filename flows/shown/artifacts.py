@@ -144,7 +144,7 @@ def show_report(name: str, run_dir: Path, report: Report) -> None:
 
 def show_comparison(made: Comparison) -> None:
     """A comparison as the flow run shows it, and a link to MLflow's page of the same runs."""
-    text = f"{made.markdown.read_text()}\n\nFull comparison: `{made.html}`\n"
+    text = f"{made.summary}\n\nFull comparison: `{made.html}`\n"
     harmless(lambda: create_markdown_artifact(text, key=artifact_key("comparison", made.html.parent.name)))
     if made.mlflow_page:
         show_link("comparison", "mlflow", made.mlflow_page, "The same runs in MLflow")

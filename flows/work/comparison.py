@@ -26,14 +26,14 @@ FOLDER = "comparisons"
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """What was compared, where it is written, and MLflow's own page of the same runs; '' where it knows fewer than two.
-    `statements`: what the comparison concludes."""
+    `statements`: what the comparison concludes. `summary`: its head as Markdown."""
 
     runs: tuple[Path, ...]
     html: Path
-    markdown: Path
     json: Path
     mlflow_page: str
     statements: tuple[str, ...]
+    summary: str
 
 
 def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingConfig) -> list[Path]:
@@ -69,7 +69,7 @@ def compare(folders: Sequence[Path], root: Path) -> Comparison:
     told = json.loads(files.json.read_text())
     statements = tuple(f"{found['topic']}: {found['statement']}" for found in told["findings"])
     page = _keep(folders, files, root)
-    return Comparison(tuple(folders), files.html, files.markdown, files.json, page, statements)
+    return Comparison(tuple(folders), files.html, files.json, page, statements, files.summary)
 
 
 def _keep(folders: Sequence[Path], files: "ReportFiles", root: Path) -> str:
@@ -81,7 +81,7 @@ def _keep(folders: Sequence[Path], files: "ReportFiles", root: Path) -> str:
     stores = [MlflowStore(config.tracking, root) for config in configs]
     try:
         for store, (_, run_id) in zip(stores, known, strict=True):
-            for file in (files.html, files.markdown, files.json):
+            for file in (files.html, files.json):
                 store.log_artifact(run_id, file, f"{FOLDER}/{files.html.parent.name}")
         if len(known) > 1 and len({store.uri for store in stores}) == 1:
             return compare_url(stores[0], [run_id for _, run_id in known])

@@ -25,7 +25,6 @@ class Report:
     """The report's files, and whether they were current already."""
 
     html: Path
-    markdown: Path
     cached: bool
 
     @property
@@ -53,11 +52,10 @@ def known_report(layout: RunLayout) -> Report | None:
     """The report on disk, if it says what the run's files say."""
     try:
         known = json.loads((layout.run_dir / "report" / SOURCE_FILE).read_text())
-        found = Report(Path(known["html"]), Path(known["markdown"]), cached=True)
+        found = Report(Path(known["html"]), cached=True)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    is_whole = found.html.is_file() and found.markdown.is_file()
-    return found if is_whole and known.get("fingerprint") == report_fingerprint(layout) else None
+    return found if found.html.is_file() and known.get("fingerprint") == report_fingerprint(layout) else None
 
 
 def load_ahead() -> None:
@@ -81,8 +79,8 @@ def write_report(layout: RunLayout) -> Report:
     files = build_report(layout.run_dir)
     hero_png(layout.run_dir, files.html.with_name("hero.png"))
     _write_samples(layout)
-    write_json_atomically(source, {"fingerprint": digest, "html": str(files.html), "markdown": str(files.markdown)})
-    return Report(files.html, files.markdown, cached=False)
+    write_json_atomically(source, {"fingerprint": digest, "html": str(files.html)})
+    return Report(files.html, cached=False)
 
 
 def _write_samples(layout: RunLayout) -> None:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rlcore.evaluation.stats import Interval
-from rlcore.report.phases import COLOURS, phase_seconds, title_of
+from rlcore.report.page import LIGHT, Chart, legend, tidy
+from rlcore.report.phases import COLOURS, draw_timeline, phase_seconds, title_of
 from rlcore.report.record import RunRecord
 from rlcore.report.series import Series
-from rlcore.report.style import LIGHT, Chart, legend, tidy
-from rlcore.report.timeline import draw_timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

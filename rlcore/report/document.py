@@ -1,4 +1,4 @@
-"""A report before it is HTML, Markdown or JSON: sections of tables, pictures, texts and answers."""
+"""A report before it is HTML or JSON: sections of tables, pictures, texts and answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,10 @@
-"""Tables of held-out problems: every figure before and after, by difficulty, and answers side by side."""
+"""Held-out problems: tables and pictures of every figure before and after, by difficulty; answers side by side."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from rlcore.evaluation import (
     Answer,
@@ -15,7 +18,13 @@ from rlcore.evaluation import (
 from rlcore.report import document as doc
 from rlcore.report import numbers
 from rlcore.report.document import Cell, Column, SamplePair, Samples, Table, Tone
+from rlcore.report.page import LIGHT, Chart, legend, tidy
 from rlcore.report.record import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 
 SAMPLES_OF_A_KIND = 3
 """Problems shown of each kind: newly solved, lost, never solved, always solved."""
@@ -81,11 +90,7 @@ def progress_table(record: RunRecord) -> Table:
 
 def difficulty_table(record: RunRecord) -> Table | None:
     """Reward, pass@k and greedy by difficulty, before and after; None where the task has one difficulty."""
-    rows_of = {
-        label: {row.difficulty: row for row in by_difficulty(result)}
-        for label, result in (("before", record.before), ("after", record.after))
-        if result is not None
-    }
+    rows_of = {label: {row.difficulty: row for row in by_difficulty(result)} for label, result in judged(record)}
     levels = sorted({level for rows in rows_of.values() for level in rows})
     if len(levels) < 2:
         return None
@@ -107,11 +112,7 @@ def difficulty_table(record: RunRecord) -> Table | None:
 
 def source_table(record: RunRecord) -> Table | None:
     """Reward and greedy score of each data source, before and after; None where there is one."""
-    found = {
-        label: {part.data_source: part for part in result.by_source()}
-        for label, result in (("before", record.before), ("after", record.after))
-        if result is not None
-    }
+    found = {label: {part.data_source: part for part in result.by_source()} for label, result in judged(record)}
     sources = sorted({source for parts in found.values() for source in parts})
     if not sources:
         return None
@@ -145,11 +146,7 @@ def _part(row: DifficultyRow | None, title: str) -> Cell:
 
 def pass_table(record: RunRecord) -> Table | None:
     """pass@k over k, before and after; None without several samples."""
-    curves = {
-        label: pass_curve(result)
-        for label, result in (("before", record.before), ("after", record.after))
-        if result is not None
-    }
+    curves = {label: pass_curve(result) for label, result in judged(record)}
     ks = sorted({k for curve in curves.values() for k in curve})
     if len(ks) < 2:
         return None
@@ -179,23 +176,23 @@ def samples_of(before: ValidationResult | None, after: ValidationResult | None) 
 
 
 def _kind(before: ProblemResult, after: ProblemResult) -> str:
-    was, became = (_shown(problem) for problem in (before, after))
+    was, became = (shown_answer(problem) for problem in (before, after))
     solved = (was is not None and was.solved, became is not None and became.solved)
     return {(False, True): "newly solved", (True, False): "lost", (False, False): "still unsolved"}.get(
         solved, "solved both times"
     )
 
 
-def _shown(problem: ProblemResult) -> Answer | None:
+def shown_answer(problem: ProblemResult) -> Answer | None:
     """The greedy answer, else the first sample: not the best one."""
     return problem.greedy or next(iter(problem.samples), None)
 
 
 def _pair(kind: str, tone: Tone, before: ProblemResult, after: ProblemResult) -> SamplePair | None:
-    was, became = _shown(before), _shown(after)
+    was, became = shown_answer(before), shown_answer(after)
     if was is None or became is None:
         return None
-    return SamplePair(kind, tone, before.prompt_text, truth_text(before.ground_truth_json), was, became,
+    return SamplePair(kind, tone, before.prompt_text, numbers.truth_text(before.ground_truth_json), was, became,
                       _solved(before), _solved(after))  # fmt: skip
 
 
@@ -204,29 +201,91 @@ def _solved(problem: ProblemResult) -> str:
     return f"{problem.num_solved} of {count} samples right" if count else ""
 
 
-def truth_text(ground_truth_json: str) -> str:
-    """A ground truth in one line: `target 7, numbers 3 4`.
+COLOURS = ("grey", "blue")
+"""Before and after."""
 
-    >>> truth_text('{"target": 7, "numbers": [3, 4]}')
-    'target 7, numbers 3 4'
-    """
-    try:
-        truth = json.loads(ground_truth_json)
-    except ValueError:
-        return ground_truth_json
-    if not isinstance(truth, dict):
-        return str(truth)
-    return ", ".join(f"{key} {_plain(value)}" for key, value in truth.items())
+MOST_BARS = 24
+"""Lengths are put into so many bins at most."""
+
+_BAR = 0.38
+Draw = Callable[["Axes", list[tuple[str, ValidationResult]]], bool]
 
 
-def _plain(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+def charts(record: RunRecord) -> tuple[Chart, ...]:
+    """Every picture of held-out answers."""
+    return tuple(
+        Chart(name, title, caption, partial(_drawn, record, draw), 2.7) for name, title, caption, draw in _CHARTS
+    )
 
 
-def score_parts(parts: Mapping[str, float]) -> str:
-    """`correct 1, format 1`."""
-    return ", ".join(_part_texts(parts))
+def judged(record: RunRecord) -> list[tuple[str, ValidationResult]]:
+    """The validations before and after, those that are there."""
+    both = (("before", record.before), ("after", record.after))
+    return [(label, result) for label, result in both if result is not None]
 
 
-def _part_texts(parts: Mapping[str, float]) -> Iterable[str]:
-    return (f"{name} {numbers.compact(value, 3)}" for name, value in parts.items())
+def _drawn(record: RunRecord, draw: Draw, figure: "Figure") -> bool:
+    results = judged(record)
+    if not results:
+        return False
+    axes = figure.subplots()
+    drawn = draw(axes, results)
+    legend(axes)
+    return drawn
+
+
+def _solve_rates(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> bool:
+    k = results[0][1].num_samples
+    if not k:
+        return False
+    for place, (label, result) in enumerate(results):
+        counts = np.bincount([problem.num_solved for problem in result.problems], minlength=k + 1)
+        at = np.arange(len(counts)) + (place - 0.5) * _BAR * (len(results) > 1)
+        axes.bar(at, 100 * counts / counts.sum(), _BAR, color=LIGHT[COLOURS[place]], label=label)
+    tidy(axes, x=f"of {k} sampled answers solved", y="% of problems")
+    return True
+
+
+def _lengths(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> bool:
+    lengths = [
+        np.array([answer.num_tokens for problem in result.problems for answer in problem.samples])
+        for _, result in results
+    ]
+    if not all(found.size for found in lengths):
+        return False
+    low, high = min(found.min() for found in lengths), max(found.max() for found in lengths)
+    step = max(1, -(-(high - low + 1) // MOST_BARS))
+    edges = np.arange(low, high + step + 1, step)
+    for place, ((label, _), found) in enumerate(zip(results, lengths, strict=True)):
+        counts, _ = np.histogram(found, edges)
+        at = edges[:-1] + step * (0.5 + (place - 0.5) * _BAR * (len(results) > 1)) - 0.5
+        axes.bar(at, 100 * counts / counts.sum(), _BAR * step, color=LIGHT[COLOURS[place]], label=label)
+    tidy(axes, x="tokens of a sampled answer", y="% of answers")
+    axes.set_xlim(edges[0] - max(2.0, step), edges[-1] + max(1.0, step))
+    return True
+
+
+def _difficulty(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> bool:
+    rows = [by_difficulty(result) for _, result in results]
+    levels = sorted({row.difficulty for found in rows for row in found})
+    if len(levels) < 2:
+        return False
+    for place, ((label, _), found) in enumerate(zip(results, rows, strict=True)):
+        at = np.array([levels.index(row.difficulty) for row in found]) + (place - 0.5) * _BAR * (len(results) > 1)
+        values = np.array([row.reward.value for row in found])
+        ends = np.array([[row.reward.value - row.reward.low, row.reward.high - row.reward.value] for row in found]).T
+        axes.bar(at, values, _BAR, color=LIGHT[COLOURS[place]], label=label)
+        axes.errorbar(
+            at, values, yerr=np.clip(ends, 0, None), fmt="none", color=LIGHT["ink"], elinewidth=0.9, capsize=2.5
+        )
+    tidy(axes, x="difficulty", y="score", steps=False)
+    axes.set_xticks(range(len(levels)), [str(level) for level in levels])
+    return True
+
+
+_CHARTS: tuple[tuple[str, str, str, Draw], ...] = (
+    ("solve_rates", "How often problems are solved", "Held-out problems by how many of their samples are right.",
+     _solve_rates),
+    ("difficulty", "Reward by difficulty", "Mean of the samples with 95% intervals.", _difficulty),
+    ("answer_lengths", "Length of held-out answers", "Sampled answers, end token included.", _lengths),
+)  # fmt: skip

@@ -1,8 +1,9 @@
 """Numbers, durations and curves as short text for people."""
 
 import itertools
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rlcore.evaluation.stats import Interval
 
@@ -149,3 +150,27 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     if high == low:
         return _BARS[3] * count
     return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] for mean in means)
+
+
+def truth_text(ground_truth_json: str) -> str:
+    """A ground truth in one line: `target 7, numbers 3 4`.
+
+    >>> truth_text('{"target": 7, "numbers": [3, 4]}')
+    'target 7, numbers 3 4'
+    """
+    try:
+        truth = json.loads(ground_truth_json)
+    except ValueError:
+        return ground_truth_json
+    if not isinstance(truth, dict):
+        return str(truth)
+    return ", ".join(f"{key} {_plain(value)}" for key, value in truth.items())
+
+
+def _plain(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def score_parts(parts: Mapping[str, float]) -> str:
+    """`correct 1, format 1`."""
+    return ", ".join(f"{name} {compact(value, 3)}" for name, value in parts.items())

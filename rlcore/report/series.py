@@ -1,4 +1,4 @@
-"""One metric over the steps of a run."""
+"""One metric over the steps of a run, and whether it still rises: least squares over its last part."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from rlcore.evaluation.stats import Array
+from rlcore.evaluation.stats import Array, Interval
 from rlcore.tracking.journal import StepRecord
 
 Steps = NDArray[np.int64]
@@ -93,3 +93,41 @@ def make_series(name: str, points: Sequence[tuple[int, float]]) -> Series | None
         np.array([step for step, _ in ordered], dtype=np.int64),
         np.array([value for _, value in ordered], dtype=np.float64),
     )
+
+
+LAST_PART = 1 / 3
+"""Share of the run over which the trend is judged."""
+
+FEWEST_STEPS = 10
+"""Fewer steps than this in that part say nothing about a trend."""
+
+_NORMAL_95 = 1.96
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """Change of the fitted line from the first to the last step of the last part, with a 95% interval."""
+
+    change: Interval
+    num_steps: int
+
+
+def trend_of(series: Series) -> Trend | None:
+    """Least-squares line over the last part; None if that is too short.
+
+    The interval is that of independent noise around the line: `1.96 s / sqrt(sum (x - mean x)^2)` per step, s the
+    residuals' standard deviation. Each step has prompts of its own, so the noise is close to independent.
+    """
+    part = series.tail(LAST_PART)
+    count = len(part)
+    if count < FEWEST_STEPS:
+        return None
+    x = part.steps.astype(float)
+    centred = x - x.mean()
+    spread = float((centred**2).sum())
+    slope = float((centred * part.values).sum()) / spread
+    residuals = part.values - part.values.mean() - slope * centred
+    error = float(np.sqrt((residuals**2).sum() / (count - 2) / spread))
+    length = float(x[-1] - x[0])
+    change, half = slope * length, _NORMAL_95 * error * length
+    return Trend(Interval(change, change - half, change + half), count)

@@ -10,8 +10,8 @@ import pytest
 from rlcore.errors import DataError
 from rlcore.evaluation import ValidationResult, compare
 from rlcore.report import compare_runs
-from rlcore.report.cost import cost_of
 from rlcore.report.groups import against, band_of, differing_settings, groups_of, spread_of, t_quantile
+from rlcore.report.measures import cost_of
 from rlcore.report.record import read_run
 from rlcore.report.series import make_series
 from tests.report.pages import parse
@@ -178,7 +178,7 @@ def test_curves_are_drawn_against_steps_tokens_and_seconds(comparison):
     assert "Not measured in this run" in html  # entropy and others are not in these journals
     assert not re.search(r"https?:|src=|@import", html)
     parse(html)
-    assert "## Runs" in comparison.markdown.read_text()
+    assert "### Runs" in comparison.summary
 
 
 def test_runs_that_cannot_be_paired_are_compared_all_the_same(run_dirs, tmp_path):

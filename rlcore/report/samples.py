@@ -1,4 +1,4 @@
-"""The sample browser: one HTML file with every held-out problem and its answers at every validation, to be searched."""
+"""Held-out answers: a searchable page of all of them at every validation, and rows of a table for MLflow."""
 
 import base64
 import hashlib
@@ -10,8 +10,9 @@ from pydantic import JsonValue
 
 from rlcore.errors import DataError
 from rlcore.evaluation import Answer, ProblemResult, ValidationResult
-from rlcore.report import html
-from rlcore.report.held_out import truth_text
+from rlcore.report import page
+from rlcore.report.held_out import shown_answer
+from rlcore.report.numbers import score_parts, truth_text
 from rlcore.report.record import read_run
 from rlcore.storage.publish import write_text_atomically
 
@@ -127,14 +128,14 @@ def _answer(answer: Answer, texts: _Texts) -> dict[str, JsonValue]:
 
 
 def _page(title: str, data: Mapping[str, JsonValue], num_problems: int, num_left_out: int) -> str:
-    script = html.source("browser.js.j2")
+    script = page.source("browser.js.j2")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return html.page(
+    return page.page(
         "browser.html.j2",
         title=title,
-        script=html.trusted(script),
+        script=page.trusted(script),
         digest=digest,
-        data=html.trusted(embedded_json(data)),
+        data=page.trusted(embedded_json(data)),
         num_problems=num_problems,
         num_left_out=num_left_out,
     )
@@ -144,3 +145,36 @@ def embedded_json(value: Mapping[str, JsonValue]) -> str:
     """JSON that cannot end the script element it stands in: ASCII, with `<`, `>` and `&` written as escapes."""
     text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def answer_rows(run_dir: Path, most: int) -> list[dict[str, JsonValue]]:
+    """The newest validation's problems, by id: prompt, answer (greedy, else the first sample), its score and parts, and
+    how many samples are right; the score before training beside it where that is known.
+
+    Raises:
+        DataError: the folder holds no run.
+    """
+    record = read_run(run_dir)
+    newest = record.after or record.before
+    if newest is None:
+        return []
+    before = {} if record.before is None else {problem.prompt_id: problem for problem in record.before.problems}
+    chosen = sorted(newest.problems, key=lambda problem: problem.prompt_id)[:most]
+    return [_row(problem, before.get(problem.prompt_id), newest.step) for problem in chosen]
+
+
+def _row(problem: ProblemResult, before: ProblemResult | None, step: int) -> dict[str, JsonValue]:
+    answer = shown_answer(problem)
+    earlier = None if before is None else shown_answer(before)
+    return {
+        "step": step,
+        "problem": problem.prompt_id,
+        "prompt": problem.prompt_text,
+        "truth": truth_text(problem.ground_truth_json),
+        "answer": None if answer is None else answer.text,
+        "score": None if answer is None else answer.score,
+        "parts": None if answer is None else score_parts(answer.parts),
+        "logprob": None if answer is None else answer.logprob,
+        "samples right": f"{problem.num_solved} of {len(problem.samples)}",
+        "score before": None if earlier is None else earlier.score,
+    }

@@ -1,4 +1,6 @@
-"""Colours, type and export of pictures. matplotlib is imported inside functions, so that nothing else loads it.
+"""Pages and pictures: colours, type, templates, export.
+
+matplotlib is imported inside functions, so that nothing else loads it.
 
 A picture is drawn once, in the light colours. In a page each colour becomes a CSS variable, so that the page's dark
 side recolours it; in the files beside it stays as drawn.
@@ -9,15 +11,20 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlcore.report import document as doc
 from rlcore.report import numbers
 from rlcore.report.document import Picture
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 LIGHT: Mapping[str, str] = {
     "surface": "#ffffff",
@@ -186,3 +193,46 @@ def legend(axes: "Axes", columns: int = 4) -> None:
         handlelength=1.4,
         handletextpad=0.5,
     )
+
+
+_TEMPLATES = Path(__file__).with_name("templates")
+
+
+def page(template: str, **values: Any) -> str:
+    """A template of `templates/` filled in."""
+    return _environment().get_template(template).render(light=LIGHT, dark=DARK, **values)
+
+
+def report_page(report: doc.Report) -> str:
+    """A report as one HTML file."""
+    return page("report.html.j2", report=report)
+
+
+def source(template: str) -> str:
+    """A template without values: a script or style sheet of ours."""
+    return _environment().get_template(template).render()
+
+
+def trusted(text: str) -> "Markup":
+    """Text that goes into a page as it is. Only for what this package wrote itself and made safe for its place."""
+    from markupsafe import Markup
+
+    return Markup(text)
+
+
+@cache
+def _environment() -> "Environment":
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["kind"] = lambda block: type(block).__name__
+    environment.globals["parts"] = numbers.score_parts
+    # Only what `style.for_page` made of matplotlib's own output goes through here.
+    environment.globals["svg_of"] = lambda picture: trusted(picture.svg)
+    return environment
