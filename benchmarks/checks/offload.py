@@ -7,8 +7,7 @@ import torch
 from benchmarks.checks.rig import Rig, Verdict
 from benchmarks.checks.short_memory import COMPARED, weights_norm
 from rlcore.config.algo import OptimConfig
-from rlcore.models.offload import MOMENTS
-from rlcore.models.optim import build_optimizer
+from rlcore.models.optim import MOMENTS, build_optimizer
 from rlcore.workers.canary import packed_probe
 from rlcore.workers.worker import Worker
 

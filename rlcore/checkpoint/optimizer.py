@@ -13,7 +13,7 @@ from rlcore.checkpoint.boxes import local_part
 from rlcore.checkpoint.names import named_parameters, state_name
 from rlcore.checkpoint.shard_files import ShardReader
 from rlcore.errors import CheckpointError
-from rlcore.models.offload import OffloadedAdamW
+from rlcore.models.optim import OffloadedAdamW
 from rlcore.storage.publish import write_json_atomically
 
 OPTIMIZER = "optimizer.json"

@@ -89,12 +89,10 @@ def _missing(name: Backend) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """A kernel, the module that it is of, the names of the arguments that its version takes, and its word for a window
-    without bounds."""
+    """A kernel, the module that it is of, and its sentinel for an unbounded window."""
 
     function: Callable[..., Any]
     module: str
-    takes: frozenset[str]
     no_window: Any
 
 
@@ -111,11 +109,10 @@ def _load(name: Backend) -> None:
     else:
         module, attribute = flash_package(torch.cuda.get_device_capability()[0]), _FLASH_FUNCTION
     function = getattr(importlib.import_module(module), attribute)
-    parameters = inspect.signature(function).parameters
-    window = parameters.get("window_size")
+    window = inspect.signature(function).parameters.get("window_size")
     if module == _FLASH_4:
         function = torch.compiler.disable(function)  # the compiler cannot look into another compiler's work
-    _KERNELS[name] = _Kernel(function, module, frozenset(parameters), None if window is None else window.default)
+    _KERNELS[name] = _Kernel(function, module, None if window is None else window.default)
 
 
 def flash_package(capability: int) -> str:
@@ -182,23 +179,17 @@ def torch_varlen(
 ) -> Float[Tensor, "T Hq D"]:
     """Causal attention inside each sequence by `torch.nn.attention.varlen`."""
     kernel = _KERNELS["varlen"]
-    options: dict[str, Any] = {}
-    # torch 2.10 has `is_causal`, later ones `window_size`; grouped heads and the scale came one by one.
-    if "window_size" in kernel.takes:
-        options["window_size"] = (-1 if window is None else window - 1, 0)
-    elif window is None:
-        options["is_causal"] = True
-    else:
-        raise ModelError(f"model.attention: varlen of torch {torch.__version__} has no sliding window; use sdpa")
-    if key.shape[1] != query.shape[1]:
-        if "enable_gqa" in kernel.takes:
-            options["enable_gqa"] = True
-        else:
-            repeats = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    if "scale" in kernel.takes:
-        options["scale"] = scale
-    elif scale is not None:
-        query = query * (scale * query.shape[-1] ** 0.5)  # this torch knows the default scale only
     bounds, longest = layout.cu_seqlens, layout.max_seqlen
-    return cast(Tensor, kernel.function(query, key, value, bounds, bounds, longest, longest, **options))
+    out = kernel.function(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scale,
+        enable_gqa=key.shape[1] != query.shape[1],
+        window_size=(-1 if window is None else window - 1, 0),
+    )
+    return cast(Tensor, out)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from rlcore.models.transfer import to_device
+from rlcore.models.memory import to_device
 
 Backend = Literal["flash_attn", "varlen", "sdpa"]
 Array: TypeAlias = Tensor | np.ndarray[Any, Any]

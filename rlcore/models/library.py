@@ -1,4 +1,4 @@
-"""What is used of transformers, and the one place that imports it.
+"""The parts of transformers that are used, and the one place that imports it.
 
 Where they are installed (MLflow brings them) transformers imports scikit-learn for a way of decoding and SciPy for the
 losses of object detection: a seventh of the time in which a trainer starts, and 110 MB of each process, for nothing
@@ -57,3 +57,15 @@ __all__ = [
     "cached_file",
     "transformers_logging",
 ]
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing bars while it reads or writes weights; the setting is put back after."""
+    was_on = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if was_on:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -24,12 +24,11 @@ from rlcore.models.library import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     cached_file,
+    no_progress_bars,
 )
-from rlcore.models.policy import CausalPolicy
+from rlcore.models.policy import CausalPolicy, ValueModel
 from rlcore.models.probe import require_faithful
-from rlcore.models.quiet import no_progress_bars
 from rlcore.models.trunk import PackedTrunk
-from rlcore.models.value import ValueModel
 
 log = logging.getLogger(__name__)
 

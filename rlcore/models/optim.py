@@ -1,14 +1,18 @@
-"""AdamW with decay groups, and the global gradient norm."""
+"""AdamW with decay groups, also with its moments on the host, and the global gradient norm.
 
-from collections.abc import Iterable
+`OffloadedAdamW` holds on the device only the moments of the piece that is being stepped.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rlcore.config.algo import OptimConfig
-from rlcore.models.offload import OffloadedAdamW
+from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
 
 
 def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.device) -> torch.optim.AdamW:
@@ -40,3 +44,125 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Float
     """
     norm = nn.utils.clip_grad_norm_(list(parameters), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+log = logging.getLogger(__name__)
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+PIECE_BYTES = OFFLOAD_PIECE_BYTES
+
+
+class OffloadedAdamW(torch.optim.AdamW):
+    """AdamW with the same numbers to the last bit: it works element by element, so parameters may go piece by piece.
+
+    Between steps every moment lies on the host, page-locked beside a GPU. Beside a CPU it lies in a buffer of its own
+    and is copied to and fro just the same. Laid out as its parameter: a DTensor's shard is a DTensor's shard.
+    """
+
+    piece_bytes = PIECE_BYTES
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of all parameters that have a gradient; gradients are left as they were."""
+        assert closure is None, "the gradient is there already"
+        gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        try:
+            for parameter in gradients:
+                parameter.grad = None  # torch's step passes over it
+            for piece in pieces(gradients, self.piece_bytes):
+                self._step_piece(piece, gradients)
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+        if any(parameter.device.type == "cuda" for parameter in gradients):
+            torch.cuda.current_stream().synchronize()  # whoever saves reads the host's copy without asking the device
+
+    def _step_piece(self, piece: list[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        home: dict[tuple[nn.Parameter, str], Tensor] = {}
+        for parameter in piece:
+            parameter.grad = gradients[parameter]
+            state = self.state[parameter]
+            for key in MOMENTS:
+                if key in state:  # not before the first step
+                    home[parameter, key] = state[key]
+                    there = local_of(parameter).device
+                    state[key] = laid_out_as(parameter, local_of(state[key]).to(there, copy=True, non_blocking=True))
+        super().step()
+        for parameter in piece:
+            state = self.state[parameter]
+            for key in MOMENTS:
+                moved, host = state[key], home.get((parameter, key))
+                state[key] = self.new_moment(parameter, moved.dtype) if host is None else host
+                local_of(state[key]).copy_(local_of(moved), non_blocking=True)
+            parameter.grad = None
+
+    def new_moment(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """Memory of the host for one moment of a parameter, or of this rank's shard of it."""
+        local = local_of(parameter)
+        return laid_out_as(parameter, _host_memory(local.shape, dtype, locked=local.device.type == "cuda"))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but the moments stay where they are instead of going to the device together."""
+        states: Mapping[int, Mapping[str, Any]] = state_dict["state"]
+        rest = {number: {k: v for k, v in state.items() if k not in MOMENTS} for number, state in states.items()}
+        super().load_state_dict({**state_dict, "state": rest})
+        for number, parameter in enumerate(p for group in self.param_groups for p in group["params"]):
+            for key in MOMENTS:
+                if number in states and key in states[number]:
+                    self.state[parameter][key] = self._at_home(parameter, states[number][key])
+
+    def _at_home(self, parameter: nn.Parameter, moment: Tensor) -> Tensor:
+        if local_of(moment).device.type == "cpu":
+            return moment
+        home = self.new_moment(parameter, moment.dtype)
+        local_of(home).copy_(local_of(moment))
+        return home
+
+
+def pieces(parameters: Iterable[nn.Parameter], limit_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Parameters in their order, cut where the moments of a piece would take more than the limit.
+
+    >>> [len(piece) for piece in pieces([nn.Parameter(torch.zeros(n)) for n in (4, 4, 9, 1, 1)], 64)]
+    [2, 1, 2]
+    """
+    piece: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        own = len(MOMENTS) * local_of(parameter).nbytes
+        if piece and size + own > limit_bytes:
+            yield piece
+            piece, size = [], 0
+        piece.append(parameter)
+        size += own
+    if piece:
+        yield piece
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank: the memory itself."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def laid_out_as(parameter: Tensor, local: Tensor) -> Tensor:
+    """`local` as this rank's shard of a tensor that lies as the parameter does, wherever its memory is.
+
+    `DTensor.from_local` would carry it to the mesh's device.
+    """
+    return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local
+
+
+def page_locked(tensor: Tensor) -> Tensor:
+    """A copy of a host's tensor in memory that a GPU reads by itself; the tensor where there is none of it."""
+    moved = _host_memory(tensor.shape, tensor.dtype, locked=True)
+    return moved.copy_(tensor) if moved.is_pinned() else tensor
+
+
+def _host_memory(shape: torch.Size, dtype: torch.dtype, *, locked: bool) -> Tensor:
+    if locked:
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as reason:  # a limit of a container, say
+            log.warning(
+                "no page-locked memory for what waits on the host (%s); the way to the GPU takes longer", reason
+            )
+    return torch.empty(shape, dtype=dtype)

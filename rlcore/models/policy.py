@@ -1,4 +1,4 @@
-"""The policy: a transformers causal language model that gives log-probabilities of packed tokens, and decodes."""
+"""The policy and the value model: a transformers decoder over packed tokens with a language model or scalar head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from rlcore.models.attention import causal_band
 from rlcore.models.head import EntropyMode, TokenLogprobs, float32_logits, token_logprobs_and_entropy
 from rlcore.models.layout import Array
 from rlcore.models.library import DynamicCache, PreTrainedModel
-from rlcore.models.transfer import to_device
+from rlcore.models.memory import to_device
 from rlcore.models.trunk import PackedTrunk
 
 
@@ -130,3 +130,37 @@ def decode_mask(real: Bool[Tensor, "B S"], num_new: int) -> Bool[Tensor, "B 1 L 
     columns = torch.arange(num_seen, device=real.device)
     own = columns[num_seen - num_new :, None] == columns
     return (causal_band(num_new, num_seen, None, real.device) & real[:, None, None, :]) | own
+
+
+class ValueModel(PackedTrunk):
+    """A decoder and a linear head that starts at 0, so that every first value is exactly 0."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        attention: Literal["auto", "flash_attn", "varlen", "sdpa"],
+        compute_dtype: torch.dtype,
+    ) -> None:
+        super().__init__(attention=attention, compute_dtype=compute_dtype)
+        self.model = model
+        self.value_head = nn.Linear(model.config.hidden_size, 1, device=self.device, dtype=torch.float32)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    @property
+    def decoder(self) -> PreTrainedModel:
+        """The decoder stack."""
+        return self.model
+
+    def forward(
+        self,
+        token_ids: Int[Tensor, "T"],
+        position_ids: Int[Tensor, "T"],
+        cu_seqlens: Int[Array, "N_plus_1"],
+    ) -> Float[Tensor, "T"]:
+        """Value of the state after each token, Float32[T]. The head computes in its weights' type, float32."""
+        layout = self.layout(cu_seqlens)
+        hidden = self.hidden_states(token_ids, position_ids, layout)
+        values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
+        return values.float()[layout.place]

@@ -13,8 +13,13 @@ from tokenizers.pre_tokenizers import Sequence, Split, WhitespaceSplit
 
 from rlcore.config.model import ScratchModel
 from rlcore.errors import ModelError
-from rlcore.models.library import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from rlcore.models.quiet import no_progress_bars
+from rlcore.models.library import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    no_progress_bars,
+)
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import DeviceMemoryError, EngineError
+from rlcore.models.memory import Refused, attempted, release_cached_memory
 from rlcore.models.policy import CausalPolicy
-from rlcore.models.reserve import Refused, attempted, give_back_reserve
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.types import FinishReason, Rollout
 
@@ -119,7 +119,7 @@ class HfEngine:
             number, self._num_at_once, refused.words,
         )  # fmt: skip
         gc.collect()
-        give_back_reserve()
+        release_cached_memory()
 
     @torch.no_grad()
     def _generate_batch(

@@ -156,9 +156,9 @@ def foreground(session: Session, config: RunConfig) -> int:
 def next_settings(channel: Channel, stop: StopFlag) -> Path | None:
     """Wait for the next run: its settings, with our output in its log; None if there is none."""
     gc.collect()  # what the last run held: a GPU's memory is needed by the next one
-    from rlcore.models.reserve import give_back_reserve
+    from rlcore.models.memory import release_cached_memory
 
-    give_back_reserve()
+    release_cached_memory()
     channel.send({"event": "done", "command": "leave", "result": {}})
     command = next(channel.commands(stop), None)
     if command is None or command.get("command") != "open":

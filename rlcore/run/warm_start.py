@@ -17,9 +17,9 @@ from rlcore.batching.pack import pack
 from rlcore.batching.prompts import Demonstration, read_demonstrations
 from rlcore.config import OptimConfig, RunConfig
 from rlcore.errors import DataError
+from rlcore.models.library import no_progress_bars
 from rlcore.models.load import end_of_text_ids, load_policy, load_tokenizer
 from rlcore.models.optim import build_optimizer, clip_grad_norm
-from rlcore.models.quiet import no_progress_bars
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
 from rlcore.rollout.engine import WARM_START_STREAM, requests_for
 from rlcore.rollout.hf import HfEngine

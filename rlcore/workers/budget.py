@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from rlcore.errors import DeviceMemoryError
-from rlcore.models.collectives import CountedCollectives
-from rlcore.models.reserve import Refused, attempted, give_back_reserve
+from rlcore.models.memory import Refused, attempted, release_cached_memory
+from rlcore.models.parallel import CountedCollectives
 from rlcore.types import PackedBatch
 from rlcore.workers.device import on_all_ranks
 from rlcore.workers.micro import Parts, micro_batches
@@ -170,4 +170,4 @@ class PassBudget:
     def _give_back(self) -> None:
         gc.collect()
         self._recover()
-        give_back_reserve()
+        release_cached_memory()

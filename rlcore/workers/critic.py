@@ -15,7 +15,7 @@ from rlcore.errors import NonFiniteError
 from rlcore.models.load import load_value_model
 from rlcore.models.optim import build_optimizer, clip_grad_norm
 from rlcore.models.parallel import forget_failed_pass, shard
-from rlcore.models.value import ValueModel
+from rlcore.models.policy import ValueModel
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.budget import PassBudget, ranks_of
 from rlcore.workers.device import Place, on_all_ranks

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlcore.algos.objective import Statistics
 from rlcore.batching.balance import partition
 from rlcore.batching.pack import scatter_tokens, select, select_train
-from rlcore.models import transfer
+from rlcore.models import memory
 from rlcore.types import PackedBatch, TrainBatch
 
 Batch = TypeVar("Batch", PackedBatch, TrainBatch)
@@ -47,7 +47,7 @@ def _sent(batch: Batch, device: torch.device) -> Batch:
     changes: dict[str, Any] = {}
     for field in fields(batch):
         value = getattr(batch, field.name)
-        changes[field.name] = transfer.to_device(value, device) if isinstance(value, Tensor) else _sent(value, device)
+        changes[field.name] = memory.to_device(value, device) if isinstance(value, Tensor) else _sent(value, device)
     return replace(batch, **changes)
 
 

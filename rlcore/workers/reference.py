@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rlcore.config import RunConfig
 from rlcore.models.load import load_policy
-from rlcore.models.offload import page_locked
+from rlcore.models.optim import page_locked
 from rlcore.types import PackedBatch
 from rlcore.workers.actor import policy_logprobs
 from rlcore.workers.budget import PassBudget

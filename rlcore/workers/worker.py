@@ -30,11 +30,10 @@ from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.flops import DecoderShape, peak_flops
-from rlcore.models.offload import MOMENTS, OffloadedAdamW
-from rlcore.models.policy import CausalPolicy
-from rlcore.models.reserve import give_back_reserve
+from rlcore.models.memory import release_cached_memory
+from rlcore.models.optim import MOMENTS, OffloadedAdamW
+from rlcore.models.policy import CausalPolicy, ValueModel
 from rlcore.models.shape import has_experts
-from rlcore.models.value import ValueModel
 from rlcore.rollout.build import build_engine, engine_dtype
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest
 from rlcore.types import PackedBatch, Rollout, TrainBatch
@@ -139,7 +138,7 @@ class Worker:
             del self._actor
             self._critic = None
             gc.collect()  # their hooks and parameters refer to each other
-            give_back_reserve()
+            release_cached_memory()
         self._actor = Actor(config, self._model_directory, place, mesh, self._world_size)
         if config.critic is not None:
             self._critic = Critic(config, config.critic, self._model_directory, place, mesh, self._world_size)

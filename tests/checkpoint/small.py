@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlcore.models.offload import OffloadedAdamW
+from rlcore.models.optim import OffloadedAdamW
 
 VOCAB = 41  # odd, so that the rows of the embedding are split unevenly
 

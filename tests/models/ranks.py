@@ -20,8 +20,7 @@ from rlcore.models.load import load_value_model
 from rlcore.models.lora import add_adapters
 from rlcore.models.optim import build_optimizer, clip_grad_norm
 from rlcore.models.parallel import full_state, gathered, shard
-from rlcore.models.policy import CausalPolicy
-from rlcore.models.value import ValueModel
+from rlcore.models.policy import CausalPolicy, ValueModel
 from tests.models.tiny import CPU, Batch, make_batch, policy_of
 
 LENGTHS = (5, 3, 9, 1, 5, 14, 3, 3)

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from rlcore.algos.aggregation import Denominator
 from rlcore.batching.pack import select_train
 from rlcore.errors import DeviceMemoryError
-from rlcore.models.collectives import CountedCollectives
-from rlcore.models.parallel import gathered
+from rlcore.models.parallel import CountedCollectives, gathered
 from rlcore.workers.actor import Actor
 from rlcore.workers.budget import PassBudget
 from rlcore.workers.critic import Critic

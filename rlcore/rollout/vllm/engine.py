@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rlcore.config.rollout import RolloutConfig, SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.load import parameter_names
-from rlcore.models.reserve import give_back_reserve
+from rlcore.models.memory import release_cached_memory
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.vllm import weights as handover
 from rlcore.rollout.vllm.head import give_float32_logits
@@ -198,7 +198,7 @@ class VllmEngine:
         """Take over all weights; an unknown or a missing name is an error, since it would leave a stale tensor."""
         self._version = -1  # an interrupted hand-over leaves no valid version
         if self._asleep:
-            give_back_reserve()
+            release_cached_memory()
             self._engine.wake_up(["weights"])
         handover.load(self.model, self._engine.model_config, weights, self._expected)
         self._wake(["kv_cache"])
@@ -224,7 +224,7 @@ class VllmEngine:
     def _wake(self, tags: list[str] | None = None) -> None:
         if not self._asleep:
             return
-        give_back_reserve()  # vLLM maps memory by itself: what torch keeps in reserve is not free to it
+        release_cached_memory()  # vLLM maps memory by itself: what torch keeps in reserve is not free to it
         self._engine.wake_up(tags)
         self._asleep = False
 
