@@ -1,17 +1,15 @@
 """Distance from the reference policy: per-token estimators and the controller of its coefficient."""
 
 import math
-from typing import Literal, assert_never
+from typing import assert_never
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from rlcore.algos.losses import MAX_LOG_RATIO
-from rlcore.config.algo import KlConfig
+from rlcore.config.algo import KlConfig, KlEstimator
 from rlcore.errors import NonFiniteError
-
-KlEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 
 # k3 grows with the ratio itself; one token far off the reference must not outweigh a batch
 MAX_K3 = 10.0
@@ -30,9 +28,11 @@ def kl_estimate(
         k2               d^2 / 2
         k3, low_var_kl   min(exp(-d) - 1 + d, 10)
 
-    Schulman 2020, "Approximating KL Divergence". k1 and k3 are unbiased in value, k2 in gradient; k1 has no gradient
-    in expectation, so it belongs in the reward. Not masked: the caller masks. The bound on d also keeps the gradient of
-    NaN or infinity at 0.
+    Schulman 2020, "Approximating KL Divergence". k1 and k3 are unbiased in value. In the reward the policy gradient
+    multiplies the value by grad log pi: with k1 that is the divergence's gradient; with k2 and k3, which are d^2 / 2
+    near the reference, it vanishes there. In the loss the estimate itself is differentiated: k2 gives the divergence's
+    gradient, k3 that of KL(pi_ref || pi), k1 nothing in expectation (Liu et al. 2025, arXiv:2510.01555). Not masked:
+    the caller masks. The bound on d also keeps the gradient of NaN or infinity at 0.
     """
     difference = (policy_logprobs - ref_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     match estimator:

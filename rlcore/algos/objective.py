@@ -148,7 +148,7 @@ def policy_objective(
         loss = loss - settings.entropy_coef * entropy_share
     kl = torch.zeros_like(policy_logprobs)
     if settings.kl.where == "loss":
-        kl = kl_estimate(policy_logprobs, ref_logprobs, estimator=settings.kl.estimator)
+        kl = kl_estimate(policy_logprobs, ref_logprobs, estimator=settings.kl.estimator_in_use)
         loss = loss + kl_coef * share(kl)
     statistics = PolicyStatistics(
         pg_loss=pg_loss.detach().double(),

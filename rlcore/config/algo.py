@@ -9,6 +9,7 @@ from rlcore.config.base import Section
 Advantage = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo"]
 GROUP_ADVANTAGES: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo"})
 """Advantages that compare the answers to one prompt with each other and so need two or more of them."""
+KlEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -17,8 +18,8 @@ class KlConfig(Section):
 
     where: Literal["off", "loss", "reward"] = "off"
     """Where the KL term acts. Off: no reference model is loaded."""
-    estimator: Literal["k1", "k2", "k3", "low_var_kl"] = "low_var_kl"
-    """Per-token estimator; low_var_kl is k3."""
+    estimator: Literal["auto", "k1", "k2", "k3", "low_var_kl"] = "auto"
+    """Per-token estimator; low_var_kl is k3. auto: k1 in the reward, low_var_kl in the loss."""
     coef: float = Field(default=0.001, ge=0)
     """Coefficient (at the start, if adaptive)."""
     adaptive: bool = False
@@ -29,6 +30,13 @@ class KlConfig(Section):
     """Sequences over which the adaptive controller acts."""
     offload: bool = False
     """Keep the reference's weights in host memory between its passes."""
+
+    @property
+    def estimator_in_use(self) -> KlEstimator:
+        """The estimator, with `auto` resolved: the one whose gradient is the divergence's at that place."""
+        if self.estimator != "auto":
+            return self.estimator
+        return "k1" if self.where == "reward" else "low_var_kl"
 
 
 class ImportanceConfig(Section):

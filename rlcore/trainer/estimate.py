@@ -49,7 +49,7 @@ def estimate(
     kl: Tensor | None = None
     kl_in_reward = 0.0
     if algo.kl.where == "reward":
-        kl = kl_estimate(old_logprobs, ref_logprobs, estimator=algo.kl.estimator)
+        kl = kl_estimate(old_logprobs, ref_logprobs, estimator=algo.kl.estimator_in_use)
         kl_in_reward = (masked_sum(kl, mask) / mask.sum()).item()
     token_level = token_rewards(packed.scores, packed.cu_seqlens, mask, kl, kl_coef)
     rewards = segment_sum(token_level, sequence_ids, packed.num_sequences)

@@ -72,6 +72,30 @@ def test_expected_gradient_of_k2_is_that_of_the_divergence_and_of_k1_nothing() -
         torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-12)
 
 
+def test_in_the_reward_k1_alone_has_the_gradient_of_the_divergence() -> None:
+    """The policy gradient of a penalty k is E[k grad log pi]. Near the reference k2's and k3's are next to nothing."""
+    logits, direction = distributions()
+    ref = torch.log_softmax(logits.detach(), 0)
+    near = leaf(ref + 0.05 * direction)
+    policy = torch.log_softmax(near, 0)
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - ref)).sum(), near, retain_graph=True)
+    shares = {}
+    for estimator in ESTIMATORS:
+        penalty = kl_estimate(policy, ref, estimator=estimator).detach()
+        (actual,) = torch.autograd.grad((policy.exp().detach() * penalty * policy).sum(), near, retain_graph=True)
+        shares[estimator] = (actual @ exact / exact.square().sum()).item()
+        if estimator == "k1":
+            torch.testing.assert_close(actual, exact, rtol=1e-10, atol=1e-12)
+    assert shares["k1"] == pytest.approx(1)
+    assert max(abs(shares[name]) for name in ("k2", "k3", "low_var_kl")) < 0.05
+
+
+@pytest.mark.parametrize(("where", "used"), [("reward", "k1"), ("loss", "low_var_kl"), ("off", "low_var_kl")])
+def test_the_default_goes_by_the_place(where: str, used: str) -> None:
+    assert KlConfig(where=where).estimator_in_use == used
+    assert KlConfig(where=where, estimator="k2").estimator_in_use == "k2"
+
+
 def test_k3_in_float32_keeps_the_digits_of_a_small_difference() -> None:
     """exp(-d) - 1 + d in float32 is 0 or 6e-8 at d = 1e-4, where d^2 / 2 = 5e-9."""
     small = kl_estimate(torch.tensor([1e-4]), torch.tensor([0.0]), estimator="k3")

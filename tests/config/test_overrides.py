@@ -75,7 +75,7 @@ def test_off_is_a_word():
 
 def test_several_keys_of_a_section_at_once():
     kl = load_config(["algo.kl={where:loss,coef:0.01}"], experiment=DEMO).algo.kl
-    assert (kl.where, kl.coef, kl.estimator) == ("loss", 0.01, "low_var_kl")
+    assert (kl.where, kl.coef, kl.estimator) == ("loss", 0.01, "auto")
 
 
 def test_tags_are_free():

@@ -44,7 +44,7 @@ def _several(value: Any) -> bool:
 @dataclass(frozen=True, slots=True)
 class Effect:
     """Keys or sections that are read only where one of the settings `by` is as `wanted`; `remedy`: how it gets so;
-    `why`: what is told in place of the values of `by`.
+    `why`: what is told in place of the values of `by`; `of`: the values of the keys that this is true of.
 
     Where none of `by` is there (another task's, a section that is null) nothing is known, and nothing told.
     """
@@ -54,6 +54,7 @@ class Effect:
     wanted: Wish
     remedy: str
     why: str = ""
+    of: Wish | None = None
 
 
 _VLLMS = tuple(
@@ -70,6 +71,11 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("algo.value_clip",), ("critic",), _on, "Choose algo=ppo, which has a critic"),
     Effect(("algo.dual_clip",), ("algo.policy_loss",), _none_of("cispo"), "Choose algo.policy_loss=ppo_clip or gspo"),
     Effect(_KL, ("algo.kl.where",), _on, "Set algo.kl.where=loss or reward"),
+    Effect(("algo.kl.estimator",), ("algo.kl.where",), _none_of("loss"), "Set algo.kl.estimator=low_var_kl or k2",
+           why="algo.kl.where=loss: its gradient there is 0 on average", of=_one_of("k1")),
+    Effect(("algo.kl.estimator",), ("algo.kl.where",), _none_of("reward"), "Set algo.kl.estimator=k1",
+           why="algo.kl.where=reward near the reference: it is d^2 / 2 there, so its policy gradient vanishes",
+           of=_one_of("k2", "k3", "low_var_kl")),
     Effect(("algo.kl.target", "algo.kl.horizon"), ("algo.kl.adaptive",), _on, "Set algo.kl.adaptive=true"),
     Effect(("algo.importance.cap",), ("algo.importance.mode",), _on, "Set algo.importance.mode=truncate or mask"),
     Effect(("algo.dynamic_sampling.max_refills",), ("algo.dynamic_sampling.enabled",), _on,
@@ -132,6 +138,8 @@ def without_effect(
             continue
         is_switched = any(_below(by, given) for by in effect.by)
         keys = [key for key in left if _below(key, effect.keys) and (key not in in_file or not is_switched)]
+        if effect.of is not None:
+            keys = [key for key in keys if key not in swept and effect.of(values[key])]
         reasons = _reasons(config, effect) if keys else None
         if reasons is None:
             continue
