@@ -4,27 +4,20 @@ python -m benchmarks.shapes llama3.2-1b FOLDER
 """
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SHAPES: dict[str, dict[str, Any]] = {
-    # meta-llama/Llama-3.2-1B-Instruct
-    "llama3.2-1b": {
-        "architecture": "llama", "vocab_size": 128_256, "hidden_size": 2_048, "intermediate_size": 8_192,
-        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-        "max_position_embeddings": 131_072, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5,
-    },
-    # Qwen/Qwen2.5-0.5B
-    "qwen2.5-0.5b": {
-        "architecture": "qwen2", "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4_864,
-        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
-        "max_position_embeddings": 32_768, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6,
-    },
+from rlcore.config.published import PUBLISHED
+
+SHAPES: dict[str, Mapping[str, Any]] = {
+    "llama3.2-1b": PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"],
+    "qwen2.5-0.5b": PUBLISHED["Qwen/Qwen2.5-0.5B"],
     # for rehearsals on a CPU
     "tiny": {
-        "architecture": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+        "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
         "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
-        "max_position_embeddings": 2_048, "rope_theta": 10_000.0, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2_048, "rope_theta": 10_000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
     },
 }  # fmt: skip
 
@@ -36,9 +29,8 @@ def make_model(shape: str, folder: Path, *, seed: int = 0) -> Path:
 
     settings = dict(SHAPES[shape])
     config = AutoConfig.for_model(
-        settings.pop("architecture"), **settings, tie_word_embeddings=True, eos_token_id=1, bos_token_id=0,
-        pad_token_id=2,
-    )  # fmt: skip
+        settings.pop("model_type"), **settings, eos_token_id=1, bos_token_id=0, pad_token_id=2
+    )
     torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""How many parameters a model has, without loading it: from the settings, or from the headers of its weight files."""
+"""How many parameters a model has, without loading it: from its weight files' headers, or else from its shape."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from rlcore.config import LoraConfig, RunConfig
-from rlcore.models.shape import ModelShape
+from rlcore.models.shape import shape_of
 
 HEADER_BYTES = 8
 """A safetensors file begins with the length of its JSON header, little endian."""
@@ -23,19 +23,19 @@ class ParameterCount:
 
 
 def count_parameters(config: RunConfig) -> ParameterCount | None:
-    """Parameters of policy and critic; None where the model's files are not on this machine."""
+    """Parameters of policy and critic; None where neither the model's files nor its shape are known."""
     lora = config.model.lora
-    if config.model.path is None:
-        shape = ModelShape.of_scratch(config.model.scratch)
-        all_of_them = shape.policy_parameters
-        policy = all_of_them if lora is None else shape.adapter_parameters(lora)
-    else:
-        shapes = _file_shapes(config.model.path)
-        if not shapes:
-            return None
-        all_of_them = sum(prod(shape) for shape in shapes.values())
-        policy = all_of_them if lora is None else _adapters(shapes, lora)
-    return ParameterCount(policy if config.critic is None else policy + all_of_them, all_of_them)
+    tensors = {} if config.model.path is None else _file_shapes(config.model.path)
+    if tensors:
+        whole = sum(prod(tensor) for tensor in tensors.values())
+        policy = whole if lora is None else _adapters(tensors, lora)
+        return ParameterCount(policy if config.critic is None else policy + whole, whole)
+    shape = shape_of(config.model)
+    if shape is None:
+        return None
+    policy = shape.policy_parameters if lora is None else shape.adapter_parameters(lora)
+    critic = 0 if config.critic is None else shape.critic_parameters
+    return ParameterCount(policy + critic, shape.policy_parameters)
 
 
 def _file_shapes(path: str) -> dict[str, tuple[int, ...]]:

@@ -11,7 +11,8 @@ from flows.work.stages import chunk_bounds, committed_step, known_result
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import fingerprint, run_id, settings_fingerprint
-from rlcore.models.shape import shape_of
+from rlcore.config.published import PUBLISHED
+from rlcore.models.shape import config_file, shape_of
 from rlcore.run.inputs import planned_start_model, planned_tokenizer, start_model_is_ready
 from rlcore.run.layout import RunLayout
 from rlcore.run.memory_fit import device_of, fitted
@@ -95,6 +96,8 @@ class RunPlan:
     disk: DiskBudget
     memory: MemoryPlan | None
     """Of one rank's GPU; None where the model's shape is not known here."""
+    published_model: str | None
+    """Hub id of a model that is not on this machine, whose published shape the sizes are planned by."""
 
     @property
     def is_done(self) -> bool:
@@ -140,6 +143,7 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
         tokens=_tokens(config, committed),
         disk=_disk(config, layout, count_parameters(seen)),
         memory=plan_memory_here(seen),
+        published_model=_published_model(seen),
     )
 
 
@@ -147,6 +151,11 @@ def plan_memory_here(config: RunConfig) -> MemoryPlan | None:
     """What a rank will hold on this host's GPU; on one of unknown size where there is none."""
     shape = shape_of(config.model)
     return None if shape is None else fitted(config, shape, device_of(config))[1]
+
+
+def _published_model(config: RunConfig) -> str | None:
+    path = config.model.path
+    return path if path is not None and path in PUBLISHED and config_file(path) is None else None
 
 
 def _data_stages(config: RunConfig, root: Path) -> tuple[StagePlan, StagePlan]:

@@ -22,6 +22,9 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
         state = "done" if stage.cached else "to do"
         table.add_row(stage.name, stage.fingerprint or "not known yet", state, stage.detail)
     console.print(table)
+    if plan.published_model is not None:
+        note = f"model: {plan.published_model} is not on this machine; sizes are planned by its published config.json"
+        console.print(note, markup=False)
     for line in (_chunks(plan), _tokens(plan), _disk(plan)):
         console.print(line, markup=False)
     if plan.memory is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.model import LoraConfig, ModelConfig, ScratchModel
+from rlcore.config.published import PUBLISHED
 from rlcore.models.hub import cached_config
 
 NUM_WORDS = 13
@@ -140,19 +141,20 @@ class ModelShape:
 
 
 def shape_of(model: ModelConfig) -> ModelShape | None:
-    """The shape of a run's model; None where its `config.json` is not on this machine, or not of these families."""
+    """The shape of a run's model; None where its `config.json` is neither on this machine nor known, or not of these
+    families."""
     if model.path is None:
         return ModelShape.of_scratch(model.scratch)
-    file = _config_file(model.path)
-    if file is None:
-        return None
+    file = config_file(model.path)
     try:
-        return ModelShape.of_config(json.loads(file.read_text(encoding="utf-8")))
+        config = PUBLISHED.get(model.path) if file is None else json.loads(file.read_text(encoding="utf-8"))
+        return None if config is None else ModelShape.of_config(config)
     except (OSError, ValueError, KeyError, TypeError):
         return None  # whoever loads it will say what is wrong with it
 
 
-def _config_file(path: str) -> Path | None:
+def config_file(path: str) -> Path | None:
+    """`config.json` of a model's directory, or of a hub id in the cache; None where it is not on this machine."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         file = folder / "config.json"

@@ -9,11 +9,20 @@ from flows.plan.parameter_counts import count_parameters
 from flows.plan.plan import make_plan
 from flows.plan.table import show_plan
 from flows.work.stages import prepare_inputs
-from rlcore.config.compose import load_config
+from rlcore.config.compose import experiment_names, load_config
 from rlcore.errors import DiskSpaceError
 from rlcore.models.scratch import build_scratch_model
 from rlcore.run.needs import RAY_SPILL_BYTES
 from tests.storage.small_disk import mounted
+
+
+@pytest.fixture
+def gsm8k_files(tmp_path: Path) -> Path:
+    folder = tmp_path / "gsm8k"
+    folder.mkdir()
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text('{"question": "One and one?", "answer": "#### 2"}\n')
+    return folder
 
 
 def test_nothing_is_done_in_an_empty_root(artifacts_root: Path) -> None:
@@ -77,17 +86,39 @@ def test_parameters_are_counted_without_loading_a_model(tmp_path: Path) -> None:
     assert from_settings.trained == 14_048
 
 
-def test_a_model_that_is_not_here_has_no_known_size() -> None:
-    assert (
-        count_parameters(load_config(["model=llama3_2_1b_instruct", "experiment=debug", "warm_start.enabled=false"]))
-        is None
-    )
+NOT_HERE = ("model.path=nobody/nothing-here", "experiment=debug", "warm_start.enabled=false")
 
 
-def test_a_plan_without_memory_says_so(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = ["model=llama3_2_1b_instruct", "warm_start.enabled=false", f"paths.root={artifacts_root}"]
-    show_plan(make_plan(load_config(wanted, experiment="debug")), as_json=False)
+def test_a_model_of_unknown_shape_has_no_known_size(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config([*NOT_HERE, f"paths.root={artifacts_root}"])
+    assert count_parameters(config) is None
+    show_plan(make_plan(config), as_json=False)
     assert "memory: no plan: the model's config.json is not on this machine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("experiment", experiment_names())
+def test_every_experiment_has_a_plan_of_memory_and_disk_on_a_machine_without_its_model(
+    experiment: str, artifacts_root: Path, capsys: pytest.CaptureFixture[str], gsm8k_files: Path
+) -> None:
+    overrides = [f"experiment={experiment}", f"paths.root={artifacts_root}"]
+    if experiment.startswith("verl"):
+        overrides.append(f"data.source={gsm8k_files}")
+    config = load_config(overrides)
+    plan = make_plan(config)
+    assert plan.memory is not None
+    assert plan.disk.checkpoint_bytes is not None
+    show_plan(plan, as_json=False)
+    told = f"model: {config.model.path} is not on this machine; sizes are planned by its published config.json"
+    assert (told in capsys.readouterr().out) == (config.model.path is not None)
+
+
+def test_a_checkpoint_of_tinyzeros_policy_and_critic_is_planned_by_their_published_shape(artifacts_root: Path) -> None:
+    count = count_parameters(load_config(["experiment=tinyzero_ppo", f"paths.root={artifacts_root}"]))
+    assert count is not None
+    assert count.policy == 494_032_768
+    assert count.trained == 2 * 494_032_768 + 897, (
+        "the critic shares the shape; it has a linear unit in the head's place"
+    )
 
 
 def test_the_plan_says_what_the_memory_is_for(tmp_path, capsys):

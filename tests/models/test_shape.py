@@ -5,9 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from rlcore.config import LoraConfig, ModelConfig, ScratchModel
+from rlcore.config.published import PUBLISHED
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
@@ -79,3 +88,29 @@ def test_a_mixture_of_experts_has_no_shape_that_would_count_one_expert(tmp_path:
     config.save_pretrained(tmp_path)
     assert shape_of(ModelConfig(path=str(tmp_path))) is None
     assert (has_experts(config.to_dict()), has_experts(dense)) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("hub_id", "published_parameters"),
+    [("Qwen/Qwen2.5-0.5B", 494_032_768), ("meta-llama/Llama-3.2-1B-Instruct", 1_235_814_400)],
+)
+def test_a_published_shape_has_as_many_parameters_as_the_hub_says(hub_id: str, published_parameters: int) -> None:
+    shape = shape_of(ModelConfig(path=hub_id))
+    assert shape is not None
+    assert shape.policy_parameters == published_parameters
+    config = AutoConfig.for_model(**PUBLISHED[hub_id])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert num_parameters(model) == published_parameters
+
+
+def test_what_is_on_this_machine_goes_before_what_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of that name is the model; what it lacks is not made up."""
+    folder = tmp_path / "Qwen" / "Qwen2.5-0.5B"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert shape_of(ModelConfig(path="Qwen/Qwen2.5-0.5B")) is not None
+    CONFIGS["llama"].save_pretrained(folder)
+    found = shape_of(ModelConfig(path="Qwen/Qwen2.5-0.5B"))
+    assert found is not None
+    assert found.hidden == 64

@@ -1,11 +1,13 @@
 """Rules of the model: its shape, its context, its path."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlcore.config.data import CountdownData, CustomData, MixtureData
 from rlcore.config.problems import Problem
+from rlcore.config.published import PUBLISHED
 from rlcore.config.rules.registry import rule
 from rlcore.config.run import RunConfig
 
@@ -91,7 +93,7 @@ def heads_are_dealt_to_the_gpus(config: RunConfig) -> Problem | None:
 
 
 def _dealt(config: RunConfig) -> tuple[int | None, int, int]:
-    """Attention heads, heads of keys and values, width of the feed-forward layer; None where only the hub knows."""
+    """Attention heads, heads of keys and values, width of the feed-forward layer; None where it is not known here."""
     if config.model.path is None:
         scratch = config.model.scratch
         return scratch.num_heads, scratch.num_heads, scratch.intermediate_size
@@ -158,14 +160,14 @@ def _is_local(path: str) -> bool:
 
 
 def _context(config: RunConfig) -> int | None:
-    """Positions that the model has; None where only the hub knows."""
+    """Positions that the model has; None where it is not known here."""
     if config.model.path is None:
         return config.model.scratch.max_position_embeddings
     return _number(_shape(config.model.path), "max_position_embeddings")
 
 
 def _head_width(config: RunConfig) -> int | None:
-    """Width of an attention head; None where only the hub knows."""
+    """Width of an attention head; None where it is not known here."""
     if config.model.path is None:
         return config.model.scratch.hidden_size // config.model.scratch.num_heads
     shape = _shape(config.model.path)
@@ -173,8 +175,10 @@ def _head_width(config: RunConfig) -> int | None:
     return _number(shape, "head_dim") or (hidden // heads if hidden and heads else None)
 
 
-def _shape(path: str) -> dict[str, Any]:
-    """What a local model's config.json says of its decoder; empty where there is none to read."""
+def _shape(path: str) -> Mapping[str, Any]:
+    """What a model's config.json says of its decoder, on this machine or as published; empty where neither is known."""
+    if path in PUBLISHED and not Path(path).is_dir():
+        return PUBLISHED[path]
     try:
         shape = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
         found = shape.get("text_config", shape)
@@ -183,6 +187,6 @@ def _shape(path: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _number(shape: dict[str, Any], name: str) -> int | None:
+def _number(shape: Mapping[str, Any], name: str) -> int | None:
     found = shape.get(name)
     return found if isinstance(found, int) else None
