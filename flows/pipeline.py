@@ -26,7 +26,7 @@ from flows.parameters import (
 from flows.plan.checks import check_before_plan, check_before_start
 from flows.plan.plan import make_plan
 from flows.report import report
-from flows.server.nested import end_nested
+from flows.server.nested import begin_anew, end_nested
 from flows.server.watch import watched
 from flows.shown.artifacts import show_link
 from flows.shown.tell import tell, tell_command, tell_idle
@@ -93,6 +93,7 @@ def pipeline(
         MlflowRecord(run, prefect) as record,
         one_heartbeat(),
     ):
+        begin_anew(dataset, filter_flow, warm_start, train, validate, report)
         rows = dataset(experiment, given)
         filtered = filter_flow(experiment, given)
         record.start(rows, filtered)

@@ -36,7 +36,8 @@ NUM_LAST_LINES = 15
 QUIET: Mapping[str, str] = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
-    "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "true",
+    # No result is kept in Prefect: what is done is known from the run's files. Exceptions are written in any case.
+    "PREFECT_RESULTS_PERSIST_BY_DEFAULT": "false",
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
     # 2^n s in all: a server that is away for a quarter of an hour does not fail a run that is done.
     "PREFECT_CLIENT_MAX_RETRIES": "9",

@@ -8,10 +8,29 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.client.schemas.sorting import FlowRunSort
+from prefect.context import FlowRunContext
 from prefect.flows import Flow
+from prefect.runtime import flow_run as this_run
 from prefect.states import Cancelled, Cancelling, Crashed, Paused
+from prefect.tasks import Task
 
 POLL_S = 0.5
+
+
+def begin_anew(*nested: Flow[..., Any]) -> None:
+    """Give this attempt at the current flow run nested flow runs of its own; call it before the first of them.
+
+    Prefect counts the calls of a nested flow and takes the n-th one for the n-th of the attempt before: a Completed one
+    is not run again but its stored result is handed out, a Paused one goes on with the parameters that it had. What is
+    done is known from the run's files, which may have changed meanwhile, and nested flows skip it by themselves.
+    """
+    context = FlowRunContext.get()
+    assert context is not None, "called in a flow"
+    with get_client(sync_client=True) as client:
+        _end_below(client, UUID(str(this_run.id)), is_crash=False)
+    for one in nested:
+        known_as = Task(name=one.name, fn=one.fn).task_key
+        context.task_run_dynamic_keys[known_as] = time.time_ns()  # a number that no attempt has used
 
 
 def end_nested(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:

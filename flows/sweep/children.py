@@ -10,13 +10,11 @@ from uuid import UUID, uuid4
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.context import FlowRunContext
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
-from prefect.tasks import Task
 
-from flows.server.nested import cancel_nested
+from flows.server.nested import begin_anew, cancel_nested
 from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries
 from flows.sweep.child import sweep_child
 from rlcore.errors import MillraceError, StopRequestedError
@@ -60,7 +58,7 @@ class InTurn:
 
     def __init__(self, mlflow_parent: str | None) -> None:
         self._parent = mlflow_parent
-        _begin_children_anew()
+        begin_anew(sweep_child)
 
     def work(self, children: Iterator[Child]) -> Iterator[Ended]:
         """One after the other. Being told to stop is passed on; the run in hand has saved."""
@@ -130,17 +128,6 @@ class OnWorkers:
         submitted = run_deployment(DEPLOYMENT, parameters=parameters, timeout=0, idempotency_key=str(uuid4()))
         assert isinstance(submitted, FlowRun)
         return submitted
-
-
-def _begin_children_anew() -> None:
-    """A flow run that is tried again would take its n-th child for the n-th of the first time, and that one's result.
-
-    Ours is another run, since what is finished is left out; so the count goes on from a number that was never used.
-    """
-    context = FlowRunContext.get()
-    if context is not None:
-        known_as = Task(name=sweep_child.name, fn=sweep_child.fn).task_key
-        context.task_run_dynamic_keys[known_as] = time.time_ns()
 
 
 @contextmanager

@@ -7,8 +7,8 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -281,6 +281,27 @@ def test_a_cancelled_run_has_saved(stack: Stack) -> None:
     assert stack.mlflow_status("cancelled") == "KILLED"
 
 
+def try_again(stack: Stack, run: str, retry: Callable[[], object]) -> dict[str, Any]:
+    """Retry a flow run that has ended, once its process has too, and wait for its end."""
+    with suppress(psutil.NoSuchProcess):
+        stack.process_of(run).wait()
+    before = stack.run(run)["run_count"]
+    retry()
+    wait_until(lambda: stack.run(run)["run_count"] > before, "it has begun again")
+    return stack.wait(run, "COMPLETED")
+
+
+@pytest.mark.prefect
+@pytest.mark.slow
+def test_a_completed_run_that_is_tried_again_is_completed_again(stack: Stack) -> None:
+    run = stack.start("pipeline/debug", total_steps=1, overrides=["name=again"])
+    stack.wait(run, "COMPLETED")
+    ended = try_again(stack, run, lambda: stack.prefect("flow-run", "retry", run))
+    assert ended["run_count"] == 2
+    assert sorted(numbers(stack.run_dir("again"))) == [0, 1], "no step was done again"
+    assert try_again(stack, run, lambda: stack.set_state(run, RETRY))["run_count"] == 3
+
+
 def nested_in(stack: Stack, run: str) -> set[str]:
     """States of the flow runs in one."""
     nested = stack.api.filter("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [run]}})
@@ -320,7 +341,7 @@ def test_a_cancelled_run_goes_on_by_retry_and_a_paused_one_by_resume(stack: Stac
     # Resumed, it goes on; cancelled a second time, it ends a second time.
     stack.ask(f"flow_runs/{run}/resume", {})
     stack.wait_for_step("story", reached + 1)
-    assert nested_in(stack, run) <= {"COMPLETED", "CANCELLED", "RUNNING"}, "and goes on with it"
+    assert nested_in(stack, run) <= {"COMPLETED", "CANCELLED", "RUNNING"}, "none stays paused"
     stack.set_state(run, {"type": "CANCELLING"})
     assert stack.wait(run, "CANCELLED")["run_count"] == 2  # to resume is not to start anew
     assert stack.steps_saved("story")[-1] > reached
