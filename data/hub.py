@@ -34,23 +34,33 @@ def commit_of(source: str, revision: str) -> str:
     return found
 
 
-def snapshot(source: str, commit: str) -> Path:
-    """The folder with the dataset's files as of a commit, fetched unless it is in the cache.
+@cache
+def snapshot(source: str, revision: str) -> Path:
+    """The folder with the dataset's files as of `commit_of`, fetched unless it is in the cache.
 
     Raises:
         DataError: it is not there and cannot be fetched.
         DiskSpaceError: no room.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants
 
     from rlcore.storage.disk import is_out_of_room, out_of_room
 
+    commit = commit_of(source, revision)
     try:
-        return Path(snapshot_download(source, repo_type="dataset", revision=commit))
+        # Asked for by its name, the cache notes which commit that is, so that a start without a network finds it.
+        folder = _fetched(source, revision or "main")
+        return folder if folder.name == commit else _fetched(source, commit)  # the branch has moved in between
     except Exception as error:
         if is_out_of_room(error):
-            raise out_of_room(Path.cwd(), error) from error
-        raise _unavailable(source, commit, error) from error
+            raise out_of_room(Path(constants.HF_HUB_CACHE), error) from error
+        raise _unavailable(source, revision, error) from error
+
+
+def _fetched(source: str, revision: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(source, repo_type="dataset", revision=revision))
 
 
 def _cached(source: str, revision: str) -> Path | None:
@@ -64,10 +74,10 @@ def _cached(source: str, revision: str) -> Path | None:
 
 
 def _unavailable(source: str, revision: str, error: Exception) -> DataError:
-    at = f" at {revision}" if revision else ""
     reason = " ".join(str(error).split())[:300]
+    at, option = (f" at {revision}", f" --revision {revision}") if revision else ("", "")
     return DataError(
         f"data.source: there is no folder {source} here, and the hub dataset of that name{at} cannot be had "
-        f"({type(error).__name__}: {reason}). Check the name, data.revision and the network, or give a folder with "
-        "local files"
+        f"({type(error).__name__}: {reason}). Check the name and data.revision, fetch it where there is a network (hf "
+        f"download {source} --repo-type dataset{option}), or give data.source a folder with local files"
     )

@@ -88,7 +88,7 @@ def records(source: str, split: str, subset: str = "", revision: str = "") -> It
     """
     files = local_files(source, [split])
     if files is None:
-        yield from _from_hub(source, subset, split, commit_of(source, revision))
+        yield from _from_hub(source, subset, split, revision)
         return
     for path in files[split]:
         yield from _from_jsonl(path) if path.suffix == ".jsonl" else _from_parquet(path)
@@ -119,10 +119,10 @@ def _from_parquet(path: Path) -> Iterator[Record]:
             row += 1
 
 
-def _from_hub(source: str, subset: str, split: str, commit: str) -> Iterator[Record]:
+def _from_hub(source: str, subset: str, split: str, revision: str) -> Iterator[Record]:
     import datasets
 
-    folder = snapshot(source, commit)
+    folder = snapshot(source, revision)
     try:
         found = datasets.load_dataset(str(folder), subset or None, split=split)
     except Exception as error:  # the library raises OSError, ValueError and its own classes

@@ -44,12 +44,12 @@ class CountdownData(Section):
 
 
 class Gsm8kData(Section):
-    """Grade-school maths word problems (GSM8K) from local files or the hub."""
+    """Grade-school maths word problems (GSM8K) from the hub or local files."""
 
     task: Literal["gsm8k"] = "gsm8k"
     """Which task in `data/` makes the rows."""
-    source: str = "data/gsm8k"
-    """A folder holding `train` and `test` as .jsonl or .parquet, or a hub id such as openai/gsm8k."""
+    source: str = "openai/gsm8k"
+    """A hub dataset by its id, or a folder holding `train` and `test` as .jsonl or .parquet."""
     revision: str = ""
     """Commit, tag or branch of a hub dataset; '' for the newest. The commit that it stands for names the rows."""
     template: Literal["chat", "text"] = "chat"

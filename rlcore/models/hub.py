@@ -33,14 +33,36 @@ def cached_config(path: str) -> Path | None:
 
 
 def require_reachable(key: str, path: str) -> None:
-    """A model of the hub is in the cache, or the hub answers.
+    """A model of the hub is in the cache, or the hub gives it to this user.
 
     Raises:
         ModelError: neither.
     """
-    if Path(path).expanduser().is_dir() or cached_config(path) is not None or hub_answers():
+    if Path(path).expanduser().is_dir() or cached_config(path) is not None:
         return
-    raise ModelError(
-        f"{key}: {path} is no directory here, it is not in the hub's cache on this machine, and the hub does not "
-        f"answer. Give {key} a local model directory, or fetch it where there is a network (hf download {path})"
-    )
+    if (refusal := _refusal(path)) is not None:
+        raise ModelError(
+            f"{key}: {path} is no directory here, it is not in the hub's cache on this machine, and {refusal}, or give "
+            f"{key} a local model directory"
+        )
+
+
+def _refusal(path: str) -> str | None:
+    """Why the hub does not give a model, and what to do; None where it does."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
+
+    fetch = f"Fetch it where there is a network (hf download {path})"
+    if not hub_answers():
+        return f"the hub does not answer. {fetch}"
+    try:
+        get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_ANSWER_TIMEOUT_S)
+    except GatedRepoError:
+        page = f"{constants.ENDPOINT}/{path}"
+        return f"the hub gives it to selected users alone. Ask for access on {page}, then log in (hf auth login, or HF_TOKEN)"
+    except (RepositoryNotFoundError, EntryNotFoundError) as error:
+        told = type(error).__name__
+        return f"the hub has no such model ({told}). Check the name, log in if it is private (hf auth login)"
+    except Exception as error:  # the client's own classes and those of its HTTP library
+        return f"the hub does not give it ({type(error).__name__}: {error}). {fetch}"
+    return None

@@ -164,7 +164,9 @@ def test_a_folder_without_the_files_is_refused(tmp_path):
 
 
 def test_a_hub_dataset_that_cannot_be_had_is_a_clear_error(artifacts_root):
-    told = r"no folder nobody/nothing-here here, and the hub dataset of that name cannot be had .*or give a folder"
+    told = (
+        r"no folder nobody/nothing-here here, and the hub dataset of that name cannot be had .*, or give data\.source a"
+    )
     with pytest.raises(DataError, match=told):
         data.build_dataset(Gsm8kData(source="nobody/nothing-here"), seed=1, root=artifacts_root)
 

@@ -1,17 +1,25 @@
-"""A hub that is away is asked once, not once a file; a model that is nowhere is told before anything is made."""
+"""A hub that is away is asked once, not once a file; a model that cannot be had is told before anything is made."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
 from threading import Thread
 
 import pytest
-from huggingface_hub import constants
+import torch
 
+from rlcore.config.model import ModelConfig
 from rlcore.errors import ModelError
 from rlcore.models.hub import hub_answers, require_reachable
+from rlcore.models.load import load_policy
 from rlcore.runtime.address import unreachable
+from tests.hub_server import Repository, serving, use_hub
+from tests.models.tiny import CPU, write_model
+
+COMMIT = "a" * 40
+Reach = Callable[[int], None]
 
 
 @pytest.fixture(autouse=True)
@@ -29,15 +37,19 @@ def closed_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
-def test_the_hub_answers_or_does_not(monkeypatch: pytest.MonkeyPatch, closed_port: int) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed_port}")
+@pytest.fixture
+def reach(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Reach:
+    return partial(use_hub, monkeypatch, tmp_path)
+
+
+def test_the_hub_answers_or_does_not(reach: Reach, closed_port: int) -> None:
+    reach(closed_port)
     assert not hub_answers()
     hub_answers.cache_clear()
     with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
         thread = Thread(target=server.handle_request)  # one answer
         thread.start()
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        reach(server.server_port)
         assert hub_answers()
         thread.join()
         assert hub_answers()  # not asked again: nobody would answer
@@ -47,6 +59,51 @@ def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
     require_reachable("model.path", str(tmp_path))
     with pytest.raises(ModelError, match=r"^critic\.path: nobody/nothing is no directory here.*hf download nobody/no"):
         require_reachable("critic.path", "nobody/nothing")  # the tests are told to stay offline
+
+
+def test_a_model_that_the_hub_does_not_give(reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {COMMIT: {"config.json": b"{}"}}
+    models = {
+        "somebody/open": Repository(files, {"main": COMMIT}),
+        "somebody/gated": Repository(files, {"main": COMMIT}, token="secret"),
+        "somebody/empty": Repository({COMMIT: {}}, {"main": COMMIT}),
+    }
+    with serving(models) as hub:
+        reach(hub.port)
+        require_reachable("model.path", "somebody/open")
+        for name, words in (
+            (
+                "somebody/gated",
+                rf"to selected users alone\. Ask for access on {hub.endpoint}/somebody/gated, .*HF_TOKEN",
+            ),
+            ("somebody/empty", r"the hub has no such model \(.*EntryNotFoundError\)"),
+            ("nobody/nothing", r"the hub has no such model \(RepositoryNotFoundError\)\. Check the name"),
+        ):
+            with pytest.raises(ModelError, match=rf"^model\.path: {name} is no directory here.*{words}"):
+                require_reachable("model.path", name)
+        monkeypatch.setenv("HF_TOKEN", "secret")
+        require_reachable("model.path", "somebody/gated")
+
+
+def test_a_model_of_the_hub_is_fetched_once_and_then_needs_no_network(reach: Reach, tmp_path: Path) -> None:
+    written = write_model("qwen2-tied", tmp_path / "written")
+    files = {file.name: file.read_bytes() for file in written.iterdir()}
+
+    def weights(path: str | Path) -> dict[str, torch.Tensor]:
+        return load_policy(path, model=ModelConfig(), device=CPU).state_dict()
+
+    with serving({"somebody/tiny": Repository({COMMIT: files}, {"main": COMMIT})}) as hub:
+        reach(hub.port)
+        require_reachable("model.path", "somebody/tiny")
+        fetched = weights("somebody/tiny")
+        num_asked = len(hub.asked)
+    hub_answers.cache_clear()
+    require_reachable("model.path", "somebody/tiny")
+    again = weights("somebody/tiny")
+    assert num_asked > 0
+    for name, wanted in weights(written).items():
+        assert torch.equal(fetched[name], wanted), name
+        assert torch.equal(again[name], wanted), name
 
 
 def test_a_closed_port_is_no_ray_cluster(closed_port: int) -> None:

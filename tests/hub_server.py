@@ -1,0 +1,196 @@
+"""A model hub on this machine, which speaks the hub's protocol: repositories, revisions, trees, files, redirects.
+
+As on the hub, large files (`.parquet`, `.safetensors`) are answered by an absolute redirect to another host, all others
+by a relative one; both carry the commit, and the file's digest as ETag.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
+
+LARGE = (".parquet", ".safetensors")
+# The hub sends a thousand entries a page.
+TREE_PAGE = 2
+
+Answer = tuple[int, Mapping[str, str], bytes]
+
+
+@dataclass
+class Repository:
+    """Files of each commit, and the commit of each branch and tag. `token`: without it the files are refused."""
+
+    commits: dict[str, dict[str, bytes]]
+    refs: dict[str, str]
+    token: str | None = None
+
+    def commit_of(self, revision: str) -> str | None:
+        return revision if revision in self.commits else self.refs.get(revision)
+
+
+@dataclass
+class Hub:
+    """Repositories by their paths, `datasets/owner/name` or `owner/name`; what was asked for; its address."""
+
+    repositories: dict[str, Repository]
+    asked: list[str] = field(default_factory=list)
+    port: int = 0
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def answer(self, url: str, token: str | None) -> Answer:
+        path, query = unquote(urlsplit(url).path).strip("/"), parse_qs(urlsplit(url).query)
+        first, _, rest = path.partition("/")
+        if path == "":
+            return 200, {}, b"a hub"
+        if first == "blobs":
+            return 200, {"ETag": f'"{rest}"'}, self._blob(rest)
+        if first == "api" and rest.startswith("resolve-cache/"):
+            return self._file(rest.removeprefix("resolve-cache/"), token, redirect=False)
+        if first == "api":
+            return self._about(rest.removeprefix("models/"), query)
+        return self._file(path, token, redirect=True)
+
+    def _blob(self, digest: str) -> bytes:
+        every = (
+            content
+            for one in self.repositories.values()
+            for files in one.commits.values()
+            for content in files.values()
+        )
+        return next(content for content in every if hashlib.sha256(content).hexdigest() == digest)
+
+    def _about(self, path: str, query: Mapping[str, list[str]]) -> Answer:
+        """`REPOSITORY[/revision/REVISION]`, or a page of `REPOSITORY/tree/REVISION[/FOLDER]`."""
+        name, found, rest = self._found(path)
+        if found is None:
+            return _missing("RepoNotFound", 401)
+        verb, revision, folder = (*rest.split("/", 2), "", "", "")[:3]
+        commit = found.commit_of(revision or "main")
+        if commit is None:
+            return _missing("RevisionNotFound", 404)
+        files = {path: content for path, content in found.commits[commit].items() if path.startswith(folder)}
+        if folder and not files:
+            return _missing("EntryNotFound", 404)
+        if verb != "tree":
+            siblings = [{"rfilename": path} for path in files]
+            return _json({"id": name.removeprefix("datasets/"), "sha": commit, "siblings": siblings})
+        start = int(query.get("cursor", ["0"])[0])
+        page = [_entry(path, content) for path, content in sorted(files.items())[start : start + TREE_PAGE]]
+        after = f"{self.endpoint}/api/{path}?recursive=True&cursor={start + TREE_PAGE}"
+        status, headers, body = _json(page)
+        return (
+            status,
+            {**headers, **({"Link": f'<{after}>; rel="next"'} if start + TREE_PAGE < len(files) else {})},
+            body,
+        )
+
+    def _file(self, path: str, token: str | None, *, redirect: bool) -> Answer:
+        """`REPOSITORY/resolve/REVISION/FILE`."""
+        _, found, rest = self._found(path)
+        if found is None:
+            return _missing("RepoNotFound", 401)
+        _, revision, file = rest.split("/", 2)
+        commit = found.commit_of(revision)
+        if commit is None:
+            return _missing("RevisionNotFound", 404)
+        headers = {"X-Repo-Commit": commit}
+        if found.token is not None and token != f"Bearer {found.token}":
+            return _missing("GatedRepo", 401)
+        content = found.commits[commit].get(file)
+        if content is None:
+            status, missing, body = _missing("EntryNotFound", 404)
+            return status, {**missing, **headers}, body
+        if file.endswith(LARGE):
+            digest = hashlib.sha256(content).hexdigest()
+            headers |= {"X-Linked-ETag": f'"{digest}"', "X-Linked-Size": str(len(content))}
+            return 302, {**headers, "Location": f"http://localhost:{self.port}/blobs/{digest}"}, b""
+        headers["ETag"] = f'"{_blob_id(content)}"'
+        return (
+            (307, {**headers, "Location": f"/api/resolve-cache/{path}"}, b"") if redirect else (200, headers, content)
+        )
+
+    def _found(self, path: str) -> tuple[str, Repository | None, str]:
+        for name, repository in self.repositories.items():
+            if path == name or path.startswith(f"{name}/"):
+                return name, repository, path[len(name) + 1 :]
+        return path, None, ""
+
+
+def _blob_id(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def _entry(path: str, content: bytes) -> dict[str, object]:
+    entry: dict[str, object] = {"type": "file", "path": path, "size": len(content), "oid": _blob_id(content)}
+    if path.endswith(LARGE):
+        entry["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 132}
+    return entry
+
+
+def _json(value: object) -> Answer:
+    return 200, {"Content-Type": "application/json"}, json.dumps(value).encode()
+
+
+def _missing(code: str, status: int) -> Answer:
+    return status, {"X-Error-Code": code, "X-Error-Message": code}, b""
+
+
+@contextmanager
+def serving(repositories: dict[str, Repository]) -> Iterator[Hub]:
+    """A hub on a free port of the loopback, until the block ends; then nobody answers there."""
+    hub = Hub(repositories)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            hub.asked.append(f"{self.command} {self.path}")
+            status, headers, body = hub.answer(self.path, self.headers["Authorization"])
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        hub.port = server.server_port
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, folder: Path, port: int) -> None:
+    """Point the hub's client at a port of the loopback, with its cache in a folder and no token of the user's."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    endpoint = f"http://127.0.0.1:{port}"
+    # Read from the environment when the client is imported, so a changed environment would say nothing.
+    for name, value in {
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_CACHE": str(folder / "cache"),
+        "HF_TOKEN_PATH": str(folder / "token"),
+        "ENDPOINT": endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+    }.items():
+        monkeypatch.setattr(constants, name, value)
