@@ -58,8 +58,8 @@ def _refusal(path: str) -> str | None:
     try:
         get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=_ANSWER_TIMEOUT_S)
     except GatedRepoError:
-        page = f"{constants.ENDPOINT}/{path}"
-        return f"the hub gives it to selected users alone. Ask for access on {page}, then log in (hf auth login, or HF_TOKEN)"
+        where = f"{constants.ENDPOINT}/{path}"
+        return f"the hub gives it to selected users alone. Ask for access on {where}, then log in (hf auth login)"
     except (RepositoryNotFoundError, EntryNotFoundError) as error:
         told = type(error).__name__
         return f"the hub has no such model ({told}). Check the name, log in if it is private (hf auth login)"

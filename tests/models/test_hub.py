@@ -74,7 +74,7 @@ def test_a_model_that_the_hub_does_not_give(reach: Reach, monkeypatch: pytest.Mo
         for name, words in (
             (
                 "somebody/gated",
-                rf"to selected users alone\. Ask for access on {hub.endpoint}/somebody/gated, .*HF_TOKEN",
+                rf"to selected users alone\. Ask for access on {hub.endpoint}/somebody/gated, then log in",
             ),
             ("somebody/empty", r"the hub has no such model \(.*EntryNotFoundError\)"),
             ("nobody/nothing", r"the hub has no such model \(RepositoryNotFoundError\)\. Check the name"),

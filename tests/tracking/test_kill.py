@@ -12,6 +12,7 @@ import psutil
 from rlcore.config import RunConfig
 from rlcore.tracking import sync_run
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Commit, last_attempt, read_acts
+from rlcore.tracking.carrier import delivery_lock
 from rlcore.tracking.state import read_state
 from tests.tracking.conftest import wait_until
 from tests.tracking.reading import attempt_run, client_of, journal_points, main_run, points, values
@@ -56,6 +57,7 @@ class Trainer:
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
         )
+        self.run_dir = run_dir
         self.checkpoint = checkpoint
 
     def run_until(self, step: int) -> None:
@@ -67,13 +69,16 @@ class Trainer:
                 return
 
     def kill(self, *, whole_group: bool) -> tuple[int, int]:
-        """End it; the last checkpoint that it published."""
+        """End it, and see it end; the last checkpoint that it published."""
         if whole_group:
             os.killpg(self.process.pid, signal.SIGKILL)
         else:
             self.process.kill()
         self.run_until(10**9)
         self.process.communicate()
+        if whole_group:  # a process that was sent SIGKILL holds its lock until the kernel has torn it down
+            with delivery_lock(self.run_dir, wait_s=120.0):
+                pass
         return self.checkpoint
 
 
