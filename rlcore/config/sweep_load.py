@@ -85,7 +85,7 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
 
     Args:
         source: a name in `conf/sweep`, or the path of a file that ends in .yaml.
-        overrides: settings that all points share, beyond those in the file.
+        overrides: settings that all points share; one that the file has too goes before the file's.
         budget: what it says replaces what the file says.
 
     Raises:
@@ -98,7 +98,8 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
     if spec.experiment is not None and spec.experiment.endswith(FILE_ENDINGS):
         # Whoever works on its runs may stand elsewhere.
         spec = spec.model_copy(update={"experiment": str(Path(spec.experiment).absolute())})
-    shared = (*spec.overrides, *overrides)
+    replaced = {_key(text) for text in overrides}
+    shared = (*(text for text in spec.overrides if _key(text) not in replaced), *overrides)
     _stop_if(checks.of_search(spec))
     points = points_of(spec)
     _stop_if([*checks.of_keys(spec, points), *checks.of_seeds(spec, shared)])
@@ -106,8 +107,9 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
     swept = {key for point in checked for key in point}
     judged = judge_settings([shared, *([*shared, *written(point)] for point in checked)], experiment=spec.experiment)
     (base, problems), of_points = judged[0], judged[1:]
-    taken = [text.partition("=")[0].lstrip("+~") for text in shared]
-    given = [Problem(key, "is swept, and given for all points", key, "Keep one") for key in taken if key in swept]
+    given = [
+        Problem(key, "is swept, and given for all points", key, "Keep one") for key in map(_key, shared) if key in swept
+    ]
     _stop_if([*given, *problems])
     _stop_if(checks.of_points(checked, [found for _, found in of_points]))
     configs = [config for config, _ in of_points]
@@ -115,6 +117,10 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
     doubled = [] if spec.optuna is not None else checks.twice(points, configs)
     _stop_if([*doubled, *checks.of_metric(spec, configs), *checks.of_rungs(spec, rungs, configs)])
     return Sweep(spec, shared, base, tuple(points), rungs)
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
 
 
 def _stop_if(problems: Iterable[Problem]) -> None:

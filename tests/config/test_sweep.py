@@ -43,6 +43,15 @@ def test_each_sweep_in_conf_is_sound_and_says_its_command(name):
     assert first == f"# millrace sweep {name}"
 
 
+def test_settings_of_the_command_go_before_those_of_the_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    shared = "overrides: [trainer.total_steps=8, optim.grad_clip=2]"
+    file.write_text(f"name: mine\nexperiment: debug\n{shared}\ngrid: {{optim.lr: [1e-3]}}\n")
+    swept = load_sweep(str(file), ["trainer.total_steps=4"])
+    assert swept.overrides == ("optim.grad_clip=2", "trainer.total_steps=4")
+    assert swept.base.trainer.total_steps == 4
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

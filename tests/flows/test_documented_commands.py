@@ -1,0 +1,178 @@
+"""What README, docs, conf/ and the help tell people to type is parsed, composed and planned, so that it stays true."""
+
+import json
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from data.hub import commit_of
+from flows.cli import EXIT_WRONG_SETTINGS, app, exit_code
+from rlcore.config.compose import load_config
+from rlcore.config.sweep_load import load_sweep
+from tests.hub_server import Repository, serving, use_hub
+from tests.models.tiny import CONFIGS
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = (*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"))
+# The changelog says what was.
+PAGES_NOW = sorted(page for page in PAGES if page.name != "CHANGELOG.md")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"(?:[A-Z_]+=\S+ +)?(?:\.venv/bin/)?((?:millrace|make|prefect|python -m)(?: .*)?)")
+# What stands for something of the reader's own, and what a test has in its place.
+STANDS_FOR = {
+    "/path/to/a/transformers/directory": "model",
+    "/path/to/folder": "rows",
+    "=MODEL": "=model",
+    "=GSM8K": "=rows",
+    "model.path=...": "model.path=model",
+    "experiment=<path>": "experiment=mine.yaml",
+    "<run id>": "some-run",
+    " ...": "",
+}
+WRONG_ON_PURPOSE = "trainer.totl_steps"
+
+
+def commands_of(page: Path) -> Iterator[str]:
+    """Command lines of a page: lines of its blocks, and what stands between backticks."""
+    text = page.read_text(encoding="utf-8")
+    for language, block in BLOCK.findall(text):
+        if language == "":
+            yield from block.replace("\\\n", " ").splitlines()
+    for span in re.findall(r"`([^`]+)`", BLOCK.sub("", text)):
+        yield " ".join(span.split())
+
+
+def examples_of(command: Any) -> Iterator[str]:
+    """Commands at the end of each help text."""
+    yield from (command.epilog or "").splitlines()
+    for one in getattr(command, "commands", {}).values():
+        yield from examples_of(one)
+
+
+def documented(program: str) -> list[str]:
+    """Each command line of a program that is written anywhere, once."""
+    first_lines = (
+        file.read_text().splitlines()[0].lstrip("# ") for file in sorted(REPOSITORY.glob("conf/experiment/*.yaml"))
+    )
+    pages = (line for page in PAGES_NOW for line in commands_of(page))
+    lines = (*pages, *first_lines, *examples_of(typer.main.get_command(app)))
+    found = (match[1] for line in lines if (match := COMMAND.fullmatch(line.strip())))
+    plain = (" ".join(re.sub(r" #.*| --dry-run", "", line).split()) for line in found)
+    return list(dict.fromkeys(line for line in plain if line.split()[0] == program))
+
+
+def words_of(line: str) -> list[str]:
+    for name, own in STANDS_FOR.items():
+        line = line.replace(name, own)
+    return shlex.split(line)[1:]
+
+
+def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The command's name and what it is given. Whatever it does not know ends in an error of the parser."""
+    command: Any = typer.main.get_command(app)
+    left = list(words)
+    while children := getattr(command, "commands", {}):
+        command = children[left.pop(0)]
+    return command.name, command.make_context(command.name, left).params
+
+
+@pytest.fixture(scope="module")
+def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages speak of: their own files, a model, rows, a task."""
+    folder = tmp_path_factory.mktemp("reader")
+    for page in PAGES_NOW:
+        for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+            first = block.partition("\n")[0]
+            if language in ("python", "yaml") and (name := re.fullmatch(r"# .*?([\w/]+\.(?:py|yaml))", first)):
+                (folder / name[1]).parent.mkdir(exist_ok=True)
+                (folder / name[1]).write_text(block)
+            elif first.startswith("# millrace sweep"):
+                (folder / "my_sweep.yaml").write_text(block)
+    shutil.copy(REPOSITORY / "data" / "multiplication.py", folder / "my_task.py")
+    config = CONFIGS["qwen2-tied"]()
+    config.max_position_embeddings, config.hidden_size = 4_096, 128  # heads of 32, which vLLM knows
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"?": 0, "end": 1}, unk_token="?")),
+        unk_token="?",
+        eos_token="end",
+        chat_template="{{ messages[0].content }}",
+    ).save_pretrained(folder / "model")
+    (folder / "rows").mkdir()
+    for split in ("train", "test"):
+        row = {"q": f"What is 12 * 12, {split}?", "a": "144", "question": f"{split}?", "answer": "#### 144"}
+        (folder / "rows" / f"{split}.jsonl").write_text(json.dumps(row))
+    return folder
+
+
+@pytest.fixture
+def as_a_reader(readers_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """In that folder, with a hub that has the published data."""
+    monkeypatch.chdir(readers_folder)
+    monkeypatch.syspath_prepend(str(readers_folder))
+    modules = set(sys.modules)
+    commit_of.cache_clear()
+    with serving({"datasets/openai/gsm8k": Repository({"a" * 40: {}}, {"main": "a" * 40})}) as hub:
+        use_hub(monkeypatch, tmp_path, hub.port)
+        yield
+    commit_of.cache_clear()
+    for name in set(sys.modules) - modules:
+        if name.partition(".")[0] in ("my_task", "my_reward", "my_lab"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("line", documented("millrace"))
+@pytest.mark.usefixtures("as_a_reader")
+def test_a_documented_command_is_understood_and_can_be_planned(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = words_of(line)
+    if words in ([], ["--help"], ["--version"]):
+        return
+    name, given = parsed(words)
+    if name == "sweep":
+        load_sweep(given["spec"], given["settings"] or ())
+        return
+    settings = given.get("settings")
+    if not settings:
+        return
+    code = exit_code(lambda: app(["train", *settings, "--dry-run"]))
+    told = capsys.readouterr().err
+    if WRONG_ON_PURPOSE in line:
+        assert code == EXIT_WRONG_SETTINGS
+        assert "Did you mean trainer.total_steps?" in told
+    else:
+        assert code == 0, told
+        assert "has no effect" not in told
+
+
+def test_every_target_of_make_is_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    asked = {words_of(line)[0] for line in documented("make") if words_of(line)}
+    assert asked >= {"demo", "test", "check"}
+    assert asked <= targets
+
+
+def test_every_module_that_is_started_by_name_is_there() -> None:
+    asked = {words_of(line)[1] for line in documented("python")}
+    assert [name for name in asked if find_spec(name) is None] == []
+
+
+def test_every_deployment_that_is_named_is_there_and_takes_the_settings() -> None:
+    deployments = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
+    by_name = {f"{one['entrypoint'].rpartition(':')[2].replace('_', '-')}/{one['name']}": one for one in deployments}
+    for line in documented("prefect"):
+        words = words_of(line)
+        for name in (word for word in words if re.fullmatch(r"[a-z-]+/[a-z-]+", word)):
+            assert name in by_name, line
+            for override in (word.removeprefix("overrides=") for word in words if word.startswith("overrides=")):
+                load_config(json.loads(override), experiment=by_name[name]["parameters"]["experiment"])
