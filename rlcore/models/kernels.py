@@ -89,11 +89,13 @@ def _missing(name: Backend) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """A kernel, the module that it is of, and its sentinel for an unbounded window."""
+    """A kernel, the module that it is of, its sentinel for an unbounded window, and whether it has `enable_gqa` for
+    grouped heads (torch's from 2.12 on)."""
 
     function: Callable[..., Any]
     module: str
     no_window: Any
+    takes_groups: bool
 
 
 # Filled by `choose_attention`. A plain table and no cached function: the compiler looks through it.
@@ -109,10 +111,12 @@ def _load(name: Backend) -> None:
     else:
         module, attribute = flash_package(torch.cuda.get_device_capability()[0]), _FLASH_FUNCTION
     function = getattr(importlib.import_module(module), attribute)
-    window = inspect.signature(function).parameters.get("window_size")
+    parameters = inspect.signature(function).parameters
+    window = parameters.get("window_size")
     if module == _FLASH_4:
         function = torch.compiler.disable(function)  # the compiler cannot look into another compiler's work
-    _KERNELS[name] = _Kernel(function, module, None if window is None else window.default)
+    no_window = None if window is None else window.default
+    _KERNELS[name] = _Kernel(function, module, no_window, takes_groups="enable_gqa" in parameters)
 
 
 def flash_package(capability: int) -> str:
@@ -179,17 +183,12 @@ def torch_varlen(
 ) -> Float[Tensor, "T Hq D"]:
     """Causal attention inside each sequence by `torch.nn.attention.varlen`."""
     kernel = _KERNELS["varlen"]
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    if key.shape[1] != query.shape[1]:
+        if kernel.takes_groups:
+            options["enable_gqa"] = True
+        else:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     bounds, longest = layout.cu_seqlens, layout.max_seqlen
-    out = kernel.function(
-        query,
-        key,
-        value,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        scale=scale,
-        enable_gqa=key.shape[1] != query.shape[1],
-        window_size=(-1 if window is None else window - 1, 0),
-    )
-    return cast(Tensor, out)
+    return cast(Tensor, kernel.function(query, key, value, bounds, bounds, longest, longest, **options))
