@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ PACKAGES = ("conf", "data", "flows", "rlcore")
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the wheel holds. It is built of a copy: setuptools writes beside the sources."""
+    if int(version("setuptools").partition(".")[0]) < 77:
+        pytest.skip("setuptools is older than pyproject.toml asks for: no wheel is built without a network")
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
