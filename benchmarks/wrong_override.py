@@ -15,11 +15,13 @@ import sys
 import tempfile
 import time
 import urllib.request
+from base64 import b64encode
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from flows.server.secret import login_of
 from flows.stack.control import down, up
 from flows.stack.state import read_stack
 
@@ -30,20 +32,21 @@ NUM_RUNS = 3
 WAIT_S = 300.0
 
 
-def ask(url: str, body: Mapping[str, Any] | None = None) -> Any:
+def ask(url: str, login: str, body: Mapping[str, Any] | None = None) -> Any:
     """A request to Prefect's API."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    basic = f"Basic {b64encode(login.encode()).decode()}"
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", "Authorization": basic})
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)
 
 
-def failed_run(api: str, deployment: str) -> dict[str, Any]:
+def failed_run(api: str, login: str, deployment: str) -> dict[str, Any]:
     """A run with the wrong override, once it has ended."""
-    made = ask(f"{api}/deployments/{deployment}/create_flow_run", {"parameters": {"overrides": [WRONG]}})
+    made = ask(f"{api}/deployments/{deployment}/create_flow_run", login, {"parameters": {"overrides": [WRONG]}})
     deadline = time.monotonic() + WAIT_S
     while True:
-        run: dict[str, Any] = ask(f"{api}/flow_runs/{made['id']}")
+        run: dict[str, Any] = ask(f"{api}/flow_runs/{made['id']}", login)
         if run["state_type"] in ("FAILED", "COMPLETED", "CRASHED"):
             return run
         if time.monotonic() > deadline:
@@ -68,8 +71,9 @@ def main() -> None:
             up(root, say=print)
         try:
             api = read_stack(root).prefect_api_url
-            deployment = ask(f"{api}/deployments/name/pipeline/debug")["id"]
-            runs = [failed_run(api, deployment) for _ in range(NUM_RUNS)]
+            login = login_of(root)
+            deployment = ask(f"{api}/deployments/name/pipeline/debug", login)["id"]
+            runs = [failed_run(api, login, deployment) for _ in range(NUM_RUNS)]
         finally:
             if given is None:
                 down(root, say=print)

@@ -10,11 +10,12 @@ from shlex import quote
 
 import psutil
 
+from flows.server.secret import how_to_log_in, login_of, mlflow_client
 from flows.server.tether import tethered
 from flows.shown.summary import beside_python
 from flows.stack.databases import Databases
 from flows.stack.ports import is_free
-from flows.stack.recipes import mlflow_recipe
+from flows.stack.recipes import Recipe, mlflow_recipe
 from flows.stack.services import answers, wait_until_ready
 from flows.stack.state import Service, StackState, read_stack
 from flows.work import upkeep
@@ -25,6 +26,7 @@ from flows.work.stack_store import tracking_in_stack
 from flows.work.upkeep import Outcome
 from rlcore.config import TrackingConfig
 from rlcore.errors import MillraceError
+from rlcore.tracking import MlflowStore
 from rlcore.tracking.connection import has_store
 from rlcore.tracking.store import LOCAL_UI
 
@@ -83,7 +85,8 @@ def ui(root: Path, port: int | None) -> None:
     root = root.resolve()
     running = _running_mlflow(root) if port is None else None
     if running is not None:
-        print(f"MLflow is up already, by millrace up: {running.url}")
+        store = MlflowStore(tracking_in_stack(TrackingConfig(), root), root)
+        print(f"MLflow is up already, by millrace up: {store.runs_url(running.url)}\nLog in with {how_to_log_in(root)}")
         return
     if port is not None and not is_free(port):
         raise MillraceError(
@@ -109,12 +112,20 @@ def ui(root: Path, port: int | None) -> None:
         wait_until_ready(
             Service(recipe.name, server.pid, born, recipe.port, recipe.url, recipe.ready_url, str(log_file))
         )
-        print(f"MLflow: {recipe.url} (until Ctrl-C; its log: {log_file})", flush=True)
+        page = _store_behind(recipe, root, databases).runs_url(recipe.url)
+        print(f"MLflow: {page} (until Ctrl-C; its log: {log_file})\nLog in with {how_to_log_in(root)}", flush=True)
         server.wait()
     except KeyboardInterrupt:
         pass
     finally:
         _end_family(server)
+
+
+def _store_behind(recipe: Recipe, root: Path, databases: Databases) -> MlflowStore:
+    if databases.mlflow_is_the_file(root):
+        return MlflowStore(TrackingConfig(), root)
+    os.environ.update(mlflow_client(login_of(root)))
+    return MlflowStore(TrackingConfig(uri=recipe.url), root)
 
 
 def _end_family(server: "subprocess.Popen[bytes]") -> None:

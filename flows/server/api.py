@@ -10,15 +10,19 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from http.client import HTTPException
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.error import HTTPError
 
 from flows.parameters import MLFLOW_PAGE
 from flows.server.database import address_in, lay_out
+from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of, new_login
 from flows.server.tether import tethered
 from flows.trainer.client import SOURCE_FOLDER
 from rlcore.errors import MillraceError
@@ -59,7 +63,7 @@ class PrefectApi:
 
 
 class LocalServer:
-    """A Prefect server that ends with this process."""
+    """A Prefect server that ends with this process. Its login is known to this process and to those that it starts."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -73,10 +77,13 @@ class LocalServer:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+        self.login = new_login()
         path = os.pathsep.join(part for part in (str(SOURCE_FOLDER), os.environ.get("PYTHONPATH", "")) if part)
         own = {
             "PREFECT_HOME": str(home),
-            "PREFECT_API_URL": self.url,
+            **self.environment,
+            SERVER_LOGIN: self.login,
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": self.url.removesuffix("/api"),
             "PYTHONPATH": path,
             "PREFECT_UI_ENABLED": "false",
             **address_in(home),
@@ -93,6 +100,11 @@ class LocalServer:
             )
         # Registered before Prefect is imported, so called after Prefect has sent its last logs and events.
         atexit.register(self.stop)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its clients need to know."""
+        return {"PREFECT_API_URL": self.url, CLIENT_LOGIN: self.login}
 
     def wait(self) -> None:
         """Until it answers.
@@ -144,13 +156,13 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
         )
         return PrefectApi(url, None)
     if stack := _recorded_stack(root):
-        os.environ["PREFECT_API_URL"] = stack.prefect_api_url
+        os.environ |= {"PREFECT_API_URL": stack.prefect_api_url, CLIENT_LOGIN: login_of(root.resolve())}
         os.environ.setdefault(MLFLOW_PAGE, stack.mlflow_url)
         return PrefectApi(stack.prefect_api_url, None)
     home = Path(os.environ.setdefault("PREFECT_HOME", str(root.resolve() / "prefect")))
     if home not in _servers:
         _servers[home] = LocalServer(home)
-    os.environ["PREFECT_API_URL"] = _servers[home].url
+    os.environ |= _servers[home].environment
     return PrefectApi(_servers[home].url, home)
 
 
@@ -184,6 +196,13 @@ def _require_answer(url: str, key: str, remedy: str) -> None:
     try:
         _ask(url, ANSWER_WAIT_S)
         theirs = _get(f"{url}/admin/version", ANSWER_WAIT_S).strip().strip(b'"').decode()
+    except HTTPError as error:
+        if error.code != HTTPStatus.UNAUTHORIZED:
+            raise MillraceError(f"{key}: {url} answers as no Prefect server does ({error}). {remedy}") from error
+        raise MillraceError(
+            f"{CLIENT_LOGIN}: the Prefect server at {url} asks for a login, and this is another one or none. `millrace "
+            f"up` prints the line that sets it; or unset {key}: then the root's stack is found, or a server is started."
+        ) from error
     except (OSError, ValueError, HTTPException) as error:
         raise MillraceError(f"{key}: no Prefect server answers at {url} ({error}). {remedy}") from error
     require_same_series(theirs, version("prefect"), f"{key}: the server at {url}")
@@ -214,8 +233,10 @@ def _ask(url: str, timeout_s: float) -> None:
 
 
 def _get(url: str, timeout_s: float) -> bytes:
-    """A page. A proxy has no business between us and the server."""
+    """A page, asked for with the environment's login. A proxy has no business between us and the server."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=timeout_s) as answer:
+    login = b64encode(os.environ.get(CLIENT_LOGIN, "").encode()).decode()
+    request = urllib.request.Request(url, headers={"Authorization": f"Basic {login}"} if login else {})
+    with opener.open(request, timeout=timeout_s) as answer:
         content: bytes = answer.read()
     return content

@@ -15,8 +15,10 @@ def main() -> None:
     import uvicorn
     from prefect.server.api.server import create_app
 
+    from flows.server.guard import Guard
+
     # ephemeral: no UI, and only the services that record runs and events.
-    app = create_app(ephemeral=True, final=True)
+    app = Guard(create_app(ephemeral=True, final=True))
     uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on")).run(sockets=[listener])
 
 

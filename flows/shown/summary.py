@@ -25,14 +25,16 @@ def summary_lines(config: RunConfig, result: "PipelineResult", api: PrefectApi |
     elif result.mlflow.url:
         lines.append(f"  MLflow   {result.mlflow.url}")
     if api is not None:
-        lines.append(f"  Prefect  {prefect_hint(api)}")
+        lines.append(f"  Prefect  {prefect_hint(api, result.run_dir.parents[1])}")
     return lines
 
 
-def prefect_hint(api: PrefectApi) -> str:
+def prefect_hint(api: PrefectApi, root: Path) -> str:
     """How to see the flow runs."""
     if api.home is None:
         return api.url.removesuffix("/api")
+    if api.home == root / "prefect":
+        return beside_python(f"millrace up --root {quote(str(root))} --workers 0")
     where = {"PREFECT_HOME": str(api.home), **address_in(api.home)}
     told = " ".join(f"{name}={quote(value)}" for name, value in where.items())
     return f"{told} {beside_python('prefect server start')}"

@@ -2,18 +2,27 @@
 
 import sys
 from pathlib import Path
+from shlex import quote
 
+from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, how_to_log_in
 from flows.shown.summary import beside_python
 from flows.stack import control
+from flows.work.stack_store import stack_store
+from rlcore.config import TrackingConfig
+from rlcore.tracking import MlflowStore
 
 
 def up(root: Path, wishes: control.Wishes) -> None:
     """Start, then say where everything is."""
     state = control.up(root, wishes=wishes, say=_say)
-    print(f"\nPrefect   {state.prefect_api_url.removesuffix('/api')}\nMLflow    {state.mlflow_url}")
+    root = root.resolve()
+    secret = root / SECRET_FILE
+    runs_page = MlflowStore(TrackingConfig(uri=stack_store(root)), root).runs_url(state.mlflow_url)
+    print(f"\nPrefect   {state.prefect_api_url.removesuffix('/api')}\nMLflow    {runs_page}")
+    print(f"Log in    with {how_to_log_in(root)}")
     if (head := state.service("ray")) is not None:
         print(f"Ray       {head.url} (runtime=ray runtime.ray_address={head.url})")
-    print(f"\nexport PREFECT_API_URL={state.prefect_api_url}")
+    print(f'\nexport PREFECT_API_URL={state.prefect_api_url} {CLIENT_LOGIN}="$(cat {quote(str(secret))})"')
     print(beside_python("prefect deployment run pipeline/countdown-demo --watch"))
 
 

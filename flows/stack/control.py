@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -14,6 +14,7 @@ from flows.server.database import PREFECT_DATABASE
 from flows.stack.databases import MLFLOW_DATABASE, Databases, require_same, without_passwords
 from flows.stack.ports import listens
 from flows.stack.recipes import (
+    SERVE,
     Recipe,
     mlflow_recipe,
     prefect_environment,
@@ -54,6 +55,8 @@ class Wishes:
 def up(root: Path, *, ray: bool = False, workers: int = 1, say: Say, wishes: Wishes | None = None) -> StackState:
     """Start what is not running, apply the deployments, and wait until each answers. Safe to call again.
 
+    Where that fails, what this call has started is ended again; what ran before it goes on.
+
     Raises:
         MillraceError: a service does not start; says why, with the end of its log.
     """
@@ -71,6 +74,16 @@ def up(root: Path, *, ray: bool = False, workers: int = 1, say: Say, wishes: Wis
 def _up(root: Path, wishes: Wishes, databases: Databases, say: Say) -> StackState:
     state = _with_databases(_of_this_version(root, read_stack(root)), databases)
     _require_ports(root, state, wishes)
+    _require_guards(root, state)
+    ran_before = _running(state)
+    try:
+        return _started(root, state, wishes, databases, say)
+    except BaseException:
+        _end(_running(read_stack(root)) - ran_before, say)
+        raise
+
+
+def _started(root: Path, state: StackState, wishes: Wishes, databases: Databases, say: Say) -> StackState:
     state = _ensure(root, state, "prefect", partial(prefect_recipe, root, databases, wishes.prefect_port, say), say)
     state = replace(state, prefect_api_url=f"{_url(state, 'prefect')}/api", prefect_version=version("prefect"))
     state = _ensure(root, state, "mlflow", partial(mlflow_recipe, root, databases, wishes.mlflow_port, say), say)
@@ -92,12 +105,7 @@ def down(root: Path, *, say: Say) -> None:
     """
     root = root.resolve()
     with HeldLock(root / "stack.lock", what=f"the stack of {root}", wait_s=LOCK_WAIT_S):
-        for service in sorted(read_stack(root).services, key=_end_order):
-            process = service.process()
-            if process is None:
-                continue
-            (end_worker if _is_worker(service) else end_server)(process)
-            say(f"{service.name} (process {service.pid}) has ended")
+        _end(_running(read_stack(root)), say)
 
 
 def status(root: Path) -> list[tuple[Service, str]]:
@@ -115,6 +123,17 @@ def status(root: Path) -> list[tuple[Service, str]]:
 
 
 # ---------------------------------------------------------------------- parts
+
+
+def _running(state: StackState) -> set[Service]:
+    return {service for service in state.services if service.process() is not None}
+
+
+def _end(services: Iterable[Service], say: Say) -> None:
+    for service in sorted(services, key=_end_order):
+        if (process := service.process()) is not None:
+            (end_worker if _is_worker(service) else end_server)(process)
+            say(f"{service.name} (process {service.pid}) has ended")
 
 
 def _of_this_version(root: Path, state: StackState) -> StackState:
@@ -141,6 +160,18 @@ def _require_ports(root: Path, state: StackState, wishes: Wishes) -> None:
             f"--{name}-port {port}: {name} is up already at {service.url}, and keeps its port. `millrace down --root "
             f"{quote(str(root))}` first, or leave the port out."
         )
+
+
+def _require_guards(root: Path, state: StackState) -> None:
+    """Millrace 0.1.0 began with servers that any web page could command; one of those may still be up."""
+    for name in ("prefect", "mlflow"):
+        service = state.service(name)
+        process = None if service is None else service.process()
+        if process is not None and SERVE not in process.cmdline():
+            raise MillraceError(
+                f"{name} is up (process {process.pid}) and asks nobody for a login: another Millrace has started it. "
+                f"`millrace down --root {quote(str(root))}`, then `millrace up` again."
+            )
 
 
 def _with_databases(state: StackState, databases: Databases) -> StackState:

@@ -9,11 +9,12 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
 from prefect.client.schemas.objects import StateType, WorkPool, WorkQueue
 from prefect.events.actions import ChangeFlowRunState
@@ -31,6 +32,14 @@ from flows.trainer.client import SOURCE_FOLDER
 from rlcore.config.compose import experiment_names
 from rlcore.errors import MillraceError
 
+DEPLOYMENTS = Path(__file__).with_name("prefect.yaml")
+JOB: dict[str, Any] = {
+    # The worker's folder; else a temporary one, which a killed worker leaves.
+    "job_configuration": {"working_dir": "."},
+    "variables": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+"""How the worker starts a flow run: by Prefect's own command, in its own environment. A job variable is refused: by
+default one may name another command, other variables of the environment or another folder."""
 QUEUES: dict[str, int | None] = {"training": 1, "control": None}
 """Flow runs at a time. One training for each group of GPUs that this host has; raise it with `prefect work-queue`."""
 LOST_AFTER = timedelta(seconds=90)
@@ -59,7 +68,7 @@ def main() -> None:
     for name in recovered:
         _say(f"flow run {name} had lost its process; it is scheduled again")
     for name in strangers:
-        _say(f"deployment {name} is not in prefect.yaml any more; `prefect deployment delete '{name}'` takes it away")
+        _say(f"deployment {name} is in {DEPLOYMENTS.name} no more; `prefect deployment delete '{name}'` takes it away")
     _say(f"deployments are up to date in work pool {pool.name}")
 
 
@@ -68,18 +77,18 @@ def _say(text: str) -> None:
 
 
 def _deployments() -> list[dict[str, Any]]:
-    """What `prefect.yaml` lists.
+    """What the file lists.
 
     Raises:
         MillraceError: a deployment's experiment is not in `conf/experiment`.
     """
-    listed: list[dict[str, Any]] = yaml.safe_load((SOURCE_FOLDER / "prefect.yaml").read_text())["deployments"]
+    listed: list[dict[str, Any]] = yaml.safe_load(DEPLOYMENTS.read_text())["deployments"]
     known = experiment_names()
     for one in listed:
         experiment = one.get("parameters", {}).get("experiment")
         if experiment is not None and experiment not in known:
             raise MillraceError(
-                f"prefect.yaml: deployment {one['name']!r} of {one['entrypoint']}: experiment={experiment} is no file "
+                f"{DEPLOYMENTS}: deployment {one['name']!r} of {one['entrypoint']}: experiment={experiment} is no file "
                 f"in conf/experiment; there is {', '.join(known)}. Take the deployment out, or bring the file back."
             )
     return listed
@@ -100,9 +109,10 @@ def _strangers(client: SyncPrefectClient, wanted: list[dict[str, Any]]) -> list[
 def _ensure_pool(client: SyncPrefectClient) -> WorkPool:
     """A pool of processes on this host."""
     try:
-        return client.read_work_pool(POOL)
+        client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=JOB))
     except ObjectNotFound:
-        return client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=JOB))
+    return client.read_work_pool(POOL)
 
 
 def _ensure_queue(client: SyncPrefectClient, name: str, limit: int | None) -> WorkQueue:
@@ -134,7 +144,8 @@ def _ensure_automation(client: SyncPrefectClient) -> None:
 
 
 def _deploy() -> None:
-    subprocess.run([sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"], cwd=SOURCE_FOLDER, check=True)
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS)]
+    subprocess.run(command, cwd=SOURCE_FOLDER, check=True)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,17 @@ from pathlib import Path
 from flows.parameters import MLFLOW_PAGE
 from flows.server.api import QUIET
 from flows.server.database import PREFECT_DATABASE
+from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of
 from flows.stack.databases import MLFLOW_DATABASE, Databases
 from flows.stack.ports import LOOPBACK, described_listener, free_port, is_free
+from flows.stack.serve import MLFLOW_ARTIFACTS, MLFLOW_LOGIN
 from flows.stack.state import StackState
 from flows.trainer.client import SOURCE_FOLDER
-from flows.work.stack_store import TRACKING_URI
+from flows.work.stack_store import STACK
 from rlcore.errors import MillraceError
 
 POOL = "millrace"
+SERVE = "flows.stack.serve"
 RAY_ON_LOOPBACK = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # By default Ray takes 127.0.0.1 for the host's address in the network, where this head does not listen.
@@ -69,30 +72,36 @@ def prefect_recipe(
     port = _port_of(state, "prefect", say, default=4200, wanted=port)
     url = f"http://{LOOPBACK}:{port}"
     environment = prefect_environment(root, f"{url}/api") | {
+        SERVER_LOGIN: login_of(root),
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": url,
+        "PREFECT_UI_API_URL": "/api",  # of the page's own origin, whatever tunnel it came through
         # Without it a slot of a holder that was killed stays taken for ever once the server is started anew.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         PREFECT_DATABASE: databases.prefect,
     }
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", LOOPBACK, "--port", str(port)]
-    return Recipe("prefect", tuple(command), environment, port, url, f"{url}/api/health")
+    return Recipe("prefect", _serve("prefect", port), environment, port, url, f"{url}/api/health")
 
 
 def mlflow_recipe(
     root: Path, databases: Databases, port: int | None, say: Callable[[str], None], state: StackState
 ) -> Recipe:
-    """MLflow's server. Its database is told by the environment: a command line is seen by everybody."""
+    """MLflow's server and pages."""
     port = _port_of(state, "mlflow", say, default=5000, wanted=port)
     url = f"http://{LOOPBACK}:{port}"
-    command = [sys.executable, "-m", "mlflow", "server", "--host", LOOPBACK, "--port", str(port), "--workers", "1"]
-    # As a URI: of a plain path MLflow would take %41 for an A.
-    command += ["--artifacts-destination", (root / "mlartifacts").as_uri()]
-    # Its job runners take 2 GB and half a minute to start, and nothing here uses them.
     environment = {
+        MLFLOW_LOGIN: login_of(root),
+        MLFLOW_DATABASE: databases.mlflow,
+        # As a URI: of a plain path MLflow would take %41 for an A.
+        MLFLOW_ARTIFACTS: (root / "mlartifacts").as_uri(),
+        # Its job runners take 2 GB and half a minute to start, and nothing here uses them.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        MLFLOW_DATABASE: databases.mlflow,
     }
-    return Recipe("mlflow", tuple(command), environment, port, url, f"{url}/health")
+    return Recipe("mlflow", _serve("mlflow", port), environment, port, url, f"{url}/health")
+
+
+def _serve(name: str, port: int) -> tuple[str, ...]:
+    return (sys.executable, "-m", SERVE, name, str(port))
 
 
 def ray_recipe(say: Callable[[str], None], state: StackState) -> Recipe:
@@ -124,7 +133,7 @@ def worker_recipe(
     if state.service("ray") is not None:
         environment |= RAY_ON_LOOPBACK
     if not databases.mlflow_is_the_file(root):
-        environment[TRACKING_URI] = state.mlflow_url
+        environment[STACK] = str(root)
     return Recipe(name, tuple(command), environment, port, "", f"http://{LOOPBACK}:{port}/health")
 
 
@@ -135,5 +144,6 @@ def prefect_environment(root: Path, api_url: str) -> dict[str, str]:
         "PREFECT_HOME": str(root / "prefect"),
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(root / "prefect" / "storage"),  # does not follow PREFECT_HOME
         "PREFECT_API_URL": api_url,
+        CLIENT_LOGIN: login_of(root),
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",
     }

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flows.work.open_run import FLOW_LOCK
-from flows.work.stack_store import stack_store
+from flows.work.stack_store import log_in, stack_store
 from rlcore.checkpoint.manage import plan_prune
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig, TrackingConfig
@@ -73,7 +73,7 @@ def _synced(folder: Path, uri: str | None) -> Outcome:
     if not has_begun(folder):
         return Outcome(folder.name, "has not begun", ok=True)
     try:
-        result = sync_run(folder, uri or _store_in_stack(folder))
+        result = sync_run(folder, log_in(uri, folder.parents[1]) if uri else _store_in_stack(folder))
     except TrackingError as error:
         if "in use by" in str(error):
             return Outcome(folder.name, "is being delivered by another process", ok=True)
@@ -89,7 +89,10 @@ def _store_in_stack(folder: Path) -> str | None:
         named = RunConfig.model_validate_json((folder / "settings.json").read_bytes()).tracking.uri
     except (OSError, ValueError):  # settings of another version: `attempts.jsonl` says where it goes
         return None
-    return None if named is not None else stack_store(folder.parents[1])
+    if named is None:
+        return stack_store(folder.parents[1])
+    log_in(named, folder.parents[1])
+    return None
 
 
 def collect_garbage(root: Path, tracking: TrackingConfig, *, dry_run: bool) -> list[Outcome]:

@@ -23,4 +23,9 @@ def explain(error: BaseException, uri: str) -> str:
         return f"{where}: the database is locked by another process for longer than 20 s"
     if any(word in text for word in ("Max retries exceeded", "Connection refused", "Connection aborted", "timed out")):
         return f"{where}: the server cannot be reached or does not answer ({type(error).__name__})"
+    if "error code 401" in text:
+        return (
+            f"{where}: the server asks for a login, which is another one or none. Set MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD; that of `millrace up` is in stack-secret under its root"
+        )
     return f"{where}: {type(error).__name__}: {text[:300]}"

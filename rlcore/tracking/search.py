@@ -9,7 +9,7 @@ from rlcore.errors import TrackingError
 from rlcore.tracking.failures import explain
 from rlcore.tracking.lineage import RUN_ID_TAG
 from rlcore.tracking.state import read_state
-from rlcore.tracking.store import LOCAL_UI, MlflowStore
+from rlcore.tracking.store import LOCAL_UI, TRAINING_VIEW, MlflowStore
 
 MOST_RUNS = 1_000
 
@@ -44,7 +44,7 @@ def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOC
     """MLflow's page that compares runs. On sqlite it is the page under `ui`, where `millrace ui` serves it."""
     runs = quote(json.dumps(list(mlflow_run_ids)))
     experiments = quote(json.dumps([store.ensure_experiment()]))
-    return f"{store.page_root(ui)}/#/compare-runs?runs={runs}&experiments={experiments}"
+    return f"{store.page_root(ui)}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING_VIEW}"
 
 
 def known_mlflow_run(run_dir: Path) -> str | None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TRAINING_VIEW = "workflowType=machine_learning"
+"""Of a page of MLflow 3.17: with the tables and curves of training. Without it a page has those of its GenAI view."""
 LOCAL_UI = "http://127.0.0.1:5000"
 """Where a store without a server of its own has its pages, if somebody serves them (`millrace ui`, `millrace up`)."""
 
@@ -283,7 +285,11 @@ class MlflowStore:
 
     def run_url(self, run_id: str, ui: str = LOCAL_UI) -> str:
         """The page of a run. On sqlite it is the page under `ui`, where `ui_command` serves it."""
-        return f"{self.page_root(ui)}/#/experiments/{self.ensure_experiment()}/runs/{run_id}"
+        return f"{self.page_root(ui)}/#/experiments/{self.ensure_experiment()}/runs/{run_id}?{TRAINING_VIEW}"
+
+    def runs_url(self, ui: str = LOCAL_UI) -> str:
+        """The page with the table of all runs."""
+        return f"{self.page_root(ui)}/#/experiments/{self.ensure_experiment()}/runs?{TRAINING_VIEW}"
 
     def page_root(self, ui: str) -> str:
         """Where MLflow's pages are: `ui` on sqlite, else the server."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +136,7 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSe
 
 def under(server: LocalServer, root: Path) -> Millrace:
     """The command line with this server."""
-    return Millrace(root, {"PREFECT_API_URL": server.url, "PREFECT_HOME": str(server.home)})
+    return Millrace(root, {**server.environment, "PREFECT_HOME": str(server.home)})
 
 
 @dataclass(frozen=True)
@@ -174,11 +175,17 @@ def bare(artifacts_root: Path) -> Millrace:
     return Millrace(artifacts_root, {})
 
 
+def basic(login: str) -> str:
+    """The header of HTTP's basic authentication."""
+    return f"Basic {b64encode(login.encode()).decode()}"
+
+
 @dataclass(frozen=True)
 class Api:
-    """Prefect's own API."""
+    """Prefect's own API, asked with the login of its server."""
 
     url: str
+    login: str
 
     def filter(self, what: str, **body: Any) -> list[dict[str, Any]]:
         """`POST /<what>/filter`."""
@@ -194,7 +201,9 @@ class Api:
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """`POST /<path>`."""
         request = urllib.request.Request(
-            f"{self.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"{self.url}/{path}",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", "Authorization": basic(self.login)},
         )
         with urllib.request.urlopen(request) as answer:
             return json.load(answer)
@@ -207,4 +216,4 @@ class Api:
 @pytest.fixture
 def api(prefect_server: LocalServer) -> Api:
     """Prefect's API."""
-    return Api(prefect_server.url)
+    return Api(prefect_server.url, prefect_server.login)

@@ -16,10 +16,12 @@ from typing import Any
 
 import psutil
 
+from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, login_of
 from flows.stack.control import Wishes, down, up
 from flows.stack.state import read_stack
 from rlcore.storage.locks import read_holder
-from tests.flows.conftest import REPOSITORY, WAIT_S, Api, journal, wait_until
+from tests.flows.conftest import REPOSITORY, WAIT_S, Api, basic, journal, wait_until
+from tests.report.chromium import Tab
 
 ENDS = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 RETRY = {"type": "SCHEDULED", "name": "AwaitingRetry"}
@@ -40,13 +42,23 @@ class Stack:
         return read_stack(self.root).prefect_api_url
 
     @property
+    def login(self) -> str:
+        """Of its servers."""
+        return login_of(self.root)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What `millrace up` prints for a shell."""
+        return {"PREFECT_API_URL": self.url, CLIENT_LOGIN: self.login}
+
+    @property
     def api(self) -> Api:
         """Prefect's filters."""
-        return Api(self.url)
+        return Api(self.url, self.login)
 
     def prefect(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """Prefect's own command line."""
-        environment = {"PREFECT_API_URL": self.url, "PREFECT_HOME": str(self.root / "prefect")}
+        environment = {**self.environment, "PREFECT_HOME": str(self.root / "prefect")}
         return subprocess.run(
             [sys.executable, "-m", "prefect", "--no-prompt", *words],
             cwd=REPOSITORY,
@@ -60,7 +72,8 @@ class Stack:
     def ask(self, path: str, body: Mapping[str, Any] | None = None, method: str | None = None) -> Any:
         """A request to Prefect's API."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", "Authorization": basic(self.login)}
+        request = urllib.request.Request(f"{self.url}/{path}", data, headers)
         request.method = method or request.get_method()
         for last in (False,) * 9 + (True,):
             try:
@@ -76,10 +89,10 @@ class Stack:
         found: dict[str, Any] = self.ask(f"deployments/name/{name}")
         return found
 
-    def start(self, name: str, environment: Mapping[str, str] | None = None, **parameters: Any) -> str:
-        """A run of a deployment, with variables in its environment; its id."""
-        wanted = {"parameters": parameters, "job_variables": {"env": environment or {}}}
-        return str(self.ask(f"deployments/{self.deployment(name)['id']}/create_flow_run", wanted)["id"])
+    def start(self, name: str, **parameters: Any) -> str:
+        """A run of a deployment; its id."""
+        made = self.ask(f"deployments/{self.deployment(name)['id']}/create_flow_run", {"parameters": parameters})
+        return str(made["id"])
 
     def run(self, run_id: str) -> dict[str, Any]:
         """A flow run."""
@@ -136,6 +149,26 @@ class Stack:
         with closing(sqlite3.connect(self.root / "mlflow.db")) as database:
             ((found,),) = database.execute(query, (self.run_dir(name).name,)).fetchall()
         return str(found)
+
+    def log_in(self, tab: Tab, path: str) -> None:
+        """Open a page of Prefect as a person does for the first time: it asks for the login, once."""
+        tab.call("Page.navigate", url=f"{self.url.removesuffix('/api')}{path}")
+        tab.wait("document.querySelector('input[type=password]') !== null")
+        tab.value("document.querySelector('input[type=password]').focus()")
+        tab.type(self.login)
+        tab.value("[...document.querySelectorAll('button')].find((one) => one.innerText.trim() === 'Login').click()")
+        tab.wait(f"location.pathname === {json.dumps(path)}")
+
+    def assert_hidden(self, *secrets: str) -> None:
+        """None of them is in a command line of a service or in a file, but for the file of the login."""
+        services = [service.process() for service in read_stack(self.root).services]
+        family = [one for found in services if found for one in (found, *found.children(recursive=True))]
+        lines = str([member.cmdline() for member in family])
+        files = [file for file in self.root.rglob("*") if file.is_file() and file.name != SECRET_FILE]
+        for secret in secrets:
+            assert secret not in lines
+            for file in files:
+                assert secret.encode() not in file.read_bytes(), f"{file} says a secret"
 
     def log(self, service: str = "worker-1") -> str:
         """What a service has written; a worker's log has its flow runs' lines."""

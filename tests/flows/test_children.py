@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.server.api import LocalServer
 from flows.sweep.children import DEPLOYMENT, Child, OnWorkers
@@ -28,7 +28,8 @@ def losing_an_answer(url: str) -> Iterator[tuple[str, list[str]]]:
         def answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             target = http.client.HTTPConnection(urlsplit(url).netloc)
-            target.request(self.command, self.path, body, {"content-type": "application/json"})
+            headers = {"content-type": "application/json", "authorization": self.headers["authorization"]}
+            target.request(self.command, self.path, body, headers)
             answer = target.getresponse()
             content = answer.read()
             target.close()
@@ -53,7 +54,7 @@ def test_a_lost_answer_makes_no_second_run_and_a_deleted_run_is_a_failed_one(
 ) -> None:
     with (
         losing_an_answer(prefect_server.url) as (url, lost),
-        temporary_settings({PREFECT_API_URL: url}),
+        temporary_settings({PREFECT_API_URL: url, PREFECT_API_AUTH_STRING: prefect_server.login}),
         get_client(sync_client=True) as client,
     ):
         flow, _, name = DEPLOYMENT.partition("/")

@@ -34,6 +34,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HOLD_PHASE", "update_actor")
         environment.setenv("HOLD_FILE", str(root / "held"))
+        environment.setenv("HOLD_SETTINGS", str(root / "hold.json"))
         environment.setenv("PYTHONPATH", str(HELD))
         (root / "held").touch()
         with stack_up(root) as stack:
@@ -122,7 +123,7 @@ def test_each_stage_runs_alone(stack: Stack) -> None:
 
 def start_sweep(stack: Stack, name: str) -> "subprocess.Popen[str]":
     """`millrace sweep --on-workers` with the stack's server."""
-    environment = {"PREFECT_API_URL": stack.url, "PREFECT_HOME": str(stack.root / "prefect")}
+    environment = {**stack.environment, "PREFECT_HOME": str(stack.root / "prefect")}
     words = [str(spec_of(stack, name)), *UNTRACKED, f"paths.root={stack.root}", "--on-workers"]
     return start([sys.executable, "-m", "flows.cli", "sweep", *words], os.environ | environment)
 
@@ -267,10 +268,11 @@ def score_of(run: Mapping[str, Any], step: int) -> float | None:
 
 def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> None:
     """The child that is called first after the retry is another one than at first."""
-    hold = {"HOLD_AFTER": "2"}  # the two steps of the first point
+    (stack.root / "hold.json").write_text(json.dumps({"HOLD_AFTER": "2"}))  # the two steps of the first point
     hold_the_next(stack)
-    run = stack.start("sweep/debug", environment=hold, spec=str(spec_of(stack, "stopped")))
+    run = stack.start("sweep/debug", spec=str(spec_of(stack, "stopped")))
     wait_until_held(stack, run)
+    (stack.root / "hold.json").unlink()
     stack.set_state(run, {"type": "CANCELLING"})
     stack.wait(run, "CANCELLED")
     wait_until(lambda: states_below(stack, run) == ["CANCELLED", "COMPLETED"], "the child in hand is over")

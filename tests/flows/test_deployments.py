@@ -12,9 +12,8 @@ from prefect.utilities.callables import parameter_schema
 from flows.stack import deploy
 from rlcore.config.compose import experiment_names, load_config
 from rlcore.errors import MillraceError
-from tests.flows.conftest import REPOSITORY
 
-DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
+DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load(deploy.DEPLOYMENTS.read_text())["deployments"]
 IDS = [f"{Path(one['entrypoint'].partition(':')[0]).stem}/{one['name']}" for one in DEPLOYMENTS]
 
 
@@ -58,9 +57,9 @@ def test_the_form_offers_experiments_and_refuses_a_negative_learning_rate() -> N
 
 def test_a_deployment_of_a_deleted_experiment_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(deploy._deployments()) == len(DEPLOYMENTS)
-    text = (REPOSITORY / "prefect.yaml").read_text()
-    (tmp_path / "prefect.yaml").write_text(text.replace("experiment: countdown_ppo_demo", "experiment: gone"))
-    monkeypatch.setattr(deploy, "SOURCE_FOLDER", tmp_path)
+    changed = tmp_path / "prefect.yaml"
+    changed.write_text(deploy.DEPLOYMENTS.read_text().replace("experiment: countdown_ppo_demo", "experiment: gone"))
+    monkeypatch.setattr(deploy, "DEPLOYMENTS", changed)
     told = r"deployment 'countdown-ppo-demo' .*experiment=gone is no file in conf/experiment; there is .*Take the"
     with pytest.raises(MillraceError, match=told):
         deploy._deployments()

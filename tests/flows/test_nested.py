@@ -9,7 +9,12 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
 from prefect.flow_engine import run_flow
-from prefect.settings import PREFECT_API_URL, PREFECT_RESULTS_PERSIST_BY_DEFAULT, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_RESULTS_PERSIST_BY_DEFAULT,
+    temporary_settings,
+)
 from prefect.states import Cancelled, Completed, Failed, Paused, Scheduled, State
 
 from flows.server.api import LocalServer
@@ -42,7 +47,11 @@ def chain() -> int:
 
 @pytest.fixture
 def client(prefect_server: LocalServer) -> Iterator[SyncPrefectClient]:
-    settings = {PREFECT_API_URL: prefect_server.url, PREFECT_RESULTS_PERSIST_BY_DEFAULT: True}
+    settings = {
+        PREFECT_API_URL: prefect_server.url,
+        PREFECT_API_AUTH_STRING: prefect_server.login,
+        PREFECT_RESULTS_PERSIST_BY_DEFAULT: True,
+    }
     with temporary_settings(settings), get_client(sync_client=True) as client:
         yield client
 

@@ -11,7 +11,7 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun, State
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.states import Running, Scheduled, Suspended
 
 from flows.server.api import LocalServer
@@ -26,7 +26,8 @@ WAITING = [sys.executable, "-c", "input()"]
 
 @pytest.fixture
 def client(prefect_server: LocalServer) -> Iterator[SyncPrefectClient]:
-    with temporary_settings({PREFECT_API_URL: prefect_server.url}), get_client(sync_client=True) as client:
+    server = {PREFECT_API_URL: prefect_server.url, PREFECT_API_AUTH_STRING: prefect_server.login}
+    with temporary_settings(server), get_client(sync_client=True) as client:
         yield client
 
 

@@ -12,6 +12,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import psutil
@@ -19,6 +20,7 @@ import pytest
 
 from flows.server.api import require_same_series
 from flows.server.database import PREFECT_DATABASE
+from flows.stack.command import up as up_command
 from flows.stack.control import Wishes, down, status, up
 from flows.stack.databases import MLFLOW_DATABASE, Databases
 from flows.stack.ports import listener
@@ -26,7 +28,8 @@ from flows.stack.recipes import prefect_recipe
 from flows.stack.services import end_server, end_worker
 from flows.stack.state import Service, StackState, read_stack, write_stack
 from rlcore.errors import MillraceError
-from tests.flows.conftest import numbers, wait_until
+from tests.flows.attempts import Attempt, told_to_a_page
+from tests.flows.conftest import WAIT_S, numbers, wait_until
 from tests.flows.serving import serving
 from tests.flows.stack import RETRY, SUSPEND, Stack, stack_up
 from tests.report.chromium import PROGRAM, open_tab
@@ -76,6 +79,23 @@ def test_a_port_that_was_asked_for_and_is_taken_is_refused_by_name(tmp_path: Pat
     with pytest.raises(MillraceError, match=rf"--prefect-port: port {busy_port} is in use by process {os.getpid()}"):
         up(tmp_path, wishes=wishes, say=print)
     assert status(tmp_path) == []
+
+
+@pytest.mark.prefect
+def test_an_up_that_fails_takes_down_what_it_has_started(tmp_path: Path, busy_port: int) -> None:
+    said: list[str] = []
+    with pytest.raises(MillraceError, match=f"--mlflow-port: port {busy_port} is in use"):
+        up(tmp_path, wishes=Wishes(mlflow_port=busy_port), say=said.append)
+    assert [text.split()[0] for text in said if text.endswith("has ended")] == ["prefect"]
+    assert {state for _, state in status(tmp_path)} == {"gone"}
+
+
+def test_a_server_that_asks_for_no_login_is_told(tmp_path: Path) -> None:
+    """One that an older Millrace has started."""
+    mine = Service("prefect", os.getpid(), psutil.Process().create_time(), 1, "http://here", "", "")
+    write_stack(tmp_path, StackState(services=(mine,)))
+    with pytest.raises(MillraceError, match=r"prefect is up .* asks nobody for a login.*millrace down"):
+        up(tmp_path, say=print)
 
 
 def test_a_recorded_port_that_somebody_else_has_by_now_is_left_to_them(tmp_path: Path, busy_port: int) -> None:
@@ -196,11 +216,13 @@ def switched_on_by_hand(stack: Stack) -> list[dict[str, Any]]:
 
 @pytest.mark.prefect
 @pytest.mark.slow
-def test_a_second_up_starts_nothing_again_and_leaves_what_people_have_switched(stack: Stack) -> None:
+def test_a_second_up_starts_nothing_again_and_leaves_what_people_have_switched(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = read_stack(stack.root)
-    said: list[str] = []
     nightly, mine = switched_on_by_hand(stack)
-    up(stack.root, say=said.append)
+    up_command(stack.root, Wishes())
+    said = capsys.readouterr().out.splitlines()
     schedules = {one["slug"]: one for one in stack.deployment("sweep/countdown-lr")["schedules"]}
     assert {slug: one["active"] for slug, one in schedules.items()} == {"nightly": True, None: True}
     assert schedules[None]["schedule"]["cron"] == mine["schedule"]["cron"]
@@ -212,6 +234,47 @@ def test_a_second_up_starts_nothing_again_and_leaves_what_people_have_switched(s
     assert len([line for line in said if "is up already" in line]) == 3
     assert [state for _, state in status(stack.root)] == ["up"] * 3
     assert all(Path(service.log).stat().st_mode & 0o077 == 0 for service in before.services)
+
+    # The one line for a shell is enough for Prefect's own commands, and says no secret.
+    (line,) = (line for line in said if line.startswith("export "))
+    assert stack.login not in "".join(said)
+    listed = [line, f"exec {quote(sys.executable)} -m prefect deployment inspect pipeline/debug"]
+    done = subprocess.run(["sh", "-c", "; ".join(listed)], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert stack.deployment("pipeline/debug")["id"] in done.stdout
+
+
+@pytest.mark.prefect
+@pytest.mark.slow
+@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the attack is not tried from a page")
+def test_no_web_page_commands_the_stack(stack: Stack, tmp_path: Path) -> None:
+    """A page of a stranger, and one whose own name resolves to this machine meanwhile (DNS rebinding)."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    proof, runs = tmp_path / "ran", stack.api.filter("flow_runs")
+    command = f"touch {proof}"
+    resolves = "--host-resolver-rules=MAP evil.example 127.0.0.1"
+    with serving(Page) as server, open_tab(tmp_path / "profile", resolves) as tab:
+        tab.call("Page.navigate", url=server.replace("127.0.0.1", "evil.example"))
+        tab.wait("location.hostname === 'evil.example' && document.readyState === 'complete'")
+        # Without CORS a browser hides the answer, which is "opaque 0" whatever it was.
+        assert set(told_to_a_page(tab, stack, command)) <= {"refused", "opaque 0"}
+
+        prefect = stack.url.removesuffix("/api").replace("127.0.0.1", "evil.example")
+        tab.call("Page.navigate", url=prefect)
+        tab.wait(f"location.origin === {json.dumps(prefect)} && document.readyState === 'complete'")
+        answers = told_to_a_page(tab, stack, command, through="evil.example")
+        assert set(answers) <= {"basic 403", "refused", "opaque 0"}, answers
+        assert "basic 403" in answers, "the browser takes it for the page's own server"
+    assert stack.api.filter("flow_runs") == runs
+    made = Attempt("GET", "/api/2.0/mlflow/experiments/get-by-name?experiment_name=evil", login=stack.login, status=404)
+    made.try_at(read_stack(stack.root).mlflow_url)
+    assert not proof.exists()
+    stack.assert_hidden(stack.login, stack.login.partition(":")[2])
 
 
 @pytest.mark.prefect
@@ -230,8 +293,7 @@ def test_the_form_refuses_a_negative_learning_rate_and_starts_a_run(stack: Stack
         def submit() -> None:
             tab.value("document.querySelector('button[type=submit]').click()")
 
-        page = f"{stack.url.removesuffix('/api')}/deployments/deployment/{stack.deployment('pipeline/debug')['id']}/run"
-        tab.call("Page.navigate", url=page)
+        stack.log_in(tab, f"/deployments/deployment/{stack.deployment('pipeline/debug')['id']}/run")
         tab.wait("document.body && document.body.innerText.includes('Answers to each prompt')")
         assert tab.value("document.querySelector('select').value") == "debug"
         fill_in("total_steps", "1")

@@ -1,6 +1,6 @@
 """Cancellation, and kills of worker and server, against a stack that is up: what docs/operations.md says of them."""
 
-import os
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,6 @@ import pytest
 
 from flows.stack.control import down, status, up
 from flows.stack.state import read_stack
-from flows.trainer.client import SOURCE_FOLDER
 from tests.flows.conftest import HELD, WAIT_S, journal, numbers, wait_until
 from tests.flows.stack import Stack, stack_up
 
@@ -30,10 +29,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A stack that is up."""
+    """A stack that is up. Its trainers stay in the phase that `hold.json` names, if there is one."""
     root = tmp_path_factory.mktemp("stops")
-    with stack_up(root) as stack:
-        yield stack
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HOLD_SETTINGS", str(root / "hold.json"))
+        environment.setenv("PYTHONPATH", str(HELD))
+        with stack_up(root) as stack:
+            yield stack
 
 
 def kill(stack: Stack, name: str) -> None:
@@ -51,10 +53,12 @@ def kill(stack: Stack, name: str) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_cancellation_in_a_phase_saves_and_leaves_nothing_behind(stack: Stack, tmp_path: Path, phase: str) -> None:
     name, held = f"in-{phase}", tmp_path / "held"
-    hold = {"HOLD_PHASE": phase, "HOLD_FILE": str(held), "PYTHONPATH": os.pathsep.join([str(HELD), str(SOURCE_FOLDER)])}
+    hold = stack.root / "hold.json"
+    hold.write_text(json.dumps({"HOLD_PHASE": phase, "HOLD_FILE": str(held)}))
     overrides = [*SHORT_CHUNKS, f"name={name}", f"runtime={PHASES[phase]}"]
-    run = stack.start("pipeline/debug", environment=hold, overrides=overrides)
+    run = stack.start("pipeline/debug", overrides=overrides)
     wait_until(held.exists, f"a trainer in {phase}")
+    hold.unlink()
     trainer, process = stack.trainer(name), stack.process_of(run)
     family = [process, *process.children(recursive=True)]
     assert trainer in family

@@ -46,7 +46,7 @@ class Series:
 @pytest.fixture(scope="module")
 def series(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Series:
     root = tmp_path_factory.mktemp("sweeps")
-    environment = {"PREFECT_API_URL": prefect_server.url, "PREFECT_HOME": str(prefect_server.home)}
+    environment = {**prefect_server.environment, "PREFECT_HOME": str(prefect_server.home)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.flows.sweep_series", str(root)],
         cwd=REPOSITORY,
@@ -87,7 +87,7 @@ def test_one_failed_child_does_not_end_a_sweep(series: Series) -> None:
 
 
 def test_children_are_child_flow_runs(series: Series) -> None:
-    api = Api(series.server.url)
+    api = Api(series.server.url, series.server.login)
     named = {"name": {"any_": ["sweep/grid"]}}
     first, again = api.filter("flow_runs", flow_runs=named, sort="START_TIME_ASC")
     assert (first["state_type"], again["state_type"]) == ("COMPLETED", "COMPLETED")
@@ -142,7 +142,8 @@ def test_the_best_points_file_is_the_experiment_that_was_run(series: Series) -> 
 
 
 def test_the_table_is_in_prefect(series: Series) -> None:
-    found = Api(series.server.url).filter("artifacts", artifacts={"key": {"any_": ["grid-sweep"]}})  # it gives 200
+    api = Api(series.server.url, series.server.login)
+    found = api.filter("artifacts", artifacts={"key": {"any_": ["grid-sweep"]}})  # it gives 200
     rows = json.loads(found[-1]["data"])
     assert len(rows) == 4
     assert {"point", "optim.lr", "algo", "reward/mean@2", "state", "step", "seed 1", "seed 2"} == set(rows[0])
@@ -273,7 +274,7 @@ def test_an_interrupted_sweep_has_saved_its_run_and_the_same_command_goes_on(ser
     stopped = ended(process)
     assert stopped.code == 75, stopped.err
     assert "Traceback" not in stopped.err
-    api = Api(series.server.url)
+    api = Api(series.server.url, series.server.login)
     (run,) = api.filter("flow_runs", flow_runs={"name": {"any_": ["sweep/stopped"]}}, sort="START_TIME_DESC", limit=1)
     children = api.filter("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [run["id"]]}})
     assert run["state_type"] == "CANCELLED"
@@ -285,7 +286,7 @@ def test_an_interrupted_sweep_has_saved_its_run_and_the_same_command_goes_on(ser
 def test_a_cancellation_reaches_a_sweep_that_no_worker_has_started(
     prefect_server: LocalServer, artifacts_root: Path
 ) -> None:
-    millrace, api = under(prefect_server, artifacts_root), Api(prefect_server.url)
+    millrace, api = under(prefect_server, artifacts_root), Api(prefect_server.url, prefect_server.login)
     process, spec = held_sweep(millrace, TRACKED)
     named = {"name": {"any_": ["sweep/stopped"]}, "state": {"type": {"any_": ["RUNNING"]}}}
     (run,) = api.filter("flow_runs", flow_runs=named)

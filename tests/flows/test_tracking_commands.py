@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from mlflow.exceptions import MlflowException
 
+from flows.server.secret import login_of, mlflow_client
 from flows.stack.databases import Databases
 from flows.stack.ports import free_port
 from flows.stack.recipes import mlflow_recipe
@@ -23,7 +25,8 @@ from flows.stack.services import end_server, start, wait_until_ready
 from flows.stack.state import StackState, write_stack
 from rlcore.config import TrackingConfig
 from rlcore.evaluation import ValidationResult
-from rlcore.tracking import MlflowStore, Tracker, mlflow_name, read_journal
+from rlcore.tracking import MlflowStore, Tracker, explain, mlflow_name, read_journal
+from tests.flows.attempts import Attempt
 from tests.flows.conftest import REPOSITORY, SMALL, WAIT_S, Finished, Millrace, Reference, ended
 from tests.report.chromium import PROGRAM, Tab, open_tab
 from tests.report.runs import write_run
@@ -58,12 +61,18 @@ def started(root: Path, *words: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", "flows.cli", *words, "--root", str(root)],
         cwd=REPOSITORY,
+        env=without_login(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+def without_login() -> dict[str, str]:
+    """Our environment, but for the login that a test's own MLflow client has."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_TRACKING_")}
 
 
 def client_of(root: Path) -> MlflowClient:
@@ -194,7 +203,7 @@ def said_by(reference: Reference, code: str, *words: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
         cwd=REPOSITORY,
-        env=os.environ | dict(reference.millrace.environment),
+        env=without_login() | dict(reference.millrace.environment),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -214,12 +223,14 @@ def test_the_flows_run_alone(synced: Path, reference: Reference) -> None:
 
 
 @pytest.fixture
-def own_store(tmp_path: Path) -> Iterator[tuple[Path, MlflowClient]]:
+def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, MlflowClient]]:
     """A root whose stack keeps its metrics in a database of its own, as with PostgreSQL, and a client of its server."""
     root, databases = tmp_path / "root", Databases("", f"sqlite:///{tmp_path / 'own.db'}")
     root.mkdir()
     recipe = mlflow_recipe(root, databases, free_port(), print, StackState())
     server = start(root, recipe)
+    for name, value in mlflow_client(login_of(root)).items():
+        monkeypatch.setenv(name, value)
     try:
         write_stack(root, StackState(mlflow_database=databases.mlflow, mlflow_url=recipe.url, services=(server,)))
         wait_until_ready(server)
@@ -231,7 +242,7 @@ def own_store(tmp_path: Path) -> Iterator[tuple[Path, MlflowClient]]:
 
 
 def test_under_a_stack_with_a_database_of_its_own_upkeep_goes_there(
-    own_store: tuple[Path, MlflowClient], reference: Reference
+    own_store: tuple[Path, MlflowClient], reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, client = own_store
     run_dir = root / "runs" / SECOND
@@ -257,9 +268,23 @@ def test_under_a_stack_with_a_database_of_its_own_upkeep_goes_there(
     run = client.get_run(found)
     assert (run.info.status, run.data.params["trainer.total_steps"]) == ("FINISHED", "2")
     assert client.get_metric_history(found, "critic/score/mean")[-1].step == 2
-    assert "nothing was missing" in millrace(root, "sync").out
     assert client.list_artifacts(deleted) == []
+    assert "nothing was missing" in millrace(root, "sync").out
+    assert "nothing was missing" in millrace(root, "sync", "--uri", client.tracking_uri).out
+    monkeypatch.delenv("MLFLOW_TRACKING_PASSWORD")
+    with pytest.raises(MlflowException) as refused:
+        client.search_experiments()
+    assert "stack-secret" in explain(refused.value, client.tracking_uri)
     assert not (root / "mlflow.db").exists(), "something looked into the file that this root does not have"
+
+    for attempt in (
+        Attempt("GET", "/", status=401),
+        Attempt("PUT", "/api/2.0/mlflow-artifacts/artifacts/x", status=401),
+        Attempt("GET", "/", login=login_of(root), host="10.evil.example", status=403),
+        Attempt("POST", "/api/2.0/mlflow/runs/search", login=login_of(root), origin="http://localhost:9", status=403),
+        Attempt("GET", "/", login=login_of(root), status=200),
+    ):
+        attempt.try_at(client.tracking_uri)
 
 
 LOAD = """
@@ -327,10 +352,13 @@ def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: 
     try:
         assert server.stdout is not None
         lines = iter(server.stdout.readline, "")  # it may say first that its usual port is taken
-        told = next((found for line in lines if (found := re.search(r"http://127\.0\.0\.1:\d+", line))), None)
+        told = next((found for line in lines if (found := re.search(r"(http://127\.0\.0\.1:\d+)\S*", line))), None)
         assert told is not None, server.communicate(timeout=WAIT_S)
         with open_tab(tmp_path / "profile") as tab:
-            run_page = f"{told[0]}/#/experiments/{first.info.experiment_id}/runs/{first.info.run_id}"
+            tab.log_in(*login_of(synced).split(":"))
+            tab.call("Page.navigate", url=told[0])
+            wait_for(tab, "Runs", "Models", reference.run_dir.name)  # the GenAI view has "Training runs" and traces
+            run_page = f"{told[1]}/#/experiments/{first.info.experiment_id}/runs/{first.info.run_id}"
             tab.call("Page.navigate", url=run_page)
             overview = wait_for(
                 tab, "Description", "Metrics (", "Parameters (", "Datasets", "Models", "Held-out reward"
@@ -346,7 +374,7 @@ def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: 
             store = MlflowStore(TrackingConfig(), synced)
             from rlcore.tracking.search import compare_url
 
-            tab.call("Page.navigate", url=compare_url(store, [first.info.run_id, second.info.run_id], told[0]))
+            tab.call("Page.navigate", url=compare_url(store, [first.info.run_id, second.info.run_id], told[1]))
             norms = [f"{round(run.data.metrics['actor/grad_norm'], 3):g}" for run in (first, second)]
             wait_for(tab, "Comparing 2 Runs", "actor/grad_norm", "trainer.total_steps", *norms)
     finally:

@@ -25,6 +25,7 @@ class Tab:
         self._socket = socket
         self._number = 0
         self.problems: list[str] = []
+        self._login: tuple[str, str] | None = None
         for domain in ("Runtime", "Page", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -40,9 +41,29 @@ class Tab:
                 url = message["params"]["request"]["url"]
                 if not url.startswith("file:"):
                     self.problems.append(f"asks for {url}")
+            if message.get("method", "").startswith("Fetch."):
+                self._let_pass(message["method"], message["params"])
             if message.get("id") == self._number:
                 assert "error" not in message, message
                 return message["result"]
+
+    def log_in(self, user: str, password: str) -> None:
+        """Answer the browser's question for a login, from now on."""
+        self._login = (user, password)
+        self.call("Fetch.enable", handleAuthRequests=True)
+
+    def _let_pass(self, method: str, params: Any) -> None:
+        """Go on with a request that waits for us; the answer to this command is not waited for."""
+        answer: dict[str, Any] = {"requestId": params["requestId"]}
+        if method == "Fetch.authRequired":
+            assert self._login is not None
+            answer["authChallengeResponse"] = {
+                "response": "ProvideCredentials",
+                "username": self._login[0],
+                "password": self._login[1],
+            }
+        command = "Fetch.continueWithAuth" if method == "Fetch.authRequired" else "Fetch.continueRequest"
+        self._socket.send(json.dumps({"id": -1, "method": command, "params": answer}))
 
     def open(self, file: Path) -> None:
         self.call("Page.navigate", url=file.as_uri())
@@ -96,12 +117,12 @@ class Tab:
 
 
 @contextmanager
-def open_tab(profile: Path) -> Iterator[Tab]:
-    """A headless browser with one tab; its end is the end of the block."""
+def open_tab(profile: Path, *options: str) -> Iterator[Tab]:
+    """A headless browser with one tab, started with more options; its end is the end of the block."""
     assert PROGRAM is not None
     arguments = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
     arguments += " --remote-debugging-port=0 --window-size=1280,900"
-    command = [PROGRAM, *arguments.split(), f"--user-data-dir={profile}", "about:blank"]
+    command = [PROGRAM, *arguments.split(), *options, f"--user-data-dir={profile}", "about:blank"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
         try:
             with connect(_address(profile, browser), max_size=None) as root:

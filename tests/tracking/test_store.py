@@ -163,7 +163,9 @@ def test_metrics_of_a_stage_without_a_journal(store: MlflowStore, run_id: str):
 
 def test_where_to_look(store: MlflowStore, run_id: str, root: Path):
     experiment = store.ensure_experiment()
-    assert store.run_url(run_id) == f"http://127.0.0.1:5000/#/experiments/{experiment}/runs/{run_id}"
+    page, view = f"http://127.0.0.1:5000/#/experiments/{experiment}/runs", "workflowType=machine_learning"
+    assert store.run_url(run_id) == f"{page}/{run_id}?{view}"
+    assert store.runs_url() == f"{page}?{view}"
     assert store.ui_command() == f"mlflow ui --backend-store-uri sqlite:///{root}/mlflow.db"
     served = MlflowStore(TrackingConfig(uri="http://127.0.0.1:1"), root)
     assert served.ui_command() is None

@@ -3,8 +3,11 @@
 Python runs this file at its start where PYTHONPATH names its folder. In a trainer of which HOLD_PHASE names a phase and
 HOLD_FILE a file, the phase is entered as ever; then the file is made, and the phase goes on once a stop was asked for.
 Where the file is there already, nothing is held. HOLD_AFTER: how many times the phase is gone through before.
+
+HOLD_SETTINGS names a file with such variables as JSON, for a stack: its worker has one environment for all runs.
 """
 
+import json
 import os
 import sys
 import time
@@ -35,5 +38,7 @@ def hold(phase_name: str, file: Path, after: int) -> None:
     Watch.phase = phase  # type: ignore[method-assign]
 
 
+if "rlcore.run.process" in sys.orig_argv and Path(os.environ.get("HOLD_SETTINGS", "")).is_file():
+    os.environ.update(json.loads(Path(os.environ["HOLD_SETTINGS"]).read_text()))
 if "rlcore.run.process" in sys.orig_argv and "HOLD_PHASE" in os.environ:
     hold(os.environ["HOLD_PHASE"], Path(os.environ["HOLD_FILE"]), int(os.environ.get("HOLD_AFTER", "0")))

@@ -1,0 +1,85 @@
+"""What stands before each of our servers on loopback, where the pages of strangers and other users reach it too."""
+
+import hmac
+from base64 import b64decode
+from binascii import Error as Base64Error
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+OUR_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+"""Names of loopback, with any port: an SSH tunnel may end at another one."""
+HEALTH = "/health"
+NOT_OURS = ("cross-site", "same-site")
+"""What a browser says in Sec-Fetch-Site of a request that a page of another host or port has caused."""
+
+
+class Guard:
+    """An ASGI application that lets requests of our own clients and pages through to another one.
+
+    It refuses a Host that is no name of loopback (a stranger's name can be made to resolve to it: DNS rebinding), what
+    a page of another origin asks for and, where `login` is given, whoever does not know it.
+
+    Args:
+        app: what is guarded.
+        login: `user:password` of HTTP's basic authentication; None where the application asks for it itself. Only
+            `/health` answers without it.
+    """
+
+    def __init__(self, app: ASGIApp, login: str | None = None) -> None:
+        self._app = app
+        self._login = login
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or hand it on."""
+        refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})  # before it is accepted: the client gets a 403
+        else:
+            await refusal(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> PlainTextResponse | None:
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
+        if len(hosts) != 1 or not is_ours(hosts[0]):
+            return PlainTextResponse("This server is known by no such name; use 127.0.0.1 or localhost.\n", 403)
+        if _is_of_another_page(headers, hosts[0]):
+            return PlainTextResponse("Pages of other origins may not ask this server.\n", 403)
+        is_health = scope["path"] == HEALTH and scope.get("method") == "GET"
+        if self._login is not None and not is_health and not _knows(headers.get("authorization", ""), self._login):
+            ask = {"WWW-Authenticate": 'Basic realm="millrace", charset="UTF-8"'}
+            return PlainTextResponse("This server asks for the login that `millrace up` tells of.\n", 401, ask)
+        return None
+
+
+def is_ours(host: str) -> bool:
+    """Whether a Host header names loopback.
+
+    >>> [is_ours(host) for host in ("127.0.0.1:4200", "LOCALHOST", "[::1]:80")]
+    [True, True, True]
+    >>> [is_ours(host) for host in ("evil.example:4200", "127.0.0.1.evil.example", "10.1", "", "[", "localhost@evil")]
+    [False, False, False, False, False, False]
+    """
+    try:
+        return urlsplit(f"//{host}").hostname in OUR_NAMES
+    except ValueError:
+        return False
+
+
+def _is_of_another_page(headers: Headers, host: str) -> bool:
+    """Whether a browser sends it for a page of another origin; not where somebody has followed a link to here."""
+    if any(origin not in (f"http://{host}", f"https://{host}") for origin in headers.getlist("origin")):
+        return True
+    return headers.get("sec-fetch-site") in NOT_OURS and headers.get("sec-fetch-mode") != "navigate"
+
+
+def _knows(authorization: str, login: str) -> bool:
+    scheme, _, given = authorization.partition(" ")
+    try:
+        return scheme.lower() == "basic" and hmac.compare_digest(b64decode(given, validate=True), login.encode())
+    except Base64Error:
+        return False

@@ -1,0 +1,51 @@
+"""Prefect's and MLflow's servers of a stack, each with our guard before it; their own commands have no place for one.
+
+    python -m flows.stack.serve prefect PORT
+    python -m flows.stack.serve mlflow PORT
+
+Everything else is told by the environment: a command line is seen by every user of the machine.
+"""
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from flows.stack.databases import MLFLOW_DATABASE
+from flows.stack.ports import LOOPBACK
+
+if TYPE_CHECKING:
+    from flows.server.guard import Guard
+
+MLFLOW_LOGIN = "MILLRACE_MLFLOW_LOGIN"
+MLFLOW_ARTIFACTS = "MLFLOW_ARTIFACTS_DESTINATION"
+
+
+def main() -> None:
+    """Serve until SIGTERM."""
+    import uvicorn
+
+    name, port = sys.argv[1:]
+    app = _mlflow() if name == "mlflow" else _prefect()
+    uvicorn.run(app, host=LOOPBACK, port=int(port), log_level="warning", lifespan="on")
+
+
+def _prefect() -> "Guard":
+    """Prefect asks for its login itself, on websockets too."""
+    from prefect.server.api.server import create_app
+
+    from flows.server.guard import Guard
+
+    return Guard(create_app(final=True))
+
+
+def _mlflow() -> "Guard":
+    """MLflow's own logins need a second database, and a hash of a password for each request."""
+    from flows.server.guard import Guard
+    from rlcore.tracking.server import mlflow_app
+
+    login = os.environ.pop(MLFLOW_LOGIN)
+    return Guard(mlflow_app(os.environ[MLFLOW_DATABASE], os.environ[MLFLOW_ARTIFACTS]), login)
+
+
+if __name__ == "__main__":
+    main()
