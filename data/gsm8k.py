@@ -3,7 +3,10 @@
 Rows from the published jsonl files, with the field's prompt and ground truth. Two readings of an answer:
 
     strict    `#### <number>` in the last 300 characters, the same digits as the reference: what the field reports
-    numeric   the last `#### <number>`, else the last number of the text; equal as a number (18.0 = 18, 1,000 = 1000)
+    numeric   the number after the last `####`, else the last number of the text; equal as a number (18.0 = 18)
+
+Both want a line that states one number (`data.stated_number`). The field's regular expressions stop at the first
+digits, and so take `18/19`, `18e5` and `18 or 19` for 18; what the strict reading takes, they take too.
 """
 
 import re
@@ -12,6 +15,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from data.rows import Message, Row, TaskRows
+from data.stated_number import final_number, only_number
 from rlcore.errors import DataError
 from rlcore.score import Score
 
@@ -24,9 +28,7 @@ _SUBSET = "main"  # on the hub; the other one has other answers
 
 # The field looks at this many characters from the end, and so does the strict reading.
 _STRICT_CHARS = 300
-_STRICT = re.compile(r"#### (-?[0-9.,]+)")
-# Bounded repeats: no text makes the search slow.
-_NUMBER = re.compile(r"-?[$\u20ac\u00a3]?(?:[0-9]{1,3}(?:,[0-9]{3}){1,8}(?![0-9])|[0-9]{1,40})(?:\.[0-9]{1,20})?")
+_STRICT = re.compile(r" (-?[0-9.,]+)")
 
 
 def build(settings: "Gsm8kData", seed: int) -> TaskRows:
@@ -78,28 +80,24 @@ def score_numeric(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> Score:
     wanted = str(ground_truth["answer"])
-    marked = _STRICT.findall(response[-_STRICT_CHARS:])
-    strict = bool(marked) and marked[-1].replace(",", "").replace("$", "") == wanted
+    _, mark, tail = response[-_STRICT_CHARS:].rpartition("####")
+    marked = _STRICT.match(tail) if mark else None
     number = last_number(response)
-    numeric = number is not None and number == _number(wanted)
-    parts = {"strict": float(strict), "numeric": float(numeric), "format": float(bool(marked))}
+    numeric = number is not None and number == only_number(wanted)
+    strict = numeric and marked is not None and marked.group(1).replace(",", "") == wanted
+    parts = {"strict": float(strict), "numeric": float(numeric), "format": float(marked is not None)}
     # An answer that says 18 votes for 18 however it writes it; without its mark it says nothing to the strict reading.
     votes = number is not None and (reading == "numeric" or "####" in response)
     return Score(parts[reading], parts, str(number) if votes else None)
 
 
 def last_number(response: str) -> Fraction | None:
-    """The number after the last `####`, else the last number of the text; None where there is none."""
+    """The number of the line after the last `####`, else the last number of the text; None where there is none.
+
+    >>> last_number("18 eggs a day, so #### $18.00 a day"), last_number("9 * 2 = **18** eggs.")
+    (Fraction(18, 1), Fraction(18, 1))
+    """
     _, mark, tail = response.rpartition("####")
     if mark:
-        found = _NUMBER.search(tail[:_STRICT_CHARS])
-        return None if found is None else _number(found.group())
-    every = _NUMBER.findall(response[-_STRICT_CHARS:])
-    return _number(every[-1]) if every else None
-
-
-def _number(text: str) -> Fraction | None:
-    try:
-        return Fraction(re.sub(r"[,$\u20ac\u00a3]", "", text))
-    except ValueError:
-        return None
+        return only_number(tail.lstrip()[:_STRICT_CHARS].partition("\n")[0])
+    return final_number(response, _STRICT_CHARS)

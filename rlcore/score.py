@@ -11,11 +11,15 @@ class Score:
 
     `said`: the answer that it found in the text, written so that equal answers are equal texts (`1000` for `1,000`). By
     it answers vote (`maj@k`). None: it found none, or does not say.
+
+    `failure`: why there is no score (the scorer raised, or overran its deadline), set by the scoring pool. Such an
+    answer is left out wherever scores count; its `total` is 0 and means nothing.
     """
 
     total: float
     parts: Mapping[str, float]
     said: str | None = None
+    failure: str | None = None
 
 
 class Scorer(Protocol):

@@ -5,7 +5,7 @@ A sequence of prompt `p0 p1` and answer `a b c` lies in the flat tensors as
 
     token_ids     p0 p1 a  b  c
     target_ids    p1 a  b  c  0      the token that position t predicts
-    loss_mask     0  1  1  1  0      1 where that token belongs to the answer
+    loss_mask     0  1  1  1  0      1 where that token belongs to the answer (0 all along without a score)
 
 so every per-token quantity (log-probability, entropy, value, advantage, loss) stands at the position that predicts
 the token. The shift is made once, in `rlcore.batching.pack`.
@@ -57,7 +57,11 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """N sequences laid end to end. `group_ids[i]` is equal for the answers to one prompt."""
+    """N sequences laid end to end. `group_ids[i]` is equal for the answers to one prompt.
+
+    `score_mask` is False for an answer that the scorer failed on: its `scores` entry means nothing, and `loss_mask` is
+    False for all of its tokens, so that it has no part in any loss, mean or variance over tokens.
+    """
 
     token_ids: Int[Tensor, "T"]
     position_ids: Int[Tensor, "T"]
@@ -66,6 +70,7 @@ class PackedBatch:
     loss_mask: Bool[Tensor, "T"]
     behavior_logprobs: Float[Tensor, "T"]
     scores: Float[Tensor, "N"]
+    score_mask: Bool[Tensor, "N"]
     group_ids: Int[Tensor, "N"]
 
     @property

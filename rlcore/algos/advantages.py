@@ -1,6 +1,6 @@
 """Advantages: how much better an answer, or a token of it, was than expected."""
 
-from typing import Literal, assert_never, get_args
+from typing import Literal, assert_never
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,7 +12,6 @@ from rlcore.algos.recurrence import backward_recurrence, same_sequence_follows, 
 
 SequenceAdvantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "remax"]
 """Methods that give one advantage to each answer; the others (gae, reinforce_pp) give one to each token."""
-SEQUENCE_ADVANTAGES: frozenset[str] = frozenset(get_args(SequenceAdvantage))
 
 # Keeps a group whose scores differ by rounding alone from dividing by zero; the value that the field uses
 STD_EPS = 1e-6

@@ -1,7 +1,7 @@
 """Statistics over the answers to one prompt."""
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rlcore.algos.aggregation import segment_sum
@@ -24,6 +24,17 @@ def group_size(group_ids: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
     """For each answer the number of answers in its group."""
     members, sizes = group_members(group_ids)
     return sizes[members]
+
+
+def comparable(score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]) -> Bool[Tensor, "N"]:
+    """True for an answer with a score to whose prompt another one has a score too, or that is the only one there is.
+
+    >>> comparable(torch.tensor([True, False, True, True, True]), torch.tensor([0, 0, 1, 1, 2])).tolist()
+    [False, False, True, True, True]
+    """
+    members, sizes = group_members(group_ids)
+    num_scored = torch.zeros_like(sizes).index_add(0, members, score_mask.long())
+    return score_mask & ((num_scored > 1) | (sizes == 1))[members]
 
 
 def group_mean(

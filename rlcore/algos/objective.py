@@ -1,5 +1,6 @@
 """What a micro-batch adds to the loss of its mini-batch, and to the figures reported about it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
@@ -20,8 +21,15 @@ S = TypeVar("S", bound="Statistics")
 class Statistics:
     """Scalars without gradient that are added over micro-batches, mini-batches and ranks, and divided once at the end.
 
-    Each field is Float64[]; `stack` and `unstack` carry them through one all-reduce.
+    Each field is Float64[] (`num_tokens`: answer tokens); `stack` and `unstack` carry them through one all-reduce.
     """
+
+    num_tokens: Float[Tensor, ""]
+
+    def per_token(self, sums: Mapping[str, Float[Tensor, ""]]) -> dict[str, float]:
+        """Each sum over answer tokens divided by their number; nothing where no token has a loss."""
+        num_tokens = float(self.num_tokens)
+        return {name: float(value) / num_tokens for name, value in sums.items()} if num_tokens else {}
 
     def __add__(self: S, other: S) -> S:
         """Field by field."""
@@ -48,7 +56,7 @@ class PolicyStatistics(Statistics):
 
     `pg_loss`, `entropy`, `kl_loss`: shares of the mini-batch's value, aggregated as the loss is. Plain sums over answer
     tokens: `ppo_kl` of old - policy log-probability, `ref_kl` of the KL estimate that is in the loss, `entropy_sum`.
-    `num_clipped`, `num_clipped_lower`, `num_tokens`: answer tokens.
+    `num_clipped`, `num_clipped_lower`: answer tokens.
     """
 
     pg_loss: Float[Tensor, ""]
@@ -59,18 +67,20 @@ class PolicyStatistics(Statistics):
     entropy_sum: Float[Tensor, ""]
     num_clipped: Float[Tensor, ""]
     num_clipped_lower: Float[Tensor, ""]
-    num_tokens: Float[Tensor, ""]
 
     def metrics(self, num_updates: int = 1) -> dict[str, float]:
         """The `actor/*` metrics of what was added up over `num_updates` mini-batches. Waits for the device."""
-        values = {f.name: float(getattr(self, f.name)) for f in fields(self)}
         return {
-            "actor/pg_loss": values["pg_loss"] / num_updates,
-            "actor/entropy": values["entropy"] / num_updates,
-            "actor/kl_loss": values["kl_loss"] / num_updates,
-            "actor/ppo_kl": values["ppo_kl"] / values["num_tokens"],
-            "actor/pg_clipfrac": values["num_clipped"] / values["num_tokens"],
-            "actor/pg_clipfrac_lower": values["num_clipped_lower"] / values["num_tokens"],
+            "actor/pg_loss": float(self.pg_loss) / num_updates,
+            "actor/entropy": float(self.entropy) / num_updates,
+            "actor/kl_loss": float(self.kl_loss) / num_updates,
+            **self.per_token(
+                {
+                    "actor/ppo_kl": self.ppo_kl,
+                    "actor/pg_clipfrac": self.num_clipped,
+                    "actor/pg_clipfrac_lower": self.num_clipped_lower,
+                }
+            ),
         }
 
     def mean_ref_kl(self) -> float:
@@ -89,15 +99,12 @@ class ValueStatistics(Statistics):
     vf_loss: Float[Tensor, ""]
     vpred: Float[Tensor, ""]
     num_clipped: Float[Tensor, ""]
-    num_tokens: Float[Tensor, ""]
 
     def metrics(self, num_updates: int = 1) -> dict[str, float]:
         """The `critic/*` metrics of what was added up over `num_updates` mini-batches. Waits for the device."""
-        values = {f.name: float(getattr(self, f.name)) for f in fields(self)}
         return {
-            "critic/vf_loss": values["vf_loss"] / num_updates,
-            "critic/vf_clipfrac": values["num_clipped"] / values["num_tokens"],
-            "critic/vpred_mean": values["vpred"] / values["num_tokens"],
+            "critic/vf_loss": float(self.vf_loss) / num_updates,
+            **self.per_token({"critic/vf_clipfrac": self.num_clipped, "critic/vpred_mean": self.vpred}),
         }
 
 

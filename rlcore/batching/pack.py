@@ -11,7 +11,7 @@ from rlcore.types import PackedBatch, Rollout, Score, TrainBatch
 
 
 def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequence[int]) -> PackedBatch:
-    """N rollouts -> one `PackedBatch` of T tokens, in the order given.
+    """N rollouts -> one `PackedBatch` of T tokens, in the order given. An answer without a score has no loss tokens.
 
     >>> from rlcore.types import Prompt
     >>> prompt = Prompt(0, (7, 8), "countdown", "{}")
@@ -28,11 +28,12 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
     token_ids = np.zeros(num_tokens, dtype=np.int64)
     loss_mask = np.zeros(num_tokens, dtype=bool)
     behavior = np.zeros(num_tokens, dtype=np.float32)
-    for rollout, start, stop in zip(rollouts, cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+    score_mask = np.array([score.failure is None for score in scores], dtype=bool)
+    for rollout, start, stop, scored in zip(rollouts, cu_seqlens[:-1], cu_seqlens[1:], score_mask, strict=True):
         first_answer = start + len(rollout.prompt.token_ids)
         token_ids[start:first_answer] = rollout.prompt.token_ids
         token_ids[first_answer:stop] = rollout.response_ids
-        loss_mask[first_answer - 1 : stop - 1] = True
+        loss_mask[first_answer - 1 : stop - 1] = scored
         behavior[first_answer - 1 : stop - 1] = rollout.behavior_logprobs
     target_ids = np.zeros(num_tokens, dtype=np.int64)
     target_ids[:-1] = token_ids[1:]
@@ -46,6 +47,7 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
         loss_mask=torch.from_numpy(loss_mask),
         behavior_logprobs=torch.from_numpy(behavior),
         scores=torch.tensor([score.total for score in scores], dtype=torch.float32),
+        score_mask=torch.from_numpy(score_mask),
         group_ids=torch.tensor(list(group_ids), dtype=torch.int64),
     )
 
@@ -69,6 +71,7 @@ def select(batch: PackedBatch, sequences: Sequence[int]) -> PackedBatch:
         loss_mask=batch.loss_mask[tokens],
         behavior_logprobs=batch.behavior_logprobs[tokens],
         scores=batch.scores[index],
+        score_mask=batch.score_mask[index],
         group_ids=batch.group_ids[index],
     )
 

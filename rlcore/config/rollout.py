@@ -64,7 +64,7 @@ class RewardConfig(Section):
     num_processes: int = Field(default=0, ge=0)
     """Scoring processes; 0 scores in the trainer's own process (trusted, bounded scorers only)."""
     deadline_s: float = Field(default=5.0, gt=0)
-    """Seconds for one answer; over it, its process is killed and replaced and the answer scores 0."""
+    """Seconds for one answer; over it, its process is killed and replaced and the answer has no score."""
 
 
 class ValidationConfig(Section):

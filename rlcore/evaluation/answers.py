@@ -22,6 +22,7 @@ class Answer:
 
     `logprob` is the sum of its tokens' log-probabilities when they were drawn (nats), None where nobody kept it.
     `said` is the answer that its scorer found in the text, None where the scorer found none or does not say.
+    `failure` is why the scorer gave no score, None where it gave one; without a score the answer is in no figure.
     """
 
     text: str
@@ -31,6 +32,7 @@ class Answer:
     finish_reason: Literal["stop", "length"]
     logprob: float | None = None
     said: str | None = None
+    failure: str | None = None
 
     @property
     def solved(self) -> bool:
@@ -59,14 +61,29 @@ class ProblemResult:
     data_source: str = ""
 
     @property
+    def scored(self) -> tuple[Answer, ...]:
+        """Samples that have a score."""
+        return tuple(answer for answer in self.samples if answer.failure is None)
+
+    @property
+    def has_figures(self) -> bool:
+        """Whether a sample has a score, if there are samples, and the greedy answer, if there is one."""
+        return (bool(self.scored) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
+
+    @property
+    def num_unscored(self) -> int:
+        """Answers that the scorer failed on."""
+        return len(self.samples) - len(self.scored) + (self.greedy is not None and self.greedy.failure is not None)
+
+    @property
     def num_solved(self) -> int:
         """c: samples that are right."""
-        return sum(answer.solved for answer in self.samples)
+        return sum(answer.solved for answer in self.scored)
 
     @property
     def mean_score(self) -> float:
         """Mean score of the samples, 0 without any."""
-        return sum(answer.score for answer in self.samples) / max(1, len(self.samples))
+        return sum(answer.score for answer in self.scored) / max(1, len(self.scored))
 
 
 def vote(text: str) -> str:
@@ -96,7 +113,11 @@ def num_samples_of(problems: Sequence[ProblemResult]) -> int:
 def per_problem(problems: Sequence[ProblemResult]) -> dict[str, Array]:
     """Each statistic's value for each problem, Float[P], by its name below `val-core/<data_source>/`.
 
-    Sampled statistics are missing without samples, greedy ones unless every problem has a greedy answer.
+    Sampled statistics are missing without samples, greedy ones unless every problem has a greedy answer. An answer
+    without a score is as if it had not been drawn: of k samples with two failures the statistics are those of k - 2.
+
+    Args:
+        problems: each of which `has_figures`.
 
     Raises:
         DataError: problems have different numbers of samples.
@@ -105,13 +126,13 @@ def per_problem(problems: Sequence[ProblemResult]) -> dict[str, Array]:
     found: dict[str, Array] = {}
     if k:
         solved = np.array([problem.num_solved for problem in problems])
-        answers = np.full(len(problems), k)
+        answers = np.array([len(problem.scored) for problem in problems])
         found = {
             f"reward/mean@{k}": np.array([problem.mean_score for problem in problems]),
-            f"reward/pass@{k}": pass_at_k(answers, solved, k),
-            f"reward/pass_all@{k}": pass_all_at_k(answers, solved, k),
+            f"reward/pass@{k}": pass_at_k(answers, solved, answers),
+            f"reward/pass_all@{k}": pass_all_at_k(answers, solved, answers),
             f"reward/maj@{k}": np.array([_majority_solved(problem) for problem in problems]),
-            f"acc/mean@{k}": solved / k,
+            f"acc/mean@{k}": solved / answers,
         }
     greedy = [problem.greedy for problem in problems if problem.greedy is not None]
     if greedy and len(greedy) == len(problems):
@@ -122,6 +143,6 @@ def per_problem(problems: Sequence[ProblemResult]) -> dict[str, Array]:
 
 def _majority_solved(problem: ProblemResult) -> float:
     return majority(
-        [answer.vote for answer in problem.samples],
-        [float(answer.solved) for answer in problem.samples],
+        [answer.vote for answer in problem.scored],
+        [float(answer.solved) for answer in problem.scored],
     )

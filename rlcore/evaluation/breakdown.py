@@ -41,14 +41,15 @@ class Comparison:
 
 def pass_curve(result: ValidationResult) -> dict[int, Interval]:
     """pass@k for k = 1, 2, 4, ... and all samples, each with its interval."""
+    result = result.with_figures
     num_samples = result.num_samples
     if not num_samples:
         return {}
     ks = sorted({*(2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples), num_samples})
     right = [problem.num_solved for problem in result.problems]
-    answers = [num_samples] * len(right)
+    answers = [len(problem.scored) for problem in result.problems]
     found = bootstrap_intervals(
-        np.stack([pass_at_k(answers, right, k) for k in ks], axis=1),
+        np.stack([pass_at_k(answers, right, np.minimum(k, answers)) for k in ks], axis=1),
         confidence=result.settings.confidence,
         num_resamples=result.settings.num_resamples,
     )
@@ -57,6 +58,7 @@ def pass_curve(result: ValidationResult) -> dict[int, Interval]:
 
 def by_difficulty(result: ValidationResult) -> tuple[DifficultyRow, ...]:
     """Reward, pass@k and greedy score at each difficulty, easiest first."""
+    result = result.with_figures
     values, k = per_problem(result.problems), result.num_samples
     if not values:
         return ()
@@ -105,6 +107,7 @@ def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparis
 
 def _common(first: ValidationResult, second: ValidationResult) -> tuple[ValidationResult, ValidationResult]:
     """Both results cut to the problems that both have, in the same order."""
+    first, second = first.with_figures, second.with_figures
     known = {problem.prompt_id: problem for problem in second.problems}
     pairs = [(problem, known[problem.prompt_id]) for problem in first.problems if problem.prompt_id in known]
     if not pairs:

@@ -49,10 +49,20 @@ class ValidationResult:
         """k: sampled answers to each problem."""
         return num_samples_of(self.problems)
 
+    @property
+    def with_figures(self) -> "ValidationResult":
+        """The same for the problems that every figure is over: those that the scorer did not wholly fail on."""
+        return replace(self, problems=tuple(problem for problem in self.problems if problem.has_figures))
+
+    @property
+    def num_unscored(self) -> int:
+        """Answers that the scorer failed on; they are in no figure."""
+        return sum(problem.num_unscored for problem in self.problems)
+
     @cached_property
     def intervals(self) -> Mapping[str, Interval]:
         """Each statistic with its bootstrap interval over problems, by its name below `val-core/<data_source>/`."""
-        values = per_problem(self.problems)
+        values = per_problem(self.with_figures.problems)
         if not values:
             return {}
         found = bootstrap_intervals(
@@ -83,6 +93,7 @@ class ValidationResult:
         (shares of problems solved, see `rlcore.evaluation.stats`) and `greedy` (score of the greedy answer);
         `val-core/<data_source>/acc/` with `mean@k` and `greedy`: the same over solved (1) or not (0).
         Where problems come from several sources, for each of them, and over all problems as `val-core/all/...`.
+        `val-aux/<data_source>/num_unscored`: answers that the scorer failed on, which are left out; absent without.
         """
         summary: dict[str, float] = {}
         for part in self.by_source():
@@ -90,6 +101,8 @@ class ValidationResult:
         for statistic, interval in self.intervals.items():
             name = core_name(self.data_source, statistic)
             summary |= {name: interval.value, f"{name}/ci_low": interval.low, f"{name}/ci_high": interval.high}
+        if self.num_unscored:
+            summary[f"val-aux/{self.data_source}/num_unscored"] = float(self.num_unscored)
         return summary
 
     def renamed(self, name: str) -> "ValidationResult":

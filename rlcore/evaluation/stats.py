@@ -40,7 +40,7 @@ class PairedDifference:
     ties: int
 
 
-def pass_at_k(num_answers: ArrayLike, num_right: ArrayLike, k: int) -> Array:
+def pass_at_k(num_answers: ArrayLike, num_right: ArrayLike, k: ArrayLike) -> Array:
     """Chance that at least one of k answers is right, unbiased, for each problem: `1 - C(n-c, k) / C(n, k)`.
 
     C(n-c, k) / C(n, k) is the share of the k-subsets of the n answers without a right one (Chen et al. 2021,
@@ -49,7 +49,7 @@ def pass_at_k(num_answers: ArrayLike, num_right: ArrayLike, k: int) -> Array:
     Args:
         num_answers: n, [P].
         num_right: c, [P]; 0 <= c <= n.
-        k: answers drawn; 1 <= k <= n.
+        k: answers drawn, one number or [P]; 1 <= k <= n.
 
     Returns:
         Float[P].
@@ -57,11 +57,11 @@ def pass_at_k(num_answers: ArrayLike, num_right: ArrayLike, k: int) -> Array:
     >>> pass_at_k([4, 4], [2, 1], 2).round(4).tolist()
     [0.8333, 0.5]
     """
-    answers, right = _counts(num_answers, num_right, k)
-    return 1.0 - _all_of_k(answers, answers - right, k)
+    answers, right, drawn = _counts(num_answers, num_right, k)
+    return 1.0 - _all_of_k(answers, answers - right, drawn)
 
 
-def pass_all_at_k(num_answers: ArrayLike, num_right: ArrayLike, k: int) -> Array:
+def pass_all_at_k(num_answers: ArrayLike, num_right: ArrayLike, k: ArrayLike) -> Array:
     """Chance that all of k answers are right, unbiased, for each problem: `C(c, k) / C(n, k)`.
 
     Written pass^k elsewhere (Yao et al. 2024, arXiv:2406.12045). Arguments and result as for `pass_at_k`.
@@ -69,23 +69,25 @@ def pass_all_at_k(num_answers: ArrayLike, num_right: ArrayLike, k: int) -> Array
     >>> pass_all_at_k([4, 4], [2, 4], 2).round(4).tolist()
     [0.1667, 1.0]
     """
-    answers, right = _counts(num_answers, num_right, k)
-    return _all_of_k(answers, right, k)
+    answers, right, drawn = _counts(num_answers, num_right, k)
+    return _all_of_k(answers, right, drawn)
 
 
-def _counts(num_answers: ArrayLike, num_right: ArrayLike, k: int) -> tuple[Array, Array]:
+def _counts(num_answers: ArrayLike, num_right: ArrayLike, k: ArrayLike) -> tuple[Array, Array, Array]:
     answers, right = np.asarray(num_answers, dtype=float), np.asarray(num_right, dtype=float)
-    if k < 1 or (answers < k).any():
-        raise ValueError(f"k must be 1 to the number of answers, got {k} with {answers.min():.0f} answers")
+    drawn = np.broadcast_to(np.asarray(k, dtype=float), answers.shape)
+    if (drawn < 1).any() or (answers < drawn).any():
+        raise ValueError(f"k must be 1 to the number of answers, got {k!r} with {answers.min():.0f} answers")
     if (right < 0).any() or (right > answers).any():
         raise ValueError("the number of right answers must be 0 to the number of answers")
-    return answers, right
+    return answers, right, drawn
 
 
-def _all_of_k(answers: Array, chosen: Array, k: int) -> Array:
+def _all_of_k(answers: Array, chosen: Array, k: Array) -> Array:
     """`C(chosen, k) / C(answers, k)`: the chance that k answers drawn without putting back are all chosen ones."""
-    drawn = np.arange(k)
-    factors = np.clip(chosen[:, None] - drawn, 0.0, None) / (answers[:, None] - drawn)
+    before = np.arange(k.max(initial=0))  # answers drawn before the one of this factor
+    left = np.maximum(answers[:, None] - before, 1.0)
+    factors = np.where(before < k[:, None], np.clip(chosen[:, None] - before, 0.0, None) / left, 1.0)
     return np.asarray(factors.prod(axis=1))
 
 

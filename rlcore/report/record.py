@@ -258,6 +258,10 @@ def _gaps(record: RunRecord) -> Iterable[str]:
     elif record.before is None or record.after is None:
         which = "after training" if record.before is not None else "before training"
         yield f"No validation {which} with its answers: no paired comparison, and no answers side by side."
+    for result in record.validations.values():
+        if result.num_unscored:
+            number = result.num_unscored
+            yield f"Validation {result.name}: the scorer failed on {number} answers, which are in no figure."
     if not record.is_complete:
         yield f"The run has {record.last_step} of {total} steps; figures are those of its last step so far."
     if record.lineage is None:

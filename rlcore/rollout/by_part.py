@@ -4,11 +4,8 @@ import json
 from collections.abc import Mapping
 from functools import cache
 
-from rlcore.rollout.scoring_worker import resolve_scorer
+from rlcore.rollout.scoring_worker import SCORER_KEY, resolve_scorer
 from rlcore.score import Score, Scorer
-
-SCORER_KEY = "scorer"
-"""Field of a ground truth that names its scorer. The run writes it from its settings, over what a row says there."""
 
 
 def with_scorer(ground_truth_json: str, scorer: str) -> str:

@@ -1,8 +1,8 @@
 """Scores answers in processes that a model's output cannot hang.
 
-Each process has one answer at a time under its deadline. One that overruns is killed and replaced; the answer scores 0
-and is counted. A scorer that raises costs its answer and is counted. Results come in the order of the requests, and
-`submit` returns at once, so that scoring can go on while the engine writes further answers.
+Each process has one answer at a time under its deadline. One that overruns is killed and replaced; its answer gets no
+score (`Score.failure` says why) and is counted. So does an answer at which the scorer raises. Results come in the order
+of the requests, and `submit` returns at once, so that scoring can go on while the engine writes further answers.
 """
 
 import contextlib
@@ -24,12 +24,15 @@ from rlcore.score import Score, Scorer
 
 log = logging.getLogger(__name__)
 
-_ZERO = Score(0.0, {})
 # Answers sent to a process in one message: large enough to hide the way there, small enough to share out evenly.
 _MAX_ANSWERS_PER_MESSAGE = 32
 _MAX_FAILED_STARTS = 3
 # Errors told in the log; beyond these only the count goes on.
 _MAX_TOLD = 5
+
+
+def _unscored(why: str) -> Score:
+    return Score(0.0, {}, failure=why)
 
 
 def require_scorer(name: str) -> Scorer:
@@ -97,7 +100,7 @@ class ScoringPool:
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """Answers so far that score 0 because of the scorer and not of what they say, and what happened last."""
+        """Answers so far that have no score since the scorer failed on them, and what happened last."""
         return self._errors + self._timeouts, self._last_failure
 
     def score(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> list[Score]:
@@ -107,7 +110,7 @@ class ScoringPool:
     def submit(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> ScoringJob:
         """Start to score and return at once (with no processes: after it is done)."""
         pairs = list(zip(responses, ground_truths_json, strict=True))
-        job = ScoringJob([_ZERO] * len(pairs), len(pairs))
+        job = ScoringJob([_unscored("not scored yet")] * len(pairs), len(pairs))
         if not pairs:
             job.done.set()
         elif self._thread is None:
@@ -148,14 +151,15 @@ class ScoringPool:
         try:
             return score_one(self._function, response, ground_truth_json)
         except (Exception, SystemExit) as error:  # never kills a run
-            self._count_error(describe(error), response)
-            return _ZERO
+            return self._error(describe(error), response)
 
-    def _count_error(self, what: str, response: str) -> None:
+    def _error(self, what: str, response: str) -> Score:
+        """Count and tell an error of the scorer; what its answer gets."""
         self._errors += 1
         self._last_failure = what
         if self._errors <= _MAX_TOLD:
-            log.warning("scorer %s failed, the answer scores 0: %s; answer %.200r", self._scorer, what, response)
+            log.warning("scorer %s failed, the answer has no score: %s; answer %.200r", self._scorer, what, response)
+        return _unscored(what)
 
     # ------------------------------------------------------------ the thread that feeds the processes
 
@@ -226,39 +230,38 @@ class ScoringPool:
         if isinstance(message, dict):
             if "failed" in message:
                 raise EOFError(message["failed"])
-            worker.ready, self._failed_starts = True, 0
+            if worker.warm:
+                self._failed_starts = 0
             return
         total, rest, said = message
         answer = worker.answers.popleft()
-        if total is None:
-            self._count_error(rest, answer.response)
-        answer.job.put(answer.index, _ZERO if total is None else Score(total, rest, said))
+        score = self._error(rest, answer.response) if total is None else Score(total, rest, said)
+        answer.job.put(answer.index, score)
 
     def _end_overdue(self, worker: ScoringProcess) -> None:
         if worker.is_stopped:
             self._bury(worker, "it was stopped from outside")
             return
-        if worker.answers:
+        if worker.answers and worker.warm:
             answer = worker.answers.popleft()
             self._timeouts += 1
             self._last_failure = f"an answer took longer than {self._config.deadline_s:g} s (reward.deadline_s)"
             if self._timeouts <= _MAX_TOLD:
                 limit = self._config.deadline_s
-                text = "scorer %s overran reward.deadline_s=%g, the answer scores 0: %.200r"
+                text = "scorer %s overran reward.deadline_s=%g, the answer has no score: %.200r"
                 log.warning(text, self._scorer, limit, answer.response)
-            answer.job.put(answer.index, _ZERO)
+            answer.job.put(answer.index, _unscored(self._last_failure))
         self._dismiss(worker, "it took too long")
 
     def _bury(self, worker: ScoringProcess, why: str) -> None:
         """A process that ended by itself. Once is bad luck (killed from outside): the answer is tried again. Twice is
         the answer's doing, and counts as an error."""
-        if worker.answers:
+        if worker.answers and worker.warm:
             answer = worker.answers[0]
             answer.num_deaths += 1
             if answer.num_deaths > 1:
                 worker.answers.popleft()
-                self._count_error(f"its process ended ({why})", answer.response)
-                answer.job.put(answer.index, _ZERO)
+                answer.job.put(answer.index, self._error(f"its process ended ({why})", answer.response))
         self._dismiss(worker, why)
 
     def _dismiss(self, worker: ScoringProcess, why: str) -> None:
@@ -266,7 +269,7 @@ class ScoringPool:
             self._queue.extendleft(reversed(worker.answers))
         self._workers.remove(worker)
         worker.kill()
-        if not worker.ready:
+        if not worker.warm:
             self._failed_starts += 1
             if self._failed_starts >= _MAX_FAILED_STARTS:
                 raise EngineError(

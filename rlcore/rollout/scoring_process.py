@@ -22,7 +22,7 @@ from rlcore.errors import EngineError
 from rlcore.score import Score
 
 _START_DEADLINE_S = 120.0
-"""Importing a scorer's module may be slow on a busy machine; it is no answer's fault."""
+"""Importing a scorer's module, and what its first call imports, may be slow on a busy machine: no answer's fault."""
 _SEND_DEADLINE_S = 10.0
 """An idle process takes answers in at once. One that does not (stopped from outside) would hold up the pool."""
 
@@ -84,6 +84,8 @@ class ScoringProcess:
         self.connection: Connection = Connection(ours.detach())
         self.deadline_s = config.deadline_s
         self.ready = False
+        self.warm = False
+        """Whether the scorer has been called on an empty answer; an answer's deadline holds only then."""
         self.answers: deque[Answer] = deque()
         self.overdue_at = time.monotonic() + _START_DEADLINE_S
 
@@ -106,13 +108,18 @@ class ScoringProcess:
         self.connection.send_bytes(
             json.dumps([(answer.response, answer.ground_truth_json) for answer in answers]).encode()
         )
-        self.overdue_at = time.monotonic() + self.deadline_s
+        self._wait()
 
     def take(self) -> Any:
         """The next message. Raises EOFError or OSError where the process is gone."""
         message = json.loads(self.connection.recv_bytes())
-        self.overdue_at = time.monotonic() + self.deadline_s
+        if isinstance(message, dict):
+            self.ready, self.warm = True, message.get("warm", False)
+        self._wait()
         return message
+
+    def _wait(self) -> None:
+        self.overdue_at = time.monotonic() + (self.deadline_s if self.warm else _START_DEADLINE_S)
 
     def kill(self) -> None:
         """End the process now and reap it."""

@@ -2,7 +2,9 @@
 
 It speaks JSON over a socket, so nothing that a model wrote is ever unpickled, and imports the scorer's module and
 little else. First it says that it is ready or why it cannot be, then it takes lists of [answer, ground truth] and
-sends one result for each answer as soon as it has it.
+sends one result for each answer as soon as it has it. Before the first of them (in a mixture: the first of each part)
+the scorer is called on an empty answer and the result dropped, so that what a scorer imports or builds at its first
+call is no answer's time.
 """
 
 import ctypes
@@ -20,9 +22,11 @@ from typing import Any
 from rlcore import stacks
 from rlcore.score import Score, Scorer
 
-# Beyond the deadlines of all its answers: by then the parent, which kills far sooner, must be gone.
-_ORPHAN_GRACE_S = 30.0
+# Beyond the deadlines of all its answers and of the first call (120 s): the parent, which kills sooner, is gone then.
+_ORPHAN_GRACE_S = 150.0
 _PR_SET_PDEATHSIG = 1
+SCORER_KEY = "scorer"
+"""Field of a mixture's ground truths that names the scorer; the run writes it from its settings, over the row's own."""
 
 
 def resolve_scorer(name: str) -> Scorer:
@@ -59,6 +63,7 @@ def describe(error: BaseException) -> str:
 
 def serve(connection: Connection, scorer: Scorer, deadline_s: float) -> None:
     """Score until the other side is gone."""
+    warm: set[object] = set()
     while True:
         try:
             answers = json.loads(connection.recv_bytes())
@@ -67,8 +72,19 @@ def serve(connection: Connection, scorer: Scorer, deadline_s: float) -> None:
         # A C thread that needs no interpreter lock ends this process if it hangs after its parent was killed.
         faulthandler.dump_traceback_later(len(answers) * deadline_s + _ORPHAN_GRACE_S, exit=True)
         for response, ground_truth_json in answers:
+            if (part := _part_of(ground_truth_json)) not in warm:
+                _send(connection, {"warm": False})
+                _result(scorer, "", ground_truth_json)
+                _send(connection, {"warm": True})
+                warm.add(part)
             _send(connection, _result(scorer, response, ground_truth_json))
         faulthandler.cancel_dump_traceback_later()
+
+
+def _part_of(ground_truth_json: str) -> object:
+    """The scorer of this answer's part of a mixture; None without a mixture."""
+    truth = json.loads(ground_truth_json)
+    return truth.get(SCORER_KEY) if isinstance(truth, dict) else None
 
 
 def _result(scorer: Scorer, response: str, ground_truth_json: str) -> list[object]:

@@ -253,9 +253,9 @@ class Ledger:
         self._report({"event": name, "step": step, **data})
 
     def with_score(self, state: TrackedState, result: ValidationResult) -> TrackedState:
-        """The state with a validation's score, if it is the best so far."""
-        score = result.summary()[self.score_name(result)]
-        if score <= state.best_score:
+        """The state with a validation's score, if that is the best so far; it has none if the scorer always failed."""
+        score = result.summary().get(self.score_name(result))
+        if score is None or score <= state.best_score:
             return state
         return replace(state, best_score=score, best_step=result.step)
 

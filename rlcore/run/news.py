@@ -69,11 +69,14 @@ class News:
         self._alarms_on = {alarm.name for alarm in alarms}
 
     def unscored(self, step: int, num_answers: int, reason: str) -> None:
-        """Answers that the scorer failed on: without a word a run would learn nothing, or the wrong thing."""
+        """Tell of answers that the scorer failed on, at the first of them and whenever their number has doubled."""
         if num_answers < self._tell_unscored_at:
             return
         self._tell_unscored_at = 2 * num_answers
-        text = f"data.scorer failed on {num_answers:,} answer(s) so far, which score 0; the last time: {reason}"
+        text = (
+            f"data.scorer failed on {num_answers:,} answer(s) so far, which are left out of training and of held-out "
+            f"figures; the last time: {reason}"
+        )
         self._ledger.happened("scorer_failed", step, {"num_answers": num_answers, "reason": reason, "text": text})
 
     def shortages(self, step: int, shortages: Sequence[Shortage], micro_batch_tokens: int) -> None:

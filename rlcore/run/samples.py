@@ -23,6 +23,7 @@ def write_samples(directory: Path, step: int, experience: Experience, decode: De
             "ground_truth": rollout.prompt.ground_truth_json,
             "answer": text,
             "score": score.total,
+            "failure": score.failure,
             "parts": dict(score.parts),
             "num_tokens": len(rollout.response_ids),
             "finish_reason": rollout.finish_reason,

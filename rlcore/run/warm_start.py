@@ -159,7 +159,7 @@ class _Teacher:
         return loss
 
     def _sampled_reward(self, step: int, scoring: ScoringPool) -> float:
-        """Mean score of one sampled answer to each check problem."""
+        """Mean score of one sampled answer to each check problem, over those that the scorer did not fail on."""
         weights = ((name, tensor.detach()) for name, tensor in self._policy.model.named_parameters())
         self._engine.update_weights(weights, version=step)
         requests = requests_for(self._check_prompts, 1, run_seed=self._config.seed, stream=WARM_START_STREAM, step=step)
@@ -167,7 +167,13 @@ class _Teacher:
         rollouts = self._engine.generate(requests, rollout.sampling, rollout.max_response_tokens)
         texts = self._tokenizer.batch_decode([list(r.response_ids) for r in rollouts], skip_special_tokens=True)
         scores = scoring.score(texts, [r.prompt.ground_truth_json for r in rollouts])
-        return sum(score.total for score in scores) / len(scores)
+        totals = [score.total for score in scores if score.failure is None]
+        if not totals:
+            raise DataError(
+                f"data.scorer: {self._config.data.scorer} failed on all {len(scores)} answers of the warm start, the "
+                f"last time: {scores[-1].failure}. Repair it, or set warm_start.enabled=false"
+            )
+        return sum(totals) / len(totals)
 
     def save(self, folder: Path) -> None:
         """Write the model and its tokenizer as a transformers directory."""

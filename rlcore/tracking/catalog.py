@@ -78,6 +78,11 @@ METRICS: tuple[MetricDoc, ...] = (
     MetricDoc("critic/lr", "1", "Learning rate of the critic."),
     MetricDoc("reward/equal_group_share", "share", "Prompts whose answers all scored the same: they teach nothing."),
     MetricDoc("reward/groups_dropped", "prompts", "Such prompts replaced by others (dynamic sampling)."),
+    MetricDoc(
+        "reward/unscored_share",
+        "share",
+        "Answers that the scorer failed on (it raised, or overran its deadline): left out of training. Absent without.",
+    ),
     MetricDoc("reward/<part>/mean", "score", "Mean of a named part of the score (`correct`, `format`, `overlong`)."),
     MetricDoc("prompt_length/{mean,max,min}", "tokens", "Tokens of a prompt."),
     MetricDoc("prompt_length/clip_ratio", "share", "Prompts as long as the limit."),
@@ -159,10 +164,17 @@ METRICS: tuple[MetricDoc, ...] = (
     MetricDoc(
         "val-core/<statistic>/{ci_low,ci_high}", "as it", "Ends of a statistic's bootstrap interval over problems."
     ),
+    MetricDoc(
+        "val-aux/<data_source>/num_unscored",
+        "answers",
+        "Held-out answers that the scorer failed on: left out of every figure. Absent without.",
+    ),
     MetricDoc("val-aux/<name>", "as named", "Other held-out statistics."),
     MetricDoc("events/<event>", "1", "1 at the step of an event; its data are in events/events.jsonl. MLflow only."),
     MetricDoc(
-        "alarm/update_skipped", "share", "The step's updates of the policy that an alarm left out; absent without."
+        "alarm/update_skipped",
+        "share",
+        "The step's updates of the policy that an alarm left out, 1 where no answer has a score; absent without.",
     ),
     MetricDoc("fault/num_retries", "1", "Faults so far after which the run went on from a checkpoint; absent without."),
     MetricDoc("system/cpu_percent", "%", "Processor time in use since the last step, all cores of the host."),

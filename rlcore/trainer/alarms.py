@@ -8,7 +8,8 @@ from rlcore.trainer.experience import Experience
 
 NON_FINITE = "non_finite"
 SKIPPED = "alarm/update_skipped"
-"""Metric: share of the step's updates of the policy that were left out; absent where none was."""
+"""Metric: share of the step's updates of the policy that were left out; 1 too where no answer has a score. Absent where
+none was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,12 @@ def update_alarms(config: RunConfig, metrics: Mapping[str, float]) -> tuple[Alar
 
 def _all_equal(experience: Experience) -> bool:
     by_group: dict[int, set[float]] = {}
-    for group, score in zip(experience.group_ids, experience.scores, strict=True):
-        by_group.setdefault(group, set()).add(score.total)
-    is_compared = len(by_group) < len(experience.group_ids)  # an answer alone to its prompt has nothing to be equal to
+    scored = [
+        (group, score.total)
+        for group, score in zip(experience.group_ids, experience.scores, strict=True)
+        if score.failure is None
+    ]
+    for group, total in scored:
+        by_group.setdefault(group, set()).add(total)
+    is_compared = len(by_group) < len(scored)  # an answer alone to its prompt has nothing to be equal to
     return is_compared and all(len(scores) == 1 for scores in by_group.values())

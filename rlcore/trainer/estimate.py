@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlcore.algos.advantages import (
-    SEQUENCE_ADVANTAGES,
+    SequenceAdvantage,
     gae,
     group_advantages,
     reinforce_pp,
@@ -16,6 +16,7 @@ from rlcore.algos.advantages import (
     whiten,
 )
 from rlcore.algos.aggregation import masked_sum, segment_sum, token_counts
+from rlcore.algos.groups import comparable
 from rlcore.algos.importance import importance_weights
 from rlcore.algos.kl import kl_estimate
 from rlcore.config import AlgoConfig
@@ -26,12 +27,12 @@ from rlcore.types import PackedBatch, TrainBatch
 class Estimate:
     """`batch` is what updates use. `rewards` Float[N]: scores less the KL in the reward. `returns` Float[T]: for
     reporting (the advantages, for methods without a critic, as the field has it). `kl_in_reward`: mean per answer
-    token, 0 where there is none."""
+    token, None where there is none."""
 
     batch: TrainBatch
     rewards: Float[Tensor, "N"]
     returns: Float[Tensor, "T"]
-    kl_in_reward: float
+    kl_in_reward: float | None
 
 
 def estimate(
@@ -44,13 +45,17 @@ def estimate(
     algo: AlgoConfig,
     kl_coef: float,
 ) -> Estimate:
-    """Advantages and returns by `algo.advantage`; what the method does not need is an empty tensor."""
+    """Advantages and returns by `algo.advantage`; what the method does not need is an empty tensor.
+
+    An answer without a score (`packed.score_mask`) has no part in them: they are those of the batch without it.
+    """
     mask, sequence_ids = packed.loss_mask, packed.sequence_ids()
     kl: Tensor | None = None
-    kl_in_reward = 0.0
+    kl_in_reward: float | None = None
     if algo.kl.where == "reward":
         kl = kl_estimate(old_logprobs, ref_logprobs, estimator=algo.kl.estimator_in_use)
-        kl_in_reward = (masked_sum(kl, mask) / mask.sum()).item()
+        if mask.any():
+            kl_in_reward = (masked_sum(kl, mask) / mask.sum()).item()
     token_level = token_rewards(packed.scores, packed.cu_seqlens, mask, kl, kl_coef)
     rewards = segment_sum(token_level, sequence_ids, packed.num_sequences)
     empty = torch.empty(0)
@@ -60,14 +65,7 @@ def estimate(
     elif algo.advantage == "reinforce_pp":
         advantages, returns = reinforce_pp(token_level, mask, sequence_ids, gamma=algo.gamma)
     else:
-        assert algo.advantage in SEQUENCE_ADVANTAGES
-        sequence_level = group_advantages(
-            rewards,
-            packed.group_ids,
-            method=algo.advantage,
-            lengths=token_counts(mask, sequence_ids, packed.num_sequences),
-            greedy_scores=greedy_scores if greedy_scores.numel() else None,
-        )
+        sequence_level = _sequence_advantages(packed, rewards, greedy_scores, algo.advantage)
         advantages = returns = spread(sequence_level, mask, sequence_ids)
     weights = mask.float()
     if algo.importance.mode != "off":
@@ -82,3 +80,26 @@ def estimate(
         importance_weights=weights,
     )
     return Estimate(batch, rewards, returns, kl_in_reward)
+
+
+def _sequence_advantages(
+    packed: PackedBatch,
+    rewards: Float[Tensor, "N"],
+    greedy_scores: Float[Tensor, "N_greedy"],
+    method: SequenceAdvantage,
+) -> Float[Tensor, "N"]:
+    """An advantage for each answer; 0 without a score, and where no score is there to compare its own with."""
+    if method == "remax":
+        chosen = packed.score_mask & greedy_scores.isfinite()
+    else:
+        chosen = comparable(packed.score_mask, packed.group_ids)
+    lengths = token_counts(packed.loss_mask, packed.sequence_ids(), packed.num_sequences)
+    advantages = torch.zeros_like(rewards)
+    advantages[chosen] = group_advantages(
+        rewards[chosen],
+        packed.group_ids[chosen],
+        method=method,
+        lengths=lengths[chosen],
+        greedy_scores=greedy_scores[chosen] if greedy_scores.numel() else None,
+    )
+    return advantages

@@ -1,5 +1,6 @@
 """From prompts to scored answers."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,8 @@ from rlcore.workers.group import WorkerGroup
 @dataclass(frozen=True, slots=True)
 class Experience:
     """The answers of one step: `group_ids[i]` counts prompts within the step; `texts[i]` is what was scored.
-    `greedy_scores[i]`: score of the greedy answer to the same prompt; empty where the algorithm needs none."""
+    `greedy_scores[i]`: score of the greedy answer to the same prompt, NaN where the scorer failed on it; empty where
+    the algorithm needs none."""
 
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
@@ -95,7 +97,7 @@ class ExperienceCollector:
         with clock.phase("reward"):
             scores = self._with_overlong_penalty(rollouts, self._score(rollouts)[0])
             found = dict(zip(unique, scores, strict=True))
-        return tuple(found[prompt].total for prompt in prompts)
+        return tuple(found[prompt].total if found[prompt].failure is None else math.nan for prompt in prompts)
 
     def _answer(
         self, prompts: Sequence[Prompt], *, step: int, first_group: int, version: int, clock: PhaseClock
@@ -143,5 +145,6 @@ class ExperienceCollector:
     def _informative(self, answers: Sequence[tuple[Rollout, Score, str]]) -> list[bool]:
         group_size = self._config.rollout.samples_per_prompt
         scores = torch.tensor([score.total for _, score, _ in answers])
+        score_mask = torch.tensor([score.failure is None for _, score, _ in answers])
         groups = torch.arange(len(answers)) // group_size
-        return informative_groups(scores, groups).tolist()
+        return informative_groups(scores, score_mask, groups).tolist()

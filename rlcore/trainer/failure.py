@@ -28,6 +28,7 @@ def save_failure(directory: Path, step: int, experience: Experience, batch: Trai
             "ground_truth": rollout.prompt.ground_truth_json,
             "answer": text,
             "score": score.total,
+            "failure": score.failure,
             "non_finite": row in rows,
         }
         for row, (rollout, score, text) in enumerate(

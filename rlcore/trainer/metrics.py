@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from rlcore.algos.dynamic_sampling import score_range
 from rlcore.algos.objective import explained_variance
 from rlcore.trainer.experience import Experience
 from rlcore.types import PackedBatch
@@ -64,12 +65,12 @@ def reward_metrics(
     """Scores and rewards of sequences; advantages, returns and values of answer tokens."""
     mask = packed.loss_mask
     metrics = {
-        **spread("critic/score", packed.scores),
-        **spread("critic/rewards", rewards),
+        **spread("critic/score", packed.scores[packed.score_mask]),
+        **spread("critic/rewards", rewards[packed.score_mask]),
         **spread("critic/advantages", advantages[mask]),
         **spread("critic/returns", returns[mask]),
     }
-    if values.numel():
+    if values.numel() and mask.any():
         metrics |= spread("critic/values", values[mask])
         metrics["critic/vf_explained_var"] = explained_variance(values, returns, mask).item()
     return metrics
@@ -89,14 +90,14 @@ def length_metrics(experience: Experience, *, max_prompt_tokens: int, max_respon
 
 
 def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
-    """How much the groups can teach, and the parts of the score."""
-    num_groups = int(packed.group_ids.max()) + 1
-    highest = torch.full((num_groups,), -torch.inf).scatter_reduce(0, packed.group_ids, packed.scores, "amax")
-    lowest = torch.full((num_groups,), torch.inf).scatter_reduce(0, packed.group_ids, packed.scores, "amin")
+    """How much the groups can teach, the answers that the scorer failed on, and the parts of the score."""
+    highest, lowest = score_range(packed.scores, packed.score_mask, packed.group_ids)
     metrics = {
-        "reward/equal_group_share": (highest == lowest).float().mean().item(),
+        "reward/equal_group_share": (highest <= lowest).float().mean().item(),
         "reward/groups_dropped": float(experience.num_groups_dropped),
     }
+    if not packed.score_mask.all():
+        metrics["reward/unscored_share"] = 1 - packed.score_mask.float().mean().item()
     names = sorted({name for score in experience.scores for name in score.parts})
     for name in names:
         parts = [score.parts[name] for score in experience.scores if name in score.parts]
@@ -122,6 +123,8 @@ def mismatch_metrics(
 ) -> Metrics:
     """How far the sampler's probabilities of the sampled tokens are from the trainer's."""
     mask = packed.loss_mask
+    if not mask.any():
+        return {}
     sampler, trainer = packed.behavior_logprobs[mask].exp(), old_logprobs[mask].exp()
     difference = (sampler - trainer).abs()
     metrics = {
@@ -134,14 +137,16 @@ def mismatch_metrics(
     return metrics
 
 
-def timing_metrics(seconds: Mapping[str, float], packed: PackedBatch, *, num_devices: int) -> Metrics:
+def timing_metrics(
+    seconds: Mapping[str, float], packed: PackedBatch, *, num_answer_tokens: int, num_devices: int
+) -> Metrics:
     """Wall seconds, seconds a token and tokens a second and device."""
     metrics = {f"timing_s/{phase}": value for phase, value in seconds.items()}
     for phase in PER_TOKEN_PHASES:
         if phase in seconds:
             metrics[f"timing_per_token_ms/{phase}"] = 1e3 * seconds[phase] / packed.num_tokens
     if "gen" in seconds:
-        metrics["timing_per_token_ms/gen"] = 1e3 * seconds["gen"] / max(1, packed.num_loss_tokens)
+        metrics["timing_per_token_ms/gen"] = 1e3 * seconds["gen"] / num_answer_tokens
     return metrics | {
         "perf/total_num_tokens": float(packed.num_tokens),
         "perf/time_per_step": seconds["step"],

@@ -122,9 +122,9 @@ class Trainer:
             policy_version=version,
             num_prompts_drawn=state.num_prompts_drawn + experience.num_prompts_drawn,
             num_tokens=state.num_tokens + packed.num_tokens,
-            kl_coef=self._next_kl_coef(state.kl_coef, found, metrics, packed.num_sequences),
+            kl_coef=self._next_kl_coef(state.kl_coef, found, metrics, int(packed.score_mask.sum())),
         )
-        if self._config.algo.kl.where == "reward":
+        if found.kl_in_reward is not None:
             metrics["actor/reward_kl_penalty"] = found.kl_in_reward
         alarms += update_alarms(self._config, metrics)
         metrics |= self._measure(experience, found, shares, before, clock)
@@ -234,18 +234,21 @@ class Trainer:
         return self._pass(Worker.old_logprobs, packed, shares, clock, "old_log_prob")
 
     def _denominator(self, batch: PackedBatch, sequences: Sequence[int]) -> Denominator:
-        """Counted once over the mini-batch and all ranks."""
-        lengths = token_counts(batch.loss_mask, batch.sequence_ids(), batch.num_sequences)
+        """Counted once over the mini-batch and all ranks; an answer without a score counts nowhere."""
+        lengths = token_counts(batch.loss_mask, batch.sequence_ids(), batch.num_sequences)[
+            torch.tensor(list(sequences))
+        ]
         return Denominator(
-            num_tokens=max(1, int(lengths[torch.tensor(list(sequences))].sum())),
-            num_sequences=len(sequences),
+            num_tokens=int(lengths.sum()),
+            num_sequences=int((lengths > 0).sum()),
             norm_tokens=self._config.rollout.max_response_tokens,
         )
 
     def _mini_batches(self, batch: TrainBatch) -> list[list[int]]:
-        """Sequences of each optimizer step of this batch, all epochs."""
-        one_epoch = mini_batches(batch.packed.group_ids, self._config.trainer.mini_batch_size)
-        return one_epoch * self._config.trainer.epochs_per_batch
+        """Sequences of each optimizer step of one epoch. Without a scored answer there is nothing to step by."""
+        scored = batch.packed.score_mask
+        found = mini_batches(batch.packed.group_ids, self._config.trainer.mini_batch_size)
+        return [sequences for sequences in found if scored[sequences].any()]
 
     def _update_policy(self, batch: TrainBatch, state: LoopState) -> tuple[Metrics, Float[Tensor, "T"]]:
         """All optimizer steps on a batch; the policy's log-probabilities from the first pass over it."""
@@ -255,7 +258,10 @@ class Trainer:
         seen = []
         grad_norms = []
         num_skipped = 0
-        for number, sequences in enumerate(self._mini_batches(batch)):
+        one_epoch = self._mini_batches(batch)
+        if not one_epoch:
+            return {SKIPPED: 1.0}, logprobs
+        for number, sequences in enumerate(one_epoch * self._config.trainer.epochs_per_batch):
             shares = self._share(batch.packed, sequences)
             denominator = self._denominator(batch.packed, sequences)
             updates = self._group.scatter(
@@ -266,7 +272,7 @@ class Trainer:
             grad_norms.append(updates[0].grad_norm)
             num_skipped += not updates[0].applied
             self._num_applied += updates[0].applied
-            if number < self._num_updates // self._config.trainer.epochs_per_batch:
+            if number < len(one_epoch):
                 logprobs += scatter_tokens([u.logprobs for u in updates], batch.packed.cu_seqlens, shares.sequences)
         summed = functools.reduce(operator.add, seen)
         metrics = summed.metrics(len(grad_norms))
@@ -292,7 +298,10 @@ class Trainer:
         lr = state.lr_factor * lr_at(state.step, optim=self._config.critic.optim, total_steps=total_steps)
         seen = []
         grad_norms = []
-        for sequences in self._mini_batches(batch):
+        one_epoch = self._mini_batches(batch)
+        if not one_epoch:
+            return {}
+        for sequences in one_epoch * self._config.trainer.epochs_per_batch:
             shares = self._share(batch.packed, sequences)
             denominator = self._denominator(batch.packed, sequences)
             updates = self._group.scatter(
@@ -344,7 +353,10 @@ class Trainer:
             num_epochs=self._config.trainer.epochs_per_batch,
             num_devices=num_devices,
         )
-        return metrics | measure.timing_metrics(seconds, packed, num_devices=num_devices)
+        num_answer_tokens = sum(len(rollout.response_ids) for rollout in experience.rollouts)
+        return metrics | measure.timing_metrics(
+            seconds, packed, num_answer_tokens=num_answer_tokens, num_devices=num_devices
+        )
 
     def _worker_info(self) -> WorkerInfo:
         """What rank 0 found at its start; asked once."""

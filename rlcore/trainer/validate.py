@@ -86,6 +86,7 @@ def _scored(rollouts: Sequence[Rollout], scoring: ScoringPool, decode: Decode) -
             finish_reason=rollout.finish_reason,
             logprob=float(rollout.behavior_logprobs.sum(dtype=np.float64)),
             said=score.said,
+            failure=score.failure,
         )
         for rollout, text, score in zip(rollouts, texts, scores, strict=True)
     ]

@@ -1,12 +1,14 @@
 """Advantages against their naive twins."""
 
+from typing import get_args
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 
 from rlcore.algos.advantages import (
-    SEQUENCE_ADVANTAGES,
+    SequenceAdvantage,
     gae,
     group_advantages,
     reinforce_pp,
@@ -29,7 +31,7 @@ def normal(size: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Te
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("method", sorted(SEQUENCE_ADVANTAGES))
+@pytest.mark.parametrize("method", get_args(SequenceAdvantage))
 def test_group_advantages_are_those_of_the_naive_twin(method: str, dtype: torch.dtype) -> None:
     for seed in range(5):
         scores, greedy = normal(9, seed, dtype), normal(9, seed + 50, dtype)

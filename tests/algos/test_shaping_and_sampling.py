@@ -31,11 +31,11 @@ def test_overlong_penalty_is_zero_where_it_is_off() -> None:
     assert overlong_penalty(lengths, max_response_tokens=100, settings=OverlongConfig()).tolist() == [0.0, 0.0, 0.0]
 
 
-def naive_informative(scores: list[float], groups: list[int]) -> list[bool]:
+def naive_informative(scores: list[float], has_score: list[bool], groups: list[int]) -> list[bool]:
     out = []
     for i in range(len(scores)):
-        mates = [scores[j] for j in range(len(scores)) if groups[j] == groups[i]]
-        out.append(len(mates) == 1 or any(score != mates[0] for score in mates))
+        mates = [scores[j] for j in range(len(scores)) if groups[j] == groups[i] and has_score[j]]
+        out.append((mates == [scores[i]] and groups.count(groups[i]) == 1) or any(score != mates[0] for score in mates))
     return out
 
 
@@ -45,8 +45,10 @@ def test_informative_groups_are_those_of_the_naive_twin() -> None:
     for _ in range(20):
         scores = torch.randint(0, 2, (12,), generator=generator).float() / 10
         groups = torch.randint(-2, 4, (12,), generator=generator)
-        actual = informative_groups(scores, groups).tolist()
-        assert actual == naive_informative(scores.tolist(), groups.tolist())
+        has_score = torch.rand(12, generator=generator) < 0.8
+        garbage = torch.where(has_score, scores, torch.nan)
+        actual = informative_groups(garbage, has_score, groups).tolist()
+        assert actual == naive_informative(scores.tolist(), has_score.tolist(), groups.tolist())
         seen.update(actual)
     assert seen == {True, False}
 
@@ -54,4 +56,7 @@ def test_informative_groups_are_those_of_the_naive_twin() -> None:
 def test_informative_groups_by_hand() -> None:
     scores = torch.tensor([0.1, 1.0, 0.1, 0.1, -5.0, -5.0, 0.0])
     groups = torch.tensor([9, 9, 2, 2, 4, 4, 3])
-    assert informative_groups(scores, groups).tolist() == [True, True, False, False, False, False, True]
+    everyone = torch.ones(7, dtype=torch.bool)
+    assert informative_groups(scores, everyone, groups).tolist() == [True, True, False, False, False, False, True]
+    without_the_second = torch.tensor([True, False, True, True, True, True, False])
+    assert not informative_groups(scores, without_the_second, groups).any()

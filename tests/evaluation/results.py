@@ -8,8 +8,13 @@ import numpy as np
 from rlcore.config import ValidationConfig
 from rlcore.evaluation import Answer, ProblemResult, ValidationResult
 
+FAILED = -1.0
+"""In place of a score: the scorer failed."""
+
 
 def answer(score: float, text: str = "3 + 4", *, num_tokens: int = 5) -> Answer:
+    if score == FAILED:
+        return Answer(text, 0.0, {}, num_tokens, "stop", failure="RuntimeError: no")
     return Answer(text, score, {"correct": float(score >= 1), "format": 1.0}, num_tokens, "stop")
 
 

@@ -18,7 +18,7 @@ from rlcore.evaluation import (
     vote,
 )
 from rlcore.tracking.names import mlflow_name
-from tests.evaluation.results import answer, problem, random_result, result
+from tests.evaluation.results import FAILED, answer, problem, random_result, result
 
 
 def test_summary_by_hand():
@@ -32,6 +32,38 @@ def test_summary_by_hand():
     assert found["val-core/countdown/reward/maj@4"] == pytest.approx(0.125)  # four different answers: a tie of all
     assert found["val-core/countdown/reward/greedy"] == pytest.approx(0.55)
     assert found["val-core/countdown/acc/greedy"] == pytest.approx(0.5)
+
+
+def test_answers_without_a_score_are_in_no_figure_and_counted(tmp_path):
+    judged = result(
+        [
+            problem(1, [1.0, FAILED, 0.5, 0.0], greedy=1.0),
+            problem(2, [FAILED] * 4, greedy=1.0),
+            problem(3, [1.0] * 4, greedy=FAILED),
+            problem(4, [0.0, FAILED, 1.0, 1.0], greedy=0.0, difficulty=5),
+        ]
+    )
+    found = judged.summary()
+    assert found["val-core/countdown/reward/mean@4"] == pytest.approx((0.5 + 2 / 3) / 2)
+    assert found["val-core/countdown/acc/mean@4"] == pytest.approx(0.5)
+    assert found["val-core/countdown/reward/pass@4"] == 1.0
+    assert found["val-core/countdown/reward/pass_all@4"] == 0.0
+    assert found["val-core/countdown/reward/maj@4"] == pytest.approx(0.5)  # each answer says something else: ties
+    assert found["val-core/countdown/reward/greedy"] == 0.5
+    assert found["val-aux/countdown/num_unscored"] == 7.0
+    assert pass_curve(judged)[1].value == pytest.approx(0.5)
+    assert [row.num_problems for row in by_difficulty(judged)] == [1, 1]
+    (pair, *_) = compare(result([problem(number, [0.0] * 4) for number in range(1, 5)]), judged)
+    assert pair.num_problems == 2
+    file = tmp_path / "after.json"
+    judged.write(file)
+    assert ValidationResult.read(file) == judged
+
+
+def test_where_the_scorer_always_failed_there_is_no_figure():
+    judged = result([problem(1, [FAILED, FAILED]), problem(2, [FAILED, FAILED])])
+    assert judged.summary() == {"val-aux/countdown/num_unscored": 4.0}
+    assert (pass_curve(judged), by_difficulty(judged)) == ({}, ())
 
 
 def test_every_figure_has_its_interval_and_a_name_that_mlflow_takes():

@@ -44,3 +44,15 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 def plain_number(response: str, ground_truth: Mapping[str, object]) -> float:
     """As other trainers' rewards are."""
     return len(response) / 2
+
+
+def fails_on_odd_lengths(response: str, ground_truth: Mapping[str, object]) -> float:
+    """1, or an exception."""
+    if len(response) % 2:
+        raise RuntimeError("an odd length")
+    return 1.0
+
+
+def fails_always(response: str, ground_truth: Mapping[str, object]) -> float:
+    """An exception."""
+    raise RuntimeError("always")

@@ -21,7 +21,14 @@ ODD = "tests.rollout.odd_scorers:score"
 ROOT = Path(__file__).parents[2]
 HANGS = ["spin", "hold the interpreter", "sleep"]
 FAILS = ["raise", "exit", "leave", "nan", "text"]
-ZERO = Score(0.0, {})
+FAILURES = {
+    "raise": "RuntimeError: no",
+    "exit": "its process ended (EOFError: )",
+    "leave": "SystemExit: 0",
+    "nan": "ValueError: a score is a finite number, got Score(total=nan, parts={}, said=None, failure=None)",
+    "text": "TypeError: a scorer returns a number or rlcore.score.Score, got str",
+    **dict.fromkeys(HANGS, "an answer took longer than 1.5 s (reward.deadline_s)"),
+}
 
 
 def truths(count):
@@ -30,7 +37,9 @@ def truths(count):
 
 def expected(responses):
     return [
-        ZERO if text in HANGS + FAILS else Score(index + 0.1, {"length": float(len(text)), "correct": 1.0})
+        Score(0.0, {}, failure=FAILURES[text])
+        if text in FAILURES
+        else Score(index + 0.1, {"length": float(len(text)), "correct": 1.0})
         for index, text in enumerate(responses)
     ]
 
@@ -49,7 +58,7 @@ def test_scores_come_in_the_order_of_the_requests(num_processes):
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_hostile_answers_score_zero_are_counted_and_leave_their_neighbours_alone(num_processes):
+def test_hostile_answers_have_no_score_are_counted_and_leave_their_neighbours_alone(num_processes):
     responses = []
     for odd in [*FAILS, *HANGS, "print"]:
         responses += [f"good {odd}", odd, f"also good {odd}"]
@@ -60,7 +69,7 @@ def test_hostile_answers_score_zero_are_counted_and_leave_their_neighbours_alone
         assert pool.score(again, truths(3)) == expected(again)
 
 
-def test_in_process_a_scorer_that_raises_scores_zero_and_is_counted():
+def test_in_process_an_answer_at_which_the_scorer_raises_has_no_score_and_is_counted():
     responses = ["raise", "fine", "nan", "text", "leave"]
     with ScoringPool(ODD, RewardConfig()) as pool:
         assert pool.score(responses, truths(5)) == expected(responses)
@@ -78,6 +87,18 @@ def test_what_the_scorer_failed_on_last_is_known():
     with ScoringPool(ODD, RewardConfig()) as pool:
         pool.score(["fine", "text"], truths(2))
         assert pool.unscored == (1, "TypeError: a scorer returns a number or rlcore.score.Score, got str")
+
+
+def test_what_a_scorer_imports_at_its_first_call_is_no_answers_time(tmp_path, monkeypatch):
+    """Longer than the deadline: the first answer of each process got 0, and no process ever came further."""
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(2)\nRIGHT = 'yes'\n")
+    (tmp_path / "lazy.py").write_text(
+        "def score(text, truth):\n    from slow_to_import import RIGHT\n    return float(text == RIGHT)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with ScoringPool("lazy:score", RewardConfig(num_processes=2, deadline_s=1)) as pool:
+        assert pool.score(["yes", "no"] * 5, ["{}"] * 10) == [Score(1.0, {}), Score(0.0, {})] * 5
+        assert pool.unscored == (0, "")
 
 
 def test_a_process_killed_from_outside_is_replaced_and_costs_no_answer():

@@ -39,6 +39,7 @@ def loss_of(policy: torch.Tensor, ref: torch.Tensor, algo: AlgoConfig) -> torch.
         loss_mask=mask,
         behavior_logprobs=policy.detach(),
         scores=torch.zeros(NUM_ANSWERS),
+        score_mask=mask,
         group_ids=places // GROUP,
     )
     nothing = torch.empty(0)

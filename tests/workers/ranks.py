@@ -37,6 +37,7 @@ def batch_from(tensors: dict[str, Tensor]) -> TrainBatch:
         "loss_mask",
         "behavior_logprobs",
         "scores",
+        "score_mask",
         "group_ids",
     )
     packed = PackedBatch(**{name: tensors[name] for name in names})
@@ -99,7 +100,7 @@ def main() -> None:
         order = case["order"]
         shares = share_out(batch.packed, order, num_ranks=world_size, max_tokens=case["max_tokens"])
         mine = select_train(batch, shares.sequences[rank])
-        denominator = Denominator(batch.packed.num_loss_tokens, batch.packed.num_sequences, 8)
+        denominator = Denominator(batch.packed.num_loss_tokens, int(batch.packed.score_mask.sum()), 8)
         seen = watch_gradients(worker._actor.optimizer, worker.policy_model())
         worker.update_policy(mine, shares.num_micro, denominator, LR, 0.01)
         found = {f"policy.{name}": value for name, value in seen.items()}

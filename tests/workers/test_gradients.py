@@ -15,6 +15,8 @@ from tests.side_by_side import run_side_by_side
 from tests.small_run import prepare
 
 NUM_SEQUENCES = 16
+UNSCORED = (2, 5, 8, 11)
+"""Answers that the scorer failed on: their gradient is none."""
 RELATIVE = 1e-6
 """Of the largest entry of each tensor, in float32."""
 
@@ -27,7 +29,11 @@ def random_batch(rng: np.random.Generator) -> dict[str, Tensor]:
         answer = tuple(rng.integers(3, 60, size=rng.integers(1, 9)).tolist())
         behavior = -rng.random(len(answer)).astype(np.float32) * 4
         rollouts.append(Rollout(prompt, 0, answer, behavior, "stop", 0))
-    packed = pack(rollouts, [Score(float(rng.random()), {}) for _ in rollouts], [i // 4 for i in range(NUM_SEQUENCES)])
+    scores = [
+        Score(float(rng.random()), {}, failure="failed" if index in UNSCORED else None)
+        for index in range(NUM_SEQUENCES)
+    ]
+    packed = pack(rollouts, scores, [index // 4 for index in range(NUM_SEQUENCES)])
     mask = packed.loss_mask.float()
 
     def on_answers(scale: float, shift: float) -> Tensor:
@@ -63,6 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("split", straight, 30, False),
             ("single", straight, 1, False),
             ("shuffled", shuffled, 60, False),
+            ("scored-alone", [index for index in straight if index not in UNSCORED], 60, False),
             ("checkpointed", straight, 60, True),
         ]:
             kl = ["algo.kl.where=loss"] if algo == "grpo" else []
@@ -92,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("case", ["whole", "split", "single", "shuffled", "checkpointed"])
+@pytest.mark.parametrize("case", ["whole", "split", "single", "shuffled", "scored-alone", "checkpointed"])
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
 def test_the_gradient_does_not_depend_on_how_it_is_computed(
     folder: Path, algo: str, case: str, world_size: int

@@ -1,0 +1,162 @@
+"""Answers that the scorer failed on: training goes on as if they were not there."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.batching.pack import pack
+from rlcore.config.algo import GROUP_ADVANTAGES, AlgoConfig, KlConfig
+from rlcore.runtime.local import LocalGroup
+from rlcore.trainer.estimate import Estimate, estimate
+from rlcore.types import Prompt, Rollout, Score
+from rlcore.workers.worker import Worker
+from tests.small_run import prepare, train
+
+GROUP = 4
+UNSCORED = {1, *range(4, 8), 8, 9, 11, 17, 18}
+"""One answer of group 0, all of group 1, all but one of group 2, none of group 3, two of group 4."""
+LONE = 10
+NUM_ANSWERS = 5 * GROUP
+
+
+class Batch:
+    """Ragged answers with all that an estimate reads; any choice of them can be packed."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(3)
+        self.rollouts = []
+        for index in range(NUM_ANSWERS):
+            prompt = Prompt(index // GROUP, (5,) * int(rng.integers(1, 4)), "countdown", "{}")
+            answer = tuple(rng.integers(3, 60, size=rng.integers(1, 7)).tolist())
+            self.rollouts.append(Rollout(prompt, index % GROUP, answer, np.zeros(len(answer), np.float32), "stop", 0))
+        self.totals = rng.random(NUM_ANSWERS)
+        self.per_token = [rng.standard_normal((3, len(self._ids(index)))) for index in range(NUM_ANSWERS)]
+        self.greedy = rng.random(NUM_ANSWERS // GROUP)
+
+    def _ids(self, index: int) -> tuple[int, ...]:
+        return self.rollouts[index].prompt.token_ids + self.rollouts[index].response_ids
+
+    def estimated(self, chosen: list[int], algo: AlgoConfig, no_greedy: int | None = None) -> Estimate:
+        """The estimate of some of the answers. `no_greedy`: the group whose greedy answer has no score."""
+        scores = [
+            Score(float(self.totals[index]), {}, failure="failed" if index in UNSCORED else None) for index in chosen
+        ]
+        packed = pack([self.rollouts[index] for index in chosen], scores, [index // GROUP for index in chosen])
+        old, ref, values = (
+            torch.from_numpy(np.concatenate([self.per_token[index][which] for index in chosen])).float()
+            * packed.loss_mask
+            for which in range(3)
+        )
+        greedy = torch.tensor([self.greedy[index // GROUP] for index in chosen])
+        if no_greedy is not None:
+            greedy[packed.group_ids == no_greedy] = torch.nan
+        return estimate(
+            packed,
+            old_logprobs=old,
+            ref_logprobs=ref,
+            values=values if algo.advantage == "gae" else torch.empty(0),
+            greedy_scores=greedy if algo.advantage == "remax" else torch.empty(0),
+            algo=algo,
+            kl_coef=0.1,
+        )
+
+
+def by_answer(found: Estimate, chosen: list[int]) -> dict[int, Tensor]:
+    """Advantages of each answer's tokens, zeros where the loss is masked."""
+    lengths = found.batch.packed.sequence_lengths().tolist()
+    return dict(zip(chosen, found.batch.advantages.split(lengths), strict=True))
+
+
+@pytest.mark.parametrize("method", [*sorted(GROUP_ADVANTAGES), "remax", "gae", "reinforce_pp"])
+def test_an_answer_without_a_score_takes_no_part_in_the_advantages(method: str) -> None:
+    batch = Batch()
+    algo = AlgoConfig(advantage=method, kl=KlConfig(where="reward"), gamma=0.9 if method == "gae" else 1.0)
+    everyone = list(range(NUM_ANSWERS))
+    scored = [index for index in everyone if index not in UNSCORED]
+    # An answer that is left alone of a group of four has nothing to be compared with: it is not there for the others.
+    taught = [index for index in scored if method not in GROUP_ADVANTAGES or index != LONE]
+    found, expected = batch.estimated(everyone, algo), batch.estimated(taught, algo)
+    with_them, without = by_answer(found, everyone), by_answer(expected, taught)
+    for index in taught:
+        torch.testing.assert_close(with_them[index], without[index], rtol=1e-6, atol=1e-7)
+    for index in set(everyone) - set(taught):
+        assert not with_them[index].any()
+    if len(taught) == len(scored):
+        assert found.kl_in_reward == pytest.approx(expected.kl_in_reward, rel=1e-6)
+
+
+def test_a_greedy_answer_without_a_score_is_no_baseline() -> None:
+    batch, algo = Batch(), AlgoConfig(advantage="remax")
+    everyone = list(range(NUM_ANSWERS))
+    advantages = by_answer(batch.estimated(everyone, algo, no_greedy=3), everyone)
+    assert not any(advantages[index].any() for index in range(12, 16))
+    assert advantages[0].any()
+
+
+def test_without_any_score_there_is_no_kl_and_no_advantage() -> None:
+    batch, none_scored = Batch(), list(range(4, 8))
+    for method in ("grpo", "gae", "reinforce_pp", "reinforce_pp_baseline", "opo"):
+        found = batch.estimated(none_scored, AlgoConfig(advantage=method, kl=KlConfig(where="reward")))
+        assert found.kl_in_reward is None
+        assert not found.batch.advantages.any()
+
+
+NO_WARM_START = "warm_start.enabled=false"
+SOMETIMES = "data.scorer=tests.rollout.odd_scorers:fails_on_odd_lengths"
+ALWAYS = "data.scorer=tests.rollout.odd_scorers:fails_always"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algo=grpo", "trainer.mini_batch_size=4", "algo.kl.where=loss"),
+        ("algo=grpo", "algo.dynamic_sampling.enabled=true"),
+        ("algo=remax",),
+        ("algo=ppo", "algo.kl.where=reward", "algo.kl.adaptive=true", "reward.num_processes=1"),
+    ],
+    ids=" ".join,
+)
+def test_a_scorer_that_fails_now_and_then_leaves_finite_steps(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    run = prepare(tmp_path, NO_WARM_START, SOMETIMES, *overrides)
+    group = LocalGroup(run.config, str(run.model_directory))
+    try:
+        steps = train(run, group, 2)
+    finally:
+        group.close()
+    for step in steps:
+        assert 0 < step["reward/unscored_share"] < 1
+        assert step["critic/score/min"] == step["critic/score/max"] == 1.0, "nothing counts as a zero"
+        assert all(np.isfinite(value) for value in step.values())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algo=grpo", "trainer.mini_batch_size=4", "trainer.old_logprobs=recompute"),
+        ("algo=grpo", "algo.kl.where=loss", "algo.kl.adaptive=true", "alarms.grad_norm=stop", "alarms.kl=stop"),
+        ("algo=ppo", "algo.kl.where=reward", "algo.kl.adaptive=true", "algo.importance.mode=truncate"),
+        ("algo=remax", "rollout.samples_per_prompt=1"),
+    ],
+    ids=" ".join,
+)
+def test_a_scorer_that_always_fails_changes_no_weight_and_divides_by_nothing(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    run = prepare(tmp_path, NO_WARM_START, ALWAYS, *overrides)
+    group = LocalGroup(run.config, str(run.model_directory))
+    try:
+        before = {name: value.clone() for name, value in group.each(Worker.full_weights)[0].items()}
+        steps = train(run, group, 2)
+        after = group.each(Worker.full_weights)[0]
+    finally:
+        group.close()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    for step in steps:
+        assert (step["reward/unscored_share"], step["alarm/update_skipped"]) == (1.0, 1.0)
+        assert "critic/score/mean" not in step
+        assert all(np.isfinite(value) for value in step.values())
+        json.dumps(step, allow_nan=False)
