@@ -26,6 +26,7 @@ from flows.parameters import (
 from flows.plan.checks import check_before_plan, check_before_start
 from flows.plan.plan import make_plan
 from flows.report import report
+from flows.retries import retried
 from flows.server.nested import begin_anew, end_nested
 from flows.server.watch import watched
 from flows.shown.artifacts import show_link
@@ -102,7 +103,7 @@ def pipeline(
         warm_start(experiment, given)
         weights = train(experiment, given)
         judgements = validate(experiment, given)
-        best = export_best_weights(config, RunInputs.read(run.layout), weights)
+        best = retried(export_best_weights, config)(config, RunInputs.read(run.layout), weights)
         run.trainer.let_go()
         written = report(experiment, given)
         recorded = record.finish(written, weights, best)

@@ -1,11 +1,7 @@
 """Train in chunks, each from one checkpoint to the next."""
 
-from typing import Any
-
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State, TaskRun
-from prefect.tasks import Task, exponential_backoff
 
 from flows.naming import flow_run_name
 from flows.parameters import (
@@ -21,6 +17,7 @@ from flows.parameters import (
     plain_command,
     settings_of,
 )
+from flows.retries import retried
 from flows.server.watch import end_if_suspended, watched
 from flows.shown import stage_words
 from flows.shown.artifacts import show_checkpoints
@@ -32,29 +29,10 @@ from flows.work.open_run import open_run
 from flows.work.stages import Chunk, Export
 from rlcore.config import RunConfig
 from rlcore.config.compose import idle_settings
-from rlcore.errors import WorkerLostError
 from rlcore.run.inputs import RunInputs, start_model_is_ready
 
-RETRY_BACKOFF_S = 2
-"""Before the first retry; doubled for each further one. Long enough for a dead process's memory to be free."""
 
-
-def is_worth_a_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """A lost process is; wrong settings, a full disk, a loss that is not finite are not."""
-    if not isinstance(state.data, WorkerLostError):
-        return False
-    if task_run.run_count <= task.retries:
-        tell(f"{state.data}\ntrying again from the last checkpoint ({task_run.run_count} of {task.retries})")
-    return True
-
-
-@task(
-    name="train-chunk",
-    task_run_name="train/{config.name} step {start}-{stop}",
-    retry_delay_seconds=exponential_backoff(RETRY_BACKOFF_S),
-    retry_condition_fn=is_worth_a_retry,
-    cache_policy=NO_CACHE,
-)
+@task(name="train-chunk", task_run_name="train/{config.name} step {start}-{stop}", cache_policy=NO_CACHE)
 def train_chunk(config: RunConfig, inputs: RunInputs, start: int, stop: int, at_most: int | None = None) -> Chunk:
     """Train from the newest checkpoint to `stop`; a no-op where that is committed."""
     with open_run(config) as run, reported(run):
@@ -86,8 +64,8 @@ def train_to(config: RunConfig, to_step: int | None = None) -> RunInputs:
     """Everything up to a step (None: the last): what is missing of data and start model, then chunk by chunk."""
     inputs = stages.prepare_inputs(config)
     if not start_model_is_ready(config, inputs.filtered_directory):
-        make_start_model(config, inputs)
-    chunk_task = train_chunk.with_options(retries=config.runtime.max_chunk_retries)
+        retried(make_start_model, config)(config, inputs)
+    chunk_task = retried(train_chunk, config)
     for start, stop in stages.chunk_bounds(config, to_step):
         end_if_suspended()
         chunk_task(config, inputs, start, stop, to_step)
@@ -132,4 +110,4 @@ def train(
     with watched(), open_run(config, command_words("train", experiment, given)) as run:
         inputs = train_to(config)
         show_checkpoints(run)
-        return export_weights(config, inputs)
+        return retried(export_weights, config)(config, inputs)

@@ -5,6 +5,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.naming import flow_run_name
 from flows.parameters import NO_OVERRIDES, Experiment, Root, Seed, all_overrides, plain_command, settings_of
+from flows.retries import retried
 from flows.shown import stage_words
 from flows.shown.artifacts import show_validations
 from flows.shown.reporter import reported
@@ -48,6 +49,7 @@ def validate(
     with open_run(config):
         inputs = stages.prepare_inputs(config)
         after = "after" if checkpoint == "last" else checkpoint
-        judgements = [judge(config, inputs, "start", "before"), judge(config, inputs, checkpoint, after)]
+        judge_task = retried(judge, config)
+        judgements = [judge_task(config, inputs, "start", "before"), judge_task(config, inputs, checkpoint, after)]
         show_validations(config.name, judgements)
         return judgements

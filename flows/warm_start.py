@@ -5,6 +5,7 @@ from prefect.cache_policies import NO_CACHE
 
 from flows.naming import flow_run_name
 from flows.parameters import NO_OVERRIDES, Experiment, Root, Seed, all_overrides, plain_command, settings_of
+from flows.retries import retried
 from flows.shown import stage_words
 from flows.shown.reporter import reported
 from flows.shown.tell import tell, tell_command
@@ -39,4 +40,4 @@ def warm_start(
     given = all_overrides(overrides, seed=seed, root=root)
     config = settings_of(experiment, given)
     tell_command(plain_command("train", experiment, given))
-    return make_start_model(config, stages.prepare_inputs(config))
+    return retried(make_start_model, config)(config, stages.prepare_inputs(config))

@@ -1,8 +1,10 @@
 """`millrace train`, `validate`, `report` and `data make`: the stages without Prefect."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from flows.commands.fork import Fork
 from flows.commands.named_run import named_run
@@ -20,7 +22,8 @@ from flows.work.stack_store import in_stack
 from rlcore.config import RunConfig
 from rlcore.config.compose import idle_settings, load_config
 from rlcore.errors import WorkerLostError
-from rlcore.run.inputs import RunInputs
+
+R = TypeVar("R")
 
 
 def train(fork: Fork, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
@@ -44,14 +47,16 @@ def train(fork: Fork, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
         say(f"filter: {stage_words.describe_rows(filtered)}")
         record.start(rows, filtered)
         inputs = stages.prepare_inputs(config)
-        say(f"warm start: {stage_words.describe_start_model(stages.warm_start(run, inputs))}")
+        say(f"warm start: {stage_words.describe_start_model(_retried(run, partial(stages.warm_start, run, inputs)))}")
         for start, stop in stages.chunk_bounds(config):
-            say(f"train: {stage_words.describe_chunk(_chunk_with_retries(run, inputs, start, stop))}")
+            chunk = _retried(run, partial(stages.train_chunk, run, inputs, start, stop))
+            say(f"train: {stage_words.describe_chunk(chunk)}")
         for checkpoint, name in (("start", "before"), ("last", "after")):
-            say(f"validation: {stage_words.describe_judgement(stages.validate(run, inputs, checkpoint, name))}")
-        last = stages.export(run, inputs)
+            judgement = _retried(run, partial(stages.validate, run, inputs, checkpoint, name))
+            say(f"validation: {stage_words.describe_judgement(judgement)}")
+        last = _retried(run, partial(stages.export, run, inputs))
         say(f"weights: {stage_words.describe_export(last)}")
-        best = stages.export_best(run, inputs, last)
+        best = _retried(run, partial(stages.export_best, run, inputs, last))
         if best.step != last.step:
             say(f"best weights: {stage_words.describe_export(best)}")
         record.finish(None, last, best)
@@ -67,7 +72,7 @@ def validate(settings: list[str], *, checkpoint: str, verbose: bool) -> None:
     with _watched(config, (), verbose=verbose) as run:
         inputs = stages.prepare_inputs(config)
         name = {"start": "before", "last": "after"}.get(checkpoint, checkpoint)
-        judgement = stages.validate(run, inputs, checkpoint, name)
+        judgement = _retried(run, partial(stages.validate, run, inputs, checkpoint, name))
         display().line(f"validation: {stage_words.describe_judgement(judgement)}")
         display().line(f"answers: {judgement.file}")
 
@@ -88,15 +93,15 @@ def make_data(settings: list[str]) -> None:
     print(f"filter: {stage_words.describe_rows(stages.filter_rows(config))}")
 
 
-def _chunk_with_retries(run: OpenRun, inputs: RunInputs, start: int, stop: int) -> stages.Chunk:
-    """A lost trainer is started again, and goes on from the last checkpoint."""
+def _retried(run: OpenRun, work: Callable[[], R]) -> R:
+    """What a stage gives; a lost trainer is started again, and goes on from what is on disk."""
     retries = run.config.runtime.max_chunk_retries
     for attempt in range(retries):
         try:
-            return stages.train_chunk(run, inputs, start, stop)
+            return work()
         except WorkerLostError as error:
             display().line(f"{error}\ntrying again from the last checkpoint ({attempt + 1} of {retries})")
-    return stages.train_chunk(run, inputs, start, stop)
+    return work()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from rlcore.rollout.requirements import require_vllm
 from rlcore.rollout.scoring import require_scorer
 from rlcore.run.memory_fit import require_fit
 from rlcore.runtime.address import unreachable
+from rlcore.runtime.folder import folder_problem
 from rlcore.storage.disk import nearest_existing
 from rlcore.tracking.system import first_gpu
 
@@ -60,9 +61,13 @@ def _require_device(config: RunConfig) -> None:
 
 
 def _require_cluster(config: RunConfig) -> None:
-    """The Ray cluster that the settings name is there: a run would find out after its data and warm start."""
+    """The Ray cluster that the settings name is there, or the folder of a private one is nobody else's: a run would
+    find out after its data and warm start."""
     runtime = config.runtime
-    if runtime.backend == "ray" and runtime.ray_address is not None and (problem := unreachable(runtime.ray_address)):
+    if runtime.backend != "ray":
+        return
+    problem = folder_problem() if runtime.ray_address is None else unreachable(runtime.ray_address)
+    if problem is not None:
         raise ConfigError(problem)
 
 

@@ -17,16 +17,10 @@ from flows.stack.state import StackState
 from flows.trainer.client import SOURCE_FOLDER
 from flows.work.stack_store import STACK
 from rlcore.errors import MillraceError
+from rlcore.runtime.folder import loopback_environment, ray_folder
 
 POOL = "millrace"
 SERVE = "flows.stack.serve"
-RAY_ON_LOOPBACK = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # By default Ray takes 127.0.0.1 for the host's address in the network, where this head does not listen.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_AUTH_MODE": "disabled",  # as the other servers on loopback
-}
-"""Environment of a head of this machine alone, and of whoever joins it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +99,12 @@ def _serve(name: str, port: int) -> tuple[str, ...]:
 
 
 def ray_recipe(say: Callable[[str], None], state: StackState) -> Recipe:
-    """A Ray head; runs join it by `runtime.ray_address`."""
+    """A Ray head of this user and machine alone; runs join it by `runtime.ray_address`."""
     port = _port_of(state, "ray", say, default=6379)
     ray = str(Path(sys.executable).parent / "ray")
     command = [ray, "start", "--head", "--block", "--node-ip-address", LOOPBACK, "--port", str(port)]
-    command += ["--include-dashboard", "false", "--disable-usage-stats"]
-    return Recipe("ray", tuple(command), RAY_ON_LOOPBACK, port, f"{LOOPBACK}:{port}", "")
+    command += ["--include-dashboard", "false", "--disable-usage-stats", "--temp-dir", str(ray_folder())]
+    return Recipe("ray", tuple(command), loopback_environment(), port, f"{LOOPBACK}:{port}", "")
 
 
 def worker_recipe(
@@ -130,8 +124,6 @@ def worker_recipe(
         "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
         MLFLOW_PAGE: state.mlflow_url,
     }
-    if state.service("ray") is not None:
-        environment |= RAY_ON_LOOPBACK
     if not databases.mlflow_is_the_file(root):
         environment[STACK] = str(root)
     return Recipe(name, tuple(command), environment, port, "", f"http://{LOOPBACK}:{port}/health")

@@ -182,10 +182,10 @@ class Crew:
         try:
             with self._guard.phase("start"):
                 group = start_workers(config, str(self.start_model))
+                self._open.callback(group.close)
+                info = group.each(Worker.info)[0]
         finally:
             self._after_start()
-        self._open.callback(group.close)
-        info = group.each(Worker.info)[0]
         self._ledger.expect(info.num_trained)
         text = (
             f"{group.world_size} worker(s) on {info.device_name}: {info.num_parameters:,} parameters, {info.dtype}, "

@@ -1,12 +1,16 @@
-"""Where Ray writes on this host. No ray: plans read it too."""
+"""Where Ray writes on this host, where nobody but this user can look or write. No ray: plans read it too."""
 
-import getpass
+import os
+import secrets
 import socket
+import stat
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from rlcore.errors import ConfigError
 from rlcore.storage.temporary import remove_tree
 
 END_WAIT_S = 5.0
@@ -15,12 +19,94 @@ DEAD_FOR_S = 3_600.0
 """What a killed cluster has logged can be looked at for that long, if no other one is started meanwhile."""
 
 
-def ray_folder() -> Path:
-    """Folder of a private cluster's sockets, logs and spilled objects.
+LONGEST_SOCKET_PATH = 107
+"""Bytes of a Unix socket's path, by the kernel."""
+LONGEST_SOCKET = "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+"""What Ray adds to its folder."""
 
-    The path of a socket may not pass 107 bytes, so it cannot lie in the run's folder.
+
+def private_folder() -> Path:
+    """Folder of this user's clusters and of the secret that they ask for. A run's is too long for a socket's path."""
+    return Path(tempfile.gettempdir()) / f"ray-{os.geteuid()}"
+
+
+def ray_folder() -> Path:
+    """Folder of the clusters' sockets, logs and spilled objects. Ray makes it 0777; the one above it is 0700."""
+    return private_folder() / "ray"
+
+
+def token_file() -> Path:
+    """File of the secret without which nobody commands a cluster of this user."""
+    return private_folder() / "auth_token"
+
+
+def folder_problem() -> str | None:
+    """Why Ray cannot use its folder; None where it can, or where the folder is not there yet."""
+    folder = private_folder()
+    remedy = "Set TMPDIR to another folder"
+    if len(os.fsencode(f"{ray_folder()}{LONGEST_SOCKET}")) > LONGEST_SOCKET_PATH:
+        return (
+            f"{folder}: Ray's sockets lie below it, and a socket's path may not pass {LONGEST_SOCKET_PATH} bytes. "
+            f"{remedy}, with a shorter path"
+        )
+    for path, is_right in ((folder, stat.S_ISDIR), (ray_folder(), stat.S_ISDIR), (token_file(), stat.S_ISREG)):
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return f"{path}: must be readable; got {error}. {remedy}, or remove {folder}"
+        if not is_right(found.st_mode) or found.st_uid != os.geteuid():
+            return (
+                f"{path}: must be a {'folder' if is_right is stat.S_ISDIR else 'file'} of this user (uid "
+                f"{os.geteuid()}), since who owns it commands the run; got {stat.filemode(found.st_mode)} of uid "
+                f"{found.st_uid}. {remedy}, or have {folder} removed"
+            )
+    return None
+
+
+def loopback_environment() -> Mapping[str, str]:
+    """Environment in which Ray listens on loopback alone, and refuses who does not know this user's secret.
+
+    For whoever starts a cluster of this machine alone, and for whoever joins it. Makes folder and secret.
+
+    Raises:
+        ConfigError: the folder is not this user's own.
     """
-    return Path(tempfile.gettempdir()) / f"ray-{getpass.getuser()}"
+    folder, token = private_folder(), token_file()
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if problem := folder_problem():
+        raise ConfigError(problem)
+    folder.chmod(0o700)  # one that an older Millrace has left is 0777
+    if not token.exists():
+        _write_secret(token)
+    token.chmod(0o600)
+    return {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # By default Ray takes 127.0.0.1 for the host's address in the network, and then listens on all addresses.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+    }
+
+
+def _write_secret(path: Path) -> None:
+    """Whole or not at all, and by one of several that try at the same time."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # 0600
+        file.write(secrets.token_hex(32))
+        file.flush()
+        os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(file.name, path)
+
+
+def is_own_head(address: str) -> bool:
+    """Whether the cluster at an address is that of `millrace up --ray`: `ray start` notes its own in the folder."""
+    try:
+        return (ray_folder() / "ray_current_cluster").read_text().strip() == address
+    except OSError:
+        return False
 
 
 def remove_session(session: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Concatenate
 
 import ray
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import _enable_token_auth
 from ray.exceptions import GetTimeoutError, NodeDiedError, OutOfMemoryError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -17,7 +19,13 @@ from rlcore import stacks
 from rlcore.config import RunConfig
 from rlcore.errors import HangError, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.runtime.address import unreachable
-from rlcore.runtime.folder import ray_folder, remove_dead_sessions, remove_session
+from rlcore.runtime.folder import (
+    is_own_head,
+    loopback_environment,
+    ray_folder,
+    remove_dead_sessions,
+    remove_session,
+)
 from rlcore.workers.group import P, R
 from rlcore.workers.worker import Worker
 
@@ -47,7 +55,8 @@ class RayGroup:
         self._actors: list[Any] = []
         self._session = start_ray(config)
         try:
-            self._start_actors(config, model_directory)
+            with _lost_if_it_fails("Ray did not start the workers"):
+                self._start_actors(config, model_directory)
         except BaseException:
             self.close()
             raise
@@ -180,31 +189,30 @@ def _lost(error: RayError) -> WorkerLostError:
 def start_ray(config: RunConfig) -> Path | None:
     """Connect to the cluster of `runtime.ray_address`, or start a private one, quiet and without telemetry.
 
-    The folder of the one that was started.
+    The folder of the one that was started. A cluster of this machine alone listens on loopback alone.
     """
     if ray.is_initialized():
         return None
-    runtime = config.runtime
+    address = config.runtime.ray_address
+    if address is not None and (problem := unreachable(address)):
+        raise WorkerLostError(problem)
+    if address is None or is_own_head(address):
+        _stay_on_loopback()
     common: dict[str, Any] = {
         "logging_level": "warning",
         "log_to_driver": True,
         "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(_source_roots())}},
     }
-    if runtime.ray_address is not None:
-        if problem := unreachable(runtime.ray_address):
-            raise WorkerLostError(problem)
-        try:
-            with _sigterm_stays_ours():
-                ray.init(address=runtime.ray_address, **common)
-        except ConnectionError as error:
-            raise WorkerLostError(f"runtime.ray_address: {runtime.ray_address}: {error}") from error
+    if address is not None:
+        with _lost_if_it_fails(f"runtime.ray_address: {address}"), _sigterm_stays_ours():
+            ray.init(address=address, **common)
         return None
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    wanted = runtime.num_workers * runtime.threads_per_worker
+    wanted = config.runtime.num_workers * config.runtime.threads_per_worker
     remove_dead_sessions()
-    with _sigterm_stays_ours():
+    with _lost_if_it_fails("a private Ray cluster did not start"), _sigterm_stays_ours():
         started: Any = ray.init(
+            address="local",  # else RAY_ADDRESS in the environment, or a head of this user, goes before
             num_cpus=max(wanted, os.cpu_count() or 1),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
@@ -212,6 +220,28 @@ def start_ray(config: RunConfig) -> Path | None:
             **common,
         )
     return Path(started.address_info["session_dir"])
+
+
+def _stay_on_loopback() -> None:
+    """Let this process, and the cluster that it starts or joins, use loopback and this user's secret."""
+    os.environ.update(loopback_environment())
+    # Ray has read both from the environment when it was imported.
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    _enable_token_auth()
+
+
+@contextmanager
+def _lost_if_it_fails(what: str) -> Iterator[None]:
+    """Whatever Ray raises while a cluster or its workers start is a lost worker: another start may succeed.
+
+    Ray says that a process of its own has died by RuntimeError, ConnectionError or a bare Exception.
+    """
+    try:
+        yield
+    except (MillraceError, RayTaskError):  # a rank has said what is wrong
+        raise
+    except Exception as error:
+        raise WorkerLostError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

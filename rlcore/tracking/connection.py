@@ -72,6 +72,21 @@ def _connect(uri: str) -> "MlflowClient":
     database.parent.mkdir(parents=True, exist_ok=True)
     lock = database.with_name(f"{database.name}.lock")
     with HeldLock(lock, what=f"making {database}", wait_s=LONGEST_MIGRATION_S, error=TrackingError):
+        if not database.exists():
+            _make_store(database)
         client = MlflowClient(uri, uri)
         client.search_experiments(max_results=1)
         return client
+
+
+def _make_store(database: Path) -> None:
+    """Make the tables in a file beside, and rename it: MLflow's migrations are no transaction, and a store that a kill
+    has left in the middle of them is never completed."""
+    from mlflow import MlflowClient
+
+    beside = database.with_name(f".tmp-{database.name}")
+    for left in (beside, beside.with_name(f"{beside.name}-journal")):
+        left.unlink(missing_ok=True)
+    address = sqlite_address(beside)
+    MlflowClient(address, address).search_experiments(max_results=1)
+    beside.replace(database)

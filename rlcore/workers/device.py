@@ -1,14 +1,20 @@
 """Where a rank computes, and how the ranks find each other."""
 
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import urlparse
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from rlcore.config import ModelConfig, RuntimeConfig
 from rlcore.errors import ConfigError, ModelError
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ def _runs_on(arch: str, major: int, minor: int) -> bool:
 
 def free_address(*, loopback: bool) -> str:
     """`tcp://` address on this host for the ranks' rendezvous; on the loopback interface where all ranks are here."""
-    host = "127.0.0.1" if loopback else socket.gethostbyname(socket.gethostname())
+    host = LOOPBACK if loopback else socket.gethostbyname(socket.gethostname())
     with socket.socket() as probe:
         probe.bind((host, 0))
         return f"tcp://{host}:{probe.getsockname()[1]}"
@@ -101,6 +107,24 @@ def on_all_ranks(holds: bool, *, world_size: int, device: torch.device) -> bool:
 
 
 def join_ranks(rendezvous: str, *, rank: int, world_size: int, device: torch.device) -> None:
-    """Form the process group: gloo on CPU, NCCL on GPU."""
+    """Form the process group: gloo on CPU, NCCL on GPU. Ranks that meet on loopback listen nowhere else."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world_size)
+    address = urlparse(rendezvous)
+    if address.hostname != LOOPBACK or address.port is None:
+        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world_size)
+        return
+    if interface := _loopback_interface():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+    listener = None
+    if rank == 0:  # else the store listens on all addresses
+        bound = socket.create_server((LOOPBACK, address.port))
+        listener = bound.detach()
+    store = TCPStore(LOOPBACK, address.port, world_size, is_master=rank == 0, master_listen_fd=listener)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
+def _loopback_interface() -> str | None:
+    """Name of the network interface that has the loopback address: lo on Linux."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if any(one.address == LOOPBACK for one in addresses)), None)

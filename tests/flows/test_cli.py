@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from flows.commands.train import train, validate
 from flows.parameters import written
 from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, ConfigError, ModelError
+from rlcore.runtime.folder import private_folder
 from tests.flows.conftest import Millrace
 
 
@@ -138,13 +140,21 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_is_made(bare: Millrace)
     assert list(bare.root.iterdir()) == []
 
 
-def test_what_is_not_there_is_told_before_anything_is_made(artifacts_root: Path) -> None:
+def test_what_is_not_there_is_told_before_anything_is_made(
+    artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = f"paths.root={written(str(artifacts_root))}"
     with pytest.raises(ModelError, match=r"^model\.path: Qwen/Qwen2\.5-0\.5B is no directory here"):
         train(Fork(["experiment=tinyzero_ppo", "rollout=hf", root]), dry_run=False, as_json=False, verbose=False)
     cluster = ["experiment=debug", "runtime=ray", "runtime.ray_address=127.0.0.1:1", root]
     with pytest.raises(ConfigError, match=r"^runtime\.ray_address: must be the address of a Ray cluster"):
         train(Fork(cluster), dry_run=False, as_json=False, verbose=False)
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        private_folder().symlink_to("/tmp")  # as another user of the machine could prepare it
+        with pytest.raises(ConfigError, match=r"ray-\d+: must be a folder of this user"):
+            train(Fork(["experiment=debug", "runtime=ray", root]), dry_run=False, as_json=False, verbose=False)
+        monkeypatch.undo()
     for checkpoint, name in (("last", "last"), ("40", "step-000040")):
         with pytest.raises(CheckpointError, match=f"^checkpoint={name}: run debug-.* has no such checkpoint"):
             validate(["experiment=debug", root], checkpoint=checkpoint, verbose=False)

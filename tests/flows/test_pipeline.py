@@ -10,6 +10,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.storage.small_disk import fill, mounted
 pytestmark = pytest.mark.prefect
 
 PIPELINE = {"name": {"any_": ["pipeline"]}}
+HELD = Path(__file__).parent / "held"
 STAGE_WORDS = ("dataset:", "filter:", "warm start:", "train:", "validation:", "weights:", "report:")
 STAGES = ["dataset", "filter", "warm-start", "train", "validate", "report"]
 
@@ -235,20 +237,24 @@ def test_after_its_last_retry_the_run_ends_and_the_same_command_goes_on(
 
 
 def test_a_killed_trainer_is_started_again_and_the_numbers_are_the_same(
-    millrace: Millrace, api: Api, reference: Reference
+    millrace: Millrace, api: Api, reference: Reference, tmp_path: Path
 ) -> None:
     low = "alarms.entropy_below=50"  # every model gives the alarm
-    process = millrace.start("run", *SMALL, low)
+    exporting = tmp_path / "exporting"
+    hold = {"HOLD_PHASE": "export", "HOLD_FILE": str(exporting), "PYTHONPATH": str(HELD)}
+    process = replace(millrace, environment=millrace.environment | hold).start("run", *SMALL, low)
     wait_for_step(millrace, 25)
     second = {"name": {"any_": ["train/debug step 20-40"]}, "state": {"type": {"any_": ["RUNNING"]}}}
     wait_until(lambda: bool(api.filter("task_runs", task_runs=second)), "the second chunk")
-    trainer = trainer_of(process)
-    assert trainer is not None
-    trainer.kill()
+    for _ in ("in a chunk", "in the export"):
+        trainer = trainer_of(process)
+        assert trainer is not None
+        trainer.kill()
+        wait_until(lambda: exporting.exists() or process.poll() is not None, "the export")
     done = ended(process)
     assert done.code == 0, done.err
-    assert "signal SIGKILL" in done.out
-    assert "trying again from the last checkpoint (1 of 2)" in done.out
+    assert done.out.count("signal SIGKILL") == 2
+    assert done.out.count("trying again from the last checkpoint (1 of 2)") == 2
     assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
     chunk = {"name": {"any_": ["train/debug step 20-40"]}}
     retried = api.filter("task_runs", task_runs=chunk, sort="EXPECTED_START_TIME_DESC", limit=1)[0]

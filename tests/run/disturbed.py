@@ -4,7 +4,8 @@
 
 PLAN is a JSON list, one entry a start: null, or {"at": phase, stage of a progress event, or "publish", "prune",
 "journal", "nth": which time from 1, "to": "trainer", "node", or the name of a process as in `rlcore.stacks` or of its
-program, "signals": ["SIGTERM", ...], "sleep_s": how long the trainer then does nothing, "env": variables of the start}.
+program, "signals": ["SIGTERM", ...], "aside": whether the trainer goes on meanwhile, since it starts that process,
+"sleep_s": how long it then does nothing, "env": variables of the start}.
 OUT gets what each came to.
 
 Starts are forked from one process that has imported everything: an import costs seconds. It is the reaper of its
@@ -16,6 +17,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -40,6 +42,7 @@ class Disturbance:
     def __init__(self, plan: Mapping[str, Any]) -> None:
         self.at, self.nth, self.to = plan["at"], plan.get("nth", 1), plan.get("to", "trainer")
         self.signals = [signal.Signals[name] for name in plan["signals"]]
+        self.aside = plan.get("aside", False)
         self.sleep_s = plan.get("sleep_s", 0.0)
         self.seen = 0
 
@@ -47,12 +50,19 @@ class Disturbance:
         """Something has begun."""
         self.seen += name == self.at
         if name == self.at and self.seen == self.nth:
-            for number in self.signals:
-                for pid in self.targets():
-                    with suppress(ProcessLookupError):  # a node's processes end with the first of them
-                        os.kill(pid, number)
-                time.sleep(0.05)
+            if self.aside:
+                threading.Thread(target=self.send, daemon=True).start()
+            else:
+                self.send()
             time.sleep(self.sleep_s)
+
+    def send(self) -> None:
+        """The signals."""
+        for number in self.signals:
+            for pid in self.targets():
+                with suppress(ProcessLookupError):  # a node's processes end with the first of them
+                    os.kill(pid, number)
+            time.sleep(0.05)
 
     def targets(self) -> list[int]:
         """Process ids of those to be disturbed."""

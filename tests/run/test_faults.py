@@ -141,6 +141,21 @@ def test_lost_and_stopped_ranks_and_a_host_without_memory(two_ranks: SmallRun, t
 
 @pytest.mark.lengthy
 @pytest.mark.needs_ray
+def test_a_cluster_that_is_lost_or_hangs_at_its_start(two_ranks: SmallRun, tmp_path: Path) -> None:
+    impatient = small(tmp_path, *RAY, "runtime.deadlines.start_s=15", steps=STEPS)
+    (hung,) = disturb(impatient, at("start", "SIGSTOP", to="gcs_server", aside=True))
+    run = small(tmp_path, *RAY, steps=STEPS)
+    lost, done = disturb(run, at("start", "SIGKILL", to="raylet", aside=True), None)
+    assert [one["code"] for one in (hung, lost, done)] == [FAILED, FAILED, 0], said(run)
+    assert [one["left"] for one in (hung, lost, done)] == [[], [], []]
+    assert kinds(run) == [("hang", "start"), ("lost worker", "start")]
+    assert "a private Ray cluster did not start: Exception: The current node timed out" in said(run)
+    assert steps_of(run) == steps_of(two_ranks)
+    assert weights_of(run) == weights_of(two_ranks)
+
+
+@pytest.mark.lengthy
+@pytest.mark.needs_ray
 def test_a_lost_node_of_a_cluster(two_ranks: SmallRun, tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "tests.run.cluster"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

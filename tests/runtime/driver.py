@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
+import ray
 
 from rlcore import stacks
 from rlcore.errors import StopRequestedError, WorkerLostError
@@ -33,6 +35,25 @@ def metrics_of(run: SmallRun) -> list[Metrics]:
     group = RayGroup(run.config, str(run.model_directory))
     try:
         return train(run, group, STEPS)
+    finally:
+        group.close()
+
+
+def private_cluster(runs: dict[str, SmallRun]) -> dict[str, Any]:
+    """The metrics of two ranks, on which addresses their cluster listens, and what a stranger on this host is told."""
+    found: dict[str, Any] = {"metrics": {algo: metrics_of(run) for algo, run in runs.items()}}
+    group = RayGroup(runs["grpo"].config, str(runs["grpo"].model_directory))
+    try:
+        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        sockets = [(member.name(), one) for member in family for one in member.net_connections("inet")]
+        found["listeners"] = [(name, one.laddr.ip) for name, one in sockets if one.status == psutil.CONN_LISTEN]
+        with grpc.insecure_channel(ray.get_runtime_context().gcs_address) as channel:
+            call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+            try:
+                found["stranger"] = str(call(b"", timeout=60))
+            except grpc.RpcError as error:
+                found["stranger"] = error.code().name
+        return found
     finally:
         group.close()
 
@@ -98,6 +119,7 @@ def main() -> None:
     runs = {algo: prepare(Path(root), "runtime=ray", f"algo={algo}", *overrides) for algo in ALGOS}
     scenarios: dict[str, Callable[[], Any]] = {
         "metrics": lambda: {algo: metrics_of(run) for algo, run in runs.items()},
+        "private": lambda: private_cluster(runs),
         "stop": lambda: stopped_at_the_start(runs["grpo"]),
         "faults": lambda: [error_after(runs["grpo"], harm) for harm in (kill, halt)],
     }

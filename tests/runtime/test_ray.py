@@ -1,6 +1,7 @@
 """Ray actors give the numbers of the worker in this process, and say what went wrong."""
 
 import json
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlcore.runtime.folder import private_folder
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.metrics import Metrics
 from tests.runtime.driver import ALGOS, STEPS
@@ -55,16 +57,28 @@ def test_ray_and_this_process_give_the_same_metrics_value_for_value(
     assert {len(steps) for steps in local.values()} == {STEPS}
 
 
-def test_two_ranks_reproduce_one(root: Path, local: dict[str, list[Metrics]]) -> None:
-    # with scoring processes: answers stream out of the actors as they end
-    double = in_ray("metrics", root, "runtime.num_workers=2", "reward.num_processes=1")
+@pytest.fixture(scope="module")
+def two_ranks(root: Path) -> Any:
+    """With scoring processes: answers stream out of the actors as they end."""
+    return in_ray("private", root, "runtime.num_workers=2", "reward.num_processes=1")
+
+
+def test_two_ranks_reproduce_one(two_ranks: Any, local: dict[str, list[Metrics]]) -> None:
     for algo in ALGOS:
-        for number, (expected, found) in enumerate(zip(local[algo], double[algo], strict=True), start=1):
+        for number, (expected, found) in enumerate(zip(local[algo], two_ranks["metrics"][algo], strict=True), start=1):
             for name, value in expected.items():
                 if not name.startswith("global_seqlen/"):
                     # rollout_probs_diff is rounding alone here, some 1e-6 in any case
                     atol = 1e-5 if name.startswith("training/rollout_probs_diff") else 1e-6
                     assert found[name] == pytest.approx(value, rel=1e-5, abs=atol), f"{algo}, step {number}: {name}"
+
+
+def test_a_private_cluster_is_met_on_loopback_alone_and_by_its_user_alone(two_ranks: Any) -> None:
+    listeners = [tuple(one) for one in two_ranks["listeners"]]
+    assert {"gcs_server", "raylet", "ray::RankProcess"} <= {name for name, _ in listeners}
+    assert {address for _, address in listeners} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, listeners
+    assert two_ranks["stranger"] == "UNAUTHENTICATED"
+    assert stat.S_IMODE(private_folder().stat().st_mode) == 0o700
 
 
 @pytest.mark.lengthy

@@ -335,9 +335,22 @@ def test_a_folder_that_is_no_model_is_refused(store: MlflowStore, run_id: str, t
         store.log_model_directory(run_id, tmp_path, name="last", step=3, metrics={}, time_s=1.0, tags={})
 
 
-def test_two_processes_may_make_the_store_at_the_same_moment(tmp_path: Path):
-    code = "import sys; from rlcore.tracking.connection import connect; connect(sys.argv[1])"
-    command = [sys.executable, "-W", "ignore", "-c", code, f"sqlite:///{tmp_path}/new/mlflow.db"]
+MAKES_A_STORE = "import sys; from rlcore.tracking.connection import connect; connect(sys.argv[1])"
+IS_KILLED_AT_IT = """
+import os, signal
+from sqlalchemy import Engine, event
+
+@event.listens_for(Engine, "after_cursor_execute")
+def kill(connection, cursor, statement, *rest):
+    if "CREATE TABLE entity_associations" in statement:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_two_processes_may_make_the_store_at_the_same_moment_after_one_that_was_killed_at_it(tmp_path: Path):
+    command, address = [sys.executable, "-W", "ignore", "-c"], f"sqlite:///{tmp_path}/new/mlflow.db"
+    assert subprocess.run([*command, IS_KILLED_AT_IT + MAKES_A_STORE, address], check=False).returncode == -9
+    command += [MAKES_A_STORE, address]
     processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     errors = [process.communicate()[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
