@@ -18,7 +18,11 @@ def keep_code(config: RunConfig, layout: RunLayout) -> None:
     """
     require_same_code(config, layout)
     code = code_of(config)
-    if kept_code(layout.code) != code:
+    try:
+        is_kept = kept_code(layout.code) == code
+    except DataError:  # damaged before the run has begun
+        is_kept = False
+    if not is_kept:
         code.keep(layout.code)
 
 

@@ -153,7 +153,7 @@ def test_a_broken_line_is_named(small, artifacts_root, line, told):
 
 
 @pytest.mark.parametrize("source", ["nowhere", "/nowhere/else", "a/b/c"])
-def test_a_source_that_is_neither_folder_nor_hub_id_is_refused(source):
+def test_a_source_that_is_neither_folder_nor_hub_id_is_refused(source, tmp_path):
     with pytest.raises(DataError, match=rf"data.source: must be a folder or a hub id \(owner/name\), got '{source}'"):
         data.dataset_fingerprint(Gsm8kData(source=source), 1, tmp_path)
 
