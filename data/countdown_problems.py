@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import combinations_with_replacement, count
-from math import comb
+from math import comb, inf
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,13 @@ from rlcore.errors import DataError
 _MAX_ENUMERATED = 4_000_000
 # Combinations that the solver makes for one multiset of n numbers (measured, without equal values).
 _COST = {2: 6, 3: 150, 4: 3_500, 5: 90_000, 6: 3_000_000}
+# Multisets whose problems are counted where there are too many to enumerate, the most that one may cost, and how far
+# beyond the estimate a wish must be to be refused without a draw (its error is a few percent).
+_SAMPLED = 200
+_MAX_SAMPLED_COST = 10_000
+_SAMPLE_MARGIN = 1.25
+# Of the multisets: fewer problems than that exist in no range that anybody asks for, and nothing is counted.
+_FEW_SHARE = 0.1
 # Chunks between two looks, and the share of new ones among wanted problems below which the space counts as used up.
 _STALL_CHUNKS = 32
 _STALL_SHARE = 0.01
@@ -48,13 +55,52 @@ def generate(settings: CountdownData, seed: int, *, num_processes: int | None = 
         DataError: the settings contradict each other, or allow fewer problems than asked.
     """
     _require_sound(settings)
-    counts = range(settings.min_numbers, settings.max_numbers + 1)
-    span = settings.number_high - settings.number_low + 1
-    if sum(_COST[n] * comb(span + n - 1, n) for n in counts) <= _MAX_ENUMERATED:
+    if _is_enumerated(settings):
         found = _from_whole_space(settings, seed)
     else:
         found = _Dealer(settings, seed).deal(_chunks(settings, seed, _processes(settings, num_processes)))
     return {split: _shuffled(problems, seed, split) for split, problems in found.items()}
+
+
+def require_enough(settings: CountdownData, seed: int) -> None:
+    """There are as many problems as asked for: counted where the space is enumerated, else by a sample of it.
+
+    Raises:
+        DataError: the settings contradict each other, or allow fewer problems than asked.
+    """
+    _require_sound(settings)
+    if _is_enumerated(settings):
+        _from_whole_space(settings, seed)
+        return
+    span = settings.number_high - settings.number_low + 1
+    for counts, quota in zip(_classes(settings), _quotas(settings), strict=True):
+        if sum(quota.values()) < _FEW_SHARE * sum(comb(span + n - 1, n) for n in counts):
+            continue
+        total = sum(_num_problems(n, settings) for n in counts)
+        if (asked := sum(quota.values())) > _SAMPLE_MARGIN * total:
+            _refuse_for_size(settings, counts, asked, round(total), about=True)
+
+
+def _num_problems(n: int, settings: CountdownData) -> float:
+    """About how many problems of n numbers exist; infinite where a sample would cost more than a draw of all."""
+    if _COST[n] > _MAX_SAMPLED_COST:
+        return inf
+    span = settings.number_high - settings.number_low + 1
+    places = np.random.default_rng(n)
+    targets = 0
+    for _ in range(_SAMPLED):  # one multiset as good as another: n places among span + n - 1
+        chosen = np.sort(places.choice(span + n - 1, size=n, replace=False)) - np.arange(n) + settings.number_low
+        targets += sum(
+            bottom == 1 and settings.target_low <= top <= settings.target_high
+            for top, bottom in solve(tuple(chosen.tolist()), settings.operations)
+        )
+    return comb(span + n - 1, n) * targets / _SAMPLED
+
+
+def _is_enumerated(settings: CountdownData) -> bool:
+    counts = range(settings.min_numbers, settings.max_numbers + 1)
+    span = settings.number_high - settings.number_low + 1
+    return sum(_COST[n] * comb(span + n - 1, n) for n in counts) <= _MAX_ENUMERATED
 
 
 def _require_sound(settings: CountdownData) -> None:
@@ -141,9 +187,12 @@ def _problems_of(numbers: Multiset, settings: CountdownData, rng: np.random.Gene
     return problems
 
 
-def _refuse_for_size(settings: CountdownData, counts: Sequence[int], asked: int, total: int) -> None:
+def _refuse_for_size(
+    settings: CountdownData, counts: Sequence[int], asked: int, total: int, *, about: bool = False
+) -> None:
+    only = f"only about {total:,}" if about else f"only {total:,}"
     raise DataError(
-        f"data.train_size + data.validation_size: {asked:,} problems asked for, but only {total:,} exist with "
+        f"data.train_size + data.validation_size: {asked:,} problems asked for, but {only} exist with "
         f"{' or '.join(map(str, counts))} numbers of {settings.number_low}..{settings.number_high}, operations "
         f"{' '.join(settings.operations)} and targets {settings.target_low}..{settings.target_high}. Ask for fewer, or "
         "widen the ranges"

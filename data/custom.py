@@ -1,14 +1,15 @@
 """A task that lives outside this package, or beside it: `data.build` names the function that makes its rows."""
 
-import hashlib
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 
+from data.reads import digests_of
 from data.rows import TaskRows
+from rlcore.code_in_use import module_of
 from rlcore.config.data import CustomData
 from rlcore.errors import MODULES_ARE_FOUND, DataError
+from rlcore.user_code import code_for
 
 
 def build_function(settings: CustomData) -> Callable[[CustomData, int], object]:
@@ -34,15 +35,24 @@ def build(settings: CustomData, seed: int) -> TaskRows:
 
 
 def source_digests(settings: CustomData) -> dict[str, str]:
-    """sha256 of the module's source, so that a change of the task makes a new dataset."""
-    module = settings.build.partition(":")[0]
-    try:
-        spec = find_spec(module)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+    """sha256 of the source files that the function is made of, and of files among `data.options`.
+
+    Raises:
+        DataError: there is no module of that name, or it has no source file.
+    """
+    sources = code_for(settings.build)
+    if not sources:
         raise DataError(
             f"data.build: must name a function in a module with a source file, got {settings.build!r}. "
             f"{MODULES_ARE_FOUND}."
         )
-    return {module: hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()}
+    files = [Path(option).expanduser() for option in settings.options]
+    named = digests_of([file for file in files if file.is_file()], Path(sources_of(settings)[0]).parent)
+    return {source.name: source.sha256 for source in sources} | named
+
+
+def sources_of(settings: CustomData) -> tuple[str, ...]:
+    """Paths of the source files that the function is made of, that of its module first."""
+    module = settings.build.partition(":")[0]
+    sources = sorted(code_for(settings.build), key=lambda source: module_of(source.name) != module)
+    return tuple(source.path for source in sources)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.reads import digests_of, keep_reads, known_reads, noted_reads
 from data.rows import TaskRows
 from data.stage import StageResult, source_digest
 from rlcore.config.data import (
@@ -18,6 +19,8 @@ from rlcore.config.data import (
     TaskData,
 )
 from rlcore.config.fingerprint import fingerprint
+from rlcore.storage.parts import part_directories
+from rlcore.storage.publish import published_directory, read_manifest
 
 DATASET_FORMAT = 1
 """Raise it when the layout of the dataset's files changes."""
@@ -30,7 +33,8 @@ class Task:
     """How one kind of settings becomes rows.
 
     `modules` are the source files that the rows depend on; `inputs` digests the files that they are made from, in whose
-    stead `places`, the settings that say where they lie, do not count.
+    stead `places`, the settings that say where they lie, do not count. `sources`: paths of the code of a build
+    that may read any file, its module first.
     """
 
     build: Callable[[Any, int], TaskRows]
@@ -38,6 +42,7 @@ class Task:
     inputs: Callable[[Any], Mapping[str, str]]
     places: tuple[str, ...]
     is_random: bool
+    sources: Callable[[Any], tuple[str, ...]] | None = None
 
 
 def _countdown() -> Task:
@@ -73,7 +78,8 @@ def _mapped() -> Task:
 def _custom() -> Task:
     from data import custom
 
-    return Task(custom.build, ("data.custom",), inputs=custom.source_digests, places=(), is_random=True)
+    modules = ("data.custom",)
+    return Task(custom.build, modules, custom.source_digests, places=(), is_random=True, sources=custom.sources_of)
 
 
 _TASKS: Mapping[type, Callable[[], Task]] = {
@@ -85,7 +91,8 @@ _TASKS: Mapping[type, Callable[[], Task]] = {
 }
 
 
-def _task(config: TaskData) -> Task:
+def task_of(config: TaskData) -> Task:
+    """How these settings become rows."""
     return _TASKS[type(config)]()
 
 
@@ -94,23 +101,55 @@ def _settings(config: TaskData, task: Task) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude={"scorer", *task.places})
 
 
-def dataset_fingerprint(config: DataConfig, seed: int) -> str:
+def input_digests(config: DataConfig, root: Path) -> dict[str, str]:
+    """Digests of the files that the dataset is made of, as they are now; of a mixture by part.
+
+    Raises:
+        DataError: one that the settings name is missing.
+    """
+    if isinstance(config, MixtureData):
+        by_part = [input_digests(part.data, root) for part in config.parts]
+        return {f"part {n}: {name}": digest for n, inputs in enumerate(by_part) for name, digest in inputs.items()}
+    task = task_of(config)
+    named = dict(task.inputs(config))
+    if task.sources is None:
+        return named
+    return (
+        dict(digests_of(known_reads(root, _build_print(config, task, named)), Path(task.sources(config)[0]).parent))
+        | named
+    )
+
+
+def inputs_of(dataset: Path) -> dict[str, str]:
+    """The same of a finished dataset, as they were when it was made; nothing where it does not say."""
+    manifests = [read_manifest(part) for part in part_directories(dataset)]
+    inputs = [{} if manifest is None else manifest.values.get("inputs", {}) for manifest in manifests]
+    if len(inputs) == 1:
+        return dict(inputs[0])
+    return {f"part {n}: {name}": digest for n, part in enumerate(inputs) for name, digest in part.items()}
+
+
+def _build_print(config: TaskData, task: Task, named: Mapping[str, str]) -> str:
+    return fingerprint("build", {"settings": _settings(config, task), "inputs": named})
+
+
+def dataset_fingerprint(config: DataConfig, seed: int, root: Path) -> str:
     """What the dataset depends on: settings, seed, the generator's source, and the digests of its input files.
 
     The seed counts only for tasks that draw their rows. The scorer does not change a row, so it does not count.
-    A mixture's is that of its parts' fingerprints.
+    A mixture's is that of its parts' fingerprints. What a build of one's own reads is known once it has run.
     """
     if isinstance(config, MixtureData):
         from data.mixture import mixture_fingerprint
 
-        return mixture_fingerprint("dataset", (dataset_fingerprint(part.data, seed) for part in config.parts))
-    task = _task(config)
+        return mixture_fingerprint("dataset", (dataset_fingerprint(part.data, seed, root) for part in config.parts))
+    task = task_of(config)
     payload = {
         "format": DATASET_FORMAT,
         "settings": _settings(config, task),
         "seed": seed if task.is_random else None,
         "source": source_digest(*_WRITERS, *task.modules),
-        "inputs": dict(task.inputs(config)),
+        "inputs": input_digests(config, root),
     }
     return fingerprint("dataset", payload)
 
@@ -127,9 +166,7 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path) -> StageResult:
         DataError: settings or source files that give no sound dataset; nothing is left behind.
         DiskSpaceError: no room.
     """
-    from rlcore.storage.publish import published_directory, read_manifest
-
-    digest = dataset_fingerprint(config, seed)
+    digest = dataset_fingerprint(config, seed, root)
     directory = dataset_directory(digest, root)
     if isinstance(config, MixtureData):
         from data.mixture import publish_mixture
@@ -138,22 +175,49 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path) -> StageResult:
         return publish_mixture("dataset", directory, parts)
     if (manifest := read_manifest(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
+    try:
+        return _made(config, seed, root, directory)
+    except _FurtherInputsError:  # known from here on, and part of the name
+        directory = dataset_directory(dataset_fingerprint(config, seed, root), root)
+        return _made(config, seed, root, directory, last=True)
+
+
+class _FurtherInputsError(Exception):
+    """A build of one's own has read files that the dataset's name does not know of."""
+
+
+def _made(config: TaskData, seed: int, root: Path, directory: Path, *, last: bool = False) -> StageResult:
+    """Make the dataset. Raises _FurtherInputsError, and nothing is left of it; but not the `last` time."""
     from data.cards import write_dataset_card
     from data.write import write_splits
 
-    task = _task(config)
+    task = task_of(config)
+    inputs = input_digests(config, root)
     document = {
         "format_version": DATASET_FORMAT,
         "task": config.task,
         "generator_version": source_digest(*_WRITERS, *task.modules),
-        "fingerprint": digest,
+        "fingerprint": directory.name,
         "seed": seed if task.is_random else None,
         "settings": _settings(config, task),
-        "inputs": dict(task.inputs(config)),
+        "inputs": inputs,
     }
-    facts: dict[str, Any] = {"kind": "dataset", "fingerprint": digest, "task": config.task}
+    facts: dict[str, Any] = {"kind": "dataset", "fingerprint": directory.name, "task": config.task, "inputs": inputs}
     with published_directory(directory, facts) as folder:
-        counts = write_splits(folder, task.build(config, seed), document)
-        facts["counts"] = counts
+        with noted_reads([] if task.sources is None else task.sources(config)) as read:
+            facts["counts"] = write_splits(folder, task.build(config, seed), document)
+        if task.sources is not None and _are_news(config, task, root, read) and not last:
+            raise _FurtherInputsError
         write_dataset_card(folder)
-    return StageResult(directory, digest, cached=False, counts=counts)
+    return StageResult(directory, directory.name, cached=False, counts=facts["counts"])
+
+
+def _are_news(config: TaskData, task: Task, root: Path, read: set[Path]) -> bool:
+    """Whether a build has read files besides those known; they are known from here on."""
+    build = _build_print(config, task, task.inputs(config))
+    known = known_reads(root, build)
+    found = {path for path in read if not path.is_relative_to(root.resolve())}
+    if found <= known:
+        return False
+    keep_reads(root, build, known | found)
+    return True

@@ -165,14 +165,20 @@ class PromptTokenizer:
     def _render(self, messages: Messages) -> str:
         if not self.chat:
             return "".join(message["content"] for message in messages)
-        return str(
-            self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=True,
-                strftime_now=_TODAY.strftime,
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    strftime_now=_TODAY.strftime,
+                )
             )
-        )
+        except Exception as error:  # jinja's own classes, and what a template raises
+            raise DataError(
+                f"{self._name}: the chat template cannot render the prompt ({type(error).__name__}: {error}). Mend "
+                "chat_template.jinja, or choose another model"
+            ) from error
 
     def _encode(self, texts: Sequence[str]) -> list[bytes]:
         if self._pieces is None:

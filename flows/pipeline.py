@@ -25,6 +25,7 @@ from flows.parameters import (
 )
 from flows.plan.checks import check_before_plan, check_before_start
 from flows.plan.plan import make_plan
+from flows.plan.tried import try_parts
 from flows.report import report
 from flows.retries import retried
 from flows.server.nested import begin_anew, end_nested
@@ -86,6 +87,7 @@ def pipeline(
     tell_idle(idle_settings(config, given, experiment=experiment))
     check_before_plan(config)
     plan = make_plan(config)
+    try_parts(config, plan)
     check_before_start(config, plan)
     prefect = {"flow_run_id": str(flow_run.id), "deployment": str(deployment.name or "")}
     with (

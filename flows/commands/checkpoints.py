@@ -12,6 +12,7 @@ from rlcore.errors import CheckpointError, DataError
 from rlcore.run.inputs import RunInputs, planned_start_model
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import RunLock
+from rlcore.user_code import working_by
 
 BYTES_PER_MB = 1e6
 
@@ -65,7 +66,8 @@ def start_model_of(config: RunConfig, layout: RunLayout) -> Path:
     Raises:
         DataError: it is not there any more.
     """
-    start = planned_start_model(config, RunInputs.read(layout).filtered_directory)
+    with working_by(layout.code):
+        start = planned_start_model(config, RunInputs.read(layout).filtered_directory)
     if not start.is_dir():
         raise DataError(
             f"{start}: missing: the model that run {layout.run_dir.name} has started from gives config and tokenizer. "

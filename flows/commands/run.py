@@ -8,6 +8,7 @@ from flows.commands.fork import Fork
 from flows.plan.checks import check_before_plan, check_before_start
 from flows.plan.plan import RunPlan, make_plan
 from flows.plan.table import show_memory, show_plan
+from flows.plan.tried import try_parts
 from flows.server.api import PrefectApi, start_prefect, wait_for_prefect
 from flows.server.untold import not_kept_by
 from flows.shown.progress import display_for_console, shown_on
@@ -31,6 +32,7 @@ def run(fork: Fork, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
     warn(idle_settings(config, settings))
     check_before_plan(config)
     plan = make_plan(config, seen=seen)
+    try_parts(seen or config, plan)
     if dry_run:
         show_plan(plan, as_json=as_json)
         return

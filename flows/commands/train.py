@@ -11,6 +11,7 @@ from flows.commands.named_run import named_run
 from flows.plan.checks import check_before_plan, check_before_start
 from flows.plan.plan import make_plan
 from flows.plan.table import show_plan
+from flows.plan.tried import try_parts
 from flows.shown import stage_words
 from flows.shown.progress import display, display_for_console, shown_on
 from flows.shown.warn import warn
@@ -34,6 +35,7 @@ def train(fork: Fork, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
     warn(idle_settings(config, settings))
     check_before_plan(config)
     plan = make_plan(config, seen=seen)
+    try_parts(seen or config, plan)
     if dry_run:
         show_plan(plan, as_json=as_json)
         return

@@ -27,6 +27,7 @@ from rlcore.storage.disk import (
     reserve_bytes,
 )
 from rlcore.storage.publish import read_manifest
+from rlcore.user_code import code_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class RunPlan:
     run_id: str
     run_dir: Path
     settings_fingerprint: str
+    code_fingerprint: str
     stages: tuple[StagePlan, ...]
     chunks: tuple[ChunkPlan, ...]
     committed_step: int
@@ -123,7 +125,7 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
 
     Raises:
         DataError: source files of the dataset are missing.
-        CheckpointError: the run's checkpoints are broken, or of other settings.
+        CheckpointError: the run's checkpoints are broken, or of other settings, code or data.
     """
     layout = RunLayout.of(config)
     committed = committed_step(config)
@@ -136,6 +138,7 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
         run_id=run_id(config),
         run_dir=layout.run_dir,
         settings_fingerprint=settings_fingerprint(config),
+        code_fingerprint=code_of(config).fingerprint,
         stages=tuple(stages),
         chunks=chunks,
         committed_step=committed,
@@ -159,7 +162,7 @@ def _published_model(config: RunConfig) -> str | None:
 
 
 def _data_stages(config: RunConfig, root: Path) -> tuple[StagePlan, StagePlan]:
-    digest = dataset_fingerprint(config.data, config.seed)
+    digest = dataset_fingerprint(config.data, config.seed, root)
     place = dataset_directory(digest, root)
     manifest = read_manifest(place)
     rows = "" if manifest is None else _rows(manifest.values["counts"])

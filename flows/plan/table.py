@@ -16,7 +16,10 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"run {plan.run_id} in {plan.run_dir}, settings {plan.settings_fingerprint}", markup=False)
+    console.print(
+        f"run {plan.run_id} in {plan.run_dir}, settings {plan.settings_fingerprint}, code {plan.code_fingerprint}",
+        markup=False,
+    )
     table = Table("stage", "fingerprint", "state", "what", box=None, pad_edge=False, header_style="bold")
     for stage in plan.stages:
         state = "done" if stage.cached else "to do"

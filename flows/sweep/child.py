@@ -10,6 +10,7 @@ from flows.parameters import NO_OVERRIDES, Root, command_words, plain_command, s
 from flows.pipeline import one_heartbeat
 from flows.plan.checks import check_before_plan, check_before_start
 from flows.plan.plan import make_plan
+from flows.plan.tried import try_parts
 from flows.server.watch import watched
 from flows.shown.tell import tell, tell_command
 from flows.train import train_to
@@ -47,7 +48,9 @@ def sweep_child(
     config = settings_of(experiment, overrides, root=root)
     tell_command(plain_command("train", experiment, overrides))
     check_before_plan(config)
-    check_before_start(config, make_plan(config))
+    plan = make_plan(config)
+    try_parts(config, plan)
+    check_before_start(config, plan)
     if mlflow_parent:
         config = config.model_copy(update={"tags": {**config.tags, PARENT_TAG: mlflow_parent}})
     with watched(), open_run(config, command_words("train", experiment, overrides)), one_heartbeat():

@@ -1,14 +1,13 @@
 """What a run notes of where it comes from before its first step: `lineage.json` and `code.diff` in its folder."""
 
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.work.open_run import OpenRun
-from rlcore.config import RunConfig
 from rlcore.run.inputs import RunInputs, planned_start_model
 from rlcore.storage.publish import write_text_atomically
 from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
+from rlcore.user_code import code_of
 
 if TYPE_CHECKING:
     from rlcore.report.lineage import Stage
@@ -30,7 +29,7 @@ def record_lineage(run: OpenRun, inputs: RunInputs) -> None:
     try:
         revision = code_revision()
         lineage = Lineage(
-            stages=_stages(run.config, inputs),
+            stages=_stages(run, inputs),
             command=run.command,
             git_commit="" if revision is None else revision.commit,
             git_dirty=revision is not None and revision.dirty,
@@ -42,15 +41,18 @@ def record_lineage(run: OpenRun, inputs: RunInputs) -> None:
         log.warning("%s: where the run comes from was not noted: %s", run.layout.run_dir, error)
 
 
-def _stages(config: RunConfig, inputs: RunInputs) -> "tuple[Stage, ...]":
+def _stages(run: OpenRun, inputs: RunInputs) -> "tuple[Stage, ...]":
     from data import dataset_directory, dataset_fingerprint
-    from rlcore.report.lineage import stage_of
+    from rlcore.report.lineage import Stage, stage_of
 
-    dataset = dataset_directory(dataset_fingerprint(config.data, config.seed), Path(config.paths.root).resolve())
+    config, root = run.config, run.layout.root
+    dataset = dataset_directory(dataset_fingerprint(config.data, config.seed, root), root)
     folders = {
         "dataset": dataset,
         "filtered": inputs.filtered_directory,
         "tokenizer": inputs.tokenizer_directory,
         "start model": planned_start_model(config, inputs.filtered_directory),
     }
-    return tuple(stage_of(name, folder) for name, folder in folders.items())
+    code = code_of(config)
+    kept = Stage("code", code.fingerprint, str(run.layout.code), {"files": ", ".join(code.sources)})
+    return (kept, *(stage_of(name, folder) for name, folder in folders.items()))

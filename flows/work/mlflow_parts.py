@@ -15,6 +15,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.storage.parts import part_directories
 from rlcore.tracking import MlflowStore, StepRecord, code_diff, environment_facts, read_journal
 from rlcore.tracking.models import Alias
+from rlcore.user_code import code_of
 
 MAX_UPLOAD_BYTES = 2_000_000_000
 """Weights over this are not copied into MLflow; it notes where they lie."""
@@ -38,9 +39,10 @@ def log_start(page: Page, tags: Mapping[str, str], dataset: StageResult, filtere
     """Tags, settings, machine, code and datasets: known before the first step."""
     store, mlflow_run, config = page.store, page.mlflow_run, page.config
     facts = {f"env.{name}": value for name, value in environment_facts().items()}
-    store.set_tags(mlflow_run, {**facts, **tags})
+    store.set_tags(mlflow_run, {**facts, **tags, "code_fingerprint": code_of(config).fingerprint})
     store.log_params(mlflow_run, config.model_dump(mode="json"))
     store.log_settings_yaml(mlflow_run, (page.layout.run_dir / "settings.yaml").read_text())
+    store.log_artifacts(mlflow_run, page.layout.code, "lineage/code")
     if diff := code_diff():
         store.log_text(mlflow_run, diff, f"lineage/{DIFF_FILE}")
     task = config.data.task

@@ -28,6 +28,7 @@ from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking import MlflowStore, ensure_mlflow_run, explain, lineage_tags
 from rlcore.tracking.attempts import FinalStatus, has_begun
 from rlcore.tracking.uploads import load_ahead
+from rlcore.user_code import code_of
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Recorded:
 
 def settings_digest(config: RunConfig) -> str:
     """What the first part depends on."""
-    return f"{settings_fingerprint(config)}-{config.trainer.total_steps}"
+    return f"{settings_fingerprint(config)}-{config.trainer.total_steps}-{code_of(config).fingerprint}"
 
 
 def _models_digest(config: RunConfig, last: Export, best: Export) -> str:

@@ -11,11 +11,13 @@ from uuid import UUID
 
 from flows.trainer.client import TrainerProcess
 from flows.trainer.protocol import Event
+from flows.work.begun_with import keep_code
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import run_id
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import HeldLock
 from rlcore.storage.publish import write_text_atomically
+from rlcore.user_code import working_by
 
 FLOW_LOCK = "flow.lock"
 END_WAIT_S = 60.0
@@ -98,6 +100,7 @@ def open_run(config: RunConfig, command: Sequence[str] = ()) -> Iterator[OpenRun
 
     Raises:
         RunInUseError: another process works on it.
+        CheckpointError: it has begun with other code or data.
         DataError: its folder cannot be written.
     """
     layout = RunLayout.of(config)
@@ -105,9 +108,10 @@ def open_run(config: RunConfig, command: Sequence[str] = ()) -> Iterator[OpenRun
         yield _open[layout.run_dir]
         return
     with HeldLock(layout.run_dir / FLOW_LOCK, what=f"run {run_id(config)}"):
+        keep_code(config, layout)
         _write_settings(config, layout)
         run = OpenRun(config, layout, command)
-        with run.trainer:
+        with working_by(layout.code), run.trainer:  # an edit meanwhile is for the next start
             _open[layout.run_dir] = run
             try:
                 yield run

@@ -11,6 +11,7 @@ from pathlib import Path
 from data import StageResult
 from flows.shown.progress import display
 from flows.trainer.protocol import Progress
+from flows.work.begun_with import require_same_code
 from flows.work.lineage import record_lineage
 from flows.work.open_run import OpenRun
 from rlcore.checkpoint.catalog import checkpoint_path, scan
@@ -77,7 +78,7 @@ def filter_rows(config: RunConfig) -> StageResult:
     from data import dataset_directory, dataset_fingerprint, filter_dataset
 
     root = _root(config)
-    dataset = dataset_directory(dataset_fingerprint(config.data, config.seed), root)
+    dataset = dataset_directory(dataset_fingerprint(config.data, config.seed, root), root)
     return filter_dataset(dataset, ensure_tokenizer(config), config.filter, root=root, on_progress=_show_rows)
 
 
@@ -89,8 +90,8 @@ def _show_rows(split: str, done: int, total: int) -> None:
 
 def prepare_inputs(config: RunConfig) -> RunInputs:
     """What the training takes from the stages before it; made now as far as it is missing."""
-    make_dataset(config)
-    return RunInputs(filter_rows(config).directory, ensure_tokenizer(config))
+    dataset = make_dataset(config)
+    return RunInputs(filter_rows(config).directory, ensure_tokenizer(config), dataset.directory)
 
 
 def warm_start(run: OpenRun, inputs: RunInputs) -> StartModel:
@@ -113,9 +114,10 @@ def committed_step(config: RunConfig, *, verify: bool = False) -> int:
     """Step of the newest whole checkpoint of the run; 0 without one.
 
     Raises:
-        CheckpointError: all are broken, or it is of other settings.
+        CheckpointError: all are broken, or it is of other settings, or the run has begun with other code or data.
     """
     found = _store(config).latest(verify=verify)
+    require_same_code(config, RunLayout.of(config))
     return 0 if found is None else found.step
 
 

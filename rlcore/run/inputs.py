@@ -14,6 +14,7 @@ from rlcore.errors import DataError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.parts import part_directories
 from rlcore.storage.publish import published_directory, read_manifest, write_json_atomically
+from rlcore.user_code import code_for
 
 MODEL_FORMAT = 1
 """Raise it when a model made from nothing or its warm start changes for the same settings."""
@@ -25,10 +26,13 @@ class RunInputs:
 
     filtered_directory: Path
     tokenizer_directory: Path
+    dataset_directory: Path | None = None
 
     def write(self, layout: RunLayout) -> None:
         """Keep them with the run."""
-        write_json_atomically(layout.inputs_json, {name: str(path) for name, path in asdict(self).items()})
+        write_json_atomically(
+            layout.inputs_json, {name: str(path) for name, path in asdict(self).items() if path is not None}
+        )
 
     @classmethod
     def read(cls, layout: RunLayout) -> "RunInputs":
@@ -106,7 +110,10 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
         payload["filtered"] = filtered_directory.name
         payload["max_response_tokens"] = config.rollout.max_response_tokens
         payload["sampling"] = config.rollout.sampling.model_dump(mode="json")
-        payload["scorers"] = [part.data.scorer for part in parts_of(config.data)]
+        scorers = [part.data.scorer for part in parts_of(config.data)]
+        payload["scorers"] = [
+            {"name": scorer, "code": {source.name: source.sha256 for source in code_for(scorer)}} for scorer in scorers
+        ]
         payload["dtype"] = config.model.dtype
     return fingerprint("start-model", payload)
 

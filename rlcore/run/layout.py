@@ -25,6 +25,11 @@ class RunLayout:
         return self.run_dir / "settings.json"
 
     @property
+    def code(self) -> Path:
+        """The source files that the settings name as `module:function`, as the run works by them."""
+        return self.run_dir / "code"
+
+    @property
     def inputs_json(self) -> Path:
         """Which dataset and tokenizer the run works on (`RunInputs`)."""
         return self.run_dir / "inputs.json"

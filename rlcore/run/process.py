@@ -39,6 +39,7 @@ from rlcore.run.guard import end_at_once, say_and_end
 from rlcore.run.layout import RunLayout
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
+from rlcore.user_code import working_by
 
 EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE = 0, 1, 75
 LEFT = -1
@@ -202,7 +203,7 @@ def run_one(settings: Path, channel: Channel | None, on_event: Callable[..., Non
 
     try:
         layout = RunLayout(Path(config.paths.root).resolve(), settings.resolve().parent)
-        with Session(
+        session_here = Session(
             config,
             layout,
             report=report,
@@ -210,7 +211,8 @@ def run_one(settings: Path, channel: Channel | None, on_event: Callable[..., Non
             after_start=stop.install,
             stop_asked_s=stop.asked_s,
             give_up=give_up,
-        ) as session:
+        )
+        with working_by(layout.code), session_here as session:
             return foreground(session, config) if channel is None else serve(session, channel, stop)
     except MillraceError as error:
         log.error("%s", error)

@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, NodeDiedError, OutOfMemoryError, Ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlcore import stacks
+from rlcore import code_in_use, stacks
 from rlcore.config import RunConfig
 from rlcore.errors import HangError, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.runtime.address import unreachable
@@ -42,6 +42,7 @@ class RankProcess(Worker):
 
     def __init__(self, config: RunConfig, model_directory: str, *, rank: int, world_size: int) -> None:
         stacks.register(f"rank-{rank}")
+        code_in_use.use_as_told()
         super().__init__(config, model_directory, rank=rank, world_size=world_size)
 
 
@@ -81,7 +82,7 @@ class RayGroup:
                 num_gpus=gpus,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, index),
-                runtime_env={"env_vars": _thread_variables(runtime.threads_per_worker) | _stacks_variable()},
+                runtime_env={"env_vars": _thread_variables(runtime.threads_per_worker) | _inherited_variables()},
             )
             self._actors.append(options.remote(config, model_directory, rank=rank, world_size=self.world_size))
         rendezvous = self._get([self._actors[0].rendezvous.remote()])[0]
@@ -283,9 +284,10 @@ def _thread_variables(num_threads: int) -> dict[str, str]:
     }
 
 
-def _stacks_variable() -> dict[str, str]:
-    folder = os.environ.get(stacks.FOLDER_VARIABLE)
-    return {} if folder is None else {stacks.FOLDER_VARIABLE: folder}
+def _inherited_variables() -> dict[str, str]:
+    """Folders of the run that a rank finds by the environment."""
+    names = (stacks.FOLDER_VARIABLE, code_in_use.FOLDER_VARIABLE)
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _source_roots() -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from data.countdown import build, score, tagged_answer
 from data.countdown_draws import CHUNK, Problem, draw_chunk
-from data.countdown_problems import generate
+from data.countdown_problems import _num_problems, generate
 from data.countdown_solver import solve
 from rlcore.config import CountdownData
 from rlcore.errors import DataError
@@ -252,3 +252,14 @@ def test_fewer_rows_than_counts_of_numbers_are_dealt():
     settings = DEMO.model_copy(update=one | {"balance_difficulty": True, "min_numbers": 2})
     found = generate(settings, 1)
     assert {split: len(problems) for split, problems in found.items()} == {"train": 1, "validation": 1}
+
+
+def test_an_estimate_of_the_problems_of_a_large_space_is_near_their_count():
+    settings = CountdownData(number_high=25)
+    counted = sum(
+        bottom == 1 and 1 <= top <= 1_000
+        for numbers in combinations_with_replacement(range(1, 26), 3)
+        for top, bottom in solve(numbers, settings.operations)
+    )
+    assert _num_problems(3, settings) == pytest.approx(counted, rel=0.15)
+    assert _num_problems(6, settings) == float("inf")

@@ -65,11 +65,11 @@ def test_a_finished_dataset_is_not_made_again(dataset, artifacts_root):
 
 
 def test_the_fingerprint_is_known_before_the_work(dataset, artifacts_root):
-    assert data.dataset_fingerprint(SMALL, 1) == dataset.fingerprint
+    assert data.dataset_fingerprint(SMALL, 1, artifacts_root) == dataset.fingerprint
     assert data.dataset_directory(dataset.fingerprint, artifacts_root) == dataset.directory
     other_scorer = SMALL.model_copy(update={"scorer": "somewhere:else"})
-    assert data.dataset_fingerprint(other_scorer, 1) == dataset.fingerprint
-    assert data.dataset_fingerprint(SMALL, 2) != dataset.fingerprint
+    assert data.dataset_fingerprint(other_scorer, 1, artifacts_root) == dataset.fingerprint
+    assert data.dataset_fingerprint(SMALL, 2, artifacts_root) != dataset.fingerprint
 
 
 def test_a_failed_build_leaves_nothing(artifacts_root):

@@ -1,6 +1,7 @@
 """Tasks without code of this package: mapped columns, a file of one's own, mathematics in general."""
 
 import json
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -64,10 +65,53 @@ def test_a_task_from_a_file_of_ones_own_follows_its_source(tmp_path, monkeypatch
     mine = TIMES.model_copy(update={"build": "my_own_task:build", "scorer": "my_own_task:score"})
     dataset = data.build_dataset(mine, seed=1, root=artifacts_root)
     assert pq.read_table(dataset.directory / "train.parquet").column("data_source")[0].as_py() == "mine"
-    assert data.dataset_fingerprint(mine, 1) == dataset.fingerprint
+    assert data.dataset_fingerprint(mine, 1, artifacts_root) == dataset.fingerprint
     with (tmp_path / "my_own_task.py").open("a") as file:
         file.write("# changed\n")
-    assert data.dataset_fingerprint(mine, 1) != dataset.fingerprint
+    assert data.dataset_fingerprint(mine, 1, artifacts_root) != dataset.fingerprint
+
+
+READER = """
+from data.multiplication import Message, Row, TaskRows
+from pathlib import Path
+def build(settings, seed):
+    def rows(split):  # opened while the rows are read
+        for number in (Path(__file__).parent / "numbers" / f"{split}.txt").read_text().split():
+            yield Row((Message("user", number),), {"product": int(number)})
+    return TaskRows("read", "math", "text", {split: rows(split) for split in ("train", "validation")})
+"""
+
+
+def test_the_files_that_a_build_reads_are_part_of_its_dataset_in_any_folder(tmp_path, monkeypatch):
+    mine = TIMES.model_copy(update={"build": "reading_task:build"})
+    found = []
+    for machine in ("one", "other"):
+        folder, root = tmp_path / machine, tmp_path / machine / "artifacts"
+        (folder / "numbers").mkdir(parents=True)
+        (folder / "reading_task.py").write_text(READER)
+        for split, numbers in (("train", "1\n2\n"), ("validation", "3\n")):
+            (folder / "numbers" / f"{split}.txt").write_text(numbers)
+        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.delitem(sys.modules, "reading_task", raising=False)
+        first = data.build_dataset(mine, seed=1, root=root)
+        assert not first.cached
+        assert data.build_dataset(mine, seed=1, root=root).cached
+        (folder / "numbers" / "train.txt").write_text("1\n2\n4\n")
+        second = data.build_dataset(mine, seed=1, root=root)
+        assert (second.cached, second.counts["train"]) == (False, 3)
+        assert len([each for each in (root / "datasets").iterdir() if each.is_dir()]) == 2, "nothing is left over"
+        found.append((first.fingerprint, second.fingerprint))
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 2
+
+
+def test_a_file_named_in_the_options_is_part_of_the_dataset_before_anything_reads_it(tmp_path):
+    (tmp_path / "rows.bin").write_bytes(b"one")
+    named = TIMES.model_copy(update={"options": (str(tmp_path / "rows.bin"), "no file")})
+    before = data.dataset_fingerprint(named, 1, tmp_path)
+    assert data.dataset_fingerprint(named, 1, tmp_path) == before
+    (tmp_path / "rows.bin").write_bytes(b"two")
+    assert data.dataset_fingerprint(named, 1, tmp_path) != before
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from flows.work.open_run import open_run
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError, StopRequestedError
 from rlcore.tracking import MlflowStore
+from rlcore.user_code import code_of
 
 
 def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
@@ -25,4 +26,9 @@ def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
             record.start(rows, filtered)
             raise error
         known = Recorded.read(run.layout)
-        assert MlflowStore(config.tracking, artifacts_root).client.get_run(known.mlflow_run_id).info.status == status
+        client = MlflowStore(config.tracking, artifacts_root).client
+        page = client.get_run(known.mlflow_run_id)
+        assert page.info.status == status
+        assert page.data.tags["code_fingerprint"] == code_of(config).fingerprint
+        kept = client.list_artifacts(known.mlflow_run_id, "lineage/code/data")
+        assert "lineage/code/data/countdown.py" in {file.path for file in kept}

@@ -34,6 +34,15 @@ def test_what_changes_the_start_model_changes_its_fingerprint(override: str) -> 
     assert fingerprint_with(override) != fingerprint_with()
 
 
+def test_an_edited_scorer_is_another_warm_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = set()
+    for reward in ("0.5", "1.0"):
+        (tmp_path / "edited_scorer.py").write_text(f"def score(response, truth):\n    return {reward}\n")
+        found.add(fingerprint_with("data.scorer=edited_scorer:score"))
+    assert len(found) == 2
+
+
 def test_the_rows_count_and_what_it_does_not_read_does_not() -> None:
     assert fingerprint_with(filtered=Path("filtered/fedcba9876543210")) != fingerprint_with()
     unread = ("optim.lr=0.5", "rollout.max_num_seqs=3", "reward.deadline_s=9", "validation.sampling.temperature=0.5")

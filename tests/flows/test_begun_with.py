@@ -1,0 +1,126 @@
+"""A run that has begun is not gone on with by other code, or on other data."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.plan.plan import make_plan
+from flows.work import stages
+from flows.work.open_run import open_run
+from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.store import CheckpointStore
+from rlcore.config import RunConfig
+from rlcore.config.compose import load_config
+from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.errors import CheckpointError
+from rlcore.run.layout import RunLayout
+from rlcore.user_code import code_of
+
+TASK = """
+from pathlib import Path
+from data.multiplication import Message, Row, TaskRows
+from mine_helper import digits
+
+def build(settings, seed):
+    numbers = (Path(__file__).parent / "mine_numbers.txt").read_text().split()
+    rows = [Row((Message("user", f"{n} * 1 ="),), {"product": int(n)}, 1, n) for n in numbers]
+    return TaskRows("mine", "math", "text", {"train": rows[2:], "validation": rows[:2]})
+
+def score(response, truth):
+    return digits(response)
+"""
+HELPER = "def digits(text):\n    return sum(letter.isdigit() for letter in text)\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path, artifacts_root: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    (tmp_path / "mine_task.py").write_text(TASK)
+    (tmp_path / "mine_helper.py").write_text(HELPER)
+    (tmp_path / "mine_numbers.txt").write_text("2 3 4 5 6 7")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("mine_task", "mine_helper"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    own = ["data=custom", "data.build=mine_task:build", "data.scorer=mine_task:score", "warm_start.enabled=false"]
+    return load_config(["experiment=debug", *own, f"paths.root={artifacts_root}", "run_id=mine"])
+
+
+def begin(config: RunConfig) -> RunLayout:
+    """What a run has after two steps, without the training."""
+    layout = RunLayout.of(config)
+    with open_run(config):
+        stages.prepare_inputs(config).write(layout)
+    state = TrainerState(
+        step=2, policy_version=2, num_prompts_drawn=16, num_tokens=99, kl_coef=0.0,
+        settings_fingerprint=settings_fingerprint(config),
+    )  # fmt: skip
+    with CheckpointStore(layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
+        (folder / "weights").write_text("x")
+    assert make_plan(config).committed_step == 2
+    return layout
+
+
+def refused(config: RunConfig) -> str:
+    """What the plan, a stage and a start all say."""
+    told = set()
+    for go_on in (make_plan, stages.committed_step, lambda config: open_run(config).__enter__()):
+        with pytest.raises(CheckpointError) as error:
+            go_on(config)
+        told.add(str(error.value))
+    (text,) = told
+    return text
+
+
+def test_an_edited_scorer_or_what_it_imports_is_refused_with_the_difference(config: RunConfig, tmp_path: Path) -> None:
+    layout = begin(config)
+    assert sorted(file.name for file in layout.code.glob("*.py")) == ["mine_helper.py", "mine_task.py"]
+    (tmp_path / "mine_helper.py").write_text(HELPER.replace("isdigit", "isalpha"))
+    told = refused(config)
+    for words in (
+        f"{layout.run_dir}: has begun with other code",
+        "-    return sum(letter.isdigit() for letter in text)",
+        "+    return sum(letter.isalpha() for letter in text)",
+        f"the run's code lies in {layout.code}",
+        "--fork mine@2",
+    ):
+        assert words in told
+    (tmp_path / "mine_helper.py").write_bytes((layout.code / "mine_helper.py").read_bytes())
+    with open_run(config):
+        assert stages.committed_step(config) == 2
+        (tmp_path / "mine_helper.py").write_text("an edit while the run goes on is for the next start")
+        assert stages.committed_step(config) == 2
+    assert "for the next start" in refused(config)
+
+
+def test_other_data_of_a_build_of_ones_own_are_another_dataset_and_refused_by_name(
+    config: RunConfig, tmp_path: Path, artifacts_root: Path
+) -> None:
+    begin(config)
+    (dataset,) = [folder for folder in (artifacts_root / "datasets").iterdir() if folder.is_dir()]
+    (tmp_path / "mine_numbers.txt").write_text("7 6 5 4 3 2")
+    told = refused(config)
+    assert "mine_numbers.txt: " in told
+    assert "--fork mine@2" in told
+    again = stages.make_dataset(config.model_copy(update={"run_id": "another"}))
+    assert not again.cached
+    assert again.directory != dataset
+
+
+def test_before_its_first_checkpoint_a_run_takes_the_code_that_is_there(config: RunConfig, tmp_path: Path) -> None:
+    layout = RunLayout.of(config)
+    with open_run(config):
+        before = (layout.code / "mine_helper.py").read_text()
+    (tmp_path / "mine_helper.py").write_text(HELPER.replace("isdigit", "isalpha"))
+    with open_run(config):
+        assert (layout.code / "mine_helper.py").read_text() != before
+        assert code_of(config).sources["mine_helper.py"].content.decode().count("isalpha") == 1
+
+
+def test_a_run_of_before_its_code_was_kept_goes_on(config: RunConfig) -> None:
+    layout = begin(config)
+    for file in layout.code.iterdir():
+        file.unlink()
+    layout.code.rmdir()
+    with open_run(config):
+        assert stages.committed_step(config) == 2
+    assert (layout.code / "mine_task.py").is_file()

@@ -1,0 +1,150 @@
+"""What only a try can tell is told by a dry run: scorer, loss, tokenizer, and whether the problems exist."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data import first_row as first_rows
+from data.first_row import first_row
+from flows.plan import tried
+from flows.plan.plan import make_plan
+from flows.plan.tried import try_parts
+from rlcore.config import CustomData, ScratchModel
+from rlcore.config.compose import load_config
+from rlcore.errors import ConfigError, DataError
+from rlcore.models.scratch import build_scratch_tokenizer
+
+OWN = """
+import time
+from data.multiplication import Message, Row, TaskRows
+
+def right(response, truth):
+    return float(response == "7")
+def nothing(response, truth):
+    return None
+def wants_more(response, truth):
+    return float(truth["difficulty"])
+
+def loss(policy_logprobs, old_logprobs, advantages):
+    return policy_logprobs
+
+def seven(settings, seed):
+    rows = [Row((Message("user", "what"),), 7, 1, "7")]
+    return TaskRows("own", "math", "text", {"train": rows, "validation": rows})
+def raises(settings, seed):
+    raise KeyError("words.txt")
+def never(settings, seed):
+    time.sleep(600)
+"""
+
+Try = Callable[..., None]
+
+
+@pytest.fixture
+def dry_run(tmp_path: Path, artifacts_root: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
+    """A dry run's tries, with functions of one's own in the module `tried_out`."""
+    (tmp_path / "tried_out.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "tried_out", raising=False)
+
+    def run(*overrides: str) -> None:
+        config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *overrides])
+        try_parts(config, make_plan(config))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("scorer", "why"),
+    [
+        ("nothing", r"TypeError: a scorer returns a number or rlcore\.score\.Score, got NoneType"),
+        ("wants_more", r"KeyError: 'difficulty'"),
+    ],
+)
+def test_a_scorer_that_fails_on_a_row_of_the_task(dry_run: Try, scorer: str, why: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf'data\.scorer: .* got tried_out:{scorer}, .* ground truth {{"target".*{why}'
+    ):
+        dry_run(f"data.scorer=tried_out:{scorer}")
+
+
+def test_a_scorer_is_called_with_the_solution_of_the_rows_that_a_build_makes(dry_run: Try) -> None:
+    dry_run("data=custom", "data.build=tried_out:seven", "data.scorer=tried_out:right")
+    with pytest.raises(ConfigError, match=r"on the answer '7' to the task's first row, with ground truth 7: KeyError"):
+        dry_run("data=custom", "data.build=tried_out:seven", "data.scorer=tried_out:wants_more")
+
+
+def test_a_loss_with_a_wrong_signature(dry_run: Try) -> None:
+    with pytest.raises(
+        ConfigError, match=r"algo\.policy_loss: .* got tried_out:loss, which raises TypeError: loss\(\) got"
+    ):
+        dry_run("algo.policy_loss=tried_out:loss")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["data.train_size=100000"], "100,032 problems asked for, but only 5,326 exist with 3 numbers"),
+        (["data.train_size=4767", "data.validation_size=560"], "5,327 problems asked for, but only 5,326 exist"),
+        (["data.number_high=90", "data.train_size=100000000"], "100,000,032 problems asked for, but only about"),
+        (["data=custom", "data.train_size=5000", "data.validation_size=9"], "at most 4851 products exist, got 5009"),
+        (["data=custom", "data.build=tried_out:raises"], "failed to make its first row: KeyError: 'words.txt'"),
+    ],
+)  # fmt: skip
+def test_more_problems_than_exist_and_a_build_that_fails(dry_run: Try, overrides: list[str], told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        dry_run(*overrides)
+
+
+def test_a_build_that_takes_long_is_not_waited_for(dry_run: Try, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_rows, "BUILD_DEADLINE_S", 2.0)
+    dry_run("data=custom", "data.build=tried_out:never", "data.scorer=tried_out:nothing")
+
+
+READS = ["warm_start.enabled=false", "filter.max_prompt_tokens=256", "rollout.max_response_tokens=64"]
+
+
+def model(folder: Path, *, without: str = "", template: str | None = None) -> str:
+    folder.mkdir()
+    build_scratch_tokenizer(ScratchModel(), folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    for file in folder.glob(without or "nothing"):
+        file.unlink()
+    return f"model.path={folder}"
+
+
+def test_a_folder_without_a_tokenizer(dry_run: Try, tmp_path: Path) -> None:
+    """Its chat template alone is none."""
+    path = model(tmp_path / "model", without="token*")
+    assert (tmp_path / "model" / "chat_template.jinja").is_file()
+    with pytest.raises(DataError, match=r"model: the tokenizer cannot be loaded .*tokenizer_config\.json"):
+        dry_run(*READS, path, "data.template=base")
+
+
+def test_a_chat_template_that_is_missing_or_cannot_be_rendered(dry_run: Try, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="this tokenizer has no chat template"):
+        dry_run(*READS, model(tmp_path / "none", without="chat*"), "data.template=chat")
+    with pytest.raises(DataError, match=r"broken: .*chat template"):
+        dry_run(*READS, model(tmp_path / "broken", template="{% for m in %}"), "data.template=chat")
+
+
+def test_what_is_made_already_is_not_made_again_and_nothing_is_tried_twice(
+    dry_run: Try, artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from data import build_dataset
+
+    settings = CustomData(train_size=20, validation_size=5)
+    dataset = build_dataset(settings, seed=1, root=artifacts_root)
+    row = first_row(settings, 1, artifacts_root)
+    monkeypatch.setattr(first_rows, "_by_process", lambda config, seed: pytest.fail("made again"))
+    assert first_row(settings, 1, artifacts_root) == row
+    assert dataset.counts == {"train": 20, "validation": 5}
+    monkeypatch.undo()
+    dry_run()
+    monkeypatch.setattr(tried, "_require_problems", lambda data, seed: pytest.fail("tried again"))
+    dry_run()

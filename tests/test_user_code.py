@@ -1,0 +1,161 @@
+"""The code that settings name: which files it is, where it counts as the same, and that a run works by its own copy."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlcore import user_code
+from rlcore.algos.losses import resolve_policy_loss
+from rlcore.config import RewardConfig, RunConfig
+from rlcore.config.compose import load_config
+from rlcore.errors import DataError
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.user_code import code_for, code_of, difference, kept_code, working_by
+
+FILES = {
+    "their_reward.py": "from their_kit import exact\n\ndef score(response, truth):\n    return exact.of(response)\n",
+    "their_kit/__init__.py": "",
+    "their_kit/exact.py": "from .weights import WEIGHT\ndef of(text):\n    import their_late\n    return WEIGHT\n",
+    "their_kit/weights.py": "WEIGHT = 0.25\n",
+    "their_kit/unused.py": "",
+    "their_late.py": (
+        "import json\nimport numpy\nfrom typing import TYPE_CHECKING\nfrom data.rows import Row\n"
+        "if TYPE_CHECKING:\n    import their_kit.unused\n"
+    ),
+    "numpy.txt": "",
+}
+COUNTED = ["their_kit/__init__.py", "their_kit/exact.py", "their_kit/weights.py", "their_late.py", "their_reward.py"]
+
+
+def write(folder: Path) -> Path:
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def forget() -> None:
+    for name in [name for name in sys.modules if name.startswith("their_")]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(str(write(tmp_path / "mine")))
+    forget()
+    yield tmp_path / "mine"
+    forget()
+
+
+def config_of(**more: str) -> RunConfig:
+    return load_config(
+        ["experiment=debug", "data.scorer=their_reward:score", *(f"{key}={value}" for key, value in more.items())]
+    )
+
+
+def test_the_module_and_what_it_imports_from_its_folder_count(folder: Path) -> None:
+    """Anywhere in a file; not what type checkers alone import, not installed packages, not Millrace."""
+    assert [source.name for source in code_for("their_reward:score")] == COUNTED
+    assert "their_reward" not in sys.modules, "nothing is executed"
+
+
+def test_each_file_of_it_changes_the_fingerprint_and_no_other(folder: Path) -> None:
+    before = code_of(config_of()).fingerprint
+    for name in FILES:
+        text = (folder / name).read_text()
+        (folder / name).write_text(f"{text}# changed\n")
+        assert (code_of(config_of()).fingerprint != before) == (name in COUNTED), name
+        (folder / name).write_text(text)
+    assert code_of(config_of()).fingerprint == before
+
+
+def test_the_same_code_elsewhere_has_the_same_fingerprint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = code_of(config_of())
+    forget()
+    monkeypatch.syspath_prepend(str(write(tmp_path / "another machine")))
+    elsewhere = code_of(config_of())
+    assert {source.path for source in elsewhere.sources.values()}.isdisjoint(
+        source.path for source in here.sources.values()
+    )
+    assert elsewhere.fingerprint == here.fingerprint
+
+
+def test_scorers_builders_and_losses_are_named_by_settings(folder: Path) -> None:
+    (folder / "their_loss.py").write_text("from rlcore.algos.losses import ppo_clip as loss\n")
+    own = ["data=custom", "data.build=their_late:build", "algo.policy_loss=their_loss:loss"]
+    config = load_config(["experiment=debug", "data.scorer=their_reward:score", *own])
+    assert [*code_of(config).by_function] == ["their_reward:score", "their_late:build", "their_loss:loss"]
+    parts = 'data.parts=[{data:{task:countdown}},{data:{task:custom,scorer:"their_reward:score"}}]'
+    mixture = load_config(["data=mixture", "model.path=some/model", parts])
+    assert {"data.countdown:score", "their_reward:score"} < set(code_of(mixture).by_function)
+
+
+def test_a_function_of_millrace_counts_with_the_package_that_it_lies_in() -> None:
+    names = {source.name for source in code_for("data.countdown:score")}
+    assert {"data/countdown.py", "data/arithmetic.py"} < names
+    assert all(name.startswith("data/") for name in names)
+
+
+@pytest.mark.parametrize("function", ["their_nothing:score", "math:floor", "json:loads", "their_reward.inside:score"])
+def test_what_has_no_source_beside_it_has_no_code(function: str) -> None:
+    assert code_for(function) == ()
+
+
+def test_a_run_works_by_its_copy_whatever_the_files_say_meanwhile(folder: Path, tmp_path: Path) -> None:
+    """In this process and in one that starts after the edit: both import the text of the run's start."""
+    (folder / "their_loss.py").write_text("def loss():\n    return 'kept'\n")
+    loss = {"algo.policy_loss": "their_loss:loss"}
+    kept = code_of(config_of(**loss))
+    kept.keep(tmp_path / "code")
+    assert resolve_policy_loss("their_loss:loss")() == "kept"
+    (folder / "their_kit/weights.py").write_text("WEIGHT = 0.75\n")
+    (folder / "their_loss.py").write_text("def loss():\n    return 'edited'\n")
+    with working_by(tmp_path / "code"):
+        assert code_of(config_of(**loss)) == kept
+        assert resolve_policy_loss("their_loss:loss")() == "kept"
+        assert str(folder) in sys.modules["their_loss"].__file__, "data beside it are found there"
+        for num_processes in (0, 1):
+            with ScoringPool("their_reward:score", RewardConfig(num_processes=num_processes)) as pool:
+                assert [score.total for score in pool.score(["x"], ["{}"])] == [0.25]
+    forget()
+    assert code_of(config_of(**loss)).fingerprint != kept.fingerprint
+    with ScoringPool("their_reward:score", RewardConfig(num_processes=1)) as pool:
+        assert [score.total for score in pool.score(["x"], ["{}"])] == [0.75]
+
+
+def test_a_module_of_another_run_is_imported_again(folder: Path, tmp_path: Path) -> None:
+    """A trainer that serves one run after another."""
+    for weight in ("0.25", "0.5"):
+        (folder / "their_kit/weights.py").write_text(f"WEIGHT = {weight}\n")
+        code_of(config_of()).keep(tmp_path / weight)
+    for weight in ("0.25", "0.5", "0.25"):
+        with working_by(tmp_path / weight), ScoringPool("their_reward:score", RewardConfig(num_processes=0)) as pool:
+            assert [score.total for score in pool.score(["x"], ["{}"])] == [float(weight)]
+
+
+def test_what_is_kept_reads_back_and_damage_is_told(folder: Path, tmp_path: Path) -> None:
+    code, copy = code_of(config_of()), tmp_path / "code"
+    assert kept_code(copy) is None
+    code.keep(copy)
+    code.keep(copy)
+    assert kept_code(copy) == code
+    (copy / "their_late.py").write_text("import os\n")
+    with pytest.raises(DataError, match=r"their_late\.py"):
+        kept_code(copy)
+
+
+def test_a_difference_is_a_patch_of_some_lines(folder: Path) -> None:
+    before = code_of(config_of())
+    (folder / "their_late.py").unlink()
+    (folder / "their_kit/weights.py").write_text("WEIGHT = 1\n" + "\n" * 100)
+    told = difference(before, code_of(config_of())).splitlines()
+    assert told[:2] == ["--- their_kit/weights.py (the run's)", "+++ their_kit/weights.py (now)"]
+    assert "-WEIGHT = 0.25" in told
+    assert len(told) == user_code.SHOWN_LINES + 1
+    assert told[-1].startswith("... and ")
