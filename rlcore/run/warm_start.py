@@ -5,29 +5,35 @@ demonstrations reaches another target than the one asked (the row's distractor),
 equations over the right numbers but only half learns to aim: that is left to the reinforcement learning.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from rlcore.batching.balance import num_micro_batches
 from rlcore.batching.pack import pack
 from rlcore.batching.prompts import Demonstration, read_demonstrations
 from rlcore.config import OptimConfig, RunConfig
 from rlcore.errors import DataError
 from rlcore.models.library import no_progress_bars
-from rlcore.models.load import end_of_text_ids, load_policy, load_tokenizer
+from rlcore.models.load import load_policy, load_tokenizer
+from rlcore.models.memory import release_cached_memory
 from rlcore.models.optim import build_optimizer, clip_grad_norm
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
+from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import WARM_START_STREAM, requests_for
-from rlcore.rollout.hf import HfEngine
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.inputs import RunInputs, planned_start_model
 from rlcore.run.parts import read_parts, spread
 from rlcore.storage.publish import published_directory, read_manifest
-from rlcore.types import Prompt, Rollout, Score
+from rlcore.types import PackedBatch, Prompt, Rollout, Score
+from rlcore.workers.budget import PassBudget
+from rlcore.workers.device import Place, choose_place
+from rlcore.workers.micro import Parts, to_device
 
 MIN_CHECK_PROBLEMS = 16
 """Fewer sampled answers say nothing about a reward."""
@@ -56,7 +62,7 @@ class WarmStartProgress:
 def ensure_start_model(
     config: RunConfig, inputs: RunInputs, on_progress: Callable[[WarmStartProgress], None]
 ) -> WarmStartResult:
-    """Build and warm-start the model of step 0 unless it is there. Trains on the CPU's own threads or the GPU."""
+    """Build and warm-start the model of step 0 unless it is there, on the device of the workers."""
     directory = planned_start_model(config, inputs.filtered_directory)
     if config.model.path is not None and not config.warm_start.enabled:
         return WarmStartResult(directory, cached=True, reward=0.0, steps=0)
@@ -71,11 +77,11 @@ def ensure_start_model(
         if config.model.path is None:
             _build_from_nothing(config, folder)
         if config.warm_start.enabled:
-            teacher = _Teacher(config, inputs, source)
-            for progress in teacher.lessons():
+            for progress in _taught(config, inputs, source, folder):
                 on_progress(progress)
                 figures |= {"reward": progress.reward, "steps": progress.step}
-            teacher.save(folder)
+            gc.collect()
+            release_cached_memory()  # the workers may be other processes
     return WarmStartResult(directory, cached=False, reward=figures["reward"], steps=int(figures["steps"]))
 
 
@@ -92,14 +98,32 @@ def _build_from_nothing(config: RunConfig, folder: Path) -> None:
     )
 
 
+def _taught(config: RunConfig, inputs: RunInputs, source: Path, folder: Path) -> Iterator[WarmStartProgress]:
+    """Teach the model in `source`, and write it into `folder`."""
+    teacher = _Teacher(config, inputs, source)
+    yield from teacher.lessons()
+    teacher.save(folder)
+
+
+def _choose_place(config: RunConfig) -> Place:
+    """Device and type of the workers; the CPU where this is the head of a cluster and has no GPU."""
+    runtime = config.runtime
+    if runtime.ray_address is not None and not torch.cuda.is_available():
+        runtime = runtime.model_copy(update={"device": "cpu"})
+    return choose_place(runtime, config.model)
+
+
 class _Teacher:
-    """The supervised loop."""
+    """The supervised loop. Its gradient does not depend on the cut into micro-batches: the denominator counts the
+    answer tokens of the whole batch."""
 
     def __init__(self, config: RunConfig, inputs: RunInputs, model_directory: Path) -> None:
         self._config = config
         torch.set_num_threads(config.runtime.threads_per_worker)
+        place = _choose_place(config)
+        self._device = place.device
         self._tokenizer = load_tokenizer(model_directory)
-        self._policy = load_policy(model_directory, model=config.model, device=torch.device("cpu"))
+        self._policy = load_policy(model_directory, model=config.model, device=place.device)
         self._demonstrations = [one for file in inputs.train_parquets for one in read_demonstrations(file)]
         if not self._demonstrations:
             raise DataError(
@@ -108,28 +132,24 @@ class _Teacher:
             )
         check = max(MIN_CHECK_PROBLEMS, config.warm_start.check_problems)
         self._check_prompts = spread(read_parts(config, inputs.train_parquets))[:check]
-        sampler = load_policy(model_directory, model=config.model, device=torch.device("cpu"))
-        self._engine = HfEngine(
-            sampler, eos_token_ids=end_of_text_ids(model_directory), max_num_seqs=config.rollout.max_num_seqs
-        )
+        rollout = config.rollout.model_copy(update={"engine": "hf"})
+        sampling = config.model_copy(update={"rollout": rollout})
+        self._engine = build_engine(sampling, str(model_directory), device=place.device, dtype=place.dtype)
+        self._optim = OptimConfig(lr=config.warm_start.lr, weight_decay=0.0)
+        self._optimizer = build_optimizer(self._policy, self._optim, device=place.device)
+        self._budget = PassBudget("the warm start's update", recover=self._recover, ranks=None)
 
     def lessons(self) -> Iterator[WarmStartProgress]:
         """Supervised steps; a measurement every `check_every`, until the reward or the step limit is reached."""
         warm = self._config.warm_start
-        optim = OptimConfig(lr=warm.lr, weight_decay=0.0)
-        optimizer = build_optimizer(self._policy, optim, device=torch.device("cpu"))
         rng = np.random.default_rng((self._config.seed, WARM_START_STREAM))
         with ScoringPool(self._config.data.scorer, self._config.reward) as scoring:
             for step in range(1, warm.max_steps + 1):
-                optimizer.zero_grad(set_to_none=True)
-                loss = self._loss(self._draw(rng))
-                loss.backward()
-                clip_grad_norm(self._policy.parameters(), optim.grad_clip)
-                optimizer.step()
+                loss = self._learn(self._draw(rng))
                 if step % warm.check_every and step != warm.max_steps:
                     continue
                 reward = self._sampled_reward(step, scoring)
-                yield WarmStartProgress(step, warm.max_steps, loss.item(), reward)
+                yield WarmStartProgress(step, warm.max_steps, loss, reward)
                 if reward >= warm.stop_at_reward:
                     return
 
@@ -143,20 +163,39 @@ class _Teacher:
             for index, wrong in zip(chosen.tolist(), misdirected.tolist(), strict=True)
         ]
 
-    def _loss(self, lessons: Sequence[Rollout]) -> Tensor:
-        """Mean negative log-likelihood of the answer tokens."""
+    def _learn(self, lessons: Sequence[Rollout]) -> float:
+        """One optimizer step; the mean negative log-likelihood of the answer tokens before it."""
         batch = pack(lessons, [Score(0.0, {})] * len(lessons), range(len(lessons)))
-        output = self._policy(
-            batch.token_ids,
-            batch.position_ids,
-            batch.cu_seqlens,
-            batch.target_ids,
-            batch.loss_mask,
-            temperature=1.0,
-            entropy="none",
+        num_micro = num_micro_batches(
+            batch.sequence_lengths().tolist(), self._config.trainer.max_tokens_per_micro_batch
         )
-        loss: Tensor = -output.logprobs.sum() / batch.num_loss_tokens
+        loss = self._budget.run(partial(self._accumulate, batch), batch, num_micro)
+        clip_grad_norm(self._policy.parameters(), self._optim.grad_clip)
+        self._optimizer.step()
         return loss
+
+    def _accumulate(self, batch: PackedBatch, parts: Parts) -> float:
+        """The gradient of a batch, from zero, and its loss."""
+        self._optimizer.zero_grad(set_to_none=True)
+        losses = []
+        for part in parts:
+            micro = to_device(batch, part, self._device)
+            output = self._policy(
+                micro.device.token_ids,
+                micro.device.position_ids,
+                micro.host.cu_seqlens.numpy(),
+                micro.device.target_ids,
+                micro.host.loss_mask.numpy(),
+                temperature=1.0,
+                entropy="none",
+            )
+            loss = -output.logprobs.sum() / batch.num_loss_tokens
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum().item()
+
+    def _recover(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
 
     def _sampled_reward(self, step: int, scoring: ScoringPool) -> float:
         """Mean score of one sampled answer to each check problem, over those that the scorer did not fail on."""
