@@ -2,16 +2,18 @@
 
 python -m benchmarks.device_checks --out checks.json             # on a GPU, Llama-3.2-1B's shape
 python -m benchmarks.device_checks --only short_memory plan
+python -m benchmarks.device_checks --only warm_start handover --model FOLDER     # a real model, such as SmolLM2-135M
 python -m benchmarks.device_checks --shape=tiny --prompts=8 --mean=24 --longest=64        # on a CPU, two minutes
 
 short_memory   an update that runs out of memory is done again in finer micro-batches, with the same numbers
-handover       a tensor that does not arrive, a tied head that stays old: the run stops and names them
+handover       30 hand-overs without a false alarm; a stale layer, head, shard and prefix cache are each found
 logprobs       mean |engine's - trainer's| log-probability over the answers of a step
 correction     importance correction off, truncated and masked: the loss against sums by hand
 short_steps    answers with and without the short steps of vLLM's runner agree as well as two batches of vLLM's own do
 offload        moments and reference that wait on the host: equal numbers, less memory held on the device
 waits          the host waits for the GPU as often with many micro-batches as with few
 plan           the memory plan beside what each phase of a step held
+warm_start     20 supervised steps of the model: on the device, which is free again afterwards
 demo           `millrace train experiment=countdown_demo rollout=vllm`: no error, every metric
 stopped        the same command with a hand-over that loses a tensor: it ends with the canary's message
 """
@@ -27,7 +29,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.checks import command, numbers, offload, plan, short_memory, short_steps, waits, wrong_handover
+from benchmarks.checks import (
+    command,
+    numbers,
+    offload,
+    plan,
+    short_memory,
+    short_steps,
+    waits,
+    warm_start,
+    wrong_handover,
+)
 from benchmarks.checks.rig import Rig, Verdict
 from benchmarks.harness import describe_lengths
 from benchmarks.shapes import SHAPES, model_of
@@ -45,6 +57,7 @@ ON_THE_RIG: Mapping[str, Callable[[Rig], Verdict]] = {
 BY_COMMAND: Mapping[str, Callable[[argparse.Namespace, Path], Verdict]] = {
     "demo": command.demo,
     "stopped": command.stopped,
+    "warm_start": warm_start.check,
 }
 
 
@@ -74,7 +87,7 @@ def _summary(arguments: argparse.Namespace, found: Mapping[str, Any]) -> dict[st
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
-        "shape": arguments.shape,
+        "model": arguments.shape if arguments.model is None else arguments.model.name,
         "overrides": arguments.overrides,
         "checks": dict(found),
         "pass": all(check["pass"] for check in found.values()),

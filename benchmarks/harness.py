@@ -25,6 +25,7 @@ from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.experience import ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.types import Prompt, Rollout
+from rlcore.workers.canary import NUM_PROMPTS, HandOver
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.memory import MemoryPeak
 from rlcore.workers.worker import Worker
@@ -47,7 +48,7 @@ class FixedLengths(LocalGroup):
         if verb is Worker.hand_over:
             self._version = args[0]
             if not self._real:
-                return [0.0]
+                return [HandOver(0.0)]
         return super().each(verb, *args, **kwargs)
 
     def scatter(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -106,6 +107,11 @@ class Loop:
         self._trainer = trainer
         self._state = LoopState(0, 0, 0, 0, kl_coef)
 
+    @property
+    def version(self) -> int:
+        """Of the weights that the last finished step has handed over."""
+        return self._state.policy_version
+
     def step(self) -> StepResult:
         """The next step."""
         result = self._trainer.step(self._state, epoch=0)
@@ -127,11 +133,18 @@ def worker_group(
 
 @contextlib.contextmanager
 def training_loop(
-    config: RunConfig, directory: Path, group: WorkerGroup, *, prompt_tokens: int, ground_truth: str, vocab_size: int
+    config: RunConfig,
+    directory: Path,
+    group: WorkerGroup,
+    *,
+    prompt_tokens: int,
+    ground_truth: str,
+    vocab_size: int,
+    real_prompts: Sequence[Prompt] = (),
 ) -> Iterator[Loop]:
-    """Training from step 0 with the weights that the worker has, on random prompts."""
+    """Training from step 0 with the weights that the worker has, on random prompts or on those given."""
     rng = np.random.default_rng(3)
-    prompts = [
+    prompts = list(real_prompts) or [
         Prompt(i, tuple(rng.integers(4, vocab_size, prompt_tokens).tolist()), config.data.task, ground_truth)
         for i in range(config.trainer.batch_size)
     ]
@@ -141,6 +154,7 @@ def training_loop(
         return tokenizer.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
 
     with ScoringPool(config.data.scorer, config.reward) as scoring, tempfile.TemporaryDirectory() as failures:
+        group.each(Worker.probe_with, prompts[:NUM_PROMPTS])
         group.each(Worker.hand_over, 0)
         collector = ExperienceCollector(config, group, PromptStream(prompts, seed=1), scoring, decode)
         yield Loop(Trainer(config, group, collector, failures=Path(failures)), config.algo.kl.coef)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +10,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import FixedLengths, draw_lengths, training_loop
-from benchmarks.shapes import SHAPES
+from benchmarks.harness import FixedLengths, Loop, draw_lengths, training_loop
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
+from rlcore.models.load import load_tokenizer
 from rlcore.rollout.build import engine_dtype
 from rlcore.score import Score
 from rlcore.trainer.step import StepResult
-from rlcore.types import Rollout
+from rlcore.types import Prompt, Rollout
 from rlcore.workers.device import choose_place
 from rlcore.workers.worker import Worker
 
 PROMPT_TOKENS, SAMPLES = 107, 4
+GROUND_TRUTH = '{"answer": "18"}'
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
@@ -77,7 +79,7 @@ class Rig:
     @property
     def vocab_size(self) -> int:
         """Of the model."""
-        return int(SHAPES[self.shape]["vocab_size"])
+        return int(json.loads((self.directory / "config.json").read_text(encoding="utf-8"))["vocab_size"])
 
     def settings(self, *overrides: str) -> RunConfig:
         """A GRPO step with one update and a reference, of the size that was asked for."""
@@ -104,15 +106,33 @@ class Rig:
         the model and the optimizer as they are."""
         if reset:
             self.group.each(Worker.reset)
-        with training_loop(
+        with self.loop(*overrides) as loop:
+            return loop.step()
+
+    def loop(self, *overrides: str, real_prompts: Sequence[Prompt] = ()) -> contextlib.AbstractContextManager[Loop]:
+        """Steps from the model as it is."""
+        return training_loop(
             self.settings(*overrides),
             self.directory,
             self.group,
             prompt_tokens=PROMPT_TOKENS,
-            ground_truth='{"answer": "18"}',
+            ground_truth=GROUND_TRUTH,
             vocab_size=self.vocab_size,
-        ) as loop:
-            return loop.step()
+            real_prompts=real_prompts,
+        )
+
+    def real_prompts(self) -> list[Prompt]:
+        """Sums in the model's own chat template; none of a model without one, whose weights are random too."""
+        tokenizer = load_tokenizer(self.directory)
+        if tokenizer.chat_template is None:
+            return []
+        found = []
+        for index in range(self.config.trainer.batch_size):
+            messages = [{"role": "user", "content": f"What is {17 + index} + {3 * index + 5}? Explain each step."}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            found.append(Prompt(index, tuple(ids), self.config.data.task, GROUND_TRUTH))
+        return found
 
     @contextlib.contextmanager
     def watched(self, around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> Iterator[None]:

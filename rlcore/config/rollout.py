@@ -49,8 +49,9 @@ class RolloutConfig(Section):
     prefix_caching: bool = True
     """Whether the answers to one prompt share its keys and values in vLLM."""
     canary_bound: float | None = Field(default=None, gt=0)
-    """After each hand-over to vLLM a probe is answered, and its log-probabilities compared with the trainer's: a mean
-    absolute difference above this stops the run. None: 0.001 in float32, 0.05 in bfloat16."""
+    """After each hand-over to vLLM some prompts of the run are answered, and the log-probabilities compared with the
+    trainer's: a mean absolute difference above this is told, and stops the run where a tensor could not be compared.
+    None: 4 times that of the first hand-over, at least 0.0001 in float32 and 0.02 in bfloat16."""
 
     @property
     def asks_for_short_steps(self) -> bool:

@@ -47,6 +47,15 @@ def requests_for(
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class TakenWeights:
+    """What an engine made of a hand-over: names of tensors that it computes with and that are not those sent, and of
+    those that it holds in another form, which cannot be compared."""
+
+    differing: tuple[str, ...] = ()
+    uncompared: tuple[str, ...] = ()
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """Writes answers with the policy's weights.
@@ -72,12 +81,8 @@ class RolloutEngine(Protocol):
         """(index of the request, its rollout), one by one, as answers end."""
         ...
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take over all weights (transformers parameter names, full tensors)."""
-        ...
-
-    def differing(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of the tensors that the engine computes with and that are not these; for a fault's message."""
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
+        """Take over all weights (transformers parameter names, full tensors), and look at what was taken."""
         ...
 
     def sleep(self) -> None:

@@ -19,7 +19,7 @@ from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import DeviceMemoryError, EngineError
 from rlcore.models.memory import Refused, attempted, release_cached_memory
 from rlcore.models.policy import CausalPolicy
-from rlcore.rollout.engine import SamplingRequest
+from rlcore.rollout.engine import SamplingRequest, TakenWeights
 from rlcore.types import FinishReason, Rollout
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class HfEngine:
         """Version of the weights in use; -1 before the first hand-over."""
         return self._version
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
         """Copy all weights; an unknown or a missing name is an error, since it would leave a stale tensor."""
         self._version = -1  # an interrupted hand-over leaves no valid version
         own = dict(self._policy.model.named_parameters())
@@ -71,11 +71,7 @@ class HfEngine:
         if missing := sorted(own.keys() - seen):
             raise EngineError(f"weight hand-over: {len(missing)} parameters were not sent, first {missing[0]!r}")
         self._version = version
-
-    def differing(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of the parameters that are not these."""
-        own = dict(self._policy.model.named_parameters())
-        return [name for name, tensor in weights if not torch.equal(own[name], tensor.to(own[name].dtype))]
+        return TakenWeights()
 
     def sleep(self) -> None:
         """Nothing to give back: the cache lives only inside `generate`."""

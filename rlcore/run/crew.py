@@ -24,6 +24,7 @@ from rlcore.runtime.start import start_workers
 from rlcore.trainer.experience import ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.trainer.validate import validate
+from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 
@@ -120,7 +121,9 @@ class Crew:
             with self._guard.phase("load"):
                 workers.each(Worker.load, str(found.path))
         with self._guard.phase("update_weights"):
-            workers.each(Worker.hand_over, version)
+            handed_over = workers.each(Worker.hand_over, version)[0]
+        if handed_over.warning:
+            self._report({"event": "note", "text": handed_over.warning})
         self.holds, self._version = name, version
 
     def full_weights(self) -> Mapping[str, Tensor]:
@@ -183,6 +186,7 @@ class Crew:
             with self._guard.phase("start"):
                 group = start_workers(config, str(self.start_model))
                 self._open.callback(group.close)
+                group.each(Worker.probe_with, problems.held_out(in_training=True)[:NUM_PROMPTS])
                 info = group.each(Worker.info)[0]
         finally:
             self._after_start()

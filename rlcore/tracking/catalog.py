@@ -36,7 +36,7 @@ METRICS: tuple[MetricDoc, ...] = (
     MetricDoc(
         "training/canary_logprob_diff",
         "nats",
-        "vLLM: mean |log p_engine - log p_trainer| on a probe after the hand-over; over its bound the run stops.",
+        "vLLM: mean |log p_engine - log p_trainer| on a probe after the hand-over; over its bound the event `alarm`.",
     ),
     MetricDoc(
         "rollout_corr/weight/{mean,max,min}",

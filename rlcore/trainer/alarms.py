@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rlcore.config import RunConfig
 from rlcore.trainer.experience import Experience
+from rlcore.workers.canary import HandOver
 
 NON_FINITE = "non_finite"
 SKIPPED = "alarm/update_skipped"
@@ -57,6 +58,11 @@ def update_alarms(config: RunConfig, metrics: Mapping[str, float]) -> tuple[Alar
         text = f"the KL divergence from the reference is {kl:.4g}, alarms.kl_above is {alarms.kl_above:g}"
         found.append(Alarm("kl", alarms.kl, text))
     return tuple(found)
+
+
+def hand_over_alarms(handed_over: HandOver) -> tuple[Alarm, ...]:
+    """The alarm of a hand-over whose tensors are all right and whose log-probabilities are not as usual."""
+    return (Alarm("canary", "tell", handed_over.warning),) if handed_over.warning else ()
 
 
 def _all_equal(experience: Experience) -> bool:

@@ -18,7 +18,7 @@ from rlcore.batching.pack import pack, scatter_tokens, select, select_train
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer import metrics as measure
-from rlcore.trainer.alarms import NON_FINITE, SKIPPED, Alarm, batch_alarms, update_alarms
+from rlcore.trainer.alarms import NON_FINITE, SKIPPED, Alarm, batch_alarms, hand_over_alarms, update_alarms
 from rlcore.trainer.clock import EnterPhase, PhaseClock, unwatched
 from rlcore.trainer.dispatch import Shares, mini_batches, rank_tokens, share_out
 from rlcore.trainer.estimate import Estimate, estimate
@@ -113,9 +113,10 @@ class Trainer:
         alarms += more
         version = state.policy_version + 1
         with clock.phase("update_weights"):
-            canary = max(self._group.each(Worker.hand_over, version))
+            handed_over = self._group.each(Worker.hand_over, version)[0]  # every rank has the same verdict
         if self._config.rollout.engine != "hf":
-            metrics["training/canary_logprob_diff"] = canary
+            metrics["training/canary_logprob_diff"] = handed_over.difference
+            alarms += hand_over_alarms(handed_over)
         after = replace(
             state,
             step=number,

@@ -1,10 +1,13 @@
 """The canary: after a hand-over the engine answers a probe, and the trainer computes the same log-probabilities.
 
-An engine that took over every tensor and still computes with old ones (a packed copy, a cached prefix, a graph that
-holds another address) raises no error; its answers just come from another policy than the one that is trained.
+A tensor that did not arrive shows in its digest (`TakenWeights`), whatever the noise. An engine that holds every tensor
+and computes with others all the same (a packed copy, a graph that reads another address) raises no error: its
+log-probabilities are from another policy than the one that is trained. Rounding moves them too, by how much is the
+model's own affair, so the first right hand-over says what is usual.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,37 +16,131 @@ from torch import Tensor
 from rlcore.batching.pack import pack
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
-from rlcore.rollout.engine import RolloutEngine, SamplingRequest
+from rlcore.errors import EngineError
+from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TakenWeights
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
 
-BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-"""Mean absolute difference of log-probabilities that is still rounding: several times what a right hand-over shows. A
-tensor that is stale or random shows 0.1 to 10."""
-
-_NUM_PROMPTS, _ANSWERS_PER_PROMPT = 4, 2
-# Longer than a block of the prefix cache on a GPU (16 tokens), so that a cached prefix is probed too.
-_PROMPT_TOKENS = 24
+NUM_PROMPTS = 4
+"""Prompts of a probe; each is answered twice."""
+_ANSWERS_PER_PROMPT = 2
 _ANSWER_TOKENS = 16
+# Of a probe of random tokens: longer than a block of the prefix cache on a GPU (16 tokens).
+_RANDOM_TOKENS = 24
+
+FIRST_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Mean absolute difference of log-probabilities at a first hand-over that is still rounding. A tensor that vLLM drew at
+random, as it does all before the first hand-over, shows 1 to 10."""
+NOISE_FACTOR = 4.0
+"""How many times the first hand-over's difference a later one's may be."""
+LEAST_BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+"""Bound of a model that rounds by less at its first hand-over; training may bring it to where it rounds more."""
 
 
-def canary_bound(config: RunConfig, dtype: torch.dtype) -> float:
-    """`rollout.canary_bound`, or the bound of the type."""
-    return config.rollout.canary_bound or BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """A hand-over whose tensors are right. `difference`: mean |engine's - trainer's| log-probability of the probe.
+    `warning`: why it is doubtful all the same; empty where it is not."""
+
+    difference: float
+    warning: str = ""
 
 
-def probe_requests(config: RunConfig, vocab_size: int) -> list[SamplingRequest]:
-    """A few prompts of tokens drawn at random, always the same, each answered twice."""
-    length = min(_PROMPT_TOKENS, config.filter.max_prompt_tokens)
-    draws = np.random.Generator(np.random.Philox(config.seed)).integers(vocab_size, size=(_NUM_PROMPTS, length))
-    prompts = [Prompt(-1 - i, tuple(row), "canary", "{}") for i, row in enumerate(draws.tolist())]
-    return [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_ANSWERS_PER_PROMPT)]
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What one rank saw of a hand-over."""
+
+    taken: TakenWeights
+    difference: float
 
 
-def ask(engine: RolloutEngine, config: RunConfig, vocab_size: int) -> list[Rollout]:
-    """The engine's answers to the probe, at the temperature of training."""
+class Canary:
+    """Judges hand-overs, and remembers what the first one taught."""
+
+    def __init__(self, config: RunConfig, dtype: torch.dtype) -> None:
+        self._given = config.rollout.canary_bound
+        self._dtype = dtype if dtype in FIRST_BOUNDS else torch.bfloat16
+        self._noise: float | None = None
+        self._in_another_form: frozenset[str] = frozenset()
+
+    @property
+    def bound(self) -> float:
+        """Difference above which the next hand-over is doubtful."""
+        if self._given is not None:
+            return self._given
+        if self._noise is None:
+            return FIRST_BOUNDS[self._dtype]
+        return max(LEAST_BOUNDS[self._dtype], NOISE_FACTOR * self._noise)
+
+    def judge(self, version: int, observed: Sequence[Observed]) -> HandOver:
+        """`observed` by all ranks, so that the verdict is the same on each.
+
+        Raises:
+            EngineError: a tensor is not the one that was sent, or may not be: it cannot be compared, and the
+                log-probabilities differ. Or one of those is no number.
+        """
+        bound, difference = self.bound, max(one.difference for one in observed)
+        differing = _each_once(name for one in observed for name in one.taken.differing)
+        uncompared = _each_once(name for one in observed for name in one.taken.uncompared)
+        if self._noise is None and difference <= bound:
+            # Before it vLLM's weights are random: a model that answers right with them has taken them over.
+            self._in_another_form = frozenset(differing)
+        uncompared += [name for name in differing if name in self._in_another_form]
+        differing = [name for name in differing if name not in self._in_another_form]
+        text = (
+            f"weight hand-over {version}: on a probe the engine's log-probabilities differ from the trainer's by "
+            f"{difference:.3g} on average (rollout.canary_bound: {self._origin(bound)})"
+        )
+        if differing or (uncompared and difference > bound) or not np.isfinite(difference):
+            raise EngineError(
+                f"{text}: it does not answer with the trained weights. {_listed('Tensors that differ', differing)}"
+                f"{_listed('Tensors that cannot be compared', uncompared)}"
+                "Nothing was sampled from them. Use rollout=hf, or another version of vLLM."
+            )
+        if self._noise is None:
+            self._noise = min(difference, FIRST_BOUNDS[self._dtype])
+        if difference <= bound:
+            return HandOver(difference)
+        return HandOver(
+            difference,
+            f"{text}, though every tensor is equal: its kernels round further from the trainer's than usual, or it "
+            "computes with something else. See training/rollout_probs_diff_mean; algo.importance.mode=truncate "
+            "corrects for a small difference, rollout=hf has none",
+        )
+
+    def _origin(self, bound: float) -> str:
+        if self._given is not None or self._noise is None:
+            return f"{bound:g}"
+        return f"{bound:.3g}, from the first hand-over's {self._noise:.3g}"
+
+
+def _each_once(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    return f"{what} ({len(names)}): {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. "
+
+
+def random_prompts(config: RunConfig, vocab_size: int) -> list[Prompt]:
+    """A few prompts of tokens drawn at random, always the same: for a worker that was given none of a run."""
+    length = min(_RANDOM_TOKENS, config.filter.max_prompt_tokens)
+    draws = np.random.Generator(np.random.Philox(config.seed)).integers(vocab_size, size=(NUM_PROMPTS, length))
+    return [Prompt(-1 - i, tuple(row), "canary", "{}") for i, row in enumerate(draws.tolist())]
+
+
+def ask(engine: RolloutEngine, config: RunConfig, prompts: Sequence[Prompt]) -> list[Rollout]:
+    """The engine's answers to the probe, at the temperature of training; always by the same seeds."""
+    requests = [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_ANSWERS_PER_PROMPT)]
     sampling = SamplingConfig(temperature=config.rollout.sampling.temperature)
-    limit = min(_ANSWER_TOKENS, config.rollout.max_response_tokens)
-    return engine.generate(probe_requests(config, vocab_size), sampling, limit)
+    return engine.generate(requests, sampling, min(_ANSWER_TOKENS, config.rollout.max_response_tokens))
+
+
+def num_micro_batches(config: RunConfig, prompts: Sequence[Prompt]) -> int:
+    """Micro-batches of the trainer's pass over the probe: as many on every rank, however long its answers are."""
+    tokens = _ANSWERS_PER_PROMPT * sum(len(prompt.token_ids) + _ANSWER_TOKENS for prompt in prompts)
+    return -(-tokens // config.trainer.max_tokens_per_micro_batch)
 
 
 def packed_probe(rollouts: Sequence[Rollout]) -> PackedBatch:

@@ -36,11 +36,12 @@ from rlcore.models.policy import CausalPolicy, ValueModel
 from rlcore.models.shape import has_experts
 from rlcore.rollout.build import build_engine, engine_dtype
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest
-from rlcore.types import PackedBatch, Rollout, TrainBatch
+from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers import canary
 from rlcore.workers.actor import Actor, PolicyUpdate
 from rlcore.workers.allocator import keep_freed_memory, let_segments_grow
 from rlcore.workers.budget import PassBudget, Shortage
+from rlcore.workers.canary import HandOver
 from rlcore.workers.critic import Critic, CriticUpdate
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks
 from rlcore.workers.memory import BYTES_PER_GB, MemoryPeak, gpu_meter
@@ -92,6 +93,7 @@ class Worker:
         self._meter = gpu_meter()
         self._version = 0
         self._num_updates = 0  # since the last hand-over
+        self._probe: tuple[Prompt, ...] = ()
         self._copies: tuple[HostCopy, ...] = ()
         self._buffers = {"policy": HostBuffers(), "critic": HostBuffers()}
 
@@ -113,6 +115,7 @@ class Worker:
                 address = rendezvous or free_address(loopback=True)
                 join_ranks(address, rank=self._rank, world_size=self._world_size, device=place.device)
             self._mesh = init_device_mesh(place.device.type, (self._world_size,))
+        self._canary = canary.Canary(self._config, engine_dtype(self._config, place.dtype))
         # The engine first: what it cannot do is said before any model loads, and its profile sees an empty device.
         self._engine: RolloutEngine = build_engine(
             self._config,
@@ -239,57 +242,43 @@ class Worker:
         self._rest_engine()
         return self._critic.update(batch, num_micro, denominator, lr=lr)
 
-    def hand_over(self, version: int) -> float:
+    def probe_with(self, prompts: Sequence[Prompt]) -> None:
+        """Prompts of the run, by which each hand-over is judged; without them random tokens are."""
+        self._probe = tuple(prompts)
+
+    def hand_over(self, version: int) -> HandOver:
         """Give the engine the policy's weights, and look whether it computes with them.
 
-        Returns the canary's mean difference of log-probabilities, 0 where the engine is the trainer's own model class.
+        The canary's difference is 0 where the engine is the trainer's own model class.
 
         Raises:
-            EngineError: the engine did not take them, or took them and computes with others.
+            EngineError: the engine did not take them, or took them and computes with others; on all ranks.
         """
         self._version, self._num_updates = version, 0
         self._meter.wakes()
-        self._engine.update_weights(self._actor.weights(), version)
+        taken = self._engine.update_weights(self._actor.weights(), version)
         if self._engine.policy_version != version:
             raise EngineError(
                 f"the engine is at policy version {self._engine.policy_version} after hand-over {version}"
             )
-        return 0.0 if self._config.rollout.engine == "hf" else self._ask_canary(version)
+        if self._config.rollout.engine == "hf":
+            return HandOver(0.0)
+        observed = canary.Observed(taken, self._probed_difference())
+        return self._canary.judge(version, self._from_all_ranks(observed))
 
-    def _ask_canary(self, version: int) -> float:
-        assert self._place is not None, "setup comes first"
-        batch = canary.packed_probe(canary.ask(self._engine, self._config, self._actor.policy.head.weight.shape[0]))
-        difference = canary.mean_difference(batch, self._actor.logprobs(batch, 1))
-        bound = canary.canary_bound(self._config, engine_dtype(self._config, self._place.dtype))
-        worst = self._largest(difference)
-        if worst <= bound:
-            return difference
-        # Collectives: every rank comes here, or none.
-        wrong = self._on_any_rank(self._engine.differing(self._actor.weights()))
-        raise EngineError(
-            f"weight hand-over {version}: on a probe the engine's log-probabilities differ from the trainer's by "
-            f"{worst:.3g} on average (rollout.canary_bound: {bound:g}): it does not answer with the trained weights. "
-            + (f"Tensors that differ ({len(wrong)}): {', '.join(wrong[:4])}. " if wrong else "Every tensor is equal. ")
-            + "Nothing was sampled from them. Use rollout=hf, or another version of vLLM; raise the bound only where "
-            "two kernels are known to round apart by so much."
-        )
+    def _probed_difference(self) -> float:
+        vocab_size = self._actor.policy.head.weight.shape[0]
+        prompts = self._probe or canary.random_prompts(self._config, vocab_size)
+        batch = canary.packed_probe(canary.ask(self._engine, self._config, prompts))
+        num_micro = canary.num_micro_batches(self._config, prompts)
+        return canary.mean_difference(batch, self._actor.logprobs(batch, num_micro))
 
-    def _largest(self, value: float) -> float:
-        """The largest over all ranks."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return value
-        assert self._place is not None, "setup comes first"
-        tensor = torch.tensor(value, dtype=torch.float64, device=self._place.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tensor.item()
-
-    def _on_any_rank(self, names: list[str]) -> list[str]:
-        """The names that any rank has found, each once."""
-        found = [names]
+    def _from_all_ranks(self, observed: canary.Observed) -> list[canary.Observed]:
+        found = [observed]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            found = [[]] * dist.get_world_size()
-            dist.all_gather_object(found, names)
-        return list(dict.fromkeys(name for some in found for name in some))
+            found *= dist.get_world_size()
+            dist.all_gather_object(found, observed)
+        return found
 
     def save(self, directory: str) -> None:
         """Write this rank's shards of policy, critic and optimizers below `directory`."""

@@ -136,8 +136,9 @@ def test_after_a_hand_over_all_answers_are_those_of_a_fresh_engine(engine: dict[
     assert equal == 32, f"{equal} of 32"
 
 
-def test_the_hand_over_drops_the_prefix_cache(engine: dict[str, Any]) -> None:
-    stale, right = engine["stale_prefix"]
+def test_a_prefix_cache_that_a_hand_over_keeps_is_refused(engine: dict[str, Any]) -> None:
+    stale, right = engine["stale_prefix"]["stale"], engine["stale_prefix"]["right"]
+    assert "vLLM kept its prefix cache" in engine["stale_prefix"]["refused"]
     assert sum(a == b for a, b in zip(stale, right, strict=True)) < 8, "kept, the cache gives answers of old weights"
 
 

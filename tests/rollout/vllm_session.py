@@ -6,7 +6,7 @@ once for all of `test_vllm_engine.py` and writes what it saw as JSON; the tests 
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rlcore.rollout.engine import SamplingRequest, requests_for
 from rlcore.rollout.vllm import VllmEngine
 from rlcore.rollout.vllm.short.obstacle import obstacle, runner_of
 from rlcore.rollout.vllm.start import EngineShape
+from rlcore.rollout.vllm.weights import SentWeights
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.canary import packed_probe
 
@@ -89,6 +90,14 @@ def weights_of(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 def answers(rollouts: list[Rollout]) -> list[list[int]]:
     return [list(rollout.response_ids) for rollout in rollouts]
+
+
+def differing(engine: VllmEngine, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Names of the tensors that an engine computes with and that are not these."""
+    sent = SentWeights(engine.model)
+    for _ in sent.noted(weights):
+        pass
+    return list(sent.compare().differing)
 
 
 def mean_difference(directory: Path, rollouts: list[Rollout], temperature: float) -> float:
@@ -167,8 +176,8 @@ def engine_facts(folder: Path) -> dict[str, Any]:
     facts["after_a_failed_hand_over"] = engine.policy_version
     facts["unknown_tensor"] = message(lambda: engine.update_weights([("model.extra", torch.zeros(2))], 7))
     engine.update_weights(weights_of(first), version=8)
-    facts["differing_when_right"] = engine.differing(weights_of(first))
-    facts["differing_when_wrong"] = len(engine.differing(weights_of(second)))
+    facts["differing_when_right"] = differing(engine, weights_of(first))
+    facts["differing_when_wrong"] = len(differing(engine, weights_of(second)))
     engine.close()
     return facts
 
@@ -263,15 +272,20 @@ def _loaded_by_vllm(directory: Path) -> VllmEngine:
     return engine
 
 
-def _with_stale_prefix(engine: VllmEngine, directory: Path, requests: list[SamplingRequest]) -> list[list[int]]:
-    """Answers after a hand-over that kept the prefix cache: what the reset is for."""
+def _with_stale_prefix(engine: VllmEngine, directory: Path, requests: list[SamplingRequest]) -> dict[str, Any]:
+    """A hand-over that kept the prefix cache: what it ends with, and answers of it beside right ones."""
     reset = engine._engine.reset_prefix_cache
     engine._engine.reset_prefix_cache = lambda: True
-    engine.update_weights(weights_of(directory), version=5)
+    refused = message(lambda: engine.update_weights(weights_of(directory), version=5))
+    engine._version = 5
     found = answers(engine.generate(requests, SAMPLING, MAX_TOKENS))
     engine._engine.reset_prefix_cache = reset
     engine._engine.reset_prefix_cache()
-    return [found, answers(engine.generate(requests, SAMPLING, MAX_TOKENS))]
+    return {
+        "refused": refused,
+        "stale": found,
+        "right": answers(engine.generate(requests, SAMPLING, MAX_TOKENS)),
+    }
 
 
 def main(folder: Path) -> None:

@@ -28,6 +28,7 @@ from tests.rollout.vllm_session import (
     SETTINGS,
     answers,
     build,
+    differing,
     mean_difference,
     some_requests,
     weights_of,
@@ -76,8 +77,8 @@ def engine_facts(folder: Path, kind: str, rank: int) -> dict[str, Any]:
             facts["versions"] = sorted({rollout.policy_version for rollout in rollouts})
             facts["difference"] = mean_difference(right, rollouts, SAMPLING.temperature)
             facts["in_order"] = _in_order(rollouts, mine)
-    facts["differing_when_right"] = engine.differing(weights_of(right))
-    facts["differing_when_wrong"] = engine.differing(weights_of(other))
+    facts["differing_when_right"] = differing(engine, weights_of(right))
+    facts["differing_when_wrong"] = differing(engine, weights_of(other))
     facts["sent"] = [name for name, _ in weights_of(right)]
     engine.close()
     return facts
@@ -91,7 +92,7 @@ def canary_facts(config: RunConfig, model_directory: Path, rank: int) -> dict[st
     """A hand-over that goes wrong on the second rank alone: what each rank says."""
     worker = Worker(config, str(model_directory), rank=rank, world_size=NUM_RANKS)
     worker.setup("")  # the ranks have met
-    facts: dict[str, Any] = {"right": worker.hand_over(0)}
+    facts: dict[str, Any] = {"right": worker.hand_over(0).difference}
     load = handover.load
 
     def one_tensor_old(model: nn.Module, config: Any, weights: Any, expected: frozenset[str]) -> None:
@@ -105,7 +106,7 @@ def canary_facts(config: RunConfig, model_directory: Path, rank: int) -> dict[st
     except EngineError as error:
         facts["wrong"] = str(error)
     handover.load = load
-    facts["right again"] = worker.hand_over(2)
+    facts["right again"] = worker.hand_over(2).difference
     return facts
 
 

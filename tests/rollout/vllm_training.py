@@ -12,7 +12,9 @@ from rlcore.rollout.vllm import weights as handover
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer import step as step_module
 from rlcore.workers.actor import Actor
+from rlcore.workers.canary import HandOver
 from rlcore.workers.worker import Worker
+from tests.rollout.vllm_session import differing
 from tests.small_run import SmallRun, prepare, train
 
 VLLM = ("rollout.engine=vllm", "rollout.max_num_seqs=64", "rollout.memory_share=0.3")
@@ -35,7 +37,7 @@ def canary_facts(folder: Path) -> dict[str, Any]:
     group = _group(run)
     handover.tied_head = lambda model: (None, None)  # the fault of every stock path on a CPU
     facts["stale_head"] = _stopped(group, 0, restoring=lambda: setattr(handover, "tied_head", tied_head))
-    facts["right_difference"] = group.each(Worker.hand_over, 1)[0]
+    facts["right_difference"] = group.each(Worker.hand_over, 1)[0].difference
 
     def one_tensor_old(model: nn.Module, config: Any, weights: Any, expected: frozenset[str]) -> None:
         load(model, config, _replaced(weights, "model.layers.0.mlp.up_proj.weight"), expected)
@@ -47,7 +49,7 @@ def canary_facts(folder: Path) -> dict[str, Any]:
     weights = Actor.weights
     Actor.weights = lambda self: (pair for pair in weights(self) if pair[0] != "model.norm.weight")
     facts["left_out"] = _stopped(group, 3, restoring=lambda: setattr(Actor, "weights", weights))
-    facts["right_again"] = group.each(Worker.hand_over, 4)[0]
+    facts["right_again"] = group.each(Worker.hand_over, 4)[0].difference
     group.close()
     return facts
 
@@ -117,7 +119,7 @@ def _logits_facts(worker: Worker) -> dict[str, Any]:
         "dtype": str(found.dtype),
         "off": (found[:, : len(weight)] - exact).abs().max().item(),
         "off_when_rounded": (exact.bfloat16().float() - exact).abs().max().item(),
-        "differing": engine.differing(worker._actor.weights()),
+        "differing": differing(engine, worker._actor.weights()),
     }
 
 
@@ -142,7 +144,7 @@ class _Faulty:
         return self._group.scatter(verb, arguments)
 
 
-def _after_a_change(worker: Worker, version: int) -> float:
+def _after_a_change(worker: Worker, version: int) -> HandOver:
     with torch.no_grad():
         worker.policy_model().head.weight.mul_(1.5)
     return worker.hand_over(version)

@@ -18,7 +18,7 @@ from rlcore.config.rollout import RolloutConfig, SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.load import parameter_names
 from rlcore.models.memory import release_cached_memory
-from rlcore.rollout.engine import SamplingRequest
+from rlcore.rollout.engine import SamplingRequest, TakenWeights
 from rlcore.rollout.vllm import weights as handover
 from rlcore.rollout.vllm.head import give_float32_logits
 from rlcore.rollout.vllm.span import Span
@@ -194,22 +194,22 @@ class VllmEngine:
             policy_version=self._version,
         )
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
         """Take over all weights; an unknown or a missing name is an error, since it would leave a stale tensor."""
         self._version = -1  # an interrupted hand-over leaves no valid version
         if self._asleep:
             release_cached_memory()
             self._engine.wake_up(["weights"])
-        handover.load(self.model, self._engine.model_config, weights, self._expected)
+        sent = handover.SentWeights(self.model)
+        handover.load(self.model, self._engine.model_config, sent.noted(weights), self._expected)
+        with torch.no_grad():
+            taken = sent.compare()
         self._wake(["kv_cache"])
-        if not self._engine.reset_prefix_cache():
+        cached = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        if not self._engine.reset_prefix_cache() or len(cached.cached_block_hash_to_block):
             raise EngineError("weight hand-over: vLLM kept its prefix cache, which holds values of the old weights")
         self._version = version
-
-    def differing(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names of the tensors that the engine computes with and that are not these; for a fault's message."""
-        with torch.no_grad():
-            return handover.differing(self.model, weights)
+        return taken
 
     def sleep(self) -> None:
         """Give back memory by `rollout.sleep_level`. At level 2 the weights are gone until the next hand-over."""

@@ -1,12 +1,16 @@
 """Taking over weights inside vLLM: on the device, tensor by tensor, without a host copy or a file."""
 
+import functools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from rlcore.errors import EngineError
+from rlcore.rollout.engine import TakenWeights
 
 _FUSED = {  # a transformers matrix: vLLM's, in whose rows it lies, and how many of its own sizes before their end
     "q_proj": ("qkv_proj", None),
@@ -16,6 +20,8 @@ _FUSED = {  # a transformers matrix: vLLM's, in whose rows it lies, and how many
     "up_proj": ("gate_up_proj", 1),
 }
 _OF_KEYS = ("k_proj", "v_proj")
+# Elements that a digest reads at a time: their int64 words take 32 MB.
+_CHUNK = 1 << 22
 
 
 def load(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, Tensor]], expected: frozenset[str]) -> None:
@@ -71,34 +77,124 @@ def tied_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     return (head, embedding) if tied else (None, None)
 
 
-def differing(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Names of the tensors that vLLM computes with and that are not what was sent; slow, for a fault's message.
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A tensor that was sent: the module of vLLM that holds it, of what kind it is there (weight or bias), from which
+    row on counted from the end (None: from the first), and shape and digest of this rank's part in vLLM's type."""
 
-    Consumes `weights` to the end.
-    """
-    modules = dict(model.named_modules())
-    wrong: list[str] = []
-    tied: list[str] = []
-    has_own_head = False
-    for name, tensor in weights:
+    name: str
+    path: str
+    kind: str
+    rows_from_end: int | None
+    shape: torch.Size
+    digest: Int[Tensor, ""]
+
+
+class SentWeights:
+    """Compares what vLLM computes with to what was sent, by a digest of each tensor taken as it passes: nothing is kept
+    or gathered a second time, and the device is waited for once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        self._dtype = next(model.parameters()).dtype
+        self._sent: list[_Sent] = []
+        self._unknown: list[str] = []
+
+    def noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights, each noted before it is handed on."""
+        for name, tensor in weights:
+            self._note(name, tensor)
+            yield name, tensor
+
+    def _note(self, name: str, tensor: Tensor) -> None:
         path, _, kind = name.rpartition(".")
         parent, _, leaf = path.rpartition(".")
         fused, from_end = _FUSED.get(leaf, (leaf, None))
-        module = modules.get(f"{parent}.{fused}".lstrip("."))
-        held = None if module is None else _held(module, kind)
-        if module is None or held is None:
-            continue
+        place = f"{parent}.{fused}".lstrip(".")
+        module = self._modules.get(place)
+        if module is None:
+            self._unknown.append(name)
+            return
         part = _part(module, leaf, tensor)
-        start = 0 if from_end is None else len(held) - from_end * len(part)
-        if not _equal(held[start : start + len(part)], part):
-            wrong.append(name)
-        head = modules.get("lm_head")
-        if leaf == "embed_tokens" and head is not None:
-            used = _held(head, "weight")
-            if used is not None and not _equal(used[: len(part)], part):
-                tied = ["the head, tied to " + name]
-        has_own_head |= leaf == "lm_head"
-    return wrong if has_own_head else wrong + tied
+        dtype = getattr(module, "params_dtype", None) or getattr(getattr(module, kind, None), "dtype", self._dtype)
+        rows = None if from_end is None else from_end * len(part)
+        self._sent.append(_Sent(name, place, kind, rows, part.shape, digest(part.to(dtype))))
+
+    def compare(self) -> TakenWeights:
+        """What the engine computes with now against what was sent."""
+        held: list[Int[Tensor, ""]] = []
+        compared: list[_Sent] = []
+        unknown = list(self._unknown)
+        whole: tuple[str, str, Tensor | None] = ("", "", None)  # q, k and v lie in one matrix: unpack it once
+        for one in sorted(self._sent, key=lambda one: (one.path, one.kind)):
+            if whole[:2] != (one.path, one.kind):
+                whole = (one.path, one.kind, _held(self._modules[one.path], one.kind))
+            part = _rows(whole[2], one)
+            if part is None:
+                unknown.append(one.name)
+                continue
+            compared.append(one)
+            held.append(digest(part))
+        heads = self._tied_heads(unknown)
+        compared += [head for head, _ in heads]
+        held += [digest(used) for _, used in heads]
+        if not compared:
+            return TakenWeights((), tuple(unknown))
+        equal = (torch.stack(held) == torch.stack([one.digest for one in compared])).tolist()
+        return TakenWeights(
+            tuple(one.name for one, same in zip(compared, equal, strict=True) if not same), tuple(unknown)
+        )
+
+    def _tied_heads(self, unknown: list[str]) -> list[tuple[_Sent, Tensor]]:
+        """The head, where it was sent as the embedding, and what it computes with."""
+        if any(one.path.rpartition(".")[2] == "lm_head" for one in self._sent) or "lm_head" not in self._modules:
+            return []
+        found = []
+        for one in self._sent:
+            if one.path.rpartition(".")[2] != "embed_tokens":
+                continue
+            head = _Sent(f"the head, tied to {one.name}", "lm_head", "weight", None, one.shape, one.digest)
+            used = _rows(_held(self._modules["lm_head"], "weight"), head)
+            if used is None:
+                unknown.append(head.name)
+            else:
+                found.append((head, used))
+        return found
+
+
+def _rows(held: Tensor | None, sent: _Sent) -> Tensor | None:
+    """The rows in which a tensor lies; None where vLLM holds it in another form."""
+    if held is None or held.ndim != len(sent.shape):
+        return None
+    start = 0 if sent.rows_from_end is None else len(held) - sent.rows_from_end
+    part = held[start : start + sent.shape[0]]
+    return part if part.shape == sent.shape else None
+
+
+def digest(tensor: Tensor) -> Int[Tensor, ""]:
+    """A number that depends on every bit of a tensor and on where it stands.
+
+    The sum over all elements of (the element's bits as an integer) x (an odd number of its position), modulo 2^64: one
+    changed element always shows, several cancel only by chance. Waits for nothing. On a CPU 0 and -0 count as one: a
+    packed matrix is read by multiplying it, which loses the sign.
+    """
+    flat = tensor.detach().reshape(-1)
+    if flat.device.type == "cpu":
+        flat = flat + 0
+    words = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    factors = _factors(tensor.device)
+    # Two kernels a chunk: a small model's time is that of their launches.
+    sums: list[Tensor] = [(part * factors[: len(part)]).sum() for part in words.split(_CHUNK)]
+    if len(sums) == 1:
+        return sums[0]
+    return sum((part * (2 * number + 1) for number, part in enumerate(sums[1:], start=1)), sums[0])
+
+
+@functools.cache
+def _factors(device: torch.device) -> Int[Tensor, "C"]:
+    """An odd random number for each place in a chunk."""
+    drawn = torch.randint(2**62, (_CHUNK,), generator=torch.Generator().manual_seed(0))
+    return (2 * drawn + 1).to(device)
 
 
 def _part(module: Any, leaf: str, tensor: Tensor) -> Tensor:
@@ -129,7 +225,3 @@ def _held(module: nn.Module, kind: str) -> Tensor | None:
         product: Tensor = method.apply(module, torch.eye(width, dtype=dtype))
         return product.t().to(dtype)  # a head's product is float32
     return parameter if isinstance(parameter, Tensor) else None
-
-
-def _equal(held: Tensor, sent: Tensor) -> bool:
-    return held.shape == sent.shape and torch.allclose(held.float(), sent.to(held.dtype).float(), rtol=0, atol=1e-6)

