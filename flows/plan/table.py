@@ -15,10 +15,9 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     console.print(
-        f"run {plan.run_id} in {plan.run_dir}, settings {plan.settings_fingerprint}, code {plan.code_fingerprint}",
-        markup=False,
+        f"run {plan.run_id} in {plan.run_dir}, settings {plan.settings_fingerprint}, code {plan.code_fingerprint}"
     )
     table = Table("stage", "fingerprint", "state", "what", box=None, pad_edge=False, header_style="bold")
     for stage in plan.stages:
@@ -27,9 +26,9 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
     console.print(table)
     if plan.published_model is not None:
         note = f"model: {plan.published_model} is not on this machine; sizes are planned by its published config.json"
-        console.print(note, markup=False)
+        console.print(note)
     for line in (_chunks(plan), _tokens(plan), _disk(plan)):
-        console.print(line, markup=False)
+        console.print(line)
     if plan.memory is None:
         print("memory: no plan: the model's config.json is not on this machine, or of a kind that is not counted")
     else:

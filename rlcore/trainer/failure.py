@@ -19,7 +19,9 @@ def save_failure(directory: Path, step: int, experience: Experience, batch: Trai
     tensors = {field.name: getattr(batch.packed, field.name) for field in fields(batch.packed)}
     per_token = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "packed"}
     file = directory / f"step-{step:06d}.safetensors"
-    save_file({name: value.contiguous() for name, value in (tensors | per_token).items()}, str(file))
+    # Copies: safetensors refuses tensors that share memory, as the old and the behavior log-probabilities may.
+    whole = {name: value.clone(memory_format=torch.contiguous_format) for name, value in (tensors | per_token).items()}
+    save_file(whole, str(file))
     rows = _non_finite_rows(batch, per_token)
     answers: list[JsonValue] = [
         {

@@ -285,3 +285,11 @@ def test_explained_variance(rows: Rows) -> None:
     assert explained_variance(returns - 7, returns, rows.mask).item() == pytest.approx(1.0, rel=1e-12)
     constant = torch.where(rows.mask, 5.0, float("nan")).double()
     assert explained_variance(constant, returns, rows.mask).item() == pytest.approx(0.0, abs=1e-4)
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(1, 1.0), (2, 1 - 0.5 / (2.0 + 1e-5))])
+def test_explained_variance_of_answers_of_one_token(num_tokens: int, expected: float) -> None:
+    """One number has no variance, and two have that of one degree of freedom."""
+    values, returns = torch.tensor([3.0, 4.0]).double(), torch.tensor([5.0, 7.0]).double()
+    mask = torch.arange(2) < num_tokens
+    assert explained_variance(values, returns, mask).item() == pytest.approx(expected, rel=1e-12)

@@ -41,3 +41,13 @@ def test_the_epoch_turns_where_the_prompts_end() -> None:
 def test_no_prompt_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(DataError, match="loosen the filter"):
         PromptStream([], seed=1)
+
+
+def test_the_order_of_a_run_and_of_each_part_of_a_mixture_is_pinned() -> None:
+    """A run that goes on with another version must draw what it would have drawn."""
+    for part, order in (
+        (None, [8, 4, 7, 0, 1, 2, 5, 9, 6, 3, 7, 2, 4, 6, 1, 0, 3, 5, 9, 8]),
+        (0, [7, 2, 4, 6, 1, 0, 3, 5, 9, 8, 1, 3, 7, 4, 5, 9, 2, 0, 6, 8]),
+        (1, [8, 5, 6, 0, 9, 1, 4, 3, 7, 2, 1, 0, 9, 2, 7, 3, 8, 6, 5, 4]),
+    ):
+        assert ids(PromptStream(PROMPTS, seed=1, part=part), 0, 20) == order

@@ -69,6 +69,7 @@ def test_the_memory_is_bounded_and_what_is_needed_is_learned_again(trained_bpe, 
     for start in range(0, 200, 10):
         texts = [f"{start + i} and {start - i} or {start * i}" for i in range(10)]
         assert encoder.encode(texts) == encode_whole(trained_bpe, texts)
+        assert len(encoder._pieces) <= 20 + 3 * len(texts)  # the bound, and what one call has learned beyond it
 
 
 def without(core, **changes):

@@ -1,5 +1,6 @@
 """The plan says what is true on disk."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,14 @@ from flows.plan.parameter_counts import count_parameters
 from flows.plan.plan import make_plan
 from flows.plan.table import show_plan
 from flows.work.stages import prepare_inputs
+from rlcore.config import ScratchModel
 from rlcore.config.compose import experiment_names, load_config
-from rlcore.errors import DiskSpaceError
-from rlcore.models.scratch import build_scratch_model
+from rlcore.errors import ConfigError, DiskSpaceError
+from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
+from rlcore.models.shape import shape_of
+from rlcore.run.memory_plan import Device, plan_memory
 from rlcore.run.needs import RAY_SPILL_BYTES
+from tests.models.tiny import write_model
 from tests.storage.small_disk import mounted
 
 
@@ -138,3 +143,39 @@ def test_the_plan_says_what_the_memory_is_for(tmp_path, capsys):
     for size, told in ((10**12, "memory: fits"), (10**9 + 10**8, "as planned"), (10**9, "CANNOT FIT")):
         [note] = memory_notes(plan_memory(config, shape, Device("x", 2, size)))
         assert told in note
+
+
+def test_the_plans_words_are_where_they_belong_and_paths_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "[bold]old[/bold]"
+    plan = make_plan(load_config(["experiment=debug", f"paths.root='{root}'"]))
+    show_plan(plan, as_json=False)
+    first, _, dataset, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"run {plan.run_id} in {plan.run_dir}, settings {plan.settings_fingerprint}, ")
+    assert dataset.split() == ["dataset", plan.stage("dataset").fingerprint, "to", "do", "countdown"]
+
+
+def test_a_start_model_in_a_folder_with_brackets_is_named_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # the path in one line
+    path = write_model("qwen2-tied", tmp_path / "[bold]model")
+    build_scratch_tokenizer(ScratchModel(), path)
+    overrides = [f"model.path='{path}'", "warm_start.enabled=false", f"paths.root={tmp_path}"]
+    show_plan(make_plan(load_config(["experiment=debug", *overrides])), as_json=False)
+    assert path.name in capsys.readouterr().out
+
+
+def test_what_cannot_fit_the_card_is_refused_before_the_start_and_a_finished_run_is_not(artifacts_root: Path) -> None:
+    config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
+    plan = make_plan(config)
+    assert plan.memory is not None
+    shape = shape_of(config.model)
+    assert shape is not None
+    tight = replace(plan, memory=plan_memory(config, shape, Device("a small card", 1, 1_000)))
+    with pytest.raises(ConfigError, match="cannot fit a small card"):
+        check_before_start(config, tight)
+    done = replace(tight, stages=tuple(replace(stage, cached=True) for stage in tight.stages))
+    assert done.is_done
+    check_before_start(config, done)

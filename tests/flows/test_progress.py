@@ -11,6 +11,7 @@ from rich.console import Console
 
 from flows.shown.progress import LiveDisplay, PlainDisplay, describe, display, figures, shown_on
 from flows.trainer.protocol import CheckpointSaved, Happening, Note, Progress, parse_reply
+from flows.work import stages
 
 
 def step(number: int, **more: float) -> Progress:
@@ -77,3 +78,11 @@ def test_an_unknown_eta_is_none() -> None:
 def test_outside_the_block_nothing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     display().line("nobody watches")
     assert capsys.readouterr().out == ""
+
+
+def test_the_filters_progress_is_told_while_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown_on(PlainDisplay()):
+        stages._show_rows("train", 2_000, 2_000)
+        assert capsys.readouterr().out == "", "it was over at once"
+        stages._show_rows("train", 1_000, 2_000)
+    assert "filter, rows of train: step 1000/2000" in capsys.readouterr().out

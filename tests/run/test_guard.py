@@ -10,14 +10,19 @@ import termios
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from rlcore import stacks
 from rlcore.checkpoint.background import BackgroundCommit
 from rlcore.checkpoint.store import CheckpointStore
-from rlcore.config import CheckpointConfig
+from rlcore.config import CheckpointConfig, RunConfig
 from rlcore.config.deadlines import DeadlineConfig
+from rlcore.errors import WorkerLostError
+from rlcore.run.guard import Guard
+from rlcore.run.layout import RunLayout
 from rlcore.run.watch import Watch
 from tests.checkpoint.test_store import SETTINGS, state_at
 
@@ -60,6 +65,17 @@ with nobody, nobody.phase("commit"):
 """
 
 
+ENDS = """
+import subprocess, sys
+from rlcore.run import guard
+
+sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+started = [subprocess.Popen(sleeps), subprocess.Popen([*sleeps, guard.TRACKING_MODULE])]
+print(*(process.pid for process in started))
+guard.end_at_once(3)
+"""
+
+
 def num_waiting(descriptor: int) -> int:
     """Bytes in a pipe that nobody has read."""
     return struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))[0]
@@ -78,6 +94,44 @@ def test_a_second_signal_ends_a_process_that_waits_for_a_reader() -> None:
             assert process.wait(WAIT_S) == 75
         finally:
             process.kill()
+
+
+def test_a_process_that_ends_at_once_says_its_last_words_and_leaves_the_delivery_alone() -> None:
+    """Its output is a pipe, so what it has printed waits in its buffer."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen([sys.executable, "-c", ENDS], stdout=subprocess.PIPE, env=environment, text=True) as process:
+        assert process.stdout is not None
+        child, delivery = (psutil.Process(int(pid)) for pid in process.stdout.readline().split())
+        try:
+            assert process.wait(WAIT_S) == 3
+            psutil.wait_procs([child], WAIT_S)
+            assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+            assert delivery.is_running()
+            assert delivery.status() != psutil.STATUS_ZOMBIE
+        finally:
+            delivery.kill()
+
+
+def test_a_fault_is_kept_where_its_stacks_cannot_be_written(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path, tmp_path / "run")
+    layout.run_dir.mkdir()
+    layout.failures.touch()  # a file in the folder's place
+    heard: list[Any] = []
+    guard = Guard(
+        RunConfig(),
+        layout,
+        stop_asked_s=lambda: None,
+        report=heard.append,
+        give_up=lambda error: None,
+        step=lambda: 7,
+    )
+    lost = WorkerLostError("a worker actor died")
+    with guard:
+        assert guard.fault(lost) is lost
+    (fault,) = guard.faults()
+    assert (fault.step, fault.stacks) == (7, None)
+    assert "a worker actor died" in fault.message
+    assert [one["event"] for one in heard] == ["fault"]
 
 
 def test_the_last_resort_ends_a_phase_around_others() -> None:

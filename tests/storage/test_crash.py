@@ -93,10 +93,13 @@ def test_killed_at_every_operation(tmp_path, mode):
 
 def test_killed_at_random_moments(tmp_path):
     moments = random.Random(20)
-    for _ in range(10):
+    for number in range(10):
         writer = subprocess.Popen([sys.executable, "-c", FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE)
         assert writer.stdout is not None
         writer.stdout.readline()
+        while not (tmp_path / f"{3 * number:05d}").exists():
+            assert writer.poll() is None
+            time.sleep(0.001)
         time.sleep(moments.uniform(0.0, 0.05))
         writer.kill()
         writer.wait()

@@ -98,6 +98,13 @@ def test_only_a_full_disk_counts_as_one():
     assert not is_out_of_room(None)
 
 
+@pytest.mark.timeout(20)
+def test_a_chain_of_errors_that_bites_its_tail_has_an_end():
+    first, second = RuntimeError("first"), RuntimeError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_out_of_room(first)
+
+
 def test_estimates():
     assert checkpoint_bytes(10**9) == pytest.approx(12e9, rel=0.02)
     assert checkpoint_bytes(10**9) > 12 * 10**9

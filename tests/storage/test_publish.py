@@ -316,3 +316,41 @@ def test_a_process_id_that_another_process_has_now_does_not_keep_remains_for_eve
         assert remove_stale_temporaries(tmp_path) == (old,)
         assert folder.exists()
     assert remove_stale_temporaries(tmp_path / "absent") == ()
+
+
+@pytest.fixture
+def flushed(monkeypatch):
+    """What was forced to the disk, in order: its path at that moment, and whether the name in question was there."""
+    found, fsync = [], os.fsync
+
+    def watched(descriptor):
+        found.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    return found
+
+
+def test_everything_is_on_the_disk_before_the_rename_and_the_rename_after_it(tmp_path, flushed):
+    publish(tmp_path / "x")
+    *before, last = flushed
+    assert last == tmp_path, "the folder that holds the new name"
+    (temporary,) = {path for path in before if path.parent == tmp_path}
+    parts = {path.relative_to(temporary).as_posix() for path in before}
+    assert parts == {".", "a.txt", "sub", "sub/b.bin", "manifest.json"}
+    assert before[-1] == temporary, "a folder after what it holds"
+
+
+def test_a_text_is_on_the_disk_before_the_rename_and_the_rename_after_it(tmp_path, flushed):
+    write_text_atomically(tmp_path / "x.txt", "content")
+    temporary, folder = flushed
+    assert temporary.parent == tmp_path
+    assert temporary.name != "x.txt"
+    assert folder == tmp_path
+
+
+def test_a_text_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path):
+    (tmp_path / "x.txt").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_text_atomically(tmp_path / "x.txt", "content")
+    assert names(tmp_path) == ["x.txt"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -277,3 +278,18 @@ def test_it_grows_in_single_writes_at_its_end(path: Path):
         first.append_step(3, {"a": 3.0})
         assert first.size_bytes == second.size_bytes == path.stat().st_size
     assert [record.step for record in read_journal(path)] == [1, 2, 3]
+
+
+def test_a_sync_forces_what_was_written_to_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch):
+    sizes, fsync = [], os.fsync
+
+    def watched(descriptor: int) -> None:
+        assert os.path.samestat(os.fstat(descriptor), path.stat())
+        sizes.append(os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    with Journal(path) as journal:
+        journal.append_step(1, {"a": 1.0})
+        monkeypatch.setattr(os, "fsync", watched)
+        assert sizes == []
+        assert [journal.sync()] == sizes == [path.stat().st_size]

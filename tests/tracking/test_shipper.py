@@ -96,6 +96,21 @@ def test_a_commit_brings_the_values_to_the_run_itself(begin: Begin, run_dir: Pat
         assert points(client, attempt_run(client, 1), name) == every
 
 
+def test_a_second_run_that_a_slow_server_made_is_removed_and_no_other(begin: Begin, run_dir: Path, root: Path):
+    tracker = begin()
+    train(tracker, 1, 2)
+    deliver(run_dir)
+    client = client_of(root)
+    own = main_run(client)
+    empty, used = (client.create_run(own.info.experiment_id, tags=own.data.tags).info.run_id for _ in range(2))
+    client.log_metric(used, "somebody/wrote", 1.0)
+    tracker.finish("FINISHED")
+    assert sync_run(run_dir).status == "FINISHED"
+    left = {run.info.run_id for run in main_runs(client)}
+    assert left == {own.info.run_id, used}
+    assert empty not in left
+
+
 def test_time_stamps_are_the_journals(begin: Begin, run_dir: Path, root: Path):
     train(begin(), 1, 3)
     deliver(run_dir)

@@ -9,7 +9,11 @@ from safetensors.torch import load_file
 
 from rlcore.errors import NonFiniteError
 from rlcore.runtime.local import LocalGroup
+from rlcore.trainer.experience import Experience
+from rlcore.trainer.failure import save_failure
+from rlcore.types import Score, TrainBatch
 from rlcore.workers.worker import Worker
+from tests.batching.test_pack import packed as packed_batch
 from tests.small_run import prepare, train
 
 
@@ -36,3 +40,19 @@ def test_a_loss_that_is_not_a_number_is_found_with_its_rows(tmp_path: Path) -> N
     answers = json.loads(file.with_suffix(".json").read_text())
     assert [answer["row"] for answer in answers] == list(range(len(lengths)))
     assert [answer["score"] for answer in answers] == batch["scores"].tolist()
+
+
+def test_rows_with_a_number_that_is_not_finite_are_marked(tmp_path: Path) -> None:
+    """Tensors that share memory are no hindrance: the old log-probabilities may be the behavior's."""
+    packed, rollouts = packed_batch([(2, 3), (1, 2), (2, 2)])
+    ones = torch.ones(packed.num_tokens)
+    bad = ones.clone()
+    bad[packed.cu_seqlens[1] + 1] = float("nan")
+    nothing = torch.empty(0)
+    batch = TrainBatch(packed, packed.behavior_logprobs, nothing, nothing, bad, nothing, ones)
+    scores = tuple(Score(total, {}) for total in packed.scores.tolist())
+    experience = Experience(tuple(rollouts), scores, (0, 1, 2), ("a", "b", "c"), 3, 0, ())
+    file, prompts = save_failure(tmp_path, 7, experience, batch)
+    assert prompts == [1]
+    answers = json.loads(file.with_suffix(".json").read_text())
+    assert [answer["non_finite"] for answer in answers] == [False, True, False]
