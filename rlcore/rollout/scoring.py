@@ -71,6 +71,8 @@ class ScoringPool:
         self._closing = False
         self._workers: list[ScoringProcess] = []
         self._failed_starts = 0
+        self._first_call = True
+        """Whether processes call the scorer on an empty answer first; not once it has failed to come back from that."""
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None
         if config.num_processes:
@@ -186,7 +188,7 @@ class ScoringPool:
 
     def _keep_staff(self) -> None:
         while len(self._workers) < self._config.num_processes:
-            self._workers.append(ScoringProcess(self._scorer, self._config))
+            self._workers.append(ScoringProcess(self._scorer, self._config, first_call=self._first_call))
 
     def _hand_out(self) -> None:
         for worker in [worker for worker in self._workers if worker.is_idle]:
@@ -230,8 +232,7 @@ class ScoringPool:
         if isinstance(message, dict):
             if "failed" in message:
                 raise EOFError(message["failed"])
-            if worker.warm:
-                self._failed_starts = 0
+            self._failed_starts = 0
             return
         total, rest, said = message
         answer = worker.answers.popleft()
@@ -269,7 +270,10 @@ class ScoringPool:
             self._queue.extendleft(reversed(worker.answers))
         self._workers.remove(worker)
         worker.kill()
-        if not worker.warm:
+        if worker.answers and not worker.warm:
+            log.warning("scorer %s did not come back from its first call, on an empty answer: %s", self._scorer, why)
+            self._first_call = False
+        if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= _MAX_FAILED_STARTS:
                 raise EngineError(

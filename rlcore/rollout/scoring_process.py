@@ -58,7 +58,7 @@ class Answer:
 class ScoringProcess:
     """One scoring process and the answers that it has, the running one first."""
 
-    def __init__(self, scorer: str, config: RewardConfig) -> None:
+    def __init__(self, scorer: str, config: RewardConfig, *, first_call: bool) -> None:
         ours, theirs = socket.socketpair()
         whole, rest = divmod(_SEND_DEADLINE_S, 1)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(1e6 * rest)))
@@ -73,6 +73,7 @@ class ScoringProcess:
                     str(theirs.fileno()),
                     scorer,
                     str(config.deadline_s),
+                    str(int(first_call)),
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -84,7 +85,7 @@ class ScoringProcess:
         self.connection: Connection = Connection(ours.detach())
         self.deadline_s = config.deadline_s
         self.ready = False
-        self.warm = False
+        self.warm = not first_call
         """Whether the scorer has been called on an empty answer; an answer's deadline holds only then."""
         self.answers: deque[Answer] = deque()
         self.overdue_at = time.monotonic() + _START_DEADLINE_S
@@ -114,7 +115,7 @@ class ScoringProcess:
         """The next message. Raises EOFError or OSError where the process is gone."""
         message = json.loads(self.connection.recv_bytes())
         if isinstance(message, dict):
-            self.ready, self.warm = True, message.get("warm", False)
+            self.ready, self.warm = "failed" not in message, message.get("warm", self.warm)
         self._wait()
         return message
 

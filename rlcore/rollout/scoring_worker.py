@@ -1,10 +1,10 @@
-"""One scoring process: `python -m rlcore.rollout.scoring_worker FD SCORER DEADLINE_S`.
+"""One scoring process: `python -m rlcore.rollout.scoring_worker FD SCORER DEADLINE_S FIRST_CALL`.
 
 It speaks JSON over a socket, so nothing that a model wrote is ever unpickled, and imports the scorer's module and
 little else. First it says that it is ready or why it cannot be, then it takes lists of [answer, ground truth] and
 sends one result for each answer as soon as it has it. Before the first of them (in a mixture: the first of each part)
 the scorer is called on an empty answer and the result dropped, so that what a scorer imports or builds at its first
-call is no answer's time.
+call is no answer's time; not where FIRST_CALL is 0.
 """
 
 import ctypes
@@ -61,7 +61,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 
-def serve(connection: Connection, scorer: Scorer, deadline_s: float) -> None:
+def serve(connection: Connection, scorer: Scorer, deadline_s: float, *, first_call: bool) -> None:
     """Score until the other side is gone."""
     warm: set[object] = set()
     while True:
@@ -72,7 +72,7 @@ def serve(connection: Connection, scorer: Scorer, deadline_s: float) -> None:
         # A C thread that needs no interpreter lock ends this process if it hangs after its parent was killed.
         faulthandler.dump_traceback_later(len(answers) * deadline_s + _ORPHAN_GRACE_S, exit=True)
         for response, ground_truth_json in answers:
-            if (part := _part_of(ground_truth_json)) not in warm:
+            if first_call and (part := _part_of(ground_truth_json)) not in warm:
                 _send(connection, {"warm": False})
                 _result(scorer, "", ground_truth_json)
                 _send(connection, {"warm": True})
@@ -111,7 +111,7 @@ def main() -> None:
     stacks.register("scorer")
     _end_with_parent()
     code_in_use.use_as_told()
-    descriptor, name, deadline_s = sys.argv[1:4]
+    descriptor, name, deadline_s, first_call = sys.argv[1:5]
     connection = Connection(int(descriptor))
     try:
         try:
@@ -120,7 +120,7 @@ def main() -> None:
             _send(connection, {"failed": describe(error)})
             return
         _send(connection, {"ready": True})
-        serve(connection, scorer, float(deadline_s))
+        serve(connection, scorer, float(deadline_s), first_call=first_call == "1")
     except (BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
 

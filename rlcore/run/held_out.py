@@ -9,6 +9,7 @@ from rlcore.evaluation.result import ValidationResult
 from rlcore.run.crew import Crew
 from rlcore.run.layout import RunLayout
 from rlcore.run.ledger import Ledger
+from rlcore.run.news import News
 
 
 class HeldOut:
@@ -20,6 +21,7 @@ class HeldOut:
         layout: RunLayout,
         crew: Crew,
         ledger: Ledger,
+        news: News,
         *,
         report: Callable[[Mapping[str, object]], None],
     ) -> None:
@@ -27,12 +29,14 @@ class HeldOut:
         self._layout = layout
         self._crew = crew
         self._ledger = ledger
+        self._news = news
         self._report = report
 
     def judge(self, name: str, step: int) -> ValidationResult:
         """Judge what the workers hold, and keep the result under this name."""
         result = self._crew.validate(name, step)
         self._report({"event": "validated", "name": name, "step": step, "summary": dict(result.summary())})
+        self._news.unscored(step, *self._crew.unscored)
         self._keep(result)
         return result
 

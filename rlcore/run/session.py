@@ -75,8 +75,8 @@ class Session:
             guard.attend(self._ledger.saving)
             crew = Crew(config, layout, self._inputs, guard, self._ledger, report=report, after_start=self._after_start)
             self._crew = opened.enter_context(crew)
-            self._held_out = HeldOut(config, layout, crew, self._ledger, report=report)
             news = News(layout, guard, self._ledger, total_steps=config.trainer.total_steps, report=report)
+            self._held_out = HeldOut(config, layout, crew, self._ledger, news, report=report)
             self._training = Training(config, layout, crew, self._ledger, self._held_out, news, stop=self._stop)
             self._resources = opened.pop_all()  # the block gives all back where something failed
         return self

@@ -116,7 +116,6 @@ class Training:
     def _record_start(self, state: TrackedState) -> TrackedState:
         """Step 0: the held-out score before any training."""
         result = self._held_out.judge(name_of(0), 0)
-        self._news.unscored(0, *self._crew.unscored)
         self._ledger.log_step(0, dict(result.summary()))
         return self._ledger.with_score(state, result)
 

@@ -184,6 +184,7 @@ MATH = [
     ("", "5", 0.0, 0.0),
     ("\\boxed{" * 300, "5", 0.0, 1.0),
     ("so \\boxed{1,000}", "1000", 1.0, 1.0),
+    ("\\boxed{9^{9^{9^{9}}}}", "5", 0.0, 1.0),  # no number as one writes it, so nobody computes it
 ]
 
 
@@ -192,7 +193,7 @@ def test_mathematics_is_judged_by_value_and_cannot_hang_a_run():
     answers = [answer for answer, *_ in MATH] + ["\\boxed{9^{9^{9^{9}}}}", MATH[0][0]]
     truths = (
         [json.dumps({"answer": truth}) for _, truth, *_ in MATH]
-        + [json.dumps({"answer": "5"})]
+        + [json.dumps({"answer": "2^{10}"})]
         + [json.dumps({"answer": "0.5"})]
     )
     with ScoringPool("data.math:score", RewardConfig(num_processes=1, deadline_s=8)) as pool:
@@ -202,6 +203,7 @@ def test_mathematics_is_judged_by_value_and_cannot_hang_a_run():
         ]
         assert (scores[-2].total, scores[-1].total) == (0.0, 1.0)
         assert pool.timeouts + pool.errors == 1
+        assert scores[-2].failure is not None
         votes = ["\\boxed{1/2}", "\\boxed{\\frac12}", "\\boxed{0.5}", "\\boxed{2}", "\\boxed{2.0}", "none"]
         said = [each.said for each in pool.score(votes, [json.dumps({"answer": "2"})] * len(votes))]
         assert said == ["1/2", "1/2", "1/2", "2", "2", None]  # through the process; what is right is the reference

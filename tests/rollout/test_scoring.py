@@ -101,6 +101,15 @@ def test_what_a_scorer_imports_at_its_first_call_is_no_answers_time(tmp_path, mo
         assert pool.unscored == (0, "")
 
 
+@pytest.mark.parametrize("how", ["hang", "exit"])
+def test_a_scorer_that_does_not_come_back_from_its_first_call_scores_the_other_answers(monkeypatch, how):
+    monkeypatch.setattr(scoring_process, "_START_DEADLINE_S", 10)
+    name = "tests.rollout.odd_scorers:nothing_in_an_empty_answer"
+    with ScoringPool(name, RewardConfig(num_processes=1, deadline_s=5)) as pool:
+        assert pool.score(["one", "four"], [json.dumps({"value": how})] * 2) == [Score(3.0, {}), Score(4.0, {})]
+        assert pool.unscored == (0, "")
+
+
 def test_a_process_killed_from_outside_is_replaced_and_costs_no_answer():
     with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
         [before] = worker_pids(pool)

@@ -96,7 +96,7 @@ kills = after(_kill)
 
 
 def never_ends(response: str, ground_truth: Mapping[str, Any]) -> Score:
-    """Countdown's score; the first answer is never scored."""
-    while first_time("scorer"):
+    """Countdown's score; the first answer that is not empty is never scored."""
+    while response and first_time("scorer"):
         time.sleep(3_600)
     return score(response, ground_truth)
