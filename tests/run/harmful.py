@@ -32,6 +32,10 @@ def first_time(what: str) -> bool:
     return True
 
 
+TRIED = 2
+"""Sequences with which a start tries a loss: the harm is meant for the training."""
+
+
 def after(harm: Callable[[int], None]) -> PolicyLossFunction:
     """`ppo_clip`, after the harm has been done; it hears of how many sequences."""
 
@@ -74,13 +78,13 @@ def _refuse_the_second_rank(num_sequences: int) -> None:
 
 def _hang(num_sequences: int) -> None:
     """The first time it does not return."""
-    if first_time("hang"):
+    if num_sequences > TRIED and first_time("hang"):
         time.sleep(3_600)
 
 
 def _kill(num_sequences: int) -> None:
     """The first two times the process ends as by kill -9."""
-    if first_time("first kill") or first_time("second kill"):
+    if num_sequences > TRIED and (first_time("first kill") or first_time("second kill")):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
