@@ -36,8 +36,9 @@ from data.write import ROWS_PER_GROUP, SPLITS, RowWriter
 from rlcore.config.data import FilterConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
+from rlcore.storage.finished import finished, finished_or_set_aside
 from rlcore.storage.parts import part_directories
-from rlcore.storage.publish import published_directory, read_manifest
+from rlcore.storage.publish import published_directory
 
 __all__ = ["filter_dataset", "filter_fingerprint", "filtered_directory", "tokenizer_fingerprint"]
 
@@ -99,7 +100,7 @@ def filter_dataset(
         DataError: a row that breaks the schema or the settings, no row left, or splits that overlap.
         DiskSpaceError: no room. Nothing is left behind.
     """
-    dataset = read_manifest(dataset_dir)
+    dataset = finished(dataset_dir)
     if dataset is None:
         raise DataError(f"{dataset_dir}: is no finished dataset (no manifest.json); make it with `millrace run`")
     tokenizer_print = tokenizer_fingerprint(tokenizer_dir)
@@ -112,7 +113,7 @@ def filter_dataset(
             filter_dataset(part, tokenizer_dir, config, root=root, chat=chat, on_progress=on_progress) for part in parts
         ]
         return publish_mixture("filtered", directory, found)
-    if (manifest := read_manifest(directory)) is not None:
+    if (manifest := finished_or_set_aside(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
     document = {
         "fingerprint": digest,

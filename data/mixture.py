@@ -19,8 +19,9 @@ from data.stage import StageResult
 from data.write import ROWS_PER_GROUP
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
+from rlcore.storage.finished import finished_or_set_aside
 from rlcore.storage.parts import PARTS_KEY
-from rlcore.storage.publish import published_directory, read_manifest
+from rlcore.storage.publish import published_directory
 
 
 def mixture_fingerprint(kind: str, parts: Iterable[str]) -> str:
@@ -36,7 +37,7 @@ def publish_mixture(kind: str, directory: Path, parts: Sequence[StageResult]) ->
         DiskSpaceError: no room.
     """
     counts = dict(sorted(sum((Counter(part.counts) for part in parts), Counter()).items()))
-    if read_manifest(directory) is not None:
+    if finished_or_set_aside(directory) is not None:
         return StageResult(directory, directory.name, cached=all(part.cached for part in parts), counts=counts)
     if kind == "filtered":
         _require_no_leak([part.directory for part in parts])

@@ -19,6 +19,7 @@ from rlcore.config.data import (
     TaskData,
 )
 from rlcore.config.fingerprint import fingerprint
+from rlcore.storage.finished import finished_or_set_aside
 from rlcore.storage.parts import part_directories
 from rlcore.storage.publish import published_directory, read_manifest
 
@@ -173,7 +174,7 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path) -> StageResult:
 
         parts = [build_dataset(part.data, seed=seed, root=root) for part in config.parts]
         return publish_mixture("dataset", directory, parts)
-    if (manifest := read_manifest(directory)) is not None:
+    if (manifest := finished_or_set_aside(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
     try:
         return _made(config, seed, root, directory)

@@ -29,7 +29,7 @@ from flows.work.open_run import open_run
 from flows.work.stages import Chunk, Export
 from rlcore.config import RunConfig
 from rlcore.config.compose import idle_settings
-from rlcore.run.inputs import RunInputs, start_model_is_ready
+from rlcore.run.inputs import RunInputs
 
 
 @task(name="train-chunk", task_run_name="train/{config.name} step {start}-{stop}", cache_policy=NO_CACHE)
@@ -63,7 +63,7 @@ def export_best_weights(config: RunConfig, inputs: RunInputs, last: Export) -> E
 def train_to(config: RunConfig, to_step: int | None = None) -> RunInputs:
     """Everything up to a step (None: the last): what is missing of data and start model, then chunk by chunk."""
     inputs = stages.prepare_inputs(config)
-    if not start_model_is_ready(config, inputs.filtered_directory):
+    if stages.known_start_model(config, inputs) is None:
         retried(make_start_model, config)(config, inputs)
     chunk_task = retried(train_chunk, config)
     for start, stop in stages.chunk_bounds(config, to_step):

@@ -11,7 +11,7 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import CheckpointError
-from rlcore.storage.publish import read_manifest
+from rlcore.storage.finished import finished_or_set_aside, finished_or_why
 
 ROOT = "paths.root="
 
@@ -54,7 +54,11 @@ def forked(settings: list[str], source: str | None, root: Path, *, dry_run: bool
     info = find_checkpoint(layout.checkpoints, checkpoint or "last")
     digest = fingerprint("fork", {"run": layout.run_dir.name, "step": info.step, "created": info.created})
     target = layout.root / "models" / f"fork-{digest}"
-    is_missing = read_manifest(target, error=CheckpointError) is None
+    if dry_run:
+        known, _ = finished_or_why(target, error=CheckpointError)
+    else:
+        known = finished_or_set_aside(target, error=CheckpointError)
+    is_missing = known is None
     if is_missing and not dry_run:
         export_to(config, layout, info.name, target)
     model = start_model_of(config, layout) if is_missing and dry_run else target

@@ -14,11 +14,13 @@ def named_run(words: list[str], root: Path) -> tuple[RunConfig, RunLayout]:
 
     Raises:
         ConfigError: the settings are wrong.
-        DataError: there is no such run, or its settings cannot be read.
+        DataError: there is no such run, its settings cannot be read, or a part of it is of another kind.
     """
     if len(words) == 1 and "=" not in words[0]:
         (folder,) = named_runs(words, root)
-        return _in_folder(folder)
+        config, layout = _in_folder(folder)
+        layout.require_kinds()
+        return config, layout
     config = load_config(words)
     layout = RunLayout.of(config)
     if not layout.run_dir.is_dir():
@@ -26,6 +28,7 @@ def named_run(words: list[str], root: Path) -> tuple[RunConfig, RunLayout]:
             f"{layout.run_dir}: there is no such run: the settings name it, but nothing was started with them. Give "
             "the settings of the run, its id, or its folder."
         )
+    layout.require_kinds()
     return config, layout
 
 

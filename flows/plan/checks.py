@@ -11,6 +11,8 @@ from rlcore.errors import ConfigError, DataError, DiskSpaceError
 from rlcore.models.hub import require_reachable
 from rlcore.rollout.requirements import require_vllm
 from rlcore.rollout.scoring import require_scorer
+from rlcore.run.inputs import require_whole_model
+from rlcore.run.layout import RunLayout
 from rlcore.run.memory_fit import require_fit
 from rlcore.runtime.address import unreachable
 from rlcore.runtime.folder import folder_problem
@@ -22,12 +24,15 @@ GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 
 
 def check_before_plan(config: RunConfig) -> None:
-    """The folder to write to, and functions of the user's own. (The model's folder is a rule of the settings.)
+    """The folder to write to, the kinds of files in the run's folder, and functions of the user's own.
+
+    (The model's folder is a rule of the settings.)
 
     Raises:
         ConfigError, DataError: key, rule, value got, what to do.
     """
     _require_functions(config)
+    RunLayout.of(config).require_kinds()
     root = Path(config.paths.root)
     there = nearest_existing(root)
     if not there.is_dir():
@@ -72,11 +77,12 @@ def _require_cluster(config: RunConfig) -> None:
 
 
 def _require_models(config: RunConfig) -> None:
-    """Models of the hub can be had: a run would find out after its dataset is made."""
+    """Models of the hub can be had, those that Millrace has written are whole: a run would find out after its data."""
     paths = {"model.path": config.model.path, "critic.path": config.critic.path if config.critic else None}
     for key, path in paths.items():
         if path is not None:
             require_reachable(key, path)
+            require_whole_model(key, path)
 
 
 def check_before_start(config: RunConfig, plan: RunPlan) -> None:
@@ -86,7 +92,7 @@ def check_before_start(config: RunConfig, plan: RunPlan) -> None:
         EngineError: vLLM is not installed.
         ConfigError: the run cannot fit the GPU that is here, or asks for one, and there is none; or no Ray cluster
             listens at the address given.
-        ModelError: a model of the hub is not in the cache, and the hub does not answer.
+        ModelError: a model of the hub is not in the cache, and the hub does not answer; or an exported one is damaged.
         DiskSpaceError: says how many bytes are missing, and where.
     """
     if config.rollout.engine == "vllm" and not plan.is_done:
@@ -98,13 +104,8 @@ def check_before_start(config: RunConfig, plan: RunPlan) -> None:
     if plan.memory is not None and not plan.is_done:
         require_fit(config, plan.memory)
     disk = plan.disk
-    if disk.missing_bytes and not plan.is_done:
-        short = "; ".join(
-            f"{report.path}: {report.missing_bytes:,} bytes are missing: {report.needed_bytes:,} to write and "
-            f"{report.reserve_bytes:,} in reserve (checkpoint.reserve_gb), and {report.free_bytes:,} are free"
-            for report in disk.file_systems
-            if report.missing_bytes
-        )
+    if not plan.is_done and not all(report.enough for report in disk.file_systems):
+        short = "; ".join(report.problem for report in disk.file_systems if not report.enough)
         raise DiskSpaceError(
             f"{short}. The run needs room for {disk.num_checkpoints} checkpoints, among others (--dry-run shows it). "
             "Free some room, lower checkpoint.keep_last, or set paths.root to a larger disk."

@@ -12,8 +12,9 @@ from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import fingerprint, run_id, settings_fingerprint
 from rlcore.config.published import PUBLISHED
+from rlcore.errors import CheckpointError
 from rlcore.models.shape import config_file, shape_of
-from rlcore.run.inputs import planned_start_model, planned_tokenizer, start_model_is_ready
+from rlcore.run.inputs import planned_start_model, planned_tokenizer
 from rlcore.run.layout import RunLayout
 from rlcore.run.memory_fit import device_of, fitted
 from rlcore.run.memory_plan import MemoryPlan
@@ -26,7 +27,7 @@ from rlcore.storage.disk import (
     num_checkpoints_at_once,
     reserve_bytes,
 )
-from rlcore.storage.publish import read_manifest
+from rlcore.storage.finished import finished_or_why
 from rlcore.user_code import code_of
 
 
@@ -164,17 +165,22 @@ def _published_model(config: RunConfig) -> str | None:
 def _data_stages(config: RunConfig, root: Path) -> tuple[StagePlan, StagePlan]:
     digest = dataset_fingerprint(config.data, config.seed, root)
     place = dataset_directory(digest, root)
-    manifest = read_manifest(place)
-    rows = "" if manifest is None else _rows(manifest.values["counts"])
+    manifest, damage = finished_or_why(place)
+    rows = _again(damage) if manifest is None else _rows(manifest.values["counts"])
     dataset = StagePlan("dataset", digest, place, manifest is not None, f"{config.data.task} {rows}".strip())
     tokenizer = planned_tokenizer(config)
-    if not tokenizer.is_dir():
-        return dataset, StagePlan("filter", None, None, False, "after its tokenizer is made")
+    damage = finished_or_why(tokenizer)[1]
+    if damage or not tokenizer.is_dir():
+        return dataset, StagePlan("filter", None, None, False, _again(damage) or "after its tokenizer is made")
     filter_digest = filter_fingerprint(digest, tokenizer_fingerprint(tokenizer), config.filter)
     filtered = filtered_directory(filter_digest, root)
-    manifest = read_manifest(filtered)
-    detail = "" if manifest is None else _rows(manifest.values["counts"])
+    manifest, damage = finished_or_why(filtered)
+    detail = _again(damage) if manifest is None else _rows(manifest.values["counts"])
     return dataset, StagePlan("filter", filter_digest, filtered, manifest is not None, detail)
+
+
+def _again(damage: str) -> str:
+    return damage and f"made again: {damage}"
 
 
 def _rows(counts: dict[str, int]) -> str:
@@ -189,15 +195,18 @@ def _start_model(config: RunConfig, filtered: StagePlan) -> StagePlan:
     place = planned_start_model(config, filtered.place)
     warm = config.warm_start
     detail = f"to reward {warm.stop_at_reward:g}, at most {warm.max_steps} steps" if warm.enabled else "model only"
-    return StagePlan("warm-start", place.name, place, start_model_is_ready(config, filtered.place), detail)
+    manifest, damage = finished_or_why(place)
+    return StagePlan("warm-start", place.name, place, manifest is not None, _again(damage) or detail)
 
 
 def _train(config: RunConfig, layout: RunLayout, chunks: tuple[ChunkPlan, ...], committed: int) -> StagePlan:
     total = config.trainer.total_steps
-    exported = read_manifest(layout.exported_model)
+    exported, damage = finished_or_why(layout.exported_model, error=CheckpointError)
     is_exported = exported is not None and exported.values.get("step") == committed
     done = sum(chunk.done for chunk in chunks)
     detail = f"step {min(committed, total)} of {total}, {done} of {len(chunks)} chunks done"
+    if damage:
+        detail += f"; the weights are exported again: {damage}"
     cached = done == len(chunks) and is_exported
     return StagePlan("train", settings_fingerprint(config), layout.checkpoints, cached, detail)
 

@@ -5,7 +5,6 @@ bound, and an error is a line in the log. `recorded.json` in the run's folder sa
 is finished does not even import mlflow. Metrics are not written here; the trainer's journal carries them.
 """
 
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import is_stop
 from rlcore.run.layout import RunLayout
+from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking import MlflowStore, ensure_mlflow_run, explain, lineage_tags
 from rlcore.tracking.attempts import FinalStatus, has_begun
@@ -55,7 +55,7 @@ class Recorded:
     def read(cls, layout: RunLayout) -> "Recorded":
         """What is on disk; nothing where that is nothing."""
         try:
-            return cls(**json.loads((layout.run_dir / RECORDED_FILE).read_text()))
+            return cls(**parse_json(read_ordinary(layout.run_dir / RECORDED_FILE)))
         except (OSError, ValueError, TypeError):
             return cls()
 

@@ -1,7 +1,6 @@
 """The report of a run, and when it has to be written anew."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +9,7 @@ from threading import Thread
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.run.layout import RunLayout
+from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.publish import write_json_atomically
 
 SOURCE_FILE = "source.json"
@@ -51,7 +51,7 @@ def report_is_current(layout: RunLayout) -> bool:
 def known_report(layout: RunLayout) -> Report | None:
     """The report on disk, if it says what the run's files say."""
     try:
-        known = json.loads((layout.run_dir / "report" / SOURCE_FILE).read_text())
+        known = parse_json(read_ordinary(layout.run_dir / "report" / SOURCE_FILE))
         found = Report(Path(known["html"]), cached=True)
     except (OSError, ValueError, KeyError, TypeError):
         return None

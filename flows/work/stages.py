@@ -20,9 +20,9 @@ from rlcore.config import RunConfig
 from rlcore.config.fingerprint import run_id
 from rlcore.errors import CheckpointError, DataError
 from rlcore.evaluation.result import ValidationResult
-from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_start_model, start_model_is_ready
+from rlcore.run.inputs import RunInputs, ensure_tokenizer, find_start_model, is_given, planned_start_model
 from rlcore.run.layout import RunLayout
-from rlcore.storage.publish import read_manifest
+from rlcore.storage.finished import finished_or_set_aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +97,19 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
 def warm_start(run: OpenRun, inputs: RunInputs) -> StartModel:
     """Make the model of step 0, or find it."""
     inputs.write(run.layout)
-    if start_model_is_ready(run.config, inputs.filtered_directory):
-        return _found_start_model(run.config, inputs)
+    if (known := known_start_model(run.config, inputs)) is not None:
+        return known
     result = run.trainer.call("warm_start")
     return StartModel(Path(result["directory"]), bool(result["cached"]), float(result["reward"]), int(result["steps"]))
 
 
-def _found_start_model(config: RunConfig, inputs: RunInputs) -> StartModel:
-    directory = planned_start_model(config, inputs.filtered_directory)
-    manifest = read_manifest(directory)
+def known_start_model(config: RunConfig, inputs: RunInputs) -> StartModel | None:
+    """The model of step 0, if it is there and whole."""
+    manifest = find_start_model(config, inputs.filtered_directory)
+    if manifest is None and not is_given(config):
+        return None
     values = {} if manifest is None else manifest.values  # somebody else's model has no manifest of ours
+    directory = planned_start_model(config, inputs.filtered_directory)
     return StartModel(directory, True, float(values.get("reward", 0.0)), int(values.get("steps", 0)))
 
 
@@ -245,8 +248,8 @@ def best_step_wanted(config: RunConfig, layout: RunLayout, last_step: int) -> in
 
 
 def found_export(directory: Path, step: int) -> Export | None:
-    """The weights of a step, if they are there."""
-    manifest = read_manifest(directory, error=CheckpointError)
+    """The weights of a step, if they are there; damaged ones are set aside."""
+    manifest = finished_or_set_aside(directory, error=CheckpointError)
     return (
         Export(directory, step, cached=True) if manifest is not None and manifest.values.get("step") == step else None
     )
@@ -257,4 +260,5 @@ def _root(config: RunConfig) -> Path:
 
 
 def _store(config: RunConfig) -> CheckpointStore:
-    return CheckpointStore(RunLayout.of(config).checkpoints, config.checkpoint, config)
+    layout = RunLayout.of(config)
+    return CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)

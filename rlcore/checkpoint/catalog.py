@@ -1,15 +1,17 @@
 """Which checkpoints lie in a folder. Needs neither settings nor torch: the command line reads it too."""
 
 import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 
 from rlcore.errors import CheckpointError
-from rlcore.storage.manifest import newer_format
+from rlcore.storage.documents import read_ordinary
+from rlcore.storage.finished import set_aside
+from rlcore.storage.manifest import MANIFEST, newer_format
 from rlcore.storage.publish import Manifest, read_manifest, verify_directory
 
 log = logging.getLogger(__name__)
@@ -75,9 +77,22 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def scan(directory: Path) -> Catalog:
-    """Read all manifests. Nothing is verified beyond them."""
+    """Read all manifests. Nothing is verified beyond them.
+
+    Raises:
+        CheckpointError: the folder itself cannot be read.
+    """
     checkpoints, refusals = [], []
-    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+    try:
+        paths = sorted(directory.iterdir())
+    except FileNotFoundError:
+        paths = []
+    except OSError as reason:
+        raise CheckpointError(
+            f"{directory}: cannot be read ({reason}), so nobody knows whether the run has checkpoints. Give it back as "
+            "a folder that may be read."
+        ) from reason
+    for path in paths:
         match = NAME.match(path.name)
         if match is None:
             continue
@@ -99,22 +114,53 @@ def _info(path: Path, step: int) -> CheckpointInfo:
             f"{path}: its manifest is of {values.get('kind')} {values.get('step')}, not of checkpoint {step}. Was the "
             "folder renamed? Give it its name back, or delete it."
         )
-    metrics = MappingProxyType({name: float(value) for name, value in values["metrics"].items()})
-    return CheckpointInfo(step, path, manifest.size_bytes, metrics, values["created"], values["settings_fingerprint"])
+    try:
+        metrics = MappingProxyType({str(name): float(value) for name, value in values["metrics"].items()})
+        created, settings = str(values["created"]), str(values["settings_fingerprint"])
+    except (KeyError, TypeError, ValueError, AttributeError) as reason:
+        raise CheckpointError(
+            f"{path}: its manifest lacks what a checkpoint's says ({reason!r}). Restore it, or delete the folder."
+        ) from None
+    return CheckpointInfo(step, path, manifest.size_bytes, metrics, created, settings)
 
 
-def set_newer_aside(path: Path) -> None:
-    """Give a checkpoint that a newer Millrace has written another name, so that one of ours can have its place.
+def make_way(path: Path) -> None:
+    """Give what lies at a checkpoint's place another name, where a checkpoint of ours must not or cannot replace it.
 
-    It is no candidate and is never pruned under that name; renamed back, the newer Millrace reads it.
+    That is one that a newer Millrace has written, one that cannot be read just now, and what is no folder. It is no
+    candidate and is never pruned under that name; renamed back, it is read again.
     """
-    version = newer_format(path)
-    if version is None:
+    if not os.path.lexists(path):
         return
-    names = (path.with_name(f"{path.name}.format-{version}.{number}") for number in count(1))
-    aside = next(name for name in names if not name.exists())
-    path.rename(aside)
-    log.warning("%s: is of format version %s, newer than ours: it is kept as %s", path, version, aside.name)
+    version = newer_format(path)
+    if version is not None:
+        _rename(path, f"format-{version}", f"is of format version {version}, newer than ours")
+    elif path.is_symlink() or not path.is_dir() or _is_unreadable(path):
+        _rename(path, "unreadable", "is no folder, or cannot be read")
+
+
+def keep_off_the_way(path: Path, why: str) -> None:
+    """Give a checkpoint that the run does not go on from another name: it is kept, and no candidate any more."""
+    _rename(path, "left", why)
+
+
+def _rename(path: Path, label: str, why: str) -> None:
+    try:
+        aside = set_aside(path, label)
+    except OSError as reason:
+        raise CheckpointError(f"{path}: {why}, and cannot be renamed ({reason}). Move it away, then go on.") from reason
+    log.warning("%s: %s: it is kept as %s", path, why, aside.name)
+
+
+def _is_unreadable(path: Path) -> bool:
+    """Whether its manifest cannot be read at all, as against one that says something wrong, or is missing."""
+    try:
+        read_ordinary(path / MANIFEST)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def verify(info: CheckpointInfo, *, hashes: bool = True) -> Manifest:

@@ -1,14 +1,16 @@
 """Everything that the next step depends on and that is no tensor. No torch."""
 
-import json
 from pathlib import Path
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from rlcore.errors import CheckpointError
+from rlcore.storage.documents import parse_json, read_ordinary
 
 FORMAT_VERSION = 1
+STATE = "state.json"
+"""Its name in a checkpoint's folder."""
 
 
 class TrainerState(BaseModel):
@@ -40,6 +42,8 @@ class TrainerState(BaseModel):
     """Roll-backs so far on the way to this checkpoint."""
     journal_bytes: int = Field(default=0, ge=0)
     """Length of metrics.jsonl with this step's line as its last."""
+    journal_sha256: str = ""
+    """Of so many bytes of it; empty in checkpoints that are older than this entry."""
     settings_fingerprint: str
     """Fingerprint of the settings that the numbers depend on."""
     mlflow_run_id: str | None = None
@@ -66,7 +70,7 @@ class TrainerState(BaseModel):
         """
         remedy = f"Delete {path.parent}; the checkpoint before it will be taken."
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = parse_json(read_ordinary(path))
             version = document["format_version"]
         except FileNotFoundError:
             raise CheckpointError(f"{path}: missing. {remedy}") from None

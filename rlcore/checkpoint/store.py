@@ -6,14 +6,26 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlcore.checkpoint.catalog import KIND, CheckpointInfo, Refusal, checkpoint_path, scan, set_newer_aside, verify
+from rlcore.checkpoint.catalog import (
+    KIND,
+    CheckpointInfo,
+    Refusal,
+    checkpoint_path,
+    keep_off_the_way,
+    make_way,
+    scan,
+    verify,
+)
+from rlcore.checkpoint.journal_fit import journal_problem
 from rlcore.checkpoint.retention import kept_steps
-from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.same_settings import SETTINGS, require_same_settings
+from rlcore.checkpoint.state import STATE, TrainerState
 from rlcore.config import CheckpointConfig, RunConfig
 from rlcore.config.fingerprint import lasting_settings, settings_fingerprint
 from rlcore.errors import CheckpointError
@@ -24,25 +36,30 @@ from rlcore.storage.temporary import remove_tree, temporary_beside
 
 log = logging.getLogger(__name__)
 
-STATE = "state.json"
-SETTINGS = "settings.json"
 WRITER_LOCK = ".writer.lock"
-SHOWN_DIFFERENCES = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The newest checkpoint that can be used (None where the folder has none), and those refused before it."""
+    """The newest checkpoint that can be used (None where the folder has none), and those refused before it.
+
+    `journal_problem`: what the journal lacks for it, where no checkpoint fits the journal; '' where it fits.
+    """
 
     checkpoint: CheckpointInfo | None
     refusals: tuple[Refusal, ...]
+    journal_problem: str = ""
 
 
 class CheckpointStore:
     """Checkpoints of one run. What lies on disk is the truth; the object only remembers what it has verified."""
 
-    def __init__(self, directory: Path, config: CheckpointConfig, settings: RunConfig) -> None:
+    def __init__(
+        self, directory: Path, config: CheckpointConfig, settings: RunConfig, *, journal: Path | None = None
+    ) -> None:
+        """`journal`: of the run, which a checkpoint to go on from has to fit."""
         self._directory = directory
+        self._journal = journal
         self._config = config
         self._settings = lasting_settings(settings)
         self._fingerprint = settings_fingerprint(settings)
@@ -66,8 +83,8 @@ class CheckpointStore:
     ) -> Iterator[Path]:
         """Publish a checkpoint: yields a folder for the ranks' shards, and renames it into place at the block's end.
 
-        One that lies there for the same step is replaced in one operation, or set aside where a newer Millrace has
-        written it. Metrics that are not finite are left out. `at` hears what is begun, with its path.
+        One that lies there for the same step is replaced in one operation, or given another name (`make_way`). Metrics
+        that are not finite are left out. `at` hears what is begun, with its path.
 
         Raises:
             DiskSpaceError: no room. Older checkpoints are untouched, nothing is left of this one.
@@ -85,9 +102,9 @@ class CheckpointStore:
         }
         with self._writer_lock():
             remove_stale_temporaries(self._directory)
-            replace = target.exists()
-            with published_directory(target, manifest, replace=replace, error=CheckpointError, at=at) as folder:
-                set_newer_aside(target)
+            is_there = os.path.lexists(target)
+            with published_directory(target, manifest, replace=is_there, error=CheckpointError, at=at) as folder:
+                make_way(target)
                 yield folder
                 self._write_records(folder, state)
         self._verified.add((target, created))  # its hashes were taken from what was read back a moment ago
@@ -126,6 +143,19 @@ class CheckpointStore:
             doomed = [info.path for info in reversed(scan(self._directory).checkpoints) if info.step > step]
             return tuple(path for path in doomed if self._delete(path))
 
+    def leave_later(self, step: int) -> None:
+        """Rename the whole checkpoints of later steps: the journal does not fit them, and the run goes on from `step`.
+
+        They would count as the newest ones where old ones are deleted. Broken ones stay, as ever.
+        """
+        later = [info for info in scan(self._directory).checkpoints if info.step > step]
+        whole = [info for info in later if self._search([info], hashes=True).checkpoint is not None]
+        if not whole:
+            return
+        with self._writer_lock():
+            for info in whole:
+                keep_off_the_way(info.path, f"the run goes on from step {step}")
+
     def _delete(self, path: Path) -> bool:
         """Out of sight by one rename first: a crash in the middle leaves no half checkpoint under its name."""
         aside = temporary_beside(path)
@@ -151,7 +181,8 @@ class CheckpointStore:
         return self.find_latest(verify=verify).checkpoint
 
     def find_latest(self, *, verify: bool = True) -> Found:
-        """The newest checkpoint that is whole; broken ones are refused, said so, and the one before is taken.
+        """The newest checkpoint that is whole and fits the journal; others are refused, said so, and the one before is
+        taken. Where none fits the journal, the newest whole one is taken.
 
         Without `verify` sizes are checked and hashes are not.
 
@@ -170,8 +201,10 @@ class CheckpointStore:
             )
         if found.checkpoint is not None:
             for refusal in refusals:
-                log.warning("checkpoint refused, taking %s: %s", found.checkpoint.name, refusal.reason)
-            self._require_same_settings(found.checkpoint)
+                _warn_once(f"checkpoint refused, taking {found.checkpoint.name}: {refusal.reason}")
+            if found.journal_problem:
+                _warn_once(f"{found.journal_problem}; {found.checkpoint.name} is taken all the same")
+            require_same_settings(found.checkpoint, self._settings, self._fingerprint)
         return found
 
     def best(self, metric_key: str | None = None, *, below: int | None = None) -> CheckpointInfo | None:
@@ -204,7 +237,7 @@ class CheckpointStore:
             CheckpointError: it is damaged, or of other settings; names the settings that differ, with both values.
         """
         self.verify(info)
-        self._require_same_settings(info)
+        require_same_settings(info, self._settings, self._fingerprint)
         return TrainerState.read(info.path / STATE)
 
     def measured_bytes(self) -> int | None:
@@ -214,14 +247,18 @@ class CheckpointStore:
 
     def _find(self, *, verify: bool) -> Found:
         catalog = scan(self._directory)
-        found = self._search(catalog.checkpoints, hashes=verify)
+        found = self._search(catalog.checkpoints, hashes=verify, journal=True)
+        if found.checkpoint is None:
+            found = self._search(catalog.checkpoints, hashes=verify)
+            if found.checkpoint is not None:
+                found = replace(found, journal_problem=self._journal_problem(found.checkpoint))
         refusals = found.refusals + tuple(
             refusal for refusal in catalog.refusals if found.checkpoint is None or refusal.step > found.checkpoint.step
         )
-        return Found(found.checkpoint, refusals)
+        return replace(found, refusals=refusals)
 
-    def _search(self, candidates: Sequence[CheckpointInfo], *, hashes: bool) -> Found:
-        """The last candidate that is whole."""
+    def _search(self, candidates: Sequence[CheckpointInfo], *, hashes: bool, journal: bool = False) -> Found:
+        """The last candidate that is whole; with `journal` the last that fits it too."""
         refusals: tuple[Refusal, ...] = ()
         for info in reversed(candidates):
             try:
@@ -229,33 +266,19 @@ class CheckpointStore:
                     self.verify(info)
                 else:
                     verify(info, hashes=False)
+                problem = self._journal_problem(info)
+                if journal and problem:
+                    raise CheckpointError(f"{info.path}: does not fit the journal. {problem}")
                 return Found(info, refusals)
             except CheckpointError as reason:
                 refusals += (Refusal(info.path, info.step, str(reason)),)
         return Found(None, refusals)
 
-    def _require_same_settings(self, info: CheckpointInfo) -> None:
-        if info.settings_fingerprint == self._fingerprint:
-            return
-        theirs = json.loads((info.path / SETTINGS).read_text(encoding="utf-8"))
-        keys = [
-            key
-            for key in sorted(theirs.keys() | self._settings.keys())
-            if (key in theirs, theirs.get(key)) != (key in self._settings, self._settings.get(key))
-        ]
-        shown = [
-            f"  {key}: {_told(theirs, key)} in the checkpoint, {_told(self._settings, key)} now"
-            for key in keys[:SHOWN_DIFFERENCES]
-        ]
-        if len(keys) > SHOWN_DIFFERENCES:
-            shown.append(f"  and {len(keys) - SHOWN_DIFFERENCES} more")
-        listed = "\n".join(shown)
-        raise CheckpointError(
-            f"{info.path}: was made with other settings, so going on would be another run:\n{listed}\n"
-            "Set them back; or start a new run from these weights with settings of its own: --fork "
-            f"{info.path.parents[1].name}@{info.step} and another run_id."
-        )
+    def _journal_problem(self, info: CheckpointInfo) -> str:
+        return "" if self._journal is None else journal_problem(TrainerState.read(info.path / STATE), self._journal)
 
 
-def _told(settings: Mapping[str, Any], key: str) -> str:
-    return json.dumps(settings[key]) if key in settings else "absent"
+@cache
+def _warn_once(text: str) -> None:
+    """A flow looks for the newest checkpoint many times."""
+    log.warning("%s", text)

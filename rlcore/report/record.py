@@ -1,22 +1,32 @@
 """All that a run's folder knows of the run, read once; parts that are missing are named, not raised."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
 from pydantic import ValidationError
 
+from rlcore.checkpoint.catalog import CheckpointInfo, scan
+from rlcore.checkpoint.journal_fit import journal_problem
+from rlcore.checkpoint.state import STATE, TrainerState
 from rlcore.config import RunConfig
 from rlcore.config.data import ALL_SOURCES
 from rlcore.errors import CheckpointError, DataError, MillraceError
 from rlcore.evaluation import Comparison, Interval, ValidationResult, compare, core_name
 from rlcore.report.lineage import Lineage, read_lineage
 from rlcore.report.series import Series, make_series, series_of
-from rlcore.storage.publish import read_manifest
-from rlcore.tracking.journal import JOURNAL_FILE, EventRecord, JournalContents, StepRecord, load_journal
+from rlcore.tracking.journal import (
+    JOURNAL_FILE,
+    EventRecord,
+    JournalContents,
+    StepRecord,
+    load_journal,
+    missing_steps,
+)
 
 SETTINGS_FILE = "settings.json"
 MOST_VALIDATIONS_KEPT = 32
@@ -164,7 +174,9 @@ def read_run(run_dir: Path) -> RunRecord:
     """
     missing: list[str] = []
     config = _read_settings(run_dir)
+    checkpoints = _read_checkpoints(run_dir / "checkpoints", missing)  # first: the lines of a newer one come before it
     journal = _read_journal(run_dir / JOURNAL_FILE, missing)
+    missing += _journal_gaps(run_dir / JOURNAL_FILE, journal, checkpoints)
     validations = _read_validations(run_dir / "validation", missing)
     steps = tuple(sorted(journal.steps, key=lambda record: record.step))
     record = RunRecord(
@@ -174,7 +186,7 @@ def read_run(run_dir: Path) -> RunRecord:
         journal.events,
         validations,
         _read_lineage(run_dir, missing),
-        _read_checkpoints(run_dir / "checkpoints", missing),
+        tuple(CheckpointNote(info.name, info.size_bytes) for info in checkpoints),
         (),
     )
     return replace(record, missing=(*missing, *_gaps(record)))
@@ -202,9 +214,33 @@ def _read_journal(file: Path, missing: list[str]) -> JournalContents:
     except FileNotFoundError:
         missing.append(f"{file.name} is not there: no step has been trained yet, so there are no curves.")
         return JournalContents((), (), 0, 0)
+    except OSError as error:
+        missing.append(f"{file.name} cannot be read ({error}), so there are no curves.")
+        return JournalContents((), (), 0, 0)
     if contents.num_damaged_lines:
         missing.append(f"{file.name} has {contents.num_damaged_lines} unreadable lines; their steps are left out.")
     return contents
+
+
+def _journal_gaps(file: Path, journal: JournalContents, checkpoints: Sequence[CheckpointInfo]) -> Iterable[str]:
+    """Steps that were trained and have no line, and a journal that is not the one that the newest checkpoint knew."""
+    refused = {
+        str(event.data.get("path")): datetime.fromtimestamp(event.time, UTC).isoformat("T", "microseconds")
+        for event in journal.events
+        if event.name == "checkpoint_refused"
+    }
+    known = [info for info in checkpoints if info.created >= refused.get(str(info.path), "")]  # the run's own way
+    last = max([record.step for record in journal.steps] + [info.step for info in known], default=0)
+    if gap := missing_steps(journal, last):
+        yield f"{file.name} has no line of {gap}: they were trained, and their figures are lost."
+    yield from (str(event.data["text"]) for event in journal.events if event.name == "journal_mismatch")
+    if known:
+        try:
+            problem = journal_problem(TrainerState.read(known[-1].path / STATE), file)
+        except CheckpointError as error:
+            problem = str(error)
+        if problem:
+            yield f"{problem}. So its figures may not be those that were measured."
 
 
 def _read_validations(folder: Path, missing: list[str]) -> dict[str, ValidationResult]:
@@ -237,17 +273,14 @@ def _read_lineage(run_dir: Path, missing: list[str]) -> Lineage | None:
         return None
 
 
-def _read_checkpoints(folder: Path, missing: list[str]) -> tuple[CheckpointNote, ...]:
-    found = []
-    for path in sorted(folder.glob("step-*")):
-        try:
-            manifest = read_manifest(path, error=CheckpointError)
-        except CheckpointError as error:
-            missing.append(str(error))
-            continue
-        if manifest is not None:
-            found.append(CheckpointNote(path.name, manifest.size_bytes))
-    return tuple(found)
+def _read_checkpoints(folder: Path, missing: list[str]) -> tuple[CheckpointInfo, ...]:
+    try:
+        catalog = scan(folder)
+    except CheckpointError as error:
+        missing.append(str(error))
+        return ()
+    missing += [refusal.reason for refusal in catalog.refusals]
+    return catalog.checkpoints
 
 
 def _gaps(record: RunRecord) -> Iterable[str]:

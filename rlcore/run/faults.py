@@ -22,6 +22,7 @@ from rlcore.errors import (
     NonFiniteError,
     WorkerLostError,
 )
+from rlcore.storage.documents import parse_json
 
 FAULTS_FILE = "faults.jsonl"
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
@@ -123,7 +124,7 @@ def read_faults(run_dir: Path) -> list[Fault]:
     found = []
     for line in lines:
         try:
-            values: Mapping[str, object] = json.loads(line)
+            values: Mapping[str, object] = parse_json(line)
             found.append(_fault(values))
         except (ValueError, KeyError, TypeError):
             log.warning("%s: a line is damaged and left out: %.100r", run_dir / FAULTS_FILE, line)

@@ -3,17 +3,19 @@
 Fingerprints name folders under `paths.root`; none of these functions loads torch until something has to be built.
 """
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlcore.config import RunConfig
 from rlcore.config.data import parts_of
 from rlcore.config.fingerprint import fingerprint
-from rlcore.errors import DataError
+from rlcore.errors import DataError, ModelError
 from rlcore.run.layout import RunLayout
+from rlcore.storage.documents import parse_json, read_ordinary
+from rlcore.storage.finished import FINGERPRINT, finished, finished_or_set_aside
+from rlcore.storage.manifest import Manifest
 from rlcore.storage.parts import part_directories
-from rlcore.storage.publish import published_directory, read_manifest, write_json_atomically
+from rlcore.storage.publish import published_directory, write_json_atomically
 from rlcore.user_code import code_for
 
 MODEL_FORMAT = 1
@@ -38,13 +40,22 @@ class RunInputs:
     def read(cls, layout: RunLayout) -> "RunInputs":
         """What `write` kept."""
         try:
-            found = json.loads(layout.inputs_json.read_text())
+            found = parse_json(read_ordinary(layout.inputs_json))
             return cls(**{name: Path(path) for name, path in found.items()})
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{layout.inputs_json}: the run's inputs cannot be read ({error}); start it by `millrace run` or "
                 "`millrace train`, which make them"
             ) from error
+
+    def verify(self) -> None:
+        """Read every byte of what Millrace has written of them. A flow has done so when it found them.
+
+        Raises:
+            DataError: names the file that is damaged.
+        """
+        for directory in dict.fromkeys((self.filtered_directory, *self.parts, self.tokenizer_directory)):
+            finished(directory)
 
     @property
     def parts(self) -> tuple[Path, ...]:
@@ -84,12 +95,12 @@ def ensure_tokenizer(config: RunConfig) -> Path:
     """
     directory = planned_tokenizer(config)
     path = config.model.path
-    if (path is not None and Path(path).is_dir()) or read_manifest(directory) is not None:
+    if (path is not None and Path(path).is_dir()) or finished_or_set_aside(directory) is not None:
         return directory
     from rlcore.models.load import load_tokenizer
     from rlcore.models.scratch import build_scratch_tokenizer
 
-    with published_directory(directory, {"kind": "tokenizer", "hub_id": path}) as folder:
+    with published_directory(directory, {"kind": "tokenizer", "hub_id": path, FINGERPRINT: directory.name}) as folder:
         if path is None:
             build_scratch_tokenizer(config.model.scratch, folder)
         else:
@@ -125,9 +136,29 @@ def planned_start_model(config: RunConfig, filtered_directory: Path) -> Path:
     return Path(config.paths.root).resolve() / "models" / start_model_fingerprint(config, filtered_directory)
 
 
-def start_model_is_ready(config: RunConfig, filtered_directory: Path) -> bool:
-    """Whether nothing has to be built before step 1."""
-    directory = planned_start_model(config, filtered_directory)
-    if config.model.path is not None and not config.warm_start.enabled:
-        return True
-    return read_manifest(directory) is not None
+def find_start_model(config: RunConfig, filtered_directory: Path) -> Manifest | None:
+    """The manifest of the model of step 0, where one of ours is there and whole; a damaged one is set aside.
+
+    Raises:
+        ModelError: `model.path` is a model that Millrace has written, and is damaged.
+    """
+    if is_given(config):
+        return require_whole_model("model.path", config.model.path)
+    return finished_or_set_aside(planned_start_model(config, filtered_directory))
+
+
+def is_given(config: RunConfig) -> bool:
+    """Whether training starts from a model as it is, so nothing has to be built before step 1."""
+    return config.model.path is not None and not config.warm_start.enabled
+
+
+def require_whole_model(key: str, path: str | None) -> Manifest | None:
+    """The manifest of the model that a setting names, if Millrace has written it, such as another run's export.
+
+    Raises:
+        ModelError: it is not as it was written.
+    """
+    try:
+        return None if path is None else finished(Path(path), error=ModelError)
+    except ModelError as damage:
+        raise ModelError(f"{key}: {damage} If the change is yours, delete its manifest.json.") from damage

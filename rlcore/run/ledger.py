@@ -24,7 +24,8 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.room import Room
 from rlcore.run.saver import Saved, Saver
 from rlcore.storage.disk import checkpoint_bytes
-from rlcore.storage.publish import read_manifest
+from rlcore.storage.documents import sha256_of_start
+from rlcore.storage.finished import finished_or_set_aside
 from rlcore.tracking.tracker import Tracker
 from rlcore.trainer.step import LoopState
 from rlcore.workers.group import WorkerGroup
@@ -63,7 +64,7 @@ class Ledger:
         self._config = config
         self._report = report
         self._checkpoints = layout.checkpoints
-        self._store = CheckpointStore(layout.checkpoints, config.checkpoint, config)
+        self._store = CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
         self._tracker = Tracker(layout.run_dir, config, tags=config.tags)
         self._room = Room(config.checkpoint, happened=self.happened, stop=stop, prune=self._prune)
         # To go back to a checkpoint: the journal is cut before anything new is written to it.
@@ -72,14 +73,18 @@ class Ledger:
         self._expected_bytes = 0
         self.refusals: tuple[Refusal, ...] = ()
         """Newer checkpoints that `newest` had to pass over, and why."""
+        self.journal_problem = ""
+        """What the journal lacks for the checkpoint that `newest` found; '' where it has all."""
         self._journal = layout.journal
 
     # ------------------------------------------------------------------ checkpoints
 
     def newest(self) -> CheckpointInfo | None:
-        """The newest checkpoint that can be read and belongs to these settings. See `refusals`."""
+        """The newest checkpoint that is whole, fits the journal and belongs to these settings. See `refusals` and
+        `journal_problem`.
+        """
         found = self._store.find_latest()
-        self.refusals = found.refusals
+        self.refusals, self.journal_problem = found.refusals, found.journal_problem
         return found.checkpoint
 
     def find(self, name: str) -> CheckpointInfo | None:
@@ -148,6 +153,7 @@ class Ledger:
 
     def _record_of(self, state: TrackedState) -> TrainerState:
         loop = state.loop
+        journal_bytes = self._tracker.journal_bytes
         return TrainerState(
             step=loop.step,
             policy_version=loop.policy_version,
@@ -158,7 +164,8 @@ class Ledger:
             num_roll_backs=loop.num_roll_backs,
             best_metric=state.best_score,
             best_step=state.best_step,
-            journal_bytes=self._tracker.journal_bytes,
+            journal_bytes=journal_bytes,
+            journal_sha256=sha256_of_start(self._journal, journal_bytes),
             settings_fingerprint=settings_fingerprint(self._config),
         )
 
@@ -196,8 +203,12 @@ class Ledger:
     # ------------------------------------------------------------------ journal
 
     def restore(self, info: CheckpointInfo | None) -> TrackedState:
-        """The state of a checkpoint, or of step 0; the journal is cut to it, and a save under way is given up."""
+        """The state of a checkpoint, or of step 0; the journal is cut to it, and a save under way is given up.
+
+        Whole checkpoints of later steps, which the journal does not fit, are renamed.
+        """
         self._saver.abandon()
+        self._store.leave_later(0 if info is None else info.step)
         if info is None:
             self._cut_journal(0, 0)
             loop = LoopState(0, 0, 0, 0, self._config.algo.kl.coef)
@@ -277,12 +288,12 @@ class Ledger:
         """Whether the last step is committed: by this process, or by one that could not say so any more."""
         try:
             known = self._store.list()
-        except OSError as reason:
+        except (OSError, CheckpointError) as reason:
             log.warning("%s: cannot be read, so the run does not count as finished: %s", self._checkpoints, reason)
             return False
         return bool(known) and known[-1].step >= self._config.trainer.total_steps
 
     def is_exported(self, target: Path, step: int) -> bool:
-        """Whether `target` holds the weights of `step` already."""
-        manifest = read_manifest(target, error=CheckpointError)
+        """Whether `target` holds the weights of `step` already. A damaged folder is set aside."""
+        manifest = finished_or_set_aside(target, error=CheckpointError)
         return manifest is not None and manifest.values.get("step") == step

@@ -9,7 +9,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.ledger import Ledger
 from rlcore.run.pace import Pace
 from rlcore.run.saver import Saved
-from rlcore.tracking.journal import load_journal
+from rlcore.tracking.journal import load_journal, missing_steps
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
 from rlcore.workers.budget import Shortage
@@ -110,6 +110,14 @@ class News:
         for refusal in self._ledger.refusals:
             text = f"going on from {'the start' if taken is None else taken.name}: {refusal.reason}"
             self._ledger.happened("checkpoint_refused", step, {"text": text, "path": str(refusal.path)})
+
+    def journal_problem(self, step: int) -> None:
+        """The journal does not have all that the run has done, and no checkpoint is left that fits it."""
+        if problem := self._ledger.journal_problem:
+            gap = missing_steps(load_journal(self._journal), step)
+            lacks = f"it lacks {gap} for good" if gap else "some of its values may not be those that were measured"
+            text = f"going on from step {step} all the same, since no other checkpoint fits: {problem}; {lacks}"
+            self._ledger.happened("journal_mismatch", step, {"text": text, "path": str(self._journal)})
 
     def resumed(self, step: int) -> None:
         """The run goes on from a checkpoint."""

@@ -139,6 +139,7 @@ def _error(command: str, error: Exception) -> Mapping[str, object]:
 def foreground(session: Session, config: RunConfig) -> int:
     """The whole training without a flow: start model, all chunks, weights for others."""
     try:
+        session.inputs.verify()
         session.warm_start()
         session.train(config.trainer.total_steps)
         session.validate("start", "before")

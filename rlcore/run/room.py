@@ -103,8 +103,9 @@ class _Shortage:
 
     def as_event(self) -> Mapping[str, object]:
         missing = "an unknown number of" if self.unseen else f"{self.report.missing_bytes:,}"
+        what = "inodes" if not self.unseen and not self.report.missing_bytes else f"{missing} bytes"
         return {
-            "text": f"paused: {missing} bytes are missing at {self.report.path}: {self.reason}",
+            "text": f"paused: {what} are missing at {self.report.path}: {self.reason}",
             "path": str(self.report.path),
             "missing_bytes": self.report.missing_bytes,
             "needed_bytes": self.report.needed_bytes + self.report.reserve_bytes,

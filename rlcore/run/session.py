@@ -23,6 +23,7 @@ from rlcore.run.news import News
 from rlcore.run.taken import taken_run
 from rlcore.run.training import Training
 from rlcore.run.warm_start import WarmStartProgress, ensure_start_model
+from rlcore.storage.temporary import remove_stale_temporaries
 
 log = logging.getLogger("rlcore.run.session")
 
@@ -61,6 +62,8 @@ class Session:
         layout.run_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
             opened.enter_context(taken_run(layout.run_dir, report, self._stop))
+            layout.require_kinds()
+            remove_stale_temporaries(layout.run_dir)
             guard = Guard(
                 config,
                 layout,
@@ -70,10 +73,10 @@ class Session:
                 step=lambda: self._training.step,
             )
             self._guard = opened.enter_context(guard)
-            self._inputs = RunInputs.read(layout)
+            self.inputs = RunInputs.read(layout)
             self._ledger = Ledger(config, layout, report=report, stop=self._stop, phase=guard.phase)
             guard.attend(self._ledger.saving)
-            crew = Crew(config, layout, self._inputs, guard, self._ledger, report=report, after_start=self._after_start)
+            crew = Crew(config, layout, self.inputs, guard, self._ledger, report=report, after_start=self._after_start)
             self._crew = opened.enter_context(crew)
             news = News(layout, guard, self._ledger, total_steps=config.trainer.total_steps, report=report)
             self._held_out = HeldOut(config, layout, crew, self._ledger, news, report=report)
@@ -108,7 +111,7 @@ class Session:
                     f"stopped after {progress.step} steps of the warm start, which begins anew at the next start"
                 )
 
-        result = ensure_start_model(self._config, self._inputs, show)
+        result = ensure_start_model(self._config, self.inputs, show)
         return {
             "directory": str(result.directory),
             "cached": result.cached,

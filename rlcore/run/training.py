@@ -106,6 +106,7 @@ class Training:
         self._news.faults(state.loop.step)
         self._crew.load("start" if newest is None else newest.name)
         self._news.refusals(state.loop.step, newest)
+        self._news.journal_problem(state.loop.step)
         self._state, self._saved = state, None
         if newest is None:
             self._state = self._record_start(state)

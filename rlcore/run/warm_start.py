@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +28,10 @@ from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
 from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import WARM_START_STREAM, requests_for
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.run.inputs import RunInputs, planned_start_model
+from rlcore.run.inputs import RunInputs, find_start_model, is_given, planned_start_model
 from rlcore.run.parts import read_parts, spread
-from rlcore.storage.publish import published_directory, read_manifest
+from rlcore.storage.finished import FINGERPRINT
+from rlcore.storage.publish import published_directory
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
 from rlcore.workers.budget import PassBudget
 from rlcore.workers.device import Place, choose_place
@@ -64,14 +66,15 @@ def ensure_start_model(
 ) -> WarmStartResult:
     """Build and warm-start the model of step 0 unless it is there, on the device of the workers."""
     directory = planned_start_model(config, inputs.filtered_directory)
-    if config.model.path is not None and not config.warm_start.enabled:
+    manifest = find_start_model(config, inputs.filtered_directory)
+    if is_given(config):
         return WarmStartResult(directory, cached=True, reward=0.0, steps=0)
-    if (manifest := read_manifest(directory)) is not None:
+    if manifest is not None:
         return WarmStartResult(
             directory, cached=True, reward=float(manifest.values["reward"]), steps=int(manifest.values["steps"])
         )
     # The figures go into the manifest, which is read when the folder is published: after the block has run.
-    figures: dict[str, float] = {"reward": 0.0, "steps": 0}
+    figures: dict[str, Any] = {FINGERPRINT: directory.name, "reward": 0.0, "steps": 0}
     with published_directory(directory, figures) as folder:
         source = folder if config.model.path is None else Path(config.model.path)
         if config.model.path is None:

@@ -17,6 +17,7 @@ BYTES_PER_TRAINED_PARAMETER = 4 + 8
 CHECKPOINT_SLACK_BYTES = 4 * 2**20
 CHECKPOINT_SLACK_SHARE = 0.01
 
+NO_FILES = "that file system can hold no further file, whatever its free bytes: its inodes are used up (df -i)"
 NO_ROOM_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
 # Writers in Rust and C++ (safetensors, torch) pass the reason on as text alone.
 NO_ROOM_TEXTS = ("no space left on device", "disk quota exceeded", "os error 28)", "os error 122)")
@@ -36,6 +37,12 @@ def free_bytes(path: Path) -> int:
     return stats.f_bavail * stats.f_frsize
 
 
+def free_files(path: Path) -> int | None:
+    """Files that may still be made on the file system of `path`; None where it sets no number."""
+    stats = os.statvfs(nearest_existing(path))
+    return stats.f_favail if stats.f_files else None
+
+
 def is_out_of_room(error: BaseException | None) -> bool:
     """Whether this error, or one that led to it, is a full disk or an exhausted quota."""
     seen: set[int] = set()
@@ -52,8 +59,9 @@ def is_out_of_room(error: BaseException | None) -> bool:
 def out_of_room(path: Path, reason: BaseException, *, needed_bytes: int | None = None) -> DiskSpaceError:
     """The error to raise for a write that failed for lack of room."""
     needed = "" if needed_bytes is None else f"at least {needed_bytes} bytes were to be written, "
+    free = f"{free_bytes(path)} bytes are free on that file system"
     return DiskSpaceError(
-        f"{path}: no room to write ({reason}): {needed}{free_bytes(path)} bytes are free on that file system. Nothing "
+        f"{path}: no room to write ({reason}): {needed}{NO_FILES if free_files(path) == 0 else free}. Nothing "
         "half-written was left. Free some room, lower checkpoint.keep_last, or set paths.root to a larger disk."
     )
 
@@ -69,12 +77,16 @@ class DiskNeed:
 
 @dataclass(frozen=True, slots=True)
 class RoomReport:
-    """Room on the file system of `path`: what is to be written, what must stay free, what is free."""
+    """Room on the file system of `path`: what is to be written, what must stay free, what is free.
+
+    `free_files`: how many files may still be made; None where the file system sets no number.
+    """
 
     path: Path
     needed_bytes: int
     reserve_bytes: int
     free_bytes: int
+    free_files: int | None = None
 
     @property
     def missing_bytes(self) -> int:
@@ -84,7 +96,17 @@ class RoomReport:
     @property
     def enough(self) -> bool:
         """Whether there is room."""
-        return self.missing_bytes == 0
+        return self.missing_bytes == 0 and self.free_files != 0
+
+    @property
+    def problem(self) -> str:
+        """What is missing, where there is not enough."""
+        if not self.missing_bytes:
+            return f"{self.path}: {NO_FILES}"
+        return (
+            f"{self.path}: {self.missing_bytes:,} bytes are missing: {self.needed_bytes:,} to write and "
+            f"{self.reserve_bytes:,} in reserve (checkpoint.reserve_gb), and {self.free_bytes:,} are free"
+        )
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -96,15 +118,14 @@ class RoomReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.path}: {self.missing_bytes} bytes are missing: {self.needed_bytes} to write and "
-            f"{self.reserve_bytes} in reserve (checkpoint.reserve_gb), {self.free_bytes} free. Free some room, lower "
-            "checkpoint.keep_last or checkpoint.keep_best, or set paths.root to a larger disk."
+            f"{self.problem}. Free some room, lower checkpoint.keep_last or checkpoint.keep_best, or set paths.root to "
+            "a larger disk."
         )
 
 
 def check_room(path: Path, needed_bytes: int, reserve_bytes: int = 0) -> RoomReport:
     """Look. Quotas are not seen here: they show as a failed write."""
-    return RoomReport(path, needed_bytes, reserve_bytes, free_bytes(path))
+    return RoomReport(path, needed_bytes, reserve_bytes, free_bytes(path), free_files(path))
 
 
 def check_needs(needs: Sequence[DiskNeed], reserve_bytes: int = 0) -> tuple[RoomReport, ...]:

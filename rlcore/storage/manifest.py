@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import JsonValue
 
 from rlcore.errors import DataError, MillraceError
+from rlcore.storage.documents import parse_json, read_ordinary
 
 S = TypeVar("S")
 R = TypeVar("R")
@@ -71,15 +73,20 @@ def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) ->
     """What the directory says of itself; None where there is no manifest, so no finished directory.
 
     Raises:
-        error: the manifest is damaged or of a newer format.
+        error: the manifest cannot be read, is damaged, or of a newer format.
     """
     path = directory / MANIFEST
     try:
-        content = path.read_bytes()
+        content = read_ordinary(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as reason:
+        raise error(
+            f"{path}: cannot be read ({reason}). Give it back as an ordinary file that may be read, or delete "
+            f"{directory} and make it again."
+        ) from reason
     try:
-        document = json.loads(content)
+        document = parse_json(content)
         version = document["format_version"]
     except (ValueError, KeyError, TypeError) as reason:
         raise error(f"{path}: is damaged: not a manifest ({reason!r}). Delete {directory} and make it again.") from None
@@ -101,7 +108,7 @@ def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) ->
 def newer_format(directory: Path) -> int | None:
     """The format version of a directory that a newer Millrace has published; None for any other."""
     try:
-        version = json.loads((directory / MANIFEST).read_bytes())["format_version"]
+        version = parse_json(read_ordinary(directory / MANIFEST))["format_version"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return version if isinstance(version, int) and version > FORMAT_VERSION else None
@@ -125,14 +132,20 @@ def _verify_file(directory: Path, entry: FileEntry, *, hashes: bool, error: type
     inside = PurePosixPath(entry.name)
     if inside.is_absolute() or ".." in inside.parts:
         raise error(f"{directory / MANIFEST}: file names must lie inside the directory, got {entry.name!r}. {remedy}")
-    if not path.is_file():
-        raise error(f"{path}: missing: the manifest lists it. {remedy}")
-    if (size := path.stat().st_size) != entry.size_bytes:
-        raise error(f"{path}: size must be {entry.size_bytes} bytes, got {size}. {remedy}")
-    if not hashes:
-        return
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise error(f"{path}: must be an ordinary file. {remedy}")
+        if found.st_size != entry.size_bytes:
+            raise error(f"{path}: size must be {entry.size_bytes} bytes, got {found.st_size}. {remedy}")
+        if not hashes:
+            return
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except (FileNotFoundError, NotADirectoryError):
+        raise error(f"{path}: missing: the manifest lists it. {remedy}") from None
+    except OSError as reason:
+        raise error(f"{path}: cannot be read ({reason}). {remedy}") from reason
     if digest != entry.sha256:
         raise error(f"{path}: hash must be sha256 {entry.sha256[:12]}..., got {digest[:12]}... {remedy}")
 

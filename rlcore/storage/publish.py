@@ -18,6 +18,7 @@ from pydantic import JsonValue
 from rlcore.errors import DataError, DiskSpaceError, MillraceError
 from rlcore.storage.disk import is_out_of_room, out_of_room
 from rlcore.storage.exchange import exchange
+from rlcore.storage.finished import tell_other_bytes
 from rlcore.storage.locks import FileLock
 from rlcore.storage.manifest import (
     MANIFEST,
@@ -70,6 +71,7 @@ def published_directory(
     try:
         yield temporary
         _publish(temporary, target, manifest, replace=replace, error=error, at=at)
+        tell_other_bytes(target)
     except DiskSpaceError:
         raise
     except BaseException as reason:
@@ -179,13 +181,20 @@ def _rename_into_place(temporary: Path, target: Path, *, replace: bool, error: t
 
 
 def _require_free_or_finished(target: Path, error: type[MillraceError]) -> None:
-    in_the_way = target.exists() and not target.is_dir()
-    unfinished = target.is_dir() and not (target / MANIFEST).exists() and any(target.iterdir())
+    in_the_way = os.path.lexists(target) and not target.is_dir()
+    unfinished = target.is_dir() and not os.path.lexists(target / MANIFEST) and _holds_anything(target)
     if in_the_way or unfinished:
         raise error(
             f"{target}: is in the way: it is no finished directory (it has no {MANIFEST}), and may be yours. "
             "Move or delete it, then run again."
         )
+
+
+def _holds_anything(directory: Path) -> bool:
+    try:
+        return any(directory.iterdir())
+    except OSError:
+        return True
 
 
 def write_text_atomically(path: Path, text: str) -> None:

@@ -19,6 +19,7 @@ from typing import Literal
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
+from rlcore.storage.documents import open_ordinary
 from rlcore.tracking.lines import LineFile, iter_json
 
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -127,7 +128,7 @@ def read_acts(path: Path, start: int = 0) -> list[tuple[Act, int]]:
     """The acts from a byte on, each with the byte after its line. No file: none. Unreadable lines are left out."""
     if not path.exists():
         return []
-    with path.open("rb") as file:
+    with open_ordinary(path) as file:
         parsed = [(_parse(value), end) for value, end in iter_json(file.fileno(), start)]
     return [(act, end) for act, end in parsed if act is not None]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlcore.errors import TrackingError
 from rlcore.storage.locks import HeldLock
+from rlcore.storage.temporary import remove_stale_temporaries
 from rlcore.tracking.companion import PREFIX
 from rlcore.tracking.failures import explain
 from rlcore.tracking.shipper import ReplacedError, Shipper, open_shipper
@@ -143,6 +144,7 @@ def delivery_lock(run_dir: Path, wait_s: float = 0.0) -> HeldLock:
 def _carry(run_dir: Path, parent_pid: int, every_s: float) -> None:
     # The shipper of an attempt that was killed may still be about its last values.
     with delivery_lock(run_dir, wait_s=2 * ORPHAN_GRACE_S):
+        remove_stale_temporaries(run_dir)  # of one that was killed while it wrote the state
         shipper = open_shipper(run_dir)
         if shipper is None:
             return

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlcore.storage.documents import open_ordinary
 from rlcore.tracking.lines import LineFile, iter_json
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ def load_journal(path: Path) -> JournalContents:
     steps: dict[int, StepRecord] = {}
     events: list[EventRecord] = []
     end = num_damaged = 0
-    with path.open("rb") as file:
+    with open_ordinary(path) as file:
         for line in iter_lines(file.fileno(), 0):
             end = line.end
             match line.record:
@@ -122,6 +123,15 @@ def load_journal(path: Path) -> JournalContents:
                     num_damaged += 1
         torn_bytes = os.fstat(file.fileno()).st_size - end
     return JournalContents(tuple(steps.values()), tuple(events), torn_bytes, num_damaged)
+
+
+def missing_steps(contents: JournalContents, up_to: int) -> str:
+    """The steps from 1 on that have no line, as `steps 4-6, 9`; '' where each has one."""
+    absent = set(range(1, up_to + 1)) - {record.step for record in contents.steps}
+    starts = sorted(step for step in absent if step - 1 not in absent)
+    ends = sorted(step for step in absent if step + 1 not in absent)
+    spans = [str(first) if first == last else f"{first}-{last}" for first, last in zip(starts, ends, strict=True)]
+    return f"{'step' if len(absent) == 1 else 'steps'} {', '.join(spans)}" if absent else ""
 
 
 def iter_lines(fd: int, start: int, stop: int | None = None) -> Iterator[Line]:

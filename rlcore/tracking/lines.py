@@ -5,14 +5,14 @@ import itertools
 import json
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
 from rlcore.errors import DiskSpaceError, TrackingError
-from rlcore.storage.disk import is_out_of_room, out_of_room
+from rlcore.storage.disk import free_bytes, is_out_of_room, out_of_room
+from rlcore.storage.documents import parse_json
 from rlcore.storage.temporary import temporary_beside
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class LineFile:
             if self._pending:
                 raise DiskSpaceError(
                     f"{self.path}: {sum(map(len, self._pending))} bytes could not be written: {self._failure}. "
-                    f"{shutil.disk_usage(self.path.parent).free} bytes are free on that disk; make room. "
+                    f"{free_bytes(self.path)} bytes are free on that disk; make room. "
                     "The lines are kept in memory and written as soon as there is room."
                 )
 
@@ -168,7 +168,7 @@ def iter_json(fd: int, start: int, stop: int | None = None) -> Iterator[tuple[ob
 
 def _parsed(line: bytes) -> object:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError:
         return None
 

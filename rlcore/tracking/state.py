@@ -9,6 +9,7 @@ from uuid import uuid4
 from pydantic import TypeAdapter, ValidationError
 
 from rlcore.errors import TrackingError
+from rlcore.storage.documents import read_ordinary
 from rlcore.storage.locks import HeldLock
 from rlcore.storage.publish import write_text_atomically
 from rlcore.tracking.attempts import FinalStatus
@@ -71,9 +72,11 @@ def read_state(run_dir: Path) -> TrackingState:
     """
     path = run_dir / STATE_FILE
     try:
-        state = _STATE.validate_json(path.read_bytes())
+        state = _STATE.validate_json(read_ordinary(path))
     except FileNotFoundError:
         return TrackingState()
+    except OSError as error:
+        raise TrackingError(f"{path}: cannot be read ({error}). Move the file away.") from error
     except ValidationError as error:
         raise TrackingError(
             f"{path}: damaged ({error.errors()[0]['msg']}). Move the file away: the run is then found in MLflow by its "

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
+from rlcore.storage.temporary import remove_stale_temporaries
 from rlcore.tracking.attempts import ATTEMPTS_FILE, FinalStatus
 from rlcore.tracking.carrier import delivery_lock
 from rlcore.tracking.failures import explain
@@ -38,6 +39,7 @@ def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:
         TrackingError: there is no journal, the run is being delivered already, or MLflow does not take it.
     """
     with delivery_lock(run_dir):
+        remove_stale_temporaries(run_dir)
         shipper = open_shipper(run_dir, uri)
         if shipper is None:
             raise TrackingError(

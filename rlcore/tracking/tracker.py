@@ -56,18 +56,16 @@ class Tracker:
         """Go back to a checkpoint: what the journal has after it is cut off (and kept beside).
 
         Where something is cut, a new attempt begins. A journal that is shorter than the checkpoint says was changed
-        from outside; training goes on with what there is, and an event says so.
+        from outside; training goes on with what there is.
         """
         try:
-            abandoned, problem = self._journal.truncate(journal_bytes), None
+            abandoned = self._journal.truncate(journal_bytes)
         except TrackingError as error:
-            abandoned, problem = None, error
+            log.warning("%s", error)
+            abandoned = None
         if abandoned is not None:
             self._begun = False
         self._begin(step, abandoned)
-        if problem is not None:
-            log.warning("%s", problem)
-            self.log_event("journal_mismatch", step, {"problem": str(problem)})
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step. May be called again for the same step with other metrics."""

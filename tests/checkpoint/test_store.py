@@ -2,20 +2,23 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from rlcore.checkpoint import catalog
 from rlcore.checkpoint.catalog import scan
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import AlgoConfig, CheckpointConfig, KlConfig, RunConfig, TrackingConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import CheckpointError, DataError, DiskSpaceError, RunInUseError
+from rlcore.storage.documents import sha256_of_start
+from rlcore.storage.manifest import Manifest
 from tests.storage.small_disk import fill
 
 SETTINGS = RunConfig()
@@ -103,6 +106,20 @@ def edit_manifest(path: Path, **changes: object) -> None:
     (path / "manifest.json").write_text(json.dumps(document))
 
 
+def drop_from_manifest(path: Path, key: str) -> None:
+    """It fits its own digest."""
+    from rlcore.storage.manifest import _digest
+
+    document = {name: value for name, value in json.loads((path / "manifest.json").read_text()).items() if name != key}
+    document["manifest_sha256"] = _digest(document)
+    (path / "manifest.json").write_text(json.dumps(document))
+
+
+def instead(path: Path, make: Callable[[Path], object]) -> None:
+    path.unlink()
+    make(path)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "flip in a shard": (lambda path: flip(path / "policy" / "rank.safetensors", 3), r"rank\.safetensors: hash"),
     "flip in the state": (lambda path: flip(path / "state.json", 40), r"state\.json: hash"),
@@ -120,6 +137,20 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "newer format": (lambda path: edit_manifest(path, format_version=99), "format_version must be 1, got 99"),
     "renamed": (lambda path: edit_manifest(path, step=7), "is of checkpoint 7, not of checkpoint 3"),
     "no checkpoint": (lambda path: edit_manifest(path, kind="model"), "is of model"),
+    "manifest without keys": (lambda path: drop_from_manifest(path, "metrics"), "lacks what a checkpoint's says"),
+    "deep manifest": (lambda path: (path / "manifest.json").write_text("[" * 200_000), "is damaged"),
+    "pipe for a manifest": (lambda path: instead(path / "manifest.json", os.mkfifo), "is no ordinary file"),
+    "folder for a manifest": (lambda path: instead(path / "manifest.json", Path.mkdir), "cannot be read"),
+    "unreadable manifest": (
+        lambda path: instead(path / "manifest.json", lambda name: name.symlink_to("/proc/self/mem")),
+        "Input/output error",
+    ),
+    "pipe for a shard": (
+        lambda path: instead(path / "policy" / "rank.safetensors", os.mkfifo),
+        "must be an ordinary file",
+    ),
+    "file for a folder": (lambda path: (shutil.rmtree(path), path.touch()), "never finished"),
+    "link to itself": (lambda path: (shutil.rmtree(path), path.symlink_to(path)), "cannot be read"),
     "emptied": (lambda path: (shutil.rmtree(path), path.mkdir()), "never finished"),
 }
 
@@ -167,6 +198,97 @@ def test_one_of_a_newer_format_is_kept_where_the_run_comes_to_its_step_again(tmp
         path.rename(store.path_of(3))
         store_at(tmp_path).verify(store.list()[0])
         path.with_name("step-000003").rename(path)
+
+
+@pytest.mark.parametrize("kind", ["file", "link to itself", "unreadable manifest"])
+def test_what_cannot_be_published_over_gets_another_name(tmp_path, caplog, kind):
+    store = store_at(tmp_path, keep_last=1, keep_best=0)
+    save(store, 2)
+    DAMAGE[{"file": "file for a folder"}.get(kind, kind)][0](save(store, 3))
+    save(store, 3)
+    assert steps(store_at(tmp_path)) == [2, 3]
+    assert "is kept as step-000003.unreadable.1" in caplog.text
+    store.prune()
+    assert os.path.lexists(tmp_path / "checkpoints" / "step-000003.unreadable.1")
+
+
+def test_a_folder_of_checkpoints_that_is_none_is_refused(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(CheckpointError, match=r"checkpoints: cannot be read .*nobody knows whether"):
+        store_at(tmp_path).latest()
+
+
+def test_settings_that_cannot_be_read_are_one_clear_error(tmp_path):
+    settings = save(store_at(tmp_path), 1) / "settings.json"
+    settings.write_text("[" * settings.stat().st_size)
+    with pytest.raises(CheckpointError, match=r"settings\.json: cannot be read .*nested too deeply"):
+        store_at(tmp_path, RunConfig(seed=7)).latest(verify=False)
+
+
+# ---------------------------------------------------------------- journal
+
+
+def with_journal(folder: Path) -> CheckpointStore:
+    return CheckpointStore(folder / "checkpoints", CheckpointConfig(), SETTINGS, journal=folder / "metrics.jsonl")
+
+
+@pytest.fixture
+def journaled(tmp_path) -> Path:
+    """Three checkpoints, each with a line of the journal."""
+    journal = tmp_path / "metrics.jsonl"
+    for step in (1, 2, 3):
+        with journal.open("a") as file:
+            file.write(f'{{"step": {step}}}\n')
+        size = journal.stat().st_size
+        state = state_at(step).model_copy(
+            update={"journal_bytes": size, "journal_sha256": sha256_of_start(journal, size)}
+        )
+        with with_journal(tmp_path).writing(state, {}):
+            pass
+    return journal
+
+
+@pytest.mark.parametrize(
+    ("kept", "reason"),
+    [('{"step": 1}\n{"step": 2}\n', "was cut"), ('{"step": 1}\n{"step": 2}\n{"step": 9}\n', "was changed")],
+)
+def test_a_checkpoint_that_the_journal_fits_is_taken(tmp_path, journaled, caplog, kept, reason):
+    journaled.write_text(kept)
+    found = with_journal(tmp_path).find_latest()
+    assert found.checkpoint is not None
+    assert found.checkpoint.step == 2
+    assert found.journal_problem == ""
+    (refusal,) = found.refusals
+    assert re.search(rf"step-000003: does not fit the journal.*metrics\.jsonl: {reason}.*at step 3", refusal.reason)
+    assert refusal.reason in caplog.text
+    with_journal(tmp_path).leave_later(2)
+    assert steps(with_journal(tmp_path)) == [1, 2]
+    assert (tmp_path / "checkpoints" / "step-000003.left.1").is_dir()
+
+
+@pytest.mark.parametrize("reason", ["was changed", "is lost"])
+def test_where_no_checkpoint_fits_the_journal_the_newest_is_taken_and_that_is_told(tmp_path, journaled, caplog, reason):
+    if reason == "is lost":
+        journaled.unlink()
+    else:
+        flip(journaled, 0)
+    found = with_journal(tmp_path).find_latest()
+    assert found.checkpoint is not None
+    assert found.checkpoint.step == 3
+    assert found.refusals == ()
+    assert f"metrics.jsonl: {reason}" in found.journal_problem
+    assert found.journal_problem in caplog.text
+
+
+def test_a_journal_that_went_on_after_the_checkpoint_fits(tmp_path, journaled):
+    with journaled.open("a") as file:
+        file.write('{"step": 4}\n')
+    found = with_journal(tmp_path).find_latest()
+    assert found.checkpoint is not None
+    assert (found.checkpoint.step, found.refusals, found.journal_problem) == (3, (), "")
+
+
+# ---------------------------------------------------------------- what is looked at
 
 
 def test_without_hashes_only_sizes_are_checked(tmp_path):
@@ -345,24 +467,20 @@ def test_a_read_only_file_system_is_one_clear_error_and_can_still_be_read(small_
     assert steps(store) == [1, 2]
 
 
-def test_one_that_is_pruned_while_it_is_read_is_not_a_broken_one(tmp_path):
-    """The manifest is a pipe here: its reader goes on when the next one is published and this one pruned."""
+def test_one_that_is_pruned_while_it_is_read_is_not_a_broken_one(tmp_path, monkeypatch):
+    """The next one is published, and this one pruned, after the folder was listed and before its manifest is read."""
     store = store_at(tmp_path, keep_last=1, keep_best=0)
-    manifest = save(store, 1) / "manifest.json"
-    text = manifest.read_bytes()
-    manifest.unlink()
-    os.mkfifo(manifest)
+    save(store, 1)
+    read = catalog.read_manifest
 
-    def go_on() -> None:
-        with manifest.open("wb") as pipe:
-            save(store, 2)
-            shutil.rmtree(store.path_of(1))
-            pipe.write(text)
+    def read_too_late(directory: Path, **more: type[CheckpointError]) -> Manifest | None:
+        monkeypatch.undo()
+        save(store, 2)
+        shutil.rmtree(store.path_of(1))
+        return read(directory, **more)
 
-    writer = threading.Thread(target=go_on)
-    writer.start()
+    monkeypatch.setattr(catalog, "read_manifest", read_too_late)
     found = store_at(tmp_path).find_latest(verify=False)
-    writer.join()
     assert found.checkpoint is not None
     assert found.checkpoint.step == 2
     assert found.refusals == ()

@@ -50,6 +50,17 @@ def test_stages_that_are_done_are_named_as_such(artifacts_root: Path) -> None:
     assert plan.stage("warm-start").fingerprint is not None
 
 
+def test_what_is_damaged_is_planned_to_be_made_again_and_left_alone(artifacts_root: Path) -> None:
+    config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
+    rows = prepare_inputs(config).filtered_directory / "train.parquet"
+    rows.write_bytes(bytes(reversed(rows.read_bytes())))
+    plan = make_plan(config)
+    assert not plan.stage("filter").cached
+    assert f"made again: {rows}: hash must be" in plan.stage("filter").detail
+    assert plan.stage("dataset").cached
+    assert make_plan(config) == plan, "it writes nothing"
+
+
 def test_tokens_and_disk_follow_from_the_settings(artifacts_root: Path) -> None:
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}", "checkpoint.reserve_gb=2"])
     plan = make_plan(config)

@@ -394,7 +394,8 @@ def test_lineage_is_shown(tmp_path):
     write_run(run_dir, experiment="debug", num_steps=2, only=FEW)
     stages = (Stage("dataset", "0123456789abcdef", "artifacts/datasets/0123456789abcdef", {"train rows": 64}),)
     Lineage(stages, ("millrace", "run", "experiment=debug"), "c0ffee", True, {"torch": "2.13.0"}).write(run_dir)
-    with published_directory(run_dir / "checkpoints" / "step-000002", {"step": 2}) as folder:
+    facts = {"kind": "checkpoint", "step": 2, "created": "", "settings_fingerprint": "", "metrics": {}}
+    with published_directory(run_dir / "checkpoints" / "step-000002", facts) as folder:
         (folder / "weights").write_bytes(b"12345678")
     files = build_report(run_dir)
     words = page_of(files).words

@@ -1,13 +1,16 @@
 """What the model of step 0 depends on, and what not."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from rlcore.config.compose import load_config
-from rlcore.run.inputs import start_model_fingerprint
+from rlcore.errors import ModelError
+from rlcore.run.inputs import find_start_model, start_model_fingerprint
 from rlcore.storage.publish import read_manifest
-from tests.small_run import prepare
+from tests.checkpoint.test_store import edit_manifest
+from tests.small_run import SmallRun, prepare
 
 FILTERED = Path("filtered/0123456789abcdef")
 
@@ -59,3 +62,59 @@ def test_another_temperature_is_another_warm_start(tmp_path: Path) -> None:
         assert manifest is not None
         found.append((manifest.values["steps"], manifest.values["reward"]))
     assert found[0] != found[1]
+
+
+# ---------------------------------------------------------------- damage
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    return prepare(tmp_path_factory.mktemp("prepared"), "warm_start.max_steps=20")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "datasets/*/train.parquet",
+        "filtered/*/train.parquet",
+        "filtered/*/validation.parquet",
+        "tokenizers/*/tokenizer.json",
+        "models/*/model.safetensors",
+        "models/*/config.json",
+    ],
+)
+def test_a_flipped_bit_in_what_a_run_begins_with_is_told_and_it_is_made_again(
+    prepared: SmallRun, tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str
+) -> None:
+    shutil.copytree(prepared.config.paths.root, tmp_path / "root")
+    (damaged,) = (tmp_path / "root").glob(file)
+    whole = damaged.read_bytes()
+    flip(damaged)
+    again = prepare(tmp_path / "root", "warm_start.max_steps=20")
+    assert f"{damaged}: hash must be sha256" in caplog.text
+    assert f"kept as {damaged.parent.name}.damaged.1" in caplog.text
+    assert damaged.read_bytes() == whole
+    assert again.inputs.filtered_directory.name == prepared.inputs.filtered_directory.name
+    assert again.model_directory.name == prepared.model_directory.name
+    assert "other content than before" not in caplog.text
+
+
+def test_a_model_that_millrace_has_written_is_refused_where_it_is_damaged(prepared: SmallRun, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(prepared.model_directory, model)
+    edit_manifest(model, fingerprint=model.name)  # as an export, which is called `model`
+    overrides = ["experiment=debug", f"model.path={model}", "warm_start.enabled=false"]
+    assert find_start_model(load_config(overrides), FILTERED) is not None
+    flip(model / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"^model\.path: .*model\.safetensors: hash must be.*delete its manifest\.json"
+    ):
+        find_start_model(load_config(overrides), FILTERED)
+    (model / "manifest.json").unlink()
+    assert find_start_model(load_config(overrides), FILTERED) is None

@@ -11,11 +11,14 @@ SMALL_DISK_MIB = 8
 
 
 @contextmanager
-def mounted(folder: Path, size_mib: int = SMALL_DISK_MIB) -> Iterator[Path]:
-    """A tmpfs at `folder` inside the block. The test is skipped where mounting is not permitted."""
+def mounted(folder: Path, size_mib: int = SMALL_DISK_MIB, options: str = "mode=755") -> Iterator[Path]:
+    """A tmpfs at `folder` inside the block; `options`: more of mount's.
+
+    The test is skipped where mounting is not permitted.
+    """
     folder.mkdir(exist_ok=True)
     mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", str(folder)],
+        ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m,{options}", "tmpfs", str(folder)],
         check=False,
         capture_output=True,
         text=True,

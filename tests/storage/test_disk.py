@@ -1,6 +1,7 @@
 """Room on disk: looked at, waited for, told."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,32 @@ from rlcore.storage.disk import (
     reserve_bytes,
     wait_for_room,
 )
-from tests.storage.small_disk import SMALL_DISK_MIB, fill
+from rlcore.storage.publish import write_text_atomically
+from tests.storage.small_disk import SMALL_DISK_MIB, fill, mounted
 
 
 def test_free_bytes_are_those_of_the_file_system_that_will_be_written(small_disk):
     assert free_bytes(small_disk / "not" / "yet" / "there") == SMALL_DISK_MIB * 2**20
     fill(small_disk, leave_bytes=8192)
     assert free_bytes(small_disk) == 8192
+
+
+def test_used_up_inodes_are_told_as_such_and_not_as_free_bytes(tmp_path):
+    with mounted(tmp_path / "few", options="nr_inodes=8") as disk:
+        assert check_room(disk, 4096).enough
+        taken = []
+        with suppress(OSError):
+            for number in range(8):
+                (disk / str(number)).touch()
+                taken.append(disk / str(number))
+        report = check_room(disk, 4096)
+        assert not report.enough
+        with pytest.raises(DiskSpaceError, match=rf"^{disk}: that file system can hold no further file.*inodes.*df -i"):
+            require_room(disk, 4096)
+        with pytest.raises(DiskSpaceError, match=r"no room to write .*No space left.*inodes are used up"):
+            write_text_atomically(disk / "x", "text")
+        taken[0].unlink()
+        assert check_room(disk, 4096).enough
 
 
 def test_a_report_counts_the_reserve():
@@ -41,7 +61,7 @@ def test_too_little_room_says_how_much_is_missing_and_where(small_disk):
     fill(small_disk, leave_bytes=8192)
     assert require_room(small_disk, 4096, 4096).enough
     with pytest.raises(
-        DiskSpaceError, match=rf"{small_disk}/x: 100 bytes are missing: 8192 to write and 100 in reserve"
+        DiskSpaceError, match=rf"{small_disk}/x: 100 bytes are missing: 8,192 to write and 100 in reserve"
     ):
         require_room(small_disk / "x", 8192, 100)
 

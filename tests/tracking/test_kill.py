@@ -13,7 +13,7 @@ from rlcore.config import RunConfig
 from rlcore.tracking import sync_run
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Commit, last_attempt, read_acts
 from rlcore.tracking.carrier import delivery_lock
-from rlcore.tracking.state import read_state
+from rlcore.tracking.state import STATE_FILE, read_state
 from tests.tracking.conftest import wait_until
 from tests.tracking.reading import attempt_run, client_of, journal_points, main_run, points, values
 
@@ -144,11 +144,15 @@ def test_the_process_beside_a_killed_trainer_delivers_the_rest_and_says_killed(
 def test_a_killed_companion_is_replaced_at_the_next_checkpoint(config: RunConfig, root: Path, run_dir: Path):
     trainer = Trainer(run_dir, root, (0, 0), 200)
     trainer.run_until(10)
-    companion_of(trainer).kill()
+    companion = companion_of(trainer)
+    companion.kill()
+    unfinished = run_dir / f".tmp-{STATE_FILE}-{companion.pid}-0123abcd"  # as one leaves that is killed while it writes
+    unfinished.touch()
     trainer.run_until(10**9)
     assert trainer.process.wait() == 0
     trainer.process.communicate()
     assert_each_step_once(root, run_dir, 200)
+    assert not unfinished.exists()
 
 
 def test_sync_finds_a_run_whose_machine_went_down(config: RunConfig, root: Path, run_dir: Path):

@@ -40,7 +40,8 @@ def test_acts_come_back_as_they_were(tmp_path: Path):
 def test_lines_that_are_no_acts_are_left_out(tmp_path: Path):
     path = tmp_path / "attempts.jsonl"
     path.write_text(
-        '{"finish":"MAYBE","journal_bytes":1,"time":2}\n{"attempt":1}\nnull\n{"commit":3,"journal_bytes":4}\n{"c'
+        "[" * 200_000
+        + '\n{"finish":"MAYBE","journal_bytes":1,"time":2}\n{"attempt":1}\nnull\n{"commit":3,"journal_bytes":4}\n{"c'
     )
     assert [act for act, _ in read_acts(path)] == [Commit(3, 4)]
 

@@ -1,0 +1,48 @@
+"""Reads small files that anything may have happened to: whatever is wrong with one is an OSError or a ValueError."""
+
+import errno
+import hashlib
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+READ_BLOCK_BYTES = 1 << 20
+
+
+def open_ordinary(path: Path) -> BinaryIO:
+    """An ordinary file, open for reading.
+
+    Raises:
+        OSError: it cannot be opened, or is none: opening a FIFO would wait for a writer, a device may never end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no ordinary file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_ordinary(path: Path) -> bytes:
+    """The content of an ordinary file; raises as `open_ordinary` does."""
+    with open_ordinary(path) as file:
+        return file.read()
+
+
+def sha256_of_start(path: Path, num_bytes: int) -> str:
+    """Digest of the first bytes of a file, of all where it is shorter."""
+    digest = hashlib.sha256()
+    with open_ordinary(path) as file:
+        while num_bytes > 0 and (block := file.read(min(READ_BLOCK_BYTES, num_bytes))):
+            digest.update(block)
+            num_bytes -= len(block)
+    return digest.hexdigest()
+
+
+def parse_json(content: str | bytes) -> Any:
+    """The JSON value. Nesting so deep that Python's parser gives up is a ValueError like any other damage."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None

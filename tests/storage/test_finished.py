@@ -1,0 +1,144 @@
+"""What a run takes from disk: hashed at its first use, and made again under its name where it is damaged."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlcore.errors import DataError
+from rlcore.storage.finished import finished, finished_or_set_aside, finished_or_why
+from rlcore.storage.manifest import MANIFEST
+from tests.storage.small_disk import mounted
+from tests.storage.test_publish import _rewrite, publish
+
+
+def flip(path: Path) -> None:
+    """A bit, with the file's size and modification time as before."""
+    times, content = path.stat(), bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_what_is_whole_is_finished_and_what_is_absent_is_not(tmp_path):
+    manifest = finished(publish(tmp_path / "x", kind="demo"))
+    assert manifest is not None
+    assert manifest.values["kind"] == "demo"
+    assert finished(tmp_path / "nothing") is None
+    assert finished_or_why(tmp_path / "nothing") == (None, "")
+
+
+def test_a_flipped_bit_is_found_with_size_and_time_as_before(tmp_path):
+    target = publish(tmp_path / "x")
+    assert finished(target) is not None
+    flip(target / "sub" / "b.bin")
+    with pytest.raises(DataError, match=r"sub/b\.bin: hash must be"):
+        finished(target)
+
+
+def test_a_folder_that_nobody_changed_is_hashed_once(tmp_path, monkeypatch):
+    target = publish(tmp_path / "x")
+    monkeypatch.setattr("rlcore.storage.finished.SETTLED_NS", -(10**12))  # in place of a second's wait
+    assert finished(target) is not None
+    with monkeypatch.context() as patched:
+        patched.setattr("rlcore.storage.finished.verify_directory", lambda *_, **__: pytest.fail("hashed again"))
+        assert finished(target) is not None
+    file = target / "a.txt"
+    before = file.stat().st_ctime_ns
+    flip(file)
+    while file.stat().st_ctime_ns == before:  # a file system's clock ticks every few milliseconds
+        os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
+    assert finished_or_why(target)[0] is None
+
+
+def test_what_was_changed_a_moment_ago_is_hashed_again(tmp_path):
+    """Two changes within a tick of the file system's clock have one time."""
+    target = publish(tmp_path / "x")
+    for _ in range(50):
+        assert finished(target) is not None
+        whole = (target / "a.txt").read_bytes()
+        flip(target / "a.txt")
+        assert finished_or_why(target)[0] is None
+        (target / "a.txt").write_bytes(whole)
+
+
+def test_what_is_damaged_is_set_aside_told_and_made_again(tmp_path, caplog):
+    target = publish(tmp_path / "x")
+    flip(target / "a.txt")
+    damaged = (target / "a.txt").read_bytes()
+    assert finished_or_set_aside(target) is None
+    assert "a.txt: hash must be" in caplog.text
+    assert "kept as x.damaged.1" in caplog.text
+    assert not target.exists()
+    assert (tmp_path / "x.damaged.1" / "a.txt").read_bytes() == damaged
+    caplog.clear()
+    publish(target)
+    assert finished_or_set_aside(target) is not None
+    assert caplog.text == ""
+
+
+def test_another_content_than_the_damaged_one_was_meant_to_have_is_told(tmp_path, caplog):
+    target = publish(tmp_path / "x", "abc")
+    (target / "a.txt").unlink()
+    assert finished_or_set_aside(target) is None
+    publish(target, "other")
+    assert f"{target}: was made again with other content than before: a.txt" in caplog.text
+
+
+@pytest.mark.parametrize("other", ["folder", "pipe", "device", "link to itself", "unreadable", "nested deeply"])
+def test_a_manifest_of_another_kind_is_damage_and_never_waited_for(tmp_path, other):
+    target = publish(tmp_path / "x")
+    path = target / MANIFEST
+    path.unlink()
+    match other:
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "link to itself":
+            path.symlink_to(path)
+        case "unreadable":
+            path.symlink_to("/proc/self/mem")  # its first byte is an input/output error
+        case "nested deeply":
+            path.write_text("[" * 200_000)
+    with pytest.raises(DataError, match=r"manifest\.json: (cannot be read|is damaged)"):
+        finished(target)
+    assert finished_or_set_aside(target) is None
+    assert not os.path.lexists(target)
+
+
+def test_a_listed_file_that_is_a_pipe_is_damage(tmp_path):
+    target = publish(tmp_path / "x")
+    (target / "a.txt").unlink()
+    os.mkfifo(target / "a.txt")
+    assert "a.txt: must be an ordinary file" in finished_or_why(target)[1]
+
+
+def test_a_folder_under_the_name_of_another_is_refused(tmp_path):
+    publish(tmp_path / "x", fingerprint="x")
+    shutil.copytree(tmp_path / "x", tmp_path / "y")
+    assert finished(tmp_path / "x") is not None
+    with pytest.raises(DataError, match="is the folder of x under another name"):
+        finished(tmp_path / "y")
+
+
+def test_a_newer_format_is_no_damage(tmp_path):
+    _rewrite(publish(tmp_path / "x"), format_version=2)
+    with pytest.raises(DataError, match="got 2"):
+        finished_or_set_aside(tmp_path / "x")
+    assert (tmp_path / "x").is_dir()
+
+
+def test_what_cannot_be_renamed_is_refused(small_disk):
+    """A mount point is busy."""
+    target = publish(small_disk / "x")
+    flip(target / "a.txt")
+    content = {path.name: path.read_bytes() for path in target.iterdir() if path.is_file()}
+    with mounted(target):
+        for name, text in content.items():
+            (target / name).write_bytes(text)
+        with pytest.raises(DataError, match="was to be renamed and made again, which failed"):
+            finished_or_set_aside(target)
