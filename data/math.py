@@ -82,7 +82,7 @@ def _last_box(text: str) -> str | None:
 def _statement(text: str) -> str | None:
     """What an answer without a box says at its end; None where something mathematical follows that is not part of it.
 
-    >>> _statement("Twice nine. The answer is $18$."), _statement("The answer is 18. No, 19."), _statement("Hm.\n18")
+    >>> _statement("Twice nine. The answer is $18$."), _statement("The answer is 18. No, 19."), _statement("Hm.\\n18")
     ('18', None, '18')
     """
     anchors = list(_ANCHOR.finditer(text))

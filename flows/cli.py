@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from flows.commands.options import Commands, with_root
 from rlcore.errors import ConfigError, MillraceError, StopRequestedError
 from rlcore.run.stop import ONE_WISH_S
 
@@ -30,13 +31,16 @@ def _examples(*lines: str) -> str:
 
 
 app = typer.Typer(
+    cls=Commands,
     help="Experiments in reinforcement learning of language models: data, training, validation and report as one run.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-data_app = typer.Typer(help="Make datasets, and look into them.", no_args_is_help=True, rich_markup_mode=None)
+data_app = typer.Typer(
+    cls=Commands, help="Make datasets, and look into them.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(data_app, name="data")
 
 Settings = Annotated[
@@ -54,8 +58,11 @@ Run = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")]
-Root = Annotated[Path, typer.Option(help="Folder of datasets, models, runs and databases (paths.root).")]
+ROOT_HELP = "Folder of datasets, models, runs and databases; paths.root=DIR means the same."
+Root = Annotated[Path, typer.Option(metavar="DIR", help=ROOT_HELP)]
 ARTIFACTS = Path("artifacts")
+RootOfRun = Annotated[Path | None, typer.Option("--root", metavar="DIR", help=ROOT_HELP, show_default="artifacts")]
+"""The root of commands that take settings: none leaves it to them."""
 Uri = Annotated[str | None, typer.Option(help="MLflow store (tracking.uri); none: the one under the root.")]
 Fork = Annotated[
     str | None,
@@ -99,6 +106,7 @@ def _of_all_commands(
 )
 def run(
     settings: Settings = None,
+    root: RootOfRun = None,
     fork: Fork = None,
     dry_run: DryRun = False,
     json: AsJson = False,
@@ -109,7 +117,7 @@ def run(
     from flows.commands import run as run_command
     from flows.commands.fork import forked
 
-    start = forked(settings or [], fork, ARTIFACTS, dry_run=dry_run)
+    start = forked(with_root(settings, root), fork, dry_run=dry_run)
     run_command.run(start, dry_run=dry_run, as_json=json, verbose=verbose)
 
 
@@ -126,6 +134,7 @@ def sweep(
     max_runs: Annotated[int | None, typer.Option(min=1, help="Runs to work on at most.")] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Training steps to spend at most.")] = None,
     max_hours: Annotated[float | None, typer.Option(min=0.001, help="Begin no run after so many hours.")] = None,
+    root: RootOfRun = None,
     on_workers: Annotated[bool, typer.Option("--on-workers", help="Send the runs to the work pool.")] = False,
     dry_run: DryRun = False,
     json: AsJson = False,
@@ -138,13 +147,20 @@ def sweep(
 
     budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
     command.sweep(
-        spec, settings or [], budget=budget, on_workers=on_workers, dry_run=dry_run, as_json=json, verbose=verbose
+        spec,
+        with_root(settings, root),
+        budget=budget,
+        on_workers=on_workers,
+        dry_run=dry_run,
+        as_json=json,
+        verbose=verbose,
     )
 
 
 @app.command(epilog=_examples("millrace train experiment=countdown_demo trainer.total_steps=40"))
 def train(
     settings: Settings = None,
+    root: RootOfRun = None,
     fork: Fork = None,
     dry_run: DryRun = False,
     json: AsJson = False,
@@ -155,24 +171,25 @@ def train(
     from flows.commands import train as train_command
     from flows.commands.fork import forked
 
-    start = forked(settings or [], fork, ARTIFACTS, dry_run=dry_run)
+    start = forked(with_root(settings, root), fork, dry_run=dry_run)
     train_command.train(start, dry_run=dry_run, as_json=json, verbose=verbose)
 
 
 @app.command(epilog=_examples("millrace validate experiment=countdown_demo --checkpoint best"))
 def validate(
     settings: Settings = None,
+    root: RootOfRun = None,
     checkpoint: Annotated[str, typer.Option(help="Which one: start, last, best, or a step.")] = "last",
     verbose: Verbose = False,
 ) -> None:
     """Judge a checkpoint of a run on the held-out problems."""
     from flows.commands import train as train_command
 
-    train_command.validate(settings or [], checkpoint=checkpoint, verbose=verbose)
+    train_command.validate(with_root(settings, root), checkpoint=checkpoint, verbose=verbose)
 
 
 @app.command(epilog=_examples("millrace report experiment=countdown_demo", "millrace report artifacts/runs/<run id>"))
-def report(run: Run, root: Root = ARTIFACTS) -> None:
+def report(run: Run, root: RootOfRun = None) -> None:
     """Write the report of a run: one HTML and one Markdown file."""
     from flows.commands import train as train_command
 
@@ -192,7 +209,7 @@ def checkpoints(
     checkpoint: Annotated[str, typer.Option(help="Which one to export: last, best, or a step.")] = "last",
     prune: Annotated[bool, typer.Option("--prune", help="Delete those that the retention rule does not keep.")] = False,
     json: Annotated[bool, typer.Option("--json", help="As JSON, with all metrics of each.")] = False,
-    root: Root = ARTIFACTS,
+    root: RootOfRun = None,
 ) -> None:
     """Show the checkpoints of a run. Step, size, scores, the last and the best, and whether they are whole."""
     from flows.commands import checkpoints as checkpoints_command
@@ -203,11 +220,11 @@ def checkpoints(
 
 
 @data_app.command("make", epilog=_examples("millrace data make experiment=countdown_demo"))
-def data_make(settings: Settings = None) -> None:
+def data_make(settings: Settings = None, root: RootOfRun = None) -> None:
     """Make and filter the dataset of an experiment."""
     from flows.commands import train as train_command
 
-    train_command.make_data(settings or [])
+    train_command.make_data(with_root(settings, root))
 
 
 @data_app.command("inspect", epilog=_examples("millrace data inspect artifacts/datasets/<fingerprint> --rows 5"))

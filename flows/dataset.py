@@ -27,7 +27,7 @@ def dataset(
     """Make the dataset of an experiment, unless it is there.
 
     Args:
-        experiment: A file in conf/experiment; none: the defaults.
+        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
         overrides: Settings as on the command line, such as trainer.total_steps=40.
         seed: Fixes data, initial weights, order of prompts and every sampled token.
         root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.

@@ -27,7 +27,7 @@ def filter_flow(
     """Tokenize and filter the dataset of an experiment, which is made if it is missing.
 
     Args:
-        experiment: A file in conf/experiment; none: the defaults.
+        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
         overrides: Settings as on the command line, such as filter.max_prompt_tokens=256.
         seed: Fixes data, initial weights, order of prompts and every sampled token.
         root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.

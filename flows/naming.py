@@ -1,8 +1,11 @@
 """Names of flow runs and artifacts."""
 
 import re
+from pathlib import PurePath
 
 from prefect.runtime import flow_run
+
+from rlcore.config.compose import FILE_ENDINGS
 
 
 def flow_run_name() -> str:
@@ -10,13 +13,25 @@ def flow_run_name() -> str:
     given = flow_run.parameters
     seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
     seed += [override for override in given.get("overrides") or [] if override.startswith("seed=")]
-    return " ".join([f"{flow_run.flow_name}/{given.get('experiment') or 'defaults'}", *seed[:1]])
+    return " ".join([f"{flow_run.flow_name}/{experiment_name(given.get('experiment'))}", *seed[:1]])
 
 
-def artifact_key(run_name: str, what: str) -> str:
-    """Prefect's keys are lower-case letters, digits and dashes; a key that stays shows the history over runs.
+def experiment_name(experiment: str | None) -> str:
+    """An experiment as a flow run's name shows it.
 
-    >>> artifact_key("countdown_demo", "report")
-    'countdown-demo-report'
+    >>> experiment_name("debug"), experiment_name("/my/files/mine.yaml"), experiment_name(None)
+    ('debug', 'mine', 'defaults')
     """
-    return re.sub(r"[^a-z0-9]+", "-", f"{run_name}-{what}".lower()).strip("-")
+    named = experiment or "defaults"
+    return PurePath(named).stem if named.endswith(FILE_ENDINGS) else named
+
+
+def artifact_key(of: str, what: str) -> str:
+    """The key of an artifact of a run, a sweep or a comparison, by its id: Prefect shows the history of each key.
+
+    Its letters are lower-case letters, digits and dashes.
+
+    >>> artifact_key("countdown_demo-s1-1bb2114f", "report")
+    'countdown-demo-s1-1bb2114f-report'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", f"{of}-{what}".lower()).strip("-")

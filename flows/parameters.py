@@ -10,11 +10,17 @@ from flows.work.stack_store import in_stack
 from rlcore.config import RunConfig
 from rlcore.config.compose import experiment_names, load_config
 
-Experiment = Annotated[
-    str | None,
-    WithJsonSchema({"anyOf": [{"type": "string", "enum": list(experiment_names())}, {"type": "null"}]}),
-]
-"""A file in `conf/experiment`; None takes the defaults. `load_config` refuses an unknown name, with a proposal."""
+_NAMES = experiment_names()
+_EITHER = {
+    "type": "string",
+    "anyOf": [
+        {"title": "Name", "type": "string", "enum": list(_NAMES)},
+        {"title": "File", "type": "string", "pattern": r"\.ya?ml$"},
+    ],
+    "pattern": rf"^({'|'.join(_NAMES)}|.*\.ya?ml)$",  # says the same, and Prefect tells it to whoever gives neither
+}
+Experiment = Annotated[str | None, WithJsonSchema({"anyOf": [_EITHER, {"type": "null"}]})]
+"""A name in `conf/experiment`, or the path of a file; None takes the defaults. The form has a field for each."""
 NO_OVERRIDES: list[str] = []
 """The default of every flow; none of them changes it."""
 Seed = Annotated[int | None, Field(ge=0, lt=2**31)]

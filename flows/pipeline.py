@@ -64,7 +64,7 @@ def pipeline(
     """Run an experiment from its dataset to its report. What is finished already is not done again.
 
     Args:
-        experiment: A file in conf/experiment; none: the defaults.
+        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
         overrides: Settings as on the command line, such as rollout.samples_per_prompt=16.
         seed: Fixes data, initial weights, order of prompts and every sampled token.
         total_steps: Steps of the run; a step is one batch of prompts sampled, scored and learned from.
@@ -110,6 +110,6 @@ def pipeline(
         written = report(experiment, given)
         recorded = record.finish(written, weights, best)
         if recorded.url:
-            show_link(config.name, "mlflow", recorded.url, f"MLflow run {recorded.mlflow_run_id}")
+            show_link(run.run_id, "mlflow", recorded.url, f"MLflow run {recorded.mlflow_run_id}")
         tell(f"done: {run.run_id}")
         return PipelineResult(run.run_id, run.layout.run_dir, judgements, written.html, weights.directory, recorded)

@@ -27,7 +27,7 @@ def report(
     """Write the report of a run as one HTML file, and as JSON.
 
     Args:
-        experiment: A file in conf/experiment; none: the defaults.
+        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
         overrides: Settings as on the command line; they name the run.
         seed: Of the run.
         root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
@@ -36,5 +36,5 @@ def report(
     config = settings_of(experiment, given)
     tell_command(plain_command("report", experiment, given))
     made = make_report(config)
-    show_report(config.name, RunLayout.of(config).run_dir, made)
+    show_report(RunLayout.of(config).run_dir, made)
     return made

@@ -86,7 +86,7 @@ def train(
     """Train an experiment's model, from its newest checkpoint if it has one.
 
     Args:
-        experiment: A file in conf/experiment; none: the defaults.
+        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
         overrides: Settings as on the command line, such as algo.clip_high=0.28.
         seed: Fixes data, initial weights, order of prompts and every sampled token.
         total_steps: Steps of the run; a step is one batch of prompts sampled, scored and learned from.

@@ -37,7 +37,7 @@ def validate(
     """Judge the model before training, and a checkpoint of the run.
 
     Args:
-        experiment: A file in conf/experiment; none: the defaults.
+        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
         overrides: Settings as on the command line, such as validation.samples_per_problem=8.
         seed: Of the run that is judged.
         checkpoint: start, last, best, a step, or the name of a checkpoint's folder, such as step-000040.
@@ -46,10 +46,10 @@ def validate(
     given, checkpoint = all_overrides(overrides, seed=seed, root=root), stages.checkpoint_name(checkpoint)
     config = settings_of(experiment, given)
     tell_command(plain_command("validate", experiment, given))
-    with open_run(config):
+    with open_run(config) as run:
         inputs = stages.prepare_inputs(config)
         after = "after" if checkpoint == "last" else checkpoint
         judge_task = retried(judge, config)
         judgements = [judge_task(config, inputs, "start", "before"), judge_task(config, inputs, checkpoint, after)]
-        show_validations(config.name, judgements)
+        show_validations(run.run_id, judgements)
         return judgements

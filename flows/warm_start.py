@@ -32,7 +32,7 @@ def warm_start(
     """Make the model that an experiment's training starts from, unless it is there.
 
     Args:
-        experiment: A file in conf/experiment; none: the defaults.
+        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
         overrides: Settings as on the command line, such as warm_start.stop_at_reward=0.4.
         seed: Fixes data, initial weights, order of prompts and every sampled token.
         root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.

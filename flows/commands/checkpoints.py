@@ -18,7 +18,7 @@ BYTES_PER_MB = 1e6
 
 
 def checkpoints(
-    run: list[str], *, root: Path, verify: bool, export: Path | None, checkpoint: str, prune: bool, as_json: bool
+    run: list[str], *, root: Path | None, verify: bool, export: Path | None, checkpoint: str, prune: bool, as_json: bool
 ) -> None:
     """Prune and export, where asked for, then show what there is.
 

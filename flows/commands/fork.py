@@ -5,6 +5,7 @@ from pathlib import Path
 
 from flows.commands.checkpoints import export_to, start_model_of
 from flows.commands.named_run import named_run
+from flows.commands.options import ROOT, root_of
 from flows.parameters import written
 from rlcore.checkpoint.manage import find_checkpoint
 from rlcore.config import RunConfig
@@ -12,8 +13,6 @@ from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import CheckpointError
 from rlcore.storage.finished import finished_or_set_aside, finished_or_why
-
-ROOT = "paths.root="
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Fork:
         return config.model_copy(update={"model": model}), config
 
 
-def forked(settings: list[str], source: str | None, root: Path, *, dry_run: bool = False) -> Fork:
+def forked(settings: list[str], source: str | None, *, dry_run: bool = False) -> Fork:
     """The settings, and those that make a checkpoint's weights the model of step 0; as they are where source is None.
 
     The weights go to `<root of the source>/models/fork-<digest>` as a transformers directory, once for a checkpoint.
@@ -50,7 +49,7 @@ def forked(settings: list[str], source: str | None, root: Path, *, dry_run: bool
     if source is None:
         return Fork(settings)
     name, _, checkpoint = source.partition("@")
-    config, layout = named_run([name], _root_said(settings) or root)
+    config, layout = named_run([name], _root_said(settings))
     info = find_checkpoint(layout.checkpoints, checkpoint or "last")
     digest = fingerprint("fork", {"run": layout.run_dir.name, "step": info.step, "created": info.created})
     target = layout.root / "models" / f"fork-{digest}"
@@ -74,5 +73,5 @@ def _root_said(settings: list[str]) -> Path | None:
     """Where the new run goes: a run that is named by its id is looked for there. The settings cannot be read as a whole
     yet: their model is still to come.
     """
-    said = [text.removeprefix(ROOT) for text in settings if text.startswith(ROOT)]
-    return Path(said[-1].strip("'\"")) if said else None
+    said = [text for text in settings if text.startswith(ROOT)]
+    return root_of(said[-1]) if said else None

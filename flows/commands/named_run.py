@@ -2,26 +2,27 @@
 
 from pathlib import Path
 
+from flows.commands.options import with_root
 from flows.work.run_folders import named_runs
-from rlcore.config import RunConfig
+from rlcore.config import PathsConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError
 from rlcore.run.layout import RunLayout
 
 
-def named_run(words: list[str], root: Path) -> tuple[RunConfig, RunLayout]:
-    """Settings and folders of a run. An id, or the beginning of one, is looked up below `root`.
+def named_run(words: list[str], root: Path | None) -> tuple[RunConfig, RunLayout]:
+    """Settings and folders of a run. An id, or the beginning of one, is looked up below `root` (None: the usual one).
 
     Raises:
         ConfigError: the settings are wrong.
         DataError: there is no such run, its settings cannot be read, or a part of it is of another kind.
     """
     if len(words) == 1 and "=" not in words[0]:
-        (folder,) = named_runs(words, root)
+        (folder,) = named_runs(words, root or Path(PathsConfig().root))
         config, layout = _in_folder(folder)
         layout.require_kinds()
         return config, layout
-    config = load_config(words)
+    config = load_config(with_root(words, root))
     layout = RunLayout.of(config)
     if not layout.run_dir.is_dir():
         raise DataError(

@@ -79,7 +79,7 @@ def validate(settings: list[str], *, checkpoint: str, verbose: bool) -> None:
         display().line(f"answers: {judgement.file}")
 
 
-def report(run: list[str], root: Path) -> None:
+def report(run: list[str], root: Path | None) -> None:
     """Write the report."""
     _, layout = named_run(run, root)
     written = write_report(layout)

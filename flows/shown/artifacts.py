@@ -42,7 +42,7 @@ def _show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
     if known is not None:
         update_progress_artifact(known, progress=percent, description=text)
         return
-    key = artifact_key(run.config.name, f"progress-{stage}")
+    key = artifact_key(run.run_id, f"progress-{stage}")
     made = create_progress_artifact(percent, key=key, description=text)
     assert isinstance(made, UUID)
     run.shown.progress[stage] = made
@@ -58,13 +58,13 @@ def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]
         for figure in sorted(summary)
         if not figure.endswith(CI_ENDS)
     ]
-    key = artifact_key(run.config.name, "latest-validation")
+    key = artifact_key(run.run_id, "latest-validation")
     in_passing(run, lambda: create_table_artifact(rows, key=key, description=f"{run.run_id} at step {step}"))
 
 
 def show_summary(run: OpenRun, now: str) -> None:
     """Where the run stands, with a curve of its reward."""
-    key = artifact_key(run.config.name, "summary")
+    key = artifact_key(run.run_id, "summary")
     in_passing(run, lambda: create_markdown_artifact(_summary(run, now), key=key))
 
 
@@ -82,14 +82,14 @@ def _summary(run: OpenRun, now: str) -> str:
     return "\n\n".join(part for part in (f"## {run.run_id}", now, curve, page) if part)
 
 
-def show_validations(run_name: str, judgements: Sequence[Judgement]) -> None:
+def show_validations(run_id: str, judgements: Sequence[Judgement]) -> None:
     """A table with a row for each figure and a column for each validation."""
     figures = sorted({figure for one in judgements for figure in one.summary if not figure.endswith(CI_ENDS)})
     rows = [
         {"figure": figure} | {one.name: _with_interval(one.summary, figure) for one in judgements} for figure in figures
     ]
     steps = ", ".join(f"{one.name}: step {one.step}" for one in judgements)
-    harmless(lambda: create_table_artifact(rows, key=artifact_key(run_name, "validation"), description=steps))
+    harmless(lambda: create_table_artifact(rows, key=artifact_key(run_id, "validation"), description=steps))
 
 
 CI_ENDS = ("/ci_low", "/ci_high")
@@ -114,7 +114,7 @@ def show_checkpoints(run: OpenRun) -> None:
         }
         for info in scan(run.layout.checkpoints).checkpoints
     ]
-    in_passing(run, lambda: create_table_artifact(rows, key=artifact_key(run.config.name, "checkpoints")))
+    in_passing(run, lambda: create_table_artifact(rows, key=artifact_key(run.run_id, "checkpoints")))
 
 
 def show_mlflow_page(run: OpenRun) -> None:
@@ -123,21 +123,21 @@ def show_mlflow_page(run: OpenRun) -> None:
         return
 
     def create() -> None:
-        key = artifact_key(run.config.name, "mlflow")
+        key = artifact_key(run.run_id, "mlflow")
         create_link_artifact(run.shown.mlflow_page, f"{run.run_id} in MLflow", key=key)
         run.shown.mlflow_link = True
 
     in_passing(run, create)
 
 
-def show_report(name: str, run_dir: Path, report: Report) -> None:
+def show_report(run_dir: Path, report: Report) -> None:
     """The report's summary as the flow run shows it."""
 
     def create() -> object:
         from rlcore.report import summary_markdown
 
         text = f"{summary_markdown(run_dir)}\n\nFull report: `{report.html}`\n"
-        return create_markdown_artifact(text, key=artifact_key(name, "report"))
+        return create_markdown_artifact(text, key=artifact_key(run_dir.name, "report"))
 
     harmless(create)
 
@@ -145,9 +145,10 @@ def show_report(name: str, run_dir: Path, report: Report) -> None:
 def show_comparison(made: Comparison) -> None:
     """A comparison as the flow run shows it, and a link to MLflow's page of the same runs."""
     text = f"{made.summary}\n\nFull comparison: `{made.html}`\n"
-    harmless(lambda: create_markdown_artifact(text, key=artifact_key("comparison", made.html.parent.name)))
+    name = f"comparison-{made.html.parent.name}"
+    harmless(lambda: create_markdown_artifact(text, key=artifact_key(name, "report")))
     if made.mlflow_page:
-        show_link("comparison", "mlflow", made.mlflow_page, "The same runs in MLflow")
+        show_link(name, "mlflow", made.mlflow_page, "The same runs in MLflow")
 
 
 def show_link(name: str, what: str, url: str, text: str) -> None:

@@ -6,6 +6,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import Field
 
+from flows.naming import experiment_name
 from flows.parameters import NO_OVERRIDES, Root, command_words, plain_command, settings_of
 from flows.pipeline import one_heartbeat
 from flows.plan.checks import check_before_plan, check_before_start
@@ -22,7 +23,7 @@ from rlcore.tracking.store import PARENT_TAG
 def child_run_name() -> str:
     """`debug optim.lr=0.001 seed=2 to step 4`."""
     given = flow_run.parameters
-    words = [given.get("experiment") or "defaults", *(given.get("label") or "").split()]
+    words = [experiment_name(given.get("experiment")), *(given.get("label") or "").split()]
     return " ".join([*words, f"to step {given['to_step']}"] if given.get("to_step") else words)
 
 
@@ -38,7 +39,7 @@ def sweep_child(
     """Train one run of a sweep: data, start model, chunks up to a step; what is done is not done again.
 
     Args:
-        experiment: A name in conf/experiment, or the path of a file; none: the defaults.
+        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
         overrides: Settings as on the command line, such as optim.lr=1e-4.
         to_step: Step after which it is compared with others; none: its last.
         label: What tells it from the other runs of the sweep.

@@ -81,13 +81,13 @@ def show_table(sweep: Sweep, points: Sequence[PointRecord]) -> None:
         | {f"seed {member.seed}": member.score if not member.error else "failed" for member in point.members}
         for point in order
     ]
-    harmless(lambda: create_table_artifact(rows, key=artifact_key(sweep.spec.name, "sweep"), description=metric))
+    harmless(lambda: create_table_artifact(rows, key=artifact_key(sweep.sweep_id, "sweep"), description=metric))
 
 
 def show_summary(sweep: Sweep, result: SweepResult) -> None:
     """Where everything is, as Markdown in Prefect."""
     lines = [f"# Sweep {result.sweep_id}", "", *(f"- {line}" for line in summary_of(result))]
-    key = artifact_key(sweep.spec.name, "sweep-summary")
+    key = artifact_key(sweep.sweep_id, "sweep-summary")
     harmless(lambda: create_markdown_artifact("\n".join(lines) + "\n", key=key))
 
 

@@ -26,6 +26,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -49,7 +50,8 @@ GROUPS = {
 }
 """Each group and the member that is taken where nothing else is said."""
 EXCLUSIVE_GROUPS = ("data", "critic")
-"""Groups whose members have different keys: choosing another one drops what the experiment says about the section."""
+"""Groups whose members have different keys: what an experiment's file says of the section holds for the member that the
+file chooses, and is left out where an override, or a file that builds on it, chooses another one."""
 FILE_ENDINGS = (".yaml", ".yml")
 """What tells the path of an experiment's file from a name in `conf/experiment`."""
 _ROOT = "millrace"
@@ -116,11 +118,8 @@ def _keys_in_file(experiment: str | None) -> set[str]:
     """Dotted keys that an experiment's file itself gives, not those of the files that it builds on."""
     if experiment is None:
         return set()
-    own = experiment.endswith(FILE_ENDINGS)
-    node = OmegaConf.load(experiment if own else CONF_DIR / "experiment" / f"{experiment}.yaml")
-    found = OmegaConf.to_container(node)
-    assert isinstance(found, dict)
-    return {key for key in leaves({str(name): value for name, value in found.items()}) if key != "defaults"}
+    file = _OUTSIDE if experiment.endswith(FILE_ENDINGS) else experiment
+    return {key for key in leaves(_content(file, experiment)) if key != "defaults"}
 
 
 _Choice = tuple[str | None, tuple[tuple[str, str], ...]]
@@ -229,12 +228,13 @@ def _choose(request: _Request, group: str, value: Any, findings: Findings) -> No
     if value is None and group == "experiment":
         return
     if group == "experiment" and str(value).endswith(FILE_ENDINGS):
-        if Path(value).is_file():
+        if reason := _why_unreadable(Path(value)):
+            unsound = {*section_names(), *RunConfig.model_fields}
+            got = str(value) if Path(value).is_absolute() else f"{value} in {Path.cwd()}"
+            remedy = f"Name a file that this process can read, or one of {', '.join(experiment_names())}"
+            findings.add(Problem(group, reason, got, remedy), *unsound)
+        else:
             request.experiment = str(value)
-            return
-        unsound = {*section_names(), *RunConfig.model_fields}
-        remedy = f"Name a file that is there, or one of {', '.join(experiment_names())}"
-        findings.add(Problem(group, "there is no such file", shown(value), remedy), *unsound)
         return
     members = experiment_names() if group == "experiment" else group_members(group)
     if value not in members:
@@ -247,13 +247,24 @@ def _choose(request: _Request, group: str, value: Any, findings: Findings) -> No
         request.choices[group] = value
 
 
+def _why_unreadable(file: Path) -> str:
+    """Why a file cannot be read by this process; nothing if it can."""
+    try:
+        if not file.is_file():
+            return "there is no such file"
+        with file.open("rb"):
+            return ""
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
 def _composed(request: _Request, findings: Findings) -> dict[str, Any]:
     """The settings by Hydra, without value overrides; the caller holds the lock."""
     _store_defaults()
     try:
         with _hydra():
             return _choices_composed(request)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         named = request.experiment or "none"
         remedy = "Mend the file; conf/experiment/debug.yaml shows the form"
@@ -268,13 +279,35 @@ def _choices_composed(request: _Request) -> dict[str, Any]:
     if request.experiment is None:
         return _compose(chosen)[0]
     named = f"{_EXPERIMENT}={_member_of(request.experiment)}"
-    settings = _compose([named, *chosen])[0]
-    replaced = [group for group in EXCLUSIVE_GROUPS if group in request.choices]
-    own_choices = _compose([named])[1] if replaced else {}
-    for group in replaced:
-        if request.choices[group] != own_choices[group]:
-            settings[group] = _compose([f"{group}={request.choices[group]}"])[0][group]
+    settings, members = _compose([named, *chosen])
+    files = _experiment_files(named)
+    if not chosen and len(files) == 1:
+        return settings
+    own_members = {file: _compose([f"{_EXPERIMENT}={file}"])[1] for file in files}
+    for group in EXCLUSIVE_GROUPS:
+        fitting = [file for file in files if own_members[file][group] == members[group]]
+        if len(fitting) < len(files):
+            sections = [_compose([f"{group}={members[group]}"])[0][group]]
+            sections += [_content(file, request.experiment).get(group) for file in fitting]
+            said = [section for section in sections if section is not None]
+            settings[group] = OmegaConf.to_container(OmegaConf.merge(*said)) if said else None
     return settings
+
+
+def _experiment_files(named: str) -> list[str]:
+    """The experiment's file and those that it builds on, in the order in which Hydra lays them over one another."""
+    loader = GlobalHydra.instance().config_loader()
+    layers = loader.compute_defaults_list(config_name=_ROOT, overrides=[named], run_mode=RunMode.RUN).defaults
+    paths = [layer.config_path for layer in layers if layer.config_path is not None]
+    return [path.removeprefix("experiment/") for path in paths if path.startswith("experiment/")]
+
+
+def _content(file: str, experiment: str) -> dict[str, Any]:
+    """What a file of `conf/experiment`, or the experiment's own file from elsewhere, says by itself."""
+    path = Path(experiment) if file == _OUTSIDE else CONF_DIR / "experiment" / f"{file}.yaml"
+    found = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(found, dict)
+    return {str(name): value for name, value in found.items()}
 
 
 def _member_of(experiment: str) -> str:

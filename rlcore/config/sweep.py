@@ -135,6 +135,11 @@ class SweepSpec(Section):
     budget: Budget = Budget()
 
     @property
+    def says_a_search(self) -> bool:
+        """Whether it says how points are chosen."""
+        return any(getattr(self, name) is not None for name in SEARCHES)
+
+    @property
     def search(self) -> str:
         """Which of `SEARCHES` it is."""
         return next(name for name in SEARCHES if getattr(self, name) is not None)

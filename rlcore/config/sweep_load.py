@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
@@ -18,6 +19,7 @@ from rlcore.config.fingerprint import fingerprint, lasting_settings
 from rlcore.config.problems import Problem, did_you_mean, settings_error, shown
 from rlcore.config.run import RunConfig
 from rlcore.config.sweep import (
+    SEARCHES,
     Budget,
     Halving,
     Objective,
@@ -33,6 +35,9 @@ from rlcore.config.sweep_points import edges_of, points_of, written
 SWEEPS_DIR = CONF_DIR / "sweep"
 _SECTIONS = (SweepSpec, Objective, Range, RandomSearch, OptunaSearch, Pruning, Halving, Budget)
 _WORDS = tuple(name for section in _SECTIONS for name in section.model_fields)
+
+_STAND_INS: Mapping[int | str, JsonValue] = {"name": "unnamed", "num_points": 1}
+"""For what is missing in a file, or wrong, so that the rest of it can be checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,8 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
     Raises:
         ConfigError: one message with every mistake.
     """
-    spec = _parsed(_content(_file_of(source)))
+    problems: list[Problem] = []
+    spec = _parsed(_content(_file_of(source)), problems)
     if budget is not None:
         changed = spec.budget.model_copy(update=budget.model_dump(exclude_none=True))
         spec = spec.model_copy(update={"budget": changed})
@@ -100,27 +106,39 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
         spec = spec.model_copy(update={"experiment": str(Path(spec.experiment).absolute())})
     replaced = {_key(text) for text in overrides}
     shared = (*(text for text in spec.overrides if _key(text) not in replaced), *overrides)
-    _stop_if(checks.of_search(spec))
-    points = points_of(spec)
-    _stop_if([*checks.of_keys(spec, points), *checks.of_seeds(spec, shared)])
-    checked = edges_of(spec.space) if spec.optuna is not None else points
-    swept = {key for point in checked for key in point}
-    judged = judge_settings([shared, *([*shared, *written(point)] for point in checked)], experiment=spec.experiment)
-    (base, problems), of_points = judged[0], judged[1:]
-    given = [
-        Problem(key, "is swept, and given for all points", key, "Keep one") for key in map(_key, shared) if key in swept
-    ]
-    _stop_if([*given, *problems])
-    _stop_if(checks.of_points(checked, [found for _, found in of_points]))
-    configs = [config for config, _ in of_points]
+    of_search = [] if problems and not spec.says_a_search else list(checks.of_search(spec))
+    points = points_of(spec) if not of_search else []
+    # What is empty because its entries are wrong is told by those.
+    of_search = [one for one in of_search if not any(told.key.startswith(f"{one.key}.") for told in problems)]
+    problems += [*of_search, *checks.of_keys(spec, points), *checks.of_seeds(spec, shared)]
+    base, configs = _judged(spec, shared, points, problems)
     rungs = checks.rungs_of(spec, base)
-    doubled = [] if spec.optuna is not None else checks.twice(points, configs)
-    _stop_if([*doubled, *checks.of_metric(spec, configs), *checks.of_rungs(spec, rungs, configs)])
+    if not problems and spec.optuna is None:
+        problems += checks.twice(points, configs)
+    problems += [*checks.of_metric(spec, configs), *checks.of_rungs(spec, rungs, configs)]
+    _stop_if(problems)
     return Sweep(spec, shared, base, tuple(points), rungs)
 
 
 def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
+
+
+def _judged(
+    spec: SweepSpec, shared: Sequence[str], points: Sequence[Point], problems: list[Problem]
+) -> tuple[RunConfig, list[RunConfig]]:
+    """The settings that all points share and those of each point, as far as they are sound; what is not is added."""
+    swept = {key for point in points for key in point} | spec.space.keys()
+    given = [key for key in map(_key, shared) if key in swept]
+    problems += [Problem(key, "is swept, and given for all points", key, "Keep one") for key in given]
+    told = {problem.key.removeprefix(f"{search}.") for problem in problems for search in SEARCHES}
+    every = edges_of(spec.space) if spec.optuna is not None else points
+    checked = [{key: value for key, value in point.items() if key not in told} for point in every]
+    judged = judge_settings([shared, *([*shared, *written(point)] for point in checked)], experiment=spec.experiment)
+    (base, of_all), of_points = judged[0], judged[1:]
+    problems += of_all
+    problems += checks.of_points(checked, [[one for one in found if one not in of_all] for _, found in of_points])
+    return base, [config for config, _ in of_points]
 
 
 def _stop_if(problems: Iterable[Problem]) -> None:
@@ -153,14 +171,43 @@ def _content(file: Path) -> dict[str, Any]:
     return {str(name): value for name, value in found.items()}
 
 
-def _parsed(content: Mapping[str, Any]) -> SweepSpec:
-    try:
-        # Strict JSON, as for settings: true is no number and "5" is none either.
-        return SweepSpec.model_validate_json(json.dumps(content), strict=True)
-    except ValidationError as error:
-        details = error.errors(include_url=False)
-    _stop_if([problem for detail in details if (problem := _of_detail(detail)) is not None])
-    raise AssertionError("an error without details")
+def _parsed(content: Mapping[str, Any], problems: list[Problem]) -> SweepSpec:
+    """The file without what is wrong in it, which is added to `problems`."""
+    content, is_first = deepcopy(dict(content)), True
+    while True:
+        try:
+            # Strict JSON, as for settings: true is no number and "5" is none either.
+            return SweepSpec.model_validate_json(json.dumps(content), strict=True)
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+        if is_first:  # later ones follow from what was taken out
+            problems += [problem for detail in details if (problem := _of_detail(detail)) is not None]
+        is_first = False
+        places = {_place(content, detail["loc"]) for detail in details}
+        for path in sorted(places, reverse=True):  # the entries of a list from its end
+            _take_out(content, path)
+
+
+def _place(content: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
+    """Where in the file a mistake is: pydantic puts the kinds of a union into its place, which are no part of it."""
+    path: list[int | str] = []
+    for part in loc:
+        known = content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()
+        if part in known:
+            content = content[part]
+            path.append(part)
+    return (*path, loc[-1]) if loc[-1] in _STAND_INS and path[-1:] != [loc[-1]] else tuple(path)
+
+
+def _take_out(content: Any, path: Sequence[int | str]) -> None:
+    """Remove one part; what must be there is stood in for."""
+    *outer, last = path
+    for part in outer:
+        content = content[part]
+    if last in _STAND_INS:
+        content[last] = _STAND_INS[last]
+    else:
+        del content[last]
 
 
 def _of_detail(detail: ErrorDetails) -> Problem | None:
@@ -179,7 +226,8 @@ def _of_detail(detail: ErrorDetails) -> Problem | None:
             return Problem(".".join(loc), "must be a list of values, or a range", shown(got), remedy)
     key = ".".join(loc)
     if kind == "extra_forbidden":
-        remedy = f"{did_you_mean(loc[-1], _WORDS)}docs/sweeps.md lists what a sweep may say"
+        words = tuple(SweepSpec.model_fields) if len(loc) == 1 else _WORDS
+        remedy = f"{did_you_mean(loc[-1], words)}docs/sweeps.md lists what a sweep may say"
         return Problem(key, "there is nothing of that name in a sweep", shown(got), remedy)
     rule = (
         detail["msg"]

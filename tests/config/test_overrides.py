@@ -1,5 +1,6 @@
 """What one may write on the command line, and what is told when it is wrong."""
 
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -306,6 +307,66 @@ def test_a_file_that_cannot_be_read_is_one_problem(own_conf, text, told):
     line = the_problem(experiment="mine")
     assert line.startswith("experiment: its files in conf/ cannot be read (")
     assert told in line
+
+
+MULTIPLICATION = ("data.build=data.multiplication:build", "data.scorer=data.multiplication:score")
+OF_ANOTHER_TASK = """
+data: {build: data.multiplication:build, scorer: data.multiplication:score}
+"""
+
+
+@pytest.mark.parametrize("base", ["debug", "debug@_here_"])
+def test_a_file_that_chooses_another_task_inherits_no_keys_of_the_task_before(tmp_path, base):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"defaults: [{base}, override /data: custom, _self_]\n{OF_ANOTHER_TASK}")
+    same = load_config([*MULTIPLICATION, "data=custom"], experiment="debug")
+    assert load_config([], experiment=str(file)) == same
+    assert load_config(["data=custom"], experiment=str(file)) == same
+
+
+def test_a_file_upon_a_file_keeps_what_was_said_of_the_task_that_both_choose(own_conf):
+    (own_conf / "mine.yaml").write_text(f"defaults: [debug, override /data: custom, _self_]\n{OF_ANOTHER_TASK}")
+    (own_conf / "more.yaml").write_text("defaults: [mine, _self_]\ndata: {train_size: 64}\n")
+    given = [*MULTIPLICATION, "data=custom", "data.train_size=64"]
+    assert load_config([], experiment="more") == load_config(given, experiment="debug")
+    back = load_config(["data=countdown"], experiment="more").data
+    assert back == load_config([], experiment="debug").data, "what debug says of countdown, and nothing of the others"
+
+
+def test_a_file_that_goes_back_to_grpo_leaves_the_critic_behind(own_conf):
+    text = "defaults: [countdown_ppo_demo, override /algo: grpo, _self_]\nalgo: {lam: 1}\n"
+    (own_conf / "mine.yaml").write_text(text)
+    assert load_config([], experiment="mine").critic is None
+    assert load_config(["algo=grpo", "algo.lam=1"], experiment="countdown_ppo_demo").critic is None
+
+
+def test_a_path_that_is_no_file_is_told_with_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert the_problem(experiment="mine.yaml").startswith(
+        f"experiment: there is no such file; got mine.yaml in {tmp_path}. Name a file that this process can read, or "
+    )
+
+
+def test_a_file_that_may_not_be_read_is_one_problem(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("seed: 2\n")
+    file.chmod(0)
+    is_root = os.geteuid() == 0
+    if is_root:
+        tmp_path.chmod(0o755)
+        os.seteuid(65534)  # the superuser may read anything
+    try:
+        line = the_problem(experiment=str(file))
+    finally:
+        if is_root:
+            os.seteuid(0)
+    assert line.startswith(f"experiment: cannot be read (Permission denied); got {file}. ")
+
+
+def test_a_file_that_is_no_text_is_one_problem(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(b"\xff\xfe\x00name")
+    assert the_problem(experiment=str(file)).startswith("experiment: its files cannot be read (")
 
 
 # ---------------------------------------------------------------- Hydra's global state

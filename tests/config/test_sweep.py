@@ -71,7 +71,11 @@ def test_settings_of_the_command_go_before_those_of_the_file(tmp_path):
         ("grid: {seed: [1, 2]}", "grid.seed: cannot be swept"),
         ("grid: {experiment: [debug]}", "grid.experiment: cannot be swept"),
         ("grid: {optim.lrr: [1]}", "grid.optim.lrr: there is no such setting; got optim.lrr. Did you mean optim.lr?"),
-        ("grids: {optim.lr: [1]}\nlist: [{seed: 1}]", "grids: there is nothing of that name in a sweep"),
+        (
+            "seed: 3\ngrid: {optim.lr: [1]}",
+            "seed: there is nothing of that name in a sweep; got 3. Did you mean seeds?",
+        ),
+        ("grids: {optim.lr: [1]}", "grids: there is nothing of that name in a sweep; got {optim.lr:[1]}. Did you mean"),
         ("random: {num_points: 2, space: {optim.lr: {low: 2, high: 1}}}", "random.space.optim.lr: low must be below"),
         (
             "random: {num_points: 2, space: {optim.lr: {low: 0, high: 1, log: true}}}",
@@ -103,6 +107,32 @@ def test_wrong_values_of_all_points_are_told_together_each_once(mistakes):
     assert [line.partition(":")[0] for line in found] == ["optim.lr", "algo", "trainer.mini_batch_size"]
     assert "point optim.lr=-1 trainer.mini_batch_size=8 algo=grpo and 3 more" in found[0]
     assert "Did you mean dapo?" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        (
+            "seed: 3\noverrides: [trainer.totl_steps=5]\ngrid: {optim.lrr: [1], optim.weight_decay: [-1]}",
+            ["seed", "grid.optim.lrr", "trainer.totl_steps", "optim.weight_decay"],
+        ),
+        ("seeds: [1, 1, -1]\nbudgets: {}\ngrid: {seed: [1]}", ["budgets", "grid.seed", "seeds", "seeds"]),
+        (
+            "objective: {metric: reward/mean, direction: up}\nlist: [{optim.lr: -1}, 5]",
+            ["objective.direction", "list.1", "optim.lr", "objective.metric"],
+        ),
+        (
+            "random: {num_points: 0, space: {optim.lr: {low: 2, high: 1}, algo: [dapoo]}}\nhalving: {first_steps: 9}",
+            ["random.num_points", "random.space.optim.lr", "algo", "halving.first_steps"],
+        ),
+        ("seed: 3\ngrid: {optim.lr: 5}\nbudget: []", ["seed", "grid.optim.lr", "budget"]),
+        ("random: {space: {optim.lr: {low: 2, high: 1}}}", ["random.num_points", "random.space.optim.lr"]),
+        ("experiment: debgu\ngrids: {}\noverrides: [a b]", ["grids", "override", "experiment"]),
+    ],
+)
+def test_mistakes_of_every_kind_are_told_at_once(mistakes, text, keys):
+    head = "name: a\n" if text.startswith("experiment") else HEAD
+    assert sorted(line.partition(": ")[0] for line in mistakes(head + text)) == sorted(keys)
 
 
 @pytest.mark.parametrize("source", ["debug_gird", "there_is_none.yaml"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli import app, exit_code
 from flows.commands.fork import Fork
 from flows.commands.train import train, validate
 from flows.parameters import written
@@ -170,3 +171,47 @@ def test_a_run_to_fork_is_looked_for_where_the_new_one_goes(bare: Millrace) -> N
 def test_a_root_of_any_name_comes_through_hydra() -> None:
     for root in ("/data/jürgen", "my runs", "/a(b),c=d", "it's \\ odd", "ends in \\", "null", "1e3", "/plain/path-1.0"):
         assert load_config([f"paths.root={written(root)}"], experiment="debug").paths.root == root
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Exit code and output of a command that this process runs."""
+    code = exit_code(lambda: app(words))
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+@pytest.mark.parametrize("verb", ["run", "train", "validate", "sweep", "data make", "report", "checkpoints"])
+def test_settings_given_as_options_are_all_told_with_their_keys(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    code, said = told(capsys, *verb.split(), "experiment=debug", "--lr", "1e-4", "--total-steps=5", "--experiment")
+    assert code == 2
+    assert [line.partition("Did you mean ")[2] for line in said.splitlines()[1:]] == [
+        "optim.lr=1e-4?",
+        "trainer.total_steps=5?",
+        "experiment=VALUE?",
+    ]
+
+
+def test_a_mistyped_option_is_told_with_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = told(capsys, "run", "experiment=debug", "--frok", "other")
+    assert (code, "--fork" in said) == (2, True)
+
+
+@pytest.mark.parametrize("given", ["--root={}", "paths.root={}"])
+def test_every_command_takes_the_root_as_an_option_and_as_a_setting(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, given: str
+) -> None:
+    root, where = tmp_path / "there", given.format(tmp_path / "there")
+    for words in (["run", "experiment=debug", "--dry-run"], ["sweep", "debug_grid", "--dry-run"]):
+        code, said = told(capsys, *words, where)
+        assert (code, str(root) in said) == (0, True), said
+    lists = (["report", "nobody"], ["checkpoints", "nobody"], ["compare", "nobody"], ["sync", "nobody"])
+    for words in (*lists, ["report", "experiment=debug"], ["status"], ["ui"]):
+        code, said = told(capsys, *words, where)
+        assert (code, str(root) in said) == (1, True), said
+    for words in (["gc"], ["down"]):
+        assert told(capsys, *words, where)[0] == 0
+
+
+def test_two_roots_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = told(capsys, "run", "experiment=debug", "--root=one", "paths.root=two", "--dry-run")
+    assert (code, "paths.root: is given more than once" in said) == (2, True)

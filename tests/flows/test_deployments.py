@@ -8,8 +8,10 @@ import pytest
 import yaml
 from prefect import Flow
 from prefect.utilities.callables import parameter_schema
+from prefect.utilities.schema_tools import ValidationError, validate
 
 from flows.stack import deploy
+from flows.stack.forms import eased_schema
 from rlcore.config.compose import experiment_names, load_config
 from rlcore.errors import MillraceError
 
@@ -49,10 +51,24 @@ def test_names_are_unique_and_every_experiment_has_one() -> None:
 
 def test_the_form_offers_experiments_and_refuses_a_negative_learning_rate() -> None:
     properties = parameter_schema(flow_of(DEPLOYMENTS[0]).fn).properties
-    assert properties["experiment"]["anyOf"][0]["enum"] == list(experiment_names())
+    assert eased_schema({"properties": properties})["properties"]["experiment"]["anyOf"][0]["enum"] == list(
+        experiment_names()
+    )
     assert properties["learning_rate"]["anyOf"][0] == {"exclusiveMinimum": 0, "type": "number"}
     assert properties["total_steps"]["anyOf"][0]["minimum"] == 1
     assert all(one["description"] for one in properties.values()), "each field has a help text"
+
+
+@pytest.mark.parametrize("deployment", OF_ONE_RUN)
+def test_an_experiment_is_a_name_or_a_file_and_anything_else_is_refused_with_the_names(
+    deployment: dict[str, Any],
+) -> None:
+    schema = eased_schema(parameter_schema(flow_of(deployment).fn).model_dump_for_openapi())
+    for good in (*experiment_names(), "/my files/mine.yaml", "mine.yml"):
+        validate({"experiment": good}, schema, raise_on_error=True)
+    if "enum" in str(schema["properties"]["experiment"]):  # a sweep's child is started by sweeps alone
+        with pytest.raises(ValidationError, match=r"'debg' does not match.*countdown_demo.*debug"):
+            validate({"experiment": "debg"}, schema, raise_on_error=True)
 
 
 def test_a_deployment_of_a_deleted_experiment_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

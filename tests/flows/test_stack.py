@@ -277,18 +277,36 @@ def test_no_web_page_commands_the_stack(stack: Stack, tmp_path: Path) -> None:
     stack.assert_hidden(stack.login, stack.login.partition(":")[2])
 
 
+def try_again(stack: Stack, run: str, retry: Callable[[], object]) -> dict[str, Any]:
+    """Retry a flow run that has ended, once its process has too, and wait for its end."""
+    with suppress(psutil.NoSuchProcess):
+        stack.process_of(run).wait()
+    before = stack.run(run)["run_count"]
+    retry()
+    wait_until(lambda: stack.run(run)["run_count"] > before, "it has begun again")
+    return stack.wait(run, "COMPLETED")
+
+
 @pytest.mark.prefect
 @pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the form is not filled in")
-def test_the_form_refuses_a_negative_learning_rate_and_starts_a_run(stack: Stack, tmp_path: Path) -> None:
+def test_the_form_refuses_a_negative_learning_rate_and_runs_a_file_of_ones_own(stack: Stack, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("defaults: [debug, _self_]\nname: own\n")
     with open_tab(tmp_path / "profile") as tab:
 
         def fill_in(name: str, text: str) -> None:
             """Type into the field of a parameter, over what it holds, and leave it."""
             label = f"[...document.querySelectorAll('.p-label')].find((one) => one.innerText.startsWith('{name} '))"
-            tab.value(f"{label}.querySelector('input').select()")
+            tab.value(f"{label}.querySelector('input, textarea').select()")
             tab.type(text)
             tab.value("document.activeElement.blur()")
+
+        def press(selector: str, text: str) -> None:
+            """Press the last button with this text, once it is there."""
+            buttons = f"[...document.querySelectorAll('{selector}')].filter((one) => one.innerText.trim() === '{text}')"
+            tab.wait(f"{buttons}.length > 0")
+            tab.value(f"{buttons}.at(-1).click()")
 
         def submit() -> None:
             tab.value("document.querySelector('button[type=submit]').click()")
@@ -296,6 +314,8 @@ def test_the_form_refuses_a_negative_learning_rate_and_starts_a_run(stack: Stack
         stack.log_in(tab, f"/deployments/deployment/{stack.deployment('pipeline/debug')['id']}/run")
         tab.wait("document.body && document.body.innerText.includes('Answers to each prompt')")
         assert tab.value("document.querySelector('select').value") == "debug"
+        press("button", "File")
+        fill_in("experiment", str(own))
         fill_in("total_steps", "1")
         fill_in("learning_rate", "-1")
         submit()
@@ -304,10 +324,18 @@ def test_the_form_refuses_a_negative_learning_rate_and_starts_a_run(stack: Stack
         fill_in("learning_rate", "0.001")
         submit()
         wait_until(lambda: bool(stack.api.filter("flow_runs")), "a run of the form")
-    (made,) = stack.api.filter("flow_runs", deployments={"name": {"any_": ["debug"]}})
-    assert made["parameters"]["experiment"] == "debug"
-    assert (made["parameters"]["learning_rate"], made["parameters"]["total_steps"]) == (0.001, 1)
-    stack.wait(made["id"], "COMPLETED")
+        (made,) = stack.api.filter("flow_runs", deployments={"name": {"any_": ["debug"]}})
+        assert made["parameters"]["experiment"] == str(own)
+        assert (made["parameters"]["learning_rate"], made["parameters"]["total_steps"]) == (0.001, 1)
+        assert stack.wait(made["id"], "COMPLETED")["name"] == "pipeline/own"
+        assert sorted(numbers(stack.run_dir("own"))) == [0, 1]
+
+        def press_retry() -> None:
+            tab.call("Page.navigate", url=f"{page}/runs/flow-run/{made['id']}")
+            press("button", "Retry")
+            press("[role=dialog] button", "Retry")
+
+        assert try_again(stack, made["id"], press_retry)["run_count"] == 2
 
 
 @pytest.mark.prefect
@@ -326,10 +354,11 @@ def test_a_wrong_override_fails_the_flow_run_with_the_command_lines_message_and_
 
 @pytest.mark.prefect
 @pytest.mark.slow
-def test_a_value_out_of_range_is_refused_before_there_is_a_run(stack: Stack) -> None:
-    done = stack.prefect("deployment", "run", "pipeline/debug", "-p", "learning_rate=-1")
-    assert done.returncode == 1
-    assert "learning_rate" in done.stdout + done.stderr
+def test_a_wrong_value_is_refused_before_there_is_a_run(stack: Stack) -> None:
+    for wrong, told in (("learning_rate=-1", "learning_rate"), ("experiment=debg", "countdown_demo")):
+        done = stack.prefect("deployment", "run", "pipeline/debug", "-p", wrong)
+        assert done.returncode == 1
+        assert told in done.stdout + done.stderr
 
 
 @pytest.mark.prefect
@@ -341,16 +370,6 @@ def test_a_cancelled_run_has_saved(stack: Stack) -> None:
     stack.wait(run, "CANCELLED")
     assert stack.steps_saved("cancelled")[-1] == max(numbers(stack.run_dir("cancelled"))) > 0
     assert stack.mlflow_status("cancelled") == "KILLED"
-
-
-def try_again(stack: Stack, run: str, retry: Callable[[], object]) -> dict[str, Any]:
-    """Retry a flow run that has ended, once its process has too, and wait for its end."""
-    with suppress(psutil.NoSuchProcess):
-        stack.process_of(run).wait()
-    before = stack.run(run)["run_count"]
-    retry()
-    wait_until(lambda: stack.run(run)["run_count"] > before, "it has begun again")
-    return stack.wait(run, "COMPLETED")
 
 
 @pytest.mark.prefect

@@ -142,8 +142,8 @@ def test_the_best_points_file_is_the_experiment_that_was_run(series: Series) -> 
 
 
 def test_the_table_is_in_prefect(series: Series) -> None:
-    api = Api(series.server.url, series.server.login)
-    found = api.filter("artifacts", artifacts={"key": {"any_": ["grid-sweep"]}})  # it gives 200
+    api, key = Api(series.server.url, series.server.login), f"{series.result('grid')['sweep_id']}-sweep"
+    found = api.filter("artifacts", artifacts={"key": {"any_": [key]}})  # it gives 200
     rows = json.loads(found[-1]["data"])
     assert len(rows) == 4
     assert {"point", "optim.lr", "algo", "reward/mean@2", "state", "step", "seed 1", "seed 2"} == set(rows[0])
