@@ -65,7 +65,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def _last_box(text: str) -> str | None:
-    """What the last `\\boxed{}` holds; None where it is not closed.
+    r"""What the last `\boxed{}` holds; None where it is not closed.
 
     >>> _last_box(r"\boxed{1} or \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -80,9 +80,11 @@ def _last_box(text: str) -> str | None:
 
 
 def _statement(text: str) -> str | None:
-    """What an answer without a box says at its end; None where something mathematical follows that is not part of it.
+    r"""What an answer without a box says at its end; None where something mathematical follows that is not part of it.
 
-    >>> _statement("Twice nine. The answer is $18$."), _statement("The answer is 18. No, 19."), _statement("Hm.\\n18")
+    Without "answer is" the last line has to be mathematical.
+
+    >>> _statement("Twice nine. The answer is $18$."), _statement("The answer is 18. No, 19."), _statement("Hm.\n18")
     ('18', None, '18')
     """
     anchors = list(_ANCHOR.finditer(text))
@@ -90,7 +92,7 @@ def _statement(text: str) -> str | None:
     rest = (text[anchors[-1].end() :] if anchors else last_line).strip()
     ends = _SENTENCE_END.search(rest)
     said, after = (rest, "") if ends is None else (rest[: ends.start()], rest[ends.end() :])
-    if _MATHEMATICAL.search(after):
+    if _MATHEMATICAL.search(after) or not (anchors or _MATHEMATICAL.search(said)):
         return None
     inline = [one or other for one, other in _INLINE.findall(said)]
     if inline and _MATHEMATICAL.search(_INLINE.sub("", said)):
