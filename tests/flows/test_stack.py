@@ -331,7 +331,7 @@ def test_the_form_refuses_a_negative_learning_rate_and_runs_a_file_of_ones_own(s
         assert sorted(numbers(stack.run_dir("own"))) == [0, 1]
 
         def press_retry() -> None:
-            tab.call("Page.navigate", url=f"{page}/runs/flow-run/{made['id']}")
+            tab.call("Page.navigate", url=f"{stack.url.removesuffix('/api')}/runs/flow-run/{made['id']}")
             press("button", "Retry")
             press("[role=dialog] button", "Retry")
 
