@@ -151,7 +151,7 @@ def test_mlflow_has_settings_datasets_report_and_weights(first: list[dict[str, A
     assert tags["mlflow.note.content"].startswith("# debug")
     assert tags["env.python"]
     lineage = json.loads((reference.run_dir / "lineage.json").read_text())
-    assert [stage["name"] for stage in lineage["stages"]] == ["dataset", "filtered", "tokenizer", "start model"]
+    assert [stage["name"] for stage in lineage["stages"]] == ["code", "dataset", "filtered", "tokenizer", "start model"]
     assert lineage["command"][:2] == ["millrace", "run"]
     assert lineage["environment"]["torch"]
     models = mlflow_rows(root, "select name from logged_models")
