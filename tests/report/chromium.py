@@ -128,7 +128,9 @@ def open_tab(profile: Path, *options: str) -> Iterator[Tab]:
             with connect(_address(profile, browser), max_size=None) as root:
                 target = _page(root)
             port = _port(profile)
-            with connect(f"ws://127.0.0.1:{port}/devtools/page/{target}", max_size=None) as socket:
+            # No pings: a browser on a busy machine answers them late, and every wait has a deadline of its own.
+            address = f"ws://127.0.0.1:{port}/devtools/page/{target}"
+            with connect(address, max_size=None, ping_interval=None) as socket:
                 yield Tab(socket)
         finally:
             browser.kill()
