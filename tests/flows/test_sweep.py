@@ -105,9 +105,8 @@ def test_a_second_call_runs_the_failed_child_alone(series: Series) -> None:
     assert (result["num_finished"], result["num_runs"], result["num_steps"]) == (4, 1, 1)
     assert result["failed"] == []
     runs = [run for point in points for run in point["runs"]]
-    logs = {run["run_id"]: len(list((Path(run["run_dir"]) / "logs").iterdir())) for run in runs}
-    again = points[1]["runs"][1]["run_id"]
-    assert logs == {run["run_id"]: 2 if run["run_id"] == again else 1 for run in runs}
+    # The child that failed was refused before its trainer began; no other one was begun twice.
+    assert [len(list((Path(run["run_dir"]) / "logs").iterdir())) for run in runs] == [1] * len(runs)
 
 
 def test_a_points_score_is_the_mean_over_its_seeds_and_the_comparison_says_the_same(series: Series) -> None:

@@ -125,7 +125,7 @@ def test_a_comparison_has_the_numbers_that_mlflow_has(synced: Path, reference: R
     for run in runs.values():
         (folder,) = client_of(synced).list_artifacts(run.info.run_id, "comparisons")
         names = {Path(file.path).name for file in client_of(synced).list_artifacts(run.info.run_id, folder.path)}
-        assert names == {"comparison.html", "comparison.md", "comparison.json"}
+        assert names == {"comparison.html", "comparison.json"}
 
 
 def test_names_and_searches_that_find_nothing_are_told(synced: Path) -> None:
