@@ -6,10 +6,9 @@ from pkgutil import resolve_name
 
 from data.reads import digests_of
 from data.rows import TaskRows
-from rlcore.code_in_use import module_of
 from rlcore.config.data import CustomData
 from rlcore.errors import MODULES_ARE_FOUND, DataError
-from rlcore.user_code import code_for
+from rlcore.user_code import code_for, module_of
 
 
 def build_function(settings: CustomData) -> Callable[[CustomData, int], object]:

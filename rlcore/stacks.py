@@ -1,7 +1,7 @@
-"""The stacks of all processes of a run, in one text, for whoever asks why it hangs. Standard library and psutil.
+"""The stacks of all processes of a run in one text, for the diagnosis of a hang. Standard library and psutil.
 
-Each process calls `register` at its start. A signal then makes it write where its threads are to a file of its own,
-even while it is stuck in C code; a stopped process cannot, and is reported as stopped.
+Each process calls `register` at its start. On a signal it then writes the stacks of its threads to its own file, even
+inside C code. A stopped process cannot, and is reported as stopped.
 """
 
 import faulthandler
@@ -17,14 +17,14 @@ FOLDER_VARIABLE = "MILLRACE_STACKS"
 """Environment variable with the folder of the processes' files; without it nothing is registered."""
 DUMP_SIGNAL = signal.SIGUSR2
 ANSWER_WAIT_S = 3.0
-"""A process that does not answer in this time is reported without a stack."""
+"""Seconds that a process has to write its stacks."""
 POLL_S = 0.02
 
 _file: TextIOWrapper | None = None
 
 
 def register(name: str) -> None:
-    """Answer the signal from now on. `name` says what this process is: `rank-0`, `scorer`. Never fails."""
+    """Install the signal's handler. `name` is the role of this process: `rank-0`, `scorer`. Never raises."""
     global _file
     folder = os.environ.get(FOLDER_VARIABLE)
     if not folder:
@@ -37,21 +37,21 @@ def register(name: str) -> None:
 
 
 def open_folder(folder: Path) -> None:
-    """Take a folder for the files of the processes that are started from here on; what lies there is deleted."""
+    """Empty the folder and make processes that start from now on register there."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*.txt"):  # of a trainer that was killed
+    for path in folder.glob("*.txt"):  # left by a killed trainer
         path.unlink(missing_ok=True)
     os.environ[FOLDER_VARIABLE] = str(folder)
 
 
 def close_folder(folder: Path) -> None:
-    """Delete it and what is in it."""
+    """Delete the folder and its files."""
     os.environ.pop(FOLDER_VARIABLE, None)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def report(folder: Path) -> str:
-    """What this process, those that registered in `folder`, and all descendants are doing."""
+    """Stacks and states of this process, of those registered in `folder`, and states of all other descendants."""
     import psutil
 
     registered = {_pid_of(path): path for path in sorted(folder.glob("*.txt"))}
@@ -83,30 +83,32 @@ def _own_stacks() -> str:
 
 
 def _stack(pid: int, path: Path) -> str:
-    """What a registered process writes when it is asked."""
+    """What a registered process writes on the signal, or why it writes nothing."""
     if _state(pid).startswith("stopped"):
-        return "It was stopped from outside (SIGSTOP) and answers nothing; SIGCONT lets it go on.\n"
-    if not _holds_open(pid, path):  # the signal would end a process that does not wait for it
-        return "Its id is another process's here: it has ended, or is on another host.\n" + path.read_text()
+        return "It was stopped from outside (SIGSTOP) and cannot answer; SIGCONT resumes it.\n"
+    if not _holds_open(pid, path):  # without a handler the signal would end the process
+        return "Its id belongs to another process here: it has ended, or is on another host.\n" + path.read_text()
     before = path.stat().st_size
     try:
         os.kill(pid, DUMP_SIGNAL)
     except OSError as error:
-        return f"It cannot be asked: {error}\n"
+        return f"It cannot be signalled: {error}\n"
     deadline, size = time.monotonic() + ANSWER_WAIT_S, before
     while time.monotonic() < deadline:
         time.sleep(POLL_S)
         now = path.stat().st_size
-        if now == size > before:  # it has said all
+        if now == size > before:  # the output is complete
             break
         size = now
     with path.open() as file:
         file.seek(before)
-        return file.read() or f"It did not answer in {ANSWER_WAIT_S:g} s: it hangs in the kernel, or has no time.\n"
+        return (
+            file.read() or f"It did not answer in {ANSWER_WAIT_S:g} s: it hangs in the kernel, or gets no processor.\n"
+        )
 
 
 def _holds_open(pid: int, path: Path) -> bool:
-    """Whether it is the process that registered with that file."""
+    """Whether the process has the file open, so is the one that registered with it."""
     import psutil
 
     try:
@@ -116,7 +118,7 @@ def _holds_open(pid: int, path: Path) -> bool:
 
 
 def _state(pid: int) -> str:
-    """The kernel's word for it, and where in the kernel it waits."""
+    """State of the process, and the kernel function in which it waits."""
     import psutil
 
     try:

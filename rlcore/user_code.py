@@ -1,39 +1,56 @@
-"""The code that settings name as `module:function`: which source files it is made of, and its copy in a run's folder.
+"""The code that settings name as `module:function`: its source files, its copy in a run's folder, imports from there.
 
-A function's code is the file of its module and, at any remove, the files that this one imports from the same folder:
+The code of a function is the file of its module and, at any remove, the files that it imports from the same folder:
 that of the module, or of the package that it lies in. Installed packages and Millrace itself do not count, unless the
-function is theirs. Files are named from that folder on, so the same code has the same fingerprint anywhere. Imports are
-read from the text, nothing is executed; what is imported by a computed name is not seen.
+function is theirs. File names start at that folder, so equal code has the same fingerprint anywhere. Imports are read
+from the text and nothing is executed; an import by a computed name is not found.
+
+A run keeps a copy, and all its processes import the copy: an edit of a file changes nothing in a run that goes on.
+A scoring process imports this module, so pydantic, settings and storage load only where they are needed.
 """
 
 import ast
 import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import unified_diff
 from functools import cache
-from importlib.util import find_spec, resolve_name
+from importlib.abc import ExecutionLoader, MetaPathFinder
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any
 
-from pydantic import JsonValue
+if TYPE_CHECKING:
+    from rlcore.config import RunConfig
 
-from rlcore import code_in_use
-from rlcore.code_in_use import OWN_PACKAGES, module_of
-from rlcore.config import CustomData, RunConfig
-from rlcore.config.data import parts_of
-from rlcore.config.fingerprint import fingerprint
-from rlcore.storage.publish import published_directory, read_manifest, verify_directory
-
+FOLDER_VARIABLE = "MILLRACE_CODE"
+"""Environment variable of a run's processes: the folder of its code."""
+OWN_PACKAGES = ("conf", "data", "flows", "rlcore")
+"""Millrace's own packages are never imported from a copy: running processes have them loaded already."""
 INSTALLED = ("site-packages", "dist-packages")
 SHOWN_LINES = 40
 
 
+def module_of(name: str) -> str:
+    """Module name of a source file, given its path below an import folder.
+
+    >>> module_of("rewards/exact.py"), module_of("rewards/__init__.py")
+    ('rewards.exact', 'rewards')
+    """
+    parts = PurePosixPath(name).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A source file: its name below the folder that Python finds it in (`rewards/exact.py`), its path, its bytes."""
+    """A source file: its name below the import folder (`rewards/exact.py`), its path, its bytes."""
 
     name: str
     path: str
@@ -63,12 +80,16 @@ class Code:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal files, whatever machine and folder they lie in."""
+        """Fingerprint of names and contents; equal on every machine and in every folder."""
+        from rlcore.config.fingerprint import fingerprint
+
         return fingerprint("code", self.digests)
 
     def keep(self, folder: Path) -> None:
-        """Copy the files to a folder, in place of what it holds. Raises DiskSpaceError and DataError."""
-        values: dict[str, JsonValue] = {
+        """Replace the folder by a copy of the files. Raises DiskSpaceError and DataError."""
+        from rlcore.storage.publish import published_directory
+
+        values: dict[str, Any] = {
             "kind": "code",
             "functions": {name: [source.name for source in sources] for name, sources in self.by_function.items()},
             "paths": {name: source.path for name, source in self.sources.items()},
@@ -80,7 +101,9 @@ class Code:
 
 
 def kept_code(folder: Path) -> Code | None:
-    """What `Code.keep` has written; None where nothing is. Raises DataError where it is damaged."""
+    """Read what `Code.keep` wrote; None where there is nothing. Raises DataError where it is damaged."""
+    from rlcore.storage.publish import read_manifest, verify_directory
+
     if read_manifest(folder) is None:
         return None
     values = verify_directory(folder).values
@@ -88,37 +111,22 @@ def kept_code(folder: Path) -> Code | None:
     return Code({function: tuple(sources[name] for name in names) for function, names in values["functions"].items()})
 
 
-_in_use = Code({})
-
-
-@contextmanager
-def working_by(folder: Path) -> Iterator[None]:
-    """Inside the block, imports and fingerprints take the code that a run keeps in this folder, if it keeps any."""
-    global _in_use
-    before, code = _in_use, kept_code(folder)
-    _in_use = code or Code({})
-    code_in_use.use(None if code is None else folder)
-    try:
-        yield
-    finally:
-        _in_use = before
-        code_in_use.use(None)
-
-
-def named_functions(config: RunConfig) -> tuple[str, ...]:
+def named_functions(config: "RunConfig") -> tuple[str, ...]:
     """Every `module:function` of the settings: scorers, builders of datasets, the loss."""
+    from rlcore.config.data import CustomData, parts_of
+
     named = [part.data.scorer for part in parts_of(config.data)]
     named += [part.data.build for part in parts_of(config.data) if isinstance(part.data, CustomData)]
     return tuple(dict.fromkeys([*named, *([config.algo.policy_loss] if ":" in config.algo.policy_loss else [])]))
 
 
-def code_of(config: RunConfig) -> Code:
-    """The code that a run's settings name: as the run in hand keeps it, or as it lies now."""
+def code_of(config: "RunConfig") -> Code:
+    """The code that a run's settings name: the copy inside `working_by`, else the files as they are now."""
     return Code({function: code_for(function) for function in named_functions(config)})
 
 
 def code_for(function: str) -> tuple[Source, ...]:
-    """Source files of one function, by name; none where its module is not found or has no source."""
+    """Source files of one function, sorted by name; empty where its module is not found or has no source."""
     if function in _in_use.by_function:
         return _in_use.by_function[function]
     module = function.partition(":")[0]
@@ -140,7 +148,7 @@ def code_for(function: str) -> tuple[Source, ...]:
 
 
 def difference(before: Code, now: Code) -> str:
-    """What has changed, as a patch of some lines."""
+    """The change as a patch, at most `SHOWN_LINES` long."""
     lines: list[str] = []
     for name in sorted(before.sources.keys() | now.sources.keys()):
         old, new = (
@@ -154,10 +162,10 @@ def difference(before: Code, now: Code) -> str:
 
 
 def _roots(module: str) -> list[Path]:
-    """The folders in which Python finds the outermost package of a module."""
+    """Import folders of the outermost package of a module."""
     top = module.partition(".")[0]
     try:
-        spec = None if top in sys.stdlib_module_names else find_spec(top)
+        spec = None if top in sys.stdlib_module_names else importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return []
     if spec is None:
@@ -180,17 +188,17 @@ def _source(root: Path, module: str) -> Source | None:
 
 @cache
 def _imported(content: bytes, module: str, is_package: bool) -> tuple[str, ...]:
-    """Names that a source file imports: modules, and what may be a module of one; wherever in the file that stands."""
+    """Names that a source file imports anywhere: modules, and members that may be modules."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):
-        return ()  # whoever imports it will say so
+        return ()  # its import will raise
     package = module if is_package else module.rpartition(".")[0]
     return tuple(dict.fromkeys(name for node in _executed(tree) for name in _named_by(node, package)))
 
 
 def _executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those for type checkers alone."""
+    """All nodes except those under `if TYPE_CHECKING`."""
     waiting = [tree]
     while waiting:
         node = waiting.pop()
@@ -206,7 +214,111 @@ def _named_by(node: ast.AST, package: str) -> Iterator[str]:
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         try:
-            base = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
         except ImportError:
             return
         yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+# ---------------------------------------------------------------------- imports from the copy
+
+
+_in_use = Code({})
+
+
+@contextmanager
+def working_by(folder: Path) -> Iterator[None]:
+    """Inside the block, imports and fingerprints use the code that a run keeps in this folder, if there is any."""
+    global _in_use
+    before, code = _in_use, kept_code(folder)
+    _in_use = code or Code({})
+    use(None if code is None else folder)
+    try:
+        yield
+    finally:
+        _in_use = before
+        use(None)
+
+
+class KeptSource(ExecutionLoader):
+    """Loads one module from its copy, under its original path, so that it finds data files beside it."""
+
+    def __init__(self, kept: Path, path: str, *, is_package: bool) -> None:
+        self.content = kept.read_bytes()
+        self.path = path
+        self._is_package = is_package
+
+    def get_filename(self, fullname: str) -> str:
+        """Path of the original file."""
+        return self.path
+
+    def get_source(self, fullname: str) -> str:
+        """Text of the copy."""
+        return importlib.util.decode_source(self.content)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the copy; a bytecode file beside the original may belong to another text."""
+        return self.source_to_code(self.content, self.path)
+
+    def is_package(self, fullname: str) -> bool:
+        """Whether the file is an `__init__.py`."""
+        return self._is_package
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self) -> None:
+        self.loaders: Mapping[str, KeptSource] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        loader = self.loaders.get(fullname)
+        if loader is None:
+            return None
+        inside = [str(Path(loader.path).parent)] if loader.is_package(fullname) else None
+        return importlib.util.spec_from_file_location(
+            fullname, loader.path, loader=loader, submodule_search_locations=inside
+        )
+
+
+_FINDER = _Finder()
+
+
+def use(folder: Path | None) -> None:
+    """Import modules from the copy in `folder`, in this process and its children; None: from their original files.
+
+    Modules already imported with another text are removed from `sys.modules`, so their next import loads the copy.
+    """
+    loaders = {} if folder is None else _loaders(folder)
+    imported = loaders.keys() & sys.modules.keys()
+    if not all(_is_of(sys.modules[name], loaders[name]) for name in imported):
+        for name in imported:  # modules of equal text too: they hold objects of the others
+            del sys.modules[name]
+    _FINDER.loaders = loaders
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+    if folder is None:
+        os.environ.pop(FOLDER_VARIABLE, None)
+    else:
+        os.environ[FOLDER_VARIABLE] = str(folder)
+
+
+def _is_of(module: ModuleType, kept: KeptSource) -> bool:
+    loader = getattr(module.__spec__, "loader", None)
+    return isinstance(loader, KeptSource) and loader.content == kept.content
+
+
+def use_from_environment() -> None:
+    """In a process of a run: `use` the folder that the environment names, if it exists (another node may lack it)."""
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder and (Path(folder) / "manifest.json").is_file():
+        use(Path(folder))
+
+
+def _loaders(folder: Path) -> dict[str, KeptSource]:
+    paths: Mapping[str, str] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["paths"]
+    return {
+        module_of(name): KeptSource(folder / name, path, is_package=PurePosixPath(name).name == "__init__.py")
+        for name, path in paths.items()
+        if PurePosixPath(name).with_suffix("").parts[0] not in OWN_PACKAGES
+    }

@@ -1,8 +1,7 @@
 """How a model did on held-out problems: results as they are kept, and their statistics with intervals. No torch."""
 
-from rlcore.evaluation.answers import Answer, ProblemResult, per_problem, vote
 from rlcore.evaluation.breakdown import Comparison, DifficultyRow, by_difficulty, compare, pass_curve
-from rlcore.evaluation.result import ValidationResult, core_name
+from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult, core_name, per_problem, vote
 from rlcore.evaluation.stats import (
     Interval,
     PairedDifference,

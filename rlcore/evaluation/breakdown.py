@@ -1,20 +1,12 @@
-"""A validation taken apart: by number of answers, by difficulty, and against another one on the same problems."""
+"""Figures by number of answers and by difficulty, and the comparison of two validations on the same problems."""
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rlcore.errors import DataError
-from rlcore.evaluation.answers import per_problem
-from rlcore.evaluation.result import ValidationResult
-from rlcore.evaluation.stats import (
-    Interval,
-    PairedDifference,
-    bootstrap_interval,
-    bootstrap_intervals,
-    paired_difference,
-    pass_at_k,
-)
+from rlcore.evaluation.result import ValidationResult, per_problem
+from rlcore.evaluation.stats import Interval, PairedDifference, paired_difference, pass_at_k
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +40,8 @@ def pass_curve(result: ValidationResult) -> dict[int, Interval]:
     ks = sorted({*(2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples), num_samples})
     right = [problem.num_solved for problem in result.problems]
     answers = [len(problem.scored) for problem in result.problems]
-    found = bootstrap_intervals(
-        np.stack([pass_at_k(answers, right, np.minimum(k, answers)) for k in ks], axis=1),
-        confidence=result.settings.confidence,
-        num_resamples=result.settings.num_resamples,
-    )
-    return dict(zip(ks, found, strict=True))
+    found = result.intervals_of({str(k): pass_at_k(answers, right, np.minimum(k, answers)) for k in ks})
+    return {int(k): interval for k, interval in found.items()}
 
 
 def by_difficulty(result: ValidationResult) -> tuple[DifficultyRow, ...]:
@@ -66,15 +54,8 @@ def by_difficulty(result: ValidationResult) -> tuple[DifficultyRow, ...]:
     rows = []
     for difficulty in sorted(set(difficulties.tolist())):
         chosen = difficulties == difficulty
-        found = {
-            name: bootstrap_interval(
-                values[name][chosen],
-                confidence=result.settings.confidence,
-                num_resamples=result.settings.num_resamples,
-            )
-            for name in (f"reward/mean@{k}", f"reward/pass@{k}", "reward/greedy")
-            if name in values
-        }
+        names = (f"reward/mean@{k}", f"reward/pass@{k}", "reward/greedy")
+        found = result.intervals_of({name: values[name][chosen] for name in names if name in values})
         sampled = found.get(f"reward/mean@{k}") or found["reward/greedy"]
         solved = found.get(f"reward/pass@{k}") or found["reward/greedy"]
         rows.append(DifficultyRow(difficulty, int(chosen.sum()), sampled, solved, found.get("reward/greedy")))
@@ -89,24 +70,17 @@ def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparis
     """
     first, second = _common(first, second)
     first_values, second_values = per_problem(first.problems), per_problem(second.problems)
-    settings = second.settings
-    return tuple(
-        Comparison(
-            name,
-            len(first.problems),
-            first.intervals[name],
-            second.intervals[name],
-            paired_difference(
-                values, second_values[name], confidence=settings.confidence, num_resamples=settings.num_resamples
-            ),
-        )
-        for name, values in first_values.items()
-        if name in second_values
-    )
+    confidence, num_resamples = second.settings.confidence, second.settings.num_resamples
+    found = []
+    for name in (name for name in first_values if name in second_values):
+        values = first_values[name], second_values[name]
+        paired = paired_difference(*values, confidence=confidence, num_resamples=num_resamples)
+        found.append(Comparison(name, len(first.problems), first.intervals[name], second.intervals[name], paired))
+    return tuple(found)
 
 
 def _common(first: ValidationResult, second: ValidationResult) -> tuple[ValidationResult, ValidationResult]:
-    """Both results cut to the problems that both have, in the same order."""
+    """Both results over the problems that both have, in the same order."""
     first, second = first.with_figures, second.with_figures
     known = {problem.prompt_id: problem for problem in second.problems}
     pairs = [(problem, known[problem.prompt_id]) for problem in first.problems if problem.prompt_id in known]

@@ -19,7 +19,7 @@ from numbers import Real
 from pkgutil import resolve_name
 from typing import Any
 
-from rlcore import code_in_use, stacks
+from rlcore import stacks, user_code
 from rlcore.score import Score, Scorer
 
 # Beyond the deadlines of all its answers and of the first call (120 s): the parent, which kills sooner, is gone then.
@@ -110,7 +110,7 @@ def main() -> None:
     """Entry point of the process."""
     stacks.register("scorer")
     _end_with_parent()
-    code_in_use.use_as_told()
+    user_code.use_from_environment()
     descriptor, name, deadline_s, first_call = sys.argv[1:5]
     connection = Connection(int(descriptor))
     try:

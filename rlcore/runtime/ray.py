@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, NodeDiedError, OutOfMemoryError, Ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlcore import code_in_use, stacks
+from rlcore import stacks, user_code
 from rlcore.config import RunConfig
 from rlcore.errors import HangError, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.runtime.address import unreachable
@@ -42,7 +42,7 @@ class RankProcess(Worker):
 
     def __init__(self, config: RunConfig, model_directory: str, *, rank: int, world_size: int) -> None:
         stacks.register(f"rank-{rank}")
-        code_in_use.use_as_told()
+        user_code.use_from_environment()
         super().__init__(config, model_directory, rank=rank, world_size=world_size)
 
 
@@ -286,7 +286,7 @@ def _thread_variables(num_threads: int) -> dict[str, str]:
 
 def _inherited_variables() -> dict[str, str]:
     """Folders of the run that a rank finds by the environment."""
-    names = (stacks.FOLDER_VARIABLE, code_in_use.FOLDER_VARIABLE)
+    names = (stacks.FOLDER_VARIABLE, user_code.FOLDER_VARIABLE)
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
