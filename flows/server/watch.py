@@ -21,7 +21,7 @@ from prefect.events import Event, Resource
 from prefect.exceptions import Abort, Pause, TerminationSignal
 from prefect.runtime import deployment
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Running
 
 from flows.server.around import flow_runs_in_here, outermost
 from flows.server.console import outlive_the_worker
@@ -37,6 +37,8 @@ MAX_RETRIES = 2
 """Of a request at the end of a run that is over in any case."""
 TOLD_TO_END = "told to end; the same command goes on from the last checkpoint"
 OVER = (StateType.CANCELLING, StateType.CANCELLED)
+NO_HEARTBEAT = "No heartbeat for 90 s."
+"""The message of the automation that calls a run crashed. A server that was away for longer calls a live one so."""
 LEFT = "prefect.flow-run.left"
 """The last event of a suspended run. After a heartbeat the server waits for anything more, and then gives it up."""
 
@@ -85,6 +87,9 @@ class _Watch:
     def _look(self) -> None:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(self._flow_run_id).state
+            if state is not None and state.is_crashed() and state.message == NO_HEARTBEAT:
+                state = Running(message="Its process goes on: the server was away for longer than 90 s.")
+                client.set_flow_run_state(self._flow_run_id, state, force=True)
         if state is None:
             return
         if state.is_paused() and state.name == "Suspended":

@@ -22,12 +22,13 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 
+from flows.server.watch import NO_HEARTBEAT
 from flows.stack.by_hand import known_deployments, put_back
 from flows.stack.control import NOTIFY_URL, SAID, WORKERS_ARE_UP
 from flows.stack.forms import ease_forms
 from flows.stack.notify import keep_automation, notify
 from flows.stack.recipes import POOL
-from flows.stack.recover import NO_HEARTBEAT, recover_lost_runs
+from flows.stack.recover import recover_lost_runs
 from flows.trainer.client import SOURCE_FOLDER
 from rlcore.config.compose import experiment_names
 from rlcore.errors import MillraceError

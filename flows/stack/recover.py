@@ -16,12 +16,11 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.states import Cancelled, Crashed, Scheduled
 
+from flows.server.watch import NO_HEARTBEAT
 from flows.stack.recipes import POOL
 from flows.stack.state import BIRTH_TOLERANCE_S
 
 LOST = "Its process is gone."
-NO_HEARTBEAT = "No heartbeat for 90 s."
-"""What the automation says of a run that it gives up."""
 GIVEN_UP_WITHIN = timedelta(days=1)
 """A run that was given up longer ago stays as it is: nobody waits for it."""
 ALIVE = (StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED)

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flows.server.watch import NO_HEARTBEAT
 from flows.stack.control import down, status, up
 from flows.stack.state import read_stack
 from tests.flows.conftest import HELD, WAIT_S, journal, numbers, wait_until
@@ -107,9 +108,11 @@ def test_a_killed_server_and_a_stack_taken_down_cost_a_run_nothing(stack: Stack)
     kill(stack, "prefect")
     stack.wait_for_step("kept", max(numbers(stack.run_dir("kept"))) + 400)
     up(stack.root, say=print)
+    # After more than 90 s without a server the automation calls it crashed; the run itself says that it goes on.
+    stack.set_state(run, {"type": "CRASHED", "message": NO_HEARTBEAT})
+    wait_until(lambda: stack.run(run)["state_type"] == "RUNNING", "the run says that it goes on")
+    assert stack.process_of(run) == process
     assert process.is_running()
-    found = stack.run(run)
-    assert (found["state_type"], found["run_count"]) == ("RUNNING", 1)
 
     # Told to end, the run saves; the next `up` starts it again.
     trainer = stack.trainer("kept")
@@ -120,6 +123,6 @@ def test_a_killed_server_and_a_stack_taken_down_cost_a_run_nothing(stack: Stack)
     stack.wait_for_step("kept", saved + 1)
     assert f"going on from step {saved}" in stack.log()
     stack.set_state(run, {"type": "CANCELLING"})
-    assert stack.wait(run, "CANCELLED")["run_count"] == 2
+    assert stack.wait(run, "CANCELLED")["run_count"] > 1
     steps = [record["step"] for record in journal(stack.run_dir("kept"))]
     assert steps == list(range(steps[-1] + 1)), "each step once, in order"
