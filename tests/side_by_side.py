@@ -2,42 +2,43 @@
 
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.forked import ROOT, fork_module
 
 
 def run_side_by_side(
-    *arguments: Sequence[str], environment: Mapping[str, str] | None = None, timeout_s: float = 540
+    *commands: Sequence[str], environment: Mapping[str, str] | None = None, timeout_s: float = 540
 ) -> list[tuple[str, str]]:
-    """`python ARGUMENTS` for each, in the project's root: what each wrote to its output and to its errors.
+    """`python -m MODULE ARGUMENTS` for each command, in the project's root; returns the output and errors of each.
 
-    All must end well; none outlives the call. They write to files: who fills a pipe would wait until it is read.
+    All must end with code 0; none outlives the call. They write to files, since a process that fills a pipe waits until
+    it is read. With an environment (the allocator and the importer read it at the start of an interpreter) each is a
+    new interpreter; else it is forked, see `tests.forked`.
     """
-    with ExitStack() as stack:
-        started = []
-        for one in arguments:
-            output, errors = (stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(2))
-            process = subprocess.Popen(
-                [sys.executable, *one],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            started.append((process, output, errors))
-        codes = [process.wait(timeout=timeout_s) for process, _, _ in started]
-        found = []
-        for _, *files in started:
-            for file in files:
-                file.seek(0)
-            output, errors = (file.read() for file in files)
-            found.append((output, errors))
-        assert codes == [0] * len(codes), "\n".join((output + errors)[-8_000:] for output, errors in found)
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        codes, files = [], []
+        for number, (module, *arguments) in enumerate(commands):
+            output, errors = (Path(folder) / f"{number}.{name}" for name in ("out", "err"))
+            files.append((output, errors))
+            if environment is None:
+                forked = fork_module(module, arguments, output=output, errors=errors)
+                stack.callback(forked.join)
+                stack.callback(forked.kill)
+                codes.append(lambda process=forked: process.join(timeout_s) or process.exitcode)
+            else:
+                with output.open("w") as out, errors.open("w") as err:
+                    command = [sys.executable, "-m", module, *arguments]
+                    started = subprocess.Popen(
+                        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+                    )
+                stack.callback(started.wait)
+                stack.callback(started.kill)
+                codes.append(lambda process=started: process.wait(timeout_s))
+        ended = [code() for code in codes]
+        found = [(output.read_text(), errors.read_text()) for output, errors in files]
+        assert ended == [0] * len(ended), "\n".join((output + errors)[-8_000:] for output, errors in found)
         return found

@@ -24,7 +24,7 @@ def left_by_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     train(model, optimizer, 2)
     save_shards(out / "from-one", model=model, optimizer=optimizer)
     run_side_by_side(
-        *(["-m", "tests.checkpoint.ranks", str(rank), str(world_size), str(out)] for rank in range(world_size)),
+        *(["tests.checkpoint.ranks", str(rank), str(world_size), str(out)] for rank in range(world_size)),
         timeout_s=200,
     )
     return out

@@ -5,6 +5,7 @@ python -m tests.models.ranks RANK WORLD_SIZE MODELS OUT     one rank of WORLD_SI
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -86,6 +87,7 @@ def run_case(
 
 
 def main() -> None:
+    warnings.simplefilter("error")
     rank, world_size = int(sys.argv[1]), int(sys.argv[2])
     models, out = Path(sys.argv[3]), Path(sys.argv[4])
     dist.init_process_group("gloo", init_method=f"file://{out / 'meeting'}", rank=rank, world_size=world_size)

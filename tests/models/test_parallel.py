@@ -30,7 +30,7 @@ def two_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where two processes, run once for all tests here, left what they found."""
     out = tmp_path_factory.mktemp("ranks")
     run_side_by_side(
-        *(["-W", "error", "-m", "tests.models.ranks", str(rank), "2", str(models), str(out)] for rank in range(2)),
+        *(["tests.models.ranks", str(rank), "2", str(models), str(out)] for rank in range(2)),
         timeout_s=200,
     )
     return out

@@ -35,7 +35,7 @@ def ranks(folder: Path) -> dict[str, list[Any]]:
 def _run(*arguments: list[str]) -> None:
     """A process for each list of arguments, side by side."""
     run_side_by_side(
-        *(["-m", "tests.rollout.vllm_spanning", *one] for one in arguments),
+        *(["tests.rollout.vllm_spanning", *one] for one in arguments),
         environment={**os.environ, "PYTHONPATH": str(ROOT)},
         timeout_s=500,
     )

@@ -1,8 +1,6 @@
 """A small run's trainer as a process: settings on disk, starts with disturbances, what came of it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ from safetensors.torch import load_file
 
 from rlcore.tracking.journal import read_journal
 from rlcore.trainer.metrics import repeatable
+from tests.forked import run_module
 from tests.small_run import SmallRun, prepare
 
 OVERRIDES = ("trainer.steps_per_chunk=2", "validation.every_steps=2", "tracking.enabled=false")
@@ -39,16 +38,8 @@ def disturb(run: SmallRun, *plan: Plan) -> list[dict[str, Any]]:
     settings = write_settings(run)
     file, out, log = (run.layout.run_dir / name for name in ("plan.json", "out.json", "out.log"))
     file.write_text(json.dumps(plan))
-    with log.open("ab") as output:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.run.disturbed", str(settings), str(file), str(out)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=WAIT_S,
-            start_new_session=True,
-        )
-    assert done.returncode == 0, log.read_text()
+    code = run_module("tests.run.disturbed", [str(settings), str(file), str(out)], output=log, timeout_s=WAIT_S)
+    assert code == 0, log.read_text()
     found: list[dict[str, Any]] = json.loads(out.read_text())
     return found
 

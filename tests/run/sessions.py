@@ -8,7 +8,7 @@ from rlcore.checkpoint.manage import list_checkpoints
 from rlcore.errors import MillraceError
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
-from tests.run.test_resume import write_settings
+from tests.run.running import write_settings
 from tests.small_run import SmallRun, prepare
 
 Event = Mapping[str, object]

@@ -14,8 +14,8 @@ from rlcore.checkpoint import shard_files
 from rlcore.errors import DiskSpaceError, StopRequestedError
 from rlcore.storage.disk import CHECKPOINT_SLACK_BYTES, free_bytes
 from rlcore.tracking.journal import Journal, load_journal
+from tests.run.running import steps_of, weights_of
 from tests.run.sessions import Event, elsewhere, run_to_the_end, session_of, train_in_chunks, verified_steps
-from tests.run.test_resume import steps_of, weights_of
 from tests.small_run import SmallRun, prepare
 from tests.storage.small_disk import mounted
 

@@ -12,8 +12,8 @@ from rlcore.run.process import EXIT_RESUMABLE, run_one
 from rlcore.storage.locks import RunLock
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, Finish, read_acts
 from rlcore.tracking.state import read_state
+from tests.run.running import steps_of, weights_of, write_settings
 from tests.run.sessions import Asked, Event, elsewhere, run_to_the_end, session_of, verified_steps
-from tests.run.test_resume import steps_of, weights_of, write_settings
 from tests.small_run import SmallRun, prepare
 
 # Two steps and a half an epoch: a batch holds the end of one and the beginning of the next.

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.run.test_resume import finish, steps_of, write_settings
+from tests.run.running import steps_of, write_settings
+from tests.run.test_resume import finish
 from tests.small_run import prepare
 
 HUB_ID = "somebody/tiny-countdown"
@@ -28,7 +29,7 @@ def test_a_model_of_the_hub_trains_like_its_directory(tmp_path: Path) -> None:
     cache_of(made.model_directory, tmp_path / "hf")
     program = (
         "import sys; from pathlib import Path; from tests.small_run import prepare; "
-        "from tests.run.test_resume import write_settings; "
+        "from tests.run.running import write_settings; "
         "print(write_settings(prepare(Path(sys.argv[1]), *sys.argv[2:])))"
     )
     overrides = ["tracking.enabled=false", "warm_start.enabled=false", f"model.path={HUB_ID}"]

@@ -1,15 +1,14 @@
 """Kill -9 at twenty moments of one run: in steps, saves, publications, deletions and at the journal."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked import run_module
 from tests.run.crash_chain import MEANWHILE, OPERATIONS
+from tests.run.running import steps_of, weights_of
 from tests.run.sessions import elsewhere, run_to_the_end
-from tests.run.test_resume import steps_of, weights_of
 from tests.small_run import prepare
 
 OVERRIDES = (
@@ -24,11 +23,12 @@ def test_killed_twenty_times(tmp_path: Path) -> None:
     undisturbed = prepare(tmp_path / "undisturbed", *OVERRIDES)
     run_to_the_end(undisturbed)
     run = elsewhere(undisturbed, tmp_path / "killed", *OVERRIDES)
-    command = [sys.executable, "-m", "tests.run.crash_chain", str(tmp_path / "killed"), *OVERRIDES]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["end"] == 0, done.stderr
+    output, errors = tmp_path / "found.json", tmp_path / "errors.log"
+    arguments = [str(tmp_path / "killed"), *OVERRIDES]
+    code = run_module("tests.run.crash_chain", arguments, output=output, errors=errors, timeout_s=500)
+    assert code == 0, errors.read_text()
+    found = json.loads(output.read_text().splitlines()[-1])
+    assert found["end"] == 0, errors.read_text()
     killed = [one["what"] for one in found["hit"] if one["killed"]]
     assert len(killed) == len(OPERATIONS) + MEANWHILE == 20, found
     newest = [max(one["verified"], default=0) for one in found["hit"]]

@@ -2,8 +2,6 @@
 
 import json
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 from rlcore.runtime.folder import private_folder
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.metrics import Metrics
+from tests.forked import run_module
 from tests.runtime.driver import ALGOS, STEPS
 from tests.small_run import prepare, train
 
@@ -29,9 +28,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def in_ray(scenario: str, root: Path, *overrides: str) -> Any:
     """What a scenario of `tests.runtime.driver` found."""
     out = root / "found.json"
-    command = [sys.executable, "-m", "tests.runtime.driver", scenario, str(root), str(out), *overrides]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=WAIT_S)
-    assert done.returncode == 0, done.stderr
+    log = root / "driver.log"
+    arguments = [scenario, str(root), str(out), *overrides]
+    assert run_module("tests.runtime.driver", arguments, output=log, timeout_s=WAIT_S) == 0, log.read_text()
     return json.loads(out.read_text())
 
 

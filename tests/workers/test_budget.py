@@ -23,7 +23,7 @@ def test_passes_short_of_memory_give_the_same_numbers(kind: str, tmp_path: Path)
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     ranks = [["0"], ["1"]] if kind == "ranks" else [[]]
     done = run_side_by_side(
-        *(["-m", "tests.workers.short_of_memory", str(tmp_path), kind, *rank] for rank in ranks),
+        *(["tests.workers.short_of_memory", str(tmp_path), kind, *rank] for rank in ranks),
         environment=environment,
     )
     for number, (output, errors) in enumerate(done, start=1):

@@ -51,9 +51,7 @@ def random_batch(rng: np.random.Generator) -> dict[str, Tensor]:
 
 
 def run_ranks(folder: Path, world_size: int) -> None:
-    run_side_by_side(
-        *(["-m", "tests.workers.ranks", str(rank), str(world_size), str(folder)] for rank in range(world_size))
-    )
+    run_side_by_side(*(["tests.workers.ranks", str(rank), str(world_size), str(folder)] for rank in range(world_size)))
 
 
 @pytest.fixture(scope="module")

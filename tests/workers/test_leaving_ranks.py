@@ -14,7 +14,7 @@ PASSES = ("policy_update", "logprobs", "critic_update", "values")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     """What each of two ranks has printed, line by line."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = run_side_by_side(*(["-m", "tests.workers.leaving_ranks", str(rank), str(folder)] for rank in range(2)))
+    done = run_side_by_side(*(["tests.workers.leaving_ranks", str(rank), str(folder)] for rank in range(2)))
     return [[json.loads(line) for line in output.splitlines() if line.startswith(("{", '"'))] for output, _ in done]
 
 
