@@ -26,7 +26,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from benchmarks.killed_run import layout
-from rlcore.storage.manifest import _digest
+from rlcore.storage.manifest import manifest_digest
 from rlcore.tracking.journal import read_journal
 from rlcore.trainer.metrics import repeatable
 
@@ -130,7 +130,7 @@ def of_step(line: bytes, step: int) -> bool:
 def without_keys(path: Path) -> None:
     """A manifest that fits its own digest and lacks what a checkpoint's says."""
     document = {key: value for key, value in json.loads(path.read_bytes()).items() if key != "metrics"}
-    document["manifest_sha256"] = _digest(document)
+    document["manifest_sha256"] = manifest_digest(document)
     path.write_text(json.dumps(document))
 
 

@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ import torch
 from benchmarks.grpo_step import PROMPT_TOKENS, SAMPLES, describe_step, settings
 from benchmarks.harness import FixedLengths, Loop, draw_lengths, seconds_line, training_loop, worker_group
 from benchmarks.shapes import SHAPES, model_of
+from rlcore.checkpoint.save import CheckpointSaver, Saved
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
-from rlcore.run.room import Room
-from rlcore.run.saver import Saved, Saver
+from rlcore.run.disk import Room
+from rlcore.run.workers import RankSavers
 from rlcore.workers.worker import Worker
 
 MOST_S, MOST_SHARE = 2.0, 0.02
@@ -43,7 +45,7 @@ class SavedSteps:
         store = CheckpointStore(folder, config.checkpoint, config)
         room = Room(config.checkpoint, happened=lambda *event: print(*event), stop=lambda: False, prune=store.prune)
         self._config, self._loop, self._group = config, loop, group
-        self._saver = Saver(store, room, committed=lambda step: None)
+        self._saver = CheckpointSaver(store, room)
         self.store = store
         self.number = 0
         self.step_s: list[tuple[bool, float]] = []
@@ -54,7 +56,7 @@ class SavedSteps:
 
     def step(self) -> None:
         """One step, then the look whether a save is done."""
-        beside, begun = self._saver.is_under_way, time.perf_counter()
+        beside, begun = self._saver.state is not None, time.perf_counter()
         result = self._loop.step()
         self.step_s.append((beside, time.perf_counter() - begun))
         self.number += 1
@@ -64,7 +66,8 @@ class SavedSteps:
     def end_chunk(self) -> None:
         """What a run does at the end of a chunk: settle the save before, begin the next."""
         self._held(self._saver.settle)
-        self._held(lambda: self._saver.begin(self.number, self._record, {}, self._group))
+        ranks = RankSavers(self._group, lambda phase: nullcontext())
+        self._held(lambda: self._saver.begin(self.number, self._record, {}, ranks))
 
     def settle(self) -> None:
         """Until the last save is published."""

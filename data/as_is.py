@@ -1,6 +1,5 @@
 """Rows that exist already in the row schema, from two parquet files: checked, brought to one form, and published."""
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from data.schema import find_type, open_parquet, provenance, read_batches, requi
 from data.write import ROWS_PER_GROUP
 from rlcore.config.data import ParquetData
 from rlcore.errors import DataError
+from rlcore.storage.documents import sha256_of
 
 
 def build(settings: ParquetData, seed: int) -> TaskRows:
@@ -43,11 +43,7 @@ def build(settings: ParquetData, seed: int) -> TaskRows:
 
 def source_digests(settings: ParquetData) -> dict[str, str]:
     """sha256 of both files."""
-    found = {}
-    for split, path in _files(settings).items():
-        with path.open("rb") as file:
-            found[split] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+    return {split: sha256_of(path) for split, path in _files(settings).items()}
 
 
 def _files(settings: ParquetData) -> dict[str, Path]:

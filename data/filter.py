@@ -37,7 +37,7 @@ from rlcore.config.data import FilterConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.storage.finished import finished, finished_or_set_aside
-from rlcore.storage.parts import part_directories
+from rlcore.storage.manifest import part_directories
 from rlcore.storage.publish import published_directory
 
 __all__ = ["filter_dataset", "filter_fingerprint", "filtered_directory", "tokenizer_fingerprint"]

@@ -18,7 +18,7 @@ from data.sources import local_files
 from data.tasks import dataset_directory, dataset_fingerprint, task_of
 from rlcore.config.data import CountdownData, CustomData, Gsm8kData, MappedData, TaskData
 from rlcore.errors import DataError, MillraceError
-from rlcore.storage.publish import read_manifest
+from rlcore.storage.manifest import read_manifest
 
 BUILD_DEADLINE_S = 20.0
 """For the first row of a build of one's own. One that takes longer is not tried before the dataset is made."""

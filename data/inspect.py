@@ -16,7 +16,7 @@ from data.lengths import LengthSummary, summarize
 from data.schema import find_type, open_parquet, provenance, read_batches, require_row_schema
 from data.write import ROWS_PER_GROUP, SPLITS
 from rlcore.errors import DataError
-from rlcore.storage.parts import part_directories
+from rlcore.storage.manifest import part_directories
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

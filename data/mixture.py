@@ -20,7 +20,7 @@ from data.write import ROWS_PER_GROUP
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.storage.finished import finished_or_set_aside
-from rlcore.storage.parts import PARTS_KEY
+from rlcore.storage.manifest import PARTS_KEY
 from rlcore.storage.publish import published_directory
 
 

@@ -5,7 +5,6 @@ what the build's thread opens through Python; what other processes or native cod
 file that is named in `data.options` counts too.
 """
 
-import hashlib
 import json
 import os
 import sys
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from rlcore.storage.documents import sha256_of
 from rlcore.storage.publish import write_json_atomically
 
 _NOT_DATA = (
@@ -97,7 +97,6 @@ def digests_of(files: Iterable[Path], beside: Path) -> dict[str, str]:
 
 def _sha256(file: Path) -> str:
     try:
-        with file.open("rb") as content:
-            return hashlib.file_digest(content, "sha256").hexdigest()
+        return sha256_of(file)
     except OSError:
         return "missing"

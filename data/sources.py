@@ -1,6 +1,5 @@
 """Records from local jsonl or parquet files, or from a dataset of the hub."""
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 from data.hub import commit_of, snapshot
 from rlcore.errors import DataError
+from rlcore.storage.documents import sha256_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_.\-]+/[A-Za-z0-9_.\-]+")
 
@@ -72,12 +72,7 @@ def digests(source: str, splits: Sequence[str], subset: str = "", revision: str 
     files = local_files(source, splits)
     if files is None:
         return {"hub": f"{source}/{subset}" if subset else source, "commit": commit_of(source, revision)}
-    return {path.name: _sha256(path) for paths in files.values() for path in paths}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {path.name: sha256_of(path) for paths in files.values() for path in paths}
 
 
 def records(source: str, split: str, subset: str = "", revision: str = "") -> Iterator[Record]:

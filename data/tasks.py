@@ -20,8 +20,8 @@ from rlcore.config.data import (
 )
 from rlcore.config.fingerprint import fingerprint
 from rlcore.storage.finished import finished_or_set_aside
-from rlcore.storage.parts import part_directories
-from rlcore.storage.publish import published_directory, read_manifest
+from rlcore.storage.manifest import part_directories, read_manifest
+from rlcore.storage.publish import published_directory
 
 DATASET_FORMAT = 1
 """Raise it when the layout of the dataset's files changes."""

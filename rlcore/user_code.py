@@ -102,7 +102,7 @@ class Code:
 
 def kept_code(folder: Path) -> Code | None:
     """Read what `Code.keep` wrote; None where there is nothing. Raises DataError where it is damaged."""
-    from rlcore.storage.publish import read_manifest, verify_directory
+    from rlcore.storage.manifest import read_manifest, verify_directory
 
     if read_manifest(folder) is None:
         return None

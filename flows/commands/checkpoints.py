@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.commands.named_run import named_run
-from rlcore.checkpoint.manage import CheckpointRow, find_checkpoint, list_checkpoints
+from rlcore.checkpoint.catalog import CheckpointRow, find_checkpoint, list_checkpoints
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.errors import CheckpointError, DataError

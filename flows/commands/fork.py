@@ -7,7 +7,7 @@ from flows.commands.checkpoints import export_to, start_model_of
 from flows.commands.named_run import named_run
 from flows.commands.options import ROOT, root_of
 from flows.parameters import written
-from rlcore.checkpoint.manage import find_checkpoint
+from rlcore.checkpoint.catalog import find_checkpoint
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import fingerprint

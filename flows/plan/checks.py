@@ -13,9 +13,8 @@ from rlcore.rollout.requirements import require_vllm
 from rlcore.rollout.scoring import require_scorer
 from rlcore.run.inputs import require_whole_model
 from rlcore.run.layout import RunLayout
-from rlcore.run.memory_fit import require_fit
-from rlcore.runtime.address import unreachable
-from rlcore.runtime.folder import folder_problem
+from rlcore.run.memory import require_fit
+from rlcore.runtime.cluster import folder_problem, unreachable
 from rlcore.storage.disk import nearest_existing
 from rlcore.tracking.system import first_gpu
 

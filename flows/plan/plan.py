@@ -14,11 +14,10 @@ from rlcore.config.fingerprint import fingerprint, run_id, settings_fingerprint
 from rlcore.config.published import PUBLISHED
 from rlcore.errors import CheckpointError
 from rlcore.models.shape import config_file, shape_of
+from rlcore.run.disk import disk_needs
 from rlcore.run.inputs import planned_start_model, planned_tokenizer
 from rlcore.run.layout import RunLayout
-from rlcore.run.memory_fit import device_of, fitted
-from rlcore.run.memory_plan import MemoryPlan
-from rlcore.run.needs import disk_needs
+from rlcore.run.memory import MemoryPlan, device_of, fitted
 from rlcore.storage.disk import (
     RoomReport,
     check_needs,

@@ -4,7 +4,7 @@ import json
 
 from flows.plan.plan import RunPlan
 from flows.plan.sizes import size, unit_for
-from rlcore.run.memory_plan import MemoryPlan
+from rlcore.run.memory import MemoryPlan
 
 
 def show_plan(plan: RunPlan, *, as_json: bool) -> None:

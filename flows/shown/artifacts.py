@@ -109,7 +109,7 @@ def show_checkpoints(run: OpenRun) -> None:
         {
             "step": info.step,
             "MB": round(info.size_bytes / BYTES_PER_MB, 1),
-            "score": info.score(),
+            "score": info.score,
             "path": str(info.path),
         }
         for info in scan(run.layout.checkpoints).checkpoints

@@ -21,7 +21,7 @@ from flows.shown.artifacts import (
 from flows.shown.progress import describe, display
 from flows.trainer.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
 from flows.work.open_run import OpenRun
-from rlcore.run.events import PAUSED
+from rlcore.run.disk import PAUSED
 
 UPDATE_EVERY_S = 5.0
 """Between two updates of the progress artifact; one costs 15 ms."""

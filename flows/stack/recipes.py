@@ -17,7 +17,7 @@ from flows.stack.state import StackState
 from flows.trainer.client import SOURCE_FOLDER
 from flows.work.stack_store import STACK
 from rlcore.errors import MillraceError
-from rlcore.runtime.folder import loopback_environment, ray_folder
+from rlcore.runtime.cluster import loopback_environment, ray_folder
 
 POOL = "millrace"
 SERVE = "flows.stack.serve"

@@ -12,7 +12,7 @@ from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.run.layout import RunLayout
-from rlcore.storage.parts import part_directories
+from rlcore.storage.manifest import part_directories
 from rlcore.tracking import MlflowStore, StepRecord, code_diff, environment_facts, read_journal
 from rlcore.tracking.models import Alias
 from rlcore.user_code import code_of

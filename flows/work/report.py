@@ -1,6 +1,5 @@
 """The report of a run, and when it has to be written anew."""
 
-import hashlib
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -9,7 +8,7 @@ from threading import Thread
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.run.layout import RunLayout
-from rlcore.storage.documents import parse_json, read_ordinary
+from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 from rlcore.storage.publish import write_json_atomically
 
 SOURCE_FILE = "source.json"
@@ -38,8 +37,8 @@ def report_fingerprint(layout: RunLayout) -> str:
     files = [layout.journal, layout.settings_json, *sorted(layout.validation.glob("*.json"))]
     files += [layout.run_dir / name for name in ("lineage.json", "memory_plan.json")]
     files += sorted(layout.samples.glob("*.json*"))
-    ours = {path.name: _digest(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}
-    read = {str(path.relative_to(layout.run_dir)): _digest(path) for path in files if path.is_file()}
+    ours = {path.name: sha256_of(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}
+    read = {str(path.relative_to(layout.run_dir)): sha256_of(path) for path in files if path.is_file()}
     return fingerprint("report", {"read": read, "source": ours})
 
 
@@ -91,8 +90,3 @@ def _write_samples(layout: RunLayout) -> None:
         build_sample_browser(layout.run_dir)
     except DataError:  # no validation yet, which the report says too
         (layout.run_dir / "report" / "samples.html").unlink(missing_ok=True)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

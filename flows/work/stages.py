@@ -14,15 +14,13 @@ from flows.trainer.protocol import Progress
 from flows.work.begun_with import require_same_code
 from flows.work.lineage import record_lineage
 from flows.work.open_run import OpenRun
-from rlcore.checkpoint.catalog import checkpoint_path, scan
+from rlcore.checkpoint.catalog import by_score, checkpoint_path, is_exported, scan
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
-from rlcore.config.fingerprint import run_id
-from rlcore.errors import CheckpointError, DataError
+from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import RunInputs, ensure_tokenizer, find_start_model, is_given, planned_start_model
 from rlcore.run.layout import RunLayout
-from rlcore.storage.finished import finished_or_set_aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,20 +194,7 @@ def step_of(config: RunConfig, checkpoint: str) -> int:
     Raises:
         CheckpointError: there is none of that name.
     """
-    if checkpoint == "start":
-        return 0
-    store = _store(config)
-    if checkpoint in ("last", "best"):
-        found = store.latest(verify=False) if checkpoint == "last" else store.best()
-    else:
-        found = next((info for info in store.list() if info.name == checkpoint), None)
-    if found is None:
-        there = ", ".join(["start", *(info.name for info in store.list())])
-        raise CheckpointError(
-            f"checkpoint={checkpoint}: run {run_id(config)} has no such checkpoint; there is {there}. Name one that is "
-            "there, or train first: millrace train with these settings"
-        )
-    return found.step
+    return _store(config).step_of(checkpoint, verify=False)
 
 
 def export(run: OpenRun, inputs: RunInputs) -> Export:
@@ -241,18 +226,13 @@ def best_step_wanted(config: RunConfig, layout: RunLayout, last_step: int) -> in
     """Step of the checkpoint with the highest held-out score, if its weights are wanted and not those of the last."""
     if not (config.tracking.enabled and config.tracking.log_best):
         return None
-    scored = [
-        (score, info.step) for info in scan(layout.checkpoints).checkpoints if (score := info.score()) is not None
-    ]
-    return max(scored)[1] if scored and max(scored)[1] != last_step else None
+    scored = by_score(scan(layout.checkpoints).checkpoints)
+    return scored[-1].step if scored and scored[-1].step != last_step else None
 
 
 def found_export(directory: Path, step: int) -> Export | None:
     """The weights of a step, if they are there; damaged ones are set aside."""
-    manifest = finished_or_set_aside(directory, error=CheckpointError)
-    return (
-        Export(directory, step, cached=True) if manifest is not None and manifest.values.get("step") == step else None
-    )
+    return Export(directory, step, cached=True) if is_exported(directory, step) else None
 
 
 def _root(config: RunConfig) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flows.work.open_run import FLOW_LOCK
 from flows.work.stack_store import log_in, stack_store
-from rlcore.checkpoint.manage import plan_prune
+from rlcore.checkpoint.catalog import plan_prune
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig, TrackingConfig
 from rlcore.errors import MillraceError, RunInUseError, TrackingError

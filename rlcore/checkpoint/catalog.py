@@ -1,18 +1,20 @@
-"""Which checkpoints lie in a folder. Needs neither settings nor torch: the command line reads it too."""
+"""Which checkpoints lie in a folder, and which of them are whole, best and kept. No torch, no settings of a run."""
 
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
+from rlcore.config import CheckpointConfig
 from rlcore.errors import CheckpointError
 from rlcore.storage.documents import read_ordinary
-from rlcore.storage.finished import set_aside
-from rlcore.storage.manifest import MANIFEST, newer_format
-from rlcore.storage.publish import Manifest, read_manifest, verify_directory
+from rlcore.storage.finished import finished_or_set_aside, set_aside
+from rlcore.storage.manifest import MANIFEST, Manifest, newer_format, read_manifest, verify_directory
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +22,7 @@ NAME = re.compile(r"^step-(?P<step>\d{6,})$")
 VALIDATION_SCORE = re.compile(r"^val-core/(?!all/).+/reward/mean@\d+$")
 """Of each data source; `all`, over the problems of several, is none of them."""
 KIND = "checkpoint"
+Verdict = Literal["verified", "not verified", "broken"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +41,9 @@ class CheckpointInfo:
         """`step-000020`."""
         return self.path.name
 
-    def score(self, metric_key: str | None = None) -> float | None:
-        """The metric by which it is compared, higher is better; None where it was not measured at this step.
-
-        Without a name: the mean of the held-out rewards `val-core/<data_source>/reward/mean@k`.
-        """
-        if metric_key is not None:
-            return self.metrics.get(metric_key)
+    @property
+    def score(self) -> float | None:
+        """The mean of the held-out rewards `val-core/<data_source>/reward/mean@k`; None where none was measured."""
         scores = [value for name, value in sorted(self.metrics.items()) if VALIDATION_SCORE.match(name)]
         return sum(scores) / len(scores) if scores else None
 
@@ -60,7 +59,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Checkpoints of a folder by step, and what looks like one and is none."""
+    """Checkpoints of a folder by step, and unusable folders with the reason."""
 
     checkpoints: tuple[CheckpointInfo, ...]
     refusals: tuple[Refusal, ...]
@@ -170,3 +169,108 @@ def verify(info: CheckpointInfo, *, hashes: bool = True) -> Manifest:
         CheckpointError: names file, rule, value and remedy.
     """
     return verify_directory(info.path, hashes=hashes, error=CheckpointError)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRow(CheckpointInfo):
+    """One line of the list. Of a folder whose manifest cannot be read only step, path and reason are known."""
+
+    verdict: Verdict
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrunePlan:
+    """What pruning would do now."""
+
+    kept: tuple[CheckpointInfo, ...]
+    deleted: tuple[CheckpointInfo, ...]
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes of the checkpoints to delete."""
+        return sum(info.size_bytes for info in self.deleted)
+
+
+def list_checkpoints(directory: Path, *, verify_hashes: bool = False) -> tuple[CheckpointRow, ...]:
+    """Every checkpoint folder by step, broken ones too. Without `verify_hashes` presence and size of files alone."""
+    catalog = scan(directory)
+    rows = [_row(info, verify_hashes) for info in catalog.checkpoints]
+    rows += [CheckpointRow(one.step, one.path, 0, {}, "", "", "broken", one.reason) for one in catalog.refusals]
+    return tuple(sorted(rows, key=lambda row: row.step))
+
+
+def _row(info: CheckpointInfo, hashes: bool) -> CheckpointRow:
+    verdict: Verdict = "verified" if hashes else "not verified"
+    reason = ""
+    try:
+        verify(info, hashes=hashes)
+    except CheckpointError as error:
+        verdict, reason = "broken", str(error)
+    known = (info.step, info.path, info.size_bytes, info.metrics, info.created, info.settings_fingerprint)
+    return CheckpointRow(*known, verdict, reason)
+
+
+def by_score(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Those that have a score, the best last; of equal ones the later."""
+    scored = [(score, info.step, info) for info in checkpoints if (score := info.score) is not None]
+    return [info for _, _, info in sorted(scored, key=lambda one: one[:2])]
+
+
+def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
+    """A checkpoint by its step (`20`), its folder's name (`step-000020`), `last` or `best`. Not verified.
+
+    Raises:
+        CheckpointError: there is none of that name; lists those there are. Or it cannot be read; says why.
+    """
+    catalog = scan(directory)
+    known = catalog.checkpoints
+    if name == "last" and known:
+        return known[-1]
+    if name == "best" and (scored := by_score(known)):
+        return scored[-1]
+    wanted = checkpoint_path(directory, int(name)).name if name.isdecimal() else name
+    for info in known:
+        if info.name == wanted:
+            return info
+    for refusal in catalog.refusals:
+        if refusal.path.name == wanted:
+            raise CheckpointError(refusal.reason)
+    there = ", ".join(info.name for info in known) or "none"
+    raise CheckpointError(
+        f"{directory}: has no checkpoint {name!r}; there are: {there}. Name a step, a folder, last, or best (where "
+        "validation was measured)."
+    )
+
+
+def plan_prune(directory: Path, config: CheckpointConfig) -> PrunePlan:
+    """What `CheckpointStore.prune` would delete now, if the newest that stays is whole."""
+    known = scan(directory).checkpoints
+    kept = kept_steps(known, config)
+    return PrunePlan(
+        tuple(info for info in known if info.step in kept), tuple(info for info in known if info.step not in kept)
+    )
+
+
+def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> frozenset[int]:
+    """Steps that stay: the newest `keep_last`, the best `keep_best`, and every multiple of `keep_every_steps`.
+
+    Best is the highest score; of equal ones the later. One without a score is not among the best.
+    """
+    newest_first = sorted(checkpoints, key=lambda info: info.step, reverse=True)
+    kept = {info.step for info in newest_first[: config.keep_last]}
+    best_first = reversed(by_score(checkpoints))
+    kept |= {info.step for info in islice(best_first, config.keep_best)}
+    if config.keep_every_steps:
+        kept |= {info.step for info in checkpoints if info.step % config.keep_every_steps == 0}
+    return frozenset(kept)
+
+
+def is_exported(target: Path, step: int) -> bool:
+    """Whether `target` holds the exported weights of `step` already. A damaged folder is set aside.
+
+    Raises:
+        CheckpointError: it is of a newer format, or cannot be renamed.
+    """
+    manifest = finished_or_set_aside(target, error=CheckpointError)
+    return manifest is not None and manifest.values.get("step") == step

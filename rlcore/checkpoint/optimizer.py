@@ -1,4 +1,4 @@
-"""What an optimizer knows: its tensors with the shards, its groups and numbers in `optimizer.json`."""
+"""An optimizer's state: its tensors with the shards, its groups and numbers in `optimizer.json`."""
 
 import json
 from collections.abc import Mapping
@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlcore.checkpoint.boxes import local_part
-from rlcore.checkpoint.names import named_parameters, state_name
 from rlcore.checkpoint.shard_files import ShardReader
+from rlcore.checkpoint.tensors import local_part, named_parameters, state_name
 from rlcore.errors import CheckpointError
 from rlcore.models.optim import OffloadedAdamW
 from rlcore.storage.publish import write_json_atomically
@@ -30,7 +29,7 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRecord:
-    """What an optimizer knows besides tensors: groups, and for each parameter the keys and numbers of its state."""
+    """An optimizer's state besides tensors: groups, and for each parameter the keys and numbers of its state."""
 
     groups: tuple[GroupRecord, ...]
     state_tensors: Mapping[str, tuple[str, ...]]
@@ -43,7 +42,7 @@ def write_optimizer_record(directory: Path, record: OptimizerRecord) -> None:
 
 
 def optimizer_record(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
-    """What the optimizer knows now, besides its tensors."""
+    """The optimizer's state as it is now, besides its tensors."""
     names = {parameter: name for name, parameter in named_parameters(model)}
     groups = []
     state_tensors: dict[str, tuple[str, ...]] = {}

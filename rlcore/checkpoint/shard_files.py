@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rlcore.checkpoint.boxes import Box, LocalPart
+from rlcore.checkpoint.tensors import Box, LocalPart
 from rlcore.errors import CheckpointError
 from rlcore.storage.disk import is_out_of_room, out_of_room
 
@@ -54,7 +54,7 @@ def write_parts(directory: Path, parts: Iterable[LocalPart], *, rank: int, world
             save_file(tensors, path, metadata=_header(group))
         except (SafetensorError, OSError) as reason:
             if is_out_of_room(reason):
-                raise out_of_room(path, reason, needed_bytes=_num_bytes(group)) from reason
+                raise out_of_room(path, reason, needed_bytes=num_bytes(group)) from reason
             raise CheckpointError(
                 f"{path}: cannot be written ({reason}). Is the folder writable, and the same on every node?"
             ) from reason
@@ -66,7 +66,7 @@ def _groups(parts: Iterable[LocalPart]) -> Iterator[list[LocalPart]]:
         nothing_here = part.local.numel() == 0 and math.prod(part.global_shape) > 0
         if nothing_here or not part.is_written_here:
             continue
-        if group and _num_bytes([*group, part]) > MAX_FILE_BYTES:
+        if group and num_bytes([*group, part]) > MAX_FILE_BYTES:
             yield group
             group = []
         group.append(part)
@@ -74,7 +74,8 @@ def _groups(parts: Iterable[LocalPart]) -> Iterator[list[LocalPart]]:
         yield group
 
 
-def _num_bytes(parts: Iterable[LocalPart]) -> int:
+def num_bytes(parts: Iterable[LocalPart]) -> int:
+    """Bytes of the parts' local tensors."""
     return sum(part.local.numel() * part.local.element_size() for part in parts)
 
 
@@ -179,13 +180,6 @@ class ShardReader:
                 f"{self._directory}: {num_filled} of {part.local.numel()} elements of {part.name} are in the files: a "
                 "rank's file is missing. Delete the checkpoint and use another."
             )
-
-    def whole(self, name: str) -> Tensor:
-        """A tensor put together on the CPU."""
-        stored = self.tensors[name]
-        tensor = torch.empty(stored.shape, dtype=stored.dtype)
-        self.fill(LocalPart(name, stored.shape, Box((0,) * len(stored.shape), stored.shape), tensor, True))
-        return tensor
 
     def _read(self, piece: _Piece, name: str, box: Box) -> Tensor:
         file = self._open[piece.file]

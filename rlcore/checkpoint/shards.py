@@ -16,28 +16,46 @@ Parameters that want no gradient (the base under LoRA adapters) are not saved: t
 the settings' fingerprint pins.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor, nn
 
-from rlcore.checkpoint.boxes import LocalPart, local_part, rank_and_world_size
-from rlcore.checkpoint.host import HostBuffers
-from rlcore.checkpoint.names import model_tensors, named_parameters, state_name
 from rlcore.checkpoint.optimizer import OptimizerRecord, load_optimizer, optimizer_record, write_optimizer_record
-from rlcore.checkpoint.shard_files import ShardReader, StoredTensor, write_parts
+from rlcore.checkpoint.shard_files import ShardReader, StoredTensor, num_bytes, write_parts
+from rlcore.checkpoint.tensors import (
+    LocalPart,
+    expected_parts,
+    local_part,
+    local_parts,
+    model_tensors,
+    rank_and_world_size,
+)
 from rlcore.errors import CheckpointError
+from rlcore.models.optim import MOMENTS, OffloadedAdamW
+
+SPARE_SHARE = 0.25
+"""Of a copy's size: host memory that must be left beside it, for everything else that runs there."""
+
+SavedModels = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]
+"""What a checkpoint holds, by the folder in it."""
 
 SHOWN_NAMES = 5
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
-class HostCopy:
-    """This rank's shards at one moment, copied to the host, and the folder that they go to."""
+class RankShards:
+    """This rank's shards of one model and its optimizer: `parts` are the tensors themselves, or a copy of them."""
 
-    directory: Path
     parts: tuple[LocalPart, ...]
     optimizer: OptimizerRecord | None
     rank: int
@@ -45,74 +63,206 @@ class HostCopy:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors: what it takes in memory, and nearly what it will take on disk."""
-        return sum(part.local.numel() * part.local.element_size() for part in self.parts)
+        """Bytes of the tensors: what a copy takes in memory, and nearly what they take on disk."""
+        return num_bytes(self.parts)
 
-    def write(self) -> None:
-        """Write them; training may have gone on meanwhile. Raises what `save_shards` raises."""
-        _make_folder(self.directory)
-        write_parts(self.directory, self.parts, rank=self.rank, world_size=self.world_size)
+    @torch.no_grad()
+    def copied(self, buffers: "HostBuffers") -> "RankShards":
+        """A copy on the host, which the next copy to the same buffers overwrites."""
+        copy = replace(self, parts=tuple(replace(part, local=buffers.copy(part)) for part in self.parts))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copy
+
+    def write(self, directory: Path) -> None:
+        """Write them into `directory`, whose parent exists.
+
+        Raises:
+            DiskSpaceError: no room.
+            CheckpointError: the folder is gone or cannot be written.
+        """
+        try:
+            directory.mkdir(exist_ok=True)
+        except OSError as reason:
+            raise CheckpointError(
+                f"{directory}: cannot be made ({reason}). Is the run's folder writable, and the same on every node?"
+            ) from reason
+        write_parts(directory, self.parts, rank=self.rank, world_size=self.world_size)
         if self.optimizer is not None and self.rank == 0:
-            write_optimizer_record(self.directory, self.optimizer)
+            write_optimizer_record(directory, self.optimizer)
 
 
 @torch.no_grad()
-def copy_shards(
-    directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None, buffers: HostBuffers | None = None
-) -> HostCopy:
-    """Copy this rank's shards to the host: as many bytes of memory as it is going to write.
-
-    With `buffers` the next copy to them overwrites this one.
-    """
-    rank, world_size = rank_and_world_size()
-    buffers = buffers or HostBuffers()
-    buffers.wait()
-    parts = tuple(
-        replace(part, local=buffers.copy(part))
-        for part in local_parts(model, optimizer, rank=rank)
-        if part.is_written_here
-    )
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    record = None if optimizer is None else optimizer_record(model, optimizer)
-    return HostCopy(directory, parts, record, rank, world_size)
-
-
-@torch.no_grad()
-def num_shard_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes of this rank's shards."""
-    rank, _ = rank_and_world_size()
-    parts = local_parts(model, optimizer, rank=rank)
-    return sum(part.local.numel() * part.local.element_size() for part in parts if part.is_written_here)
-
-
-@torch.no_grad()
-def prepare_buffers(buffers: HostBuffers, model: nn.Module, *, moments: tuple[str, ...]) -> None:
-    """Get host memory for a model and the optimizer's moments on its device, in a thread, before the first save."""
-    rank, _ = rank_and_world_size()
-    parts = [local_part(f"model.{name}", tensor, rank=rank) for name, tensor in model_tensors(model)]
-    wanted = [(part.name, part.local.shape, part.local.dtype) for part in parts if part.is_written_here]
-    trained = dict(named_parameters(model))
-    for part in parts:
-        name = part.name.removeprefix("model.")
-        if part.is_written_here and name in trained:
-            wanted += [(state_name(name, key), part.local.shape, part.local.dtype) for key in moments]
-    buffers.prepare(wanted)
-
-
-@torch.no_grad()
-def save_shards(directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Write this rank's shards into `directory`, whose parent exists. Every rank calls it; none waits for another.
+def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> RankShards:
+    """The shards that this rank writes, not copied.
 
     Raises:
-        DiskSpaceError: no room.
-        CheckpointError: the folder is gone, or a tensor is laid out in a way that is not known.
+        CheckpointError: a tensor is laid out in a way that is not known.
     """
     rank, world_size = rank_and_world_size()
-    _make_folder(directory)
-    write_parts(directory, local_parts(model, optimizer, rank=rank), rank=rank, world_size=world_size)
-    if optimizer is not None and rank == 0:
-        write_optimizer_record(directory, optimizer_record(model, optimizer))
+    parts = tuple(part for part in local_parts(model, optimizer, rank=rank) if part.is_written_here)
+    record = None if optimizer is None else optimizer_record(model, optimizer)
+    return RankShards(parts, record, rank, world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class CopySize:
+    """Bytes of a rank's shards, and whether they are copied: without a copy training waits until they are written."""
+
+    num_bytes: int
+    is_copied: bool
+
+
+class RankSaver:
+    """One rank's side of a save: copies the shards, writes the copy in a thread, drops it. One save at a time.
+
+    Args:
+        models: what a checkpoint holds, as it is now.
+        num_ranks: of the run, which may all share this host's memory.
+    """
+
+    def __init__(self, models: Callable[[], SavedModels], *, num_ranks: int) -> None:
+        self._models = models
+        self._num_ranks = num_ranks
+        self._buffers: defaultdict[str, HostBuffers] = defaultdict(HostBuffers)
+        self._copies: Mapping[str, RankShards] = {}
+        self._writing: Future[None] | None = None
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Get the host's memory for copies of a GPU's tensors, in a thread, before the first save."""
+        rank, _ = rank_and_world_size()
+        for name, (model, optimizer) in self._models().items():
+            on_device = () if isinstance(optimizer, OffloadedAdamW) else MOMENTS
+            self._buffers[name].prepare(expected_parts(model, moments=on_device, rank=rank))
+
+    def copy(self) -> CopySize:
+        """Copy this rank's shards to the host, to be written while training goes on, if there is memory for it."""
+        shards = {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
+        size = sum(one.num_bytes for one in shards.values())
+        more = size - sum(buffers.num_bytes for buffers in self._buffers.values())
+        is_copied = fits_in_memory(more * self._num_ranks)
+        self._copies = {name: one.copied(self._buffers[name]) for name, one in shards.items()} if is_copied else {}
+        return CopySize(size, is_copied)
+
+    def write(self, directory: str) -> None:
+        """Begin to write the copy below `directory`, in a thread; without a copy write the shards themselves now.
+
+        May be called again with another folder.
+        """
+        self.give_up()
+        if not self._copies:
+            for name, (model, optimizer) in self._models().items():
+                rank_shards(model, optimizer).write(Path(directory) / name)
+            return
+        copies = self._copies
+
+        def write() -> None:
+            for name, copy in copies.items():
+                copy.write(Path(directory) / name)
+
+        self._writing = in_thread(write, "checkpoint-shards")
+
+    def is_written(self, *, wait: bool) -> bool:
+        """Whether the thread is done, now or in the end.
+
+        Raises:
+            DiskSpaceError, CheckpointError: the write failed. Raised once.
+        """
+        if self._writing is None:
+            return True
+        if not wait and not self._writing.done():
+            return False
+        writing, self._writing = self._writing, None
+        writing.result()
+        return True
+
+    def give_up(self) -> None:
+        """Wait for the thread, whatever becomes of it: its folder is about to be removed."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.exception()
+
+    def drop(self) -> None:
+        """Free the copy's memory: the checkpoint is published. Buffers of a GPU's tensors are kept."""
+        self._copies = {}
+
+
+def in_thread(do: Callable[[], None], name: str) -> "Future[None]":
+    """Run in a thread that does not keep a dying process alive: what it leaves is a temporary, which is known."""
+    result: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            do()
+        except BaseException as reason:
+            result.set_exception(reason)
+        else:
+            result.set_result(None)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
+
+
+def fits_in_memory(num_bytes: int) -> bool:
+    """Whether the host has room for a copy of that size."""
+    return psutil.virtual_memory().available > num_bytes * (1 + SPARE_SHARE)
+
+
+class HostBuffers:
+    """Where copies of a GPU's tensors go: page-locked memory, several times as fast as other, and slow to get.
+
+    So it is kept from save to save, and asked for in a thread before the first. Tensors of a CPU are copied to ordinary
+    memory that lives as long as the copy.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._preparing: threading.Thread | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are held already; waits for those that are being got."""
+        self.wait()
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+
+    def prepare(self, wanted: Iterable[tuple[str, torch.Size, torch.dtype]]) -> None:
+        """Get buffers in a thread: names, shapes and types of what `copy` will be asked for."""
+        known = list(wanted)
+        if not fits_in_memory(sum(shape.numel() * dtype.itemsize for _, shape, dtype in known)):
+            return
+
+        def get() -> None:
+            for name, shape, dtype in known:
+                self._buffers[name] = _page_locked(shape, dtype)
+
+        self._preparing = threading.Thread(target=get, name="checkpoint-buffers", daemon=True)
+        self._preparing.start()
+
+    def wait(self) -> None:
+        """Until the buffers are there; before the first `copy` of a save."""
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    def copy(self, part: LocalPart) -> Tensor:
+        """Begin to copy a part to the host. The copy is whole after the device's `synchronize`."""
+        source = part.local
+        if source.device.type != "cuda":
+            return source.to("cpu", copy=True)
+        buffer = self._buffers.get(part.name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+            buffer = self._buffers[part.name] = _page_locked(source.shape, source.dtype)
+        return buffer.copy_(source, non_blocking=True)
+
+
+def _page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Page-locked memory, or ordinary where the host gives none (a limit of a container, say): slower, as good."""
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as reason:
+        log.warning("no page-locked memory for checkpoints (%s); saves hold training up for longer", reason)
+        return torch.empty(shape, dtype=dtype)
 
 
 @torch.no_grad()
@@ -132,27 +282,6 @@ def load_shards(directory: Path, *, model: nn.Module, optimizer: torch.optim.Opt
             reader.fill(part)
         if optimizer is not None:
             load_optimizer(directory, reader, model, optimizer, rank)
-
-
-def local_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, rank: int) -> Iterator[LocalPart]:
-    """Everything that belongs to a checkpoint of this model and optimizer, as this rank holds it."""
-    for name, tensor in model_tensors(model):
-        yield local_part(f"model.{name}", tensor, rank=rank)
-    if optimizer is None:
-        return
-    for name, parameter in named_parameters(model):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                yield local_part(state_name(name, key), value, rank=rank)
-
-
-def _make_folder(directory: Path) -> None:
-    try:
-        directory.mkdir(exist_ok=True)
-    except OSError as reason:
-        raise CheckpointError(
-            f"{directory}: cannot be made ({reason}). Is the run's folder writable, and the same on every node?"
-        ) from reason
 
 
 def _require_same_names(directory: Path, parts: list[LocalPart], stored: Mapping[str, StoredTensor]) -> None:

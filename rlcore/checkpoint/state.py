@@ -1,16 +1,18 @@
-"""Everything that the next step depends on and that is no tensor. No torch."""
+"""Everything that the next step depends on and that is no tensor, with the journal that belongs to it. No torch."""
 
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rlcore.errors import CheckpointError
-from rlcore.storage.documents import parse_json, read_ordinary
+from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 
 FORMAT_VERSION = 1
 STATE = "state.json"
 """Its name in a checkpoint's folder."""
+FORMER_KEYS = frozenset({"mlflow_run_id", "attempt", "token_budget", "rng", "torch_rng"})
+"""What older checkpoints say too, and nothing ever read."""
 
 
 class TrainerState(BaseModel):
@@ -46,16 +48,6 @@ class TrainerState(BaseModel):
     """Of so many bytes of it; empty in checkpoints that are older than this entry."""
     settings_fingerprint: str
     """Fingerprint of the settings that the numbers depend on."""
-    mlflow_run_id: str | None = None
-    """The MLflow run that goes on; None without MLflow."""
-    attempt: int = Field(default=1, ge=1)
-    """How often the run has been started."""
-    token_budget: int | None = Field(default=None, ge=1)
-    """Tokens of a micro-batch after an out-of-memory has lowered it; None: as the settings say."""
-    rng: dict[str, JsonValue] = Field(default_factory=dict)
-    """States of random generators that are not torch's, by name."""
-    torch_rng: tuple[str, ...] = ()
-    """torch's generators of each rank (`rlcore.checkpoint.rng`), by rank; empty where nothing draws from them."""
 
     def to_json(self) -> str:
         """As it is written; floats come back bit for bit."""
@@ -82,9 +74,27 @@ class TrainerState(BaseModel):
                 "that wrote it."
             )
         try:
-            return cls.model_validate(document)
+            return cls.model_validate({key: value for key, value in document.items() if key not in FORMER_KEYS})
         except ValidationError as reason:
             first = reason.errors()[0]
             raise CheckpointError(
                 f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}. {remedy}"
             ) from reason
+
+
+def journal_problem(state: TrainerState, journal: Path) -> str:
+    """What is wrong with the journal from the checkpoint's point of view; '' where it fits."""
+    wanted = state.journal_bytes
+    if not wanted:
+        return ""
+    try:
+        size = journal.stat().st_size
+        if size < wanted:
+            return f"{journal}: was cut: it has {size} of the {wanted} bytes that it had at step {state.step}"
+        if state.journal_sha256 not in ("", sha256_of(journal, wanted)):
+            return f"{journal}: was changed: its first {wanted} bytes are not those that it had at step {state.step}"
+    except FileNotFoundError:
+        return f"{journal}: is lost: it had {wanted} bytes at step {state.step}"
+    except OSError as reason:
+        return f"{journal}: cannot be read ({reason})"
+    return ""

@@ -16,23 +16,22 @@ from rlcore.checkpoint.catalog import (
     KIND,
     CheckpointInfo,
     Refusal,
+    by_score,
     checkpoint_path,
     keep_off_the_way,
+    kept_steps,
     make_way,
     scan,
     verify,
 )
-from rlcore.checkpoint.journal_fit import journal_problem
-from rlcore.checkpoint.retention import kept_steps
-from rlcore.checkpoint.same_settings import SETTINGS, require_same_settings
-from rlcore.checkpoint.state import STATE, TrainerState
+from rlcore.checkpoint.state import STATE, TrainerState, journal_problem
 from rlcore.config import CheckpointConfig, RunConfig
 from rlcore.config.fingerprint import lasting_settings, settings_fingerprint
 from rlcore.errors import CheckpointError
 from rlcore.storage.disk import is_out_of_room
+from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.locks import HeldLock
-from rlcore.storage.publish import published_directory, remove_stale_temporaries
-from rlcore.storage.temporary import remove_tree, temporary_beside
+from rlcore.storage.publish import published_directory, remove_stale_temporaries, remove_tree, temporary_beside
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class CheckpointStore:
         """Publish a checkpoint: yields a folder for the ranks' shards, and renames it into place at the block's end.
 
         One that lies there for the same step is replaced in one operation, or given another name (`make_way`). Metrics
-        that are not finite are left out. `at` hears what is begun, with its path.
+        that are not finite are left out. `at` is called with what is begun, and its path.
 
         Raises:
             DiskSpaceError: no room. Older checkpoints are untouched, nothing is left of this one.
@@ -121,7 +120,7 @@ class CheckpointStore:
                 "was going on? Older checkpoints in it were not touched."
             ) from reason
 
-    def prune(self, metric_key: str | None = None) -> tuple[Path, ...]:
+    def prune(self) -> tuple[Path, ...]:
         """Delete what the retention rule does not keep; the paths deleted.
 
         Nothing is deleted unless a checkpoint that stays has been verified byte for byte. Broken folders are left for
@@ -130,7 +129,7 @@ class CheckpointStore:
         with self._writer_lock():
             remove_stale_temporaries(self._directory)
             checkpoints = scan(self._directory).checkpoints
-            kept = kept_steps(checkpoints, self._config, metric_key)
+            kept = kept_steps(checkpoints, self._config)
             good = self._search(checkpoints, hashes=True).checkpoint
             if good is None:
                 return ()
@@ -180,6 +179,31 @@ class CheckpointStore:
         """The checkpoint to go on from, see `find_latest`."""
         return self.find_latest(verify=verify).checkpoint
 
+    def find(self, name: str, *, verify: bool = True) -> CheckpointInfo | None:
+        """The checkpoint called `last` (see `find_latest`), `best` or by its folder; None for `start`.
+
+        Raises:
+            CheckpointError: there is none of that name.
+        """
+        if name == "start":
+            return None
+        if name in ("last", "best"):
+            found = self.latest(verify=verify) if name == "last" else self.best()
+        else:
+            found = next((info for info in self.list() if info.name == name), None)
+        if found is None:
+            there = ", ".join(["start", *(info.name for info in self.list())])
+            raise CheckpointError(
+                f"checkpoint={name}: run {self._directory.parent.name} has no such checkpoint; there is {there}. Name "
+                "one that is there, or train first: millrace train with these settings"
+            )
+        return found
+
+    def step_of(self, name: str, *, verify: bool = True) -> int:
+        """Step of a checkpoint, see `find`; 0 for `start`."""
+        found = self.find(name, verify=verify)
+        return 0 if found is None else found.step
+
     def find_latest(self, *, verify: bool = True) -> Found:
         """The newest checkpoint that is whole and fits the journal; others are refused, said so, and the one before is
         taken. Where none fits the journal, the newest whole one is taken.
@@ -207,15 +231,13 @@ class CheckpointStore:
             require_same_settings(found.checkpoint, self._settings, self._fingerprint)
         return found
 
-    def best(self, metric_key: str | None = None, *, below: int | None = None) -> CheckpointInfo | None:
+    def best(self, *, below: int | None = None) -> CheckpointInfo | None:
         """The whole checkpoint with the highest score, of equal ones the later; None where none has a score.
 
         `below`: only those of earlier steps.
         """
         candidates = [info for info in self.list() if below is None or info.step < below]
-        scored = [(score, info.step, info) for info in candidates if (score := info.score(metric_key)) is not None]
-        by_score = [info for _, _, info in sorted(scored, key=lambda one: one[:2])]
-        found = self._search(by_score, hashes=True)
+        found = self._search(by_score(candidates), hashes=True)
         for refusal in found.refusals:
             log.warning("checkpoint refused: %s", refusal.reason)
         return found.checkpoint
@@ -280,5 +302,52 @@ class CheckpointStore:
 
 @cache
 def _warn_once(text: str) -> None:
-    """A flow looks for the newest checkpoint many times."""
+    """Once a process: a flow searches for the newest checkpoint many times."""
     log.warning("%s", text)
+
+
+SETTINGS = "settings.json"
+"""Its name in a checkpoint's folder."""
+SHOWN_DIFFERENCES = 10
+
+
+def require_same_settings(info: CheckpointInfo, settings: Mapping[str, Any], fingerprint: str) -> None:
+    """Refuse a checkpoint of another run; `settings` are those that numbers depend on, by key.
+
+    Raises:
+        CheckpointError: names the settings that differ, with both values.
+    """
+    if info.settings_fingerprint == fingerprint:
+        return
+    theirs = _read_settings(info.path / SETTINGS)
+    keys = [
+        key
+        for key in sorted(theirs.keys() | settings.keys())
+        if (key in theirs, theirs.get(key)) != (key in settings, settings.get(key))
+    ]
+    shown = [
+        f"  {key}: {_told(theirs, key)} in the checkpoint, {_told(settings, key)} now"
+        for key in keys[:SHOWN_DIFFERENCES]
+    ]
+    if len(keys) > SHOWN_DIFFERENCES:
+        shown.append(f"  and {len(keys) - SHOWN_DIFFERENCES} more")
+    listed = "\n".join(shown)
+    raise CheckpointError(
+        f"{info.path}: was made with other settings, so going on would be another run:\n{listed}\n"
+        "Set them back; or start a new run from these weights with settings of its own: --fork "
+        f"{info.path.parents[1].name}@{info.step} and another run_id."
+    )
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = parse_json(read_ordinary(path))
+    except (OSError, ValueError) as reason:
+        raise CheckpointError(f"{path}: cannot be read ({reason}). Restore it, or delete {path.parent}.") from reason
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path}: holds no settings. Restore it, or delete {path.parent}.")
+    return settings
+
+
+def _told(settings: Mapping[str, Any], key: str) -> str:
+    return json.dumps(settings[key]) if key in settings else "absent"

@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from rlcore.errors import DataError, MillraceError
-from rlcore.storage.publish import read_manifest, write_json_atomically
+from rlcore.storage.manifest import read_manifest
+from rlcore.storage.publish import write_json_atomically
 
 LINEAGE_FILE = "lineage.json"
 INPUTS_FILE = "inputs.json"

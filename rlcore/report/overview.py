@@ -11,7 +11,7 @@ from rlcore.report.curves import plot_held_out, plot_series
 from rlcore.report.document import Tile, Tone
 from rlcore.report.page import LIGHT, house_style, legend, tidy
 from rlcore.report.record import RunRecord, read_run
-from rlcore.storage.temporary import temporary_beside
+from rlcore.storage.publish import temporary_beside
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure

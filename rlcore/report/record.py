@@ -11,8 +11,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from rlcore.checkpoint.catalog import CheckpointInfo, scan
-from rlcore.checkpoint.journal_fit import journal_problem
-from rlcore.checkpoint.state import STATE, TrainerState
+from rlcore.checkpoint.state import STATE, TrainerState, journal_problem
 from rlcore.config import RunConfig
 from rlcore.config.data import ALL_SOURCES
 from rlcore.errors import CheckpointError, DataError, MillraceError

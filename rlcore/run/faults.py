@@ -1,4 +1,4 @@
-"""What went wrong in a run, as kinds that people act on; each fault is a line of `faults.jsonl` in the run's folder.
+"""Faults of a run, by kind, since each kind has a remedy; each fault is a line of `faults.jsonl` in the run's folder.
 
 The journal is cut back when a run goes on from a checkpoint; this file is not. No torch: flows read and write it too.
 """
@@ -6,10 +6,11 @@ The journal is cut back when a run goes on from a checkpoint; this file is not. 
 import json
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from rlcore.errors import (
     AlarmError,
@@ -22,7 +23,6 @@ from rlcore.errors import (
     NonFiniteError,
     WorkerLostError,
 )
-from rlcore.storage.documents import parse_json
 
 FAULTS_FILE = "faults.jsonl"
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
@@ -33,7 +33,7 @@ log = logging.getLogger("rlcore.run.faults")
 
 
 class FaultKind(StrEnum):
-    """What a fault is."""
+    """Kinds of faults."""
 
     HOST_MEMORY = "host out of memory"
     GPU_MEMORY = "GPU out of memory"
@@ -75,8 +75,11 @@ class Fault:
         return f"{self.kind}{where} after step {self.step}"
 
 
+_FAULT = TypeAdapter(Fault)
+
+
 def as_ours(error: Exception, phase: str) -> Exception:
-    """The error of our own tree for what memory's end looks like in libraries; any other error as it is."""
+    """The library's error of exhausted memory as an error of our own tree; any other error as it is."""
     if isinstance(error, DeviceMemoryError) and _is_of_the_host(str(error)):
         return HostMemoryError(str(error))
     if isinstance(error, MillraceError):
@@ -101,7 +104,7 @@ def _is_of_the_host(text: str) -> bool:
 
 
 def fault_of(error: Exception, phase: str, step: int) -> Fault:
-    """What an error is."""
+    """The fault that an error is."""
     kind = next((kind for cls, kind in _KINDS if isinstance(error, cls)), FaultKind.OTHER)
     return Fault(kind, phase, step, str(error)[:MAX_MESSAGE_CHARS])
 
@@ -124,27 +127,14 @@ def read_faults(run_dir: Path) -> list[Fault]:
     found = []
     for line in lines:
         try:
-            values: Mapping[str, object] = parse_json(line)
-            found.append(_fault(values))
-        except (ValueError, KeyError, TypeError):
+            found.append(_FAULT.validate_json(line))
+        except ValueError:
             log.warning("%s: a line is damaged and left out: %.100r", run_dir / FAULTS_FILE, line)
     return found
 
 
-def _fault(values: Mapping[str, object]) -> Fault:
-    stacks = values["stacks"]
-    return Fault(
-        FaultKind(str(values["kind"])),
-        str(values["phase"]),
-        int(str(values["step"])),
-        str(values["message"]),
-        None if stacks is None else str(stacks),
-        float(str(values["time"])),
-    )
-
-
 def num_oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory, on this host or in this container; 0 if unknown."""
+    """Number of processes that the kernel has killed for lack of memory, here or in this container; 0 if unknown."""
     for path in OOM_COUNTERS:
         try:
             for line in path.read_text().splitlines():

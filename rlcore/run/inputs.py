@@ -13,8 +13,7 @@ from rlcore.errors import DataError, ModelError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.finished import FINGERPRINT, finished, finished_or_set_aside
-from rlcore.storage.manifest import Manifest
-from rlcore.storage.parts import part_directories
+from rlcore.storage.manifest import Manifest, part_directories
 from rlcore.storage.publish import published_directory, write_json_atomically
 from rlcore.user_code import code_for
 
@@ -88,7 +87,7 @@ def planned_tokenizer(config: RunConfig) -> Path:
 
 
 def ensure_tokenizer(config: RunConfig) -> Path:
-    """The tokenizer's folder; made from nothing, or taken from the hub, where nobody has done so before.
+    """The tokenizer's folder; made from nothing, or taken from the hub, unless it is there.
 
     Raises:
         ModelError: `model.path` is no directory, and no hub id that can be reached.

@@ -12,12 +12,47 @@ FILE_SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".diff", ".lock", ".id"})
 """Of the files in a run's folder."""
 
 
+class _Below:
+    """A path in a run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, layout: "RunLayout", owner: type | None = None) -> Path:
+        return layout.run_dir / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunLayout:
     """Folders and files of one run."""
 
     root: Path
     run_dir: Path
+
+    settings_json = _Below("settings.json")
+    """The full settings as JSON: what the trainer process reads."""
+    code = _Below("code")
+    """The source files that the settings name as `module:function`, as the run works by them."""
+    inputs_json = _Below("inputs.json")
+    """Which dataset and tokenizer the run works on (`RunInputs`)."""
+    journal = _Below("metrics.jsonl")
+    """One JSON line a step."""
+    checkpoints = _Below("checkpoints")
+    """Committed checkpoints."""
+    samples = _Below("samples")
+    """Answers of training steps, one file a step."""
+    validation = _Below("validation")
+    """Validation results, one file each."""
+    failures = _Below("failures")
+    """Batches and stacks saved when something went wrong."""
+    profile = _Below("profile")
+    """Traces of profiled steps."""
+    logs = _Below("logs")
+    """Output of the trainer process."""
+    exported_model = _Below("model")
+    """The trained weights as a transformers directory."""
+    exported_best = _Below("model-best")
+    """The weights of the best checkpoint likewise, where that is not the last one."""
 
     @classmethod
     def of(cls, config: RunConfig) -> "RunLayout":
@@ -40,63 +75,3 @@ class RunLayout:
         ]
         if problems:
             raise DataError(f"{'; '.join(problems)}. Move away what is in the way, then start again.")
-
-    @property
-    def settings_json(self) -> Path:
-        """The full settings as JSON: what the trainer process reads."""
-        return self.run_dir / "settings.json"
-
-    @property
-    def code(self) -> Path:
-        """The source files that the settings name as `module:function`, as the run works by them."""
-        return self.run_dir / "code"
-
-    @property
-    def inputs_json(self) -> Path:
-        """Which dataset and tokenizer the run works on (`RunInputs`)."""
-        return self.run_dir / "inputs.json"
-
-    @property
-    def journal(self) -> Path:
-        """One JSON line a step."""
-        return self.run_dir / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Committed checkpoints."""
-        return self.run_dir / "checkpoints"
-
-    @property
-    def samples(self) -> Path:
-        """Answers of training steps, one file a step."""
-        return self.run_dir / "samples"
-
-    @property
-    def validation(self) -> Path:
-        """Validation results, one file each."""
-        return self.run_dir / "validation"
-
-    @property
-    def failures(self) -> Path:
-        """Batches and stacks saved when something went wrong."""
-        return self.run_dir / "failures"
-
-    @property
-    def profile(self) -> Path:
-        """Traces of profiled steps."""
-        return self.run_dir / "profile"
-
-    @property
-    def logs(self) -> Path:
-        """Output of the trainer process."""
-        return self.run_dir / "logs"
-
-    @property
-    def exported_model(self) -> Path:
-        """The trained weights as a transformers directory."""
-        return self.run_dir / "model"
-
-    @property
-    def exported_best(self) -> Path:
-        """The weights of the best checkpoint likewise, where that is not the last one."""
-        return self.run_dir / "model-best"

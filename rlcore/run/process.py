@@ -18,7 +18,7 @@ With the descriptors it serves commands, one JSON object a line, and answers in 
 
 Without them it does everything in the foreground. Exit codes: 0 done, 75 saved and can go on, 1 failed.
 SIGTERM and SIGINT finish the step and save; a second one ends at once (`rlcore.run.stop`). A phase that hangs ends the
-process too (`rlcore.run.watch`): the next one goes on from the last checkpoint.
+process too (`rlcore.run.watchdog`): the next one goes on from the last checkpoint.
 """
 
 import argparse
@@ -35,10 +35,10 @@ from typing import Any
 
 from rlcore.config import RunConfig
 from rlcore.errors import MillraceError, StopRequestedError, WorkerLostError
-from rlcore.run.guard import end_at_once, say_and_end
 from rlcore.run.layout import RunLayout
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
+from rlcore.run.watchdog import end_at_once, say_and_end
 from rlcore.user_code import working_by
 
 EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE = 0, 1, 75
@@ -46,7 +46,7 @@ LEFT = -1
 """No exit code: the run is left, and the process waits for another one."""
 
 POLL_S = 0.25
-"""Longest time between two looks at a wish to stop, while there is no command."""
+"""Seconds between two checks whether a stop was asked for, while there is no command."""
 
 log = logging.getLogger("rlcore.run.process")
 
@@ -68,7 +68,7 @@ class Channel:
                 self._read = rest
                 yield json.loads(line)
                 continue
-            # Not a blocking read: Python takes that up again after a signal, and nobody would look at the wish to stop.
+            # Not a blocking read: Python takes that up again after a signal, and would not check for a stop.
             if not select.select([self._commands_fd], [], [], POLL_S)[0]:
                 continue
             content = os.read(self._commands_fd, 1 << 16)
@@ -194,7 +194,7 @@ def run_one(settings: Path, channel: Channel | None, on_event: Callable[..., Non
     report = on_event if channel is None else channel.send
 
     def give_up(error: MillraceError) -> None:
-        """A phase or a stop lasts too long: say so and end, whatever the main thread is doing."""
+        """End the process with this error: a phase or a stop lasts too long. Called from a thread."""
 
         def say() -> None:
             log.error("%s", error)
@@ -209,8 +209,6 @@ def run_one(settings: Path, channel: Channel | None, on_event: Callable[..., Non
             layout,
             report=report,
             stop=stop,
-            after_start=stop.install,
-            stop_asked_s=stop.asked_s,
             give_up=give_up,
         )
         with working_by(layout.code), session_here as session:

@@ -1,29 +1,36 @@
-"""A run in one process: what it can be asked to do, with its lock held and its faults watched.
+"""A run in one process: its commands, with its lock held and its faults recorded.
 
 Workers stay alive between chunks. The state of the run is the newest committed checkpoint; everything else here can be
 rebuilt from it.
 """
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rlcore.checkpoint.catalog import is_exported
 from rlcore.checkpoint.export import export_transformers
 from rlcore.config import RunConfig
-from rlcore.errors import MillraceError, StopRequestedError
-from rlcore.run.crew import Crew, Report
-from rlcore.run.guard import Guard
-from rlcore.run.held_out import HeldOut
+from rlcore.errors import MillraceError, RunInUseError, StopRequestedError
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
-from rlcore.run.ledger import Ledger
-from rlcore.run.news import News
-from rlcore.run.taken import taken_run
+from rlcore.run.record import Report, RunRecord
+from rlcore.run.stop import StopFlag
 from rlcore.run.training import Training
 from rlcore.run.warm_start import WarmStartProgress, ensure_start_model
-from rlcore.storage.temporary import remove_stale_temporaries
+from rlcore.run.watchdog import Guard
+from rlcore.run.workers import RunWorkers
+from rlcore.storage.locks import RunLock
+from rlcore.storage.publish import remove_stale_temporaries
+
+LOCK_WAIT_S = 90.0
+"""A trainer whose flow has ended may still be saving: wait that long for it."""
+POLL_S = 0.2
 
 log = logging.getLogger("rlcore.run.session")
 
@@ -37,22 +44,14 @@ class Session:
         layout: RunLayout,
         *,
         report: Report,
-        stop: Callable[[], bool],
-        after_start: Callable[[], None] = lambda: None,
-        stop_asked_s: Callable[[], float | None] = lambda: None,
+        stop: StopFlag,
         give_up: Callable[[MillraceError], None] = lambda error: log.error("%s", error),
     ) -> None:
-        """See `rlcore.run.process`, which passes what only a process of its own can do.
-
-        `after_start` is called when workers have been started: Ray takes SIGTERM for itself. `stop_asked_s`: seconds
-        since a stop was asked for. `give_up`: ends the process, where a phase or a stop takes too long.
-        """
+        """`give_up` ends the process, where a phase or a stop takes too long; it is called from a thread."""
         self._config = config
         self._layout = layout
         self._report = report
         self._stop = stop
-        self._after_start = after_start
-        self._stop_asked_s = stop_asked_s
         self._give_up = give_up
         self._has_failed = False
 
@@ -61,26 +60,24 @@ class Session:
         config, layout, report = self._config, self._layout, self._report
         layout.run_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
-            opened.enter_context(taken_run(layout.run_dir, report, self._stop))
+            opened.enter_context(locked_run(layout.run_dir, report, self._stop))
             layout.require_kinds()
             remove_stale_temporaries(layout.run_dir)
             guard = Guard(
                 config,
                 layout,
-                stop_asked_s=self._stop_asked_s,
+                stop_asked_s=self._stop.asked_s,
                 report=report,
                 give_up=self._give_up,
                 step=lambda: self._training.step,
             )
             self._guard = opened.enter_context(guard)
             self.inputs = RunInputs.read(layout)
-            self._ledger = Ledger(config, layout, report=report, stop=self._stop, phase=guard.phase)
-            guard.attend(self._ledger.saving)
-            crew = Crew(config, layout, self.inputs, guard, self._ledger, report=report, after_start=self._after_start)
-            self._crew = opened.enter_context(crew)
-            news = News(layout, guard, self._ledger, total_steps=config.trainer.total_steps, report=report)
-            self._held_out = HeldOut(config, layout, crew, self._ledger, news, report=report)
-            self._training = Training(config, layout, crew, self._ledger, self._held_out, news, stop=self._stop)
+            self._record = RunRecord(config, layout, report=report, stop=self._stop, phase=guard.phase)
+            guard.watch.aside = lambda: self._record.saves.at
+            workers = RunWorkers(self._record, self.inputs, guard, after_start=self._stop.install)
+            self._workers = opened.enter_context(workers)
+            self._training = Training(self._record, workers, stop=self._stop)
             self._resources = opened.pop_all()  # the block gives all back where something failed
         return self
 
@@ -89,7 +86,7 @@ class Session:
     ) -> None:
         """End the workers, deliver what is left to the tracker, give the lock back."""
         with self._resources:
-            self._ledger.finish(failed=self._has_failed)
+            self._record.finish(failed=self._has_failed)
 
     # ------------------------------------------------------------------ commands
 
@@ -112,12 +109,7 @@ class Session:
                 )
 
         result = ensure_start_model(self._config, self.inputs, show)
-        return {
-            "directory": str(result.directory),
-            "cached": result.cached,
-            "reward": result.reward,
-            "steps": result.steps,
-        }
+        return {**asdict(result), "directory": str(result.directory)}
 
     def train(self, to_step: int, *, at_most: int | None = None) -> Mapping[str, object]:
         """Train from the newest checkpoint until a checkpoint of `to_step`, a chunk's end, is committed.
@@ -128,7 +120,7 @@ class Session:
         Raises:
             StopRequestedError: a stop was asked for; the last finished step is saved.
         """
-        committed = self._ledger.newest()
+        committed = self._record.newest()
         if committed is not None and committed.step >= to_step:
             return {"step": committed.step, "checkpoint": str(committed.path), "metrics": {}, "skipped": True}
         saved = self._training.to(to_step, at_most)
@@ -137,23 +129,23 @@ class Session:
     def validate(self, checkpoint: str, name: str) -> Mapping[str, object]:
         """Judge a checkpoint (`start`, `last`, `best` or its folder's name) on all held-out problems."""
         self._training.settle_save()
-        result = self._held_out.judge_checkpoint(checkpoint, name)
-        return {"summary": dict(result.summary()), "file": str(self._held_out.file_of(name))}
+        result = self._training.judge_checkpoint(checkpoint, name)
+        return {"summary": dict(result.summary()), "file": str(self._training.file_of(name))}
 
     def export(self, checkpoint: str) -> Mapping[str, object]:
         """Write a checkpoint's weights as a transformers directory in the run's folder."""
         self._training.settle_save()
         target = self._layout.exported_best if checkpoint == "best" else self._layout.exported_model
-        step = self._ledger.step_of(checkpoint)
-        if not self._ledger.is_exported(target, step):
-            self._crew.load(checkpoint)
-            weights = self._crew.full_weights()
+        step = self._record.store.step_of(checkpoint)
+        if not is_exported(target, step):
+            self._workers.load(checkpoint)
+            weights = self._workers.full_weights()
 
             def write() -> None:
                 with self._guard.phase("export"):
-                    export_transformers(weights, self._crew.start_model, target, step=step)
+                    export_transformers(weights, self._workers.start_model, target, step=step)
 
-            self._ledger.with_room(write, step=step, path=target)
+            self._record.room.hold(write, step=step, path=target)
         return {"directory": str(target), "step": step}
 
     def save_finished(self) -> str:
@@ -161,9 +153,38 @@ class Session:
         return self._training.save_finished()
 
     def fail(self) -> None:
-        """The run has failed: the tracker is told so when the session ends."""
+        """Have the run recorded as failed when the session ends."""
         self._has_failed = True
 
     def fault(self, error: Exception) -> Exception:
         """Record an error that ends this process; the error to raise for it."""
         return self._guard.fault(error)
+
+
+@contextmanager
+def locked_run(run_dir: Path, report: Report, stop: Callable[[], bool]) -> Iterator[None]:
+    """Hold the run's lock inside the block. If another process has it, reports that at once, and waits.
+
+    Raises:
+        RunInUseError: it is still held after `LOCK_WAIT_S`; names process, host and since when.
+        StopRequestedError: a stop was asked for meanwhile.
+    """
+    deadline = time.monotonic() + LOCK_WAIT_S
+    told = False
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(RunLock(run_dir))
+                break
+            except RunInUseError as reason:
+                if time.monotonic() >= deadline:
+                    raise
+                if not told:
+                    told = True
+                    text = f"{reason}. Waiting up to {LOCK_WAIT_S:g} s: it may be saving"
+                    log.warning("%s", text)
+                    report({"event": "note", "text": text})
+            if stop():
+                raise StopRequestedError("stopped while waiting for the run to be free; nothing was begun")
+            time.sleep(POLL_S)
+        yield

@@ -1,4 +1,4 @@
-"""A wish to stop, by signal. The rule, which docs/operations.md tells users:
+"""A stop that is asked for by signal. The rule, which docs/operations.md explains to users:
 
 - The first SIGTERM or SIGINT asks: the step is finished and saved.
 - A second SIGINT ends the process at once: somebody pressed Ctrl-C again.

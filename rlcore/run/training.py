@@ -5,18 +5,17 @@ The state of the run is the newest committed checkpoint; what is held here can b
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from rlcore.checkpoint.catalog import name_of
-from rlcore.config import RunConfig
+from rlcore.checkpoint.save import Saved
 from rlcore.errors import AlarmError, StopRequestedError, WorkerLostError
-from rlcore.run.crew import Crew
-from rlcore.run.held_out import HeldOut
-from rlcore.run.layout import RunLayout
-from rlcore.run.ledger import Ledger, TrackedState
-from rlcore.run.news import News
-from rlcore.run.pace import Pace
-from rlcore.run.saver import Saved
-from rlcore.run.watch import StepAbandonedError
+from rlcore.evaluation.result import ValidationResult
+from rlcore.run.events import Pace, RunEvents
+from rlcore.run.record import RunRecord, TrackedState
+from rlcore.run.watchdog import StepAbandonedError
+from rlcore.run.workers import RunWorkers
 from rlcore.tracking.system import SystemSampler
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
@@ -27,25 +26,13 @@ SEE_ALARMS = "See its metrics, then change the settings, or alarms.*, which may 
 class Training:
     """Goes from one checkpoint to the next, and keeps the last finished step between two calls."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        layout: RunLayout,
-        crew: Crew,
-        ledger: Ledger,
-        held_out: HeldOut,
-        news: News,
-        *,
-        stop: Callable[[], bool],
-    ) -> None:
-        self._config = config
-        self._layout = layout
-        self._crew = crew
-        self._ledger = ledger
-        self._held_out = held_out
-        self._news = news
+    def __init__(self, record: RunRecord, workers: RunWorkers, *, stop: Callable[[], bool]) -> None:
+        self._config, self._layout = record.config, record.layout
+        self._record = record
+        self._workers = workers
+        self._events = RunEvents(record)
         self._stop = stop
-        self._system = SystemSampler(layout.run_dir)
+        self._system = SystemSampler(record.layout.run_dir)
         self._state: TrackedState | None = None
         self._metrics: Mapping[str, float] = {}
         self._saved: Saved | None = None
@@ -59,14 +46,12 @@ class Training:
     def to(self, to_step: int, at_most: int | None) -> Saved:
         """Train until a checkpoint of `to_step` is committed; see `Session.train`."""
         state = self._begin()
-        if not self._ledger.has_room:  # the save under way takes it, and lets older ones go when it is committed
-            self.settle_save()
-        self._ledger.wait_for_room(state.loop.step)
+        self._record.wait_for_room(state.loop.step, self.settle_save)
         pace = Pace()
         end = self._config.trainer.total_steps if at_most is None else at_most
         while (saved := self._saved) is None or saved.step < min(to_step, end):
             if state.loop.step == end:
-                if not self._ledger.is_saving:  # it was reached on the way to the chunk before, and ends no chunk
+                if self._record.saves.state is None:  # it was reached on the way to the chunk before, and ends no chunk
                     self._begin_save(state)
                 self.settle_save()
                 continue
@@ -77,18 +62,18 @@ class Training:
                 raise StopRequestedError(
                     f"{given_up}; step {state.loop.step} is saved; start again to go on"
                 ) from given_up
-            self._saving(self._ledger.poll_save)
+            self._saving(self._record.saves.poll)
             if self._stop():
                 raise StopRequestedError(self.save_finished())
         return saved
 
     def settle_save(self) -> None:
         """Wait for the checkpoint under way, if there is one."""
-        self._saving(self._ledger.settle_save)
+        self._saving(self._record.saves.settle)
 
     def save_finished(self) -> str:
         """Save the last finished step, if it is not: a stop was asked for. Says what is saved."""
-        if self._state is None or self._crew.holds != name_of(self._state.loop.step):
+        if self._state is None or self._workers.holds != name_of(self._state.loop.step):
             return "the trainer was told to stop; start again to go on from its last checkpoint"
         self._save_before(self._state)
         return f"stopped after step {self._state.loop.step}, which is saved; start again to go on"
@@ -97,44 +82,44 @@ class Training:
 
     def _begin(self) -> TrackedState:
         """The state to go on from: in memory after a chunk, else from the newest checkpoint, else step 0."""
-        self._crew.start()
-        if self._state is not None and self._crew.holds == name_of(self._state.loop.step):
+        self._workers.start()
+        if self._state is not None and self._workers.holds == name_of(self._state.loop.step):
             return self._state  # perhaps ahead of its newest checkpoint, which is still being written
         self.settle_save()
-        newest = self._ledger.newest()
-        state = self._ledger.restore(newest)
-        self._news.faults(state.loop.step)
-        self._crew.load("start" if newest is None else newest.name)
-        self._news.refusals(state.loop.step, newest)
-        self._news.journal_problem(state.loop.step)
+        newest = self._record.newest()
+        state = self._record.restore(newest)
+        self._events.faults(state.loop.step)
+        self._workers.load("start" if newest is None else newest.name)
+        self._events.refusals(state.loop.step, newest)
+        self._events.journal_problem(state.loop.step)
         self._state, self._saved = state, None
         if newest is None:
             self._state = self._record_start(state)
         else:
-            self._news.resumed(newest.step)
+            self._events.resumed(newest.step)
         return self._state
 
     def _record_start(self, state: TrackedState) -> TrackedState:
         """Step 0: the held-out score before any training."""
-        result = self._held_out.judge(name_of(0), 0)
-        self._ledger.log_step(0, dict(result.summary()))
-        return self._ledger.with_score(state, result)
+        result = self.judge(name_of(0), 0)
+        self._record.log_step(0, dict(result.summary()))
+        return self._record.with_score(state, result)
 
     # ------------------------------------------------------------------ a step
 
     def _train_step(self, state: TrackedState, to_step: int, pace: Pace) -> TrackedState:
         """One step with its line in the journal; where a chunk ends, or at a stop, a checkpoint of it is begun."""
-        result = self._crew.step(state.loop)
-        self._news.shortages(result.state.step, result.shortages, self._crew.micro_batch_tokens)
+        result = self._workers.step(state.loop)
+        self._events.shortages(result.state.step, result.shortages, self._workers.micro_batch_tokens)
         if any(alarm.action == "roll_back" for alarm in result.alarms):
             return self._roll_back(state, result.alarms)
-        metrics, state = self._record(state, result)
+        metrics, state = self._write_line(state, result)
         self._state, self._metrics = state, metrics
         pace.tick()
         step = state.loop.step
-        self._news.progress(result, to_step if step <= to_step else self._end_of_chunk(step), pace)
-        self._news.unscored(step, *self._crew.unscored)
-        self._news.alarms(step, result.alarms)
+        self._events.progress(result, to_step if step <= to_step else self._end_of_chunk(step), pace)
+        self._events.unscored(step, *self._workers.unscored)
+        self._events.alarms(step, result.alarms)
         fatal = [alarm for alarm in result.alarms if alarm.action == "stop"]
         if step in (to_step, self._end_of_chunk(step)) or self._stop() or fatal:
             self._begin_save(state)
@@ -143,28 +128,28 @@ class Training:
             raise AlarmError(f"step {step}: {'; '.join(alarm.text for alarm in fatal)}. {SEE_ALARMS}")
         return state
 
-    def _record(self, state: TrackedState, result: StepResult) -> tuple[Mapping[str, float], TrackedState]:
+    def _write_line(self, state: TrackedState, result: StepResult) -> tuple[Mapping[str, float], TrackedState]:
         """Validate if it is due, and write the step's line."""
         step = result.state.step
         metrics = dict(result.metrics)
-        after = state.advanced(result.state)
+        after = replace(state, loop=result.state)
         every = self._config.validation.every_steps
         last = step == self._config.trainer.total_steps
         if last or (every and step % every == 0):
             begun = time.perf_counter()
-            judged = self._held_out.judge(name_of(step), step)
+            judged = self.judge(name_of(step), step)
             metrics["timing_s/testing"] = time.perf_counter() - begun
             metrics |= judged.summary()
-            after = self._ledger.with_score(after, judged)
-            self._ledger.with_room(lambda: self._crew.write_samples(result), step=step, path=self._layout.samples)
-        metrics |= self._system.sample() | self._ledger.room_metrics()
-        if self._news.num_faults:
-            metrics["fault/num_retries"] = float(self._news.num_faults)
+            after = self._record.with_score(after, judged)
+            self._record.room.hold(lambda: self._workers.write_samples(result), step=step, path=self._layout.samples)
+        metrics |= self._system.sample() | self._record.room_metrics()
+        if self._events.num_faults:
+            metrics["fault/num_retries"] = float(self._events.num_faults)
         if self._seconds_for_saves:
             metrics["timing_s/save_checkpoint"] = self._seconds_for_saves
             self._seconds_for_saves = 0.0
-        self._ledger.log_step(step, metrics)
-        self._crew.holds = name_of(step)
+        self._record.log_step(step, metrics)
+        self._workers.holds = name_of(step)
         return metrics, after
 
     def _roll_back(self, state: TrackedState, alarms: Sequence[Alarm]) -> TrackedState:
@@ -180,27 +165,64 @@ class Training:
                 f"step {step}: {why}; rolled back {state.loop.num_roll_backs} times already "
                 f"(alarms.max_roll_backs). {SEE_ALARMS}"
             )
-        back, found = self._ledger.roll_back(state.loop, settings.roll_back_lr_factor)
-        self._crew.load("start" if found is None else found.name)
+        back, found = self._record.roll_back(state.loop, settings.roll_back_lr_factor)
+        self._workers.load("start" if found is None else found.name)
         self._state, self._saved = back, None
         if found is None:
             self._state = self._record_start(back)
-        self._news.faults(back.loop.step)
-        self._news.rolled_back(back.loop.step, step, why, back.loop.lr_factor)
+        self._events.faults(back.loop.step)
+        self._events.rolled_back(back.loop.step, step, why, back.loop.lr_factor)
         return self._state
+
+    # ------------------------------------------------------------------ held-out problems
+
+    def judge(self, name: str, step: int) -> ValidationResult:
+        """Judge what the workers hold, and keep the result under this name."""
+        result = self._workers.validate(name, step)
+        self._record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.summary())})
+        self._events.unscored(step, *self._workers.unscored)
+        self._keep(result)
+        return result
+
+    def judge_checkpoint(self, checkpoint: str, name: str) -> ValidationResult:
+        """The same for a checkpoint, on all held-out problems; what training found out is not found out again."""
+        step = self._record.store.step_of(checkpoint)
+        known = self._known(step)
+        if known is None:
+            self._workers.load(checkpoint)
+            return self.judge(name, step)
+        result = known.renamed(name)
+        self._keep(result)
+        return result
+
+    def file_of(self, name: str) -> Path:
+        """Where a result of this name is kept."""
+        return self._layout.validation / f"{name}.json"
+
+    def _keep(self, result: ValidationResult) -> None:
+        file = self.file_of(result.name)
+        self._record.room.hold(lambda: result.write(file), step=result.step, path=file)
+
+    def _known(self, step: int) -> ValidationResult | None:
+        """The result of this step's validation in training, where that one saw all held-out problems."""
+        file = self.file_of(name_of(step))
+        if self._config.validation.max_problems or not file.is_file():
+            return None
+        result = ValidationResult.read(file)
+        return result if result.settings == self._config.validation else None
 
     # ------------------------------------------------------------------ saves
 
     def _begin_save(self, state: TrackedState) -> None:
         """Begin a checkpoint of this state, when the one under way is committed."""
         self.settle_save()
-        self._saving(lambda: self._ledger.begin_save(state, self._metrics, self._crew.savers()))
+        self._saving(lambda: self._record.begin_save(state, self._metrics, self._workers.savers()))
 
     def _save_before(self, state: TrackedState) -> None:
         """Save the last finished step: the one after it was given up before it changed anything."""
-        self._crew.holds = name_of(state.loop.step)
+        self._workers.holds = name_of(state.loop.step)
         self.settle_save()
-        newest = self._ledger.newest()
+        newest = self._record.newest()
         if state.loop.step > (0 if newest is None else newest.step):
             self._begin_save(state)
             self.settle_save()
@@ -215,10 +237,10 @@ class Training:
         try:
             saved = advance()
         except WorkerLostError:
-            self._ledger.abandon_save()
+            self._record.saves.abandon()
             raise
         finally:
             self._seconds_for_saves += time.perf_counter() - begun
         if saved is not None:
             self._saved = saved
-            self._news.saved(saved)
+            self._events.saved(saved)

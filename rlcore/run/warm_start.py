@@ -29,7 +29,7 @@ from rlcore.rollout.build import build_engine
 from rlcore.rollout.engine import WARM_START_STREAM, requests_for
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.inputs import RunInputs, find_start_model, is_given, planned_start_model
-from rlcore.run.parts import read_parts, spread
+from rlcore.run.problems import read_parts, spread
 from rlcore.storage.finished import FINGERPRINT
 from rlcore.storage.publish import published_directory
 from rlcore.types import PackedBatch, Prompt, Rollout, Score

@@ -1,10 +1,10 @@
-"""One worker in the trainer's own process."""
+"""Starts the workers of a run: one worker in the trainer's own process, or Ray actors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate
 
 from rlcore.config import RunConfig
-from rlcore.workers.group import P, R
+from rlcore.workers.group import P, R, WorkerGroup
 from rlcore.workers.worker import Worker
 
 
@@ -37,3 +37,12 @@ class LocalGroup:
     def close(self) -> None:
         """Release the engine."""
         self._worker.close()
+
+
+def start_workers(config: RunConfig, model_directory: str) -> WorkerGroup:
+    """Start all ranks of a run on `model_directory`, ready for their first call."""
+    if config.runtime.backend == "ray":
+        from rlcore.runtime.ray import RayGroup
+
+        return RayGroup(config, model_directory)
+    return LocalGroup(config, model_directory)

@@ -18,13 +18,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlcore import stacks, user_code
 from rlcore.config import RunConfig
 from rlcore.errors import HangError, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError
-from rlcore.runtime.address import unreachable
-from rlcore.runtime.folder import (
+from rlcore.runtime.cluster import (
     is_own_head,
     loopback_environment,
     ray_folder,
     remove_dead_sessions,
     remove_session,
+    unreachable,
 )
 from rlcore.workers.group import P, R
 from rlcore.workers.worker import Worker

@@ -2,8 +2,7 @@
 
 import errno
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,7 +123,7 @@ class RoomReport:
 
 
 def check_room(path: Path, needed_bytes: int, reserve_bytes: int = 0) -> RoomReport:
-    """Look. Quotas are not seen here: they show as a failed write."""
+    """Measure. Quotas are not seen here: they show as a failed write."""
     return RoomReport(path, needed_bytes, reserve_bytes, free_bytes(path), free_files(path))
 
 
@@ -136,44 +135,6 @@ def check_needs(needs: Sequence[DiskNeed], reserve_bytes: int = 0) -> tuple[Room
     return tuple(
         check_room(group[0].path, sum(need.size_bytes for need in group), reserve_bytes) for group in by_device.values()
     )
-
-
-def require_room(path: Path, needed_bytes: int, reserve_bytes: int = 0) -> RoomReport:
-    """The report, where there is room.
-
-    Raises:
-        DiskSpaceError: too little; says how many bytes are missing, and where.
-    """
-    report = check_room(path, needed_bytes, reserve_bytes)
-    if not report.enough:
-        raise DiskSpaceError(str(report))
-    return report
-
-
-def wait_for_room(
-    path: Path,
-    needed_bytes: int,
-    reserve_bytes: int = 0,
-    *,
-    timeout_s: float,
-    poll_s: float = 5.0,
-    on_wait: Callable[[RoomReport], None],
-    stopping: Callable[[], bool] = lambda: False,
-) -> RoomReport:
-    """Wait until there is room. `on_wait` is called before every pause: prune there, tell people there.
-
-    Returns early, with too little room in the report, when `stopping` says so.
-
-    Raises:
-        DiskSpaceError: still too little after `timeout_s`.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not (report := check_room(path, needed_bytes, reserve_bytes)).enough and not stopping():
-        if time.monotonic() >= deadline:
-            raise DiskSpaceError(f"{report} Waited {timeout_s:.0f} s for room.")
-        on_wait(report)
-        time.sleep(max(0.0, min(poll_s, deadline - time.monotonic())))
-    return report
 
 
 def checkpoint_bytes(num_trained_parameters: int) -> int:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,13 +31,18 @@ def read_ordinary(path: Path) -> bytes:
         return file.read()
 
 
-def sha256_of_start(path: Path, num_bytes: int) -> str:
-    """Digest of the first bytes of a file, of all where it is shorter."""
+def sha256_of(path: Path, num_bytes: int | None = None) -> str:
+    """Hex digest of an ordinary file, or of its first `num_bytes`; of all where it is shorter.
+
+    Raises:
+        OSError: as `open_ordinary`.
+    """
     digest = hashlib.sha256()
+    left = sys.maxsize if num_bytes is None else num_bytes
     with open_ordinary(path) as file:
-        while num_bytes > 0 and (block := file.read(min(READ_BLOCK_BYTES, num_bytes))):
+        while left > 0 and (block := file.read(min(READ_BLOCK_BYTES, left))):
             digest.update(block)
-            num_bytes -= len(block)
+            left -= len(block)
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Locks that a crash frees: `flock` on an open file, so the kernel lets go when the holder dies.
+"""Locks that a crash frees: `flock` on an open file, so the kernel releases them when the holder dies.
 
 Not the filelock package: it truncates the file when it opens it, and a contender would so erase who holds the lock.
 """
@@ -36,11 +36,6 @@ class FileLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor: int | None = None
-
-    @property
-    def held(self) -> bool:
-        """Whether this object holds the lock."""
-        return self._descriptor is not None
 
     def try_acquire(self, *, create: bool = True) -> bool:
         """Take the lock without waiting; False where another open file holds it.
@@ -80,7 +75,7 @@ class FileLock:
         os.pwrite(self._descriptor, content, 0)
 
     def release(self) -> None:
-        """Let go. Safe to call twice."""
+        """Release the lock. Safe to call twice."""
         descriptor, self._descriptor = self._descriptor, None
         _held.discard(self)
         if descriptor is not None:
@@ -201,7 +196,7 @@ class HeldLock:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Let go. The file stays, and keeps the name of its last holder."""
+        """Release the lock. The file stays, and keeps the name of its last holder."""
         self._lock.release()
 
 

@@ -14,13 +14,15 @@ from typing import Any, TypeVar
 from pydantic import JsonValue
 
 from rlcore.errors import DataError, MillraceError
-from rlcore.storage.documents import parse_json, read_ordinary
+from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 
 S = TypeVar("S")
 R = TypeVar("R")
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+PARTS_KEY = "parts"
+"""Entry of a mixture's manifest: names of the folders beside it that it stands for, in order."""
 # What the manifest says itself; a publisher's values may not use these names.
 RESERVED = frozenset({"format_version", "files", "manifest_sha256"})
 # sha256 lets go of the interpreter's lock: more threads read a large checkpoint at the disk's speed.
@@ -59,11 +61,11 @@ def manifest_text(values: Mapping[str, JsonValue], entries: tuple[FileEntry, ...
         "format_version": FORMAT_VERSION,
         "files": [{"name": entry.name, "size_bytes": entry.size_bytes, "sha256": entry.sha256} for entry in entries],
     }
-    document["manifest_sha256"] = _digest(document)
+    document["manifest_sha256"] = manifest_digest(document)
     return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _digest(document: Mapping[str, Any]) -> str:
+def manifest_digest(document: Mapping[str, Any]) -> str:
     """Of everything but itself, independent of layout: a flipped bit in the manifest is found too."""
     body = {key: value for key, value in document.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()
@@ -96,7 +98,7 @@ def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) ->
             f"that wrote it, or delete {directory} and make it again."
         )
     try:
-        if document["manifest_sha256"] != _digest(document):
+        if document["manifest_sha256"] != manifest_digest(document):
             raise ValueError("manifest_sha256 does not fit its content")
         files = tuple(FileEntry(**entry) for entry in document["files"])
     except (ValueError, KeyError, TypeError) as reason:
@@ -140,8 +142,7 @@ def _verify_file(directory: Path, entry: FileEntry, *, hashes: bool, error: type
             raise error(f"{path}: size must be {entry.size_bytes} bytes, got {found.st_size}. {remedy}")
         if not hashes:
             return
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256_of(path)
     except (FileNotFoundError, NotADirectoryError):
         raise error(f"{path}: missing: the manifest lists it. {remedy}") from None
     except OSError as reason:
@@ -154,3 +155,10 @@ def in_threads(do: Callable[[S], R], items: Iterable[S]) -> list[R]:
     """`do` of every item, results in order; the first error in that order is raised."""
     with ThreadPoolExecutor(min(MAX_HASH_THREADS, os.cpu_count() or 1)) as pool:
         return list(pool.map(do, items))
+
+
+def part_directories(directory: Path) -> tuple[Path, ...]:
+    """The folders that a mixture of datasets stands for; of any other folder, itself."""
+    manifest = read_manifest(directory)
+    names = [] if manifest is None else manifest.values.get(PARTS_KEY, [])
+    return tuple(directory.parent / str(name) for name in names) or (directory,)

@@ -5,42 +5,33 @@ A finished directory is written beside its place, hashed, flushed to the disk an
 every byte.
 """
 
-import hashlib
+import ctypes
 import json
 import logging
 import os
+import re
+import secrets
+import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 from pydantic import JsonValue
 
 from rlcore.errors import DataError, DiskSpaceError, MillraceError
 from rlcore.storage.disk import is_out_of_room, out_of_room
-from rlcore.storage.exchange import exchange
+from rlcore.storage.documents import sha256_of
 from rlcore.storage.finished import tell_other_bytes
 from rlcore.storage.locks import FileLock
 from rlcore.storage.manifest import (
     MANIFEST,
     FileEntry,
-    Manifest,
     in_threads,
     manifest_text,
     read_manifest,
-    verify_directory,
 )
-from rlcore.storage.temporary import OWNER, remove_stale_temporaries, remove_tree, size_bytes, temporary_beside
-
-__all__ = [
-    "FileEntry",
-    "Manifest",
-    "published_directory",
-    "read_manifest",
-    "remove_stale_temporaries",
-    "verify_directory",
-    "write_json_atomically",
-    "write_text_atomically",
-]
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +50,7 @@ def published_directory(
     A killed process leaves a `.tmp-` folder at most, which `remove_stale_temporaries` knows. `manifest` is read after
     the block, so the block may still fill it. If another process has published `target` meanwhile, theirs stays and
     ours is dropped; with `replace` ours takes its place. After an exception nothing is left of the temporary directory
-    and the exception goes on. `at` hears what is begun, with its path: a file system that hangs says nothing.
+    and the exception goes on. `at` is called with what is begun and its path, for a file system that hangs.
 
     Raises:
         DiskSpaceError: a write in the block, or the publishing, found no room.
@@ -103,7 +94,7 @@ def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, Fil
 
 
 def _take(owner: FileLock) -> None:
-    """Mark the temporary as alive. Without locks on this file system its process id alone says so."""
+    """Mark the temporary as alive. Without locks on this file system its process id alone does so."""
     try:
         owner.try_acquire()
     except OSError as reason:
@@ -126,11 +117,11 @@ def _publish(
         entries = _hash_and_flush(temporary, error)
         _write_file(temporary / MANIFEST, manifest_text(values, entries))
         (temporary / OWNER).unlink(missing_ok=True)
-        _flush_directory(temporary)
+        _flush(temporary)
         at(f"renaming {temporary} to {target.name}")
         _rename_into_place(temporary, target, replace=replace, error=error)
         at(f"flushing the folder {target.parent}")
-        _flush_directory(target.parent)
+        _flush(target.parent)
     except OSError as reason:
         if is_out_of_room(reason):
             raise
@@ -144,10 +135,9 @@ def _hash_and_flush(directory: Path, error: type[MillraceError]) -> tuple[FileEn
     """Every file below as the manifest lists it, on the disk together with its folder."""
 
     def entry_of(path: Path) -> FileEntry:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            os.fsync(file.fileno())
-            return FileEntry(path.relative_to(directory).as_posix(), os.fstat(file.fileno()).st_size, digest)
+        entry = FileEntry(path.relative_to(directory).as_posix(), path.stat().st_size, sha256_of(path))
+        _flush(path)
+        return entry
 
     paths = sorted(directory.rglob("*"))
     for path in paths:
@@ -157,7 +147,7 @@ def _hash_and_flush(directory: Path, error: type[MillraceError]) -> tuple[FileEn
         raise error(f"{directory / MANIFEST}: is written by the publishing itself; leave it out")
     entries = in_threads(entry_of, [path for path in paths if path.is_file() and path != directory / OWNER])
     for folder in [path for path in paths if path.is_dir()]:
-        _flush_directory(folder)
+        _flush(folder)
     return tuple(sorted(entries, key=lambda entry: entry.name))
 
 
@@ -208,7 +198,7 @@ def write_text_atomically(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_file(temporary, text)
         temporary.replace(path)
-        _flush_directory(path.parent)
+        _flush(path.parent)
     except BaseException as reason:
         temporary.unlink(missing_ok=True)
         if is_out_of_room(reason):
@@ -228,9 +218,83 @@ def _write_file(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _flush_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+log = logging.getLogger(__name__)
+
+OWNER = ".owner.lock"
+TEMPORARY = re.compile(r"^\.tmp-.+-(?P<pid>\d+)-[0-9a-f]{8}$")
+# Between the birth of a temporary and the taking of its lock lie microseconds; younger ones are left alone.
+YOUNG_S = 60.0
+# A single file has no lock of its own; none takes an hour to write.
+YOUNG_FILE_S = 3_600.0
+
+
+def temporary_beside(path: Path) -> Path:
+    """A new name `.tmp-<name>-<pid>-<8 hex>` in the same folder, so that a rename never crosses a file system."""
+    return path.with_name(f".tmp-{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a file or a folder; what is gone already is no error."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
+
+
+def size_bytes(directory: Path) -> int:
+    """Bytes of all files below, 0 where there are none."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def remove_stale_temporaries(parent: Path) -> tuple[Path, ...]:
+    """Remove what dead processes left beside published directories; what a live one is writing stays."""
+    if not parent.is_dir():
+        return ()
+    stale = [path for path in sorted(parent.iterdir()) if _is_stale(path)]
+    for path in stale:
+        log.info("removing %s, left by a process that has ended", path)
+        remove_tree(path)
+    return tuple(stale)
+
+
+def _is_stale(path: Path) -> bool:
+    """Its lock is free, and its process dead. A process id alone may be another process's by now: then by its age."""
+    match = TEMPORARY.match(path.name)
+    if match is None:
+        return False
+    dead = not psutil.pid_exists(int(match["pid"]))
+    if path.is_dir() and (path / OWNER).exists():
+        owner = FileLock(path / OWNER)
+        try:
+            if not owner.try_acquire(create=False):
+                return False
+        except FileNotFoundError:  # it is being published at this moment
+            return False
+        except OSError:
+            return dead
+        owner.release()
+    try:
+        return dead or time.time() - path.stat().st_mtime > (YOUNG_S if path.is_dir() else YOUNG_FILE_S)
+    except FileNotFoundError:  # published or removed meanwhile
+        return False
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Swap two existing paths of one file system atomically (Linux renameat2); False where that is not offered."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    return bool(renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlcore.errors import TrackingError
 from rlcore.storage.locks import HeldLock
-from rlcore.storage.temporary import remove_stale_temporaries
+from rlcore.storage.publish import remove_stale_temporaries
 from rlcore.tracking.companion import PREFIX
 from rlcore.tracking.failures import explain
 from rlcore.tracking.shipper import ReplacedError, Shipper, open_shipper

@@ -13,7 +13,7 @@ from types import TracebackType
 from rlcore.errors import DiskSpaceError, TrackingError
 from rlcore.storage.disk import free_bytes, is_out_of_room, out_of_room
 from rlcore.storage.documents import parse_json
-from rlcore.storage.temporary import temporary_beside
+from rlcore.storage.publish import temporary_beside
 
 log = logging.getLogger(__name__)
 

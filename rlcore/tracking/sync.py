@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
-from rlcore.storage.temporary import remove_stale_temporaries
+from rlcore.storage.publish import remove_stale_temporaries
 from rlcore.tracking.attempts import ATTEMPTS_FILE, FinalStatus
 from rlcore.tracking.carrier import delivery_lock
 from rlcore.tracking.failures import explain

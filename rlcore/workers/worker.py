@@ -5,9 +5,10 @@ A plain class. `rlcore.runtime` calls it in this process or as a Ray actor; both
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,22 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlcore.algos.aggregation import Denominator
-from rlcore.checkpoint.background import BackgroundWriter
-from rlcore.checkpoint.host import HostBuffers, fits_in_memory
-from rlcore.checkpoint.shards import (
-    HostCopy,
-    copy_shards,
-    load_shards,
-    num_shard_bytes,
-    prepare_buffers,
-    save_shards,
-)
+from rlcore.checkpoint.shards import RankSaver, load_shards
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.flops import DecoderShape, peak_flops
 from rlcore.models.memory import release_cached_memory
-from rlcore.models.optim import MOMENTS, OffloadedAdamW
 from rlcore.models.policy import CausalPolicy, ValueModel
 from rlcore.models.shape import has_experts
 from rlcore.rollout.build import build_engine, engine_dtype
@@ -47,6 +38,9 @@ from rlcore.workers.device import Place, choose_place, free_address, join_ranks
 from rlcore.workers.memory import BYTES_PER_GB, MemoryPeak, gpu_meter
 from rlcore.workers.profiler import RankProfiler
 from rlcore.workers.reference import Reference
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Enough to hide the way to the trainer (a millisecond under Ray), few enough that scoring starts early.
 ANSWERS_PER_HANDFUL = 8
@@ -67,14 +61,6 @@ class WorkerInfo:
     """Parameters that a checkpoint holds, the critic's too."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaveSize:
-    """Bytes of a rank's shards, and whether they are copied: without a copy training waits until they are written."""
-
-    num_bytes: int
-    is_copied: bool
-
-
 class Worker:
     """All that one rank holds. Call `setup` on every rank before anything else."""
 
@@ -88,14 +74,12 @@ class Worker:
         self._reference: Reference | None = None
         self._critic: Critic | None = None
         self._actor: Actor
-        self._writer = BackgroundWriter()
+        self._saver = RankSaver(self._saved_models, num_ranks=world_size)  # as if all ranks were on this host
         self._profiler = RankProfiler()
         self._meter = gpu_meter()
         self._version = 0
         self._num_updates = 0  # since the last hand-over
         self._probe: tuple[Prompt, ...] = ()
-        self._copies: tuple[HostCopy, ...] = ()
-        self._buffers = {"policy": HostBuffers(), "critic": HostBuffers()}
 
     def rendezvous(self) -> str:
         """Address at which the ranks meet; asked of rank 0."""
@@ -128,9 +112,7 @@ class Worker:
         if self._config.algo.kl.where != "off":
             self._reference = Reference(self._config, self._model_directory, place)
         if place.device.type == "cuda":
-            for name, (model, optimizer) in self._saved_models().items():
-                on_device = () if isinstance(optimizer, OffloadedAdamW) else MOMENTS
-                prepare_buffers(self._buffers[name], model, moments=on_device)
+            self._saver.prepare()
         return self._info(place)
 
     def reset(self) -> None:
@@ -280,10 +262,9 @@ class Worker:
             dist.all_gather_object(found, observed)
         return found
 
-    def save(self, directory: str) -> None:
-        """Write this rank's shards of policy, critic and optimizers below `directory`."""
-        for name, (model, optimizer) in self._saved_models().items():
-            save_shards(Path(directory) / name, model=model, optimizer=optimizer)
+    def save(self, verb: Callable[Concatenate[RankSaver, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """A step of a save on this rank."""
+        return verb(self._saver, *args, **kwargs)
 
     def _saved_models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
         """What a checkpoint holds, by the folder in it."""
@@ -294,49 +275,8 @@ class Worker:
             models["critic"] = (self._critic.model, self._critic.optimizer)
         return models
 
-    def copy_for_save(self) -> SaveSize:
-        """Copy this rank's shards to the host, to be written while training goes on; if there is memory for it."""
-        models = self._saved_models()
-        num_bytes = sum(num_shard_bytes(model, optimizer) for model, optimizer in models.values())
-        new_bytes = num_bytes - sum(buffers.num_bytes for buffers in self._buffers.values())
-        if not fits_in_memory(new_bytes * self._world_size):  # as if all ranks were on this host
-            self._copies = ()
-            return SaveSize(num_bytes, is_copied=False)
-        self._copies = tuple(
-            copy_shards(Path(name), model=model, optimizer=optimizer, buffers=self._buffers[name])
-            for name, (model, optimizer) in models.items()
-        )
-        return SaveSize(num_bytes, is_copied=True)
-
-    def write_copy(self, directory: str) -> None:
-        """Begin to write the copy below `directory`, in a thread; without a copy write all of it now.
-
-        May be called again with another folder.
-        """
-        self._writer.give_up()
-        if not self._copies:
-            self.save(directory)
-            return
-        self._writer.start([replace(copy, directory=Path(directory) / copy.directory) for copy in self._copies])
-
-    def copy_is_written(self) -> bool:
-        """Whether the thread is done; raises what it raised."""
-        return self._writer.is_done()
-
-    def wait_for_copy(self) -> None:
-        """Until the thread is done; raises what it raised."""
-        self._writer.finish()
-
-    def give_up_copy(self) -> None:
-        """Wait for the thread, whatever becomes of it: its folder is about to be removed."""
-        self._writer.give_up()
-
-    def drop_copy(self) -> None:
-        """The checkpoint is published: free the host's memory."""
-        self._copies = ()
-
     def load(self, directory: str) -> None:
-        """Read what `save` wrote, on any number of ranks."""
+        """Read a checkpoint that any number of ranks wrote."""
         self._rest_engine()  # the next hand-over, which follows every load, wakes it
         for name, (model, optimizer) in self._saved_models().items():
             load_shards(Path(directory) / name, model=model, optimizer=optimizer)

@@ -11,12 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-from rlcore.checkpoint.shards import load_shards, save_shards
+from rlcore.checkpoint.shards import load_shards
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig, RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
-from tests.checkpoint.small import build, digest, train
+from tests.checkpoint.small import build, digest, save_shards, train
 
 SETTINGS = RunConfig()
 
@@ -40,7 +40,7 @@ def save_for_ever(folder: Path, committed: int) -> None:
         step += 1
         state = TrainerState(
             step=step, policy_version=step, num_prompts_drawn=step, num_tokens=step, kl_coef=0.0,
-            settings_fingerprint=settings_fingerprint(SETTINGS), torch_rng=(digest(model.value_head.weight),),
+            settings_fingerprint=settings_fingerprint(SETTINGS), journal_sha256=digest(model.value_head.weight),
         )  # fmt: skip
         with store.writing(state, {}) as part:
             save_shards(part / "policy", model=model, optimizer=optimizer)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 
-from rlcore.checkpoint.shards import load_shards, save_shards
-from tests.checkpoint.small import build, state_of, train, whole
+from rlcore.checkpoint.shards import load_shards
+from tests.checkpoint.small import build, save_shards, state_of, train, whole
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """A tiny transformers Qwen2 with an optimizer, and states to compare bit by bit."""
 
 import hashlib
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlcore.checkpoint.shards import rank_shards
 from rlcore.models.optim import OffloadedAdamW
 
 VOCAB = 41  # odd, so that the rows of the embedding are split unevenly
@@ -97,3 +99,8 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def digest(tensor: Tensor) -> str:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def save_shards(directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Write this rank's shards into `directory`, at once."""
+    rank_shards(model, optimizer).write(directory)

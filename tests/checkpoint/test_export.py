@@ -12,7 +12,7 @@ from rlcore.config.model import ScratchModel
 from rlcore.errors import CheckpointError
 from rlcore.models.parallel import full_state
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
-from rlcore.storage.publish import verify_directory
+from rlcore.storage.manifest import verify_directory
 from tests.models.tiny import policy_of
 
 SCRATCH = ScratchModel(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16, max_integer=20)

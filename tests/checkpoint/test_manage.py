@@ -6,15 +6,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlcore.checkpoint.catalog import find_checkpoint, list_checkpoints, plan_prune
 from rlcore.checkpoint.export import export_checkpoint
-from rlcore.checkpoint.manage import find_checkpoint, list_checkpoints, plan_prune
-from rlcore.checkpoint.shards import save_shards
 from rlcore.config import CheckpointConfig, LoraConfig, ModelConfig, RunConfig
 from rlcore.config.model import ScratchModel
 from rlcore.errors import CheckpointError
 from rlcore.models.lora import add_adapters
 from rlcore.models.parallel import full_state
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
+from tests.checkpoint.small import save_shards
 from tests.checkpoint.test_store import edit_manifest, flip, save, state_at, steps, store_at
 from tests.models.tiny import policy_of
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.checkpoint.catalog import CheckpointInfo
-from rlcore.checkpoint.retention import kept_steps
+from rlcore.checkpoint.catalog import CheckpointInfo, kept_steps
 from rlcore.config import CheckpointConfig
+
+SCORE = "val-core/countdown/reward/mean@4"
 
 
 def info(step: int, metrics: Mapping[str, float] | None = None) -> CheckpointInfo:
@@ -38,9 +39,9 @@ def naive(scores: dict[int, float | None], *, last: int, best: int, every: int) 
     st.sampled_from([0, 1, 5, 20]),
 )
 def test_against_the_naive_twin(scores, last, best, every):
-    checkpoints = [info(step, {} if score is None else {"key": score}) for step, score in scores.items()]
+    checkpoints = [info(step, {} if score is None else {SCORE: score}) for step, score in scores.items()]
     config = CheckpointConfig(keep_last=last, keep_best=best, keep_every_steps=every)
-    kept = kept_steps(checkpoints, config, "key")
+    kept = kept_steps(checkpoints, config)
     assert kept == naive(scores, last=last, best=best, every=every)
     assert not scores or max(scores) in kept, "never the newest"
 
@@ -54,6 +55,5 @@ def test_against_the_naive_twin(scores, last, best, every):
         ({"val-core/a/reward/mean@4": 0.25, "val-core/b/reward/mean@4": 0.75}, 0.5),
     ],
 )
-def test_the_score_without_a_name_is_the_held_out_reward(metrics, expected):
-    assert info(1, metrics).score() == expected
-    assert info(1, metrics).score("critic/score/mean") == metrics.get("critic/score/mean")
+def test_the_score_is_the_held_out_reward(metrics, expected):
+    assert info(1, metrics).score == expected

@@ -17,7 +17,7 @@ from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import AlgoConfig, CheckpointConfig, KlConfig, RunConfig, TrackingConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import CheckpointError, DataError, DiskSpaceError, RunInUseError
-from rlcore.storage.documents import sha256_of_start
+from rlcore.storage.documents import sha256_of
 from rlcore.storage.manifest import Manifest
 from tests.storage.small_disk import fill
 
@@ -62,7 +62,7 @@ def test_what_is_written_is_listed_found_and_read(tmp_path):
     assert newest is not None
     assert (newest.step, newest.name) == (1_000_000, "step-1000000")
     assert newest.path == store.path_of(1_000_000)
-    assert newest.score() == 1.0
+    assert newest.score == 1.0
     assert newest.created.startswith("20")
     assert newest.size_bytes == store.measured_bytes() > 1000
     assert store.load_state(newest) == state_at(1_000_000)
@@ -99,19 +99,19 @@ def flip(path: Path, position: int) -> None:
 
 
 def edit_manifest(path: Path, **changes: object) -> None:
-    from rlcore.storage.manifest import _digest
+    from rlcore.storage.manifest import manifest_digest
 
     document = json.loads((path / "manifest.json").read_text()) | changes
-    document["manifest_sha256"] = _digest(document)
+    document["manifest_sha256"] = manifest_digest(document)
     (path / "manifest.json").write_text(json.dumps(document))
 
 
 def drop_from_manifest(path: Path, key: str) -> None:
     """It fits its own digest."""
-    from rlcore.storage.manifest import _digest
+    from rlcore.storage.manifest import manifest_digest
 
     document = {name: value for name, value in json.loads((path / "manifest.json").read_text()).items() if name != key}
-    document["manifest_sha256"] = _digest(document)
+    document["manifest_sha256"] = manifest_digest(document)
     (path / "manifest.json").write_text(json.dumps(document))
 
 
@@ -240,9 +240,7 @@ def journaled(tmp_path) -> Path:
         with journal.open("a") as file:
             file.write(f'{{"step": {step}}}\n')
         size = journal.stat().st_size
-        state = state_at(step).model_copy(
-            update={"journal_bytes": size, "journal_sha256": sha256_of_start(journal, size)}
-        )
+        state = state_at(step).model_copy(update={"journal_bytes": size, "journal_sha256": sha256_of(journal, size)})
         with with_journal(tmp_path).writing(state, {}):
             pass
     return journal

@@ -15,7 +15,7 @@ from flows.commands.train import train, validate
 from flows.parameters import written
 from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, ConfigError, ModelError
-from rlcore.runtime.folder import private_folder
+from rlcore.runtime.cluster import private_folder
 from tests.flows.conftest import Millrace
 
 

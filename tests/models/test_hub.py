@@ -14,7 +14,7 @@ from rlcore.config.model import ModelConfig
 from rlcore.errors import ModelError
 from rlcore.models.hub import hub_answers, require_reachable
 from rlcore.models.load import load_policy
-from rlcore.runtime.address import unreachable
+from rlcore.runtime.cluster import unreachable
 from tests.hub_server import Repository, serving, use_hub
 from tests.models.tiny import CPU, write_model
 

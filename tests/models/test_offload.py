@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from rlcore.checkpoint.shards import load_shards, save_shards
+from rlcore.checkpoint.shards import load_shards
 from rlcore.config.algo import OptimConfig
 from rlcore.models import optim
 from rlcore.models.optim import MOMENTS, OffloadedAdamW, build_optimizer, pieces
-from rlcore.run import memory_plan
-from tests.checkpoint.small import SmallModel, assert_same, state_of, train
+from tests.checkpoint.small import SmallModel, assert_same, save_shards, state_of, train
 from tests.models.tiny import CPU
 
 OPTIM = OptimConfig(lr=3e-3, weight_decay=0.1)
@@ -86,6 +85,6 @@ def test_a_checkpoint_does_not_know_where_the_moments_were(first: bool, second: 
 
 
 def test_the_plan_counts_the_piece_that_the_optimizer_takes() -> None:
-    assert memory_plan.OFFLOAD_PIECE_BYTES == optim.PIECE_BYTES
+    assert memory.OFFLOAD_PIECE_BYTES == optim.PIECE_BYTES
     one = nn.Parameter(torch.zeros(10))
     assert [len(piece) for piece in pieces([one] * 5, 160)] == [2, 2, 1]

@@ -5,8 +5,8 @@
 PLAN is a JSON list, one entry a start: null, or {"at": phase, stage of a progress event, or "publish", "prune",
 "journal", "nth": which time from 1, "to": "trainer", "node", or the name of a process as in `rlcore.stacks` or of its
 program, "signals": ["SIGTERM", ...], "aside": whether the trainer goes on meanwhile, since it starts that process,
-"sleep_s": how long it then does nothing, "env": variables of the start}.
-OUT gets what each came to.
+"sleep_s": how long it then does nothing, "late_s": how much longer ago a stop counts as asked for, "env": variables
+of the start}. OUT gets what each came to.
 
 Starts are forked from one process that has imported everything: an import costs seconds. It is the reaper of its
 descendants, so whatever a start leaves behind becomes its child and is seen.
@@ -27,9 +27,10 @@ from typing import Any
 import psutil
 
 from rlcore import stacks
-from rlcore.checkpoint.manage import list_checkpoints
+from rlcore.checkpoint.catalog import list_checkpoints
 from rlcore.run.process import run
-from rlcore.run.watch import Watch
+from rlcore.run.stop import StopFlag
+from rlcore.run.watchdog import Watch
 from rlcore.tracking.journal import Journal
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -43,7 +44,7 @@ class Disturbance:
         self.at, self.nth, self.to = plan["at"], plan.get("nth", 1), plan.get("to", "trainer")
         self.signals = [signal.Signals[name] for name in plan["signals"]]
         self.aside = plan.get("aside", False)
-        self.sleep_s = plan.get("sleep_s", 0.0)
+        self.sleep_s, self.late_s = plan.get("sleep_s", 0.0), plan.get("late_s", 0.0)
         self.seen = 0
 
     def moment(self, name: str) -> None:
@@ -110,6 +111,13 @@ def listen(disturbance: Disturbance) -> None:
         write(self)
 
     Journal._write_pending = write_pending  # type: ignore[method-assign]
+    asked_s = StopFlag.asked_s
+
+    def later(self: StopFlag) -> float | None:
+        since = asked_s(self)
+        return None if since is None else since + disturbance.late_s
+
+    StopFlag.asked_s = later  # type: ignore[method-assign]
 
 
 def start(settings: Path, plan: Mapping[str, Any] | None, events: Path) -> None:

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rlcore.checkpoint.manage import list_checkpoints
+from rlcore.checkpoint.catalog import list_checkpoints
 from rlcore.errors import MillraceError
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
@@ -28,7 +28,7 @@ class Asked(StopFlag):
         return self._asked()
 
     def asked_s(self) -> float | None:
-        return 0.0 if self._asked() else None
+        """None: the test's stop has no deadline, and the watch does not ask for it."""
 
 
 def give_up(error: MillraceError) -> None:

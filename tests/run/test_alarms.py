@@ -35,6 +35,7 @@ def test_a_roll_back_goes_on_with_a_lower_rate_and_survives_a_kill(tmp_path: Pat
     assert steps[2]["actor/lr"] == pytest.approx(1e-2)
     assert steps[STEPS]["actor/lr"] == pytest.approx(1e-3)
     assert max(step.get("actor/ref_kl", 0.0) for step in steps.values()) <= 0.075
+    assert not list(calm.layout.checkpoints.glob("*.left.*")), "checkpoints of the abandoned way are deleted"
 
     killed = small(tmp_path / "killed", *back, steps=STEPS)
     found = disturb(

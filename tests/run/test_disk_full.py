@@ -202,6 +202,25 @@ def test_a_save_under_way_that_takes_the_room_is_committed_and_lets_an_older_one
     assert verified_steps(run) == [3]
 
 
+def test_a_full_disk_is_noticed_before_the_first_step_of_a_chunk(undisturbed: SmallRun, disk: Path) -> None:
+    run = elsewhere(undisturbed, disk, *OVERRIDES)
+    with session_of(run) as session:
+        session.train(3)
+    events: list[Event] = []
+    fault = FullDisk(run, disk)
+
+    def hear(event: Event) -> None:
+        events.append(event)
+        fault.hear(event)
+
+    with session_of(run, hear, fault.stop) as session:
+        fault.fill(LEFT_BYTES)  # for the journal, and not for a checkpoint
+        session.train(6)
+    assert [pause[:2] for pause in fault.paused] == [(3, str(run.layout.checkpoints))]
+    told = [(event["event"], event["step"]) for event in events if event["event"] in ("paused_for_disk", "progress")]
+    assert told == [("paused_for_disk", 3), ("progress", 4), ("progress", 5), ("progress", 6)]
+
+
 def test_going_back_on_a_full_disk_waits_for_room(undisturbed: SmallRun, disk: Path) -> None:
     run = elsewhere(undisturbed, disk, *OVERRIDES)
     with session_of(run) as session:

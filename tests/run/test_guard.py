@@ -16,45 +16,45 @@ import psutil
 import pytest
 
 from rlcore import stacks
-from rlcore.checkpoint.background import BackgroundCommit
+from rlcore.checkpoint.save import CheckpointSaver
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig, RunConfig
 from rlcore.config.deadlines import DeadlineConfig
 from rlcore.errors import WorkerLostError
-from rlcore.run.guard import Guard
 from rlcore.run.layout import RunLayout
-from rlcore.run.watch import Watch
+from rlcore.run.watchdog import Guard, Watch
+from tests.checkpoint.test_save import NoWaiting, Ranks
 from tests.checkpoint.test_store import SETTINGS, state_at
 
 WAIT_S = 60
 FULL_PIPE = """
 import signal
-from rlcore.run import guard
+from rlcore.run import watchdog
 
-guard.LAST_WORDS_S = 0.2
-signal.signal(signal.SIGTERM, lambda number, frame: guard.end_at_once(75))
+watchdog.LAST_WORDS_S = 0.2
+signal.signal(signal.SIGTERM, lambda number, frame: watchdog.end_at_once(75))
 print("x" * 1_000_000)
 """
 NOBODY_READS = """
 import os
-from rlcore.run import guard
+from rlcore.run import watchdog
 
-guard.LAST_WORDS_S = 0.2
+watchdog.LAST_WORDS_S = 0.2
 reads, writes = os.pipe()
 def say():
     while True:
         os.write(writes, bytes(65536))
-guard.say_and_end(say, 75)
+watchdog.say_and_end(say, 75)
 """
 
 HANGS = """
 import time
 from rlcore.config.deadlines import DeadlineConfig
-from rlcore.run import watch
+from rlcore.run import watchdog
 
-watch.LAST_RESORT_S = 0.1
+watchdog.LAST_RESORT_S = 0.1
 never = 1e9
-nobody = watch.Watch(
+nobody = watchdog.Watch(
     DeadlineConfig(save_s=0.1), stop_asked_s=lambda: None, stop_deadline_s=never,
     on_hang=lambda overdue: time.sleep(never), on_stop_overdue=lambda: None,
 )
@@ -67,12 +67,12 @@ with nobody, nobody.phase("commit"):
 
 ENDS = """
 import subprocess, sys
-from rlcore.run import guard
+from rlcore.run import watchdog
 
 sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
-started = [subprocess.Popen(sleeps), subprocess.Popen([*sleeps, guard.TRACKING_MODULE])]
+started = [subprocess.Popen(sleeps), subprocess.Popen([*sleeps, watchdog.TRACKING_MODULE])]
 print(*(process.pid for process in started))
-guard.end_at_once(3)
+watchdog.end_at_once(3)
 """
 
 
@@ -140,7 +140,9 @@ def test_the_last_resort_ends_a_phase_around_others() -> None:
     assert "Timeout" in done.stderr
 
 
-def test_a_save_that_takes_long_is_told_again_after_twice_the_time(tmp_path: Path) -> None:
+def test_a_save_that_takes_long_is_told_again_after_twice_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The publication of a real checkpoint, kept up; the watch says what it is at."""
     goes_on, told = threading.Event(), list[tuple[str, float]]()
     store = CheckpointStore(tmp_path, CheckpointConfig(), SETTINGS)
@@ -151,7 +153,8 @@ def test_a_save_that_takes_long_is_told_again_after_twice_the_time(tmp_path: Pat
     def of_deleting() -> list[float]:
         return [seconds for what, seconds in told if what.startswith("deleting checkpoints beside ")]
 
-    commit = BackgroundCommit(store, lambda: True, after=kept_up)
+    monkeypatch.setattr(store, "prune", kept_up)
+    saver = CheckpointSaver(store, NoWaiting())
     watch = Watch(
         DeadlineConfig(save_s=1.0),
         stop_asked_s=lambda: None,
@@ -160,16 +163,18 @@ def test_a_save_that_takes_long_is_told_again_after_twice_the_time(tmp_path: Pat
         on_stop_overdue=lambda: None,
         on_slow=lambda what, seconds: told.append((what, seconds)),
     )
-    watch.aside = lambda: commit.at
+    watch.aside = lambda: saver.at
     with watch:
-        commit.start(state_at(1), {}, lambda folder: (folder / "shard").write_text("x"))
-        commit.poll()
+        ranks = Ranks()
+        assert saver.begin(1, lambda: state_at(1), {}, ranks) is None
+        ranks.saver.is_written(wait=True)
+        assert saver.poll() is None
         deadline = time.monotonic() + WAIT_S
         while len(of_deleting()) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
         goes_on.set()
-        assert commit.finish(lambda: None) == store.path_of(1)
-    assert commit.at is None
+        assert saver.settle() is not None
+    assert saver.at is None
     first, second, *_ = of_deleting()
     assert 0.1 < first <= second / 2
 

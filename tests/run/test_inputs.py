@@ -8,7 +8,7 @@ import pytest
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError
 from rlcore.run.inputs import find_start_model, start_model_fingerprint
-from rlcore.storage.publish import read_manifest
+from rlcore.storage.manifest import read_manifest
 from tests.checkpoint.test_store import edit_manifest
 from tests.small_run import SmallRun, prepare
 

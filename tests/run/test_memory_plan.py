@@ -19,9 +19,18 @@ from rlcore.models.optim import build_optimizer
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
 from rlcore.models.shape import ModelShape
-from rlcore.run import memory_plan as planning
-from rlcore.run.memory_fit import KEPT_FREE, chosen_settings, fitted, require_fit, suggestion, too_much
-from rlcore.run.memory_plan import Device, held_bytes, plan_memory
+from rlcore.run import memory as planning
+from rlcore.run.memory import (
+    KEPT_FREE,
+    Device,
+    chosen_settings,
+    fitted,
+    held_bytes,
+    plan_memory,
+    require_fit,
+    suggestion,
+    too_much,
+)
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
 
 SCRATCH = ScratchModel(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=192)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rlcore.run.process import EXIT_RESUMABLE
-from rlcore.runtime.folder import ray_folder
+from rlcore.runtime.cluster import ray_folder
 from tests.forked import fork_module, run_module
 from tests.run.running import small, steps_of, weights_of, write_settings
 from tests.small_run import SmallRun

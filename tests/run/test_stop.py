@@ -64,8 +64,8 @@ def test_a_stop_in_each_phase_saves_and_leaves_nothing_behind(undisturbed: Small
 
 
 def test_a_step_that_takes_too_long_is_given_up(undisturbed: SmallRun, tmp_path: Path) -> None:
-    run = small(tmp_path, "runtime.stop_deadline_s=16", steps=STEPS)
-    (slow,) = disturb(run, at("gen", "SIGTERM", nth=2) | {"sleep_s": 8.5})
+    run = small(tmp_path, "runtime.stop_deadline_s=200", steps=STEPS)
+    (slow,) = disturb(run, at("gen", "SIGTERM", nth=2) | {"late_s": 101})
     assert slow["code"] == RESUMABLE, said(run)
     assert "given up before reward" in said(run)
     assert slow["checkpoints"] == ["step-000001"], "the step before was not saved"

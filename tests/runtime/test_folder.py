@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import ConfigError
-from rlcore.runtime import folder
+from rlcore.runtime import cluster
 
 
 def test_only_dead_sessions_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as short, socket.socket(socket.AF_UNIX) as raylet:
-        monkeypatch.setattr(folder, "ray_folder", lambda: Path(short))
+        monkeypatch.setattr(cluster, "ray_folder", lambda: Path(short))
         dead, alive, young = (Path(short) / f"session_2026_{name}" for name in ("1", "2", "3"))
         for session in (dead, alive, young):
             (session / "sockets").mkdir(parents=True)
@@ -27,7 +27,7 @@ def test_only_dead_sessions_are_removed(monkeypatch: pytest.MonkeyPatch) -> None
         raylet.listen()
         for session in (dead, alive):
             os.utime(session, (0, 0))
-        folder.remove_dead_sessions()
+        cluster.remove_dead_sessions()
         assert sorted(Path(short).iterdir()) == [alive, young, gone]
 
 
@@ -36,7 +36,7 @@ def private(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where this user's folder would be, in a temporary folder whose path is short."""
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         monkeypatch.setattr(tempfile, "tempdir", short)
-        yield folder.private_folder()
+        yield cluster.private_folder()
 
 
 def mode(path: Path) -> int:
@@ -44,19 +44,19 @@ def mode(path: Path) -> int:
 
 
 def test_the_folder_and_its_secret_are_this_users_alone(private: Path) -> None:
-    environment = folder.loopback_environment()
+    environment = cluster.loopback_environment()
     secret = Path(environment["RAY_AUTH_TOKEN_PATH"])
     assert (mode(private), mode(secret)) == (0o700, 0o600)
     assert len(secret.read_text()) == 64
-    assert folder.loopback_environment() == environment
-    assert secret.read_text() == Path(folder.token_file()).read_text(), "one for all clusters of a user"
+    assert cluster.loopback_environment() == environment
+    assert secret.read_text() == Path(cluster.token_file()).read_text(), "one for all clusters of a user"
     assert sorted(private.iterdir()) == [secret]
 
 
 def test_a_folder_that_others_could_write_to_is_closed(private: Path) -> None:
     private.mkdir()
     private.chmod(0o777)  # as an older Millrace left it
-    folder.loopback_environment()
+    cluster.loopback_environment()
     assert mode(private) == 0o700
 
 
@@ -73,28 +73,28 @@ def test_a_folder_that_somebody_has_prepared_is_refused(private: Path, prepare: 
     prepare(private)
     before = private.lstat()
     with pytest.raises(ConfigError, match=rf"{private}: must be a folder of this user .* Set TMPDIR"):
-        folder.loopback_environment()
+        cluster.loopback_environment()
     assert private.lstat() == before, "it is left as it is"
 
 
 def test_what_somebody_has_put_into_it_is_refused(private: Path) -> None:
     private.mkdir()
-    folder.token_file().symlink_to("/etc/hostname")  # a secret that others know
-    assert str(folder.token_file()) in str(folder.folder_problem())
-    folder.token_file().unlink()
-    folder.ray_folder().symlink_to("/tmp")
-    assert str(folder.ray_folder()) in str(folder.folder_problem())
+    cluster.token_file().symlink_to("/etc/hostname")  # a secret that others know
+    assert str(cluster.token_file()) in str(cluster.folder_problem())
+    cluster.token_file().unlink()
+    cluster.ray_folder().symlink_to("/tmp")
+    assert str(cluster.ray_folder()) in str(cluster.folder_problem())
 
 
 def test_a_folder_of_somebody_else_is_refused(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     private.mkdir()
     stranger = os.geteuid() + 1
-    monkeypatch.setattr(folder, "private_folder", lambda: private)
+    monkeypatch.setattr(cluster, "private_folder", lambda: private)
     monkeypatch.setattr(os, "geteuid", lambda: stranger)
     with pytest.raises(ConfigError, match=rf"of this user \(uid {stranger}\).* got drwx.* of uid {stranger - 1}"):
-        folder.loopback_environment()
+        cluster.loopback_environment()
 
 
 def test_a_temporary_folder_too_long_for_a_socket_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 50 * "a")
-    assert "may not pass 107 bytes" in str(folder.folder_problem())
+    assert "may not pass 107 bytes" in str(cluster.folder_problem())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.runtime.folder import private_folder
+from rlcore.runtime.cluster import private_folder
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.metrics import Metrics
 from tests.forked import run_module

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import DataError
-from rlcore.storage.publish import read_manifest, remove_stale_temporaries, verify_directory
+from rlcore.storage.manifest import read_manifest, verify_directory
+from rlcore.storage.publish import remove_stale_temporaries
 
 # For k = 1, 2, ...: a forked child publishes and kills itself at its k-th operation on a file, until one gets through.
 EVERY_OPERATION = """
 import json, os, signal, sys
 from pathlib import Path
-from rlcore.storage.publish import published_directory, remove_stale_temporaries, verify_directory
+from rlcore.storage.manifest import verify_directory
+from rlcore.storage.publish import published_directory, remove_stale_temporaries
 
 root, replace = Path(sys.argv[1]), sys.argv[2] == "replace"
 

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import CheckpointError, DataError, DiskSpaceError
-from rlcore.storage.exchange import exchange
+from rlcore.storage.manifest import read_manifest, verify_directory
 from rlcore.storage.publish import (
+    exchange,
     published_directory,
-    read_manifest,
     remove_stale_temporaries,
-    verify_directory,
     write_json_atomically,
     write_text_atomically,
 )
@@ -238,10 +237,10 @@ def test_without_hashes_only_sizes_are_looked_at(tmp_path):
 
 def _rewrite(target: Path, **changes: object) -> None:
     """A manifest that fits itself and says something else."""
-    from rlcore.storage.manifest import _digest
+    from rlcore.storage.manifest import manifest_digest
 
     document = json.loads((target / "manifest.json").read_text()) | changes
-    document["manifest_sha256"] = _digest(document)
+    document["manifest_sha256"] = manifest_digest(document)
     (target / "manifest.json").write_text(json.dumps(document))
 
 

@@ -21,7 +21,7 @@ HELD_FOR_S = 280.0
 
 def hold(phase_name: str, file: Path, after: int) -> None:
     """Wrap `Watch.phase`."""
-    from rlcore.run.watch import Watch
+    from rlcore.run.watchdog import Watch
 
     whole, times = Watch.phase, count()
 

@@ -1,4 +1,5 @@
-"""Where Ray writes on this host, where nobody but this user can look or write. No ray: plans read it too."""
+"""What can be said of a Ray cluster without Ray: whether its address answers, where it writes on this host and who may
+command it. Plans read it too, and Ray itself would ask a closed port for minutes."""
 
 import os
 import secrets
@@ -11,14 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlcore.errors import ConfigError
-from rlcore.storage.temporary import remove_tree
+from rlcore.storage.publish import remove_tree
 
 END_WAIT_S = 5.0
-"""Ray's processes may still write for a moment after they were told to end."""
+"""Ray's processes may still write for a moment after they were asked to end."""
 DEAD_FOR_S = 3_600.0
 """What a killed cluster has logged can be looked at for that long, if no other one is started meanwhile."""
-
-
 LONGEST_SOCKET_PATH = 107
 """Bytes of a Unix socket's path, by the kernel."""
 LONGEST_SOCKET = "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
@@ -36,7 +35,7 @@ def ray_folder() -> Path:
 
 
 def token_file() -> Path:
-    """File of the secret without which nobody commands a cluster of this user."""
+    """File of the secret that commands to a cluster of this user must carry."""
     return private_folder() / "auth_token"
 
 
@@ -66,7 +65,7 @@ def folder_problem() -> str | None:
 
 
 def loopback_environment() -> Mapping[str, str]:
-    """Environment in which Ray listens on loopback alone, and refuses who does not know this user's secret.
+    """Environment in which Ray listens on loopback alone, and refuses connections without this user's secret.
 
     For whoever starts a cluster of this machine alone, and for whoever joins it. Makes folder and secret.
 
@@ -140,3 +139,26 @@ def _is_alive(session: Path) -> bool:
                 continue
             return True
     return False
+
+
+_ANSWER_TIMEOUT_S = 10.0
+
+
+def unreachable(address: str) -> str | None:
+    """Why nothing can be joined at `address`; None where something listens, or where only Ray can find out (`auto`).
+
+    >>> unreachable("auto") is None
+    True
+    """
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon or not port.isdecimal():
+        return None
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        return (
+            f"runtime.ray_address: must be the address of a Ray cluster; got {address}, where nothing answers "
+            f"({error}). Start one there (ray start --head --port 6379, or millrace up --ray), correct the address, or "
+            "leave it out for a cluster of the run's own"
+        )
+    return None

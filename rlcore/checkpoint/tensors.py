@@ -1,14 +1,20 @@
-"""Which part of a tensor lies on this rank: the box of global indices that a local tensor holds."""
+"""Which tensors a checkpoint holds, by name, and which part of each lies on this rank: a box of global indices."""
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rlcore.errors import CheckpointError
+
+# Wrappers that put a segment of their own into parameter names; a checkpoint must not depend on them.
+WRAPPER_SEGMENTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +104,58 @@ def rank_and_world_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+def local_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, rank: int) -> Iterator[LocalPart]:
+    """Everything that belongs to a checkpoint of this model and optimizer, as this rank holds it."""
+    for name, tensor in model_tensors(model):
+        yield local_part(f"model.{name}", tensor, rank=rank)
+    if optimizer is None:
+        return
+    for name, parameter in named_parameters(model):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield local_part(state_name(name, key), value, rank=rank)
+
+
+def expected_parts(
+    model: nn.Module, *, moments: Iterable[str], rank: int
+) -> Iterator[tuple[str, torch.Size, torch.dtype]]:
+    """Names, shapes and types of what this rank writes of a model, and of an optimizer that has taken no step yet."""
+    trained = dict(named_parameters(model))
+    for name, tensor in model_tensors(model):
+        part = local_part(f"model.{name}", tensor, rank=rank)
+        if part.is_written_here:
+            names = [part.name, *(state_name(name, key) for key in moments if name in trained)]
+            yield from ((one, part.local.shape, part.local.dtype) for one in names)
+
+
+def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Trained parameters and lasting buffers, each once: a tied weight under the first of its names."""
+    for name, parameter in named_parameters(model):
+        if parameter.requires_grad:
+            yield name, parameter
+    for prefix, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if key not in module._non_persistent_buffers_set:
+                yield _clean(f"{prefix}.{key}".lstrip(".")), buffer
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """All parameters as they lie on this rank, each once."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after a pass without backward the root still has its whole, gathered parameters
+    for name, parameter in model.named_parameters():
+        yield _clean(name), parameter
+
+
+def _clean(name: str) -> str:
+    for segment in WRAPPER_SEGMENTS:
+        name = name.replace(segment, "")
+    return name
+
+
+def state_name(name: str, key: str) -> str:
+    """Name of one tensor of a parameter's optimizer state."""
+    return f"optimizer.{name}.{key}"

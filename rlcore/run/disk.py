@@ -1,22 +1,47 @@
-"""What a run does where a disk is full: it prunes, says so, waits, and goes on by itself."""
+"""A run's room on disk: what it is going to write and where, and what it does where a disk is full:
+it prunes, reports, waits, and goes on by itself.
+
+The estimates are made from the settings, for every file system that
+the run touches; they are too high rather than too low, and only the checkpoints are large. No torch.
+"""
 
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from rlcore.config import CheckpointConfig
+from rlcore.config import CheckpointConfig, RunConfig
+from rlcore.config.data import CountdownData, CustomData
 from rlcore.errors import DiskSpaceError, StopRequestedError
-from rlcore.run.events import GOES_ON, PAUSED
-from rlcore.storage.disk import RoomReport, check_room, reserve_bytes
+from rlcore.run.layout import RunLayout
+from rlcore.runtime.cluster import ray_folder
+from rlcore.storage.disk import DiskNeed, RoomReport, check_room, reserve_bytes
 
+PAUSED, GOES_ON = "paused_for_disk", "disk_room"
+"""Events between which the run waits for room on a disk."""
 POLL_S = 1.0
-"""Seconds between two looks at a full disk."""
+"""Seconds between two measurements of a full disk."""
 MAX_RETRY_S = 30.0
 """Longest time between two attempts of a write that fails although there seems to be room (a quota, another writer)."""
 
+BYTES_PER_WEIGHT = 4
+"""Weights for others are written as float32, the master weights."""
+BYTES_PER_TOKEN = 12
+"""Of a kept answer: its text, with room for JSON."""
+BYTES_PER_ANSWER = 500
+"""Besides tokens: the problem's numbers, ids and scores."""
+BYTES_PER_ROW = 400
+"""Of a dataset, compressed."""
+BYTES_PER_STEP_LINE = 8_000
+"""A step's line in the journal: some 120 metrics."""
+ROWS_OF_FIXED_SETS = (15_000, 5_000)
+"""More than GSM8K and MATH have for training and held out."""
+GROUPS_KEPT = 4
+RAY_SPILL_BYTES = 256 * 2**20
+"""Ray's object store is that large; what does not fit is spilled to its folder."""
+
 Happened = Callable[[str, int, Mapping[str, object]], None]
-"""Takes an event's name, its step and its data; `text` in the data is for people."""
+"""Takes an event's name, its step and its data; `text` in the data is for display."""
 R = TypeVar("R")
 
 
@@ -24,7 +49,7 @@ class Room:
     """Pauses the run while there is no room.
 
     Args:
-        happened: hears of the pause and of its end.
+        happened: called at the pause and at its end.
         stop: whether the run was told to stop.
         prune: deletes what the retention rule does not keep.
     """
@@ -37,16 +62,25 @@ class Room:
         self._stop = stop
         self._prune = prune
 
-    def hold(self, do: Callable[[], R], *, step: int, path: Path, needed_bytes: int = 0) -> R:
+    def hold(
+        self,
+        do: Callable[[], R],
+        *,
+        step: int,
+        path: Path,
+        needed_bytes: int = 0,
+        happened: Happened | None = None,
+    ) -> R:
         """The result of `do`, which is called when there is room for `needed_bytes` and the reserve at `path`.
 
         Without `needed_bytes` nothing is measured: `do` is a small write, and its failure tells. `do` is called again
-        after a `DiskSpaceError`, so it must leave nothing behind then.
+        after a `DiskSpaceError`, so it must leave nothing behind then. `happened`: in place of the room's own.
 
         Raises:
             DiskSpaceError: no room came in `checkpoint.wait_for_room_s`.
             StopRequestedError: a stop was asked for while the run waited. What is committed stays.
         """
+        happened = happened or self._happened
         shortage = self._shortage_of(path, needed_bytes)
         deadline: float | None = None
         retry_s = POLL_S
@@ -59,12 +93,12 @@ class Room:
                     shortage = _Shortage(self.look(path, max(1, needed_bytes)), str(reason))
             if deadline is None:
                 deadline = time.monotonic() + self._config.wait_for_room_s
-                self._happened(PAUSED, step, shortage.as_event())
+                happened(PAUSED, step, shortage.as_event())
             retry_s = min(MAX_RETRY_S, 2 * retry_s) if shortage.unseen else POLL_S
             self._wait(retry_s, deadline, shortage)
             shortage = self._shortage_of(path, needed_bytes)
         if deadline is not None:
-            self._happened(GOES_ON, step, {"text": f"{path}: there is room again, going on", "path": str(path)})
+            happened(GOES_ON, step, {"text": f"{path}: there is room again, going on", "path": str(path)})
         return result
 
     def _shortage_of(self, path: Path, needed_bytes: int) -> "_Shortage | None":
@@ -111,3 +145,41 @@ class _Shortage:
             "needed_bytes": self.report.needed_bytes + self.report.reserve_bytes,
             "free_bytes": self.report.free_bytes,
         }
+
+
+def disk_needs(
+    config: RunConfig, layout: RunLayout, *, checkpoints_bytes: int, num_weights: int, steps_left: int
+) -> tuple[DiskNeed, ...]:
+    """Everything from the dataset to the export. `checkpoints_bytes`: what checkpoints will take more than now."""
+    weights = BYTES_PER_WEIGHT * num_weights
+    longest = config.filter.max_prompt_tokens + config.rollout.max_response_tokens
+    answer = BYTES_PER_ANSWER + BYTES_PER_TOKEN * longest
+    num_train, num_held_out = _rows(config)
+    judged = num_held_out * config.validation.samples_per_problem
+    every = config.validation.every_steps
+    validations = 3 + (steps_left // every if every else 0)
+    samples = validations * GROUPS_KEPT * config.rollout.samples_per_prompt * answer
+    journal = steps_left * BYTES_PER_STEP_LINE
+    needs = [
+        DiskNeed("checkpoints", layout.checkpoints, checkpoints_bytes),
+        DiskNeed("weights for others", layout.exported_model, weights),
+        DiskNeed("journal, samples and validations", layout.run_dir, journal + samples + validations * judged * answer),
+        DiskNeed(
+            "dataset and its filtered rows", layout.root / "datasets", 2 * (num_train + num_held_out) * BYTES_PER_ROW
+        ),
+    ]
+    if config.model.path is None:
+        needs.append(DiskNeed("start model", layout.root / "models", weights))
+    if config.tracking.enabled:
+        needs.append(DiskNeed("MLflow's database and artifacts", layout.root, journal + weights))
+    if config.runtime.backend == "ray" and config.runtime.ray_address is None:
+        needs.append(DiskNeed("Ray's object store", ray_folder(), RAY_SPILL_BYTES))
+    return tuple(needs)
+
+
+def _rows(config: RunConfig) -> tuple[int, int]:
+    """Rows for training and held out."""
+    data = config.data
+    if isinstance(data, CountdownData | CustomData):
+        return data.train_size, data.validation_size
+    return ROWS_OF_FIXED_SETS

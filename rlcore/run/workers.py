@@ -1,37 +1,80 @@
-"""The workers of a run with the data that they work on, and whose weights they hold."""
+"""The workers of a run, with the data that they work on and the checkpoint whose weights they hold."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Concatenate, Self
 
+from pydantic import JsonValue
 from torch import Tensor
 
+from rlcore.checkpoint.shards import RankSaver
 from rlcore.config import RunConfig
+from rlcore.config.trainer import ProfileConfig
 from rlcore.evaluation.result import ValidationResult
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.run.guard import Guard
 from rlcore.run.inputs import RunInputs, planned_start_model
-from rlcore.run.layout import RunLayout
-from rlcore.run.ledger import Ledger
-from rlcore.run.memory_fit import fit_run
+from rlcore.run.memory import fit_run
 from rlcore.run.problems import Problems
-from rlcore.run.profile import ProfileWindow
-from rlcore.run.samples import write_samples
-from rlcore.run.watched_group import WatchedGroup
-from rlcore.runtime.start import start_workers
-from rlcore.trainer.experience import ExperienceCollector
+from rlcore.run.record import RunRecord
+from rlcore.run.watchdog import Guard
+from rlcore.runtime.local import start_workers
+from rlcore.storage.publish import write_json_atomically
+from rlcore.trainer.answers import Decode
+from rlcore.trainer.clock import EnterPhase
+from rlcore.trainer.experience import Experience, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.trainer.validate import validate
 from rlcore.workers.canary import NUM_PROMPTS
-from rlcore.workers.group import WorkerGroup
+from rlcore.workers.group import P, R, WorkerGroup
 from rlcore.workers.worker import Worker
-
-Report = Callable[[Mapping[str, object]], None]
 
 MID_STEP = "in the middle of a step"
 """What the workers hold while a step is under way, or after one that failed: the weights of no checkpoint."""
+
+
+NUM_GROUPS = 4
+"""Prompts kept of a step: enough to see what the model writes."""
+
+
+class ProfileWindow:
+    """Called before and after each step. A trace that gets too large ends the window."""
+
+    def __init__(
+        self,
+        settings: ProfileConfig,
+        folder: Path,
+        group: WorkerGroup,
+        report: Callable[[Mapping[str, object]], None],
+    ) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._group = group
+        self._report = report
+        self._ended = settings.first_step is None
+
+    def holds(self, step: int) -> bool:
+        """Whether the step is in the window."""
+        first = self._settings.first_step
+        return not self._ended and first is not None and first <= step < first + self._settings.num_steps
+
+    def begin(self) -> None:
+        """Record from here on every rank."""
+        self._group.each(Worker.start_profile)
+
+    def end(self, step: int) -> None:
+        """Write what was recorded."""
+        limit = self._settings.max_mb
+        sizes = self._group.each(Worker.stop_profile, str(self._folder), step, limit)
+        text = f"profile of step {step}: {max(sizes):.1f} MB a rank, in {self._folder}"
+        if max(sizes) > limit:
+            self._ended = True
+            text = (
+                f"profile of step {step}: {max(sizes):.1f} MB is over runtime.profile.max_mb={limit:g}: the trace is "
+                "not kept and no further step is profiled. Raise it, or profile a run with fewer or shorter answers"
+            )
+        self._report({"event": "note", "text": text})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +89,30 @@ class _Started:
     profile: ProfileWindow
 
 
-class Crew:
+class RankSavers:
+    """The ranks' sides of a save. Each answer of theirs has the deadline of the phase `save_checkpoint`."""
+
+    def __init__(self, group: WorkerGroup, enter: EnterPhase) -> None:
+        self._group = group
+        self._enter = enter
+
+    def each(self, verb: Callable[Concatenate[RankSaver, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call the verb on every rank."""
+        with self._enter("save_checkpoint"):
+            return self._group.each(Worker.save, verb, *args, **kwargs)
+
+
+class RunWorkers:
     """Use as a context manager. Workers are started at their first use and kept.
 
     `after_start` is called when workers have been started.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        layout: RunLayout,
-        inputs: RunInputs,
-        guard: Guard,
-        ledger: Ledger,
-        *,
-        report: Report,
-        after_start: Callable[[], None],
-    ) -> None:
-        self._config = config
-        self._layout = layout
+    def __init__(self, record: RunRecord, inputs: RunInputs, guard: Guard, *, after_start: Callable[[], None]) -> None:
+        self._config, self._layout, self._report = record.config, record.layout, record.report
+        self._record = record
         self._inputs = inputs
         self._guard = guard
-        self._ledger = ledger
-        self._report = report
         self._after_start = after_start
         self._open = ExitStack()
         self._parts: _Started | None = None
@@ -108,7 +152,7 @@ class Crew:
     def load(self, checkpoint: str) -> None:
         """Put a checkpoint's weights into workers and engines."""
         workers = self._started().group
-        found = self._ledger.find(checkpoint)
+        found = self._record.store.find(checkpoint)
         name = "start" if found is None else found.name
         if self.holds == name:
             return
@@ -117,7 +161,8 @@ class Crew:
                 workers.each(Worker.reset)
             version = 0
         else:
-            version = self._ledger.state_of(found).policy_version  # verifies every byte before a rank opens a file
+            saved = self._record.store.load_state(found)  # verifies every byte before a rank opens a file
+            version = saved.policy_version
             with self._guard.phase("load"):
                 workers.each(Worker.load, str(found.path))
         with self._guard.phase("update_weights"):
@@ -131,9 +176,9 @@ class Crew:
         with self._guard.phase("export"):
             return self._started().group.each(Worker.full_weights)[0]
 
-    def savers(self) -> WatchedGroup:
-        """The workers as those who write a checkpoint."""
-        return WatchedGroup(self._started().group, self._guard.phase, "save_checkpoint")
+    def savers(self) -> "RankSavers":
+        """The workers as those that write a checkpoint."""
+        return RankSavers(self._started().group, self._guard.phase)
 
     # ------------------------------------------------------------------ work
 
@@ -167,7 +212,7 @@ class Crew:
             )
 
     def write_samples(self, result: StepResult) -> None:
-        """Some answers of a step, for people to read."""
+        """Keep some answers of a step, to be read."""
         write_samples(self._layout.samples, result.state.step, result.experience, self._started().problems.decode)
 
     # ------------------------------------------------------------------ start
@@ -190,7 +235,7 @@ class Crew:
                 info = group.each(Worker.info)[0]
         finally:
             self._after_start()
-        self._ledger.expect(info.num_trained)
+        self._record.expect(info.num_trained)
         text = (
             f"{group.world_size} worker(s) on {info.device_name}: {info.num_parameters:,} parameters, {info.dtype}, "
             f"attention {info.attention}"
@@ -201,3 +246,29 @@ class Crew:
         trainer = Trainer(config, group, collector, failures=failures, enter_phase=phase)
         profile = ProfileWindow(config.runtime.profile, self._layout.profile, group, self._report)
         return _Started(config, group, problems, scoring, trainer, profile)
+
+
+def write_samples(directory: Path, step: int, experience: Experience, decode: Decode) -> Path:
+    """Write the first groups of a step: prompt, every answer, its score and parts."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rows: list[JsonValue] = [
+        {
+            "step": step,
+            "prompt_id": rollout.prompt.prompt_id,
+            "prompt": decode([rollout.prompt.token_ids])[0],
+            "ground_truth": rollout.prompt.ground_truth_json,
+            "answer": text,
+            "score": score.total,
+            "failure": score.failure,
+            "parts": dict(score.parts),
+            "num_tokens": len(rollout.response_ids),
+            "finish_reason": rollout.finish_reason,
+        }
+        for rollout, score, text, group in zip(
+            experience.rollouts, experience.scores, experience.texts, experience.group_ids, strict=True
+        )
+        if group < NUM_GROUPS
+    ]
+    file = directory / f"step-{step:06d}.json"
+    write_json_atomically(file, rows)
+    return file

@@ -1,0 +1,307 @@
+"""A checkpoint in the making: copied in a moment, written while training goes on, published when every rank is done.
+
+    COPIED --begin to write--> WRITING --every rank is done--> PUBLISHING --renamed--> committed
+       ^                          |                                 |
+       +------ the disk is full --+---------------------------------+        any other error: nothing is left
+
+    training             copy to the host | next step ...................... | next step | poll: committed
+    thread of a rank                      | write files |
+    thread of the driver                                | hash, flush, rename, delete old ones |
+
+An error in a thread surfaces at the next `poll` or `settle`, as if the call itself had failed.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from rlcore.checkpoint.shards import RankSaver, in_thread
+from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.store import CheckpointStore
+from rlcore.errors import DiskSpaceError, MillraceError
+from rlcore.storage.disk import CHECKPOINT_SLACK_BYTES, CHECKPOINT_SLACK_SHARE
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+log = logging.getLogger(__name__)
+
+
+class SavingRanks(Protocol):
+    """All ranks of a run, as those who write a checkpoint."""
+
+    def each(self, verb: Callable[Concatenate[RankSaver, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call the verb on every rank; raises the error of a rank."""
+        ...
+
+
+class WaitsForRoom(Protocol):
+    """Retries what a full disk has stopped; see `rlcore.run.disk.Room`."""
+
+    def hold(self, do: Callable[[], R], *, step: int, path: Path, needed_bytes: int = 0) -> R:
+        """The result of `do`, once there is room for it."""
+        ...
+
+
+class SaveState(Enum):
+    """Where a save is."""
+
+    COPIED = "every rank holds a copy, and nothing of it lies on the disk"
+    WRITING = "threads of the ranks write into a temporary folder"
+    PUBLISHING = "a thread of the driver hashes, flushes and renames that folder"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A committed checkpoint and the metrics of its step."""
+
+    step: int
+    path: Path
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class UnderWay:
+    """What a save is at, with the path in question, and since when it goes on (monotonic seconds)."""
+
+    what: str
+    begun: float
+
+
+class CheckpointSaver:
+    """The saves of one run, one at a time.
+
+    Args:
+        store: where checkpoints go.
+        room: waits where a disk is full.
+        committed: called after each publication with its step.
+        phase: wraps whatever waits for a disk and not for room on it, since that has a deadline.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        room: WaitsForRoom,
+        committed: Callable[[int], None] = lambda step: None,
+        phase: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._store = store
+        self._room = room
+        self._committed = committed
+        self._phase = phase
+        self._save: _Save | None = None
+
+    @property
+    def at(self) -> UnderWay | None:
+        """What is being done for the save under way, in whichever thread; None where nothing is. For any thread."""
+        save = self._save
+        return None if save is None else save.at
+
+    @property
+    def state(self) -> SaveState | None:
+        """None where no save is under way: none was begun, or the last one is committed or given up."""
+        return None if self._save is None else self._save.state
+
+    def begin(
+        self, step: int, record: Callable[[], TrainerState], metrics: Mapping[str, float], ranks: SavingRanks
+    ) -> Saved | None:
+        """Copy every rank's state and begin to write it. Returns when training may go on; waits for room before.
+
+        Where a host has no memory for a copy, the checkpoint is committed when this returns, and is the result.
+        `record` makes what the checkpoint says besides tensors; a `DiskSpaceError` of it counts as a full disk.
+
+        Raises:
+            as `settle` does, and what `CheckpointStore.writing` raises.
+        """
+        assert self._save is None, "settle or abandon the save before this one first"
+        self._save = save = _Save(self._store, step, ranks, record, metrics)
+        self._when_there_is_room(save, lambda: self._start(save))
+        return None if save.is_copied else self.settle()
+
+    def poll(self) -> Saved | None:
+        """The checkpoint, once, when it has been committed. Does not wait, unless a disk has become full."""
+        return self._advance(wait=False)
+
+    def settle(self) -> Saved | None:
+        """Wait for what is under way; None where nothing is.
+
+        Raises:
+            DiskSpaceError: there was no room, and none came in `checkpoint.wait_for_room_s`.
+            StopRequestedError: a stop was asked for while it waited for room.
+            CheckpointError: the folder cannot be written.
+        """
+        return self._advance(wait=True)
+
+    def settle_now(self) -> Saved | None:
+        """As `settle`, without waiting for room: for the end of a run that cannot wait."""
+        save = self._save
+        if save is None or save.state is SaveState.COPIED:
+            return None
+        self._finish(save)
+        return self._commit(save)
+
+    def abandon(self) -> None:
+        """Give up what is under way: its ranks are lost. Nothing is left of it, unless it was being published."""
+        save, self._save = self._save, None
+        if save is not None:
+            with self._phase():
+                save.give_up()
+
+    def prune(self) -> None:
+        """Delete what the retention rule does not keep, and log why where that fails."""
+        _prune(self._store)
+
+    def _start(self, save: "_Save") -> None:
+        with self._phase():
+            save.start()
+
+    def _finish(self, save: "_Save") -> None:
+        with self._phase():
+            save.advance(wait=True)
+
+    def _advance(self, *, wait: bool) -> Saved | None:
+        save = self._save
+        if save is None or save.state is SaveState.COPIED:
+            return None
+        try:
+            if wait:
+                self._finish(save)
+            elif not save.advance(wait=False):
+                return None
+        except DiskSpaceError as reason:
+            shortage = reason
+        else:
+            return self._commit(save)
+        # Not while it is handled: an error of another kind would have the full disk as its context, and count as one.
+        log.warning("%s", shortage)
+        return self._again(save)
+
+    def _again(self, save: "_Save") -> Saved:
+        """Wait for room, and write the same copies again."""
+
+        def write() -> None:
+            self._start(save)
+            self._finish(save)
+
+        self._when_there_is_room(save, write)
+        return self._commit(save)
+
+    def _when_there_is_room(self, save: "_Save", write: Callable[[], None]) -> None:
+        self._room.hold(write, step=save.step, path=self._store.directory, needed_bytes=save.needed_bytes)
+
+    def _commit(self, save: "_Save") -> Saved:
+        self._save = None
+        self._committed(save.step)
+        save.ranks.each(RankSaver.drop)
+        return Saved(save.step, self._store.path_of(save.step), save.metrics)
+
+
+class _Save:
+    """One save. It begins as `COPIED`, and is `COPIED` again after each error: the copies live until they are dropped,
+    so that a write that found no room can be done again."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        step: int,
+        ranks: SavingRanks,
+        record: Callable[[], TrainerState],
+        metrics: Mapping[str, float],
+    ) -> None:
+        self._store = store
+        self._make_record = record
+        self._record: TrainerState | None = None
+        self._folder = ExitStack()
+        self._publication: Future[None] = Future()
+        self.step, self.ranks, self.metrics = step, ranks, metrics
+        self.at: UnderWay | None = None
+        sizes = ranks.each(RankSaver.copy)
+        num_bytes = sum(size.num_bytes for size in sizes)
+        self.needed_bytes = int(num_bytes * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
+        self.is_copied = all(size.is_copied for size in sizes)
+        self.state = SaveState.COPIED
+
+    def start(self) -> None:
+        """Open a temporary folder and have the ranks begin to write into it; nothing is left of it after an error."""
+        self._record = self._record or self._make_record()
+        begun = time.monotonic()
+
+        def at(what: str) -> None:
+            self.at = UnderWay(f"checkpoint of step {self.step}: {what}", begun)
+
+        at(f"opening a folder beside {self._store.path_of(self.step)}")
+        with ExitStack() as opened:
+            opened.callback(self._at_nothing)
+            folder = opened.enter_context(self._store.writing(self._record, self.metrics, at))
+            at(f"writing shards to {folder}")
+            self.ranks.each(RankSaver.write, str(folder))
+            self._folder = opened.pop_all()
+        self.state = SaveState.WRITING
+
+    def advance(self, *, wait: bool) -> bool:
+        """Go on, to the end or as far as it goes without waiting; whether the checkpoint has been published.
+
+        Raises:
+            DiskSpaceError, CheckpointError: a rank or the publication failed; nothing is left of the checkpoint.
+        """
+        if self.state is SaveState.WRITING and self._is_written(wait=wait):
+            self._publication = in_thread(self._publish, "checkpoint-publish")
+            self.state = SaveState.PUBLISHING
+        if self.state is not SaveState.PUBLISHING or not (wait or self._publication.done()):
+            return False
+        self.state = SaveState.COPIED
+        self._publication.result()
+        return True
+
+    def give_up(self) -> None:
+        """Leave nothing of it on the disk; what is being published is waited for, since it is too late for that."""
+        state, self.state = self.state, SaveState.COPIED
+        if state is SaveState.PUBLISHING:
+            self._publication.exception()
+        elif state is SaveState.WRITING:
+            try:
+                self._folder.__exit__(_GivenUpError, _GivenUpError(), None)
+            except _GivenUpError:
+                pass
+            except Exception:
+                log.exception("what is left of an abandoned checkpoint is removed by the next one")
+
+    def _is_written(self, *, wait: bool) -> bool:
+        try:
+            return all(self.ranks.each(RankSaver.is_written, wait=wait))
+        except BaseException as reason:
+            try:
+                if isinstance(reason, MillraceError):
+                    self.ranks.each(RankSaver.give_up)  # no rank may write any more; a lost one raises here too
+            finally:
+                self.give_up()
+            raise
+
+    def _publish(self) -> None:
+        begun = time.monotonic()
+        self._folder.close()
+        self.at = UnderWay(f"deleting checkpoints beside {self._store.directory} that are not kept", begun)
+        try:
+            _prune(self._store)
+        finally:
+            self._at_nothing()
+
+    def _at_nothing(self) -> None:
+        self.at = None
+
+
+class _GivenUpError(Exception):
+    """Closes the open folder as a failed one, which removes it."""
+
+
+def _prune(store: CheckpointStore) -> None:
+    try:
+        store.prune()
+    except MillraceError as reason:
+        log.warning("old checkpoints were not deleted: %s", reason)

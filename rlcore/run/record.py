@@ -1,0 +1,196 @@
+"""The record of a run: its journal, its tracker, its checkpoints, and the state that ties them together.
+
+Order matters. A step's line is in the journal before the checkpoint that contains the step is published; the tracker is
+told that steps are final after that. Going back to a checkpoint cuts the journal to the length that it had then.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from typing import TypeVar
+
+from rlcore.checkpoint.catalog import CheckpointInfo, Refusal
+from rlcore.checkpoint.save import CheckpointSaver, Saved, SavingRanks
+from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.store import CheckpointStore
+from rlcore.config import RunConfig
+from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.errors import CheckpointError
+from rlcore.evaluation.result import ValidationResult
+from rlcore.run.disk import Room
+from rlcore.run.layout import RunLayout
+from rlcore.storage.disk import checkpoint_bytes
+from rlcore.storage.documents import sha256_of
+from rlcore.tracking.tracker import Tracker
+from rlcore.trainer.step import LoopState
+
+R = TypeVar("R")
+Report = Callable[[Mapping[str, object]], None]
+
+log = logging.getLogger("rlcore.run.record")
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedState:
+    """The loop's state and the best held-out score so far (-inf before the first)."""
+
+    loop: LoopState
+    best_score: float = float("-inf")
+    best_step: int = 0
+
+
+class RunRecord:
+    """Settings, layout, journal, tracker and checkpoints of one run, kept consistent with each other."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: RunLayout,
+        *,
+        report: Report,
+        stop: Callable[[], bool],
+        phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+    ) -> None:
+        """`report` takes events for the flow; `phase` wraps what waits for a disk."""
+        self.config, self.layout, self.report = config, layout, report
+        self.store = CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
+        self._tracker = Tracker(layout.run_dir, config, tags=config.tags)
+        self.room = Room(config.checkpoint, happened=self.happened, stop=stop, prune=lambda: self.saves.prune())
+        self.saves = CheckpointSaver(self.store, self.room, self._tracker.commit, partial(phase, "commit"))
+        self._first_save_bytes = 0
+        self.refusals: tuple[Refusal, ...] = ()
+        """Newer checkpoints that `newest` had to pass over, and why."""
+        self.journal_problem = ""
+        """What the journal lacks for the checkpoint that `newest` found; '' where it has all."""
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def newest(self) -> CheckpointInfo | None:
+        """The newest checkpoint that is whole, fits the journal and belongs to these settings. See `refusals` and
+        `journal_problem`.
+        """
+        found = self.store.find_latest()
+        self.refusals, self.journal_problem = found.refusals, found.journal_problem
+        return found.checkpoint
+
+    def begin_save(self, state: TrackedState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
+        """Begin a checkpoint of `state`, see `CheckpointSaver.begin`."""
+
+        def record() -> TrainerState:
+            journal_bytes = self._tracker.journal_bytes  # which forces the journal to the disk
+            return TrainerState(
+                **asdict(state.loop),
+                best_metric=state.best_score,
+                best_step=state.best_step,
+                journal_bytes=journal_bytes,
+                journal_sha256=sha256_of(self.layout.journal, journal_bytes),
+                settings_fingerprint=settings_fingerprint(self.config),
+            )
+
+        return self.saves.begin(state.loop.step, record, metrics, ranks)
+
+    def expect(self, num_trained_parameters: int) -> None:
+        """How large the first checkpoint will be; later ones are as large as those there are."""
+        self._first_save_bytes = checkpoint_bytes(num_trained_parameters)
+
+    @property
+    def _next_save_bytes(self) -> int:
+        return self.store.measured_bytes() or self._first_save_bytes
+
+    def room_metrics(self) -> dict[str, float]:
+        """`disk/free_gb`, `disk/needed_gb`: of the next checkpoint, with the reserve."""
+        return self.room.look(self.layout.checkpoints, self._next_save_bytes).metrics
+
+    def wait_for_room(self, step: int, settle: Callable[[], None]) -> None:
+        """Until the next checkpoint has room. Raises as `Room.hold` does.
+
+        `settle` waits for the save under way, which takes room, and lets older checkpoints go when it is committed.
+        """
+        if not self.room.look(self.layout.checkpoints, self._next_save_bytes).enough:
+            settle()
+        self.room.hold(lambda: None, step=step, path=self.layout.checkpoints, needed_bytes=self._next_save_bytes)
+
+    # ------------------------------------------------------------------ going back
+
+    def restore(self, info: CheckpointInfo | None) -> TrackedState:
+        """The state of a checkpoint, or of step 0; the journal is cut to it, and a save under way is given up.
+
+        Whole checkpoints of later steps, which the journal does not fit, are renamed.
+        """
+        self.saves.abandon()
+        self.store.leave_later(0 if info is None else info.step)
+        if info is None:
+            self._cut_journal(0, 0)
+            return TrackedState(LoopState(0, 0, 0, 0, self.config.algo.kl.coef))
+        saved = self.store.load_state(info)
+        self._cut_journal(saved.step, saved.journal_bytes)
+        loop = LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
+        return TrackedState(loop, saved.best_metric, saved.best_step)
+
+    def _cut_journal(self, step: int, to_bytes: int) -> None:
+        """Waits for room for what is cut, which is kept; nothing new is written to the journal before it is cut."""
+        cut = partial(self._tracker.resume_at, step, to_bytes)
+        self.room.hold(cut, step=step, path=self.layout.journal, happened=self._tell)
+
+    def roll_back(self, loop: LoopState, lr_factor: float) -> tuple[TrackedState, CheckpointInfo | None]:
+        """Go back to the checkpoint with the best validation (else to step 0) with a lower learning rate.
+
+        `loop`: the last finished step. Its own checkpoint is none to go back to: from there the next step would be the
+        same as the one that raised the alarm. Later checkpoints are deleted: they lie on a way that the run does not
+        take. Killed at any moment of this or after it, the run meets the same alarm and comes to the same state.
+        """
+        self.saves.settle()
+        found = self.store.best(below=loop.step)
+        self.store.discard_after(0 if found is None else found.step)
+        state = self.restore(found)
+        lowered = replace(state.loop, lr_factor=loop.lr_factor * lr_factor, num_roll_backs=loop.num_roll_backs + 1)
+        return replace(state, loop=lowered), found
+
+    # ------------------------------------------------------------------ journal
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line of the journal; waits for room for it. Raises as `Room.hold` does."""
+        self._tracker.log_step(step, metrics)
+        self.room.hold(self._tracker.require_written, step=step, path=self.layout.journal)
+
+    def log_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
+        """Record an event in the journal alone."""
+        self._tracker.log_event(name, step, data)
+
+    def happened(self, name: str, step: int, data: Mapping[str, object]) -> None:
+        """Record an event in the journal, in the log and at the flow. `text` in the data is for display."""
+        self.log_event(name, step, data)
+        self._tell(name, step, data)
+
+    def _tell(self, name: str, step: int, data: Mapping[str, object]) -> None:
+        log.warning("%s", data["text"])
+        self.report({"event": name, "step": step, **data})
+
+    def with_score(self, state: TrackedState, result: ValidationResult) -> TrackedState:
+        """The state with a validation's score, if that is the best so far; it has none if the scorer always failed."""
+        samples = self.config.validation.samples_per_problem
+        score = result.summary().get(f"val-core/{result.data_source}/reward/mean@{samples}")
+        if score is None or score <= state.best_score:
+            return state
+        return replace(state, best_score=score, best_step=result.step)
+
+    def finish(self, *, failed: bool) -> None:
+        """Commit what is under way, if that needs no waiting for room, and record how the run ended."""
+        try:
+            self.saves.settle_now()
+        except Exception as reason:
+            log.warning("the checkpoint that was being written is given up: %s", reason)
+        self._tracker.finish("FAILED" if failed else "FINISHED" if self._is_finished else "KILLED")
+
+    @property
+    def _is_finished(self) -> bool:
+        """Whether the last step is committed: by this process, or by one that was killed before it recorded that."""
+        try:
+            known = self.store.list()
+        except (OSError, CheckpointError) as reason:
+            where = self.layout.checkpoints
+            log.warning("%s: cannot be read, so the run does not count as finished: %s", where, reason)
+            return False
+        return bool(known) and known[-1].step >= self.config.trainer.total_steps

@@ -1,0 +1,353 @@
+"""Ends a run whose phase lasts too long, or which does not stop when it is told to, and records faults.
+
+The trainer says which phase it is in; a thread compares the time with the phase's deadline. Python threads cannot run
+while C code keeps the interpreter lock, so a timer of `faulthandler`, which needs none, stands behind: it writes the
+stacks to the log and ends the process.
+"""
+
+import _thread
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NoReturn, Self
+
+import psutil
+
+from rlcore import stacks
+from rlcore.config import RunConfig
+from rlcore.config.deadlines import DeadlineConfig
+from rlcore.errors import HangError, MillraceError, StopRequestedError, WorkerLostError
+from rlcore.run.faults import Fault, FaultKind, as_ours, fault_of, note_fault
+from rlcore.run.layout import RunLayout
+from rlcore.storage.publish import write_text_atomically
+
+if TYPE_CHECKING:  # it imports torch, and a test of the watch alone needs none
+    from rlcore.checkpoint.save import UnderWay
+
+LOOK_EVERY_S = 0.25
+LAST_RESORT_S = 60.0
+"""Beyond a phase's deadline: by then the thread has acted, unless it could not run."""
+
+DEADLINE_OF = {
+    "start": "start_s",
+    "gen": "generate_s",
+    "reward": "score_s",
+    "old_log_prob": "forward_s",
+    "ref": "forward_s",
+    "values": "forward_s",
+    "adv": "forward_s",
+    "update_critic": "update_s",
+    "update_actor": "update_s",
+    "update_weights": "hand_over_s",
+    "testing": "validate_s",
+    "save_checkpoint": "save_s",
+    "commit": "save_s",
+    "export": "save_s",
+    "profile": "save_s",
+    "load": "load_s",
+}
+"""Phase -> its key in `runtime.deadlines`. Phases of a step have the names of their `timing_s` metrics."""
+BEFORE_THE_UPDATE = frozenset({"gen", "reward", "old_log_prob", "ref", "values", "adv"})
+"""Phases that change nothing: a step that is given up in them leaves the weights of the step before."""
+
+SLOW_AFTER_S = 120.0
+"""A save that takes longer is reported; the largest that were measured take a minute. A tenth of `save_s` where that is
+less."""
+
+TRACKING_MODULE = "rlcore.tracking"
+"""The process that delivers metrics: it outlives the trainer on purpose, until everything is delivered."""
+
+LAST_WORDS_S = 5.0
+"""For the final output of a process that ends at once: its reader may be gone."""
+
+STACKS_S = 40.0
+"""For the stacks of all processes of a run that hangs: each is asked and waited for."""
+
+log = logging.getLogger("rlcore.run.watchdog")
+
+
+class StepAbandonedError(StopRequestedError):
+    """A stop was asked for and the step takes too long: it is given up before it changed anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """A phase that lasts too long; `key`: the setting that says how long it may."""
+
+    phase: str
+    seconds: float
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    phase: str
+    begun: float
+    limit_s: float
+
+
+class Watch:
+    """Use as a context manager.
+
+    Args:
+        deadlines: seconds of each phase.
+        stop_asked_s: seconds since a stop was asked for; None while none was.
+        stop_deadline_s: a run that was told to stop has ended after this time. The step has half of it to finish.
+        on_hang: called in the watch's thread, once; must end the process.
+        on_stop_overdue: the same for a stop.
+        on_slow: the same with what a save is at and for how many seconds; again when it has taken twice as long.
+    """
+
+    def __init__(
+        self,
+        deadlines: DeadlineConfig,
+        *,
+        stop_asked_s: Callable[[], float | None],
+        stop_deadline_s: float,
+        on_hang: Callable[[Overdue], None],
+        on_stop_overdue: Callable[[], None],
+        on_slow: Callable[[str, float], None] = lambda what, seconds: None,
+    ) -> None:
+        self._deadlines = deadlines
+        self._stop_asked_s = stop_asked_s
+        self._stop_deadline_s = stop_deadline_s
+        self._on_hang = on_hang
+        self._on_stop_overdue = on_stop_overdue
+        self._on_slow = on_slow
+        self.aside: Callable[[], UnderWay | None] = lambda: None
+        """What a save is at beside the phases; one that takes long is reported."""
+        self._slow: tuple[float, float] = (0.0, 0.0)
+        self._running: tuple[_Running, ...] = ()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        """Start the thread."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop the watch."""
+        self._ended.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    @property
+    def phase_name(self) -> str:
+        """The innermost phase; "" between phases."""
+        running = self._running
+        return running[-1].phase if running else ""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The block is this phase.
+
+        Raises:
+            StepAbandonedError: at its begin, where a stop waits too long and nothing has been changed yet.
+        """
+        waited = self._stop_asked_s()
+        if waited is not None and waited > self._stop_deadline_s / 2 and name in BEFORE_THE_UPDATE:
+            raise StepAbandonedError(f"the step was given up before {name}: a stop was asked for {waited:.0f} s ago")
+        limit_s = float(getattr(self._deadlines, DEADLINE_OF[name]))
+        outer = self._running
+        self._running = (*outer, _Running(name, time.monotonic(), limit_s))
+        self._arm_last_resort()
+        try:
+            yield
+        finally:
+            self._running = outer
+            self._arm_last_resort()
+
+    def _arm_last_resort(self) -> None:
+        """For the innermost phase: there is one such timer in a process."""
+        faulthandler.cancel_dump_traceback_later()
+        if self._running:
+            innermost = self._running[-1]
+            left_s = max(0.0, innermost.limit_s - (time.monotonic() - innermost.begun))
+            faulthandler.dump_traceback_later(left_s + LAST_RESORT_S, exit=True, file=sys.__stderr__ or sys.stderr)
+
+    def _tell_if_slow(self, now: float) -> None:
+        under_way = self.aside()
+        if under_way is None:
+            return
+        begun, after_s = self._slow
+        if begun != under_way.begun:
+            after_s = min(SLOW_AFTER_S, self._deadlines.save_s / 10)
+        took_s = now - under_way.begun
+        is_slow = took_s > after_s
+        self._slow = (under_way.begun, 2 * took_s if is_slow else after_s)
+        if is_slow:
+            self._on_slow(under_way.what, took_s)
+
+    def _look(self) -> None:
+        while not self._ended.wait(LOOK_EVERY_S):
+            waited = self._stop_asked_s()
+            if waited is not None and waited > self._stop_deadline_s:
+                self._on_stop_overdue()
+                return
+            now = time.monotonic()
+            self._tell_if_slow(now)
+            late = next((one for one in self._running if now - one.begun > one.limit_s), None)
+            if late is not None:
+                key = f"runtime.deadlines.{DEADLINE_OF[late.phase]}"
+                self._on_hang(Overdue(late.phase, now - late.begun, key))
+                return
+
+
+class Guard:
+    """Use as a context manager, before workers are started.
+
+    Args:
+        config: of the run.
+        layout: of the run.
+        stop_asked_s: seconds since a stop was asked for; None while none was.
+        report: takes events of faults.
+        give_up: reports an error and ends the process; called from a thread.
+        step: the last finished step.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        layout: RunLayout,
+        *,
+        stop_asked_s: Callable[[], float | None],
+        report: Callable[[Mapping[str, object]], None],
+        give_up: Callable[[MillraceError], None],
+        step: Callable[[], int],
+    ) -> None:
+        self._layout = layout
+        self._report = report
+        self._give_up = give_up
+        self._step = step
+        self._stop_deadline_s = config.runtime.stop_deadline_s
+        self._last_phase = ""
+        self._open = ExitStack()
+        self.watch = Watch(
+            config.runtime.deadlines,
+            stop_asked_s=stop_asked_s,
+            stop_deadline_s=config.runtime.stop_deadline_s,
+            on_hang=self._hangs,
+            on_stop_overdue=self._stop_takes_too_long,
+            on_slow=self._is_slow,
+        )
+
+    def __enter__(self) -> Self:
+        """Processes that are started from here on can be asked for their stacks."""
+        self._folder = self._layout.logs / "stacks"
+        stacks.open_folder(self._folder)
+        self._open.callback(stacks.close_folder, self._folder)
+        self._open.enter_context(self.watch)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop the watch."""
+        self._open.close()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """The block is this phase; see `Watch.phase`."""
+        self._last_phase = name
+        return self.watch.phase(name)
+
+    def fault(self, error: Exception) -> Exception:
+        """Record an error that ends this process; the error as one of ours, where it is a known fault."""
+        ours = as_ours(error, self._last_phase)
+        found = fault_of(ours, self._last_phase, self._step())
+        # The others may still wait for a rank that is lost: their stacks say where.
+        self._record(self._with_stacks(found) if isinstance(ours, WorkerLostError) else found)
+        return ours
+
+    def _hangs(self, overdue: Overdue) -> None:
+        where = f"in {overdue.phase} after step {self._step()}"
+        message = f"{overdue.key}: hang {where}: no end after {overdue.seconds:.0f} s{self._of_save()}"
+        found = [Fault(FaultKind.HANG, overdue.phase, self._step(), message)]
+        # What hangs may be the file system that the stacks and the fault would be written to.
+        _within(STACKS_S, lambda: found.append(self._with_stacks(found[0])))
+        fault = found[-1]
+        _within(LAST_WORDS_S, lambda: self._record(fault))
+        self._give_up(HangError(f"{message}. What every process was doing: {fault.stacks}"))
+
+    def _is_slow(self, what: str, seconds: float) -> None:
+        text = (
+            f"{what} since {seconds:.0f} s; does the file system answer? What waits for it counts as hung after "
+            "runtime.deadlines.save_s"
+        )
+        _within(LAST_WORDS_S, lambda: self._report({"event": "note", "text": text}))
+        _within(LAST_WORDS_S, lambda: log.warning("%s", text))
+
+    def _of_save(self) -> str:
+        """What the save under way is at, if there is one."""
+        saving = self.watch.aside()
+        return "" if saving is None else f"; {saving.what}"
+
+    def _stop_takes_too_long(self) -> None:
+        where = f"{self.watch.phase_name or 'its end'}{self._of_save()}"
+        self._give_up(
+            StopRequestedError(
+                f"runtime.stop_deadline_s: told to stop, the run had not ended after {self._stop_deadline_s:g} s (in "
+                f"{where}), and was ended. Start again to go on from the last checkpoint"
+            )
+        )
+
+    def _with_stacks(self, fault: Fault) -> Fault:
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+        file = self._layout.failures / f"stacks-{stamp}-{os.getpid()}.txt"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(file, f"{fault}\n{fault.message}\n\n{stacks.report(self._folder)}")
+        except Exception as reason:  # the fault itself matters more than its picture
+            log.warning("the stacks could not be written: %s", reason)
+            return fault
+        return replace(fault, stacks=str(file))
+
+    def _record(self, fault: Fault) -> None:
+        self._report(
+            {
+                "event": "fault",
+                "text": f"{fault}; stacks: {fault.stacks}" if fault.stacks else str(fault),
+                "kind": str(fault.kind),
+                "phase": fault.phase,
+                "step": fault.step,
+            }
+        )
+        log.error("fault: %s: %s", fault, fault.message)
+        note_fault(self._layout.run_dir, fault)
+
+
+def say_and_end(say: Callable[[], None], code: int) -> NoReturn:
+    """Run `say` for a few seconds at most, and end at once: the reader may be stopped, and its pipe be full."""
+    _within(LAST_WORDS_S, say)
+    end_at_once(code)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End this process and what it has started, without cleaning up. What it has written to the journal is delivered by
+    the process beside it, which sees that it has ended."""
+    _within(LAST_WORDS_S, sys.stdout.flush)
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if TRACKING_MODULE not in child.cmdline():
+                child.send_signal(signal.SIGKILL)
+    os._exit(code)
+
+
+def _within(seconds: float, do: Callable[[], None]) -> None:
+    """Wait that long at most. The caller may be a signal's handler in the middle of a write, or of `threading`."""
+    is_done = _thread.allocate_lock()
+    is_done.acquire()
+
+    def run() -> None:
+        try:
+            do()
+        finally:
+            is_done.release()
+
+    _thread.start_new_thread(run, ())
+    is_done.acquire(timeout=seconds)

@@ -1,0 +1,245 @@
+"""A save: the state of the moment it was asked for, no error lost, and what is no full disk is not taken for one."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.checkpoint.save import CheckpointSaver, Saved, SaveState
+from rlcore.checkpoint.shards import HostBuffers, RankSaver, load_shards, rank_shards
+from rlcore.checkpoint.store import CheckpointStore
+from rlcore.config import CheckpointConfig
+from rlcore.errors import CheckpointError, DiskSpaceError, RunInUseError, StopRequestedError, WorkerLostError
+from rlcore.run import disk
+from tests.checkpoint.small import SmallModel, assert_same, build, state_of, train
+from tests.checkpoint.test_store import SETTINGS, save, state_at, steps
+from tests.storage.small_disk import fill
+
+
+class Ranks:
+    """One rank with a real model. With `full` that disk gets full as the rank begins to write; the rank can be lost."""
+
+    def __init__(self, full: Path | None = None) -> None:
+        self.model, self.optimizer = build(seed=1)
+        train(self.model, self.optimizer, 1)
+        self.saver = RankSaver(lambda: {"policy": (self.model, self.optimizer)}, num_ranks=1)
+        self.full = full
+        self.is_lost = False
+
+    def each(self, verb: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
+        if self.is_lost:
+            raise WorkerLostError("a worker actor died")
+        if verb is RankSaver.write and self.full is not None:
+            fill(self.full, leave_bytes=50_000)
+        return [verb(self.saver, *arguments, **named)]
+
+
+class NoWaiting:
+    """A run that does not wait for room."""
+
+    def hold(self, do: Callable[[], Any], *, step: int, path: Path, needed_bytes: int = 0) -> Any:
+        return do()
+
+
+def parts(folder: Path, full: Path | None = None) -> tuple[Ranks, CheckpointStore, CheckpointSaver]:
+    store = CheckpointStore(folder / "checkpoints", CheckpointConfig(), SETTINGS)
+    return Ranks(full), store, CheckpointSaver(store, NoWaiting())
+
+
+def begin(saver: CheckpointSaver, step: int, ranks: Ranks) -> None:
+    assert saver.begin(step, lambda: state_at(step), {}, ranks) is None
+    assert saver.state is SaveState.WRITING
+
+
+def ended(saver: CheckpointSaver, ending: str) -> Saved:
+    if ending == "settle":
+        saved = saver.settle()
+        assert saved is not None
+        return saved
+    while (saved := saver.poll()) is None:
+        time.sleep(0.005)
+    return saved
+
+
+def loaded(path: Path) -> tuple[SmallModel, object]:
+    model, optimizer = build(seed=5)
+    load_shards(path / "policy", model=model, optimizer=optimizer)
+    return model, optimizer
+
+
+def test_a_copy_is_of_the_moment_it_was_taken(tmp_path):
+    model, optimizer = build(seed=1)
+    train(model, optimizer, 2)
+    expected = state_of(model, optimizer)
+    copy = rank_shards(model, optimizer).copied(HostBuffers())
+    train(model, optimizer, 2)
+    optimizer.param_groups[0]["lr"] = 7.0
+    copy.write(tmp_path / "policy")
+    assert_same(state_of(*loaded(tmp_path)), expected)
+
+
+@pytest.mark.parametrize("ending", ["poll", "settle"])
+def test_training_goes_on_while_it_is_written(tmp_path, ending):
+    ranks, store, saver = parts(tmp_path)
+    for step in (1, 2):
+        train(ranks.model, ranks.optimizer, 1)
+        expected = state_of(ranks.model, ranks.optimizer)
+        begin(saver, step, ranks)
+        train(ranks.model, ranks.optimizer, 1)
+        assert ended(saver, ending) == Saved(step, store.path_of(step), {})
+        assert saver.state is None
+        assert saver.poll() is None, "told once"
+        newest = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), SETTINGS).latest()
+        assert newest is not None
+        assert newest.path == store.path_of(step)
+        assert_same(state_of(*loaded(newest.path)), expected)
+
+
+def test_nothing_is_under_way_before_the_first(tmp_path):
+    _, _, saver = parts(tmp_path)
+    assert (saver.poll(), saver.settle(), saver.settle_now()) == (None, None, None)
+    saver.abandon()
+    assert saver.at is None
+
+
+@pytest.mark.parametrize("ending", ["poll", "settle"])
+def test_a_full_disk_surfaces_at_the_next_call_and_leaves_nothing(small_disk, ending):
+    ranks, store, saver = parts(small_disk, small_disk)
+    save(store, 1)
+    begin(saver, 2, ranks)
+    with pytest.raises(DiskSpaceError, match=r"policy/rank-00000.*no room"):
+        ended(saver, ending)
+    assert saver.state is SaveState.COPIED
+    assert saver.settle_now() is None
+    assert steps(store) == [1]
+    assert not list((small_disk / "checkpoints").glob(".tmp-*"))
+    saver.abandon()
+    ranks.full = None
+    (small_disk / "ballast").unlink()
+    begin(saver, 2, ranks)
+    assert ended(saver, ending).step == 2
+
+
+def test_a_full_disk_during_the_publishing_surfaces_too(small_disk):
+    """The shards find room, the manifest does not."""
+    ranks, store, saver = parts(small_disk)
+    begin(saver, 1, ranks)
+    ranks.saver.is_written(wait=True)
+    fill(small_disk)
+    with pytest.raises(DiskSpaceError, match="step-000001: no room"):
+        ended(saver, "poll")
+    assert steps(store) == []
+    assert not list((small_disk / "checkpoints").glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("fail", ["begin", "abandon"])
+def test_what_is_given_up_leaves_nothing_and_frees_the_folder(tmp_path, monkeypatch, fail):
+    ranks, store, saver = parts(tmp_path)
+    if fail == "begin":
+        with monkeypatch.context() as patched:
+            patched.setattr("rlcore.checkpoint.shards.SPARE_SHARE", 1e12)  # so it is written in `begin`
+            patched.setattr(Path, "mkdir", _refused(Path.mkdir))
+            with pytest.raises(CheckpointError, match="cannot be made"):
+                saver.begin(1, lambda: state_at(1), {}, ranks)
+    else:
+        begin(saver, 1, ranks)
+        with pytest.raises(RunInUseError):
+            save(store, 2)
+        ranks.saver.is_written(wait=True)
+        saver.abandon()
+        assert saver.state is None
+    assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
+    save(store, 2)
+    assert steps(store) == [2]
+
+
+def _refused(mkdir: Callable[..., None]) -> Callable[..., None]:
+    def refuse(path: Path, *arguments: Any, **named: Any) -> None:
+        if path.name == "policy":
+            raise PermissionError(13, "Permission denied")
+        mkdir(path, *arguments, **named)
+
+    return refuse
+
+
+def test_abandoning_while_it_is_published_waits_for_the_end(tmp_path):
+    ranks, store, saver = parts(tmp_path)
+    begin(saver, 1, ranks)
+    ranks.saver.is_written(wait=True)
+    saver.poll()
+    saver.abandon()
+    save(store, 2)
+    assert steps(store) == [1, 2]
+
+
+def test_two_at_a_time_are_a_mistake(tmp_path):
+    ranks, _, saver = parts(tmp_path)
+    begin(saver, 1, ranks)
+    with pytest.raises(AssertionError, match="settle or abandon"):
+        saver.begin(2, lambda: state_at(2), {}, ranks)
+    saver.settle()
+
+
+def test_an_error_of_a_rank_is_raised_once_and_no_rank_writes_any_more(tmp_path):
+    ranks, store, saver = parts(tmp_path)
+    begin(saver, 1, ranks)
+    ranks.saver.write(str(tmp_path / "absent"))  # in place of the folder that is open
+    with pytest.raises(CheckpointError, match="cannot be made"):
+        saver.settle()
+    assert ranks.saver.is_written(wait=False)
+    assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
+    saver.abandon()
+    begin(saver, 1, ranks)
+    assert saver.settle() is not None
+    assert steps(store) == [1]
+
+
+def test_memory_that_is_being_got_counts_as_held():
+    buffers, shape = HostBuffers(), torch.Size((1000,))
+    buffers.prepare((f"tensor-{number}", shape, torch.float32) for number in range(200))
+    assert buffers.num_bytes == 200 * 4000
+
+
+def test_a_copy_of_the_weights_is_let_go_when_the_checkpoint_is_there(tmp_path):
+    ranks, _, saver = parts(tmp_path)
+    begin(saver, 1, ranks)
+    assert ranks.saver._copies
+    assert ended(saver, "settle").step == 1
+    assert not ranks.saver._copies
+
+
+def test_a_rank_that_is_lost_while_the_run_waits_for_room_is_a_lost_rank(small_disk, monkeypatch):
+    monkeypatch.setattr(disk, "POLL_S", 0.01)
+    config = CheckpointConfig(reserve_gb=0, wait_for_room_s=20)
+    store, ranks, told = CheckpointStore(small_disk / "checkpoints", config, SETTINGS), Ranks(small_disk), []
+
+    def happened(name: str, step: int, data: object) -> None:
+        told.append(name)
+        (small_disk / "ballast").unlink()
+        ranks.is_lost = True
+
+    room = disk.Room(config, happened=happened, stop=lambda: False, prune=lambda: None)
+    saver = CheckpointSaver(store, room)
+    begin(saver, 1, ranks)
+    with pytest.raises(WorkerLostError):
+        saver.settle()
+    assert told == ["paused_for_disk"]
+    assert not list(store.directory.glob(".tmp-*"))
+
+
+def test_a_pause_tells_the_bytes_that_the_write_wanted(tmp_path):
+    """Also where the file system had room and the write failed all the same: under a quota."""
+    told: list[Any] = []
+    config = CheckpointConfig(reserve_gb=0)
+    room = disk.Room(config, happened=lambda *one: told.append(one), stop=lambda: bool(told), prune=lambda: None)
+
+    def write() -> None:
+        raise DiskSpaceError("the quota is used up")
+
+    with pytest.raises(StopRequestedError):
+        room.hold(write, step=3, path=tmp_path, needed_bytes=5_000)
+    (name, step, data), *_ = told
+    assert (name, step, data["needed_bytes"]) == ("paused_for_disk", 3, 5_000)
