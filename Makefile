@@ -89,7 +89,7 @@ imports: $(VENV)/.installed-dev
 generated: $(VENV)/.installed-dev
 	$(BIN)/python -m rlcore.config.resolved
 	$(BIN)/python -m rlcore.config.reference
-	$(BIN)/python -m rlcore.tracking.metrics_page
+	$(BIN)/python -m rlcore.tracking.catalog
 	$(BIN)/python -m tests.readme_tree
 
 # Keeps .venv and artifacts/: the one costs minutes, the other is your runs.

@@ -33,8 +33,8 @@ import torch
 
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.tracking import Tracker
+from rlcore.tracking.delivery import read_state
 from rlcore.tracking.journal import JOURNAL_FILE
-from rlcore.tracking.state import read_state
 
 STEPS_PER_CHECKPOINT = 20
 STEPS_PER_TURN = 5
@@ -116,7 +116,7 @@ def measure(name: str, uri: str | None, root: Path, num_passes: int, arguments: 
     logging_, total = [], []
     tracker.log_step(0, {"group/metric_0": 0.0})
     if uri is not None:
-        wait_until(lambda: read_state(run_dir).live_bytes + read_state(run_dir).num_failures > 0)
+        wait_until(lambda: read_state(run_dir).main_bytes + read_state(run_dir).num_failures > 0)
     start_s = shipping_s()
     for step in range(1, arguments.steps + 1):
         runs = (step // STEPS_PER_TURN) % 2 == 0
@@ -134,8 +134,7 @@ def measure(name: str, uri: str | None, root: Path, num_passes: int, arguments: 
         total.append(time.perf_counter() - worked)
     signal_shippers(signal.SIGCONT)
     if uri is not None and name != "server away":
-        wait_until(lambda: read_state(run_dir).live_bytes >= (run_dir / JOURNAL_FILE).stat().st_size)
-        wait_until(lambda: read_state(run_dir).num_bytes_waiting == 0)
+        wait_until(lambda: read_state(run_dir).main_bytes >= (run_dir / JOURNAL_FILE).stat().st_size)
     spent_s = shipping_s() - start_s
     delivered = tracker.finish("FINISHED", timeout_s=0.1 if name == "server away" else 60.0)
     mean_total, mean_work = statistics.mean(total), statistics.mean(working[False])

@@ -34,7 +34,7 @@ import torch
 from benchmarks.tracking_cost import calibrate, free_port, shippers, wait_for, wait_until, work
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.tracking import Tracker
-from rlcore.tracking.state import read_state
+from rlcore.tracking.delivery import read_state
 
 STEPS_PER_CHECKPOINT = 20
 SLOW_S = 10.0
@@ -130,7 +130,7 @@ class Tracked:
 
     def has_called(self) -> bool:
         """Whether the process beside it, which takes seconds to start, has asked its server something."""
-        if read_state(self.run_dir).live_bytes or self.failures():
+        if read_state(self.run_dir).main_bytes or self.failures():
             return True
         asked = (one.raddr for process in self._shippers() for one in process.net_connections())
         return any(address and address.port == self._port for address in asked)

@@ -28,7 +28,7 @@ from rlcore.config import TrackingConfig
 from rlcore.errors import MillraceError
 from rlcore.tracking import MlflowStore
 from rlcore.tracking.connection import has_store
-from rlcore.tracking.store import LOCAL_UI
+from rlcore.tracking.mlflow_store import LOCAL_UI
 
 END_WAIT_S = 20.0
 

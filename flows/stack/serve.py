@@ -41,7 +41,7 @@ def _prefect() -> "Guard":
 def _mlflow() -> "Guard":
     """MLflow's own logins need a second database, and a hash of a password for each request."""
     from flows.server.guard import Guard
-    from rlcore.tracking.server import mlflow_app
+    from rlcore.tracking.connection import mlflow_app
 
     login = os.environ.pop(MLFLOW_LOGIN)
     return Guard(mlflow_app(os.environ[MLFLOW_DATABASE], os.environ[MLFLOW_ARTIFACTS]), login)

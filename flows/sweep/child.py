@@ -17,7 +17,7 @@ from flows.shown.tell import tell, tell_command
 from flows.train import train_to
 from flows.work.open_run import open_run
 from rlcore.config.fingerprint import run_id
-from rlcore.tracking.store import PARENT_TAG
+from rlcore.tracking.mlflow_store import PARENT_TAG
 
 
 def child_run_name() -> str:

@@ -12,7 +12,8 @@ from rlcore.config import RunConfig, TrackingConfig
 from rlcore.errors import DataError, MillraceError
 from rlcore.tracking import MlflowStore, explain
 from rlcore.tracking.connection import has_store
-from rlcore.tracking.search import compare_url, known_mlflow_run, search_run_ids
+from rlcore.tracking.delivery import read_state
+from rlcore.tracking.mlflow_store import compare_url, search_run_ids
 
 if TYPE_CHECKING:
     from rlcore.report import ReportFiles
@@ -92,7 +93,7 @@ def _keep(folders: Sequence[Path], files: "ReportFiles", root: Path) -> str:
 
 def _mlflow_run(folder: Path) -> str | None:
     try:
-        return known_mlflow_run(folder)
+        return read_state(folder).mlflow_run_id
     except MillraceError as error:
         log.warning("%s", error)
         return None

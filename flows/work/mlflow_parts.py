@@ -14,7 +14,7 @@ from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.run.layout import RunLayout
 from rlcore.storage.manifest import part_directories
 from rlcore.tracking import MlflowStore, StepRecord, code_diff, environment_facts, read_journal
-from rlcore.tracking.models import Alias
+from rlcore.tracking.models import Alias, log_checkpoint, log_model_directory, name_models
 from rlcore.user_code import code_of
 
 MAX_UPLOAD_BYTES = 2_000_000_000
@@ -100,7 +100,8 @@ def log_models(page: Page, last: Export, best: Export) -> None:
     tags = {"settings_fingerprint": settings_fingerprint(config)}
     for info in scan(layout.checkpoints).checkpoints:
         metrics, time_s = _scores(records.get(info.step))
-        page.store.log_checkpoint(
+        log_checkpoint(
+            page.store,
             page.mlflow_run,
             info.path,
             step=info.step,
@@ -113,12 +114,13 @@ def log_models(page: Page, last: Export, best: Export) -> None:
         if export.step not in kept:
             kept[export.step] = _log_weights(page, export, records.get(export.step), tags)
     named: dict[Alias, str] = {"last": kept[last.step], "best": kept[best.step]}
-    page.store.name_models(page.mlflow_run, named, config.tracking.registered_model)
+    name_models(page.store, page.mlflow_run, named, config.tracking.registered_model)
 
 
 def _log_weights(page: Page, export: Export, record: StepRecord | None, tags: Mapping[str, str]) -> str:
     metrics, time_s = _scores(record)
-    return page.store.log_model_directory(
+    return log_model_directory(
+        page.store,
         page.mlflow_run,
         export.directory,
         name=f"weights-{export.step:06d}",

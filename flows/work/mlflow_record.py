@@ -27,7 +27,7 @@ from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking import MlflowStore, ensure_mlflow_run, explain, lineage_tags
 from rlcore.tracking.attempts import FinalStatus, has_begun
-from rlcore.tracking.uploads import load_ahead
+from rlcore.tracking.models import load_ahead
 from rlcore.user_code import code_of
 
 log = logging.getLogger(__name__)

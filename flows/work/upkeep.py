@@ -15,7 +15,7 @@ from rlcore.storage.locks import HeldLock
 from rlcore.tracking import explain, sync_run
 from rlcore.tracking.attempts import has_begun
 from rlcore.tracking.connection import has_store, resolve_uri
-from rlcore.tracking.garbage import find_garbage, remove_garbage
+from rlcore.tracking.models import find_garbage, remove_garbage
 
 BYTES_PER_MB = 1e6
 

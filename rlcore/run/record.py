@@ -114,24 +114,25 @@ class RunRecord:
 
     # ------------------------------------------------------------------ going back
 
-    def restore(self, info: CheckpointInfo | None) -> TrackedState:
+    def restore(self, info: CheckpointInfo | None, *, repeats: bool = True) -> TrackedState:
         """The state of a checkpoint, or of step 0; the journal is cut to it, and a save under way is given up.
 
-        Whole checkpoints of later steps, which the journal does not fit, are renamed.
+        Whole checkpoints of later steps, which the journal does not fit, are renamed. `repeats`: the steps that were
+        cut off are done again as they were.
         """
         self.saves.abandon()
         self.store.leave_later(0 if info is None else info.step)
         if info is None:
-            self._cut_journal(0, 0)
+            self._cut_journal(0, 0, repeats=repeats)
             return TrackedState(LoopState(0, 0, 0, 0, self.config.algo.kl.coef))
         saved = self.store.load_state(info)
-        self._cut_journal(saved.step, saved.journal_bytes)
+        self._cut_journal(saved.step, saved.journal_bytes, repeats=repeats)
         loop = LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
         return TrackedState(loop, saved.best_metric, saved.best_step)
 
-    def _cut_journal(self, step: int, to_bytes: int) -> None:
+    def _cut_journal(self, step: int, to_bytes: int, *, repeats: bool) -> None:
         """Waits for room for what is cut, which is kept; nothing new is written to the journal before it is cut."""
-        cut = partial(self._tracker.resume_at, step, to_bytes)
+        cut = partial(self._tracker.resume_at, step, to_bytes, repeats=repeats)
         self.room.hold(cut, step=step, path=self.layout.journal, happened=self._tell)
 
     def roll_back(self, loop: LoopState, lr_factor: float) -> tuple[TrackedState, CheckpointInfo | None]:
@@ -144,7 +145,7 @@ class RunRecord:
         self.saves.settle()
         found = self.store.best(below=loop.step)
         self.store.discard_after(0 if found is None else found.step)
-        state = self.restore(found)
+        state = self.restore(found, repeats=False)
         lowered = replace(state.loop, lr_factor=loop.lr_factor * lr_factor, num_roll_backs=loop.num_roll_backs + 1)
         return replace(state, loop=lowered), found
 

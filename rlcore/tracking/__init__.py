@@ -1,15 +1,14 @@
-"""Where a run's metrics go: the local journal first, MLflow after it, without ever holding up the training.
+"""Where a run's metrics go: the local journal first, MLflow after it, and the training never waits for it.
 
-`Tracker` is what a trainer writes to, `read_journal` what everyone reads from, `MlflowStore` what the stages around the
-training use, `sync_run` what delivers later. Importing this package does not import mlflow.
+A trainer writes to `Tracker`, `read_journal` reads its values back, the stages around the training write by
+`MlflowStore`, and `sync_run` delivers later. Importing this package does not import mlflow.
 """
 
-from rlcore.tracking.failures import explain
+from rlcore.tracking.connection import explain, mlflow_name
+from rlcore.tracking.delivery import SyncResult, ensure_mlflow_run, sync_run
 from rlcore.tracking.journal import EventRecord, Journal, JournalContents, StepRecord, load_journal, read_journal
 from rlcore.tracking.lineage import code_diff, environment_facts, lineage_tags
-from rlcore.tracking.names import mlflow_name
-from rlcore.tracking.store import MlflowStore
-from rlcore.tracking.sync import SyncResult, ensure_mlflow_run, sync_run
+from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.system import SystemSampler
 from rlcore.tracking.tracker import Tracker
 

@@ -1,5 +1,144 @@
-"""`python -m rlcore.tracking RUN_DIR ...`: the process beside the trainer (see `carrier`)."""
+"""`python -m rlcore.tracking RUN_DIR ...`: the process beside the trainer that delivers its journal to MLflow.
 
-from rlcore.tracking.carrier import main
+A process, not a thread: MLflow's client takes about 0.1 ms of Python for each value, twice a step, and the first use of
+a store takes seconds. In the trainer's process that would be taken from the training, since Python runs one thread at
+a time. A process also outlives its trainer by a moment and can give the MLflow run the status KILLED.
+"""
 
-main()
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+
+from rlcore.errors import TrackingError
+from rlcore.tracking.connection import explain
+from rlcore.tracking.delivery import Delivery, ReplacedError, delivery_lock, open_delivery
+from rlcore.tracking.tracker import PREFIX
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+"""Seconds between two checks whether the trainer has finished or is gone."""
+
+LONGEST_PAUSE_S = 60.0
+"""Seconds between two tries while MLflow does not answer, at most."""
+
+MOST_DOUBLINGS = 16
+"""Of the pause, which is longest by then; 2.0 ** 1024 is an error."""
+
+ORPHAN_GRACE_S = 30.0
+"""Seconds in which the values of a trainer that is gone, and its status, can still be delivered."""
+
+
+class Carrier:
+    """Delivers until the attempt has ended. `parent_pid` is the trainer's process."""
+
+    def __init__(self, delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
+        self._delivery = delivery
+        self._parent_pid = parent_pid
+        self._every_s = every_s
+        self._num_failures = 0
+
+    def run(self) -> None:
+        """Deliver and wait in turn, until the trainer has ended and MLflow has its end, or is gone and time is up.
+
+        Raises:
+            ReplacedError: a newer attempt of the run has begun.
+        """
+        deadline = float("inf")
+        while True:
+            gone = self._trainer_is_gone()
+            if gone:
+                deadline = min(deadline, time.monotonic() + ORPHAN_GRACE_S)
+            if self._turn(gone) or time.monotonic() > deadline:
+                return
+            self._wait(hurry=gone)
+
+    def _trainer_is_gone(self) -> bool:
+        return os.getppid() != self._parent_pid
+
+    def _turn(self, gone: bool) -> bool:
+        """Deliver once; whether MLflow has all and the end. One warning when MLflow begins to fail, one at its end."""
+        try:
+            self._delivery.deliver()
+            status = self._delivery.status or ("KILLED" if gone else None)
+            if status is not None:
+                self._delivery.settle(status)
+        except ReplacedError:
+            raise
+        except Exception as error:
+            # Whatever MLflow, its database or the network raises: the training goes on.
+            if self._num_failures == 0:
+                log.warning(
+                    "MLflow does not take the values: %s. Training goes on, the journal keeps them; "
+                    "trying again, at most %d s apart.",
+                    explain(error, self._delivery.state.uri),
+                    LONGEST_PAUSE_S,
+                )
+            self._num_failures += 1
+            return False
+        if self._num_failures:
+            log.warning("MLflow takes the values again; tries that failed: %d.", self._num_failures)
+            self._num_failures = 0
+        return status is not None
+
+    def _wait(self, *, hurry: bool) -> None:
+        """Until the next turn is due: at once when the trainer ends, later and later while MLflow fails."""
+        until = time.monotonic() + pause_s(self._every_s, self._num_failures)
+        ended = hurry
+        while time.monotonic() < until:
+            if not ended and (self._trainer_is_gone() or self._delivery.has_ended()):
+                ended = True
+                # The trainer waits for this process now: no more long pauses.
+                until = time.monotonic() if self._num_failures == 0 else min(until, time.monotonic() + 1.0)
+            time.sleep(POLL_S)
+
+
+def pause_s(every_s: float, num_failures: int) -> float:
+    """Seconds from one turn to the next, after so many failures in a row: days of an outage are thousands.
+
+    >>> [pause_s(5.0, failures) for failures in (0, 1, 2, 9, 5_000)]
+    [5.0, 10.0, 20.0, 60.0, 60.0]
+    """
+    return min(LONGEST_PAUSE_S, every_s * 2.0 ** min(num_failures, MOST_DOUBLINGS))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Deliver the newest attempt of a run for as long as its trainer lives."""
+    parser = argparse.ArgumentParser(prog="python -m rlcore.tracking", description=main.__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--parent", type=int, required=True, help="process id of the trainer")
+    parser.add_argument("--every-s", type=float, required=True, help="seconds between two deliveries")
+    options = parser.parse_args(arguments)
+    # The trainer's end is the signal to end; a Ctrl-C or a TERM to the whole group must not cut off the last values.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Where training and delivery want the same core, training has it.
+    os.nice(5)
+    logging.basicConfig(stream=sys.stderr, format=f"{PREFIX}%(message)s", level=logging.ERROR)
+    logging.getLogger("rlcore").setLevel(logging.WARNING)
+    # The trainer that reads these warnings may be gone.
+    logging.raiseExceptions = False
+    try:
+        _carry(options.run_dir, options.parent, options.every_s)
+    except TrackingError as error:
+        log.warning("MLflow gets no values: %s", error)
+        sys.exit(1)
+
+
+def _carry(run_dir: Path, parent_pid: int, every_s: float) -> None:
+    # The process of an attempt that was killed may still deliver its last values.
+    with delivery_lock(run_dir, wait_s=2 * ORPHAN_GRACE_S):
+        delivery = open_delivery(run_dir)
+        if delivery is None:
+            return
+        with closing(delivery), suppress(ReplacedError):
+            Carrier(delivery, parent_pid=parent_pid, every_s=every_s).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,18 +1,17 @@
-"""What the trainer did with its journal, one JSON line each, in `attempts.jsonl`: begun, committed, finished.
+"""The attempts at a run, one JSON line for each act of a trainer, in `attempts.jsonl`: begun, committed, finished.
 
     {"attempt": 2, "step": 40, "journal_bytes": 91812, "abandoned": "metrics.abandoned-1.jsonl", "owner": {...}, ...}
     {"commit": 60, "journal_bytes": 137290}
     {"finish": "FINISHED", "journal_bytes": 137290, "time": 1763.5}
 
-The journal alone cannot say which of its lines belong to a checkpoint. This file can, and it is never shortened, so
-that whoever carries values to MLflow, then or a week later, knows which attempt wrote a line, which lines will never
-be taken back, and how the run ended.
+The journal does not show which of its lines belong to a checkpoint, and which lines were cut off it. This file does,
+and it is never shortened: the delivery to MLflow, at once or a week later, follows from it and the journal alone.
 """
 
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +19,7 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from rlcore.storage.documents import open_ordinary
-from rlcore.tracking.lines import LineFile, iter_json
+from rlcore.tracking.journal import LineFile, iter_json
 
 ATTEMPTS_FILE = "attempts.jsonl"
 """Name of the file in a run's folder."""
@@ -45,11 +44,11 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> "Owner":
-        """The process that asks."""
+        """The current process."""
         return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time())
 
     def is_gone(self) -> bool:
-        """Whether the process has surely ended. Of a process on another host nobody knows: False."""
+        """Whether the process has surely ended; False for a process on another host."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -63,7 +62,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a run's values go in MLflow, and what is said of it there. `settings` is the run's settings as JSON."""
+    """Where a run's values go in MLflow, and how it is described there. `settings` is the run's settings as JSON."""
 
     uri: str
     experiment: str
@@ -77,7 +76,8 @@ class Destination:
 class Attempt:
     """A process that trains the run from a step on. `journal_bytes` is where its first line stands.
 
-    `abandoned` names the file with the lines that were cut off there; None if none were.
+    `abandoned` names the file with the lines that were cut off there; None if none were. `repeats` is False where the
+    steps of these lines come again with other settings: an alarm rolled the run back.
     """
 
     number: int
@@ -87,6 +87,7 @@ class Attempt:
     time: float
     owner: Owner
     destination: Destination
+    repeats: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The attempt's end. All lines up to `journal_bytes` stay if the status is FINISHED."""
+    """The attempt's end, when the journal had `journal_bytes`."""
 
     status: FinalStatus
     journal_bytes: int
@@ -133,10 +134,53 @@ def read_acts(path: Path, start: int = 0) -> list[tuple[Act, int]]:
     return [(act, end) for act, end in parsed if act is not None]
 
 
-def last_attempt(path: Path) -> Attempt | None:
-    """The newest attempt; None if there is none yet."""
-    attempts = [act for act, _ in read_acts(path) if isinstance(act, Attempt)]
-    return attempts[-1] if attempts else None
+@dataclass(frozen=True, slots=True)
+class History:
+    """All attempts at a run, as the delivery needs them.
+
+    Attributes:
+        attempts: in order; empty for a run that has not begun.
+        ends: how each attempt ended, by its number; none for one that goes on or was lost.
+        line: number of the last attempt that began another line of steps: it went back behind a published checkpoint
+            (the newest was damaged, say), or back with other settings; 0 where none did.
+        cuts: files with lines that were cut off the present line of steps, by the number of the attempt that cut them.
+            They follow the last checkpoint, so the next attempt repeats their steps.
+        end_bytes: size of the part of the file that was read.
+    """
+
+    attempts: tuple[Attempt, ...] = ()
+    ends: Mapping[int, Finish] = field(default_factory=dict)
+    line: int = 0
+    cuts: Mapping[int, str] = field(default_factory=dict)
+    end_bytes: int = 0
+
+    @property
+    def end(self) -> Finish | None:
+        """How the newest attempt ended."""
+        return self.ends.get(self.attempts[-1].number) if self.attempts else None
+
+
+def read_history(path: Path) -> History:
+    """The history in `attempts.jsonl`; an empty one without the file."""
+    attempts: list[Attempt] = []
+    ends: dict[int, Finish] = {}
+    cuts: dict[int, str] = {}
+    line = committed = 0
+    acts = read_acts(path)
+    for act, _ in acts:
+        match act:
+            case Attempt(number=number, journal_bytes=journal_bytes, abandoned=abandoned, repeats=repeats):
+                if journal_bytes < committed or (abandoned is not None and not repeats):
+                    line, cuts = number, {}
+                elif abandoned is not None:
+                    cuts[number] = abandoned
+                attempts.append(act)
+                committed = journal_bytes
+            case Commit(journal_bytes=journal_bytes):
+                committed = journal_bytes
+            case Finish() if attempts:
+                ends[attempts[-1].number] = act
+    return History(tuple(attempts), ends, line, cuts, acts[-1][1] if acts else 0)
 
 
 def _parse(value: object) -> Act | None:

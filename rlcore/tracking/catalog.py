@@ -6,8 +6,11 @@ says so.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +212,145 @@ def _pattern(name: str) -> re.Pattern[str]:
     pattern = re.sub(r"<\w+>", ".+", pattern)
     pattern = re.sub(r"\\{(.*?)\\}", lambda words: f"(?:{words[1].replace(',', '|')})", pattern)
     return re.compile(pattern)
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A metric of the reference that has no meaning here, and why."""
+
+    name: str
+    reason: str
+
+
+REFERENCE_METRICS: tuple[str, ...] = (
+    *(f"actor/{name}" for name in ("entropy", "grad_norm", "kl_coef", "kl_loss", "lr")),
+    *(f"actor/{name}" for name in ("pg_clipfrac", "pg_clipfrac_lower", "pg_loss", "ppo_kl")),
+    *(
+        f"critic/{name}/{part}"
+        for name in ("advantages", "returns", "rewards", "score")
+        for part in ("max", "mean", "min")
+    ),
+    *(f"global_seqlen/{name}" for name in ("balanced_max", "balanced_min", "max", "mean", "min", "minmax_diff")),
+    *(f"perf/{name}" for name in ("cpu_memory_used_gb", "max_memory_allocated_gb", "max_memory_reserved_gb")),
+    *(f"perf/{name}" for name in ("mfu/actor", "throughput", "time_per_step", "total_num_tokens")),
+    *(f"{kind}_length/{part}" for kind in ("prompt", "response") for part in ("clip_ratio", "max", "mean", "min")),
+    *(f"timing_per_token_ms/{phase}" for phase in ("adv", "gen", "ref", "update_actor")),
+    *(f"timing_s/{phase}" for phase in ("adv", "gen", "generate_sequences", "old_log_prob", "ref", "reshard")),
+    *(f"timing_s/{phase}" for phase in ("reward", "save_checkpoint", "start_profile", "step", "stop_profile")),
+    *(f"timing_s/{phase}" for phase in ("testing", "update_actor")),
+    "training/epoch",
+    "training/global_step",
+    "val-core/openai/gsm8k/reward/mean@1",
+)
+"""The 62 names of its last step, in the order of its log."""
+
+ABSENT: tuple[Absent, ...] = (
+    Absent("timing_s/generate_sequences", "the engine's part of gen, measured on a worker; here gen is nothing else"),
+    Absent("timing_s/reshard", "moves the policy into the engine's sharding before gen; here that is update_weights"),
+    Absent(
+        "timing_s/start_profile",
+        "switches veRL's profiler on; that of runtime.profile begins and ends outside a step's time",
+    ),
+    Absent(
+        "timing_s/stop_profile",
+        "switches veRL's profiler off; that of runtime.profile begins and ends outside a step's time",
+    ),
+)
+"""Those that are not logged here."""
+
+
+METRICS_FILE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+_INTRODUCTION = """\
+<!-- Generated from rlcore/tracking by `python -m rlcore.tracking.catalog`. -->
+# Metrics
+
+Every metric of a run with its unit and definition. Names and definitions are veRL's where it has the metric; where
+ours differs, the definition says so. `{a,b}` stands for one of the words, `<k>` and `<i>` for a number, `<x>` for any
+text. In MLflow `@`, which it refuses, is written `_at_`: `mean@4` is `mean_at_4` there.
+
+## Where they are
+
+| place | what | when |
+| --- | --- | --- |
+| `runs/<id>/metrics.jsonl` | the journal: a line a step, events too. The truth that all else is made from | at once |
+| MLflow, the run | all values, each metric once at a step | seconds later |
+| `runs/<id>/metrics.abandoned-<k>.jsonl` | lines that a resume from a checkpoint cut off the journal | at the resume |
+
+The x axis is the step in all of them. A NaN or an infinity is `null` in the journal (its name stands under
+`nonfinite`) and is counted, not sent, in MLflow.
+
+Training never waits for MLflow. A process beside the trainer reads the journal and sends it: a process, because
+MLflow's client needs about 0.1 ms of Python for a value, twice a value, and Python runs one thread at a time. If MLflow
+is away, the process tries again, at most a minute apart, and says so once; `millrace sync runs/<id>` sends what is
+missing later. A value that is sent twice is there once, since its time stamp comes from the journal.
+
+MLflow cannot delete a point. A resume repeats the steps between its checkpoint and the crash: in MLflow the first value
+of a metric at a step stays, in the journal and the report the last one. The same numbers computed again are the same in
+both; times differ, and so may all of these few steps' values on another machine or with changed settings. If a run goes
+back behind a published checkpoint (its newest one was damaged), or an alarm rolls it back, its MLflow run is marked
+`millrace.superseded_by` and a new one gets the whole journal.
+`benchmarks/tracking_cost.py` measures what all this costs a step.
+"""
+
+_HEADINGS = {
+    "training": "The run",
+    "rollout_corr": "Sampler and trainer",
+    "actor": "Policy",
+    "critic": "Scores, advantages and the critic",
+    "reward": "Parts of the score and groups",
+    "prompt_length": "Lengths",
+    "global_seqlen": "Balance over ranks",
+    "perf": "Performance",
+    "timing_s": "Time",
+    "val-core": "Validation",
+    "events": "Events",
+    "system": "Machine",
+}
+"""Title of the part that begins with a metric of this first word; others go on in the part before."""
+
+
+def metrics_page() -> str:
+    """The whole page as Markdown."""
+    return "\n".join([_INTRODUCTION, *_parts(), *_reference()]) + "\n"
+
+
+def write_metrics_page(file: Path = METRICS_FILE) -> Path:
+    """Write the page."""
+    file.write_text(metrics_page(), encoding="utf-8")
+    return file
+
+
+def _parts() -> Iterator[str]:
+    for first_word, docs in groupby(METRICS, key=lambda doc: doc.name.partition("/")[0]):
+        if first_word in _HEADINGS:
+            yield f"\n## {_HEADINGS[first_word]}\n"
+            yield "| metric | unit | definition |"
+            yield "| --- | --- | --- |"
+        yield from map(_row, docs)
+
+
+def _row(doc: MetricDoc) -> str:
+    return f"| `{doc.name}` | {_cell(doc.unit)} | {_cell(doc.definition)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _reference() -> Iterator[str]:
+    reasons = {metric.name: metric.reason for metric in ABSENT}
+    yield "\n## The reference log\n"
+    total, absent = len(REFERENCE_METRICS), len(reasons)
+    yield f"The {total} metrics of the last step of a published veRL run (GRPO, Llama-3.2-1B, GSM8K, 8 GPUs)."
+    yield f"{total - absent} have the same name and meaning here, {absent} have none here.\n"
+    yield "| veRL | here |"
+    yield "| --- | --- |"
+    for name in REFERENCE_METRICS:
+        doc = describe(name)
+        here = f"`{doc.name}`" if doc is not None else f"not logged: {reasons[name]}"
+        yield f"| `{name}` | {here} |"
+
+
+if __name__ == "__main__":
+    print(write_metrics_page().relative_to(METRICS_FILE.parents[1]))

@@ -13,6 +13,11 @@ from rlcore.storage.sqlite import SQLITE, sqlite_address, sqlite_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+import posixpath
+import re
+from functools import lru_cache
+
+from starlette.types import ASGIApp
 
 LONGEST_MIGRATION_S = 120.0
 """Seconds that the making of a store by another process may take."""
@@ -90,3 +95,94 @@ def _make_store(database: Path) -> None:
     address = sqlite_address(beside)
     MlflowClient(address, address).search_experiments(max_results=1)
     beside.replace(database)
+
+
+def explain(error: BaseException, uri: str) -> str:
+    """One line on why MLflow did not take something, and the remedy."""
+    if isinstance(error, TrackingError):
+        return str(error)
+    text = " ".join(str(error).split())
+    where = f"tracking.uri {uri}"
+    if "out-of-date database schema" in text or "Can't locate revision" in text:
+        return (
+            f"{where}: the store was made by another MLflow version ({text[:200]}). If the store is older, back it up "
+            f"and run `mlflow db upgrade {uri}`; if newer, use the MLflow that made it, or set another tracking.uri"
+        )
+    if "must be in the 'active' state" in text:
+        return (
+            f"{where}: the run or its experiment was deleted there ({text[:200]}). Restore it (`mlflow runs restore`, "
+            "`mlflow experiments restore`), or set another tracking.experiment"
+        )
+    if "database is locked" in text:
+        return f"{where}: the database is locked by another process for longer than 20 s"
+    if any(word in text for word in ("Max retries exceeded", "Connection refused", "Connection aborted", "timed out")):
+        return f"{where}: the server cannot be reached or does not answer ({type(error).__name__})"
+    if "error code 401" in text:
+        return (
+            f"{where}: the server asks for a login, which is another one or none. Set MLFLOW_TRACKING_USERNAME and "
+            "MLFLOW_TRACKING_PASSWORD; that of `millrace up` is in stack-secret under its root"
+        )
+    return f"{where}: {type(error).__name__}: {text[:300]}"
+
+
+MAX_NAME_CHARACTERS = 250
+"""MLflow's limit for the name of a metric or parameter and the key of a tag."""
+
+_ALLOWED = re.compile(r"[A-Za-z0-9_\-. :/]+")
+
+
+@lru_cache(maxsize=4096)
+def mlflow_name(name: str) -> str:
+    """The name that MLflow shows for a metric or parameter of ours: `@` becomes `_at_`, the rest stays.
+
+    >>> mlflow_name("val-core/openai/gsm8k/reward/mean@1")
+    'val-core/openai/gsm8k/reward/mean_at_1'
+
+    Raises:
+        TrackingError: MLflow would refuse the name.
+    """
+    mapped = name.replace("@", "_at_")
+    if not mapped or len(mapped) > MAX_NAME_CHARACTERS:
+        raise TrackingError(
+            f"metric name {name[:80]!r}: has {len(mapped)} characters, MLflow takes 1 to {MAX_NAME_CHARACTERS}. "
+            "Shorten it."
+        )
+    if not _ALLOWED.fullmatch(mapped):
+        strange = sorted({character for character in mapped if not _ALLOWED.fullmatch(character)})
+        raise TrackingError(
+            f"metric name {name!r}: MLflow takes letters a-z, digits and `_ - . : / space` (and `@`, which becomes "
+            f"`_at_`), not {' '.join(map(repr, strange))}. Rename the metric."
+        )
+    if posixpath.normpath(mapped) != mapped or mapped.startswith(("/", "..")) or mapped == ".":
+        raise TrackingError(
+            f"metric name {name!r}: MLflow reads a name as a path and takes no `/` at either end, no `//`, `.` or `..` "
+            "as a part. Rename the metric."
+        )
+    return mapped
+
+
+CLIENTS_ASK_THE_SERVER = "mlflow-artifacts:/"
+"""Where new experiments keep their artifacts: clients send them to the server, which writes them."""
+
+
+def mlflow_app(database: str, artifacts: str) -> ASGIApp:
+    """Bring the database up to date, then make the application, as `mlflow server` does.
+
+    Args:
+        database: address of the store of runs and of the registry of models.
+        artifacts: URI of the folder in which the server keeps artifacts.
+    """
+    # Names of mlflow.server.constants, which cannot be read without importing the server that looks for them.
+    os.environ |= {
+        "_MLFLOW_SERVER_FILE_STORE": database,
+        "_MLFLOW_SERVER_REGISTRY_STORE": database,
+        "_MLFLOW_SERVER_ARTIFACT_ROOT": CLIENTS_ASK_THE_SERVER,
+        "_MLFLOW_SERVER_ARTIFACT_DESTINATION": artifacts,
+        "_MLFLOW_SERVER_SERVE_ARTIFACTS": "true",
+    }
+    from mlflow.server.fastapi_app import app
+    from mlflow.server.handlers import initialize_backend_stores
+
+    initialize_backend_stores(database, database, CLIENTS_ASK_THE_SERVER)
+    application: ASGIApp = app
+    return application

@@ -3,27 +3,227 @@
     {"step": 3, "time": 1763.25, "metrics": {"actor/lr": 0.1, "critic/lr": null}, "nonfinite": ["critic/lr"]}
     {"event": "out_of_memory", "step": 3, "time": 1763.31, "data": {"max_tokens_per_micro_batch": 8192, ...}}
 
-It is written before anything else hears of a value, and it is the truth that MLflow, the report and the progress line
-are made from. Times are seconds since the epoch, rounded to the millisecond that MLflow keeps, so that a replay gives
-the same time stamp and therefore the same point. JSON knows neither NaN nor infinity: such a value is stored as null
-and its name listed under `nonfinite`.
+It is written first, and MLflow, the report and the progress line are made from it. Times are seconds since the epoch,
+rounded to the millisecond that MLflow keeps, so that a replay gives the same time stamp and therefore the same point.
+JSON has neither NaN nor infinity: such a value is stored as null and its name listed under `nonfinite`.
+
+`LineFile` is the file below it, which survives a kill, a full disk and a torn last line.
 """
 
+import errno
+import itertools
+import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
-from rlcore.storage.documents import open_ordinary
-from rlcore.tracking.lines import LineFile, iter_json
+from rlcore.errors import DiskSpaceError, TrackingError
+from rlcore.storage.disk import free_bytes, is_out_of_room, out_of_room
+from rlcore.storage.documents import open_ordinary, parse_json
+from rlcore.storage.publish import temporary_beside
 
 log = logging.getLogger(__name__)
 
 JOURNAL_FILE = "metrics.jsonl"
 """Name of the journal in a run's folder."""
+
+READ_BLOCK_BYTES = 1 << 20
+"""Bytes read at once: bounds the memory of a reader of a long run."""
+
+
+class LineFile:
+    """A file that grows by whole lines, each in a single unbuffered write at its end.
+
+    A line that finds no room stays in memory and is written with the next one, so that a full disk costs no value;
+    `sync` is where the lack of room is told.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._pending: list[bytes] = []
+        self._failure: OSError | None = None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = self._open()
+        self._cut_torn_line()
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def _cut_torn_line(self) -> None:
+        """The next line must not be glued to the half line that a killed process left."""
+        size = self.size_bytes
+        whole = _end_of_last_line(self.path, size)
+        if whole < size:
+            log.warning("%s: cut %d bytes of a line that was never finished", self.path, size - whole)
+            os.ftruncate(self._fd, whole)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on disk. Lines that found no room are not in it."""
+        return os.fstat(self._fd).st_size
+
+    def append(self, value: Mapping[str, object]) -> None:
+        """Add one line. Never raises for lack of room."""
+        line = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        with self._lock:
+            self._pending.append(line)
+            self._write_pending()
+
+    def require_written(self) -> None:
+        """Write what found no room before.
+
+        Raises:
+            DiskSpaceError: lines are still in memory because they could not be written.
+        """
+        with self._lock:
+            self._write_pending()
+            if self._pending:
+                raise DiskSpaceError(
+                    f"{self.path}: {sum(map(len, self._pending))} bytes could not be written: {self._failure}. "
+                    f"{free_bytes(self.path)} bytes are free on that disk; make room. "
+                    "The lines are kept in memory and written as soon as there is room."
+                )
+
+    def sync(self) -> int:
+        """Force everything to the disk and return the size in bytes; raises as `require_written` does."""
+        self.require_written()
+        with self._lock:
+            os.fsync(self._fd)
+            return self.size_bytes
+
+    def _write_pending(self) -> None:
+        """Write all that waits. After a failed or short write the file is as before: no reader sees half a line."""
+        if not self._pending:
+            return
+        data, before = b"".join(self._pending), self.size_bytes
+        try:
+            if os.write(self._fd, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            os.ftruncate(self._fd, before)
+            self._failure = error
+            return
+        self._pending.clear()
+
+    def close(self) -> None:
+        """Write what waits, if there is room, and let go of the file."""
+        with self._lock:
+            if self._fd >= 0:
+                self._write_pending()
+                os.close(self._fd)
+                self._fd = -1
+
+    def __enter__(self) -> "LineFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def truncate(self, to_bytes: int) -> Path | None:
+        """Go back to the first `to_bytes` bytes. What is cut is kept beside, in `metrics.abandoned-<k>.jsonl`.
+
+        The shortened journal is a new file put in the place of the old one, so that a reader that has the old one open
+        reads on undisturbed.
+
+        Returns:
+            The file with the cut lines; None if nothing was cut.
+
+        Raises:
+            TrackingError: the journal is shorter, or no line ends at that byte.
+            DiskSpaceError: no room for what is cut; the journal is as it was.
+        """
+        with self._lock:
+            self._write_pending()
+            size = self.size_bytes
+            if to_bytes == size:
+                return None
+            if to_bytes > size or _end_of_last_line(self.path, to_bytes) != to_bytes:
+                raise TrackingError(
+                    f"{self.path}: asked to go back to byte {to_bytes} (a checkpoint's), but the file has {size} bytes "
+                    "or no line ends there. The file was changed or replaced since that checkpoint; put it back."
+                )
+            aside, shortened = _free_name(self.path), temporary_beside(self.path)
+            try:
+                _copy_range(self.path, to_bytes, size, aside)
+                _copy_range(self.path, 0, to_bytes, shortened)
+            except OSError as reason:
+                for unfinished in (aside, shortened):
+                    unfinished.unlink(missing_ok=True)
+                if is_out_of_room(reason):
+                    raise out_of_room(self.path, reason, needed_bytes=size) from reason
+                raise
+            os.close(self._fd)
+            shortened.replace(self.path)
+            _sync_folder(self.path.parent)
+            self._fd = self._open()
+            return aside
+
+
+def iter_json(fd: int, start: int) -> Iterator[tuple[object, int]]:
+    """Each whole line from a byte on as (its JSON value, the byte after it); the value is None if unreadable."""
+    rest, offset = b"", start
+    while block := os.pread(fd, READ_BLOCK_BYTES, offset + len(rest)):
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            offset += len(line) + 1
+            yield _parsed(line), offset
+
+
+def _parsed(line: bytes) -> object:
+    try:
+        return parse_json(line)
+    except ValueError:
+        return None
+
+
+def _end_of_last_line(path: Path, size: int) -> int:
+    """The byte after the last newline within the first `size` bytes."""
+    with path.open("rb") as file:
+        end = size
+        while end > 0:
+            start = max(0, end - READ_BLOCK_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0
+
+
+def _free_name(path: Path) -> Path:
+    return next(
+        name
+        for k in itertools.count(1)
+        if not (name := path.with_name(f"{path.stem}.abandoned-{k}{path.suffix}")).exists()
+    )
+
+
+def _copy_range(source: Path, start: int, stop: int, target: Path) -> None:
+    with source.open("rb") as reader, target.open("wb") as writer:
+        reader.seek(start)
+        left = stop - start
+        while left > 0 and (block := reader.read(min(READ_BLOCK_BYTES, left))):
+            writer.write(block)
+            left -= len(block)
+        writer.flush()
+        os.fsync(writer.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +334,9 @@ def missing_steps(contents: JournalContents, up_to: int) -> str:
     return f"{'step' if len(absent) == 1 else 'steps'} {', '.join(spans)}" if absent else ""
 
 
-def iter_lines(fd: int, start: int, stop: int | None = None) -> Iterator[Line]:
-    """The whole lines of an open journal between two bytes. A line that is still being written is not among them."""
-    for value, end in iter_json(fd, start, stop):
+def iter_lines(fd: int, start: int) -> Iterator[Line]:
+    """The whole lines of an open journal from a byte on. A line that is still being written is not among them."""
+    for value, end in iter_json(fd, start):
         yield Line(parse_record(value), end)
 
 

@@ -1,14 +1,26 @@
-"""Checkpoints and weights of a run as MLflow's logged models: by step, with their scores, `best` and `last` by name."""
+"""Checkpoints and weights of a run as MLflow's logged models, by step and with their scores; files of deleted runs.
 
-from collections.abc import Iterator, Mapping
+MLflow only hides a deleted run: its files stay until `remove_garbage`. A run that is restored afterwards still has its
+metrics, but no artifacts.
+"""
+
+import importlib
+import importlib.metadata
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rlcore.errors import TrackingError
+from rlcore.tracking.connection import connect, mlflow_name
+from rlcore.tracking.mlflow_store import MlflowStore, milliseconds
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import LoggedModel
+    from mlflow.entities import FileInfo, LoggedModel, Metric, Run
     from mlflow.entities.model_registry import ModelVersion
 
 Alias = Literal["best", "last"]
@@ -20,54 +32,128 @@ CHECKPOINT = "checkpoint"
 EXTERNAL = "mlflow.model.isExternal"
 """MLflow's own tag of a model whose files are elsewhere; its page says so."""
 
+RUNS_AT_A_TIME = 200
+"""Deleted runs in one page of a search."""
+
 
 def log_checkpoint(
-    client: "MlflowClient",
-    experiment_id: str,
+    store: MlflowStore,
     run_id: str,
+    path: Path,
     *,
-    name: str,
     step: int,
-    tags: Mapping[str, str],
     metrics: Mapping[str, float],
-    time_ms: int,
+    time_s: float,
+    tags: Mapping[str, str],
 ) -> str:
-    """Note a checkpoint as an output of the run at a step, with the scores of the validation that judged it.
+    """Note a checkpoint, which stays where it is, as an output of the run at a step.
 
-    `metrics` and `time_ms` as for `uploads.log_model`: points of the run's own curves, now linked to the checkpoint.
+    `metrics` are the scores of the validation that judged it, and `time_s` the time of their line in the journal: they
+    are linked to the points of the run's own curves. A checkpoint that MLflow has already is not noted again.
 
     Returns:
         The model's id.
     """
-    known = known_model(client, experiment_id, run_id, name, step)
-    if known is not None:
-        return known
-    all_tags = {**tags, "step": str(step), EXTERNAL: "true"}
-    model = client.create_logged_model(
-        experiment_id, name=name, source_run_id=run_id, tags=all_tags, model_type=CHECKPOINT
-    )
-    return finish_model(client, run_id, str(model.model_id), step=step, metrics=metrics, time_ms=time_ms)
+    tags = {**tags, "path": str(path.absolute()), EXTERNAL: "true"}
+    return _log_model(store, run_id, path.name, CHECKPOINT, step, metrics, time_s, tags)
 
 
-def finish_model(
-    client: "MlflowClient", run_id: str, model_id: str, *, step: int, metrics: Mapping[str, float], time_ms: int
+def log_model_directory(
+    store: MlflowStore,
+    run_id: str,
+    path: Path,
+    *,
+    name: str,
+    step: int,
+    metrics: Mapping[str, float],
+    time_s: float,
+    tags: Mapping[str, str],
+    max_bytes: int | None = None,
 ) -> str:
-    """Mark a model as complete, as an output of the run at a step, and link values of the run's curves to it."""
-    from mlflow.entities import LoggedModelOutput, Metric
+    """Keep a transformers directory as a logged model, an output of the run at a step.
 
+    The weights are copied as they are, never loaded, and can be read by `mlflow.transformers.load_model` and (the
+    folder `model` in it) by `AutoModelForCausalLM`. Over `max_bytes` only the place is recorded. A model of the same
+    name and step that is complete is not written again. `metrics` and `time_s` as for `log_checkpoint`.
+
+    Returns:
+        The model's id: its address is `models:/<id>`.
+
+    Raises:
+        TrackingError: `path` is not a transformers directory.
+    """
+    if not (path / "config.json").is_file():
+        raise TrackingError(f"{path}: holds no config.json, so it is no transformers model; export the weights first.")
+    num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    uploaded = path if max_bytes is None or num_bytes <= max_bytes else None
+    tags = {**tags, "path": str(path.absolute()), "size_bytes": str(num_bytes)}
+    return _log_model(store, run_id, name, "transformers", step, metrics, time_s, tags, uploaded)
+
+
+def _log_model(
+    store: MlflowStore,
+    run_id: str,
+    name: str,
+    kind: str,
+    step: int,
+    metrics: Mapping[str, float],
+    time_s: float,
+    tags: Mapping[str, str],
+    upload: Path | None = None,
+) -> str:
+    """The id of the complete model of this name and step, which is made if it is missing."""
+    from mlflow.entities import LoggedModelOutput
+
+    client, experiment_id = store.client, store.ensure_experiment()
+    for model in models_of(client, experiment_id, run_id):
+        if (model.name, model.tags.get("step")) == (name, str(step)):
+            return str(model.model_id)
+    tags = {**tags, "step": str(step)}
+    made = client.create_logged_model(experiment_id, name=name, source_run_id=run_id, tags=tags, model_type=kind)
+    model_id = str(made.model_id)
+    if upload is not None:
+        _upload(client, model_id, upload)
     client.finalize_logged_model(model_id, "READY")
     client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
     if metrics:
-        rows = [Metric(key, value, time_ms, step, model_id=model_id) for key, value in metrics.items()]
+        rows = [_point_of(client, run_id, model_id, key, value, time_s, step) for key, value in metrics.items()]
         client.log_batch(run_id, metrics=rows)
     return model_id
 
 
-def known_model(client: "MlflowClient", experiment_id: str, run_id: str, name: str, step: int) -> str | None:
-    """The id of a complete model of that name and step; None without one."""
-    found = [model for model in models_of(client, experiment_id, run_id) if model.name == name]
-    ready = [model for model in found if model.tags.get("step") == str(step)]
-    return str(ready[0].model_id) if ready else None
+def _point_of(
+    client: "MlflowClient", run_id: str, model_id: str, name: str, value: float, time_s: float, step: int
+) -> "Metric":
+    """A model's metric. MLflow draws it on the run's curve too, so it must be the point that the curve has there."""
+    from mlflow.entities import Metric
+
+    key = mlflow_name(name)
+    there = [point for point in client.get_metric_history(run_id, key) if point.step == step]
+    value, time_ms = (there[0].value, there[0].timestamp) if there else (value, milliseconds(time_s))
+    return Metric(key, value, time_ms, step, model_id=model_id)
+
+
+def _upload(client: "MlflowClient", model_id: str, path: Path) -> None:
+    import mlflow.transformers
+    from mlflow.models import Model
+
+    requirements = [f"{name}=={importlib.metadata.version(name)}" for name in ("mlflow", "torch", "transformers")]
+    with tempfile.TemporaryDirectory() as folder:
+        packaged = Path(folder) / "model"
+        mlflow.transformers.save_model(
+            str(path),
+            str(packaged),
+            task="text-generation",
+            mlflow_model=Model(model_id=model_id),
+            pip_requirements=requirements,
+        )
+        client.log_model_artifacts(model_id, str(packaged))
+
+
+def load_ahead() -> None:
+    """Import what `log_model` takes seconds to import, while there is time."""
+    for module in ("mlflow.transformers", "transformers.pipelines"):
+        importlib.import_module(module)
 
 
 def models_of(client: "MlflowClient", experiment_id: str, run_id: str) -> "list[LoggedModel]":
@@ -82,32 +168,20 @@ def models_of(client: "MlflowClient", experiment_id: str, run_id: str) -> "list[
             return sorted(found, key=lambda model: model.creation_timestamp)
 
 
-def set_aliases(client: "MlflowClient", experiment_id: str, run_id: str, models: Mapping[Alias, str]) -> None:
-    """Make the tags `best` and `last` of the run's models say which model is which; one may be both.
+def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], registered: str | None) -> None:
+    """Tag which of the run's models is `best` and which `last`; one may be both.
 
-    MLflow gives aliases to versions in its registry alone, so a run's own models have tags.
+    MLflow gives aliases to versions in its registry alone, so a run's own models have tags. Where `registered` names a
+    model of the registry, the models are versions of it too, and `models:/<registered>@best` loads one.
     """
-    for model in models_of(client, experiment_id, run_id):
+    for model in models_of(store.client, store.ensure_experiment(), run_id):
         for alias in ALIASES:
-            if alias in model.tags and models.get(alias) not in (None, model.model_id):
-                client.delete_logged_model_tag(str(model.model_id), alias)
-    for alias, model_id in models.items():
-        client.set_logged_model_tags(model_id, {alias: "true"})
-
-
-def find_model(client: "MlflowClient", experiment_id: str, run_id: str, alias: Alias) -> str:
-    """The address (`models:/<id>`) of a run's best or last weights, for `mlflow.transformers.load_model`.
-
-    Raises:
-        TrackingError: the run has no such model.
-    """
-    found = [model for model in models_of(client, experiment_id, run_id) if alias in model.tags]
-    if not found:
-        raise TrackingError(
-            f"MLflow run {run_id}: has no model that is {alias}. The run's last stage keeps it; is the run finished, "
-            "and tracking.log_best on?"
-        )
-    return f"models:/{found[-1].model_id}"
+            if alias in model.tags and by_alias.get(alias) not in (None, model.model_id):
+                store.client.delete_logged_model_tag(str(model.model_id), alias)
+    for alias, model_id in by_alias.items():
+        store.client.set_logged_model_tags(model_id, {alias: "true"})
+    if registered is not None:
+        _register(store.client, store.uri, registered, run_id, by_alias)
 
 
 def model_of(version: "ModelVersion") -> str:
@@ -128,12 +202,8 @@ def _global_uri(uri: str) -> Iterator[None]:
         mlflow.set_tracking_uri(before)
 
 
-def register(client: "MlflowClient", uri: str, name: str, run_id: str, models: Mapping[Alias, str]) -> dict[Alias, str]:
-    """Put models into MLflow's registry under one name, each once, and point the aliases at their versions.
-
-    Returns:
-        The version of each alias: `models:/<name>@best` loads it.
-    """
+def _register(client: "MlflowClient", uri: str, name: str, run_id: str, models: Mapping[Alias, str]) -> None:
+    """Put models into MLflow's registry under one name, each once, and point the aliases at their versions."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -142,12 +212,101 @@ def register(client: "MlflowClient", uri: str, name: str, run_id: str, models: M
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     versions = {model_of(each): str(each.version) for each in client.search_model_versions(f"name = '{name}'")}
-    found: dict[Alias, str] = {}
     for alias, model_id in models.items():
         if model_id not in versions:
             with _global_uri(uri):
                 made = client.create_model_version(name, f"models:/{model_id}", run_id=run_id, model_id=model_id)
             versions[model_id] = str(made.version)
         client.set_registered_model_alias(name, alias, versions[model_id])
-        found[alias] = versions[model_id]
+
+
+# ------------------------------------------------------------------ files of deleted runs
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """Files of a deleted run: its own artifacts, or those of a model that it made.
+
+    `kept` says why they stay; empty where they may go. `num_bytes` as MLflow counts them.
+    """
+
+    run_id: str
+    run_name: str
+    model_id: str
+    location: str
+    num_files: int
+    num_bytes: int
+    kept: str
+
+
+def find_garbage(uri: str) -> list[Garbage]:
+    """Artifacts of all deleted runs of a store, and of the models that these runs made. Raises what MLflow raises."""
+    client = connect(uri)
+    found: list[Garbage] = []
+    for run in _deleted_runs(client):
+        run_id, name = str(run.info.run_id), str(run.info.run_name)
+        files = list(_files(partial(client.list_artifacts, run_id)))
+        found.append(_garbage(run_id, name, "", str(run.info.artifact_uri), files, ""))
+        kept = _registered(client, run_id)
+        for model in _models(client, run):
+            model_id = str(model.model_id)
+            files = list(_files(partial(client.list_logged_model_artifacts, model_id)))
+            location = str(model.artifact_location)
+            found.append(_garbage(run_id, name, model_id, location, files, kept.get(model_id, "")))
+    return [one for one in found if one.num_files]
+
+
+def remove_garbage(uri: str, garbage: Garbage) -> None:
+    """Delete the files; nothing where they have to stay. Raises what MLflow raises."""
+    if garbage.kept:
+        return
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    client = connect(uri)
+    if garbage.model_id:
+        client.delete_logged_model(garbage.model_id)
+    repository = get_artifact_repository(garbage.location, tracking_uri=uri)
+    repository.delete_artifacts()  # type: ignore[no-untyped-call]
+
+
+def _garbage(run_id: str, name: str, model_id: str, location: str, files: "list[FileInfo]", kept: str) -> Garbage:
+    owner = model_id or run_id
+    if not kept and owner not in location.split("/"):
+        # Deleting is recursive: a place that is not this run's alone must not be deleted for it.
+        kept = f"its place {location} does not name {owner}"
+    return Garbage(run_id, name, model_id, location, len(files), sum(file.file_size or 0 for file in files), kept)
+
+
+def _deleted_runs(client: "MlflowClient") -> "Iterator[Run]":
+    from mlflow.entities import ViewType
+
+    experiments = [one.experiment_id for one in client.search_experiments(view_type=ViewType.ALL)]
+    token: str | None = None
+    while experiments:
+        page = client.search_runs(
+            experiments, run_view_type=ViewType.DELETED_ONLY, max_results=RUNS_AT_A_TIME, page_token=token
+        )
+        yield from page
+        token = page.token
+        if not token:
+            return
+
+
+def _models(client: "MlflowClient", run: "Run") -> "list[LoggedModel]":
+    return list(client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"))
+
+
+def _registered(client: "MlflowClient", run_id: str) -> dict[str, str]:
+    """Why a model of a run stays, by the model's id: it is in the registry."""
+    found: dict[str, str] = {}
+    for version in client.search_model_versions(f"run_id = '{run_id}'"):
+        found[model_of(version)] = f"it is {version.name} version {version.version} in the model registry"
     return found
+
+
+def _files(children: "Callable[[str | None], list[FileInfo]]", folder: str | None = None) -> "Iterator[FileInfo]":
+    for entry in children(folder):
+        if entry.is_dir:
+            yield from _files(children, entry.path)
+        else:
+            yield entry

@@ -1,7 +1,10 @@
-"""What the trainer writes its metrics to. Nothing here waits for MLflow."""
+"""The trainer's side: the journal it writes to, and the process that delivers it. Nothing here waits for MLflow."""
 
 import logging
 import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,18 +16,14 @@ from rlcore.tracking.attempts import (
     Attempt,
     AttemptLog,
     Commit,
-    Destination,
     FinalStatus,
     Finish,
     Owner,
-    last_attempt,
-    read_acts,
+    read_history,
 )
-from rlcore.tracking.companion import Companion
-from rlcore.tracking.connection import resolve_uri
+from rlcore.tracking.delivery import destination_of, read_state
 from rlcore.tracking.journal import JOURNAL_FILE, Journal
-from rlcore.tracking.lineage import lineage_tags
-from rlcore.tracking.state import read_state
+from rlcore.tracking.lineage import SOURCE_FOLDER
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +31,86 @@ CLOSE_TIMEOUT_S = 30.0
 """Seconds that the end of a run waits for its last values to reach MLflow. The first use of a store takes some."""
 
 
+PREFIX = "tracking: "
+"""Begins the lines for the trainer's log; MLflow and its libraries write on the same stream."""
+
+MAX_STARTS = 3
+"""A process that dies so often would die again."""
+
+REQUEST_LIMITS = {
+    # The process tries again itself, with pauses; a second try inside the client could make a run twice.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class Companion:
+    """The trainer's handle of the process that delivers one attempt: `python -m rlcore.tracking`."""
+
+    def __init__(self, run_dir: Path, *, every_s: float) -> None:
+        self._run_dir = run_dir
+        self._every_s = every_s
+        self._process: subprocess.Popen[str] | None = None
+        self._num_starts = 0
+
+    def ensure_running(self) -> None:
+        """Start the process, or start it again if it has died. Never raises."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        if self._num_starts >= MAX_STARTS:
+            return
+        if self._process is not None:
+            log.warning(
+                "the process that carries values to MLflow ended with code %d; starting it anew",
+                self._process.returncode,
+            )
+        self._num_starts += 1
+        try:
+            self._start()
+        except OSError as error:
+            log.warning("MLflow gets no values for now: its process cannot be started: %s", error)
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "rlcore.tracking", str(self._run_dir)]
+        path = os.pathsep.join(filter(None, [str(SOURCE_FOLDER), os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [*command, "--parent", str(os.getpid()), "--every-s", str(self._every_s)],
+            env={**os.environ, **REQUEST_LIMITS, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            # Not the trainer's own: a reader of its output must not wait for this process too.
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        threading.Thread(target=self._relay, args=(self._process,), name="tracking", daemon=True).start()
+
+    def _relay(self, process: "subprocess.Popen[str]") -> None:
+        """Copy the process's messages to the trainer's log until it ends."""
+        if process.stderr is not None:
+            with process.stderr:
+                for line in process.stderr:
+                    level = logging.WARNING if line.startswith(PREFIX) else logging.DEBUG
+                    log.log(level, "%s", line.removeprefix(PREFIX).rstrip())
+        process.wait()
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait until the process has delivered everything, at most so long; then end it. Whether it had."""
+        process = self._process
+        if process is None:
+            return False
+        try:
+            return process.wait(timeout_s) == 0
+        except subprocess.TimeoutExpired:
+            # Safe at any moment: what was sent and not noted is sent again and stays single.
+            process.kill()
+            process.wait()
+            return False
+
+
 class Tracker:
-    """The journal of a run and, beside it, the process that carries it to MLflow.
+    """The journal of a run and, beside it, the process that delivers it to MLflow.
 
     Every call returns at once: values go to a local file. A trainer calls, in this order, `resume_at` (with 0, 0 on a
     fresh start), then `log_step` and `log_event`, at each checkpoint `journal_bytes` (which it stores in the
@@ -52,10 +129,11 @@ class Tracker:
         self._begun = False
         self._checkpoint_bytes = 0
 
-    def resume_at(self, step: int, journal_bytes: int) -> None:
+    def resume_at(self, step: int, journal_bytes: int, *, repeats: bool = True) -> None:
         """Go back to a checkpoint: what the journal has after it is cut off (and kept beside).
 
-        Where something is cut, a new attempt begins. A journal that is shorter than the checkpoint says was changed
+        Where something is cut, a new attempt begins; `repeats` says whether it does the same steps again or, after an
+        alarm, others in their place. A journal that is shorter than the checkpoint says was changed
         from outside; training goes on with what there is.
         """
         try:
@@ -65,16 +143,16 @@ class Tracker:
             abandoned = None
         if abandoned is not None:
             self._begun = False
-        self._begin(step, abandoned)
+        self._begin(step, abandoned, repeats=repeats)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step. May be called again for the same step with other metrics."""
-        self._begin(step, None)
+        self._begin(step)
         self._journal.append_step(step, metrics)
 
     def log_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Write something that happened and is no number."""
-        self._begin(step, None)
+        self._begin(step)
         self._journal.append_event(name, step, data)
 
     def require_written(self) -> None:
@@ -97,7 +175,7 @@ class Tracker:
 
     def commit(self, step: int) -> None:
         """The checkpoint with the last `journal_bytes` is published: these values will never be taken back."""
-        self._begin(step, None)
+        self._begin(step)
         self._attempts.add(Commit(step, self._checkpoint_bytes))
         self._carry()
 
@@ -107,7 +185,7 @@ class Tracker:
         Returns:
             Whether MLflow has everything. If not, nothing is lost: `millrace sync` delivers it later.
         """
-        if not self._begun and self._has_nothing_to_tell(status):
+        if not self._begun and self._has_nothing_to_add(status):
             return True
         self._journal.close()
         size = self._journal.path.stat().st_size
@@ -121,67 +199,54 @@ class Tracker:
             log.warning("MLflow has not got all of this run yet. To deliver it: millrace sync %s", self._run_dir)
         return delivered
 
-    def _has_nothing_to_tell(self, status: FinalStatus) -> bool:
+    def _has_nothing_to_add(self, status: FinalStatus) -> bool:
         """Whether an attempt that wrote nothing leaves the run's end as it is.
 
-        It does where there never was a run, and where the end is known already: only FINISHED is news after another
-        end, or after an end that MLflow has not been told.
+        It does where there never was a run, and where the end is known already: only FINISHED is new after another
+        end, or after an end that MLflow does not have.
         """
-        acts = [act for act, _ in read_acts(self._attempts.path)]
-        if not acts:
+        history = read_history(self._attempts.path)
+        if not history.attempts:
             return True
-        last = acts[-1]
-        if not isinstance(last, Finish):
+        if history.end is None:
             return False
-        return status != "FINISHED" or (last.status == status and self._is_settled())
+        return status != "FINISHED" or (history.end.status == status and self._is_settled())
 
     def _is_settled(self) -> bool:
         try:
-            return read_state(self._run_dir).settled
+            return read_state(self._run_dir).settled_status == "FINISHED"
         except TrackingError as error:
             log.warning("%s", error)
             return False
 
-    def _begin(self, step: int, abandoned: Path | None) -> None:
-        """Note, once an attempt, who writes from where on, and start the delivery."""
+    def _begin(self, step: int, abandoned: Path | None = None, *, repeats: bool = True) -> None:
+        """Record, once an attempt, which process writes from which byte on, and start the delivery."""
         if self._begun:
             return
         self._begun = True
-        before = last_attempt(self._attempts.path)
+        attempts = read_history(self._attempts.path).attempts
         self._checkpoint_bytes = self._journal.size_bytes
         self._attempts.add(
             Attempt(
-                number=1 if before is None else before.number + 1,
+                number=attempts[-1].number + 1 if attempts else 1,
                 step=step,
                 journal_bytes=self._checkpoint_bytes,
                 abandoned=None if abandoned is None else abandoned.name,
                 time=round(time.time(), 3),
                 owner=Owner.this_process(),
                 destination=destination_of(self._run_dir, self._config, self._tags),
+                repeats=repeats,
             )
         )
-        # The process of the attempt before, if it was ours, sees that and ends.
+        # The process of the attempt before, if this trainer started it, reads that and ends.
         self._companion = None
         self._carry()
 
     def _carry(self) -> Companion | None:
-        """The running process beside us; None where the settings want none."""
+        """The running process beside the trainer; None where the settings switch it off."""
         tracking = self._config.tracking
         if self._companion is None and tracking.enabled:
             self._companion = Companion(self._run_dir, every_s=tracking.ship_every_s)
         if self._companion is not None:
             self._companion.ensure_running()
         return self._companion
-
-
-def destination_of(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) -> Destination:
-    """Where the values of a run go and how it is described there; its name is its folder's."""
-    root = Path(config.paths.root).absolute()
-    return Destination(
-        uri=resolve_uri(config.tracking, root),
-        experiment=config.tracking.experiment,
-        artifact_root=os.fspath(root),
-        run_id=run_dir.name,
-        tags={**lineage_tags(config, stage="train", run_id=run_dir.name), **tags},
-        settings=config.model_dump(mode="json"),
-    )

@@ -17,7 +17,7 @@ from rlcore.evaluation import (
     pass_curve,
     vote,
 )
-from rlcore.tracking.names import mlflow_name
+from rlcore.tracking.connection import mlflow_name
 from tests.evaluation.results import FAILED, answer, problem, random_result, result
 
 

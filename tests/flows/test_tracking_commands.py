@@ -26,6 +26,7 @@ from flows.stack.state import StackState, write_stack
 from rlcore.config import TrackingConfig
 from rlcore.evaluation import ValidationResult
 from rlcore.tracking import MlflowStore, Tracker, explain, mlflow_name, read_journal
+from rlcore.tracking.models import models_of, name_models
 from tests.flows.attempts import Attempt
 from tests.flows.conftest import REPOSITORY, SMALL, WAIT_S, Finished, Millrace, Reference, ended
 from tests.report.chromium import PROGRAM, Tab, open_tab
@@ -163,7 +164,7 @@ def test_gc_removes_what_deleted_runs_have_left_and_nothing_else(
         client.log_model_artifact(model.model_id, str(tmp_path / "model" / "config.json"))
         client.finalize_logged_model(model.model_id, "READY")
         runs.append((run_id, str(model.model_id)))
-    store.name_models(runs[1][0], {"best": runs[1][1]}, "champion")
+    name_models(store, runs[1][0], {"best": runs[1][1]}, "champion")
     for run_id, _ in runs[:2]:
         client.delete_run(run_id)
 
@@ -306,8 +307,8 @@ def test_the_best_weights_reach_their_score_again_in_a_fresh_process(
 ) -> None:
     store = MlflowStore(TrackingConfig(), reference.millrace.root)
     run_id = run_of(reference.millrace.root, reference.run_dir.name).info.run_id
-    best = store.model_uri(run_id, "best")
-    model = store.client.get_logged_model(best.removeprefix("models:/"))
+    (model,) = [each for each in models_of(store.client, store.ensure_experiment(), run_id) if "best" in each.tags]
+    best = f"models:/{model.model_id}"
     step = int(model.tags["step"])
     command = [sys.executable, "-c", LOAD, store.uri, best, str(tmp_path)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -372,7 +373,7 @@ def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: 
             tab.call("Page.navigate", url=f"{run_page}/artifacts")
             wait_for(tab, "report", "validation", "lineage", "config", "samples")
             store = MlflowStore(TrackingConfig(), synced)
-            from rlcore.tracking.search import compare_url
+            from rlcore.tracking.mlflow_store import compare_url
 
             tab.call("Page.navigate", url=compare_url(store, [first.info.run_id, second.info.run_id], told[1]))
             norms = [f"{round(run.data.metrics['actor/grad_norm'], 3):g}" for run in (first, second)]

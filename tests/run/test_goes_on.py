@@ -11,7 +11,7 @@ from rlcore.errors import CheckpointError, StopRequestedError
 from rlcore.run.process import EXIT_RESUMABLE, run_one
 from rlcore.storage.locks import RunLock
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, Finish, read_acts
-from rlcore.tracking.state import read_state
+from rlcore.tracking.delivery import read_state
 from tests.run.running import steps_of, weights_of, write_settings
 from tests.run.sessions import Asked, Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.small_run import SmallRun, prepare

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from rlcore.tracking import read_journal
-from rlcore.tracking.catalog import describe
-from rlcore.tracking.reference import ABSENT, REFERENCE_METRICS
+from rlcore.tracking.catalog import ABSENT, REFERENCE_METRICS, describe
 from tests.run.sessions import session_of
 from tests.small_run import prepare
 

@@ -6,8 +6,8 @@ import pytest
 
 from rlcore.config.fingerprint import run_id
 from rlcore.run.faults import read_faults
+from rlcore.tracking.delivery import sync_run
 from rlcore.tracking.journal import load_journal, read_journal
-from rlcore.tracking.sync import sync_run
 from tests.run.running import disturb, said, steps_of
 from tests.run.sessions import elsewhere, run_to_the_end
 from tests.small_run import prepare

@@ -26,7 +26,8 @@ class Server:
         self._database = database
         self._log = database.with_suffix(".log")
         self._process: subprocess.Popen[bytes] | None = None
-        self.port = free_port()
+        self._held = held_port()
+        self.port = int(self._held.getsockname()[1])
 
     @property
     def uri(self) -> str:
@@ -64,11 +65,17 @@ class Server:
             self._process.wait()
             self._process = None
 
+    def close(self) -> None:
+        self.kill()
+        self._held.close()
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+
+def held_port() -> socket.socket:
+    """A bound socket that does not listen: its port answers nobody, nobody else is given it, a server may take it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +112,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Itera
         server.start()
         yield server
     finally:
-        server.kill()
+        server.close()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:

@@ -28,12 +28,6 @@ def main_run(client: MlflowClient, run_id: str = "run-1") -> Run:
     return run
 
 
-def attempt_run(client: MlflowClient, number: int, run_id: str = "run-1") -> Run:
-    tags = {"millrace.attempt_of": run_id, "millrace.attempt": str(number)}
-    (run,) = [run for run in all_runs(client) if tags.items() <= run.data.tags.items()]
-    return run
-
-
 def points(client: MlflowClient, run: Run, name: str) -> list[tuple[int, float]]:
     """Every (step, value) that the store holds of a metric, doubles included, by step."""
     return sorted((metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name))

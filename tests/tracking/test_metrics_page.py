@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-from rlcore.tracking.catalog import METRICS
-from rlcore.tracking.metrics_page import METRICS_FILE, metrics_page, write_metrics_page
-from rlcore.tracking.reference import ABSENT, REFERENCE_METRICS
+from rlcore.tracking.catalog import ABSENT, METRICS, METRICS_FILE, REFERENCE_METRICS, metrics_page, write_metrics_page
 
 
 def test_the_page_is_up_to_date():
-    assert METRICS_FILE.read_text() == metrics_page(), "run: python -m rlcore.tracking.metrics_page"
+    assert METRICS_FILE.read_text() == metrics_page(), "run: python -m rlcore.tracking.catalog"
 
 
 def test_it_lists_every_metric_and_the_whole_reference_log(tmp_path: Path):

@@ -11,17 +11,15 @@ from mlflow.utils.validation import _validate_metric_name
 
 import rlcore.tracking.catalog
 import rlcore.tracking.connection
-import rlcore.tracking.names
-import rlcore.tracking.store
+import rlcore.tracking.mlflow_store
 from rlcore.errors import TrackingError
-from rlcore.tracking.catalog import METRICS, describe
-from rlcore.tracking.names import mlflow_name
-from rlcore.tracking.reference import ABSENT, REFERENCE_METRICS
+from rlcore.tracking.catalog import ABSENT, METRICS, REFERENCE_METRICS, describe
+from rlcore.tracking.connection import mlflow_name
 
 
 @pytest.mark.parametrize(
     "module",
-    [rlcore.tracking.names, rlcore.tracking.catalog, rlcore.tracking.store, rlcore.tracking.connection],
+    [rlcore.tracking.connection, rlcore.tracking.catalog, rlcore.tracking.mlflow_store],
     ids=lambda module: module.__name__,
 )
 def test_examples_in_docstrings(module):

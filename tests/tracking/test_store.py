@@ -15,11 +15,10 @@ from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import TrackingError
 from rlcore.tracking import MlflowStore, ensure_mlflow_run, lineage_tags
-from rlcore.tracking.connection import has_store, resolve_uri
-from rlcore.tracking.failures import explain
+from rlcore.tracking.connection import explain, has_store, resolve_uri
+from rlcore.tracking.delivery import read_state
 from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
-from rlcore.tracking.models import model_of
-from rlcore.tracking.state import read_state
+from rlcore.tracking.models import log_checkpoint, log_model_directory, model_of, models_of, name_models
 from tests.tracking.reading import client_of, main_run, main_runs, points
 
 
@@ -293,7 +292,8 @@ def test_a_model_directory_is_kept_and_loads_in_a_fresh_process(store: MlflowSto
     store.log_metrics(run_id, 20, {"val-core/x/reward/mean@4": 0.5}, 3.25)
 
     def keep() -> str:
-        return store.log_model_directory(
+        return log_model_directory(
+            store,
             run_id,
             model_directory,
             name="best",
@@ -321,8 +321,8 @@ def test_of_a_model_over_the_limit_only_the_place_is_kept(store: MlflowStore, ru
     (tmp_path / "big").mkdir()
     (tmp_path / "big" / "config.json").write_text("{}")
     (tmp_path / "big" / "model.safetensors").write_bytes(b"0" * 1000)
-    model_id = store.log_model_directory(
-        run_id, tmp_path / "big", name="last", step=3, metrics={}, time_s=1.0, tags={}, max_bytes=999
+    model_id = log_model_directory(
+        store, run_id, tmp_path / "big", name="last", step=3, metrics={}, time_s=1.0, tags={}, max_bytes=999
     )
     model = store.client.get_logged_model(model_id)
     assert model.tags["path"] == str(tmp_path / "big")
@@ -332,7 +332,7 @@ def test_of_a_model_over_the_limit_only_the_place_is_kept(store: MlflowStore, ru
 
 def test_a_folder_that_is_no_model_is_refused(store: MlflowStore, run_id: str, tmp_path: Path):
     with pytest.raises(TrackingError, match=r"holds no config\.json"):
-        store.log_model_directory(run_id, tmp_path, name="last", step=3, metrics={}, time_s=1.0, tags={})
+        log_model_directory(store, run_id, tmp_path, name="last", step=3, metrics={}, time_s=1.0, tags={})
 
 
 MAKES_A_STORE = "import sys; from rlcore.tracking.connection import connect; connect(sys.argv[1])"
@@ -366,10 +366,10 @@ def test_checkpoints_and_weights_are_linked_to_their_scores_and_found_by_alias(
     for step, value in ((20, 0.5), (40, 0.25)):
         store.log_metrics(run_id, step, {score: value}, float(step))
         for _ in range(2):  # a retried stage
-            store.log_checkpoint(run_id, tmp_path / f"step-0000{step}", step=step, metrics={score: value},
-                                 time_s=float(step), tags={"size_bytes": "9"})  # fmt: skip
+            log_checkpoint(store, run_id, tmp_path / f"step-0000{step}", step=step, metrics={score: value},
+                                 time_s=step + 0.5, tags={"size_bytes": "9"})  # fmt: skip
     weights = {
-        step: store.log_model_directory(run_id, model_directory, name=f"weights-{step}", step=step,
+        step: log_model_directory(store, run_id, model_directory, name=f"weights-{step}", step=step,
                                         metrics={score: value}, time_s=float(step), tags={}, max_bytes=1)
         for step, value in ((20, 0.5), (40, 0.25))
     }  # fmt: skip
@@ -379,14 +379,13 @@ def test_checkpoints_and_weights_are_linked_to_their_scores_and_found_by_alias(
     assert (checkpoint.model_type, checkpoint.tags["path"]) == ("checkpoint", str(tmp_path / "step-000020"))
     assert [(metric.value, metric.step) for metric in checkpoint.metrics] == [(0.5, 20)]
     assert points(store.client, store.client.get_run(run_id), "val-core/x/reward/mean_at_4") == [(20, 0.5), (40, 0.25)]
-    with pytest.raises(TrackingError, match="has no model that is best"):
-        store.model_uri(run_id, "best")
     before = mlflow.get_tracking_uri()
-    store.name_models(run_id, {"best": weights[20], "last": weights[20]}, "mine")
+    name_models(store, run_id, {"best": weights[20], "last": weights[20]}, "mine")
     for _ in range(2):
-        store.name_models(run_id, {"best": weights[20], "last": weights[40]}, "mine")
-    assert store.model_uri(run_id, "best") == f"models:/{weights[20]}"
-    assert store.model_uri(run_id, "last") == f"models:/{weights[40]}"
+        name_models(store, run_id, {"best": weights[20], "last": weights[40]}, "mine")
+    models = models_of(store.client, store.ensure_experiment(), run_id)
+    by_alias = {alias: [model.model_id for model in models if alias in model.tags] for alias in ("best", "last")}
+    assert by_alias == {"best": [weights[20]], "last": [weights[40]]}
     assert mlflow.get_tracking_uri() == before
     versions = {alias: store.client.get_model_version_by_alias("mine", alias) for alias in ("best", "last")}
     assert {alias: version.version for alias, version in versions.items()} == {"best": 1, "last": 2}

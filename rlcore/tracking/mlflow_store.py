@@ -1,7 +1,7 @@
 """MLflow as the rest of Millrace sees it: runs, parameters, metrics, datasets, artifacts and models of a run.
 
 Every call goes to MLflow at once and may raise; none of them belongs into a training step (that is what the journal
-and the shipper are for). Only the client is used, never MLflow's global "active run".
+and the delivery are for). Only the client is used, never MLflow's global "active run".
 """
 
 import json
@@ -11,15 +11,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
+from urllib.parse import quote as quote_url
 
 from rlcore.config import TrackingConfig
 from rlcore.errors import TrackingError
 from rlcore.storage.sqlite import SQLITE
-from rlcore.tracking import models, uploads
 from rlcore.tracking.attempts import FinalStatus
-from rlcore.tracking.connection import connect, resolve_uri
+from rlcore.tracking.connection import connect, explain, mlflow_name, resolve_uri
 from rlcore.tracking.lineage import RUN_ID_TAG
-from rlcore.tracking.names import mlflow_name
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -40,6 +39,15 @@ MAX_PARAM_CHARACTERS = 6_000
 
 MAX_TAG_CHARACTERS = 8_000
 """MLflow's limit for the value of a tag."""
+
+MAX_DIGEST_CHARACTERS = 36
+"""MLflow's limit for the digest of a dataset; the fingerprint's first characters are as unique."""
+
+MAX_INPUT_TAG_CHARACTERS = 500
+"""MLflow's limit for the value of a tag on a dataset."""
+
+MOST_RUNS = 1_000
+"""That a search finds."""
 
 SUPERSEDED_TAG = "millrace.superseded_by"
 """Tag of a run whose place another has taken, because its steps were taken back to before a shipped checkpoint."""
@@ -193,17 +201,32 @@ class MlflowStore:
         counts: Mapping[str, int],
         context: str,
     ) -> None:
-        """Link a dataset to the run as an input; see `uploads.log_dataset`."""
-        uploads.log_dataset(
-            self.client,
-            run_id,
+        """Link a dataset to a run as an input, found again by `dataset.digest = '<fingerprint>'`.
+
+        Args:
+            run_id: the MLflow run.
+            name: shown in MLflow ("countdown", "countdown filtered").
+            fingerprint: ours; MLflow's own digest would be of a sample of rows.
+            source: path or hub id of the files.
+            schema: type by column.
+            counts: rows by split, dropped rows and the like.
+            context: what the run did with it ("training", "validation").
+        """
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        dataset = Dataset(
             name=name,
-            fingerprint=fingerprint,
-            source=source,
-            schema=schema,
-            counts=counts,
-            context=context,
+            digest=fingerprint[:MAX_DIGEST_CHARACTERS],
+            source_type="local",
+            source=json.dumps({"uri": source}),
+            schema=json.dumps({"mlflow_colspec": [{"name": key, "type": kind} for key, kind in schema.items()]}),
+            profile=json.dumps(dict(counts)),
         )
+        tags = [
+            InputTag("mlflow.data.context", context),
+            InputTag("fingerprint", fingerprint[:MAX_INPUT_TAG_CHARACTERS]),
+        ]
+        self.client.log_inputs(run_id, [DatasetInput(dataset, tags)])
 
     def log_text(self, run_id: str, text: str, artifact: str) -> None:
         """Write a text as an artifact."""
@@ -218,66 +241,17 @@ class MlflowStore:
         self.client.log_artifacts(run_id, str(path), folder)
 
     def log_samples_table(self, run_id: str, rows: Sequence[Mapping[str, object]], artifact: str) -> None:
-        """Write rows as a table that MLflow shows; replaces the table of that name (`samples/step-20.json`)."""
-        uploads.log_table(self.client, run_id, rows, artifact)
+        """Write rows as a table that MLflow shows, in the place of the table of that name (`samples/step-20.json`).
 
-    def log_model_directory(
-        self,
-        run_id: str,
-        path: Path,
-        *,
-        name: str,
-        step: int,
-        metrics: Mapping[str, float],
-        time_s: float,
-        tags: Mapping[str, str],
-        max_bytes: int | None = None,
-    ) -> str:
-        """Keep a transformers directory as a logged model of the run; see `uploads.log_model`."""
-        return uploads.log_model(
-            self.client,
-            self.ensure_experiment(),
-            run_id,
-            path,
-            name=name,
-            step=step,
-            metrics={mlflow_name(key): value for key, value in metrics.items()},
-            time_ms=milliseconds(time_s),
-            tags=tags,
-            max_bytes=max_bytes,
-        )
-
-    def log_checkpoint(
-        self,
-        run_id: str,
-        path: Path,
-        *,
-        step: int,
-        metrics: Mapping[str, float],
-        time_s: float,
-        tags: Mapping[str, str],
-    ) -> str:
-        """Note a checkpoint, which stays where it is, with the scores it was given; see `models.log_checkpoint`."""
-        return models.log_checkpoint(
-            self.client,
-            self.ensure_experiment(),
-            run_id,
-            name=path.name,
-            step=step,
-            tags={**tags, "path": str(path.absolute())},
-            metrics={mlflow_name(key): value for key, value in metrics.items()},
-            time_ms=milliseconds(time_s),
-        )
-
-    def name_models(self, run_id: str, by_alias: Mapping[models.Alias, str], registered: str | None) -> None:
-        """Say which of the run's models is `best` and which `last`, and put them into the registry if it is named."""
-        models.set_aliases(self.client, self.ensure_experiment(), run_id, by_alias)
-        if registered is not None:
-            models.register(self.client, self.uri, registered, run_id, by_alias)
-
-    def model_uri(self, run_id: str, alias: models.Alias) -> str:
-        """The address of a run's best or last weights; see `models.find_model`."""
-        return models.find_model(self.client, self.ensure_experiment(), run_id, alias)
+        MLflow's own `log_table` appends to what is there: a stage that is run twice would double its rows.
+        """
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        table = {"columns": columns, "data": [[row.get(column) for column in columns] for row in rows]}
+        self.client.log_text(run_id, json.dumps(table, ensure_ascii=False), artifact)
+        announced = json.loads(self.client.get_run(run_id).data.tags.get("mlflow.loggedArtifacts", "[]"))
+        entry = {"path": artifact, "type": "table"}
+        if entry not in announced:
+            self.client.set_tag(run_id, "mlflow.loggedArtifacts", json.dumps([*announced, entry]))
 
     def set_status(self, run_id: str, status: FinalStatus, end_time_s: float | None = None) -> None:
         """End the run with this status; the end is now unless told in seconds since the epoch."""
@@ -298,6 +272,39 @@ class MlflowStore:
     def ui_command(self) -> str | None:
         """The command that shows a sqlite store in a browser; None where a server does already."""
         return f"mlflow ui --backend-store-uri {quote(self.uri)}" if self.uri.startswith(SQLITE) else None
+
+
+def search_run_ids(store: MlflowStore, query: str) -> list[str]:
+    """The run ids (names of folders) of the experiment's own runs that a query finds, oldest first.
+
+    Args:
+        store: where to search.
+        query: in MLflow's language, such as ``params.`optim.lr` = '0.001' and tags.task = 'countdown'``.
+
+    Raises:
+        TrackingError: MLflow does not take the query, or does not answer.
+    """
+    own = f"tags.`{RUN_ID_TAG}` != ''"
+    try:
+        runs = store.client.search_runs(
+            [store.ensure_experiment()],
+            f"{query} and {own}" if query else own,
+            max_results=MOST_RUNS,
+            order_by=["attributes.start_time ASC"],
+        )
+    except Exception as error:
+        raise TrackingError(
+            f"search {query!r}: MLflow does not take it: {explain(error, store.uri)}. A query reads like "
+            "\"params.`optim.lr` = '0.001' and tags.task = 'countdown'\"."
+        ) from error
+    return list(dict.fromkeys(run.data.tags[RUN_ID_TAG] for run in runs))
+
+
+def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOCAL_UI) -> str:
+    """MLflow's page that compares runs. On sqlite it is the page under `ui`, where `millrace ui` serves it."""
+    runs = quote_url(json.dumps(list(mlflow_run_ids)))
+    experiments = quote_url(json.dumps([store.ensure_experiment()]))
+    return f"{store.page_root(ui)}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING_VIEW}"
 
 
 def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, str]:

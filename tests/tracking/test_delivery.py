@@ -1,10 +1,12 @@
-"""The shipper against a real store: each value once, from the line of steps that the checkpoints have."""
+"""The delivery against a real store: each value of a step once, whatever happens to the run and to the delivery."""
 
 import logging
 import math
+import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,10 @@ import pytest
 from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
 from rlcore.tracking import Tracker, sync_run
-from rlcore.tracking.shipper import ReplacedError, Shipper, open_shipper
-from rlcore.tracking.state import read_state
+from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
+from rlcore.tracking.delivery import Delivery, ReplacedError, delivery_lock, open_delivery, read_state
 from tests.tracking.reading import (
     all_runs,
-    attempt_run,
     client_of,
     journal_points,
     main_run,
@@ -35,16 +36,16 @@ def offline(config: RunConfig) -> RunConfig:
 
 
 @contextmanager
-def shipper_of(run_dir: Path) -> Iterator[Shipper]:
-    shipper = open_shipper(run_dir)
-    assert shipper is not None
-    yield shipper
-    shipper.close()
+def delivery_of(run_dir: Path) -> Iterator[Delivery]:
+    delivery = open_delivery(run_dir)
+    assert delivery is not None
+    with closing(delivery):
+        yield delivery
 
 
 def deliver(run_dir: Path) -> None:
-    with shipper_of(run_dir) as shipper:
-        shipper.deliver()
+    with delivery_of(run_dir) as delivery:
+        delivery.deliver()
 
 
 Begin = Callable[..., Tracker]
@@ -72,28 +73,17 @@ def train(tracker: Tracker, first: int, last: int, *, save: bool = True, shift: 
     return journal_bytes
 
 
-def test_live_values_arrive_before_the_checkpoint_and_only_in_the_nested_run(begin: Begin, run_dir: Path, root: Path):
-    tracker = begin()
-    train(tracker, 1, 5, save=False)
-    deliver(run_dir)
-    client = client_of(root)
-    run, live = main_run(client), attempt_run(client, 1)
-    assert points(client, run, "test/m0") == []
-    assert points(client, live, "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
-    assert live.data.tags["mlflow.parentRunId"] == run.info.run_id
-    assert (run.info.status, live.info.status) == ("RUNNING", "RUNNING")
-
-
-def test_a_commit_brings_the_values_to_the_run_itself(begin: Begin, run_dir: Path, root: Path):
+def test_values_arrive_before_the_checkpoint_in_the_run_itself(begin: Begin, run_dir: Path, root: Path):
     tracker = begin()
     train(tracker, 1, 5)
     train(tracker, 6, 7, save=False)
     deliver(run_dir)
     client = client_of(root)
+    run = main_run(client)
     for name in values(1):
-        every = journal_points(run_dir / "metrics.jsonl", name)
-        assert points(client, main_run(client), name) == every[:5]
-        assert points(client, attempt_run(client, 1), name) == every
+        assert points(client, run, name) == journal_points(run_dir / "metrics.jsonl", name)
+    assert len(points(client, run, "test/m0")) == 7
+    assert [each.info.status for each in all_runs(client)] == ["RUNNING"], "there is one run"
 
 
 def test_a_second_run_that_a_slow_server_made_is_removed_and_no_other(begin: Begin, run_dir: Path, root: Path):
@@ -128,6 +118,8 @@ def test_settings_and_tags_describe_the_run(begin: Begin, run_dir: Path, root: P
     assert run.info.run_name == "run-1"
     assert run.data.tags["stage"] == "train"
     assert run.data.tags["attempts"] == "1"
+    assert run.data.tags["attempt.1"].startswith("from step 0, 20")
+    assert run.data.tags["attempt.1"].endswith(f" UTC, {socket.gethostname()} process {os.getpid()}"), "it goes on"
     assert run.data.params["trainer.total_steps"] == str(offline.trainer.total_steps)
     assert run.data.params["algo.advantage"] == "grpo"
 
@@ -147,7 +139,6 @@ def test_a_batch_that_was_sent_but_not_noted_is_sent_again_and_stays_single(begi
         every = journal_points(run_dir / "metrics.jsonl", name)
         assert len(every) == 400
         assert points(client, main_run(client), name) == every
-        assert points(client, attempt_run(client, 1), name) == every
 
 
 def test_a_lost_state_is_made_up_for_without_doubles(begin: Begin, run_dir: Path, root: Path):
@@ -188,7 +179,7 @@ def test_a_half_written_line_waits_until_it_is_whole(begin: Begin, run_dir: Path
         file.write(line[25:])
     deliver(run_dir)
     client = client_of(root)
-    assert [step for step, _ in points(client, attempt_run(client, 1), "test/m0")] == [1, 2, 3]
+    assert [step for step, _ in points(client, main_run(client), "test/m0")] == [1, 2, 3]
 
 
 def test_a_step_with_more_metrics_than_a_batch_holds(begin: Begin, run_dir: Path, root: Path):
@@ -208,9 +199,9 @@ def test_what_was_sent_before_a_failure_is_noted(begin: Begin, run_dir: Path):
     train(tracker, 1, 400, save=False)  # two batches
     before = tracker.journal_bytes
     tracker.log_step(2**70, {"a": 1.0})  # no store takes such a step
-    with shipper_of(run_dir) as shipper, pytest.raises(Exception, match=r"large|out of range|Overflow"):
-        shipper.deliver()
-    assert read_state(run_dir).live_bytes == before
+    with delivery_of(run_dir) as delivery, pytest.raises(Exception, match=r"large|out of range|Overflow"):
+        delivery.deliver()
+    assert read_state(run_dir).main_bytes == before
     assert read_state(run_dir).num_failures == 1
 
 
@@ -259,37 +250,78 @@ def test_events_stand_on_the_step_axis_and_their_data_in_a_file(begin: Begin, ru
 # ------------------------------------------------------------------ resume
 
 
-def test_after_a_resume_the_run_holds_each_step_once_from_the_line_of_the_checkpoints(
-    begin: Begin, run_dir: Path, root: Path
+@pytest.mark.parametrize("delivered", ["never", "before", "not noted", "lost", "half"])
+def test_after_a_resume_the_run_holds_each_step_once_with_the_value_that_came_first(
+    begin: Begin, run_dir: Path, root: Path, tmp_path: Path, empty_store: Path, delivered: str
 ):
-    saved = train(begin(), 1, 4)
-    train(begin(4, saved), 5, 7, save=False, shift=100.0)  # an attempt that dies before its checkpoint
+    """Two attempts die after their checkpoint; what they repeat has other times and, here, other values."""
+    saved, state = train(begin(), 1, 4), run_dir / "tracking.json"
+
+    def attempt(first: int, last: int, shift: float) -> Tracker:
+        tracker = begin(4, saved)
+        if delivered != "never":
+            deliver(run_dir)
+        noted = state.read_bytes() if state.exists() else b""
+        train(tracker, first, last, save=False, shift=shift)
+        if delivered in ("before", "not noted", "lost"):
+            deliver(run_dir)
+        if delivered == "not noted":  # a kill -9 between the request and the cursor
+            state.write_bytes(noted)
+        if delivered == "lost":
+            state.unlink()
+        return tracker
+
+    attempt(5, 7, shift=100.0)
+    attempt(5, 8, shift=200.0)
+    tracker = attempt(5, 9, shift=0.0)
+    tracker.finish("FINISHED")
+    sync_run(run_dir)
+    shifts = {5: 100.0, 6: 100.0, 7: 100.0, 8: 200.0}
+    expected = [(step, values(step)["test/m0"] + shifts.get(step, 0.0)) for step in range(1, 10)]
+    (tmp_path / "other").mkdir()
+    shutil.copy(empty_store, tmp_path / "other" / "mlflow.db")
+    sync_run(run_dir, f"sqlite:///{tmp_path}/other/mlflow.db")
+    for folder in (root, tmp_path / "other"):
+        client = client_of(folder)
+        assert [run.info.status for run in all_runs(client)] == ["FINISHED"]
+        run = main_run(client)
+        assert points(client, run, "test/m0") == expected
+        assert run.data.tags["attempts"] == "4"
+        assert run.data.tags["attempt.3"].startswith("from step 4, ")
+        assert run.data.tags["attempt.3"].endswith(", lost")
+        assert ", FINISHED 20" in run.data.tags["attempt.4"]
+    assert [step for step, _ in journal_points(run_dir / "metrics.jsonl", "test/m0")] == list(range(1, 10))
+
+
+def test_what_is_new_at_a_repeated_step_arrives(begin: Begin, run_dir: Path, root: Path):
+    saved = train(begin(), 1, 2)
+    begin(2, saved).log_step(3, {"a": 1.0})
     deliver(run_dir)
-    tracker = begin(4, saved)
-    train(tracker, 5, 8)
-    train(tracker, 9, 9, save=False)
+    tracker = begin(2, saved)
+    tracker.log_step(3, {"a": 2.0, "b": 2.0})
+    tracker.log_event("retry", 3, {})
     deliver(run_dir)
     client = client_of(root)
-    run = main_run(client)
-    assert points(client, run, "test/m0") == [(step, values(step)["test/m0"]) for step in range(1, 9)]
-    lost = attempt_run(client, 2)
-    assert [step for step, _ in points(client, lost, "test/m0")] == [5, 6, 7]
-    assert lost.info.status == "KILLED"
-    assert [step for step, _ in points(client, attempt_run(client, 3), "test/m0")] == [5, 6, 7, 8, 9]
-    assert run.data.tags["attempts"] == "3"
+    found = {name: points(client, main_run(client), name) for name in ("a", "b", "events/retry")}
+    assert found == {"a": [(3, 1.0)], "b": [(3, 2.0)], "events/retry": [(3, 1.0)]}
 
 
-def test_a_resume_that_was_never_delivered_before(begin: Begin, run_dir: Path, root: Path):
+@pytest.mark.parametrize("lost", ["the file with what was cut off", "the journal's end"])
+def test_where_delivered_lines_are_lost_a_new_run_gets_the_journal(begin: Begin, run_dir: Path, root: Path, lost: str):
+    """A power loss takes what was never forced to the disk, after the process beside the trainer had read it."""
     saved = train(begin(), 1, 4)
     train(begin(4, saved), 5, 7, save=False, shift=100.0)
+    deliver(run_dir)
+    old = main_run(client_of(root)).info.run_id
+    if lost == "the journal's end":
+        os.truncate(run_dir / "metrics.jsonl", saved)
     tracker = begin(4, saved)
-    train(tracker, 5, 8)
-    tracker.finish("FINISHED")
-    result = sync_run(run_dir)
+    (run_dir / "metrics.abandoned-1.jsonl").unlink(missing_ok=True)
+    train(tracker, 5, 6)
+    deliver(run_dir)
     client = client_of(root)
-    assert points(client, main_run(client), "test/m0") == [(step, values(step)["test/m0"]) for step in range(1, 9)]
-    assert (main_run(client).info.status, result.mlflow_run_id) == ("FINISHED", main_run(client).info.run_id)
-    assert len(all_runs(client)) == 1, "a finished run needs no nested one"
+    assert main_run(client).info.run_id != old
+    assert points(client, main_run(client), "test/m0") == [(step, values(step)["test/m0"]) for step in range(1, 7)]
 
 
 def test_steps_that_were_committed_and_taken_back_move_to_a_new_run(begin: Begin, run_dir: Path, root: Path):
@@ -315,6 +347,21 @@ def test_steps_that_were_committed_and_taken_back_move_to_a_new_run(begin: Begin
     assert [each.info.run_id for each in main_runs(client)] == [run.info.run_id]
 
 
+def test_what_an_alarm_rolled_back_is_not_in_the_run_that_goes_on(begin: Begin, run_dir: Path, root: Path):
+    tracker = begin()
+    saved = train(tracker, 1, 4)
+    train(tracker, 5, 6, save=False, shift=100.0)
+    deliver(run_dir)
+    old = main_run(client_of(root)).info.run_id
+    tracker.resume_at(4, saved, repeats=False)
+    train(tracker, 5, 7)
+    deliver(run_dir)
+    client = client_of(root)
+    run = main_run(client)
+    assert client.get_run(old).data.tags["millrace.superseded_by"] == run.info.run_id
+    assert points(client, run, "test/m0") == [(step, values(step)["test/m0"]) for step in range(1, 8)]
+
+
 def test_a_finished_run_that_is_made_longer_goes_on_in_its_run(begin: Begin, run_dir: Path, root: Path):
     """Its last validation stood after the last checkpoint, was delivered, and comes again with the longer run."""
     tracker = begin()
@@ -332,12 +379,11 @@ def test_a_finished_run_that_is_made_longer_goes_on_in_its_run(begin: Begin, run
     assert points(client, run, "val-core/x/reward/mean_at_4") == [(4, 0.5)]
     assert points(client, run, "test/m0") == [(step, values(step)["test/m0"]) for step in range(1, 9)]
     assert run.info.status == "FINISHED"
-    assert read_state(run_dir).delivered_ahead == ()
 
 
-def test_the_shipper_of_an_older_attempt_stops(begin: Begin, run_dir: Path, root: Path):
+def test_the_delivery_of_an_older_attempt_stops(begin: Begin, run_dir: Path, root: Path):
     saved = train(begin(), 1, 4)
-    with shipper_of(run_dir) as old:
+    with delivery_of(run_dir) as old:
         old.deliver()
         train(begin(4, saved), 5, 6, save=False)
         with pytest.raises(ReplacedError, match="attempt 2 has begun"):
@@ -367,12 +413,12 @@ def test_the_status_is_how_the_run_ended(begin: Begin, run_dir: Path, root: Path
     tracker.finish(status)
     assert sync_run(run_dir).status == status
     client = client_of(root)
-    run, live = main_run(client), all_runs(client)
-    assert run.info.status == status
-    assert run.info.end_time == round((read_state(run_dir).final_time or 0) * 1e3)
-    assert {each.info.status for each in live} == {status}
-    steps = [step for step, _ in points(client, run, "test/m0")]
-    assert steps == ([1, 2, 3, 4, 5] if status == "FINISHED" else [1, 2, 3])
+    run = main_run(client)
+    end = read_history(run_dir / ATTEMPTS_FILE).end
+    assert end is not None
+    assert (run.info.status, run.info.end_time) == (status, round(end.time * 1e3))
+    assert f", {status} 20" in run.data.tags["attempt.1"]
+    assert [step for step, _ in points(client, run, "test/m0")] == [1, 2, 3, 4, 5]
 
 
 def test_a_run_that_goes_on_stays_running(begin: Begin, run_dir: Path, root: Path):
@@ -424,8 +470,6 @@ def test_a_folder_without_a_run_is_told(tmp_path: Path):
 
 
 def test_a_run_that_is_being_delivered_is_told(begin: Begin, run_dir: Path):
-    from rlcore.tracking.carrier import delivery_lock
-
     train(begin(), 1, 3)
     with delivery_lock(run_dir), pytest.raises(TrackingError, match="the delivery of run run-1 is in use by process"):
         sync_run(run_dir)

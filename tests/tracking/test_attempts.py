@@ -1,0 +1,149 @@
+"""The record of a run's attempts and the state of its delivery on disk. No MLflow."""
+
+import json
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlcore.errors import DiskSpaceError, TrackingError
+from rlcore.tracking.attempts import (
+    Attempt,
+    AttemptLog,
+    Commit,
+    Destination,
+    Finish,
+    History,
+    Owner,
+    read_acts,
+    read_history,
+)
+from rlcore.tracking.delivery import TrackingState, change_state, read_state
+from tests.storage.small_disk import fill, small_disk
+
+__all__ = ["small_disk"]
+
+OWNER = Owner("host", 1, 1.0)
+TARGET = Destination("sqlite:///x", "millrace", "/x", "run-1", {"stage": "train"}, {"seed": 1})
+
+
+def begun(number: int, step: int, journal_bytes: int, abandoned: str | None = None, *, repeats: bool = True) -> Attempt:
+    return Attempt(number, step, journal_bytes, abandoned, 5.0, OWNER, TARGET, repeats)
+
+
+def test_acts_come_back_as_they_were(tmp_path: Path):
+    acts = [begun(1, 0, 0), Commit(20, 111), Finish("KILLED", 150, 6.5), begun(2, 20, 111, "metrics.abandoned-1.jsonl")]
+    with AttemptLog(tmp_path / "attempts.jsonl") as file:
+        for act in acts:
+            file.add(act)
+    path = tmp_path / "attempts.jsonl"
+    assert [act for act, _ in read_acts(path)] == acts
+    after_the_first = read_acts(path)[0][1]
+    assert [act for act, _ in read_acts(path, after_the_first)] == acts[1:]
+    assert read_history(path).attempts == (acts[0], acts[3])
+
+
+def test_lines_that_are_no_acts_are_left_out(tmp_path: Path):
+    path = tmp_path / "attempts.jsonl"
+    path.write_text(
+        "[" * 200_000
+        + '\n{"finish":"MAYBE","journal_bytes":1,"time":2}\n{"attempt":1}\nnull\n{"commit":3,"journal_bytes":4}\n{"c'
+    )
+    assert [act for act, _ in read_acts(path)] == [Commit(3, 4)]
+
+
+def history_of(tmp_path: Path, *acts: Attempt | Commit | Finish) -> History:
+    with AttemptLog(tmp_path / "attempts.jsonl") as file:
+        for act in acts:
+            file.add(act)
+    return read_history(tmp_path / "attempts.jsonl")
+
+
+def test_a_folder_without_attempts_has_an_empty_history(tmp_path: Path):
+    assert read_history(tmp_path / "attempts.jsonl") == History()
+    assert History().end is None
+
+
+def test_the_end_is_the_newest_attempts(tmp_path: Path):
+    first, second = Finish("FAILED", 150, 6.5), Finish("FINISHED", 300, 7.5)
+    assert history_of(tmp_path, begun(1, 0, 0), Commit(20, 111), first).end == first
+    assert history_of(tmp_path, begun(2, 20, 111)).end is None
+    history = history_of(tmp_path, Finish("KILLED", 200, 7.0), second)
+    assert history.end == second, "the last one counts"
+    assert history.ends == {1: first, 2: second}
+    assert history.end_bytes == (tmp_path / "attempts.jsonl").stat().st_size
+
+
+def test_a_resume_from_the_newest_checkpoint_goes_on_with_the_same_line_of_steps(tmp_path: Path):
+    acts = [begun(1, 0, 0), Commit(20, 500), begun(2, 20, 500, "cut-1"), begun(3, 20, 500), begun(4, 20, 500, "cut-2")]
+    history = history_of(tmp_path, *acts, Commit(40, 900))
+    assert (history.line, history.cuts) == (0, {2: "cut-1", 4: "cut-2"})
+
+
+def test_going_back_behind_a_checkpoint_begins_another_line_of_steps(tmp_path: Path):
+    acts = [begun(1, 0, 0), begun(2, 0, 0, "cut-1"), Commit(20, 500), Commit(40, 900), begun(3, 20, 500, "cut-2")]
+    history = history_of(tmp_path, *acts, begun(4, 20, 500, "cut-3"), Commit(40, 880), begun(5, 40, 880, "cut-4"))
+    assert (history.line, history.cuts) == (3, {4: "cut-3", 5: "cut-4"})
+
+
+def test_an_alarms_roll_back_begins_another_line_of_steps_whichever_checkpoint_it_takes(tmp_path: Path):
+    acts = [begun(1, 0, 0), Commit(20, 500), begun(2, 20, 500, "cut-1", repeats=False), begun(3, 20, 500, "cut-2")]
+    history = history_of(tmp_path, *acts)
+    assert (history.line, history.cuts) == (2, {3: "cut-2"})
+
+
+def test_attempts_of_an_earlier_version_repeat_their_steps(tmp_path: Path):
+    history_of(tmp_path, begun(1, 0, 0), begun(2, 0, 0, "cut-1"))
+    path = tmp_path / "attempts.jsonl"
+    path.write_text(path.read_text().replace(',"repeats":true', ""))
+    history = read_history(path)
+    assert (history.line, history.cuts, len(history.attempts)) == (0, {2: "cut-1"}, 2)
+
+
+def test_the_state_comes_back_as_it_was(tmp_path: Path):
+    state = TrackingState(uri="u", mlflow_run_id="r", attempt=3, main_bytes=77, settled_status="FAILED", num_failures=2)
+    assert change_state(tmp_path, lambda _: state) == state
+    assert read_state(tmp_path) == state
+    assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_a_state_of_an_earlier_version_is_read(tmp_path: Path):
+    earlier = {"format_version": 1, "uri": "u", "mlflow_run_id": "r", "superseded_run_ids": ["o"], "attempt": 2,
+               "attempt_run_id": "a", "lost_attempt_run_ids": [], "described_attempt": 2, "control_bytes": 9,
+               "committed_bytes": 70, "main_bytes": 70, "live_bytes": 90, "delivered_ahead": [[3, "a"]],
+               "final_status": "FINISHED", "final_time": 1.5, "settled": True, "num_failures": 1}  # fmt: skip
+    (tmp_path / "tracking.json").write_text(json.dumps(earlier))
+    assert read_state(tmp_path) == TrackingState(uri="u", mlflow_run_id="r", attempt=2, main_bytes=70, num_failures=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "damaged"), ('{"main_bytes": "many"}', "damaged"), ('{"format_version": 99}', "format version 99")],
+)
+def test_a_state_that_is_not_ours_is_refused_by_name(tmp_path: Path, content: str, message: str):
+    (tmp_path / "tracking.json").write_text(content)
+    with pytest.raises(TrackingError, match=rf"tracking\.json: {message}.* [Mm]ove the file away"):
+        read_state(tmp_path)
+
+
+def test_a_process_is_known_by_its_start_time_too():
+    me = Owner.this_process()
+    assert (me.pid, me.host) == (os.getpid(), socket.gethostname())
+    assert not me.is_gone()
+    assert replace(me, started=me.started - 3600).is_gone(), "another process had this id before"
+    unused = next(pid for pid in range(2**22 - 1, 0, -1) if not psutil.pid_exists(pid))
+    assert replace(me, pid=unused).is_gone()
+    assert not replace(me, pid=unused, host="elsewhere").is_gone(), "of other hosts nobody knows"
+
+
+def test_a_full_disk_keeps_the_old_state_and_leaves_nothing(small_disk: Path):
+    change_state(small_disk, lambda state: replace(state, uri="a", main_bytes=7))
+    ballast = fill(small_disk)
+    with pytest.raises(DiskSpaceError):
+        change_state(small_disk, lambda state: replace(state, uri="b" * 8192))
+    ballast.unlink()
+    assert not list(small_disk.glob(".tmp-*"))
+    assert read_state(small_disk).main_bytes == 7
