@@ -16,7 +16,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.memory import require_fit
 from rlcore.runtime.cluster import folder_problem, unreachable
 from rlcore.storage.disk import nearest_existing
-from rlcore.tracking.system import first_gpu
+from rlcore.tracking.lineage import first_gpu
 
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 """In /dev where there is a GPU: NVIDIA's, one under WSL, AMD's. Its management library may be missing."""

@@ -10,7 +10,7 @@ from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
 from rlcore.user_code import code_of
 
 if TYPE_CHECKING:
-    from rlcore.report.lineage import Stage
+    from rlcore.report.record import Stage
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def record_lineage(run: OpenRun, inputs: RunInputs) -> None:
     """Write both files, once for each start of the run. A lack of room here is no reason not to train."""
     if run.has_lineage:
         return
-    from rlcore.report.lineage import Lineage
+    from rlcore.report.record import Lineage
 
     run.has_lineage = True
     try:
@@ -43,7 +43,7 @@ def record_lineage(run: OpenRun, inputs: RunInputs) -> None:
 
 def _stages(run: OpenRun, inputs: RunInputs) -> "tuple[Stage, ...]":
     from data import dataset_directory, dataset_fingerprint
-    from rlcore.report.lineage import Stage, stage_of
+    from rlcore.report.record import Stage, stage_of
 
     config, root = run.config, run.layout.root
     dataset = dataset_directory(dataset_fingerprint(config.data, config.seed, root), root)

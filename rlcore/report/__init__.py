@@ -1,9 +1,8 @@
 """Reports that a run writes of itself: HTML, JSON and pictures, from the files in its folder."""
 
-from rlcore.report.build import ReportFiles, build_report, summary_markdown
+from rlcore.report.build import ReportFiles, build_report, hero_png, summary_markdown
 from rlcore.report.compare import compare_runs
-from rlcore.report.overview import hero_png
-from rlcore.report.samples import answer_rows, build_sample_browser
+from rlcore.report.held_out import answer_rows, build_sample_browser
 
 __all__ = [
     "ReportFiles",

@@ -4,20 +4,38 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 from pydantic import JsonValue
 
-from rlcore.report import curves, held_out, markdown, measures
+from rlcore.evaluation import Comparison
+from rlcore.report import curves, held_out, measures, numbers, page
 from rlcore.report import document as doc
-from rlcore.report.document import Block, Cell, Code, Column, Gallery, Picture, Prose, Report, Section, Table
+from rlcore.report.curves import plot_held_out, plot_series
+from rlcore.report.document import (
+    Block,
+    Cell,
+    Code,
+    Column,
+    Gallery,
+    Picture,
+    Prose,
+    Report,
+    Section,
+    Table,
+    Tile,
+    Tone,
+)
 from rlcore.report.findings import findings_of
-from rlcore.report.lineage import Lineage
-from rlcore.report.memory import memory_blocks
-from rlcore.report.overview import state_of, subtitle_of, tiles_of
-from rlcore.report.page import Chart, render, report_page
-from rlcore.report.record import RunRecord, read_run
+from rlcore.report.measures import memory_blocks
+from rlcore.report.page import LIGHT, Chart, house_style, legend, render, tidy
+from rlcore.report.record import Lineage, RunRecord, read_run
 from rlcore.report.settings import reproduce_command, settings_tables
-from rlcore.storage.publish import write_json_atomically, write_text_atomically
+from rlcore.storage.publish import temporary_beside, write_json_atomically, write_text_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure, SubFigure
 
 FORMAT_VERSION = 1
 
@@ -46,9 +64,9 @@ def build_report(run_dir: Path, *, target: Path | None = None) -> ReportFiles:
 
 def write_files(report: Report, folder: Path, stem: str, in_summary: Collection[str]) -> ReportFiles:
     """Write a report's HTML and JSON, each whole or not at all. `in_summary` names the tables of its summary."""
-    summary = markdown.summary(report, [table for table in report.tables() if table.name in in_summary])
+    summary = page.summary_markdown(report, [table for table in report.tables() if table.name in in_summary])
     files = ReportFiles(folder / f"{stem}.html", folder / f"{stem}.json", summary)
-    write_text_atomically(files.html, report_page(report))
+    write_text_atomically(files.html, page.report_page(report))
     write_json_atomically(files.json, report_json(report))
     return files
 
@@ -111,7 +129,7 @@ def summary_markdown(run_dir: Path) -> str:
         DataError: the folder holds no run.
     """
     record = read_run(run_dir)
-    return markdown.summary(_headed(record), [measures.curve_table(record)])
+    return page.summary_markdown(_headed(record), [measures.curve_table(record)])
 
 
 _SPEED = frozenset({"phases", "timeline", "throughput"})
@@ -126,7 +144,7 @@ def sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
         learning = [(chart, picture) for chart, picture in learning if chart.name not in _CRITIC_ONLY]
     speed = [(chart, picture) for chart, picture in drawn if chart.name in _SPEED]
     return (
-        Section("curves", "Curves", (_gallery(learning), measures.curve_table(record))),
+        Section("curves", "Curves", (gallery_of(learning), measures.curve_table(record))),
         _held_out(record, figures),
         Section(
             "answers",
@@ -138,7 +156,7 @@ def sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
         Section("convergence", "Convergence",
                 (measures.convergence_table(record), measures.check_table(record))),
         Section("performance", "Performance",
-                (_gallery(speed), measures.phase_table(record), measures.performance_table(record),
+                (gallery_of(speed), measures.phase_table(record), measures.performance_table(record),
                  measures.efficiency_table(record), measures.cost_table(record))),
         Section("memory", "Memory", memory_blocks(record)),
         Section("configuration", "Configuration", settings_tables(record.config)),
@@ -148,7 +166,8 @@ def sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
     )  # fmt: skip
 
 
-def _gallery(drawn: Sequence[tuple[Chart, Picture | None]]) -> Gallery:
+def gallery_of(drawn: Sequence[tuple[Chart, Picture | None]]) -> Gallery:
+    """The pictures, and the titles of those that had nothing to show."""
     absent = tuple(chart.title for chart, picture in drawn if picture is None)
     return Gallery(tuple(picture for _, picture in drawn if picture is not None), absent)
 
@@ -170,7 +189,7 @@ def _held_out(record: RunRecord, figures: Path) -> Section:
     drawn = [(chart, render(chart, figures)) for chart in held_out.charts(record)]
     if results:
         blocks += [
-            _gallery(drawn),
+            gallery_of(drawn),
             held_out.source_table(record),
             held_out.difficulty_table(record),
             held_out.pass_table(record),
@@ -241,3 +260,160 @@ def _events(record: RunRecord) -> Table:
         for event in record.events
     )
     return Table("events", "Events", (Column("Step", "number"), Column("Event", "code"), Column("Data", "code")), rows)
+
+
+ALGORITHMS = {
+    "gae": "PPO",
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "rloo": "RLOO",
+    "reinforce_pp": "REINFORCE++",
+    "reinforce_pp_baseline": "REINFORCE++ (group baseline)",
+    "remax": "ReMax",
+    "opo": "OPO",
+}
+
+
+def algorithm_of(record: RunRecord) -> str:
+    """The algorithm's usual name."""
+    algo = record.config.algo
+    name = ALGORITHMS.get(algo.advantage, algo.advantage)
+    return name if algo.policy_loss == "ppo_clip" else f"{name} with {algo.policy_loss}"
+
+
+def model_of(record: RunRecord) -> str:
+    """The model, in a few words."""
+    model = record.config.model
+    if model.path is not None:
+        return model.path.rstrip("/").rpartition("/")[2]
+    layers = f"{model.scratch.num_layers} layer{'' if model.scratch.num_layers == 1 else 's'}"
+    return f"a model from nothing ({layers} of {model.scratch.hidden_size})"
+
+
+def subtitle_of(record: RunRecord) -> str:
+    """What ran, in a line."""
+    config = record.config
+    workers = config.runtime.num_workers
+    return (
+        f"{algorithm_of(record)} · {config.data.task} · {model_of(record)} · seed {config.seed} · "
+        f"{config.trainer.batch_size} prompts × {config.rollout.samples_per_prompt} answers a step · "
+        f"{workers} worker{'s' if workers > 1 else ''} ({config.runtime.backend})"
+    )
+
+
+def state_of(record: RunRecord) -> tuple[str, Tone]:
+    """How far the run is."""
+    total = record.config.trainer.total_steps
+    if record.is_complete:
+        return f"all {total} steps", "good"
+    return f"step {record.last_step} of {total}", "watch"
+
+
+def tiles_of(record: RunRecord) -> tuple[Tile, ...]:
+    """The key figures."""
+    rows = {row.statistic: row for row in record.paired}
+    k = record.num_samples
+    wanted = ((record.reward_statistic, "Held-out reward"), ("reward/greedy", "Greedy answer"),
+              (f"reward/pass@{k}", f"pass@{k}"))  # fmt: skip
+    tiles = [_gain(label, rows[name]) for name, label in dict(wanted).items() if name in rows]
+    if not tiles:
+        tiles = _without_pairs(record)
+    return (*tiles, *_effort(record))
+
+
+def _gain(label: str, row: Comparison) -> Tile:
+    gain = row.paired.difference
+    tone: Tone = "" if not gain.excludes_zero else "good" if gain.value > 0 else "bad"
+    shown = f"{numbers.fixed(row.first.value)} → {numbers.fixed(row.second.value)}"
+    unit = row.statistic.partition("/")[2]
+    title = label if unit == label or label == "Greedy answer" else f"{label} ({unit})"
+    return Tile(title, shown, numbers.signed_interval(gain), tone)
+
+
+def _without_pairs(record: RunRecord) -> list[Tile]:
+    """One held-out figure alone, or the training reward."""
+    held_out = record.held_out(record.reward_statistic)
+    if held_out:
+        step, found = held_out[-1]
+        ends = f"[{numbers.fixed(found.low)}, {numbers.fixed(found.high)}], step {step}"
+        return [Tile("Held-out reward", numbers.fixed(found.value), ends)]
+    reward = record.series("critic/score/mean")
+    if reward is None:
+        return []
+    first, last = float(reward.head(0.1).mean()), reward.tail(0.1).mean()
+    return [Tile("Training reward", f"{numbers.fixed(first)} → {numbers.fixed(last)}", "first and last tenth of steps")]
+
+
+def _effort(record: RunRecord) -> list[Tile]:
+    tiles = []
+    tokens, seconds = record.tokens, record.seconds
+    if seconds is not None:
+        detail = f"{numbers.amount(tokens.last)} tokens" if tokens is not None else ""
+        count = len(record.training_steps)
+        label = f"{count} training step{'s' if count != 1 else ''}"
+        tiles.append(Tile(label, numbers.duration(seconds.last), detail))
+    throughput, step_s = record.series("perf/throughput"), record.series("perf/time_per_step")
+    if throughput is not None:
+        detail = f"{numbers.duration(float(np.median(step_s.values)))} a step" if step_s is not None else ""
+        tiles.append(Tile("Tokens/s/device", numbers.compact(float(np.median(throughput.values)), 3), detail))
+    return tiles
+
+
+_SIZE_IN = (10.0, 4.4)
+_DPI = 200
+_MOST_TILES = 5
+
+
+def hero_png(run_dir: Path, path: Path) -> Path:
+    """Draw the head of a run's report into a PNG of 2000 x 880 pixels.
+
+    Raises:
+        DataError: the folder holds no run.
+    """
+    from matplotlib.figure import Figure
+
+    record = read_run(run_dir)
+    with house_style():
+        figure = Figure(figsize=_SIZE_IN, facecolor=LIGHT["surface"])
+        plot, side = figure.subfigures(1, 2, width_ratios=(2.35, 1), squeeze=False)[0]
+        _title(figure, record)
+        _curve(plot, record)
+        _figures(side, tiles_of(record)[:_MOST_TILES])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_beside(path)
+        figure.savefig(temporary, dpi=_DPI, format="png", metadata={})
+    temporary.replace(path)
+    return path
+
+
+def _title(figure: "Figure", record: RunRecord) -> None:
+    config = record.config
+    figure.text(0.045, 0.925, config.name, fontsize=15, fontweight="bold", va="center")
+    line = f"{algorithm_of(record)} on {config.data.task}, {model_of(record)}, seed {config.seed}"
+    figure.text(0.045, 0.862, line, fontsize=9.5, color=LIGHT["muted"], va="center")
+
+
+def _curve(figure: "SubFigure", record: RunRecord) -> None:
+    axes = figure.add_axes((0.085, 0.125, 0.885, 0.62))
+    train, held_out = record.series("critic/score/mean"), record.held_out(record.reward_statistic)
+    greedy = record.held_out("reward/greedy")
+    if train is not None:
+        plot_series(axes, train, "grey", "training reward")
+    if greedy and greedy != held_out:
+        plot_held_out(axes, greedy, "orange", "held-out, greedy")
+    if held_out:
+        plot_held_out(axes, held_out, "blue", "held-out, sampled (95% interval)")
+    tidy(axes, y="score")
+    legend(axes, 3)
+
+
+def _figures(figure: "SubFigure", tiles: tuple[Tile, ...]) -> None:
+    tones = {"good": LIGHT["green"], "bad": LIGHT["red"], "watch": LIGHT["orange"]}
+    step = 0.82 / _MOST_TILES
+    for place, tile in enumerate(tiles):
+        top = 0.925 - place * step * 1.08
+        figure.text(0.08, top, tile.label, fontsize=8.5, color=LIGHT["muted"], va="center")
+        figure.text(0.08, top - 0.055, tile.text, fontsize=15.5, fontweight="bold", va="center")
+        figure.text(
+            0.08, top - 0.108, tile.detail, fontsize=8.5, color=tones.get(tile.tone, LIGHT["muted"]), va="center"
+        )

@@ -7,8 +7,8 @@ import numpy as np
 from pydantic import JsonValue
 
 from rlcore.report import numbers
+from rlcore.report.curves import mean_phases
 from rlcore.report.document import Finding, interval_value
-from rlcore.report.phases import mean_phases
 from rlcore.report.record import RunRecord
 from rlcore.report.series import FEWEST_STEPS, Series, trend_of
 

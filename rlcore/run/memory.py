@@ -17,8 +17,8 @@ from rlcore.config.keys import leaves
 from rlcore.config.problems import shown
 from rlcore.errors import ConfigError
 from rlcore.models.shape import ModelShape, shape_of
-from rlcore.report.memory import MemoryPlan as ReportedPlan
-from rlcore.tracking.system import first_gpu
+from rlcore.report.measures import MemoryPlan as ReportedPlan
+from rlcore.tracking.lineage import first_gpu
 
 CONTEXT_BYTES = 1_000_000_000
 """What a CUDA context, its libraries and NCCL take beside all tensors."""

@@ -16,7 +16,7 @@ from rlcore.run.events import Pace, RunEvents
 from rlcore.run.record import RunRecord, TrackedState
 from rlcore.run.watchdog import StepAbandonedError
 from rlcore.run.workers import RunWorkers
-from rlcore.tracking.system import SystemSampler
+from rlcore.tracking.lineage import SystemSampler
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
 

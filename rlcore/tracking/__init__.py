@@ -7,9 +7,8 @@ A trainer writes to `Tracker`, `read_journal` reads its values back, the stages 
 from rlcore.tracking.connection import explain, mlflow_name
 from rlcore.tracking.delivery import SyncResult, ensure_mlflow_run, sync_run
 from rlcore.tracking.journal import EventRecord, Journal, JournalContents, StepRecord, load_journal, read_journal
-from rlcore.tracking.lineage import code_diff, environment_facts, lineage_tags
+from rlcore.tracking.lineage import SystemSampler, code_diff, environment_facts, lineage_tags
 from rlcore.tracking.mlflow_store import MlflowStore
-from rlcore.tracking.system import SystemSampler
 from rlcore.tracking.tracker import Tracker
 
 __all__ = [

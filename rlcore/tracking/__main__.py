@@ -19,7 +19,7 @@ from rlcore.tracking.connection import explain
 from rlcore.tracking.delivery import Delivery, ReplacedError, delivery_lock, open_delivery
 from rlcore.tracking.tracker import PREFIX
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("rlcore.tracking")  # run as a program, this module is named `__main__`
 
 POLL_S = 0.1
 """Seconds between two checks whether the trainer has finished or is gone."""

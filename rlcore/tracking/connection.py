@@ -2,9 +2,14 @@
 
 import logging
 import os
+import posixpath
+import re
 import warnings
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp
 
 from rlcore.config import TrackingConfig
 from rlcore.errors import TrackingError
@@ -13,11 +18,6 @@ from rlcore.storage.sqlite import SQLITE, sqlite_address, sqlite_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-import posixpath
-import re
-from functools import lru_cache
-
-from starlette.types import ASGIApp
 
 LONGEST_MIGRATION_S = 120.0
 """Seconds that the making of a store by another process may take."""

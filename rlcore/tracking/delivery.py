@@ -31,8 +31,7 @@ from rlcore.config import RunConfig, TrackingConfig
 from rlcore.errors import TrackingError
 from rlcore.storage.documents import open_ordinary, read_ordinary
 from rlcore.storage.locks import HeldLock
-from rlcore.storage.publish import write_text_atomically
-from rlcore.storage.publish import remove_stale_temporaries
+from rlcore.storage.publish import remove_stale_temporaries, write_text_atomically
 from rlcore.tracking.attempts import (
     ATTEMPTS_FILE,
     Attempt,
@@ -408,27 +407,23 @@ def destination_of(run_dir: Path, config: RunConfig, tags: Mapping[str, str]) ->
 
 
 def _create_run(run_dir: Path, store: MlflowStore, target: Destination, start_time_s: float) -> str:
-    """A new MLflow run, tagged with the folder's own id: other folders may have runs of the same name in a store."""
-    if (folder := _folder_id(run_dir)) is None:
-        folder = uuid4().hex
-        write_text_atomically(run_dir / FOLDER_FILE, folder + "\n")
-    tags = {**target.tags, RUN_ID_TAG: target.run_id, FOLDER_TAG: folder}
+    tags = {**target.tags, RUN_ID_TAG: target.run_id, FOLDER_TAG: _folder_id(run_dir)}
     return store.create_run(target.run_id, tags, start_time_s=start_time_s)
 
 
 def _runs_of(run_dir: Path, store: MlflowStore, target: Destination) -> "list[Run]":
-    """The folder's runs in MLflow, oldest first; in a shared store others may have runs of the same id."""
+    """The folder's runs in MLflow, oldest first; in a shared store other folders may have runs of the same name."""
     own = _folder_id(run_dir)
-    return [
-        run
-        for run in store.find_runs({RUN_ID_TAG: target.run_id})
-        if own is None or run.data.tags.get(FOLDER_TAG, own) == own
-    ]
+    runs = store.find_runs({RUN_ID_TAG: target.run_id})
+    return [run for run in runs if run.data.tags.get(FOLDER_TAG, own) == own]
 
 
-def _folder_id(run_dir: Path) -> str | None:
+def _folder_id(run_dir: Path) -> str:
+    """The folder's own id, which is made if it has none."""
     path = run_dir / FOLDER_FILE
-    return path.read_text().strip() if path.exists() else None
+    if not path.exists():
+        write_text_atomically(path, uuid4().hex + "\n")
+    return path.read_text().strip()
 
 
 # ------------------------------------------------------------------ a delivery now

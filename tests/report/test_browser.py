@@ -9,7 +9,7 @@ import pytest
 from rlcore.errors import DataError
 from rlcore.evaluation import Answer, ValidationResult
 from rlcore.report import build_sample_browser
-from rlcore.report.samples import at_each_step, embedded_json
+from rlcore.report.held_out import at_each_step, embedded_json
 from tests.report.chromium import PROGRAM, open_tab
 from tests.report.pages import parse
 from tests.report.runs import validation, write_run

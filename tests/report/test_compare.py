@@ -10,7 +10,7 @@ import pytest
 from rlcore.errors import DataError
 from rlcore.evaluation import ValidationResult, compare
 from rlcore.report import compare_runs
-from rlcore.report.groups import against, band_of, differing_settings, groups_of, spread_of, t_quantile
+from rlcore.report.compare import against, band_of, differing_settings, groups_of, spread_of, t_quantile
 from rlcore.report.measures import cost_of
 from rlcore.report.record import read_run
 from rlcore.report.series import make_series

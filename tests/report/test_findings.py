@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from rlcore.config import RunConfig
+from rlcore.report.curves import mean_phases
 from rlcore.report.findings import converged, learned, learning_limit, speed_limit, stability_checks, stable
 from rlcore.report.measures import cost_of, levels_of
-from rlcore.report.phases import mean_phases
 from rlcore.report.series import make_series, trend_of
 from tests.evaluation.results import problem, random_result, result
 from tests.report.records import record_of

@@ -16,13 +16,11 @@ from rlcore.config.compose import experiment_names, load_config
 from rlcore.errors import DataError
 from rlcore.evaluation import Interval, ValidationResult, compare
 from rlcore.report import answer_rows, build_report, hero_png, numbers, summary_markdown
+from rlcore.report.curves import run_spans
 from rlcore.report.document import Cell, Column, Report, Table
-from rlcore.report.lineage import Lineage, Stage
-from rlcore.report.markdown import summary
-from rlcore.report.measures import phase_table
-from rlcore.report.memory import MemoryPlan
-from rlcore.report.phases import run_spans
-from rlcore.report.record import RunRecord, read_run
+from rlcore.report.measures import MemoryPlan, phase_table
+from rlcore.report.page import summary
+from rlcore.report.record import Lineage, RunRecord, Stage, read_run
 from rlcore.report.settings import changed_keys, reproduce_command
 from rlcore.storage.publish import published_directory
 from rlcore.tracking.journal import JOURNAL_FILE, Journal, StepRecord, load_journal
@@ -383,7 +381,13 @@ def test_values_that_were_not_finite_do_not_break_it(tmp_path):
     write_run(run_dir, experiment="debug", num_steps=2, only=FEW)
     with Journal(run_dir / JOURNAL_FILE) as journal:
         journal.append_step(2, {"actor/pg_loss": float("nan"), "actor/grad_norm": float("inf")})
-    build_report(run_dir)
+    files = build_report(run_dir)
+    (check,) = [row for row in table(files, "checks") if row["Check"] == "Numbers are finite"]
+    assert (check["Result"], check["Measured"]) == (False, 1.0)
+    assert "actor/grad_norm, actor/pg_loss at 1 steps, first 2" in page_of(files).words
+    shown = {row["Metric"] for row in table(files, "last_step")}
+    assert shown
+    assert not shown & {"actor/pg_loss", "actor/grad_norm"}
 
 
 # ---------------------------------------------------------------- lineage and reproduction

@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 import rlcore.evaluation
 import rlcore.report
 from rlcore.report import numbers
-from rlcore.report.markdown import code, escape
+from rlcore.report.page import code, escape
 from rlcore.report.series import make_series
 from tests.test_imports import loaded_by
 
