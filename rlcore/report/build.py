@@ -64,7 +64,7 @@ def build_report(run_dir: Path, *, target: Path | None = None) -> ReportFiles:
 
 def write_files(report: Report, folder: Path, stem: str, in_summary: Collection[str]) -> ReportFiles:
     """Write a report's HTML and JSON, each whole or not at all. `in_summary` names the tables of its summary."""
-    summary = page.summary_markdown(report, [table for table in report.tables() if table.name in in_summary])
+    summary = page.markdown_of(report, [table for table in report.tables() if table.name in in_summary])
     files = ReportFiles(folder / f"{stem}.html", folder / f"{stem}.json", summary)
     write_text_atomically(files.html, page.report_page(report))
     write_json_atomically(files.json, report_json(report))
@@ -129,7 +129,7 @@ def summary_markdown(run_dir: Path) -> str:
         DataError: the folder holds no run.
     """
     record = read_run(run_dir)
-    return page.summary_markdown(_headed(record), [measures.curve_table(record)])
+    return page.markdown_of(_headed(record), [measures.curve_table(record)])
 
 
 _SPEED = frozenset({"phases", "timeline", "throughput"})

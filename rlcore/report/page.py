@@ -263,7 +263,7 @@ def code(text: str) -> str:
     return f"{fence} {text} {fence}" if longest else f"`{text}`"
 
 
-def summary_markdown(report: Report, tables: Iterable[Table]) -> str:
+def markdown_of(report: Report, tables: Iterable[Table]) -> str:
     """A report's title, key figures and conclusions, then these tables."""
     lines = [f"# {escape(report.title)}", "", f"{escape(report.subtitle)} · **{escape(report.state)}**", ""]
     lines += _head_lines(report)

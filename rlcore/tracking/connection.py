@@ -1,4 +1,4 @@
-"""The way to MLflow: which store, with which limits on waiting, without telemetry."""
+"""The connection to MLflow: which store, with which limits on waiting; its names, its errors explained, its server."""
 
 import logging
 import os
@@ -9,8 +9,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from starlette.types import ASGIApp
-
 from rlcore.config import TrackingConfig
 from rlcore.errors import TrackingError
 from rlcore.storage.locks import HeldLock
@@ -18,6 +16,7 @@ from rlcore.storage.sqlite import SQLITE, sqlite_address, sqlite_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from starlette.types import ASGIApp
 
 LONGEST_MIGRATION_S = 120.0
 """Seconds that the making of a store by another process may take."""
@@ -165,7 +164,7 @@ CLIENTS_ASK_THE_SERVER = "mlflow-artifacts:/"
 """Where new experiments keep their artifacts: clients send them to the server, which writes them."""
 
 
-def mlflow_app(database: str, artifacts: str) -> ASGIApp:
+def mlflow_app(database: str, artifacts: str) -> "ASGIApp":
     """Bring the database up to date, then make the application, as `mlflow server` does.
 
     Args:

@@ -19,7 +19,7 @@ from rlcore.report import answer_rows, build_report, hero_png, numbers, summary_
 from rlcore.report.curves import run_spans
 from rlcore.report.document import Cell, Column, Report, Table
 from rlcore.report.measures import MemoryPlan, phase_table
-from rlcore.report.page import summary
+from rlcore.report.page import markdown_of
 from rlcore.report.record import Lineage, RunRecord, Stage, read_run
 from rlcore.report.settings import changed_keys, reproduce_command
 from rlcore.storage.publish import published_directory
@@ -277,7 +277,7 @@ def test_hostile_text_is_text_in_markdown():
     cell = Cell(HOSTILE[0] + HOSTILE[1])
     report = Report("run report", HOSTILE[0], HOSTILE[1], HOSTILE[0], "", (), (), HOSTILE, ())
     table = Table("t", HOSTILE[1], (Column(HOSTILE[0]), Column("b", "code")), ((cell, cell),), HOSTILE[0])
-    text = summary(report, [table])
+    text = markdown_of(report, [table])
     page = parse(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
     assert set(page.tags) <= set(
         ["h1", "h2", "h3", "p", "strong", "table", "thead", "tbody", "tr", "th", "td", "ul", "li", "code"]
