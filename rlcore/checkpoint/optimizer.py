@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlcore.checkpoint.shard_files import ShardReader
-from rlcore.checkpoint.tensors import local_part, named_parameters, state_name
+from rlcore.checkpoint.shard_files import ShardReader, local_part, named_parameters, state_name
 from rlcore.errors import CheckpointError
 from rlcore.models.optim import OffloadedAdamW
 from rlcore.storage.publish import write_json_atomically

@@ -29,14 +29,17 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.checkpoint.optimizer import OptimizerRecord, load_optimizer, optimizer_record, write_optimizer_record
-from rlcore.checkpoint.shard_files import ShardReader, StoredTensor, num_bytes, write_parts
-from rlcore.checkpoint.tensors import (
+from rlcore.checkpoint.shard_files import (
     LocalPart,
+    ShardReader,
+    StoredTensor,
     expected_parts,
     local_part,
     local_parts,
     model_tensors,
+    num_bytes,
     rank_and_world_size,
+    write_parts,
 )
 from rlcore.errors import CheckpointError
 from rlcore.models.optim import MOMENTS, OffloadedAdamW

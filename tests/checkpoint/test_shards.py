@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from rlcore.checkpoint import shard_files
-from rlcore.checkpoint.shard_files import ShardReader
+from rlcore.checkpoint.shard_files import Box, ShardReader
 from rlcore.checkpoint.shards import load_shards
-from rlcore.checkpoint.tensors import Box
 from rlcore.errors import CheckpointError, DiskSpaceError
 from tests.checkpoint.small import assert_same, build, save_shards, state_of, train
 from tests.storage.small_disk import fill
