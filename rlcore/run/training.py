@@ -12,8 +12,7 @@ from rlcore.checkpoint.catalog import name_of
 from rlcore.checkpoint.save import Saved
 from rlcore.errors import AlarmError, StopRequestedError, WorkerLostError
 from rlcore.evaluation.result import ValidationResult
-from rlcore.run.events import Pace, RunEvents
-from rlcore.run.record import RunRecord, TrackedState
+from rlcore.run.record import Pace, RunEvents, RunRecord, TrackedState
 from rlcore.run.watchdog import StepAbandonedError
 from rlcore.run.workers import RunWorkers
 from rlcore.tracking.lineage import SystemSampler
