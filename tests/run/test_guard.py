@@ -21,6 +21,7 @@ from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig, RunConfig
 from rlcore.config.deadlines import DeadlineConfig
 from rlcore.errors import WorkerLostError
+from rlcore.run.faults import read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.run.watchdog import Guard, Watch
 from tests.checkpoint.test_save import NoWaiting, Ranks
@@ -128,7 +129,7 @@ def test_a_fault_is_kept_where_its_stacks_cannot_be_written(tmp_path: Path) -> N
     lost = WorkerLostError("a worker actor died")
     with guard:
         assert guard.fault(lost) is lost
-    (fault,) = guard.faults()
+    (fault,) = read_faults(layout.run_dir)
     assert (fault.step, fault.stacks) == (7, None)
     assert "a worker actor died" in fault.message
     assert [one["event"] for one in heard] == ["fault"]
