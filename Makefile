@@ -87,8 +87,7 @@ imports: $(VENV)/.installed-dev
 
 # conf/_resolved, docs/settings.md, docs/metrics.md and README's tree are written by what they describe; tests compare.
 generated: $(VENV)/.installed-dev
-	$(BIN)/python -m rlcore.config.resolved
-	$(BIN)/python -m rlcore.config.reference
+	$(BIN)/python -m rlcore.config.documents
 	$(BIN)/python -m rlcore.tracking.catalog
 	$(BIN)/python -m tests.readme_tree
 

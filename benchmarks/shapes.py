@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlcore.config.published import PUBLISHED
+from rlcore.config.model import PUBLISHED
 
 SHAPES: dict[str, Mapping[str, Any]] = {
     "llama3.2-1b": PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"],

@@ -1,32 +1,24 @@
 """What a model is trained on: one file per task, the row schema, the tokenization filter, inspection.
 
-The names below load on first use: a scoring process imports `data.countdown` and pays for neither pyarrow nor pydantic.
+The names below are imported on first use, so a scoring process that imports `data.countdown` loads neither pyarrow nor
+pydantic.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from data.filter import filter_dataset, filter_fingerprint, filtered_directory, tokenizer_fingerprint
-    from data.inspect import DatasetReport, inspect_dataset
-    from data.stage import StageResult
-    from data.tasks import build_dataset, dataset_directory, dataset_fingerprint
-
-__all__ = [
-    "DatasetReport",
-    "StageResult",
-    "build_dataset",
-    "dataset_directory",
-    "dataset_fingerprint",
-    "filter_dataset",
-    "filter_fingerprint",
-    "filtered_directory",
-    "inspect_dataset",
-    "tokenizer_fingerprint",
-]
+    from data.filter import filter_dataset as filter_dataset
+    from data.filter import filter_fingerprint as filter_fingerprint
+    from data.filter import filtered_directory as filtered_directory
+    from data.inspect import inspect_dataset as inspect_dataset
+    from data.stage import StageResult as StageResult
+    from data.tasks import build_dataset as build_dataset
+    from data.tasks import dataset_directory as dataset_directory
+    from data.tasks import dataset_fingerprint as dataset_fingerprint
+    from data.tokenizer import tokenizer_fingerprint as tokenizer_fingerprint
 
 _HOME = {
-    "DatasetReport": "data.inspect",
     "StageResult": "data.stage",
     "build_dataset": "data.tasks",
     "dataset_directory": "data.tasks",
@@ -35,7 +27,7 @@ _HOME = {
     "filter_fingerprint": "data.filter",
     "filtered_directory": "data.filter",
     "inspect_dataset": "data.inspect",
-    "tokenizer_fingerprint": "data.filter",
+    "tokenizer_fingerprint": "data.tokenizer",
 }
 
 

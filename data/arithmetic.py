@@ -1,7 +1,7 @@
 """Exact arithmetic on an equation that a model wrote. Nothing is ever evaluated by Python.
 
 The grammar is integers, `+ - * /`, parentheses and ASCII white space: no unary sign, no decimals, no powers, no
-`//` or `%`. Time and memory are bounded by the length of the text, whatever it says.
+`//` or `%`. Time and memory are bounded by the length of the text.
 """
 
 import re

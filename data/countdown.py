@@ -3,7 +3,7 @@
 Rows, prompts and scorer. With tags (every template but `bare`) the equation stands between `<answer>` and
 `</answer>`; text around it is free, and text without tags scores 0. The last finished pair counts; after a few-shot
 prompt the first, since a base model goes on with problems of its own. In the `bare` template, meant for small models
-made from nothing, the whole answer is the equation. Rows of these two templates say so themselves (`form` in the
+made from nothing, the whole answer is the equation. Rows of these two templates are marked (`form` in the
 ground truth), so a dataset cannot meet the wrong scorer.
 
     tags   1.0 correct, 0.1 one well-formed expression that is wrong (value, or numbers not used exactly once), else 0
@@ -18,7 +18,7 @@ from data.rows import Message, Row, TaskRows
 from rlcore.score import Score
 
 if TYPE_CHECKING:
-    from data.countdown_draws import Problem
+    from data.countdown_problems import Problem
     from rlcore.config.data import CountdownData
 
 WELL_FORMED_SCORE = 0.1

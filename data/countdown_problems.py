@@ -1,8 +1,11 @@
 """Countdown problems, each solvable by construction, dealt to two splits that share no multiset of numbers.
 
-Small spaces (the demo's 5,326 problems) are enumerated by a solver, so that every problem that exists can be had and
-a request for more says how many there are. Large ones are drawn, chunk by chunk (`data.countdown_draws`). Chunks are
-taken in their order, so the rows do not depend on how many processes drew them.
+Small spaces (the demo's 5,326 problems) are enumerated by a solver, so a request for too many is refused with their
+exact number. In large spaces random equations over random numbers are drawn, in chunks with generators of their own,
+made from (seed, chunk). Chunks are used in order, so the rows do not depend on how many processes drew them.
+
+A drawing process is `python -m data.countdown_problems SETTINGS SEED`: it reads the number of a chunk from each line of
+standard input, and writes its problems as a line of JSON.
 """
 
 import json
@@ -11,45 +14,73 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass
 from itertools import combinations_with_replacement, count
-from math import comb, inf
+from math import comb, gcd, inf
 from pathlib import Path
 
 import numpy as np
 
-from data.countdown_draws import CHUNK, Problem, draw_chunk
-from data.countdown_solver import solve
+from data.arithmetic import Rational, Term, evaluate, join
 from rlcore.config.data import CountdownData
 from rlcore.errors import DataError
 
-# Rough cost of solving all of a space, in combinations of two values; above it problems are drawn instead.
+# Rough cost of solving a whole space, in combinations of two values; above it problems are drawn instead.
 _MAX_ENUMERATED = 4_000_000
 # Combinations that the solver makes for one multiset of n numbers (measured, without equal values).
 _COST = {2: 6, 3: 150, 4: 3_500, 5: 90_000, 6: 3_000_000}
-# Multisets whose problems are counted where there are too many to enumerate, the most that one may cost, and how far
-# beyond the estimate a wish must be to be refused without a draw (its error is a few percent).
+# Estimate of a space that is too large to enumerate: multisets that are solved for it, the most that one may cost, and
+# the excess over the estimate (its error is a few percent) at which a request is refused without a draw.
 _SAMPLED = 200
 _MAX_SAMPLED_COST = 10_000
 _SAMPLE_MARGIN = 1.25
-# Of the multisets: fewer problems than that exist in no range that anybody asks for, and nothing is counted.
+# A request for fewer problems than this share of the multisets needs no estimate: every usual range has more.
 _FEW_SHARE = 0.1
-# Chunks between two looks, and the share of new ones among wanted problems below which the space counts as used up.
+# Every so many chunks: share of new ones among the wanted problems below which the space counts as used up.
 _STALL_CHUNKS = 32
 _STALL_SHARE = 0.01
-# Below it, starting processes costs more than it saves.
+# For fewer rows the start of processes costs more time than it saves.
 _MIN_ROWS_FOR_PROCESSES = 50_000
-# Chunks that a process has been told: one it works at, one that waits.
+# Chunks assigned to a process: the current one and the next.
 _CHUNKS_AHEAD = 2
+CHUNK = 4_096
+"""Equations drawn together."""
+# Each try finds one for a third of the rows; the rows left have mostly numbers that reach nothing else.
+_DISTRACTOR_TRIES = 16
 
 _TRAIN, _VALIDATION = "train", "validation"
+_SIGNS = "+-*/"
 
 Multiset = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Numbers, target, an equation for it, and one over the same numbers for another target ('' without one)."""
+
+    numbers: tuple[int, ...]
+    target: int
+    solution: str
+    distractor: str
+    distractor_value: int
+
+    @property
+    def difficulty(self) -> int:
+        """Fewest operations: every number must be used, so one less than there are numbers."""
+        return len(self.numbers) - 1
+
+    def proved(self) -> "Problem":
+        """This problem, after its equation has been computed as the scorer computes it."""
+        found = evaluate(self.solution)
+        if found is None or found.value != self.target or sorted(found.numbers) != sorted(self.numbers):
+            raise AssertionError(f"{self} does not solve itself")
+        return self
 
 
 def generate(settings: CountdownData, seed: int, *, num_processes: int | None = None) -> Mapping[str, list[Problem]]:
     """Problems of both splits in their final order. No multiset of numbers occurs in both, no problem twice.
 
-    `num_processes` changes the time it takes and nothing else; None takes what the size is worth, one a core at most.
+    `num_processes` changes the time alone; None: by the number of rows, at most one for each core.
 
     Raises:
         DataError: the settings contradict each other, or allow fewer problems than asked.
@@ -63,7 +94,7 @@ def generate(settings: CountdownData, seed: int, *, num_processes: int | None = 
 
 
 def require_enough(settings: CountdownData, seed: int) -> None:
-    """There are as many problems as asked for: counted where the space is enumerated, else by a sample of it.
+    """Refuse a request for more problems than exist: counted in a small space, estimated by a sample in a large one.
 
     Raises:
         DataError: the settings contradict each other, or allow fewer problems than asked.
@@ -88,7 +119,7 @@ def _num_problems(n: int, settings: CountdownData) -> float:
     span = settings.number_high - settings.number_low + 1
     places = np.random.default_rng(n)
     targets = 0
-    for _ in range(_SAMPLED):  # one multiset as good as another: n places among span + n - 1
+    for _ in range(_SAMPLED):  # multisets with equal chances: n places among span + n - 1
         chosen = np.sort(places.choice(span + n - 1, size=n, replace=False)) - np.arange(n) + settings.number_low
         targets += sum(
             bottom == 1 and settings.target_low <= top <= settings.target_high
@@ -130,7 +161,7 @@ def _sizes(settings: CountdownData) -> Mapping[str, int]:
 
 
 def _classes(settings: CountdownData) -> list[tuple[int, ...]]:
-    """Counts of numbers that share a quota: each its own where difficulties are balanced, else all together."""
+    """Counts of numbers that share a quota: one each where difficulties are balanced, else all together."""
     counts = tuple(range(settings.min_numbers, settings.max_numbers + 1))
     return [(n,) for n in counts] if settings.balance_difficulty else [counts]
 
@@ -220,7 +251,135 @@ def _sample(pool: list[Problem], size: int, split: str, rng: np.random.Generator
     return [pool[index] for index in sorted(rng.permutation(len(pool))[:size].tolist())]
 
 
+def solve(numbers: tuple[int, ...], operations: tuple[str, ...]) -> dict[Rational, Term]:
+    """Every value that an equation over all the numbers can reach, with the shortest equation for it.
+
+    >>> solve((2, 3), ("+", "/"))[(2, 3)].text
+    '2 / 3'
+    """
+    size = len(numbers)
+    reached: list[dict[Rational, Term]] = [{} for _ in range(2**size)]
+    for index, number in enumerate(numbers):
+        reached[1 << index] = {(number, 1): Term(str(number), 3)}
+    for mask in range(1, 2**size):
+        part = (mask - 1) & mask
+        while part:
+            for left, a in reached[part].items():
+                for right, b in reached[mask ^ part].items():
+                    for operation in operations:
+                        value = _apply(left, operation, right)
+                        if value is not None:
+                            _keep_shorter(reached[mask], value, join(a, operation, b))
+            part = (part - 1) & mask
+    return reached[-1]
+
+
+def _keep_shorter(found: dict[Rational, Term], value: Rational, term: Term) -> None:
+    if value not in found or len(term.text) < len(found[value].text):
+        found[value] = term
+
+
+def _apply(left: Rational, operation: str, right: Rational) -> Rational | None:
+    """Reduced result with a positive denominator; None for a division by zero."""
+    (a, b), (c, d) = left, right
+    if operation == "+":
+        top, bottom = a * d + c * b, b * d
+    elif operation == "-":
+        top, bottom = a * d - c * b, b * d
+    elif operation == "*":
+        top, bottom = a * c, b * d
+    elif c == 0:
+        return None
+    else:
+        top, bottom = (a * d, b * c) if c > 0 else (-a * d, -b * c)
+    divisor = gcd(top, bottom)
+    return top // divisor, bottom // divisor
+
+
 # ---------------------------------------------------------------- large spaces: drawn
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Equations of one chunk: values (numerator, denominator) [M] and the merges that made them, `plan` [M, n-1, 3]."""
+
+    numerator: np.ndarray
+    denominator: np.ndarray
+    plan: np.ndarray
+
+
+def _random_equations(rng: np.random.Generator, numbers: np.ndarray, operations: tuple[str, ...]) -> _Drawn:
+    """A random equation over each row of `numbers` [M, n]: two slots merged by an operation, n - 1 times."""
+    rows, n = numbers.shape
+    every = np.arange(rows)
+    top, bottom = numbers.copy(), np.ones_like(numbers)
+    plan = np.empty((rows, n - 1, 3), dtype=np.int8)
+    codes = np.array([_SIGNS.index(operation) for operation in operations], dtype=np.int8)
+    for step, left in enumerate(range(n, 1, -1)):
+        i = rng.integers(left, size=rows)
+        j = rng.integers(left - 1, size=rows)
+        j += j >= i
+        code = codes[rng.integers(len(codes), size=rows)]
+        plan[:, step] = np.stack([i, j, code], axis=1)
+        a, b, c, d = top[every, i], bottom[every, i], top[every, j], bottom[every, j]
+        # A division by zero leaves a denominator of 0, which every later step keeps at 0.
+        bottom[every, i] = np.where(code == 3, b * c, b * d)
+        top[every, i] = np.choose(code, [a * d + c * b, a * d - c * b, a * c, a * d])
+        bottom[every, i] *= d != 0
+        top[every, j], bottom[every, j] = top[:, left - 1], bottom[:, left - 1]
+    return _Drawn(top[:, 0], bottom[:, 0], plan)
+
+
+def _equation(numbers: list[int], plan: list[list[int]]) -> str:
+    """Text of one drawn equation: the merges of `_random_equations` done again, on text."""
+    slots = [Term(str(number), 3) for number in numbers]
+    for i, j, code in plan:
+        slots[i] = join(slots[i], _SIGNS[code], slots[j])
+        slots[j] = slots[-1]
+        slots.pop()
+    return slots[0].text
+
+
+def _whole_values(drawn: _Drawn, settings: CountdownData) -> tuple[np.ndarray, np.ndarray]:
+    """Values [M] where they are whole and in the target's range, and where that is (bool [M])."""
+    bottom = np.where(drawn.denominator == 0, 1, drawn.denominator)
+    value, rest = np.divmod(drawn.numerator, bottom)
+    good = (drawn.denominator != 0) & (rest == 0) & (value >= settings.target_low) & (value <= settings.target_high)
+    return value, good
+
+
+def _distractors(
+    rng: np.random.Generator, numbers: np.ndarray, target: np.ndarray, settings: CountdownData
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each row the plan and value of an equation with another target, and whether none was found."""
+    rows, n = numbers.shape
+    plan, found = np.zeros((rows, n - 1, 3), dtype=np.int8), np.zeros_like(target)
+    still = np.arange(rows)
+    for _ in range(_DISTRACTOR_TRIES):
+        drawn = _random_equations(rng, numbers[still], settings.operations)
+        value, whole = _whole_values(drawn, settings)
+        good = whole & (value != target[still])
+        plan[still[good]], found[still[good]] = drawn.plan[good], value[good]
+        still = still[~good]
+    return plan, found, np.isin(np.arange(rows), still)
+
+
+def draw_chunk(settings: CountdownData, seed: int, chunk: int) -> list[Problem]:
+    """The problems of one chunk: a function of (settings, seed, chunk) alone. All have the same count of numbers."""
+    rng = np.random.default_rng((seed, 1, chunk))
+    n = settings.min_numbers + chunk % (settings.max_numbers - settings.min_numbers + 1)
+    numbers = rng.integers(settings.number_low, settings.number_high + 1, size=(CHUNK, n))
+    drawn = _random_equations(rng, numbers, settings.operations)
+    target, good = _whole_values(drawn, settings)
+    numbers, target, plan = numbers[good], target[good], drawn.plan[good]
+    other, other_value, is_open = _distractors(rng, numbers, target, settings)
+    order = rng.permuted(np.broadcast_to(np.arange(n), numbers.shape), axis=1)
+    shown = np.sort(numbers, axis=1) if settings.template == "bare" else np.take_along_axis(numbers, order, axis=1)
+    columns = (shown, numbers, target, plan, other, other_value, is_open)
+    return [
+        Problem(tuple(seen), goal, _equation(row, steps), "" if none else _equation(row, wrong), value).proved()
+        for seen, row, goal, steps, wrong, value, none in zip(*(c.tolist() for c in columns), strict=True)
+    ]
 
 
 def _processes(settings: CountdownData, num_processes: int | None) -> int:
@@ -228,7 +387,7 @@ def _processes(settings: CountdownData, num_processes: int | None) -> int:
         return num_processes
     if sum(_sizes(settings).values()) < _MIN_ROWS_FOR_PROCESSES:
         return 1
-    # The cores that this process may use; where the system cannot say, all.
+    # The cores that this process may use; all of them where the system has no such call.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -239,7 +398,7 @@ def _chunks(settings: CountdownData, seed: int, num_processes: int) -> Iterator[
     with ExitStack() as stack:
         workers = [stack.enter_context(_worker(settings, seed)) for _ in range(num_processes)]
         for chunk in range(_CHUNKS_AHEAD * num_processes):
-            _tell(workers[chunk % num_processes], chunk)
+            _assign(workers[chunk % num_processes], chunk)
         for chunk in count():
             worker = workers[chunk % num_processes]
             assert worker.stdout is not None
@@ -249,15 +408,15 @@ def _chunks(settings: CountdownData, seed: int, num_processes: int) -> Iterator[
             yield [
                 Problem(tuple(numbers), *rest) for numbers, *rest in json.loads(line)
             ]  # proved where they were drawn
-            _tell(worker, chunk + _CHUNKS_AHEAD * num_processes)
+            _assign(worker, chunk + _CHUNKS_AHEAD * num_processes)
 
 
 @contextmanager
 def _worker(settings: CountdownData, seed: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that draws; it is ended with the block."""
+    """Run a drawing process until the end of the block."""
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "data.countdown_draws", settings.model_dump_json(), str(seed)],
+        [sys.executable, "-P", "-m", "data.countdown_problems", settings.model_dump_json(), str(seed)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -269,7 +428,7 @@ def _worker(settings: CountdownData, seed: int) -> Iterator[subprocess.Popen[str
             process.kill()
 
 
-def _tell(worker: subprocess.Popen[str], chunk: int) -> None:
+def _assign(worker: subprocess.Popen[str], chunk: int) -> None:
     assert worker.stdin is not None
     worker.stdin.write(f"{chunk}\n")
     worker.stdin.flush()
@@ -291,10 +450,10 @@ class _Dealer:
         self._share = min(0.5, (held_out + 3 * held_out**0.5 + 3) / sum(sizes.values()))
 
     def deal(self, chunks: Iterator[list[Problem]]) -> dict[str, list[Problem]]:
-        """Take chunks until every quota is full."""
+        """Use chunks until every quota is full."""
         for number, problems in enumerate(chunks, start=1):
             for problem in problems:
-                self._take(problem)
+                self._add(problem)
             if all(len(found[split]) == size for split, size, found in self._state()):
                 return {
                     split: [problem for found in self._found for problem in found[split]]
@@ -311,7 +470,7 @@ class _Dealer:
             for split, size in quota.items():
                 yield split, size, found
 
-    def _take(self, problem: Problem) -> None:
+    def _add(self, problem: Problem) -> None:
         multiset = tuple(sorted(problem.numbers))
         index = self._class_of[len(multiset)]
         split = _VALIDATION if _unit_hash(multiset, self._seed) < self._share else _TRAIN
@@ -342,3 +501,16 @@ def _unit_hash(multiset: Multiset, seed: int) -> float:
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     return (state ^ (state >> 31)) / 2**64
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Entry point of a drawing process."""
+    settings, seed = CountdownData.model_validate_json(arguments[0]), int(arguments[1])
+    for line in sys.stdin:
+        problems = [astuple(problem) for problem in draw_chunk(settings, seed, int(line))]
+        sys.stdout.write(json.dumps(problems) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

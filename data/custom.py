@@ -1,14 +1,43 @@
-"""A task that lives outside this package, or beside it: `data.build` names the function that makes its rows."""
+"""The user's own task: the function that `data.build` names, the files that it reads, and its first row.
 
-from collections.abc import Callable
+A dataset's fingerprint covers the files that its build reads. They are known once the build has run, so their paths are
+kept beside the datasets. An audit hook records what the build's thread opens through Python; files that other processes
+or native code read (pyarrow, given a path) are not seen, and are named in `data.options`.
+
+The first row is made before the dataset, to try the scorer and the tokenizer on. A user's build does that in a process
+with a deadline: `python -m data.custom` reads settings and seed as JSON, and writes the row as JSON.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from pkgutil import resolve_name
+from types import FrameType
+from typing import Any
 
-from data.reads import digests_of
-from data.rows import TaskRows
-from rlcore.config.data import CustomData
-from rlcore.errors import MODULES_ARE_FOUND, DataError
+from data.rows import PromptForm, TaskRows
+from rlcore.config.data import CountdownData, CustomData, Gsm8kData, MappedData, TaskData
+from rlcore.errors import MODULES_ARE_FOUND, DataError, MillraceError
+from rlcore.storage.documents import sha256_of
+from rlcore.storage.manifest import read_manifest
+from rlcore.storage.publish import write_json_atomically
 from rlcore.user_code import code_for, module_of
+
+BUILD_DEADLINE_S = 20.0
+"""Seconds for the first row of a user's build. A slower one is not tried before the dataset is made."""
+_NOT_DATA = (
+    "/proc",
+    "/sys",
+    "/dev",
+    *(str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib")),
+)
 
 
 def build_function(settings: CustomData) -> Callable[[CustomData, int], object]:
@@ -17,7 +46,7 @@ def build_function(settings: CustomData) -> Callable[[CustomData, int], object]:
         function: object = resolve_name(settings.build)
         if not callable(function):
             raise TypeError(f"{type(function).__name__} is no function")
-    except Exception as error:  # importing somebody's module can raise anything
+    except Exception as error:  # importing a user's module can raise anything
         raise DataError(
             f"data.build: must name a function as module:function, got {settings.build!r} "
             f"({type(error).__name__}: {error}). {MODULES_ARE_FOUND}."
@@ -34,7 +63,7 @@ def build(settings: CustomData, seed: int) -> TaskRows:
 
 
 def source_digests(settings: CustomData) -> dict[str, str]:
-    """sha256 of the source files that the function is made of, and of files among `data.options`.
+    """sha256 of the function's source files, and of files among `data.options`.
 
     Raises:
         DataError: there is no module of that name, or it has no source file.
@@ -51,7 +80,169 @@ def source_digests(settings: CustomData) -> dict[str, str]:
 
 
 def sources_of(settings: CustomData) -> tuple[str, ...]:
-    """Paths of the source files that the function is made of, that of its module first."""
+    """Paths of the function's source files, that of its module first."""
     module = settings.build.partition(":")[0]
     sources = sorted(code_for(settings.build), key=lambda source: module_of(source.name) != module)
     return tuple(source.path for source in sources)
+
+
+# ---------------------------------------------------------------------- files that a build reads
+
+_recording: dict[int, tuple[frozenset[str], set[Path]]] = {}
+"""By thread: the source files whose reads count, and the files opened so far."""
+_is_hooked = False
+
+
+@contextmanager
+def recorded_reads(sources: Iterable[str]) -> Iterator[set[Path]]:
+    """Inside the block, collect the files except code that functions of these source files open to read.
+
+    They may open them through other functions, in this thread.
+    """
+    global _is_hooked
+    if not _is_hooked:  # an audit hook cannot be removed
+        sys.addaudithook(_record)
+        _is_hooked = True
+    thread = threading.get_ident()
+    found = set[Path]()
+    _recording[thread] = frozenset(map(os.path.realpath, sources)), found
+    try:
+        yield found
+    finally:
+        del _recording[thread]
+        found -= {path for path in found if not path.is_file()}
+
+
+def _record(event: str, arguments: tuple[object, ...]) -> None:
+    if event != "open" or threading.get_ident() not in _recording:
+        return
+    path, _, flags = arguments
+    if not isinstance(path, str | bytes | os.PathLike) or not isinstance(flags, int) or flags & os.O_ACCMODE:
+        return
+    sources, found = _recording[threading.get_ident()]
+    file = Path(os.path.realpath(os.fsdecode(path)))
+    if file.suffix not in (".py", ".pyc") and not str(file).startswith(_NOT_DATA) and _is_called_by(sources):
+        found.add(file)
+
+
+def _is_called_by(sources: frozenset[str]) -> bool:
+    """Whether a function of one of these files is on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and os.path.realpath(frame.f_code.co_filename) not in sources:
+        frame = frame.f_back
+    return frame is not None
+
+
+def known_reads(root: Path, build: str) -> set[Path]:
+    """Files that a build (by its fingerprint) read when it last ran under this root."""
+    try:
+        return {Path(name) for name in json.loads(_reads_file(root, build).read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError):
+        return set()
+
+
+def keep_reads(root: Path, build: str, files: Iterable[Path]) -> None:
+    """Write down the files that a build has read."""
+    write_json_atomically(_reads_file(root, build), [str(file) for file in sorted(files)])
+
+
+def _reads_file(root: Path, build: str) -> Path:
+    return root / "datasets" / f"reads-{build}.json"
+
+
+def digests_of(files: Iterable[Path], beside: Path) -> dict[str, str]:
+    """sha256 of each file, `missing` where it is gone, by its path below the folder `beside`, or by its name alone."""
+    found = {}
+    for file in sorted(files):
+        name = file.relative_to(beside).as_posix() if file.is_relative_to(beside) else file.name
+        try:
+            found[name] = sha256_of(file)
+        except OSError:
+            found[name] = "missing"
+    return found
+
+
+# ---------------------------------------------------------------------- the first row
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRow:
+    """A row to try: its messages, the ground truth as JSON, an answer of full marks or ''."""
+
+    prompt: list[dict[str, str]]
+    prompt_form: PromptForm
+    ground_truth_json: str
+    solution: str
+
+
+def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
+    """The first row for training: of the dataset if it exists, else made now; None where that would take long.
+
+    Raises:
+        DataError: the task cannot be made by these settings.
+    """
+    from data.sources import local_files
+    from data.tasks import dataset_directory, dataset_fingerprint
+
+    dataset = dataset_directory(dataset_fingerprint(config, seed, root), root)
+    if read_manifest(dataset) is not None:
+        return _of_dataset(dataset / "train.parquet")
+    if isinstance(config, CustomData):
+        return _by_process(config, seed)
+    if isinstance(config, Gsm8kData | MappedData) and local_files(config.source, []) is None:
+        return None  # files of the hub are fetched when the dataset is made
+    if isinstance(config, CountdownData):
+        config = config.model_copy(update={"train_size": 1, "validation_size": 1})
+    return _made(config, seed)
+
+
+def _of_dataset(parquet: Path) -> FirstRow:
+    from data.schema import open_parquet, provenance
+
+    row = open_parquet(parquet).read_row_group(0).slice(0, 1).to_pylist()[0]
+    truth = json.dumps(row["reward_model"]["ground_truth"])
+    form = provenance(parquet).get("prompt_form", "chat")
+    return FirstRow(row["prompt"], form, truth, row["extra_info"].get("solution") or "")
+
+
+def _made(config: TaskData, seed: int) -> FirstRow:
+    from data.tasks import task_of
+
+    rows = task_of(config).build(config, seed)
+    row = next(iter(rows.splits["train"]), None)
+    if row is None:
+        raise DataError(f"{rows.data_source}: the train split has no row; raise data.train_size or check the source")
+    prompt = [asdict(message) for message in row.prompt]
+    return FirstRow(prompt, rows.prompt_form, json.dumps(row.ground_truth), row.solution)
+
+
+def _by_process(config: CustomData, seed: int) -> FirstRow | None:
+    wanted = json.dumps({"config": config.model_dump(mode="json"), "seed": seed})
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "data.custom"], input=wanted, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, timeout=BUILD_DEADLINE_S, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None
+    answer: dict[str, Any] = json.loads(done.stdout.rpartition("\n")[2] or "{}")
+    if "error" in answer or not answer:
+        raise DataError(answer.get("error") or f"data.build: {config.build} ended its process ({done.returncode})")
+    return FirstRow(**answer)
+
+
+def _main() -> None:
+    wanted = json.load(sys.stdin)
+    config = CustomData.model_validate(wanted["config"])
+    try:
+        answer = asdict(_made(config, wanted["seed"]))
+    except MillraceError as error:
+        answer = {"error": str(error)}
+    except Exception as error:  # a user's build can raise anything
+        answer = {"error": f"data.build: {config.build} failed to make its first row: {type(error).__name__}: {error}"}
+    sys.stdout.write("\n" + json.dumps(answer))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,38 +1,37 @@
 """The tokenization filter: each prompt is tokenized once, here, and overlong ones are dropped, cut or refused.
 
-Row batch by row batch, so memory does not grow with the dataset. The result has all columns of the dataset and
+Rows are read batch by batch, so memory does not grow with the dataset. The result has all columns of the dataset and
 
     prompt_ids       list<int32>   the prompt as the engine takes it, chat template included
     solution_ids     list<int32>   the solution with the end-of-sequence token; [] where there is none
     distractor_ids   list<int32>   the same of the distractor
     ground_truth_json   string     what the scorer takes
+
+Prompts that occur twice in a split are found here too, and those that training would share with validation.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data.cards import write_filter_card
-from data.leakage import Place, SplitWatch, multisets
-from data.lengths import as_svg, summarize
-from data.pieces import ID_BYTES
 from data.schema import (
+    ROWS_PER_GROUP,
     ground_truths_json,
     open_parquet,
     provenance,
     read_batches,
     require_row_schema,
 )
-from data.stage import StageResult, source_digest
-from data.tokenizer import PromptTokenizer, ShortWayError, tokenizer_fingerprint
-from data.write import ROWS_PER_GROUP, SPLITS, RowWriter
+from data.stage import StageResult, publish_mixture, source_digest
+from data.tokenizer import ID_BYTES, PromptTokenizer, ShortWayError, tokenizer_fingerprint
+from data.write import SPLITS, RowWriter, as_svg, summarize, write_filter_card
 from rlcore.config.data import FilterConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
@@ -40,23 +39,14 @@ from rlcore.storage.finished import finished, finished_or_set_aside
 from rlcore.storage.manifest import part_directories
 from rlcore.storage.publish import published_directory
 
-__all__ = ["filter_dataset", "filter_fingerprint", "filtered_directory", "tokenizer_fingerprint"]
-
 FILTER_FORMAT = 1
 """Raise it when the columns of a filtered dataset change."""
 
 _IDS = pa.list_(pa.int32())
 _ADDED = [("prompt_ids", _IDS), ("solution_ids", _IDS), ("distractor_ids", _IDS), ("ground_truth_json", pa.string())]
-_SOURCE = (
-    "data.cards",
-    "data.chat_frame",
-    "data.filter",
-    "data.leakage",
-    "data.lengths",
-    "data.pieces",
-    "data.schema",
-    "data.tokenizer",
-)
+_SOURCE = ("data.filter", "data.schema", "data.tokenizer", "data.write")
+
+Multiset = tuple[int, ...]
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +55,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def filter_fingerprint(dataset: str, tokenizer: str, config: FilterConfig, *, chat: bool | None = None) -> str:
-    """What the filtered rows depend on; `dataset` and `tokenizer` are fingerprints."""
+    """Fingerprint of the filtered rows; `dataset` and `tokenizer` are fingerprints too."""
     payload = {
         "format": FILTER_FORMAT,
         "dataset": dataset,
@@ -78,7 +68,7 @@ def filter_fingerprint(dataset: str, tokenizer: str, config: FilterConfig, *, ch
 
 
 def filtered_directory(fingerprint: str, root: Path) -> Path:
-    """Where the filtered dataset lies under `paths.root`."""
+    """Folder of the filtered dataset under `paths.root`."""
     return root / "filtered" / fingerprint
 
 
@@ -93,7 +83,7 @@ def filter_dataset(
 ) -> StageResult:
     """Tokenize and filter a published dataset, unless that has been done; a mixture part by part.
 
-    `chat` says whether the tokenizer's chat template is applied; None: as the dataset says of its prompts.
+    `chat` is whether the tokenizer's chat template is applied; None: by the form of the dataset's prompts.
     Counts are rows of `train` and `validation`, and of what was left out: `train/overlong`, `train/duplicate`, ...
 
     Raises:
@@ -107,11 +97,11 @@ def filter_dataset(
     digest = filter_fingerprint(dataset.values["fingerprint"], tokenizer_print, config, chat=chat)
     directory = filtered_directory(digest, root)
     if (parts := part_directories(dataset_dir)) != (dataset_dir,):
-        from data.mixture import publish_mixture
-
         found = [
             filter_dataset(part, tokenizer_dir, config, root=root, chat=chat, on_progress=on_progress) for part in parts
         ]
+        if finished_or_set_aside(directory) is None:
+            _require_no_leak([part.directory for part in found])
         return publish_mixture("filtered", directory, found)
     if (manifest := finished_or_set_aside(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
@@ -146,8 +136,8 @@ def filter_dataset(
 
 @dataclass(slots=True)
 class _Tally:
-    """Rows by split and reason, prompt lengths by split (before overlong ones are dropped), and prompts of both splits
-    with a word that the tokenizer does not know.
+    """Counts of rows by split and reason, of prompt lengths by split (before overlong ones are dropped), and of prompts
+    with a word that is not in the tokenizer's vocabulary.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -175,7 +165,7 @@ class _Job:
     on_progress: Progress
 
     def run(self, folder: Path, document: Mapping[str, Any], *, short_way: bool) -> _Tally:
-        """Write both splits. The held-out one first: it is small, and the training rows are checked against it."""
+        """Write both splits, the held-out one first: it is small, and the training rows are checked against it."""
         tally, watch = _Tally(), SplitWatch(self.config.duplicates)
         tokenizers: dict[bool, PromptTokenizer] = {}
         for split in ("validation", "train"):
@@ -207,13 +197,13 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Row batches of one split, in and out."""
+    """Filters the row batches of one split."""
 
     source: Path
     split: str
     config: FilterConfig
     tokenizer: PromptTokenizer
-    watch: SplitWatch
+    watch: "SplitWatch"
     tally: _Tally
 
     def filtered(self, batch: pa.RecordBatch, start: int, schema: pa.Schema) -> pa.RecordBatch:
@@ -312,3 +302,140 @@ def _as_lists(rows: list[bytes]) -> pa.ListArray:
     offsets = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(np.fromiter(map(len, rows), dtype=np.int32, count=len(rows)) // ID_BYTES, out=offsets[1:])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.frombuffer(b"".join(rows), dtype=np.int32)))
+
+
+# ---------------------------------------------------------------------- rows that occur twice
+
+
+def multisets(ground_truths: pa.Array) -> list[Multiset]:
+    """The sorted numbers of each countdown problem; [] for another task, or where a row has none.
+
+    >>> multisets(pa.array([{"target": 6, "numbers": [3, 1, 2]}, {"target": 9, "numbers": [5, 4]}]))
+    [(1, 2, 3), (4, 5)]
+    """
+    kind = ground_truths.type
+    if not pa.types.is_struct(kind) or kind.get_field_index("numbers") < 0:
+        return []
+    numbers = pc.struct_field(ground_truths, "numbers")
+    if not pa.types.is_list(numbers.type) or not pa.types.is_integer(numbers.type.value_type):
+        return []
+    flat, lengths = numbers.flatten(), pc.list_value_length(numbers)
+    if flat.null_count or lengths.null_count:
+        return []
+    values, counts = flat.to_numpy(zero_copy_only=False), lengths.to_numpy(zero_copy_only=False)
+    ordered = values[np.lexsort((values, np.repeat(np.arange(len(counts)), counts)))]
+    starts = np.cumsum(counts) - counts
+    found: list[Multiset] = [()] * len(counts)
+    for length in np.unique(counts).tolist():
+        rows = np.flatnonzero(counts == length)
+        taken = ordered[starts[rows][:, None] + np.arange(length)]
+        for row, chosen in zip(rows.tolist(), taken.tolist(), strict=True):
+            found[row] = tuple(chosen)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Origin of a batch: split, file, and its first row in the file."""
+
+    split: str
+    path: Path
+    start: int
+
+
+class SplitWatch:
+    """Finds prompts that occur twice in a split, and training rows that are held out. The held-out split comes first.
+
+    Each prompt is kept as a 64-bit hash, so a large dataset costs a few dozen bytes a row.
+    """
+
+    def __init__(self, duplicates: Literal["error", "drop", "keep"]) -> None:
+        self._duplicates = duplicates
+        self._prompts: dict[str, dict[int, int]] = {}  # split -> hash of prompt -> row
+        self._multisets: dict[Multiset, int] = {}  # of the held-out split -> row
+
+    def keep(self, place: Place, texts: Sequence[str], numbers: Sequence[Multiset], counts: Counter[str]) -> list[int]:
+        """Positions in the batch of the rows that stay; `numbers` are the rows' `multisets`.
+
+        Raises:
+            DataError: a duplicate where they are refused, or a row that the held-out split has too.
+        """
+        keys = [hash(text) for text in texts]
+        self._require_unseen(place, keys, numbers)
+        seen = self._prompts.setdefault(place.split, {})
+        if len(set(keys)) == len(keys) and seen.keys().isdisjoint(keys):
+            seen.update(zip(keys, range(place.start, place.start + len(keys)), strict=True))
+            return list(range(len(keys)))
+        kept = []
+        for position, key in enumerate(keys):
+            row = place.start + position
+            first = seen.setdefault(key, row)
+            if first == row or self._duplicates == "keep":
+                kept.append(position)
+            elif self._duplicates == "drop":
+                counts[f"{place.split}/duplicate"] += 1
+            else:
+                raise DataError(
+                    f"{place.path}: row {row}: the same prompt as row {first}. Remove one of them, or set "
+                    "filter.duplicates to drop or keep"
+                )
+        return kept
+
+    def _require_unseen(self, place: Place, keys: Sequence[int], numbers: Sequence[Multiset]) -> None:
+        if place.split == "validation":
+            for row, found in enumerate(numbers, start=place.start):
+                self._multisets.setdefault(found, row)
+            return
+        held_out = self._prompts.get("validation", {})
+        if not held_out.keys().isdisjoint(keys):
+            position = next(position for position, key in enumerate(keys) if key in held_out)
+            self._refuse(place, position, "prompt", held_out[keys[position]])
+        if not self._multisets.keys().isdisjoint(numbers):
+            position = next(position for position, found in enumerate(numbers) if found in self._multisets)
+            found = numbers[position]
+            self._refuse(place, position, f"multiset of numbers {list(found)}", self._multisets[found])
+
+    def _refuse(self, place: Place, position: int, what: str, held_out_row: int) -> None:
+        raise DataError(
+            f"{place.path}: row {place.start + position}: has the same {what} as row {held_out_row} of the validation "
+            "split, so validation would not measure what is new to the model. Remove it from one of the two files"
+        )
+
+
+def _require_no_leak(directories: Sequence[Path]) -> None:
+    """Refuse training rows that another part of a mixture holds out. Each part alone has been checked before."""
+    prompts: dict[bytes, Path] = {}
+    numbers: dict[Multiset, Path] = {}
+    for directory in directories:
+        for _, keys, found in _rows(directory / "validation.parquet"):
+            prompts |= dict.fromkeys(keys, directory)
+            numbers |= dict.fromkeys(found, directory)
+    for directory in directories:
+        path = directory / "train.parquet"
+        for start, keys, found in _rows(path):
+            _refuse(path, start, keys, prompts, "prompt")
+            _refuse(path, start, found, numbers, "multiset of numbers")
+
+
+def _rows(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
+    """First row, prompts (their token ids as bytes) and multisets of numbers of each batch."""
+    start = 0
+    for batch in read_batches(open_parquet(path), path, ROWS_PER_GROUP):
+        ids = batch.column("prompt_ids")
+        flat = ids.flatten().cast(pa.int32()).to_numpy(zero_copy_only=False)
+        ends = pc.list_value_length(ids).to_numpy(zero_copy_only=False).cumsum().tolist()
+        keys = [flat[first:last].tobytes() for first, last in zip([0, *ends], ends, strict=False)]
+        yield start, keys, multisets(pc.struct_field(batch.column("reward_model"), "ground_truth"))
+        start += batch.num_rows
+
+
+def _refuse(path: Path, start: int, keys: Sequence[Any], held_out: dict[Any, Path], what: str) -> None:
+    if held_out.keys().isdisjoint(keys):
+        return
+    position = next(position for position, key in enumerate(keys) if key in held_out)
+    other = held_out[keys[position]]
+    raise DataError(
+        f"{path}: row {start + position}: has the same {what} as a held-out row of {other}, another part of the "
+        "mixture, so validation would not measure what is new to the model. Choose parts that do not overlap (other "
+        "numbers, other sources), or remove the row"
+    )

@@ -5,8 +5,10 @@ Rows from the published jsonl files, with the field's prompt and ground truth. T
     strict    `#### <number>` in the last 300 characters, the same digits as the reference: what the field reports
     numeric   the number after the last `####`, else the last number of the text; equal as a number (18.0 = 18)
 
-Both want a line that states one number (`data.stated_number`). The field's regular expressions stop at the first
-digits, and so take `18/19`, `18e5` and `18 or 19` for 18; what the strict reading takes, they take too.
+Both need a line that states one number, with or without brackets, emphasis, a currency or a unit. A second number (`18
+or 19`, `18/19`, `18*10`), an exponent (`18e5`), a magnitude (`18 million`) or a sign in words (`minus 18`) makes it
+another one. The field's regular expressions stop at the first digits, so they take `18/19`, `18e5` and `18 or 19` for
+18; they accept whatever the strict reading accepts.
 """
 
 import re
@@ -15,7 +17,6 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from data.rows import Message, Row, TaskRows
-from data.stated_number import final_number, only_number
 from rlcore.errors import DataError
 from rlcore.score import Score
 
@@ -26,7 +27,7 @@ _INSTRUCTION = 'Let\'s think step by step and output the final answer after "###
 _SPLITS = {"train": "train", "validation": "test"}
 _SUBSET = "main"  # on the hub; the other one has other answers
 
-# The field looks at this many characters from the end, and so does the strict reading.
+# The field reads this many characters from the end, and so does the strict reading.
 _STRICT_CHARS = 300
 _STRICT = re.compile(r" (-?[0-9.,]+)")
 
@@ -42,7 +43,7 @@ def build(settings: "Gsm8kData", seed: int) -> TaskRows:
 
 
 def source_digests(settings: "Gsm8kData") -> dict[str, str]:
-    """What the rows are made from."""
+    """Digests of the files that the rows are made from."""
     from data.sources import digests
 
     return digests(settings.source, tuple(_SPLITS.values()), _SUBSET, settings.revision)
@@ -86,7 +87,7 @@ def _score(response: str, ground_truth: Mapping[str, object], reading: str) -> S
     numeric = number is not None and number == only_number(wanted)
     strict = numeric and marked is not None and marked.group(1).replace(",", "") == wanted
     parts = {"strict": float(strict), "numeric": float(numeric), "format": float(marked is not None)}
-    # An answer that says 18 votes for 18 however it writes it; without its mark it says nothing to the strict reading.
+    # The vote is the number, however it is written; without the mark there is none in the strict reading.
     votes = number is not None and (reading == "numeric" or "####" in response)
     return Score(parts[reading], parts, str(number) if votes else None)
 
@@ -101,3 +102,89 @@ def last_number(response: str) -> Fraction | None:
     if mark:
         return only_number(tail.lstrip()[:_STRICT_CHARS].partition("\n")[0])
     return final_number(response, _STRICT_CHARS)
+
+
+# ---------------------------------------------------------------------- the one number that a text states
+
+# Bounded repeats: no text makes the search slow.
+_NUMBER = re.compile(r"-?[$\u20ac\u00a3]?((?:[0-9]{1,3}(?:,[0-9]{3}){1,8}|[0-9]{1,40})(?:\.[0-9]{1,20})?)([a-zA-Z]*)")
+# What stands between numbers without joining them, and LaTeX that only sets type.
+_SEPARATOR = re.compile(r"[=<>|~\"`\u2248]|(?<![0-9]):|:(?![0-9])")
+_TYPESETTING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf|left|right)\b|\\[()\[\],;! ]")
+_LEADING, _TRAILING = "([{*_'\\$\u20ac\u00a3+", ")]}*_'\\$\u20ac\u00a3%\u00b0.,;!?"
+_OPERATORS = "-+*/^\u00d7\u00f7\u00b7\u2212\u2013\u2014"
+_MAGNITUDE = re.compile(r"[kmbtex]|mm|mn|mil|bn|bil|tn", re.IGNORECASE)
+_MAKES_THE_NEXT_ANOTHER = re.compile(r"not|minus|negative|n?or|plus|times|over|under|than|point")
+_MAKES_ANOTHER = re.compile(
+    r"not|n?or|minus|negative|plus|point|over|squared|cubed|factorial|wrong|incorrect|half|halves|thirds?|quarter|tenths?"
+    r"|(?:dozen|hundred|thousand|million|billion|trillion)s?|(?:hundred|thousand)ths?"
+    r"|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
+)
+
+
+def only_number(line: str) -> Fraction | None:
+    """The number of a text that holds one.
+
+    >>> only_number("**$1,018.50** a day")
+    Fraction(2037, 2)
+    >>> [only_number(text) for text in ("18 or 19", "18/19", "18e5", "18 million", "1,8", "eighteen")]
+    [None, None, None, None, None, None]
+    """
+    words = _words(line)
+    places = [place for place, word in enumerate(words) if _has_digit(word)]
+    return _stated(words, places[0], words) if len(places) == 1 else None
+
+
+def final_number(text: str, within: int) -> Fraction | None:
+    """The last number of a text, searched in its last `within` characters.
+
+    >>> final_number("9 * 2 = 18, so it is 18.", 300), final_number("it is 17 or 18", 300)
+    (Fraction(18, 1), None)
+    """
+    end = text[-within - 1 :]
+    # The first word of a longer text may be cut: 118 would be read as 18.
+    words = _words(end if len(end) <= within else end.partition(" ")[2])
+    place = max((place for place, word in enumerate(words) if _has_digit(word)), default=None)
+    if place is None:
+        return None
+    sentence = words[place:]
+    ends = (number for number, word in enumerate(sentence, start=1) if word[-1] in ".!?")
+    return _stated(words, place, sentence[: next(ends, None)])
+
+
+def makes_another(word: str) -> bool:
+    """Whether a word beside a number makes it another one, or no answer: `million`, `half`, `or`, `nineteen`, `not`."""
+    return _MAKES_ANOTHER.fullmatch(word.strip("()[]{}.,;!?*'").lower()) is not None
+
+
+def _words(text: str) -> list[str]:
+    return _SEPARATOR.sub(" = ", _TYPESETTING.sub(" ", text)).split()
+
+
+def _has_digit(word: str) -> bool:
+    """Whether a word has a digit of any script, a superscript or a fraction: none may stand beside the number."""
+    return any(letter.isnumeric() for letter in word)
+
+
+def _stated(words: list[str], place: int, context: list[str]) -> Fraction | None:
+    """The number in the word at `place`; None where it is none, or a word around it (in `context`) changes it."""
+    word = words[place].lstrip(_LEADING).rstrip(_TRAILING)
+    found = _NUMBER.fullmatch(word)
+    if found is None or _MAGNITUDE.fullmatch(found.group(2)) or any(map(makes_another, context)):
+        return None
+    before = [word.lower() for word in words[max(0, place - 2) : place]]
+    if before and (_MAKES_THE_NEXT_ANOTHER.fullmatch(before[-1]) or _joins(before)):
+        return None
+    if place + 1 < len(words) and not words[place + 1].strip("+*/^\u00d7\u00f7"):
+        return None
+    return Fraction(re.sub(r"[,$\u20ac\u00a3]", "", word.removesuffix(found.group(2))))
+
+
+def _joins(before: list[str]) -> bool:
+    """Whether the one or two words before a number join it to another one: `9 *`, `9*`, `9`, `= -`."""
+    if _has_digit(before[-1]):
+        return before[-1][-1].isalnum() or before[-1][-1] in _OPERATORS
+    if before[-1].strip(_OPERATORS):
+        return False
+    return len(before) == 1 or before[0] == "=" or _has_digit(before[0])

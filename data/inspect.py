@@ -1,36 +1,38 @@
-"""Looks into a dataset: what `millrace data inspect PATH` shows, as a table, JSON or HTML."""
+"""Contents of a dataset for `millrace data inspect PATH`: as tables of a terminal, JSON or an HTML page."""
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
-from data.leakage import multisets
-from data.lengths import LengthSummary, summarize
-from data.schema import find_type, open_parquet, provenance, read_batches, require_row_schema
-from data.write import ROWS_PER_GROUP, SPLITS
+from data.filter import multisets
+from data.schema import ROWS_PER_GROUP, find_type, open_parquet, provenance, read_batches, require_row_schema
+from data.write import SPLITS, LengthSummary, as_svg, summarize
 from rlcore.errors import DataError
 from rlcore.storage.manifest import part_directories
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
 LONGEST_SHOWN_CHARS = 600
-"""Longer texts of a shown row are cut in tables; JSON has them whole."""
+"""Longer texts of a shown row are cut in tables and pages; JSON has them whole."""
+_TOKEN_IDS = ("prompt_ids", "solution_ids", "distractor_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class SplitReport:
-    """What one parquet file holds.
+    """Contents of one parquet file.
 
-    `lengths` counts tokens where the filter has written them, else characters (`length_unit`). `duplicates` are rows
-    whose prompt occurs before in the file. `problem` says how the file breaks the row schema, None where it keeps it.
+    `lengths` counts tokens where the filter has written them, else characters (`length_unit`). `num_duplicates` counts
+    rows whose prompt occurs earlier in the file. `problem` says how it breaks the row schema, None where it does not.
     """
 
     name: str
@@ -51,7 +53,7 @@ class SplitReport:
 
 @dataclass(frozen=True, slots=True)
 class Leakage:
-    """What two splits share: rows of `first` whose prompt, or multiset of numbers, occurs in `second`."""
+    """Overlap of two splits: rows of `first` whose prompt, or multiset of numbers, occurs in `second`."""
 
     first: str
     second: str
@@ -61,7 +63,7 @@ class Leakage:
 
 @dataclass(frozen=True, slots=True)
 class DatasetReport:
-    """What a dataset holds."""
+    """Contents of a dataset."""
 
     path: str
     splits: tuple[SplitReport, ...]
@@ -78,18 +80,6 @@ class DatasetReport:
             "leakage": [asdict(pair) for pair in self.leakage],
         }
         return json.dumps(document, indent=2, ensure_ascii=False, default=str)
-
-    def as_rich(self) -> "RenderableType":
-        """Tables for a terminal."""
-        from data.inspect_views import as_rich
-
-        return as_rich(self)
-
-    def as_html(self) -> str:
-        """One self-contained page."""
-        from data.inspect_views import as_html
-
-        return as_html(self)
 
 
 def inspect_dataset(path: Path, *, num_rows: int = 3, seed: int = 0) -> DatasetReport:
@@ -218,3 +208,119 @@ def _leakage(first: _Scan, second: _Scan) -> Leakage:
         sum(count for key, count in first.prompts.items() if key in second.prompts),
         sum(count for key, count in first.multisets.items() if key in second.multisets),
     )
+
+
+def _facts(split: SplitReport) -> Iterator[tuple[str, str]]:
+    """The figures of a split in words: name and value of each row of a table."""
+    yield "rows", f"{split.num_rows:,} ({split.size_bytes / 1e6:.2f} MB)"
+    yield "source", ", ".join(f"{name} ({count:,})" for name, count in split.data_sources.items()) or "none"
+    if split.lengths is not None:
+        found = split.lengths
+        yield (
+            f"prompt {split.length_unit}",
+            f"{found.min_tokens} to {found.max_tokens}, mean {found.mean_tokens:.1f}, median {found.p50_tokens}, "
+            f"p95 {found.p95_tokens}",
+        )
+    if split.difficulty:
+        yield "difficulty", ", ".join(f"{key}: {count:,}" for key, count in split.difficulty.items())
+    yield "with a solution", f"{split.num_with_solution:,}"
+    yield "duplicate prompts", f"{split.num_duplicates:,}"
+    if split.problem is not None:
+        yield "schema", split.problem
+
+
+def _shown_row(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """A row as labelled texts."""
+    for message in row.get("prompt") or ():
+        yield f"prompt ({message['role']})", message["content"] or ""
+    model = row.get("reward_model") or {}
+    if "ground_truth" in model:
+        yield "ground truth", json.dumps(model["ground_truth"], ensure_ascii=False, default=str)
+    extra = row.get("extra_info") or {}
+    for name, value in extra.items():
+        if value not in ("", None):
+            yield name, str(value)
+    for name in _TOKEN_IDS:
+        if row.get(name):
+            yield name, f"{len(row[name])} tokens: {' '.join(map(str, row[name][:12]))} ..."
+    for name in row.keys() - {"row", "prompt", "reward_model", "extra_info", "ground_truth_json", *_TOKEN_IDS}:
+        yield name, str(row[name])
+
+
+def as_rich(report: DatasetReport) -> RenderableType:
+    """Tables for a terminal."""
+    parts: list[RenderableType] = []
+    for split in report.splits:
+        table = Table(title=f"{split.name}: {split.path}", title_justify="left", show_header=False)
+        for name, value in _facts(split):
+            table.add_row(name, Text(value))
+        parts.append(table)
+        parts += [_panel(row, split.name) for row in split.rows]
+    if report.splits:
+        parts.insert(0, _schema_table(report.splits[0]))
+    for pair in report.leakage:
+        leaks = pair.num_prompts or pair.num_multisets
+        text = f"{pair.first} and {pair.second} share {pair.num_prompts:,} prompts, {pair.num_multisets:,} multisets"
+        parts.append(Text(text, style="bold red" if leaks else "green"))
+    return Group(*parts)
+
+
+def _schema_table(split: SplitReport) -> Table:
+    table = Table("column", "type", title="Schema", title_justify="left")
+    for name, kind in split.columns:
+        table.add_row(name, Text(kind))
+    for name, value in split.provenance.items():
+        table.add_row(Text(f"provenance {name}", style="dim"), Text(_brief(value), style="dim"))
+    return table
+
+
+def _panel(row: Mapping[str, Any], split: str) -> Panel:
+    text = Text()
+    for name, value in _shown_row(row):
+        text.append(f"{name}: ", style="bold")
+        text.append(f"{_cut(value)}\n")
+    return Panel(text, title=f"{split} row {row['row']}", title_align="left")
+
+
+def _brief(value: Any) -> str:
+    return _cut(json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else str(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_SHOWN_CHARS else f"{text[:LONGEST_SHOWN_CHARS]} ... ({len(text):,} characters)"
+
+
+_STYLE = """body{font:15px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
+table{border-collapse:collapse;margin:1rem 0}td,th{border:1px solid #ccc;padding:.2rem .6rem;text-align:left;
+vertical-align:top}pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0}svg{max-width:100%}
+.bad{color:#b3261e;font-weight:bold}.good{color:#1b6e3c}"""
+
+
+def as_html(report: DatasetReport) -> str:
+    """One self-contained page."""
+    body = [f"<h1>{escape(report.path)}</h1>"]
+    for pair in report.leakage:
+        kind = "bad" if pair.num_prompts or pair.num_multisets else "good"
+        body.append(
+            f'<p class="{kind}">{escape(pair.first)} and {escape(pair.second)} share {pair.num_prompts:,} prompts and '
+            f"{pair.num_multisets:,} multisets of numbers.</p>"
+        )
+    for split in report.splits:
+        body += [f"<h2>{escape(split.name)}</h2>", _html_table(_facts(split))]
+        if split.lengths is not None:
+            body.append(as_svg(split.lengths, f"Prompt lengths of {split.name}", unit=split.length_unit))
+        body += ["<h3>Columns</h3>", _html_table(split.columns)]
+        if split.provenance:
+            rows = ((name, _brief(value)) for name, value in split.provenance.items())
+            body += ["<h3>Provenance</h3>", _html_table(rows)]
+        for row in split.rows:
+            body += [f"<h3>Row {row['row']}</h3>", _html_table((name, _cut(value)) for name, value in _shown_row(row))]
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(report.path)}</title>"
+        f"<style>{_STYLE}</style><body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _html_table(rows: Iterable[tuple[str, str]]) -> str:
+    cells = (f"<tr><th>{escape(name)}</th><td><pre>{escape(value)}</pre></td></tr>" for name, value in rows)
+    return f"<table>{''.join(cells)}</table>"

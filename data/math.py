@@ -1,14 +1,12 @@
-"""Scorer for mathematics of any kind: the math-verify library decides whether two expressions are equal.
+r"""Scorer for mathematics of any kind: the math-verify library decides whether two expressions are equal.
 
-What is compared is ours: the last `\boxed{}`, as the field's graders of MATH take it; without one what the last "answer
-is" or "answer:" says, or the last line, if nothing mathematical comes after it. math-verify alone takes the first of
-`The answer is 18. No, 19.`, reads over commands that it does not know (`\neg 18`, `\approx 18`), over words (`18
-million`) and over the first side of `19 = 18`. And where the reference is a number the answer must be one: whoever is
-asked for 12 * 12 has not answered by `12 * 12`.
+What is compared is chosen here: the last `\boxed{}`, as in the field's graders of MATH; without one the text after the
+last "answer is" or "answer:", or the last line, if nothing mathematical comes after it. math-verify alone takes the
+first of `The answer is 18. No, 19.`, and ignores unknown commands (`\neg 18`, `\approx 18`), words (`18 million`) and
+the first side of `19 = 18`. Where the reference is a number the answer must be one: `12 * 12` is no answer to 12 * 12.
 
-The library computes what the answer says, and some answers never end (`9^{9^{9}}`), so it belongs into scoring
-processes with a deadline: `reward.num_processes` of 1 or more. Its own time limit uses signals, which a thread may not;
-it is off.
+The library computes the answer, which for some never ends (`9^{9^{9}}`), so it needs scoring processes with a deadline:
+`reward.num_processes` of 1 or more. Its own time limit is off, since it uses signals, which do not work in a thread.
 """
 
 import logging
@@ -19,10 +17,10 @@ from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from data.stated_number import makes_another
+from data.gsm8k import makes_another
 from rlcore.score import Score
 
-# What the answer is follows near its end; a long text costs the parser minutes.
+# The answer stands near the end; a long text costs the parser minutes.
 _LONGEST_CHARS = 2_000
 
 _BOX = "\\boxed{"
@@ -39,7 +37,7 @@ _INTRODUCTION = re.compile(r"^(?:[a-zA-Z']{2,}\s+)+(?=[-0-9])")
 # A base (18_8), minutes (18'); in a number also a relation (> 18) and one of several equations (x=19, x=18).
 _MARKED_DIGITS = re.compile(r"[0-9}]\s*[_']")
 _ODD_IN_A_NUMBER = re.compile(rf"{_MARKED_DIGITS.pattern}|[<>;]|\\(?:[lg]eq?|[lg]t|neq?|in)\b|=[^=]*,[^=]*=")
-# Commands that math-verify reads or that only set type. It reads over all others, whatever they say.
+# Commands that math-verify reads or that only set type. It ignores all others, whatever they mean.
 _KNOWN = re.compile(
     r"[dtc]?frac|sqrt|cdot|times|div|pm|mp|left|right|big|Big|text(?:bf)?|math(?:rm|bf|bb|cal|it)|mbox|boldsymbol|boxed"
     r"|operatorname|displaystyle|q?quad|circ|degree|pi|infty|emptyset|varnothing|in|cup|cap|setminus|subset|begin|end"
@@ -52,20 +50,20 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every ca
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """1 where the answer equals the reference, else 0. `format` says whether it stands in `\\boxed{}`."""
+    """1 where the answer equals the reference, else 0. `format` is 1 for an answer in `\\boxed{}`, else 0."""
     wanted = str(ground_truth["answer"])
     gold = _reference(wanted)
     end = response[-_LONGEST_CHARS:]
     stated = _last_box(end) if _BOX in end else _statement(end)
     content = None if stated is None else _readable(stated, wanted, is_number=_is_number(gold))
     correct = content is not None and _equal(content, gold, wanted)
-    # All that equals the reference says the same; of what does not, the expression as it is parsed.
+    # All correct answers have the vote of the reference, others that of the parsed expression.
     said = wanted if correct else _written(_parsed(content)) if content is not None else None
     return Score(float(correct), {"correct": float(correct), "format": float(_BOX in response)}, said)
 
 
 def _last_box(text: str) -> str | None:
-    r"""What the last `\boxed{}` holds; None where it is not closed.
+    r"""Content of the last `\boxed{}`; None where it is not closed.
 
     >>> _last_box(r"\boxed{1} or \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -80,9 +78,9 @@ def _last_box(text: str) -> str | None:
 
 
 def _statement(text: str) -> str | None:
-    r"""What an answer without a box says at its end; None where something mathematical follows that is not part of it.
+    r"""The statement at the end of an answer without a box; None where something else mathematical follows it.
 
-    Without "answer is" the last line has to be mathematical.
+    Without "answer is" it is the last line, which has to be mathematical.
 
     >>> _statement("Twice nine. The answer is $18$."), _statement("The answer is 18. No, 19."), _statement("Hm.\n18")
     ('18', None, '18')
@@ -101,9 +99,9 @@ def _statement(text: str) -> str | None:
 
 
 def _readable(stated: str, wanted: str, *, is_number: bool) -> str | None:
-    """The stated text as LaTeX of which math-verify reads all; None where it would read over a part of it.
+    """The stated text as LaTeX that math-verify reads completely; None where it would ignore a part of it.
 
-    What stands in the reference too is no reason to refuse.
+    Parts that the reference has too are allowed.
     """
     content = stated.strip().rstrip(".").replace("\\$", "").replace("\n", " ")
     own = _COMMAND.findall(wanted)
@@ -117,7 +115,7 @@ def _readable(stated: str, wanted: str, *, is_number: bool) -> str | None:
         return None
     if is_number:
         content = re.sub(r"\s*\\?%$", "", content)  # 18% of something is 18, as in the references
-    if is_number and not _TEXT.search(content):  # plain words are no variables then, but an introduction and a unit
+    if is_number and not _TEXT.search(content):  # plain words are an introduction or a unit, no variables
         content = _WORDS.sub(lambda words: rf"\text{{ {words[0]} }}", _INTRODUCTION.sub("", content))
     return content or None
 
@@ -137,7 +135,7 @@ def _equal(content: str, gold: list[Any], wanted: str) -> bool:
 
 
 def _is_number(parsed: list[Any]) -> bool:
-    """Whether the first reading is a number as one writes it, no arithmetic that is still to be done."""
+    """Whether the first reading is a plain number, not arithmetic that is still to be done."""
     return bool(parsed) and getattr(parsed[0], "is_Number", False) is True
 
 
@@ -147,7 +145,7 @@ def _parsed(content: str) -> list[Any]:
 
 
 def _written(found: list[Any]) -> str | None:
-    """What was parsed as one text: 1/2 for 0.5. A number of thousands of digits stays as it was written."""
+    """The parsed answer as text: 1/2 for 0.5. A number of thousands of digits stays as it was written."""
     try:
         return str(found[0]) if found else None
     except ValueError:

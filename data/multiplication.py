@@ -1,4 +1,4 @@
-"""A task of one's own in one file: products of two numbers.
+"""A custom task in one file: products of two numbers.
 
 A task needs `build`, which makes rows, and `score`, which judges an answer. This one runs with
 
@@ -48,7 +48,7 @@ def _rows(pairs: list[tuple[int, int]]) -> Iterator[Row]:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """1 for the product, white space aside, else 0. `format` says whether the answer is a number at all."""
+    """1 for the product, white space aside, else 0. `format` is 1 for an answer that is a number, else 0."""
     digits = "".join(response.split())
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= 20
     correct = is_number and int(digits) == ground_truth["product"]

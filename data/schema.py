@@ -16,7 +16,10 @@ import pyarrow.parquet as pq
 from rlcore.errors import DataError
 
 PROVENANCE_KEY = b"millrace"
-"""Key of the JSON document in a parquet file's metadata that says where its rows come from."""
+"""Key of the JSON document in a parquet file's metadata with the origin of its rows."""
+
+ROWS_PER_GROUP = 8_192
+"""Rows of a parquet row group: what is in memory at one time."""
 
 PROMPT_TYPE = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 EXTRA_INFO_TYPE = pa.struct(
@@ -28,7 +31,6 @@ EXTRA_INFO_TYPE = pa.struct(
         ("distractor", pa.string()),
     ]
 )
-COUNTDOWN_GROUND_TRUTH = pa.struct([("target", pa.int64()), ("numbers", pa.list_(pa.int64()))])
 
 Check = Callable[[pa.DataType], bool]
 
@@ -93,21 +95,16 @@ _OPTIONAL: tuple[tuple[str, str, Check], ...] = (
     ("extra_info.solution", "string", _is_text),
     ("extra_info.distractor", "string", _is_text),
 )
-_COUNTDOWN: tuple[tuple[str, str, Check], ...] = (
-    ("reward_model.ground_truth.target", "integer", pa.types.is_integer),
-    ("reward_model.ground_truth.numbers", "list of integers", _is_list),
-    ("reward_model.ground_truth.numbers.[]", "integer", pa.types.is_integer),
-)
 
 
-def require_row_schema(schema: pa.Schema, path: Path, *, countdown: bool = False) -> None:
-    """Check the columns of a file; `countdown` also checks the ground truth's fields.
+def require_row_schema(schema: pa.Schema, path: Path) -> None:
+    """Check the columns of a file.
 
     Raises:
         DataError: every missing or mistyped column at once: file, column, expected, got, remedy.
     """
     problems = []
-    for name, expected, check in (*_RULES, *(_COUNTDOWN if countdown else ())):
+    for name, expected, check in _RULES:
         found = find_type(schema, name)
         if found is None or not check(found):
             problems.append((name, expected, "nothing" if found is None else str(found)))
@@ -115,7 +112,7 @@ def require_row_schema(schema: pa.Schema, path: Path, *, countdown: bool = False
         found = find_type(schema, name)
         if found is not None and not check(found):
             problems.append((name, expected, str(found)))
-    # A missing parent says it all; its fields need no line of their own.
+    # The fields of a missing parent need no lines of their own.
     missing = {name for name, _, got in problems if got == "nothing"}
     told = [p for p in problems if not any(p[0].startswith(f"{parent}.") for parent in missing)]
     if told:

@@ -2,22 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from data.reads import digests_of, keep_reads, known_reads, noted_reads
+from data.custom import digests_of, keep_reads, known_reads, recorded_reads
 from data.rows import TaskRows
-from data.stage import StageResult, source_digest
-from rlcore.config.data import (
-    CountdownData,
-    CustomData,
-    DataConfig,
-    Gsm8kData,
-    MappedData,
-    MixtureData,
-    ParquetData,
-    TaskData,
-)
+from data.stage import StageResult, mixture_fingerprint, publish_mixture, source_digest
+from rlcore.config.data import DataConfig, MixtureData, TaskData
 from rlcore.config.fingerprint import fingerprint
 from rlcore.storage.finished import finished_or_set_aside
 from rlcore.storage.manifest import part_directories, read_manifest
@@ -26,75 +18,49 @@ from rlcore.storage.publish import published_directory
 DATASET_FORMAT = 1
 """Raise it when the layout of the dataset's files changes."""
 
-_WRITERS = ("data.cards", "data.rows", "data.schema", "data.write")
+_WRITERS = ("data.rows", "data.schema", "data.write")
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """How one kind of settings becomes rows.
 
-    `modules` are the source files that the rows depend on; `inputs` digests the files that they are made from, in whose
-    stead `places`, the settings that say where they lie, do not count. `sources`: paths of the code of a build
+    `build` makes them. `modules` are the source files that the rows depend on. `inputs` digests the files that they are
+    made from; the settings that name those files, `places`, do not count beside it. `sources` gives the code of a build
     that may read any file, its module first.
     """
 
     build: Callable[[Any, int], TaskRows]
     modules: tuple[str, ...]
     inputs: Callable[[Any], Mapping[str, str]]
-    places: tuple[str, ...]
-    is_random: bool
+    places: tuple[str, ...] = ()
+    is_random: bool = False
     sources: Callable[[Any], tuple[str, ...]] | None = None
 
 
-def _countdown() -> Task:
-    from data import countdown
-
-    parts = ("countdown", "countdown_problems", "countdown_draws", "countdown_solver", "arithmetic")
-    modules = tuple(f"data.{part}" for part in parts)
-    return Task(countdown.build, modules, inputs=lambda _: {}, places=(), is_random=True)
-
-
-def _gsm8k() -> Task:
-    from data import gsm8k
-
-    modules, places = ("data.gsm8k", "data.sources"), ("source", "revision")
-    return Task(gsm8k.build, modules, inputs=gsm8k.source_digests, places=places, is_random=False)
-
-
-def _parquet() -> Task:
-    from data import as_is
-
-    places = ("train_file", "validation_file")
-    return Task(as_is.build, ("data.as_is",), inputs=as_is.source_digests, places=places, is_random=False)
-
-
-def _mapped() -> Task:
-    from data import mapped
-
-    # Not the source: where no other name is given, rows are called by it.
-    modules, places = ("data.mapped", "data.sources"), ("revision",)
-    return Task(mapped.build, modules, inputs=mapped.source_digests, places=places, is_random=False)
-
-
-def _custom() -> Task:
-    from data import custom
-
-    modules = ("data.custom",)
-    return Task(custom.build, modules, custom.source_digests, places=(), is_random=True, sources=custom.sources_of)
-
-
-_TASKS: Mapping[type, Callable[[], Task]] = {
-    CountdownData: _countdown,
-    Gsm8kData: _gsm8k,
-    ParquetData: _parquet,
-    MappedData: _mapped,
-    CustomData: _custom,
-}
-
-
 def task_of(config: TaskData) -> Task:
-    """How these settings become rows."""
-    return _TASKS[type(config)]()
+    """How these settings become rows. Imports the module of the task alone."""
+    match config.task:
+        case "countdown":
+            module = import_module("data.countdown")
+            modules = ("data.countdown", "data.countdown_problems", "data.arithmetic")
+            return Task(module.build, modules, inputs=lambda _: {}, is_random=True)
+        case "gsm8k":
+            module = import_module("data.gsm8k")
+            return Task(module.build, ("data.gsm8k", "data.sources"), module.source_digests, ("source", "revision"))
+        case "parquet":
+            module = import_module("data.sources")
+            places = ("train_file", "validation_file")
+            return Task(module.parquet_rows, ("data.sources",), module.parquet_digests, places)
+        case "mapped":
+            module = import_module("data.sources")
+            # The source is no place: rows are named after it unless the settings give a name.
+            return Task(module.mapped_rows, ("data.sources",), module.mapped_digests, ("revision",))
+        case "custom":
+            module = import_module("data.custom")
+            return Task(
+                module.build, ("data.custom",), module.source_digests, is_random=True, sources=module.sources_of
+            )
 
 
 def _settings(config: TaskData, task: Task) -> dict[str, Any]:
@@ -115,14 +81,12 @@ def input_digests(config: DataConfig, root: Path) -> dict[str, str]:
     named = dict(task.inputs(config))
     if task.sources is None:
         return named
-    return (
-        dict(digests_of(known_reads(root, _build_print(config, task, named)), Path(task.sources(config)[0]).parent))
-        | named
-    )
+    read = known_reads(root, _build_print(config, task, named))
+    return digests_of(read, Path(task.sources(config)[0]).parent) | named
 
 
 def inputs_of(dataset: Path) -> dict[str, str]:
-    """The same of a finished dataset, as they were when it was made; nothing where it does not say."""
+    """`input_digests` of a finished dataset as they were when it was made; empty where its manifest has none."""
     manifests = [read_manifest(part) for part in part_directories(dataset)]
     inputs = [{} if manifest is None else manifest.values.get("inputs", {}) for manifest in manifests]
     if len(inputs) == 1:
@@ -137,12 +101,10 @@ def _build_print(config: TaskData, task: Task, named: Mapping[str, str]) -> str:
 def dataset_fingerprint(config: DataConfig, seed: int, root: Path) -> str:
     """What the dataset depends on: settings, seed, the generator's source, and the digests of its input files.
 
-    The seed counts only for tasks that draw their rows. The scorer does not change a row, so it does not count.
-    A mixture's is that of its parts' fingerprints. What a build of one's own reads is known once it has run.
+    The seed counts only for tasks that draw their rows. The scorer changes no row, so it does not count. That of a
+    mixture is made of its parts' fingerprints. The files that a user's build reads count once it has run.
     """
     if isinstance(config, MixtureData):
-        from data.mixture import mixture_fingerprint
-
         return mixture_fingerprint("dataset", (dataset_fingerprint(part.data, seed, root) for part in config.parts))
     task = task_of(config)
     payload = {
@@ -156,7 +118,7 @@ def dataset_fingerprint(config: DataConfig, seed: int, root: Path) -> str:
 
 
 def dataset_directory(fingerprint: str, root: Path) -> Path:
-    """Where the dataset lies under `paths.root`."""
+    """Folder of the dataset under `paths.root`."""
     return root / "datasets" / fingerprint
 
 
@@ -170,27 +132,24 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path) -> StageResult:
     digest = dataset_fingerprint(config, seed, root)
     directory = dataset_directory(digest, root)
     if isinstance(config, MixtureData):
-        from data.mixture import publish_mixture
-
         parts = [build_dataset(part.data, seed=seed, root=root) for part in config.parts]
         return publish_mixture("dataset", directory, parts)
     if (manifest := finished_or_set_aside(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
     try:
         return _made(config, seed, root, directory)
-    except _FurtherInputsError:  # known from here on, and part of the name
+    except _FurtherInputsError:  # now known, and part of the fingerprint
         directory = dataset_directory(dataset_fingerprint(config, seed, root), root)
         return _made(config, seed, root, directory, last=True)
 
 
 class _FurtherInputsError(Exception):
-    """A build of one's own has read files that the dataset's name does not know of."""
+    """A user's build has read files that the dataset's fingerprint does not cover."""
 
 
 def _made(config: TaskData, seed: int, root: Path, directory: Path, *, last: bool = False) -> StageResult:
-    """Make the dataset. Raises _FurtherInputsError, and nothing is left of it; but not the `last` time."""
-    from data.cards import write_dataset_card
-    from data.write import write_splits
+    """Make the dataset. Unless it is the `last` try, raises _FurtherInputsError, which leaves nothing behind."""
+    from data.write import write_dataset_card, write_splits
 
     task = task_of(config)
     inputs = input_digests(config, root)
@@ -205,16 +164,16 @@ def _made(config: TaskData, seed: int, root: Path, directory: Path, *, last: boo
     }
     facts: dict[str, Any] = {"kind": "dataset", "fingerprint": directory.name, "task": config.task, "inputs": inputs}
     with published_directory(directory, facts) as folder:
-        with noted_reads([] if task.sources is None else task.sources(config)) as read:
+        with recorded_reads([] if task.sources is None else task.sources(config)) as read:
             facts["counts"] = write_splits(folder, task.build(config, seed), document)
-        if task.sources is not None and _are_news(config, task, root, read) and not last:
+        if task.sources is not None and _has_read_more(config, task, root, read) and not last:
             raise _FurtherInputsError
         write_dataset_card(folder)
     return StageResult(directory, directory.name, cached=False, counts=facts["counts"])
 
 
-def _are_news(config: TaskData, task: Task, root: Path, read: set[Path]) -> bool:
-    """Whether a build has read files besides those known; they are known from here on."""
+def _has_read_more(config: TaskData, task: Task, root: Path, read: set[Path]) -> bool:
+    """Whether a build has read files besides the known ones, which are written down."""
     build = _build_print(config, task, task.inputs(config))
     known = known_reads(root, build)
     found = {path for path in read if not path.is_relative_to(root.resolve())}

@@ -1,21 +1,36 @@
-"""The tokenizer as the filter uses it: prompts to text to token ids, many at a time.
+"""Prompts to text and token ids, many at a time, exactly as one tokenizer gives them.
 
-transformers is imported only when a tokenizer is opened, so that a cached filter costs no seconds of start.
+A short way is taken where it gives the same result. The chat template is rendered once, for the text that it puts
+around a message (`ChatFrame`). Each word is tokenized once (`PieceEncoder`): a tokenizer of the GPT kind (byte-level
+BPE) first cuts a text into words, and starts a new one at every single space between two visible characters. So the ids
+of a text are the ids of its pieces " word" end to end, and prompts made from a template, or written in one language,
+repeat pieces. A tokenizer that does not cut there is found by its description and by a probe; its texts, and texts with
+other white space, are tokenized whole.
+
+Token ids are bytes, four for each (int32), which are joined and cut at the speed of memory. transformers is imported
+when a tokenizer is opened, so a cached filter starts quickly.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, TemplateSyntaxError, nodes
 
-from data.chat_frame import ChatFrame
-from data.pieces import ID_BYTES, PieceEncoder, encode_whole, to_bytes
 from rlcore.errors import DataError
 
 Messages = Sequence[Mapping[str, str]]
+Render = Callable[[Messages], str]
+
+ID_BYTES = 4
+"""Bytes of one token id."""
 
 _FILES = (
     "tokenizer.json",
@@ -29,15 +44,25 @@ _FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# Templates that write the day into the prompt (Llama 3) write this one: the same rows and settings give the same tokens
-# whenever the filter runs. It is the day that Llama's own template falls back on.
+# The date for templates that write one into the prompt (Llama 3), so that equal rows give equal tokens on every day. It
+# is the default of Llama's own template.
 _TODAY = date(2024, 7, 26)
-# One text in so many is also rendered and tokenized the long way; a difference stops the short way for good.
+# One text in so many is also rendered and tokenized the long way, and compared.
 _CHECK_EVERY = 256
+_MARK = "MillraceContent"
+
+# Pieces kept; a piece is a short string and a few ids, so this bounds the cache at some 200 MB.
+_MAX_PIECES = 1_000_000
+
+# Characters on the two sides of a space, each pair of which is probed: letters with and without accents, other scripts,
+# digits, punctuation, quotes, brackets, symbols.
+_EDGES = (*"aZ7.,'\"()<>|-+=#$_", "\u00e9", "\u4e2d", "\u0438", "\u0663", "\u20ac", "\U0001f642")
+# White space that is not a single space between visible characters. A line's end inside a piece is tokenized with it.
+_ODD_SPACE = re.compile(r" \s|\s |[^\S \n]")
 
 
 class ShortWayError(Exception):
-    """A text came out differently by the short way than by the tokenizer itself. The filter starts again without."""
+    """The short way gave another result than the tokenizer itself. The filter starts again without it."""
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
@@ -57,7 +82,7 @@ def tokenizer_fingerprint(directory: Path) -> str:
 
 def load_tokenizer(directory: Path) -> Any:
     """The transformers tokenizer of a directory. Raises DataError where that fails, or it is not a fast one."""
-    # Not AutoTokenizer: beside some config.json files it ignores the tokenizer's own class and cuts text anew.
+    # Not AutoTokenizer: beside some config.json files it ignores the tokenizer's own class.
     from rlcore.models.load import load_tokenizer as load_as_its_file_says
 
     try:
@@ -76,10 +101,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 class PromptTokenizer:
-    """Prompts to text and to token ids, as one tokenizer does it.
-
-    The short way renders a chat template once and tokenizes each word once (`PieceEncoder`); it is taken where it
-    gives the same ids, which is probed here and checked on a sample of what is encoded.
+    """Renders and tokenizes prompts and answers. The short way is checked on a sample of the texts.
 
     Raises:
         DataError: no tokenizer, or prompts are chats and it has no chat template.
@@ -132,14 +154,14 @@ class PromptTokenizer:
         encoded = self._encode(texts)
         if not before and not after:
             return encoded
-        # A text may write the first token itself, as prompts do that were rendered elsewhere: once is enough.
+        # A prompt that was rendered elsewhere may begin with the first token already.
         return [(b"" if before and ids.startswith(before) else before) + ids + after for ids in encoded]
 
     def encode_answers(self, answers: Sequence[str]) -> list[bytes]:
         """Token ids of each answer with the end-of-sequence token; none for ''.
 
         Raises:
-            DataError: an answer has a word that the tokenizer does not know, so no model with it could write it.
+            DataError: an answer has a word without a token, which no model with this tokenizer can write.
         """
         encoded = self._encode(answers)
         self._require_known(answers, encoded)
@@ -147,9 +169,9 @@ class PromptTokenizer:
         return [ids + end if answer else b"" for answer, ids in zip(answers, encoded, strict=True)]
 
     def with_unknown_words(self, encoded: Sequence[bytes]) -> list[int]:
-        """Places of the texts in which the tokenizer does not know a word."""
+        """Indices of the texts with a word that is not in the vocabulary."""
         unknown = self._tokenizer.unk_token_id
-        # Byte-level tokenizers know every word; some name an end-of-text token as the unknown one.
+        # Byte-level tokenizers have tokens for every word; some name an end-of-text token as the unknown one.
         if unknown is None or self._pieces is not None:
             return []
         return [place for place, ids in enumerate(encoded) if unknown in np.frombuffer(ids, dtype=np.int32)]
@@ -191,9 +213,9 @@ class PromptTokenizer:
         return found
 
     def _find_special_tokens(self) -> tuple[bytes, bytes] | None:
-        """What comes before and after; None where that cannot be told from one text.
+        """Special tokens before and after a text; None where one text does not show them.
 
-        An end-of-sequence token after it is left out: a prompt is to be gone on with.
+        An end-of-sequence token after it is left out, since the answer follows the prompt.
         """
         [plain] = encode_whole(self._backend, ["a"])
         [full] = encode_whole(self._backend, ["a"], add_special_tokens=True)
@@ -202,3 +224,212 @@ class PromptTokenizer:
                 after = full[start + len(plain) :]
                 return full[:start], b"" if after == self._end else after
         return None
+
+
+# ---------------------------------------------------------------------- one rendering for all messages
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFrame:
+    """The text that a chat template puts around a single user message.
+
+    `strips`: the template removes white space at the message's ends. `looked_for` matches the strings that the template
+    searches for in a message (`'</think>' in content`); a message with one of them has to be rendered.
+    """
+
+    before: str
+    after: str
+    strips: bool
+    looked_for: re.Pattern[str] | None
+
+    @classmethod
+    def of(cls, template: object, render: Render) -> "ChatFrame | None":
+        """The frame; None where the template cannot be parsed, or does more than put text around a message."""
+        try:
+            strings = sorted(set(_looked_for(template))) if isinstance(template, str) else None
+        except TemplateSyntaxError:
+            return None
+        if strings is None:
+            return None
+        before, mark, after = render([{"role": "user", "content": _MARK}]).partition(_MARK)
+        padded = f" {_MARK} {_MARK} "
+        shown = render([{"role": "user", "content": padded}])
+        pattern = re.compile("|".join(map(re.escape, strings))) if strings else None
+        for frame in (cls(before, after, strips, pattern) for strips in (False, True)):
+            if mark and frame.text(padded) == shown:
+                return frame
+        return None
+
+    def text(self, content: str) -> str | None:
+        """The whole prompt; None where the message has to be rendered."""
+        if self.looked_for is not None and self.looked_for.search(content):
+            return None
+        return f"{self.before}{content.strip() if self.strips else content}{self.after}"
+
+
+def _looked_for(template: str) -> Iterator[str]:
+    """String constants on the left of `in`, and arguments of methods and filters (startswith, split, replace)."""
+    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)  # nothing is run
+    for compare in tree.find_all(nodes.Compare):
+        if any(operand.op in ("in", "notin") for operand in compare.ops):
+            yield from _strings([compare.expr])
+    for filtering in tree.find_all(nodes.Filter):
+        yield from _strings(filtering.args)
+    for call in tree.find_all(nodes.Call):
+        assert isinstance(call, nodes.Call), "find_all gives what it is asked for; its type says less"
+        if isinstance(call.node, nodes.Getattr):
+            yield from _strings(call.args)
+
+
+def _strings(found: Sequence[nodes.Node]) -> Iterator[str]:
+    for node in found:
+        if isinstance(node, nodes.Const) and isinstance(node.value, str) and node.value.strip():
+            yield node.value
+
+
+# ---------------------------------------------------------------------- each word once
+
+
+def to_bytes(ids: Sequence[int]) -> bytes:
+    """Token ids as bytes."""
+    return np.asarray(ids, dtype=np.int32).tobytes()
+
+
+def encode_whole(backend: Any, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[bytes]:
+    """Token ids of each text by the tokenizer itself."""
+    found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+    return [to_bytes(encoding.ids) for encoding in found]
+
+
+class PieceEncoder:
+    """Token ids by pieces, without special tokens, exactly as the tokenizer gives them for the whole text."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._pieces: dict[str, bytes] = {}  # a piece that a space comes before, without that space
+        self._heads: dict[str, bytes] = {"": b""}  # the first piece of a text
+
+    @classmethod
+    def of(cls, backend: Any) -> "PieceEncoder | None":
+        """An encoder for a `tokenizers.Tokenizer`, None where it does not cut at single spaces."""
+        return cls(backend) if _is_byte_level(json.loads(backend.to_str())) and _cuts_at_spaces(backend) else None
+
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        """Token ids of each text."""
+        before, after = _shared_ends(texts)
+        head, tail = encode_whole(self._backend, [before, after])
+        if not before and not after:
+            return self._encode(texts, self._heads)
+        stop = -len(after) or None
+        # What is left begins with the space that the first part ended before.
+        start = len(before) + 1 if before else 0
+        middles = self._encode([text[start:stop] for text in texts], self._pieces if before else self._heads)
+        return [b"".join((head, middle, tail)) for middle in middles]
+
+    def _encode(self, texts: Sequence[str], heads: dict[str, bytes]) -> list[bytes]:
+        """`heads` caches first pieces: `_pieces` where a space comes before each text, else `_heads`."""
+        pieces = self._pieces
+        known, join = pieces.__getitem__, b"".join
+        # One search over all texts is faster than one for each, and odd ones are rare. The replacement keeps a space at
+        # a text's end odd.
+        any_odd = _has_odd_space("\x00".join([*texts, ""]).replace(" \x00", "  "))
+        found: list[bytes | None] = []
+        later = []
+        for index, text in enumerate(texts):
+            if any_odd and _has_odd_space(text):
+                found.append(None)
+                continue
+            head, *rest = text.split(" ")
+            try:
+                found.append(join((heads[head], *map(known, rest))))
+            except KeyError:
+                found.append(b"")
+                later.append((index, head, rest))
+        if later:
+            new_heads = {head for _, head, _ in later}
+            new_pieces = set(chain.from_iterable(rest for _, _, rest in later))
+            if heads is pieces:
+                new_pieces |= new_heads
+            else:
+                self._learn(heads, new_heads)
+            self._learn(pieces, new_pieces)
+            for index, head, rest in later:
+                found[index] = b"".join([heads[head], *[pieces[piece] for piece in rest]])
+        lead = " " if heads is pieces else ""
+        odd = [index for index, ids in enumerate(found) if ids is None]
+        for index, ids in zip(odd, encode_whole(self._backend, [lead + texts[index] for index in odd]), strict=True):
+            found[index] = ids
+        return [ids for ids in found if ids is not None]
+
+    def _learn(self, known: dict[str, bytes], wanted: set[str]) -> None:
+        lead = " " if known is self._pieces else ""
+        new = sorted(wanted - known.keys())
+        if len(known) > _MAX_PIECES:
+            known.clear()
+            new = sorted(wanted)
+        for piece, ids in zip(new, encode_whole(self._backend, [lead + piece for piece in new]), strict=True):
+            known[piece] = ids
+
+
+def _has_odd_space(text: str) -> bool:
+    if not text.isascii():
+        return text[-1:] == " " or _ODD_SPACE.search(text) is not None
+    # In ASCII text these find what the pattern finds, several times faster.
+    line = " \n" in text or "\n " in text or "\t" in text or "\r" in text or "\x0b" in text or "\x0c" in text
+    return line or text[-1:] == " " or "  " in text
+
+
+def _shared_ends(texts: Sequence[str]) -> tuple[str, str]:
+    """What all texts begin and end with, cut at single spaces: the space before the rest belongs to the rest, the
+    space before the end to the end. '' where there is too little to gain.
+
+    >>> _shared_ends(["add 1 and 2 now, please", "add 1 and 30 now, please"])
+    ('add 1', ' please')
+    """
+    if len(texts) < 2:
+        return "", ""
+    before = _common_start(min(texts), max(texts))
+    cut = _last_cut(before)
+    before = before[:cut]
+    tails = [text[cut:][::-1] for text in texts]
+    after = _common_start(min(tails), max(tails))[::-1]
+    # The space must follow a visible character of every text, so not the tail's first one.
+    found = re.search(r"(?<=\S) (?=\S)", after)
+    return before, after[found.start() :] if found else ""
+
+
+def _common_start(first: str, last: str) -> str:
+    """What the first and the last of some sorted texts begin with, and so all between them."""
+    length = next((index for index, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), None)
+    return first if length is None else first[:length]
+
+
+def _last_cut(text: str) -> int:
+    """Where the last space between two visible characters stands, 0 where there is none."""
+    found = re.match(r"(?s:.*\S)(?= \S)", text)
+    return found.end() if found else 0
+
+
+def _is_byte_level(description: dict[str, Any]) -> bool:
+    """Whether the description is of the GPT kind, without parts that depend on text across a space."""
+    plain_normalizer = description["normalizer"] is None or description["normalizer"]["type"] == "NFC"
+    steps = description["pre_tokenizer"] or {}
+    parts = steps.get("pretokenizers", [steps])
+    byte_level = [part for part in parts if part.get("type") == "ByteLevel"]
+    known = all(part.get("type") in ("ByteLevel", "Split", "Digits", "Punctuation") for part in parts)
+    no_prefix = not any(part.get("add_prefix_space") for part in byte_level)
+    plain_added = not any(
+        token["lstrip"] or token["rstrip"] or token["single_word"] or " " in token["content"]
+        for token in description["added_tokens"]
+    )
+    is_bpe = description["model"]["type"] == "BPE"
+    return bool(is_bpe and plain_normalizer and byte_level and known and no_prefix and plain_added)
+
+
+def _cuts_at_spaces(backend: Any) -> bool:
+    pairs = [(f"x{a}", f" {b}y") for a in _EDGES for b in _EDGES]
+    pairs += [(f"{a}{a}\n{a}", f" {b}{b}") for a in _EDGES for b in _EDGES]
+    whole = encode_whole(backend, [left + right for left, right in pairs])
+    lefts = encode_whole(backend, [left for left, _ in pairs])
+    rights = encode_whole(backend, [right for _, right in pairs])
+    return all(ids == left + right for ids, left, right in zip(whole, lefts, rights, strict=True))

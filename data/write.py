@@ -1,8 +1,14 @@
-"""Writes a task's rows as parquet, in bounded memory, the same bytes for the same rows."""
+"""Writes rows as parquet and dataset cards beside them.
 
+Memory is bounded, and equal rows give equal bytes. A card is a README.md with what the rows are and where they come
+from; the card of a filtered dataset has the lengths of its prompts.
+"""
+
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -11,24 +17,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data.rows import Row, TaskRows
-from data.schema import ground_truth_type, provenance_metadata, row_schema
+from data.schema import ROWS_PER_GROUP, ground_truth_type, open_parquet, provenance, provenance_metadata, row_schema
+from data.stage import CARD
 from rlcore.errors import DataError
 
-ROWS_PER_GROUP = 8_192
-"""Rows of a parquet row group: what is in memory at one time."""
-
 SPLITS = ("train", "validation")
+_NUM_BINS = 24
 
 
 class RowWriter:
-    """Writes a parquet file beside the work: one record batch is compressed while the next is made.
+    """Writes a parquet file in a thread: one record batch is compressed while the next is made.
 
-    At most one batch waits, so memory does not grow. Leaving the block closes the file; a failed write is raised there
+    At most one batch waits, so memory does not grow. Leaving the block closes the file. A failed write is raised there
     or at the next `write`.
     """
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
-        # Hardly a value occurs twice, and nobody looks rows up by their values: neither is worth its time.
+        # Values hardly repeat, and rows are not selected by value: dictionaries and statistics would be wasted.
         self._file = pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False, write_statistics=False)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parquet")
         self._pending: Future[None] | None = None
@@ -45,7 +50,7 @@ class RowWriter:
             self._file.close()
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Take over a batch."""
+        """Hand a batch to the thread."""
         self._wait()
         self._pending = self._thread.submit(self._file.write_batch, batch, row_group_size=ROWS_PER_GROUP)
 
@@ -126,3 +131,152 @@ def _record_batch(rows: list[Row], task: TaskRows, split: str, start: int, schem
             f"{task.data_source}: rows {start} to {start + len(rows) - 1} of {split} do not all have the types of the "
             f"first row ({error}); give every row the same kind of ground truth"
         ) from error
+
+
+# ---------------------------------------------------------------------- lengths of prompts
+
+
+@dataclass(frozen=True, slots=True)
+class LengthSummary:
+    """Token counts of the prompts of one split. `bins` are (first length, last length, prompts)."""
+
+    num_prompts: int
+    min_tokens: int
+    mean_tokens: float
+    p50_tokens: int
+    p95_tokens: int
+    max_tokens: int
+    bins: tuple[tuple[int, int, int], ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {**asdict(self), "bins": [list(entry) for entry in self.bins]}
+
+
+def summarize(lengths: Counter[int]) -> LengthSummary | None:
+    """Summary of counts by length; None where there are none."""
+    total = sum(lengths.values())
+    if not total:
+        return None
+    ordered = sorted(lengths)
+    low, high = ordered[0], ordered[-1]
+    width = max(1, -(-(high - low + 1) // _NUM_BINS))
+    starts = range(low, high + 1, width)
+    counts = Counter((length - low) // width for length in lengths.elements())
+    return LengthSummary(
+        num_prompts=total,
+        min_tokens=low,
+        mean_tokens=round(sum(length * count for length, count in lengths.items()) / total, 3),
+        p50_tokens=_quantile(lengths, ordered, 0.5),
+        p95_tokens=_quantile(lengths, ordered, 0.95),
+        max_tokens=high,
+        bins=tuple((start, min(start + width - 1, high), counts[index]) for index, start in enumerate(starts)),
+    )
+
+
+def _quantile(lengths: Counter[int], ordered: Iterable[int], share: float) -> int:
+    """The smallest length that at least this share of the prompts does not exceed."""
+    missing = share * sum(lengths.values())
+    for length in ordered:
+        missing -= lengths[length]
+        if missing <= 0:
+            break
+    return length
+
+
+def as_markdown(summary: LengthSummary) -> str:
+    """The histogram as a Markdown table with bars."""
+    peak = max(count for _, _, count in summary.bins)
+    rows = (
+        f"| {first} to {last} | {count:,} | {'█' * round(20 * count / peak)} |" for first, last, count in summary.bins
+    )
+    return "\n".join(["| tokens | prompts | |", "| ---: | ---: | :--- |", *rows])
+
+
+def as_svg(summary: LengthSummary, title: str, limit: int | None = None, unit: str = "tokens") -> str:
+    """The histogram as an SVG picture, with a line at `limit` where that lies in the range."""
+    width, height, left, bottom = 640, 240, 50, 200
+    peak = max(count for _, _, count in summary.bins)
+    step = (width - left - 20) / len(summary.bins)
+    bars = []
+    for index, (first, last, count) in enumerate(summary.bins):
+        tall = 150 * count / peak
+        bars.append(
+            f'<rect x="{left + index * step:.1f}" y="{bottom - tall:.1f}" width="{max(step - 1, 1):.1f}" '
+            f'height="{tall:.1f}" fill="#3b6ea5"><title>{first} to {last} {unit}: {count:,}</title></rect>'
+        )
+    low, span = summary.min_tokens, max(summary.max_tokens - summary.min_tokens + 1, 1)
+    mark = ""
+    if limit is not None and summary.min_tokens <= limit < summary.max_tokens:
+        x = left + (limit + 1 - low) / span * (width - left - 20)
+        mark = f'<path d="M{x:.1f} 40V{bottom}" stroke="#b3261e" stroke-dasharray="4 3"/>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        f'font-size="12"><text x="{left}" y="20">{title}: {summary.num_prompts:,} prompts, mean '
+        f"{summary.mean_tokens:.1f}, p95 {summary.p95_tokens}, longest {summary.max_tokens} {unit}</text>"
+        f'{"".join(bars)}{mark}<text x="{left}" y="{bottom + 18}">{low}</text>'
+        f'<text x="{width - 20}" y="{bottom + 18}" text-anchor="end">{summary.max_tokens} {unit}</text>'
+        f'<text x="{left - 6}" y="60" text-anchor="end">{peak:,}</text></svg>\n'
+    )
+
+
+# ---------------------------------------------------------------------- cards
+
+
+def write_dataset_card(folder: Path) -> None:
+    """Write the card of a dataset, from the provenance and the first row of each split."""
+    files = {split: folder / f"{split}.parquet" for split in SPLITS}
+    documents = {split: provenance(path) for split, path in files.items()}
+    examples = {split: open_parquet(path).read_row_group(0).slice(0, 1).to_pylist()[0] for split, path in files.items()}
+    any_split = next(iter(documents.values()))
+    settings = json.dumps(any_split["settings"], indent=2, ensure_ascii=False)
+    lines = [
+        f"# {any_split['data_source']}",
+        "",
+        f"Fingerprint `{any_split['fingerprint']}`, task `{any_split['task']}`, seed {any_split['seed']}, "
+        f"generator `{any_split['generator_version']}`, prompts as {any_split['prompt_form']}.",
+        "",
+        "| split | rows | by difficulty |",
+        "| --- | ---: | --- |",
+    ]
+    for split, document in documents.items():
+        counts = document["counts"]
+        by_difficulty = ", ".join(f"{key}: {value:,}" for key, value in counts["by_difficulty"].items())
+        lines.append(f"| {split} | {counts['rows']:,} | {by_difficulty} |")
+    if any_split["inputs"]:
+        lines += ["", "Made from these files (sha256):", ""]
+        lines += [f"- `{name}` {digest}" for name, digest in any_split["inputs"].items()]
+    lines += ["", "## Settings", "", "```json", settings, "```"]
+    for split, row in examples.items():
+        lines += ["", f"## First row of {split}", "", "```json", json.dumps(row, indent=2, ensure_ascii=False), "```"]
+    (folder / CARD).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_filter_card(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write the card of a filtered dataset, from the facts of its manifest."""
+    settings = facts["settings"]
+    lines = [
+        "# Filtered dataset",
+        "",
+        f"Fingerprint `{facts['fingerprint']}`: dataset `{facts['dataset']}` tokenized by `{facts['tokenizer']}`, at "
+        f"most {settings['max_prompt_tokens']} tokens a prompt (overlong: {settings['overlong']}, duplicates: "
+        f"{settings['duplicates']}).",
+        "",
+        "| what | rows |",
+        "| --- | ---: |",
+        *(f"| {name} | {count:,} |" for name, count in facts["counts"].items()),
+    ]
+    for split, summary in facts["lengths"].items():
+        found = LengthSummary(**{**summary, "bins": tuple(tuple(entry) for entry in summary["bins"])})
+        lines += [
+            "",
+            f"## Prompt lengths of {split}",
+            "",
+            f"{found.num_prompts:,} prompts before the filter: mean {found.mean_tokens:.1f}, median "
+            f"{found.p50_tokens}, p95 {found.p95_tokens}, longest {found.max_tokens} tokens.",
+            "",
+            as_markdown(found),
+            "",
+            f"![lengths](lengths-{split}.svg)",
+        ]
+    (folder / CARD).write_text("\n".join(lines) + "\n", encoding="utf-8")

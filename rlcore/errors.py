@@ -1,11 +1,11 @@
-"""The one exception tree. A message says the key or file, the rule, the value got, and what to do.
+"""The one exception tree. A message has the key or file, the rule, the value got, and what to do.
 
 Every class is picklable (Ray and Prefect carry exceptions between processes), so the constructor takes
 exactly what `args` holds.
 """
 
 MODULES_ARE_FOUND = "A module is found in the folder that the command is started in, on PYTHONPATH, or installed"
-"""Of the modules that settings name: what to do where one is not found."""
+"""Remedy where a module that the settings name is not found."""
 
 
 class MillraceError(Exception):
@@ -33,11 +33,11 @@ class DiskSpaceError(MillraceError, OSError):
 
 
 class RunInUseError(MillraceError):
-    """Another live process holds the run's lock; the message says which."""
+    """Another live process holds the run's lock; the message names it."""
 
 
 class EngineError(MillraceError, RuntimeError):
-    """A rollout engine cannot do what is asked, or returned what it must not."""
+    """A rollout engine cannot do what the settings need, or returned an invalid result."""
 
 
 class WorkerLostError(MillraceError, RuntimeError):
@@ -45,7 +45,7 @@ class WorkerLostError(MillraceError, RuntimeError):
 
 
 class HangError(WorkerLostError):
-    """A phase took longer than its deadline. What every process was doing has been written down."""
+    """A phase took longer than its deadline. The stacks of all processes have been written to a file."""
 
 
 class HostMemoryError(WorkerLostError):
@@ -53,11 +53,11 @@ class HostMemoryError(WorkerLostError):
 
 
 class DeviceMemoryError(WorkerLostError):
-    """Memory ran out, in a pass that no finer cut can help, or elsewhere on a GPU."""
+    """Memory of a GPU ran out, and smaller micro-batches cannot help."""
 
 
 class NonFiniteError(MillraceError, ArithmeticError):
-    """A loss or gradient is not finite. The batch that caused it has been saved; the message says where."""
+    """A loss or gradient is not finite. The batch that caused it has been saved; the message names the file."""
 
 
 class AlarmError(MillraceError, ArithmeticError):
@@ -69,9 +69,9 @@ class TrackingError(MillraceError):
 
 
 class StopRequestedError(MillraceError):
-    """A signal or cancellation asked the run to stop; it has saved and can go on (exit code 75)."""
+    """A signal or cancellation stopped the run; it has saved and can go on (exit code 75)."""
 
 
 def is_stop(error: BaseException | None) -> bool:
-    """Whether somebody told the run to end (also by what Python and Prefect raise for it), as against a fault."""
+    """Whether the error is a request to end the run (also one that Python or Prefect raises), as against a fault."""
     return isinstance(error, StopRequestedError) or (error is not None and not isinstance(error, Exception))

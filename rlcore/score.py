@@ -1,4 +1,4 @@
-"""What a scorer says of an answer. Apart from `rlcore.types`, so that a scoring process loads no torch."""
+"""The result of a scorer. Apart from `rlcore.types`, so that a scoring process loads no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a scorer says of one answer: `total` is the reward, `parts` its named components (format, correct, ...).
+    """Score of one answer: `total` is the reward, `parts` its named components (format, correct, ...).
 
-    `said`: the answer that it found in the text, written so that equal answers are equal texts (`1000` for `1,000`). By
-    it answers vote (`maj@k`). None: it found none, or does not say.
+    `said`: the answer found in the text, the same text for equal answers (`1000` for `1,000`): the vote of `maj@k`.
+    None: none was found, or the scorer returns none.
 
     `failure`: why there is no score (the scorer raised, or overran its deadline), set by the scoring pool. Such an
     answer is left out wherever scores count; its `total` is 0 and means nothing.

@@ -51,8 +51,8 @@ def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None
         return
     from flows.parameters import FIELDS
     from rlcore.config.compose import GROUPS
-    from rlcore.config.keys import all_keys
     from rlcore.config.problems import Problem, nearest, settings_error
+    from rlcore.config.run import all_keys
 
     own = {option.removeprefix("--").replace("-", "_") for option in options}
     problems = []

@@ -11,7 +11,7 @@ from flows.work.stages import chunk_bounds, committed_step, known_result
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import fingerprint, run_id, settings_fingerprint
-from rlcore.config.published import PUBLISHED
+from rlcore.config.model import PUBLISHED
 from rlcore.errors import CheckpointError
 from rlcore.models.shape import config_file, shape_of
 from rlcore.run.disk import disk_needs

@@ -16,7 +16,7 @@ from rlcore.errors import ConfigError, EngineError
 from rlcore.rollout.scoring import ScoringPool
 
 if TYPE_CHECKING:
-    from data.first_row import FirstRow
+    from data.custom import FirstRow
 
 LOSS_DEADLINE_S = 120.0
 """Importing torch on a busy machine takes most of it."""
@@ -46,7 +46,7 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
         is_scorer_tried = _may_not_fit(data)
         if not (is_scorer_tried or is_tokenizer_tried):
             continue
-        from data.first_row import first_row
+        from data.custom import first_row
 
         if (row := first_row(data, config.seed, Path(config.paths.root).resolve())) is not None:
             rows.append(row)

@@ -10,9 +10,8 @@ from flows.server.api import start_prefect, wait_for_prefect
 from flows.server.untold import not_kept_by
 from flows.shown.progress import display_for_console, shown_on
 from flows.shown.warn import warn
-from rlcore.config.sweep import Budget
+from rlcore.config.sweep import Budget, shown_point
 from rlcore.config.sweep_load import Sweep, load_sweep
-from rlcore.config.sweep_points import shown_point
 from rlcore.errors import StopRequestedError
 
 

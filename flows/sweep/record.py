@@ -13,9 +13,8 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import judge_settings
 from rlcore.config.fingerprint import run_id
 from rlcore.config.problems import Problem
-from rlcore.config.sweep import Point
+from rlcore.config.sweep import Point, shown_point
 from rlcore.config.sweep_load import Sweep
-from rlcore.config.sweep_points import shown_point
 from rlcore.errors import MillraceError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import write_json_atomically

@@ -11,7 +11,7 @@ from prefect.logging import get_run_logger
 from flows.naming import artifact_key
 from flows.parameters import command_words, written
 from flows.sweep.record import PointRecord
-from rlcore.config.experiment_file import experiment_text
+from rlcore.config.documents import experiment_text
 from rlcore.config.sweep_load import Sweep
 from rlcore.storage.publish import write_text_atomically
 

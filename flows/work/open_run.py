@@ -121,7 +121,7 @@ def open_run(config: RunConfig, command: Sequence[str] = ()) -> Iterator[OpenRun
 
 def _write_settings(config: RunConfig, layout: RunLayout) -> None:
     """Keep the settings with the run. The root is absolute there: whoever reads them may stand elsewhere."""
-    from rlcore.config.resolved import to_yaml
+    from rlcore.config.documents import to_yaml
 
     write_text_atomically(layout.settings_json, settings_text(config, layout))
     write_text_atomically(layout.run_dir / "settings.yaml", to_yaml(_anchored(config, layout)))

@@ -1,10 +1,10 @@
 """Settings of the algorithm: advantages, losses, KL, optimizer, critic."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlcore.config.base import Section
+from rlcore.config.base import Bound, Section
 
 Advantage = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo"]
 GROUP_ADVANTAGES: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo"})
@@ -62,7 +62,9 @@ class OverlongConfig(Section):
 
     enabled: bool = False
     """Whether the reward falls near the limit."""
-    buffer_tokens: int = Field(default=128, ge=1)
+    buffer_tokens: Annotated[
+        int, Bound("be at most", "rollout.max_response_tokens", "Lower it", only_with="algo.overlong.enabled")
+    ] = Field(default=128, ge=1)
     """Tokens before the limit over which the penalty grows."""
     penalty: float = Field(default=1.0, ge=0)
     """Reward taken away at the limit."""
@@ -102,8 +104,8 @@ class AlgoConfig(Section):
 
 
 OFFLOAD_PIECE_BYTES = 268_435_456
-"""Moments that an offloaded optimizer brings to the device together. Large enough that the way over the bus is what
-counts; a larger tensor goes alone. Here, since the memory plan counts with it before torch is imported."""
+"""Bytes of moments that an offloaded optimizer moves to the device together, enough to fill the bus; a larger tensor
+goes alone. It is here because the memory plan uses it before torch is imported."""
 
 
 class OptimConfig(Section):
@@ -137,8 +139,10 @@ class CriticConfig(Section):
     """The value model of PPO: same trunk as the policy, separate weights, own optimizer."""
 
     path: str | None = None
-    """Weights to start from; None: the policy's."""
+    """Initial weights; None: the policy's."""
     optim: OptimConfig = OptimConfig(lr=1e-5)
     """Its optimizer."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: Annotated[int, Bound("be under", "trainer.total_steps", "Lower it, or train for longer")] = Field(
+        default=0, ge=0
+    )
     """First steps in which the critic alone is trained."""

@@ -1,6 +1,12 @@
-"""What every settings section shares: frozen, unknown keys refused, docstrings as field descriptions."""
+"""What all sections of settings share: their form, their dotted keys, and bounds of one setting by others."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
@@ -14,3 +20,72 @@ class Section(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A bound of a number by other settings, declared at its field: `Annotated[int, Bound("divide", "algo.b")]`.
+
+    Several others count by their sum, for `divide` by their product. The bound holds where no setting is null and
+    `only_with`, if given, is true. In `remedy`, `{bound}` is the number and `{divisors}` are its divisors.
+    """
+
+    words: Literal["divide", "be at most", "be at least", "be under"]
+    others: str
+    remedy: str = "Use one of {divisors}"
+    only_with: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Dotted keys of the other settings."""
+        return tuple(self.others.replace(" x ", " + ").split(" + "))
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One setting. `section` is the class that declares it."""
+
+    name: str
+    section: type[Section]
+    field: FieldInfo
+
+
+def keys_of(section: type[Section], prefix: str = "") -> Iterator[Key]:
+    """Every setting of a section and of the sections in it, with `prefix` before its name."""
+    for name, field in section.model_fields.items():
+        inner = sections_of(field.annotation)
+        if not inner:
+            yield Key(prefix + name, section, field)
+        for member in inner:
+            yield from keys_of(member, f"{prefix}{name}.")
+
+
+def sections_of(annotation: Any) -> tuple[type[Section], ...]:
+    """Section classes that a field may hold: none for a plain value, several for a union of tasks."""
+    if isinstance(annotation, type):
+        return (annotation,) if issubclass(annotation, Section) else ()
+    if get_origin(annotation) is Annotated:
+        return sections_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(section for member in get_args(annotation) for section in sections_of(member))
+    return ()
+
+
+def leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as dotted keys. A mapping without entries is a leaf of its own.
+
+    >>> leaves({"algo": {"kl": {"coef": 0.1}}, "critic": None})
+    {'algo.kl.coef': 0.1, 'critic': None}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= leaves(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def covers(name: str, key: str) -> bool:
+    """Whether a key is `name` itself or lies in the section `name`."""
+    return key == name or key.startswith(f"{name}.")

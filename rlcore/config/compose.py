@@ -1,7 +1,7 @@
-"""From an experiment's name and overrides to one validated `RunConfig`. The only module that knows Hydra.
+"""From an experiment's name and overrides to one validated `RunConfig`. The only module that imports Hydra.
 
 The defaults of `rlcore.config` are stored in Hydra as the base of every group, so that each key can be overridden
-without `+`, and the files in `conf/` say only what differs. Overrides are Hydra's:
+without `+`, and the files in `conf/` hold differences alone. Overrides are Hydra's:
 
     data=gsm8k              another member of a group (data, model, algo, critic, rollout, runtime)
     trainer.total_steps=5   a value; `+key=` means the same
@@ -32,12 +32,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlcore.config.algo import CriticConfig
-from rlcore.config.keys import leaves, section_names
-from rlcore.config.overlay import Written, filled_in, put
-from rlcore.config.problems import Problem, did_you_mean, settings_error, shown
+from rlcore.config.base import leaves
+from rlcore.config.check import Written, filled_in, put, validate
+from rlcore.config.data import TASKS
+from rlcore.config.problems import Findings, Problem, did_you_mean, settings_error, shown
 from rlcore.config.rules.effects import without_effect
-from rlcore.config.run import RunConfig
-from rlcore.config.validate import TASKS, Findings, validate
+from rlcore.config.run import RunConfig, section_names
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = {
@@ -48,14 +48,14 @@ GROUPS = {
     "rollout": "hf",
     "runtime": "local",
 }
-"""Each group and the member that is taken where nothing else is said."""
+"""Each group and its default member."""
 EXCLUSIVE_GROUPS = ("data", "critic")
-"""Groups whose members have different keys: what an experiment's file says of the section holds for the member that the
-file chooses, and is left out where an override, or a file that builds on it, chooses another one."""
+"""Groups whose members have different keys. The section in an experiment's file belongs to the member that the file
+chooses, and is left out where an override, or a file that builds on it, chooses another one."""
 FILE_ENDINGS = (".yaml", ".yml")
-"""What tells the path of an experiment's file from a name in `conf/experiment`."""
+"""Endings that tell the path of an experiment's file from a name in `conf/experiment`."""
 _ROOT = "millrace"
-# An experiment's keys are those of the whole, not of a section of its own; so its files need no package header.
+# @_global_: an experiment's keys are those of the whole settings, so its files need no package header.
 _EXPERIMENT = "experiment@_global_"
 _OUTSIDE = "file_from_elsewhere"
 # Hydra's state is global and not safe between threads.
@@ -82,7 +82,7 @@ def load_config(overrides: Sequence[str], *, experiment: str | None = None) -> R
     Raises:
         ConfigError: one message with every mistake: key, rule, value got, what to do.
     """
-    config, problems = _judged(overrides, experiment, {})
+    ((config, problems),) = judge_settings([overrides], experiment=experiment)
     if problems:
         raise settings_error(problems)
     return config
@@ -91,31 +91,46 @@ def load_config(overrides: Sequence[str], *, experiment: str | None = None) -> R
 def judge_settings(
     many: Sequence[Sequence[str]], *, experiment: str | None = None
 ) -> list[tuple[RunConfig, Sequence[Problem]]]:
-    """Settings of each list of overrides, and what is wrong in them. Composes once for all that choose alike.
+    """Settings of each list of overrides, without wrong values, and the problems in them.
 
-    Where there are problems the settings are those without the wrong values.
+    Hydra composes once for all lists with the same experiment and members of groups.
     """
-    composed: dict[_Choice, _Composition] = {}
-    return [_judged(overrides, experiment, composed) for overrides in many]
+    composed: dict[_Choice, tuple[dict[str, Any], Findings]] = {}
+    found: list[tuple[RunConfig, Sequence[Problem]]] = []
+    for overrides in many:
+        findings = Findings()
+        request = _read(overrides, experiment, findings)
+        if request.choice not in composed:
+            of_files = Findings()
+            with _LOCK:
+                composed[request.choice] = _composed(request, of_files), of_files
+        settings, of_files = deepcopy(composed[request.choice])
+        findings.problems += of_files.problems
+        findings.unsound |= of_files.unsound
+        for written in request.values:
+            put(settings, written, findings)
+        texts = {name: written.text for written in request.values for name in written.names}
+        found.append((validate(filled_in(settings, findings), findings, texts), findings.problems))
+    return found
 
 
 def idle_settings(
     config: RunConfig, overrides: Sequence[str], *, experiment: str | None = None, swept: Collection[str] = ()
 ) -> list[str]:
-    """What was given by an override or in the experiment's own file and cannot have an effect: a line each.
+    """A line for each setting that an override or the experiment's own file gives and that cannot have an effect.
 
     Args:
-        config: what `load_config` made of the same.
-        swept: what else differs from point to point of a sweep.
+        config: the settings that `load_config` made of the same arguments.
+        swept: keys that differ from point to point of a sweep.
     """
     request = _read(overrides, experiment, Findings())
-    given = {key for written in request.values if not written.delete for key in leaves({written.key: written.value})}
+    given = {key for written in request.values if not written.delete for key in written.names}
     in_file = _keys_in_file(request.experiment) - given
     return without_effect(config, given | request.choices.keys(), in_file, swept)
 
 
 def _keys_in_file(experiment: str | None) -> set[str]:
-    """Dotted keys that an experiment's file itself gives, not those of the files that it builds on."""
+    """Dotted keys in an experiment's own file, without those of the files that it builds on."""
     if experiment is None:
         return set()
     file = _OUTSIDE if experiment.endswith(FILE_ENDINGS) else experiment
@@ -123,13 +138,12 @@ def _keys_in_file(experiment: str | None) -> set[str]:
 
 
 _Choice = tuple[str | None, tuple[tuple[str, str], ...]]
-"""Experiment and members of groups: what a composition depends on."""
-_Composition = tuple[dict[str, Any], Findings]
+"""What a composition depends on: the experiment and the members of groups."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """What the overrides ask for, sound parts only."""
+    """The sound parts of the overrides."""
 
     experiment: str | None = None
     choices: dict[str, str] = field(default_factory=dict)
@@ -137,49 +151,29 @@ class _Request:
 
     @property
     def choice(self) -> _Choice:
-        """As a key."""
+        """What the composition of this request depends on."""
         return self.experiment, tuple(sorted(self.choices.items()))
 
 
-def _judged(
-    overrides: Sequence[str], experiment: str | None, composed: dict[_Choice, _Composition]
-) -> tuple[RunConfig, Sequence[Problem]]:
-    """The settings, and every mistake; `composed` keeps the compositions that have been made."""
-    findings = Findings()
-    request = _read(overrides, experiment, findings)
-    if request.choice not in composed:
-        with _LOCK:
-            found = Findings()
-            composed[request.choice] = _composed(request, found), found
-    settings, found = composed[request.choice]
-    settings = deepcopy(settings)
-    findings.problems += found.problems
-    findings.unsound |= found.unsound
-    for written in request.values:
-        put(settings, written, findings)
-    texts = {name: written.text for written in request.values for name in leaves({written.key: written.value})}
-    config = validate(filled_in(settings, findings), findings, texts)
-    return config, findings.problems
-
-
 def _read(overrides: Sequence[str], experiment: str | None, findings: Findings) -> _Request:
-    """Sort the overrides into groups and values; note what cannot be read, and what is said twice."""
+    """Sort the overrides into groups and values; find those that cannot be read or contradict each other."""
     request, parser = _Request(), OverridesParser.create()
-    said: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     if experiment is not None:
-        said["experiment"] = experiment
+        given["experiment"] = experiment
         _choose(request, "experiment", experiment, findings)
     for text in overrides:
-        override = _parsed(parser, text, findings)
-        if override is None:
+        override = _parsed(parser, text)
+        if isinstance(override, Problem):
+            findings.add(override, *(["data"] if override.key == "data.task" else []))
             continue
         key, value = override.key_or_group, None if override.is_delete() else override.value()
         parts = leaves({key: value}) if not override.is_delete() else {key: "~"}
-        again = [name for name in parts if name in said and (said[name] != parts[name])]
+        again = [name for name in parts if name in given and given[name] != parts[name]]
         for name in again:
-            got = f"{shown(said[name])} and {shown(parts[name])}"
+            got = f"{shown(given[name])} and {shown(parts[name])}"
             findings.add(Problem(name, "is given more than once, with different values", got, "Keep one of them"))
-        said |= parts
+        given |= parts
         if again:
             continue
         if key in GROUPS or key == "experiment":
@@ -189,8 +183,8 @@ def _read(overrides: Sequence[str], experiment: str | None, findings: Findings) 
     return request
 
 
-def _parsed(parser: OverridesParser, text: str, findings: Findings) -> Override | None:
-    """One override by Hydra's grammar, or None and a problem."""
+def _parsed(parser: OverridesParser, text: str) -> Override | Problem:
+    """One override by Hydra's grammar, or why there is none."""
     try:
         override = parser.parse_override(text)
     except HydraException as error:
@@ -198,31 +192,24 @@ def _parsed(parser: OverridesParser, text: str, findings: Findings) -> Override 
         remedy = "Write key=value, and quote spaces and commas: 'key=\"a, b\"'"
         if text in experiment_names():
             remedy = f"Write key=value. Did you mean experiment={text}?"
-        findings.add(Problem("override", f"cannot be read ({reason})", repr(text), remedy))
-        return None
+        return Problem("override", f"cannot be read ({reason})", repr(text), remedy)
     key = override.key_or_group
     if not key:
-        findings.add(Problem("override", "cannot be read (no key)", repr(text), "Write key=value"))
-        return None
+        return Problem("override", "cannot be read (no key)", repr(text), "Write key=value")
     if override.package is not None or "/" in key:
-        remedy = "Write the dotted key alone"
-        findings.add(Problem(key, "packages and group paths have no meaning here", repr(text), remedy))
-        return None
+        rule = "packages and group paths have no meaning here"
+        return Problem(key, rule, repr(text), "Write the dotted key alone")
     if override.is_sweep_override():
-        remedy = "Give one value; a list is written key=[a,b]"
-        findings.add(Problem(key, "is a sweep over several values, and this is one run", repr(text), remedy))
-        return None
+        rule = "is a sweep over several values, and this is one run"
+        return Problem(key, rule, repr(text), "Give one value; a list is written key=[a,b]")
     if key == "data.task":
-        remedy = (
-            f"Choose a task as a group: data={shown(override.value()) if not override.is_delete() else 'countdown'}"
-        )
-        findings.add(Problem(key, "follows from the group", repr(text), remedy), "data")
-        return None
+        task = "countdown" if override.is_delete() else shown(override.value())
+        return Problem(key, "follows from the group", repr(text), f"Choose a task as a group: data={task}")
     return override
 
 
 def _choose(request: _Request, group: str, value: Any, findings: Findings) -> None:
-    """Take a member of a group, or note that there is none of that name."""
+    """Choose a member of a group, or add the problem that there is none of that name."""
     if value is None and group == "critic":
         value = "none"
     if value is None and group == "experiment":
@@ -248,7 +235,7 @@ def _choose(request: _Request, group: str, value: Any, findings: Findings) -> No
 
 
 def _why_unreadable(file: Path) -> str:
-    """Why a file cannot be read by this process; nothing if it can."""
+    """Why this process cannot read a file; '' if it can."""
     try:
         if not file.is_file():
             return "there is no such file"
@@ -275,6 +262,7 @@ def _composed(request: _Request, findings: Findings) -> dict[str, Any]:
 
 
 def _choices_composed(request: _Request) -> dict[str, Any]:
+    """The settings with exclusive sections made anew: from the member chosen and the files that choose it too."""
     chosen = [f"{group}={member}" for group, member in request.choices.items()]
     if request.experiment is None:
         return _compose(chosen)[0]
@@ -289,13 +277,13 @@ def _choices_composed(request: _Request) -> dict[str, Any]:
         if len(fitting) < len(files):
             sections = [_compose([f"{group}={members[group]}"])[0][group]]
             sections += [_content(file, request.experiment).get(group) for file in fitting]
-            said = [section for section in sections if section is not None]
-            settings[group] = OmegaConf.to_container(OmegaConf.merge(*said)) if said else None
+            given = [section for section in sections if section is not None]
+            settings[group] = OmegaConf.to_container(OmegaConf.merge(*given)) if given else None
     return settings
 
 
 def _experiment_files(named: str) -> list[str]:
-    """The experiment's file and those that it builds on, in the order in which Hydra lays them over one another."""
+    """The experiment's file and those that it builds on, in the order in which Hydra merges them."""
     loader = GlobalHydra.instance().config_loader()
     layers = loader.compute_defaults_list(config_name=_ROOT, overrides=[named], run_mode=RunMode.RUN).defaults
     paths = [layer.config_path for layer in layers if layer.config_path is not None]
@@ -303,7 +291,7 @@ def _experiment_files(named: str) -> list[str]:
 
 
 def _content(file: str, experiment: str) -> dict[str, Any]:
-    """What a file of `conf/experiment`, or the experiment's own file from elsewhere, says by itself."""
+    """Content of one file of `conf/experiment`, or of the experiment's own file from elsewhere."""
     path = Path(experiment) if file == _OUTSIDE else CONF_DIR / "experiment" / f"{file}.yaml"
     found = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(found, dict)
@@ -311,7 +299,7 @@ def _content(file: str, experiment: str) -> dict[str, Any]:
 
 
 def _member_of(experiment: str) -> str:
-    """The experiment's name as a member of its group; a file from elsewhere becomes one."""
+    """Name of the experiment in its group; a file from elsewhere is added to the group."""
     if not experiment.endswith(FILE_ENDINGS):
         return experiment
     node = OmegaConf.load(experiment)
@@ -320,7 +308,7 @@ def _member_of(experiment: str) -> str:
 
 
 def _compose(overrides: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Settings as plain values with interpolations unresolved, and the members chosen of each group."""
+    """Settings as plain values with interpolations unresolved, and the member of each group."""
     composed = compose(_ROOT, overrides=list(overrides), return_hydra_config=True)
     choices = dict(composed.hydra.runtime.choices)
     settings = OmegaConf.to_container(composed)
@@ -331,7 +319,7 @@ def _compose(overrides: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, str
 
 @contextmanager
 def _hydra() -> Iterator[None]:
-    """Hydra on `conf/`, and its global state afterwards as it was before."""
+    """Hydra on `conf/`; its global state is restored afterwards."""
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:

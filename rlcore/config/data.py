@@ -1,15 +1,18 @@
 """Settings of the dataset stage and the tokenization filter."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlcore.config.base import Section
+from rlcore.config.base import Bound, Section
 
 Operation = Literal["+", "-", "*", "/"]
 
+_ORDER = "Lower one or raise the other"
+
 ALL_SOURCES = "all"
-"""Stands for all held-out problems where they come from several sources: `val-core/all/...`."""
+"""Name of all held-out problems together, where they come from several sources: `val-core/all/...`."""
 
 
 class CountdownData(Section):
@@ -21,15 +24,15 @@ class CountdownData(Section):
     """Rows of the training split."""
     validation_size: int = Field(default=1_024, ge=1)
     """Rows of the validation split; no multiset of numbers occurs in both splits."""
-    min_numbers: int = Field(default=3, ge=2, le=6)
+    min_numbers: Annotated[int, Bound("be at most", "data.max_numbers", _ORDER)] = Field(default=3, ge=2, le=6)
     """Fewest numbers in a problem."""
     max_numbers: int = Field(default=4, ge=2, le=6)
     """Most numbers in a problem."""
-    number_low: int = Field(default=1, ge=0)
+    number_low: Annotated[int, Bound("be at most", "data.number_high", _ORDER)] = Field(default=1, ge=0)
     """Smallest number."""
     number_high: int = Field(default=100, ge=1)
     """Largest number."""
-    target_low: int = Field(default=1)
+    target_low: Annotated[int, Bound("be at most", "data.target_high", _ORDER)] = Field(default=1)
     """Smallest target."""
     target_high: int = Field(default=1_000)
     """Largest target."""
@@ -51,7 +54,7 @@ class Gsm8kData(Section):
     source: str = "openai/gsm8k"
     """A hub dataset by its id, or a folder holding `train` and `test` as .jsonl or .parquet."""
     revision: str = ""
-    """Commit, tag or branch of a hub dataset; '' for the newest. The commit that it stands for names the rows."""
+    """Commit, tag or branch of a hub dataset; '' for the newest. Its commit is part of the dataset's fingerprint."""
     template: Literal["chat", "text"] = "chat"
     """chat: the tokenizer's chat template is applied. text: the question alone, for base models."""
     scorer: str = "data.gsm8k:score"
@@ -68,8 +71,8 @@ class ParquetData(Section):
     validation_file: str = ""
     """Path of the validation rows."""
     template: Literal["auto", "chat", "text"] = "auto"
-    """chat: the tokenizer's chat template is applied. text: the one message is the whole prompt. auto: as the file says
-    of itself, chat if it says nothing."""
+    """chat: the tokenizer's chat template is applied. text: the one message is the whole prompt. auto: by the
+    file's own provenance, chat without one."""
     scorer: str = "data.countdown:score"
     """`module:function` that scores an answer text against a ground truth."""
 
@@ -84,7 +87,7 @@ class MappedData(Section):
     subset: str = ""
     """Subset of a hub dataset; '' for its default."""
     revision: str = ""
-    """Commit, tag or branch of a hub dataset; '' for the newest. The commit that it stands for names the rows."""
+    """Commit, tag or branch of a hub dataset; '' for the newest. Its commit is part of the dataset's fingerprint."""
     train_split: str = "train"
     """Name of the training split: the file's stem, or the split on the hub."""
     validation_split: str = "test"
@@ -117,7 +120,7 @@ class CustomData(Section):
     validation_size: int = Field(default=100, ge=1)
     """Rows of the validation split."""
     options: tuple[str, ...] = ()
-    """Whatever else the function wants to know."""
+    """Further words for the function."""
     scorer: str = "data.multiplication:score"
     """`module:function` that scores an answer text against a ground truth."""
 
@@ -133,7 +136,7 @@ class MixturePart(Section):
     weight: float = Field(default=1.0, gt=0)
     """Its share of the prompts drawn for training, over the sum of all weights."""
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.\-/]*$")
-    """Name in metrics (`val-core/<name>/...`) in place of what the rows say; '' keeps that."""
+    """Name in metrics (`val-core/<name>/...`) in place of the rows' own data source; '' keeps that."""
 
 
 class MixtureData(Section):
@@ -147,15 +150,18 @@ class MixtureData(Section):
     """Hands each answer to the scorer of its part."""
 
 
-DATA_SECTIONS = (CountdownData, Gsm8kData, ParquetData, MappedData, CustomData, MixtureData)
-"""Each task's settings."""
-
 DataConfig = Annotated[
     CountdownData | Gsm8kData | ParquetData | MappedData | CustomData | MixtureData, Field(discriminator="task")
 ]
 
+TASKS: Mapping[str, type[Section]] = {
+    section.model_fields["task"].default: section
+    for section in (CountdownData, Gsm8kData, ParquetData, MappedData, CustomData, MixtureData)
+}
+"""Each task's section by the task's name."""
 
-def parts_of(data: "DataConfig") -> tuple[MixturePart, ...]:
+
+def parts_of(data: DataConfig) -> tuple[MixturePart, ...]:
     """The datasets of a run: those of a mixture, or the one."""
     return data.parts if isinstance(data, MixtureData) else (MixturePart(data=data),)
 

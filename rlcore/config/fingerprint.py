@@ -1,4 +1,4 @@
-"""Fingerprints: what a stage's result depends on, as 16 hex digits; and the run id made of them."""
+"""Fingerprints: 16 hex digits of what a stage's result depends on; and the run id made of them."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rlcore.config.keys import leaves
+from rlcore.config.base import covers, leaves
 from rlcore.config.run import RunConfig
 
 MAY_CHANGE: tuple[str, ...] = (
@@ -18,12 +18,12 @@ MAY_CHANGE: tuple[str, ...] = (
     "tags",
     "paths",
     "tracking",
-    # What is kept and judged, not what is learned. (An alarm may skip or roll back: what one turns on after a failure.)
+    # What is kept and judged, not what is learned. (Alarms may skip or roll back; they are set after a failure.)
     "alarms",
     "checkpoint",
     "validation",
     "trainer.steps_per_chunk",
-    # Where and how fast the same numbers are computed: what one turns after an out-of-memory or on another machine.
+    # Where and how fast the same numbers are computed: set after an out-of-memory, or on another machine.
     "runtime",
     "reward",
     "algo.kl.offload",
@@ -80,7 +80,7 @@ def lasting_settings(config: RunConfig) -> dict[str, Any]:
     return {
         name: value
         for name, value in leaves(config.model_dump(mode="json")).items()
-        if not any(name == key or name.startswith(f"{key}.") for key in may_change)
+        if not any(covers(key, name) for key in may_change)
     }
 
 
@@ -89,18 +89,8 @@ def settings_fingerprint(config: RunConfig) -> str:
     return fingerprint("settings", lasting_settings(config))
 
 
-def differing_keys(a: RunConfig, b: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Settings that must not change and do: dotted key -> (value in a, value in b); None where it is absent."""
-    first, second = lasting_settings(a), lasting_settings(b)
-    return {
-        name: (first.get(name), second.get(name))
-        for name in sorted(first.keys() | second.keys())
-        if (name in first, first.get(name)) != (name in second, second.get(name))
-    }
-
-
 def run_id(config: RunConfig) -> str:
-    """`<name>-s<seed>-<8 hex of the settings>`, or the id that was given."""
+    """`<name>-s<seed>-<8 hex digits of the settings>`, or `run_id` where it is set."""
     return config.run_id or f"{config.name}-s{config.seed}-{settings_fingerprint(config)[:8]}"
 
 

@@ -1,7 +1,7 @@
-"""Mistakes in the settings, collected and told together."""
+"""Mistakes in the settings: how they are collected, and their words."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -25,6 +25,20 @@ class Problem:
         return f"{self.key}: {self.rule}; got {self.got}. {self.remedy}"
 
 
+@dataclass
+class Findings:
+    """The problems found so far, and the keys and sections without a trustworthy value, on which no rule is judged."""
+
+    problems: list[Problem] = field(default_factory=list)
+    unsound: set[str] = field(default_factory=set)
+
+    def add(self, problem: Problem, *unsound: str) -> None:
+        """Add a problem once. `unsound` are the keys that it makes untrustworthy, by default its own."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+        self.unsound.update(unsound or (problem.key,))
+
+
 def settings_error(problems: Sequence[Problem]) -> ConfigError:
     """All problems as one error with a numbered list."""
     title = "1 problem in the settings:" if len(problems) == 1 else f"{len(problems)} problems in the settings:"
@@ -42,7 +56,7 @@ def shown(value: Any) -> str:
 
 
 def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most like a mistyped dotted key or name, if any is like it.
+    """The candidate most like a mistyped dotted key or name, None where none is like it.
 
     The last part weighs most, so that a right name in the wrong section is found.
 
@@ -51,8 +65,8 @@ def nearest(wrong: str, candidates: Iterable[str]) -> str | None:
     >>> nearest("algo.lr", ["algo.lam", "optim.lr"])
     'optim.lr'
     """
-    # A matcher keeps what it knows of its second sequence.
-    whole, last = _matcher(wrong), _matcher(wrong.rpartition(".")[2])
+    # A SequenceMatcher caches its analysis of the second sequence.
+    whole, last = (SequenceMatcher(None, b=text, autojunk=False) for text in (wrong, wrong.rpartition(".")[2]))
     best, best_likeness = None, _LEAST_LIKENESS
     for candidate in sorted(candidates):
         whole.set_seq1(candidate)
@@ -71,12 +85,8 @@ def did_you_mean(wrong: str, candidates: Iterable[str]) -> str:
     return f"Did you mean {found}? " if found else ""
 
 
-def _matcher(text: str) -> SequenceMatcher[str]:
-    return SequenceMatcher(None, b=text, autojunk=False)
-
-
 def _likeness(whole: float, last: float) -> float:
-    """The whole alone counts a little less: it must be very like where the last part is not (a dot left out)."""
+    """Weighted likeness. The whole alone counts a little less; it decides where a dot was left out."""
     return max(0.6 * last + 0.4 * whole, 0.8 * whole)
 
 

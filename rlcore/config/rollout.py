@@ -1,10 +1,10 @@
 """Settings of the rollout engine, the scoring pool and validation."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlcore.config.base import Section
+from rlcore.config.base import Bound, Section
 
 
 class SamplingConfig(Section):
@@ -31,7 +31,7 @@ class RolloutConfig(Section):
     """Sequences decoded together."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the engine's weights and products. auto: that of the trainer (`model.dtype`)."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
+    tensor_parallel_size: Annotated[int, Bound("divide", "runtime.num_workers")] = Field(default=1, ge=1)
     """Workers, and with them GPUs, that share one vLLM engine: each holds a part of every matrix. For a model whose
     weights and cache do not fit one GPU beside training; one that fits is faster with an engine for each GPU."""
     memory_share: float = Field(default=0.5, gt=0, lt=1)
@@ -44,7 +44,9 @@ class RolloutConfig(Section):
     short_steps: bool = True
     """On a GPU, do the steps in which every answer grows by one token by CUDA graphs around vLLM's own, on a release of
     vLLM that this is made for. Off, with another release, or with an engine over several GPUs: vLLM's runner."""
-    max_batched_tokens: int | None = Field(default=None, ge=1)
+    max_batched_tokens: Annotated[
+        int | None, Bound("be at least", "rollout.max_num_seqs", "Raise it, lower max_num_seqs, or leave it null")
+    ] = Field(default=None, ge=1)
     """Tokens that vLLM computes in one pass, prompts and answers together. None: vLLM's own choice."""
     prefix_caching: bool = True
     """Whether the answers to one prompt share its keys and values in vLLM."""

@@ -1,14 +1,24 @@
-"""`RunConfig`: all settings of a run, typed and validated."""
+"""`RunConfig`: all settings of a run, typed and validated, and their dotted keys."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, get_origin
 
 from pydantic import Field
 
-from rlcore.config.alarms import AlarmConfig
 from rlcore.config.algo import AlgoConfig, CriticConfig, OptimConfig
-from rlcore.config.base import Section
+from rlcore.config.base import Key, Section, keys_of
 from rlcore.config.data import CountdownData, DataConfig, FilterConfig
 from rlcore.config.model import ModelConfig, WarmStartConfig
 from rlcore.config.rollout import RewardConfig, RolloutConfig, ValidationConfig
-from rlcore.config.trainer import CheckpointConfig, PathsConfig, RuntimeConfig, TrackingConfig, TrainerConfig
+from rlcore.config.trainer import (
+    AlarmConfig,
+    CheckpointConfig,
+    PathsConfig,
+    RuntimeConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
 
 
 class RunConfig(Section):
@@ -38,3 +48,37 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+
+@cache
+def all_keys() -> Mapping[str, tuple[Key, ...]]:
+    """Every dotted key, with several entries where tasks share it (`data.scorer`)."""
+    found: dict[str, tuple[Key, ...]] = {}
+    for key in keys_of(RunConfig):
+        found[key.name] = (*found.get(key.name, ()), key)
+    return found
+
+
+@cache
+def section_names() -> frozenset[str]:
+    """Dotted names of the sections: `algo`, `algo.kl`, ..."""
+    return frozenset(name[:at] for name in all_keys() for at, letter in enumerate(name) if letter == ".")
+
+
+@cache
+def free_mappings() -> frozenset[str]:
+    """Keys below which any name may be added: `tags`."""
+    return frozenset(name for name, (key, *_) in all_keys().items() if get_origin(key.field.annotation) is dict)
+
+
+def is_key(name: str) -> bool:
+    """Whether a dotted name is a setting, or lies in a mapping with free names."""
+    return name in all_keys() or name.rpartition(".")[0] in free_mappings()
+
+
+def value_at(config: RunConfig, name: str, absent: Any = None) -> Any:
+    """Value of a dotted key, `absent` where the settings have none of that name (another task, a null section)."""
+    found: Any = config
+    for part in name.split("."):
+        found = getattr(found, part, absent)
+    return found

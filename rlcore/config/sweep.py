@@ -1,5 +1,9 @@
 """What a sweep is: which points of which settings are tried, how they are compared, and when to stop."""
 
+import itertools
+import math
+import random
+import re
 from collections.abc import Mapping
 from typing import Literal, Self
 
@@ -8,9 +12,13 @@ from pydantic import Field, JsonValue, model_validator
 from rlcore.config.base import Section
 
 Point = Mapping[str, JsonValue]
-"""Dotted keys or groups, and their values: what one point says beyond the experiment."""
+"""Dotted keys or groups of one point, and their values."""
 SEARCHES = ("grid", "list", "random", "optuna")
-"""How points are chosen; a sweep has exactly one of them."""
+"""Ways to choose points; a sweep has exactly one of them."""
+MOST_DRAWS = 1_000
+"""Tries to draw a new point, before the space counts as used up."""
+_PLAIN = re.compile(r"[A-Za-z_][\w.\-/]*")
+_WORDS_OF_YAML = frozenset({"true", "false", "null", "nan", "inf", "yes", "no", "on", "off"})
 
 
 class Range(Section):
@@ -42,7 +50,7 @@ class Range(Section):
 
 
 Values = tuple[JsonValue, ...] | Range
-"""What a setting may be: one of a list, or a number of a range."""
+"""Values of a setting: a list of them, or a range of numbers."""
 Space = dict[str, Values]
 
 
@@ -54,31 +62,31 @@ class RandomSearch(Section):
     seed: int = Field(default=1, ge=0)
     """Fixes the draws."""
     space: Space = Field(min_length=1)
-    """Settings and what they may be."""
+    """Settings and their values."""
 
 
 class Pruning(Section):
     """Points that are worse than the median of the others at the same step are not trained further."""
 
     every_steps: int = Field(ge=1)
-    """Steps between two looks: a multiple of trainer.steps_per_chunk and of validation.every_steps."""
+    """Steps between two comparisons: a multiple of trainer.steps_per_chunk and of validation.every_steps."""
     startup_points: int = Field(default=4, ge=1)
     """Points that are finished before the first one is pruned."""
 
 
 class OptunaSearch(Section):
-    """Each point chosen by Optuna's TPE from what is known of those before."""
+    """Points chosen by Optuna's TPE from the scores of those before."""
 
     num_points: int = Field(ge=1)
     """Points to try. A larger number goes on from those tried before."""
     seed: int = Field(default=1, ge=0)
     """Fixes what is drawn, given the same scores."""
     space: Space = Field(min_length=1)
-    """Settings and what they may be."""
+    """Settings and their values."""
     startup_points: int = Field(default=10, ge=1)
-    """Points drawn at random before TPE has enough to learn from."""
+    """Points drawn at random before TPE begins."""
     points_at_once: int = Field(default=1, ge=1)
-    """Points asked for at a time, to train side by side on several workers."""
+    """Points chosen at a time, to train side by side on several workers."""
     pruning: Pruning | None = None
     """None: every point is trained to its end."""
 
@@ -93,7 +101,7 @@ class Halving(Section):
 
 
 class Budget(Section):
-    """What one call may spend. What is found finished costs nothing; the next call goes on where this one ends."""
+    """What one call may spend. Finished runs cost nothing; the next call goes on where this one ends."""
 
     runs: int | None = Field(default=None, ge=1)
     """Runs that are worked on."""
@@ -104,7 +112,7 @@ class Budget(Section):
 
 
 class Objective(Section):
-    """By what points are compared: the mean over seeds of a held-out figure at the last step."""
+    """The score of a point: the mean over seeds of a held-out figure at the last step."""
 
     metric: str | None = None
     """A figure of the validation, such as reward/greedy; None: reward/mean@k, as everywhere."""
@@ -135,17 +143,99 @@ class SweepSpec(Section):
     budget: Budget = Budget()
 
     @property
-    def says_a_search(self) -> bool:
-        """Whether it says how points are chosen."""
-        return any(getattr(self, name) is not None for name in SEARCHES)
-
-    @property
-    def search(self) -> str:
-        """Which of `SEARCHES` it is."""
-        return next(name for name in SEARCHES if getattr(self, name) is not None)
+    def searches(self) -> tuple[str, ...]:
+        """Those of `SEARCHES` that the file has: one, if it is sound."""
+        return tuple(name for name in SEARCHES if getattr(self, name) is not None)
 
     @property
     def space(self) -> Mapping[str, Values]:
-        """What is drawn from, for random and optuna."""
+        """Space of a random or Optuna search; empty for the others."""
         drawn = self.random or self.optuna
         return {} if drawn is None else drawn.space
+
+
+# ---------------------------------------------------------------------- points
+
+
+def points_of(spec: SweepSpec) -> list[Point]:
+    """The points of a grid, a list or random draws, in order; none for Optuna, which chooses as it goes.
+
+    A space with fewer points than are to be drawn gives as many as it has.
+    """
+    if spec.grid is not None:
+        return [dict(zip(spec.grid, values, strict=True)) for values in itertools.product(*spec.grid.values())]
+    if spec.list is not None:
+        return list(spec.list)
+    if spec.random is not None:
+        return _drawn(spec.random.space, spec.random.num_points, spec.random.seed)
+    return []
+
+
+def edges_of(space: Mapping[str, Values]) -> list[Point]:
+    """Points with every end and every choice of a space at least once, to be checked before the search."""
+    ends = {
+        key: [values.low, values.high] if isinstance(values, Range) else list(values) for key, values in space.items()
+    }
+    first = {key: values[0] for key, values in ends.items()}
+    found = [first | {key: value} for key, values in ends.items() for value in values]
+    return [point for number, point in enumerate(found) if point not in found[:number]]
+
+
+def written(point: Point) -> list[str]:
+    """A point as overrides.
+
+    >>> written({"optim.lr": 1e-5, "algo": "dapo", "data.operations": ["+", "-"], "filter.overlong": "off"})
+    ['optim.lr=1e-05', 'algo=dapo', "data.operations=['+','-']", "filter.overlong='off'"]
+    """
+    return [f"{key}={_written(value)}" for key, value in point.items()]
+
+
+def shown_point(point: Point) -> str:
+    """A point in a line.
+
+    >>> shown_point({"optim.lr": 1e-5, "algo": "dapo"})
+    'optim.lr=1e-05 algo=dapo'
+    """
+    return " ".join(written(point))
+
+
+def _drawn(space: Mapping[str, Values], number: int, seed: int) -> list[Point]:
+    found: list[Point] = []
+    for index in range(number):
+        tries = (_draw(space, f"{seed}/{index}/{attempt}") for attempt in range(MOST_DRAWS))
+        new = next((point for point in tries if point not in found), None)
+        if new is None:
+            break
+        found.append(new)
+    return found
+
+
+def _draw(space: Mapping[str, Values], seed: str) -> Point:
+    # Each key has its own generator, so that another key in the space does not change this one's draws.
+    return {key: _draw_one(values, random.Random(f"{seed}/{key}")) for key, values in space.items()}
+
+
+def _draw_one(values: Values, generator: random.Random) -> JsonValue:
+    if not isinstance(values, Range):
+        return generator.choice(values)
+    low, high = values.low, values.high
+    if values.step is not None:
+        return low + values.step * generator.randint(0, math.floor((high - low) / values.step + 1e-9))
+    if values.is_whole and not values.log:
+        return generator.randint(int(low), int(high))
+    drawn = generator.uniform(low, high) if not values.log else math.exp(generator.uniform(*map(math.log, (low, high))))
+    drawn = round(drawn) if values.is_whole else float(f"{drawn:.4g}")
+    return min(max(drawn, low), high)
+
+
+def _written(value: JsonValue) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS_OF_YAML
+        return value if plain else "'" + value.replace("'", "\\'") + "'"
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{_written(inner)}' for name, inner in value.items())}}}"
+    return repr(value)

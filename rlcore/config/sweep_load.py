@@ -13,39 +13,36 @@ from pydantic import JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
-from rlcore.config import sweep_checks as checks
-from rlcore.config.compose import CONF_DIR, FILE_ENDINGS, idle_settings, judge_settings
-from rlcore.config.fingerprint import fingerprint, lasting_settings
+from rlcore.config.base import keys_of
+from rlcore.config.compose import CONF_DIR, FILE_ENDINGS, GROUPS, idle_settings, judge_settings
+from rlcore.config.fingerprint import fingerprint, lasting_settings, run_id
 from rlcore.config.problems import Problem, did_you_mean, settings_error, shown
-from rlcore.config.run import RunConfig
-from rlcore.config.sweep import (
-    SEARCHES,
-    Budget,
-    Halving,
-    Objective,
-    OptunaSearch,
-    Point,
-    Pruning,
-    RandomSearch,
-    Range,
-    SweepSpec,
-)
-from rlcore.config.sweep_points import edges_of, points_of, written
+from rlcore.config.run import RunConfig, all_keys, is_key, section_names
+from rlcore.config.sweep import SEARCHES, Budget, Point, SweepSpec, edges_of, points_of, shown_point, written
 
 SWEEPS_DIR = CONF_DIR / "sweep"
-_SECTIONS = (SweepSpec, Objective, Range, RandomSearch, OptunaSearch, Pruning, Halving, Budget)
-_WORDS = tuple(name for section in _SECTIONS for name in section.model_fields)
-
+_WORDS = tuple(key.name.rpartition(".")[2] for key in keys_of(SweepSpec)) + tuple(SweepSpec.model_fields)
+MOST_POINTS = 10_000
+NOT_SWEPT = {
+    "seed": "Write the seeds as seeds: [1, 2]",
+    "experiment": "A sweep varies one experiment; write a sweep for each",
+    "name": "It names a run and changes nothing of it",
+    "run_id": "It names a run and changes nothing of it",
+    "tags": "They label a run and change nothing of it",
+    "paths": "All runs of a sweep lie under one root; set it for the sweep: paths.root=...",
+    "tracking": "All runs of a sweep are tracked in one place; set it for the sweep",
+}
+"""Keys that no point may have, and what to do instead."""
 _STAND_INS: Mapping[int | str, JsonValue] = {"name": "unnamed", "num_points": 1}
-"""For what is missing in a file, or wrong, so that the rest of it can be checked."""
+"""Values for required keys that are missing or wrong, so that the rest of the file can be checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """A sweep that has been checked.
 
-    `base`: settings without any point. `points`: all of them in order; none where Optuna chooses as it goes. `rungs`:
-    steps at which points are compared, the last of them the end.
+    `base` are the settings without any point, `points` all of them in order (none where Optuna chooses them during the
+    sweep), `rungs` the steps at which points are compared, ending with the last step.
     """
 
     spec: SweepSpec
@@ -71,7 +68,7 @@ class Sweep:
         return [*self.overrides, *written(point), f"seed={seed}"]
 
     def idle_settings(self) -> list[str]:
-        """What all points share, or is swept, and has no effect in any: a line each."""
+        """A line for each setting, shared or swept, that has no effect in any point."""
         swept = {key for point in self.points for key in point} | self.spec.space.keys()
         return idle_settings(self.base, self.overrides, experiment=self.spec.experiment, swept=swept)
 
@@ -91,7 +88,7 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
     Args:
         source: a name in `conf/sweep`, or the path of a file that ends in .yaml.
         overrides: settings that all points share; one that the file has too goes before the file's.
-        budget: what it says replaces what the file says.
+        budget: replaces values of the file's budget.
 
     Raises:
         ConfigError: one message with every mistake.
@@ -102,20 +99,20 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
         changed = spec.budget.model_copy(update=budget.model_dump(exclude_none=True))
         spec = spec.model_copy(update={"budget": changed})
     if spec.experiment is not None and spec.experiment.endswith(FILE_ENDINGS):
-        # Whoever works on its runs may stand elsewhere.
+        # Workers may have another working directory.
         spec = spec.model_copy(update={"experiment": str(Path(spec.experiment).absolute())})
     replaced = {_key(text) for text in overrides}
     shared = (*(text for text in spec.overrides if _key(text) not in replaced), *overrides)
-    of_search = [] if problems and not spec.says_a_search else list(checks.of_search(spec))
+    of_search = [] if problems and not spec.searches else list(_of_search(spec))
     points = points_of(spec) if not of_search else []
-    # What is empty because its entries are wrong is told by those.
+    # A space that is empty because its entries are wrong has their problems already.
     of_search = [one for one in of_search if not any(told.key.startswith(f"{one.key}.") for told in problems)]
-    problems += [*of_search, *checks.of_keys(spec, points), *checks.of_seeds(spec, shared)]
+    problems += [*of_search, *_of_keys(spec, points), *_of_seeds(spec, shared)]
     base, configs = _judged(spec, shared, points, problems)
-    rungs = checks.rungs_of(spec, base)
+    rungs = _rungs_of(spec, base)
     if not problems and spec.optuna is None:
-        problems += checks.twice(points, configs)
-    problems += [*checks.of_metric(spec, configs), *checks.of_rungs(spec, rungs, configs)]
+        problems += _twice(points, configs)
+    problems += [*_of_metric(spec, configs), *_of_rungs(spec, rungs, configs)]
     _stop_if(problems)
     return Sweep(spec, shared, base, tuple(points), rungs)
 
@@ -127,7 +124,7 @@ def _key(override: str) -> str:
 def _judged(
     spec: SweepSpec, shared: Sequence[str], points: Sequence[Point], problems: list[Problem]
 ) -> tuple[RunConfig, list[RunConfig]]:
-    """The settings that all points share and those of each point, as far as they are sound; what is not is added."""
+    """The sound parts of the settings that all points share, and of those of each point; adds their problems."""
     swept = {key for point in points for key in point} | spec.space.keys()
     given = [key for key in map(_key, shared) if key in swept]
     problems += [Problem(key, "is swept, and given for all points", key, "Keep one") for key in given]
@@ -137,7 +134,7 @@ def _judged(
     judged = judge_settings([shared, *([*shared, *written(point)] for point in checked)], experiment=spec.experiment)
     (base, of_all), of_points = judged[0], judged[1:]
     problems += of_all
-    problems += checks.of_points(checked, [[one for one in found if one not in of_all] for _, found in of_points])
+    problems += _of_points(checked, [[one for one in found if one not in of_all] for _, found in of_points])
     return base, [config for config, _ in of_points]
 
 
@@ -172,15 +169,15 @@ def _content(file: Path) -> dict[str, Any]:
 
 
 def _parsed(content: Mapping[str, Any], problems: list[Problem]) -> SweepSpec:
-    """The file without what is wrong in it, which is added to `problems`."""
+    """The file without its mistakes, which are added to `problems`."""
     content, is_first = deepcopy(dict(content)), True
     while True:
         try:
-            # Strict JSON, as for settings: true is no number and "5" is none either.
+            # Strict JSON, as for settings: neither true nor "5" is a number.
             return SweepSpec.model_validate_json(json.dumps(content), strict=True)
         except ValidationError as error:
             details = error.errors(include_url=False)
-        if is_first:  # later ones follow from what was taken out
+        if is_first:  # later ones follow from the removals
             problems += [problem for detail in details if (problem := _of_detail(detail)) is not None]
         is_first = False
         places = {_place(content, detail["loc"]) for detail in details}
@@ -189,7 +186,7 @@ def _parsed(content: Mapping[str, Any], problems: list[Problem]) -> SweepSpec:
 
 
 def _place(content: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
-    """Where in the file a mistake is: pydantic puts the kinds of a union into its place, which are no part of it."""
+    """Path of a mistake in the file; pydantic's has the members of unions too, which are no part of it."""
     path: list[int | str] = []
     for part in loc:
         known = content if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()
@@ -200,7 +197,7 @@ def _place(content: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
 
 
 def _take_out(content: Any, path: Sequence[int | str]) -> None:
-    """Remove one part; what must be there is stood in for."""
+    """Remove one part, or put its stand-in there."""
     *outer, last = path
     for part in outer:
         content = content[part]
@@ -213,7 +210,7 @@ def _take_out(content: Any, path: Sequence[int | str]) -> None:
 def _of_detail(detail: ErrorDetails) -> Problem | None:
     loc = [str(part) for part in detail["loc"]]
     got, kind = detail["input"], detail["type"]
-    # A space's values are a list or a range: of the two complaints only the fitting one is told.
+    # The values of a space are a list or a range, and pydantic complains about both; only the fitting one counts.
     branch = next((part for part in loc if part.startswith(("tuple[", "function-after["))), None)
     if branch is not None:
         loc.remove(branch)
@@ -236,3 +233,130 @@ def _of_detail(detail: ErrorDetails) -> Problem | None:
         .replace("String should", "must")
     )
     return Problem(key, "is missing" if kind == "missing" else rule, shown(got), "See docs/sweeps.md")
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def _of_search(spec: SweepSpec) -> Iterable[Problem]:
+    """The sweep has one way to choose points, and something to try."""
+    said = spec.searches
+    if not said:
+        remedy = f"Say one of {', '.join(SEARCHES)}; docs/sweeps.md shows each"
+        return [Problem("sweep", "is empty: it says nothing to try", spec.name, remedy)]
+    if len(said) > 1:
+        return [Problem("sweep", "says more than one way to choose points", ", ".join(said), "Keep one of them")]
+    problems = []
+    spread: Mapping[str, Any] = spec.grid if spec.grid is not None else spec.space
+    if (spec.grid is not None and not spec.grid) or (spec.list is not None and not spec.list):
+        problems.append(Problem(said[0], "is empty: there is nothing to try", "nothing", "Name a setting and values"))
+    for number, point in enumerate(spec.list or (), 1):
+        if not point:
+            problems.append(Problem(f"list.{number}", "is an empty point", "{}", "Name a setting and its value"))
+    for key, values in spread.items():
+        if isinstance(values, tuple) and not values:
+            problems.append(Problem(f"{said[0]}.{key}", "is empty: there is nothing to try", "[]", "Name its values"))
+    size = 1
+    for values in (spec.grid or {}).values():
+        size *= len(values)
+    if size > MOST_POINTS:
+        remedy = "Draw some of them by random or optuna"
+        problems.append(Problem("grid", f"must have at most {MOST_POINTS:,} points", f"{size:,}", remedy))
+    if spec.halving is not None and spec.optuna is not None:
+        remedy = "Write optuna.pruning instead"
+        problems.append(Problem("halving", "needs all points at once, and Optuna asks for them in turn", "it", remedy))
+    return problems
+
+
+def _of_keys(spec: SweepSpec, points: Sequence[Point]) -> Iterable[Problem]:
+    """Every key that is swept is a setting that may be swept."""
+    keys = dict.fromkeys([*(key for point in points for key in point), *spec.space])
+    for key in keys:
+        owner = key.partition(".")[0]
+        name = f"{spec.searches[0]}.{key}"
+        if owner in NOT_SWEPT:
+            yield Problem(name, "cannot be swept", key, NOT_SWEPT[owner])
+        elif not (key in GROUPS or is_key(key) or key in section_names()):
+            remedy = f"{did_you_mean(key, [*all_keys(), *GROUPS])}docs/settings.md lists every key"
+            yield Problem(name, "there is no such setting", key, remedy)
+
+
+def _of_seeds(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
+    """The seeds differ, and are given in one place."""
+    twice = sorted({seed for seed in spec.seeds if spec.seeds.count(seed) > 1})
+    if twice:
+        yield Problem("seeds", "must differ", shown(list(spec.seeds)), f"Name {', '.join(map(str, twice))} once")
+    wrong = [seed for seed in spec.seeds if not 0 <= seed < 2**31]
+    if wrong:
+        yield Problem("seeds", "must be from 0 to 2**31 - 1", shown(wrong), "Choose other seeds")
+    for text in shared:
+        if text.partition("=")[0].lstrip("+~") in ("seed", "run_id"):
+            yield Problem("overrides", "seed and run_id differ from run to run", text, "Say seeds: [...] instead")
+
+
+def _of_points(points: Sequence[Point], found: Sequence[Sequence[Problem]]) -> Iterable[Problem]:
+    """Each mistake once, with the points that have it."""
+    where: dict[Problem, list[Point]] = {}
+    for point, problems in zip(points, found, strict=True):
+        for problem in problems:
+            where.setdefault(problem, []).append(point)
+    for problem, owners in where.items():
+        more = f" and {len(owners) - 1} more" if len(owners) > 1 else ""
+        rule = f"{problem.rule} (point {shown_point(owners[0])}{more})"
+        yield Problem(problem.key, rule, problem.got, problem.remedy)
+
+
+def _twice(points: Sequence[Point], configs: Sequence[RunConfig]) -> Iterable[Problem]:
+    """Points with the same run id would be the same run."""
+    first: dict[str, Point] = {}
+    for point, config in zip(points, configs, strict=True):
+        before = first.setdefault(run_id(config), point)
+        if before is point:
+            continue
+        got = shown_point(point) if before == point else f"{shown_point(before)} and {shown_point(point)}"
+        rule = "has the same point twice" if before == point else "has two points that are the same run"
+        remedy = "Leave one out; what differs may not change the numbers of a run, see docs/sweeps.md"
+        yield Problem("sweep", rule, got, "Leave one out" if before == point else remedy)
+
+
+def _of_metric(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[Problem]:
+    """The validation of each point has the figure by which points are compared."""
+    metric = spec.objective.metric
+    for config in configs:
+        k = config.validation.samples_per_problem
+        known = [f"reward/{name}@{k}" for name in ("mean", "pass", "pass_all", "maj")] + [f"acc/mean@{k}"]
+        known += ["reward/greedy", "acc/greedy"] if config.validation.greedy else []
+        if metric is not None and metric not in known:
+            remedy = f"{did_you_mean(metric, known)}There are {', '.join(known)}"
+            yield Problem("objective.metric", "must be a figure of the validation", metric, remedy)
+
+
+def _rungs_of(spec: SweepSpec, base: RunConfig) -> tuple[int, ...]:
+    """Steps at which points are compared, ending with the last step."""
+    total = base.trainer.total_steps
+    if spec.halving is not None:
+        step, found = spec.halving.first_steps, []
+        while step < total:
+            found.append(step)
+            step *= spec.halving.keep_one_in
+        return (*found, total)
+    pruning = spec.optuna.pruning if spec.optuna is not None else None
+    return (*range(pruning.every_steps, total, pruning.every_steps), total) if pruning is not None else (total,)
+
+
+def _of_rungs(spec: SweepSpec, rungs: Sequence[int], configs: Iterable[RunConfig]) -> Iterable[Problem]:
+    """There is a checkpoint and a validation where points are compared."""
+    early = rungs[:-1]
+    key = "halving.first_steps" if spec.halving is not None else "optuna.pruning.every_steps"
+    if (spec.halving or (spec.optuna and spec.optuna.pruning)) and not early:
+        remedy = "Lower it, or leave out the early stopping"
+        yield Problem(key, "must be below trainer.total_steps", str(rungs[-1]), remedy)
+    for config in configs:
+        if config.trainer.total_steps != rungs[-1] and early:
+            rule = "must be the same for all points where poor ones are stopped early"
+            yield Problem("trainer.total_steps", rule, str(config.trainer.total_steps), "Do not sweep it")
+        for name, every in (("trainer.steps_per_chunk", config.trainer.steps_per_chunk),
+                            ("validation.every_steps", config.validation.every_steps)):  # fmt: skip
+            if early and (every == 0 or early[0] % every):
+                remedy = f"Add {name}={early[0]} to overrides"
+                yield Problem(key, f"must be a multiple of {name} ({every})", str(early[0]), remedy)

@@ -1,11 +1,10 @@
-"""Settings of the training loop, its checkpoints and its processes."""
+"""Settings of the training loop, its alarms, its checkpoints and its processes."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlcore.config.base import Section
-from rlcore.config.deadlines import DeadlineConfig
+from rlcore.config.base import Bound, Section
 
 
 class TrainerConfig(Section):
@@ -17,14 +16,60 @@ class TrainerConfig(Section):
     """Steps between two checkpoints. A chunk is the unit that Prefect retries."""
     batch_size: int = Field(default=256, ge=1)
     """Prompts a step."""
-    mini_batch_size: int = Field(default=256, ge=1)
-    """Prompts an optimizer step; divides batch_size."""
+    mini_batch_size: Annotated[int, Bound("divide", "trainer.batch_size")] = Field(default=256, ge=1)
+    """Prompts an optimizer step."""
     epochs_per_batch: int = Field(default=1, ge=1)
     """Passes over each batch."""
-    max_tokens_per_micro_batch: int = Field(default=16_384, ge=1)
+    max_tokens_per_micro_batch: Annotated[
+        int,
+        Bound(
+            "be at least",
+            "filter.max_prompt_tokens + rollout.max_response_tokens",
+            "Set it to {bound} or more; the gradient does not depend on it",
+        ),
+    ] = Field(default=16_384, ge=1)
     """Token budget of one forward and backward. The gradient does not depend on it."""
     old_logprobs: Literal["auto", "recompute", "behavior"] = "auto"
     """Log-probabilities before the update. auto: recomputed only where a batch gets more than one update."""
+
+
+StateAction = Literal["off", "tell", "roll_back", "stop"]
+StepAction = Literal["off", "tell", "skip", "roll_back", "stop"]
+
+
+class AlarmConfig(Section):
+    """What is done when the numbers of a run go wrong: one action for each alarm.
+
+    off: not checked. tell: an event in journal, MLflow and Prefect. skip: besides, the step's update is left out.
+    roll_back: back to the checkpoint with the best validation, with a lower learning rate. stop: the step is saved and
+    the run fails. Entropy and KL are states of the weights, which no skipped update mends, so they have no skip."""
+
+    non_finite: Literal["skip", "roll_back", "stop"] = "stop"
+    """A loss or gradient is not finite. The batch is saved in any case; the update is never applied."""
+    grad_norm: StepAction = "tell"
+    """The norm of the policy's gradient, before clipping, is above `grad_norm_above`. skip leaves out only the
+    mini-batches where it is."""
+    grad_norm_above: float = Field(default=1_000.0, gt=0)
+    """Norm of the whole gradient."""
+    entropy: StateAction = "tell"
+    """The policy's entropy is below `entropy_below`: it gives one answer whatever the seed."""
+    entropy_below: float = Field(default=0.001, ge=0)
+    """Mean over answer tokens, nats."""
+    equal_scores: StepAction = "tell"
+    """Within each group all answers have the same score: there is nothing to compare. Not checked where each prompt has
+    one answer."""
+    kl: StateAction = "off"
+    """The KL divergence from the reference is above `kl_above`. Needs algo.kl.where."""
+    kl_above: float = Field(default=10.0, gt=0)
+    """Mean over answer tokens, nats."""
+    length: StepAction = "off"
+    """The share of answers that end at rollout.max_response_tokens is at least `length_share`."""
+    length_share: float = Field(default=0.95, gt=0, le=1)
+    """Share of the step's answers."""
+    roll_back_lr_factor: float = Field(default=0.5, gt=0, lt=1)
+    """Each roll-back multiplies the learning rate of the policy and the critic by this."""
+    max_roll_backs: int = Field(default=3, ge=0)
+    """After so many the run fails."""
 
 
 class CheckpointConfig(Section):
@@ -54,12 +99,44 @@ class ProfileConfig(Section):
     """Largest trace of a step and rank, in MB of 1e6 bytes. One that is larger is not kept and ends the window."""
 
 
+class DeadlineConfig(Section):
+    """Seconds that one phase of a run may take. A longer one counts as hung: the stacks of all processes are written to
+    a file, the trainer is ended, and the chunk is tried again from its checkpoint."""
+
+    start_s: float = Field(default=1_800.0, gt=0)
+    """Start of the workers: Ray, models, engines."""
+    generate_s: float = Field(default=3_600.0, gt=0)
+    """Answers of one step."""
+    score_s: float = Field(default=3_600.0, gt=0)
+    """Scores of one step; a single answer has reward.deadline_s."""
+    forward_s: float = Field(default=3_600.0, gt=0)
+    """A forward pass over the batch: old and reference log-probabilities, values."""
+    update_s: float = Field(default=3_600.0, gt=0)
+    """All updates of a step of policy or critic."""
+    hand_over_s: float = Field(default=900.0, gt=0)
+    """Hand-over of the weights to the engine."""
+    validate_s: float = Field(default=7_200.0, gt=0)
+    """One validation."""
+    save_s: float = Field(default=1_800.0, gt=0)
+    """Writing a checkpoint or the weights for others; waiting for room does not count."""
+    load_s: float = Field(default=1_800.0, gt=0)
+    """Reading a checkpoint."""
+
+    def longest_s(self) -> float:
+        """The longest deadline."""
+        return max(float(getattr(self, name)) for name in type(self).model_fields)
+
+
 class RuntimeConfig(Section):
     """Where workers live. Changes the speed, not the numbers."""
 
     backend: Literal["local", "ray"] = "local"
     """local: one worker in the trainer's process. ray: one actor a rank."""
-    num_workers: int = Field(default=1, ge=1)
+    num_workers: Annotated[
+        int,
+        Bound("divide", "trainer.mini_batch_size x rollout.samples_per_prompt"),
+        Bound("be at most", "trainer.batch_size", "Use fewer workers or more prompts"),
+    ] = Field(default=1, ge=1)
     """Ranks of data parallelism; one GPU each on a GPU machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where a GPU is present."""
@@ -73,7 +150,7 @@ class RuntimeConfig(Section):
     """What is done with the memory plan of a run on a GPU. check: one that cannot fit, however fine the micro-batches,
     is refused. auto: besides, `rollout.memory_share`, `rollout.sleep_level`, `trainer.max_tokens_per_micro_batch`,
     `algo.kl.offload`, `optim.offload` and `model.gradient_checkpointing` are chosen by the plan, the fastest that fit.
-    off: only told."""
+    off: it is only printed."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Dense operations a second of one device in the compute type, in units of 1e12: what `perf/mfu` is a share of.
     None: by the GPU's name in bfloat16; not known (and no such metric) on a CPU."""
@@ -82,8 +159,8 @@ class RuntimeConfig(Section):
     deadlines: DeadlineConfig = DeadlineConfig()
     """How long each phase may take before it counts as hung."""
     stop_deadline_s: float = Field(default=60.0, gt=0)
-    """Seconds in which a run that is told to stop has ended. The step has half of them to finish, then it is given up
-    and the step before is saved; what is not saved at the end is done again by the next start."""
+    """Seconds in which a run ends after a request to stop. The step has half of them to finish, then it is given up and
+    the step before is saved; what is not saved at the end is done again by the next start."""
     max_chunk_retries: int = Field(default=2, ge=0)
     """How often a failed chunk is tried again from its checkpoint."""
 

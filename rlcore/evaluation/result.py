@@ -42,7 +42,7 @@ class Answer:
 
     @property
     def solved(self) -> bool:
-        """Whether the answer is right: the part `correct` says so, else the score is full (1)."""
+        """Whether the answer is right: by the part `correct` if there is one, else by a full score (1)."""
         return self.parts.get("correct", self.score) >= FULL_MARKS
 
     @property

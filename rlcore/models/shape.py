@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.config.model import LoraConfig, ModelConfig, ScratchModel
-from rlcore.config.published import PUBLISHED
+from rlcore.config.model import PUBLISHED, LoraConfig, ModelConfig, ScratchModel
 from rlcore.models.hub import cached_config
 
 NUM_WORDS = 13

@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import JsonValue
 
 from rlcore.config import CriticConfig, LoraConfig, RunConfig
-from rlcore.config.keys import all_keys, leaves
+from rlcore.config.base import leaves
+from rlcore.config.run import all_keys
 from rlcore.errors import ConfigError
 from rlcore.report import document as doc
 from rlcore.report.document import Cell, Column, Table

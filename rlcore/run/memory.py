@@ -12,8 +12,7 @@ from typing import Any
 
 from rlcore.config import RunConfig
 from rlcore.config.algo import OFFLOAD_PIECE_BYTES
-from rlcore.config.base import Section
-from rlcore.config.keys import leaves
+from rlcore.config.base import Section, leaves
 from rlcore.config.problems import shown
 from rlcore.errors import ConfigError
 from rlcore.models.shape import ModelShape, shape_of

@@ -22,7 +22,7 @@ import psutil
 
 from rlcore import stacks
 from rlcore.config import RunConfig
-from rlcore.config.deadlines import DeadlineConfig
+from rlcore.config.trainer import DeadlineConfig
 from rlcore.errors import HangError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.run.faults import Fault, FaultKind, as_ours, fault_of, note_fault
 from rlcore.run.layout import RunLayout

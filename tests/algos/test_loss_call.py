@@ -11,7 +11,7 @@ import torch
 from rlcore.algos.loss_call import problem_of, require_policy_loss
 from rlcore.algos.losses import PolicyLoss
 from rlcore.config.algo import AlgoConfig
-from rlcore.config.rules.algorithm import POLICY_LOSSES
+from rlcore.config.rules.training import POLICY_LOSSES
 from rlcore.errors import ConfigError
 
 HEAD = """

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from rlcore.config.compose import experiment_names, idle_settings, load_config
-from rlcore.config.keys import all_keys, section_names
 from rlcore.config.rules.effects import EFFECTS, without_effect
+from rlcore.config.run import all_keys, section_names
 from rlcore.config.sweep_load import load_sweep, sweep_names
 from tests.config.test_rules import settings
 

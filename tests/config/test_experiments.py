@@ -6,8 +6,8 @@ from omegaconf import OmegaConf
 
 from rlcore.config import RunConfig
 from rlcore.config.compose import CONF_DIR, GROUPS, experiment_names, group_members, load_config
-from rlcore.config.resolved import RESOLVED_DIR, resolved_text, write_resolved
-from rlcore.config.validate import TASKS
+from rlcore.config.data import TASKS
+from rlcore.config.documents import RESOLVED_DIR, resolved_text, write_resolved
 
 
 @pytest.mark.parametrize("name", experiment_names())

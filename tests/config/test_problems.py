@@ -2,9 +2,10 @@
 
 import pytest
 
-from rlcore.config.data import DATA_SECTIONS
-from rlcore.config.keys import all_keys, free_mappings, is_key, leaves, section_names, sections_of
+from rlcore.config.base import leaves, sections_of
+from rlcore.config.data import TASKS
 from rlcore.config.problems import Problem, did_you_mean, nearest, settings_error, shown
+from rlcore.config.run import all_keys, free_mappings, is_key, section_names
 
 KEYS = sorted(all_keys())
 
@@ -57,7 +58,7 @@ def test_keys_and_sections():
     assert free_mappings() == {"tags"}
     assert {"algo", "algo.kl", "critic.optim", "model.lora"} <= section_names()
     assert "seed" not in section_names()
-    assert {key.section for key in all_keys()["data.scorer"]} == set(DATA_SECTIONS)
+    assert {key.section for key in all_keys()["data.scorer"]} == set(TASKS.values())
     assert sections_of(int | None) == ()
 
 

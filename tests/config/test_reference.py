@@ -3,8 +3,8 @@
 import re
 
 from rlcore.config.compose import GROUPS
-from rlcore.config.keys import all_keys
-from rlcore.config.reference import REFERENCE_FILE, reference, write_reference
+from rlcore.config.documents import REFERENCE_FILE, reference, write_reference
+from rlcore.config.run import all_keys
 
 
 def rows() -> list[list[str]]:

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from rlcore.config import RunConfig
-from rlcore.config.keys import all_keys, is_key, section_names
 from rlcore.config.rules import RULES, broken_rules
-from rlcore.config.rules.algorithm import POLICY_LOSSES
+from rlcore.config.rules.training import POLICY_LOSSES
+from rlcore.config.run import all_keys, is_key, section_names
 
 HELD = "model.path=some/model"
 # A model made from nothing, on problems that it can read.
@@ -36,6 +36,9 @@ def settings(words: str, base: str = HELD) -> RunConfig:
     return RunConfig.model_validate(nested)
 
 
+MICRO_BATCH = (
+    "trainer.max_tokens_per_micro_batch must be at least filter.max_prompt_tokens + rollout.max_response_tokens"
+)
 MIXTURE = "data.task=mixture data.parts=[{data:{task:countdown%s}},{data:{task:custom}%s}]"
 
 # rule, broken, mended
@@ -45,9 +48,9 @@ CASES = [
     ("a_mixture_has_parts", MIXTURE % ("", ",name:all"), MIXTURE % ("", ",name:mine")),
     ("a_mixture_scores_by_part", MIXTURE % ("", "") + " data.scorer=a.b:c", MIXTURE % ("", "")),
     ("parts_keep_the_rules", MIXTURE % (",min_numbers:5", ""), MIXTURE % (",min_numbers:4", "")),
-    ("numbers_in_order", "data.min_numbers=5", "data.min_numbers=4"),
-    ("number_range_in_order", "data.number_low=101", "data.number_low=100"),
-    ("target_range_in_order", "data.target_low=1001", "data.target_low=1000"),
+    ("data.min_numbers must be at most data.max_numbers", "data.min_numbers=5", "data.min_numbers=4"),
+    ("data.number_low must be at most data.number_high", "data.number_low=101", "data.number_low=100"),
+    ("data.target_low must be at most data.target_high", "data.target_low=1001", "data.target_low=1000"),
     ("operations_once_each", "data.operations=['+','+']", "data.operations=['+']"),
     ("operations_once_each", "data.operations=[]", "data.operations=['-','+']"),
     ("training_file_is_there", f"data.task=parquet {FILES} data.train_file=no.parquet", f"data.task=parquet {FILES}"),
@@ -63,20 +66,28 @@ CASES = [
     ),
     ("warm_start_has_demonstrations", "data.task=gsm8k warm_start.enabled=true", "data.task=gsm8k"),
     ("warm_start_has_demonstrations", "data.task=gsm8k warm_start.enabled=true", "warm_start.enabled=true"),
-    ("mini_batch_divides_batch", "trainer.mini_batch_size=48", "trainer.mini_batch_size=64"),
-    ("mini_batch_divides_batch", "trainer.mini_batch_size=512", "trainer.mini_batch_size=256"),
     (
-        "ranks_share_a_mini_batch",
+        "trainer.mini_batch_size must divide trainer.batch_size",
+        "trainer.mini_batch_size=48",
+        "trainer.mini_batch_size=64",
+    ),
+    (
+        "trainer.mini_batch_size must divide trainer.batch_size",
+        "trainer.mini_batch_size=512",
+        "trainer.mini_batch_size=256",
+    ),
+    (
+        "runtime.num_workers must divide trainer.mini_batch_size x rollout.samples_per_prompt",
         "runtime.backend=ray runtime.num_workers=2 rollout.samples_per_prompt=5 trainer.mini_batch_size=1",
         "runtime.backend=ray runtime.num_workers=2 rollout.samples_per_prompt=5 trainer.mini_batch_size=2",
     ),
     (
-        "every_rank_has_a_prompt",
+        "runtime.num_workers must be at most trainer.batch_size",
         "runtime.backend=ray runtime.num_workers=4 trainer.batch_size=2 trainer.mini_batch_size=2",
         "runtime.backend=ray runtime.num_workers=4 trainer.batch_size=4 trainer.mini_batch_size=4",
     ),
     (
-        "micro_batch_holds_a_sequence",
+        MICRO_BATCH,
         "trainer.max_tokens_per_micro_batch=1279",
         "trainer.max_tokens_per_micro_batch=1280",
     ),
@@ -120,12 +131,12 @@ CASES = [
         for wrong in ("mine:loss", "no.such.package:loss", "tests.algos.custom_loss:my_los", ":my_loss")
     ],
     (
-        "overlong_buffer_fits",
+        "algo.overlong.buffer_tokens must be at most rollout.max_response_tokens",
         "algo.overlong.enabled=true algo.overlong.buffer_tokens=1025",
         "algo.overlong.enabled=true algo.overlong.buffer_tokens=1024",
     ),
     (
-        "overlong_buffer_fits",
+        "algo.overlong.buffer_tokens must be at most rollout.max_response_tokens",
         "algo.overlong.enabled=true algo.overlong.buffer_tokens=1025",
         "algo.overlong.buffer_tokens=1025",
     ),
@@ -135,7 +146,11 @@ CASES = [
         "algo.importance.mode=mask trainer.old_logprobs=behavior",
         "algo.importance.mode=mask trainer.old_logprobs=recompute",
     ),
-    ("policy_is_trained", "algo.advantage=gae critic.warmup_steps=100", "algo.advantage=gae critic.warmup_steps=99"),
+    (
+        "critic.warmup_steps must be under trainer.total_steps",
+        "algo.advantage=gae critic.warmup_steps=100",
+        "algo.advantage=gae critic.warmup_steps=99",
+    ),
     ("training_answers_vary", "rollout.sampling.temperature=0", "rollout.sampling.temperature=0.1"),
     (
         "validation_answers_vary",
@@ -148,7 +163,7 @@ CASES = [
         "rollout.tensor_parallel_size=2 runtime.num_workers=2 runtime.backend=ray rollout.engine=vllm",
     ),
     (
-        "engines_share_the_workers",
+        "rollout.tensor_parallel_size must divide runtime.num_workers",
         "rollout.tensor_parallel_size=2 rollout.engine=vllm",
         "rollout.tensor_parallel_size=2 rollout.engine=vllm runtime.num_workers=4 runtime.backend=ray",
     ),
@@ -163,7 +178,7 @@ CASES = [
         "rollout.sampling.top_p=0.9 rollout.engine=vllm",
     ),
     (
-        "a_pass_holds_all_sequences",
+        "rollout.max_batched_tokens must be at least rollout.max_num_seqs",
         "rollout.max_batched_tokens=511",
         "rollout.max_batched_tokens=512",
     ),
@@ -210,7 +225,7 @@ PAIRS = [
     *[(name, settings(broken, SCRATCH), settings(mended, SCRATCH)) for name, broken, mended in SCRATCH_CASES],
 ]
 NAMES = [name for name, *_ in PAIRS]
-BY_NAME = {rule.check.__name__: rule for rule in RULES}
+BY_NAME = {rule.name: rule for rule in RULES}
 
 
 def test_every_rule_has_a_case():

@@ -6,7 +6,7 @@ import pytest
 
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
-from rlcore.config.experiment_file import experiment_text
+from rlcore.config.documents import experiment_text
 from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import SWEEPS_DIR, Sweep, load_sweep, sweep_names
 from rlcore.errors import ConfigError

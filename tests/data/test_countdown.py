@@ -7,9 +7,7 @@ from itertools import combinations_with_replacement, pairwise, permutations, pro
 import pytest
 
 from data.countdown import build, score, tagged_answer
-from data.countdown_draws import CHUNK, Problem, draw_chunk
-from data.countdown_problems import _num_problems, generate
-from data.countdown_solver import solve
+from data.countdown_problems import CHUNK, Problem, _num_problems, draw_chunk, generate, solve
 from rlcore.config import CountdownData
 from rlcore.errors import DataError
 

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 
 import data
 from data import filter as filter_module
-from data.pieces import PieceEncoder
-from data.tokenizer import PromptTokenizer
+from data.tokenizer import PieceEncoder, PromptTokenizer
 from data.write import write_splits
 from rlcore.batching.prompts import read_demonstrations, read_prompts
 from rlcore.config import CountdownData, FilterConfig, ParquetData

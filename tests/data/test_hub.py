@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import data
-from data.hub import commit_of, snapshot
 from data.schema import provenance
+from data.sources import commit_of, snapshot
 from rlcore.config import Gsm8kData, MappedData
 from rlcore.errors import DataError
 from tests.hub_server import Repository, serving, use_hub

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 import data
-from data.lengths import as_markdown, as_svg, summarize
+from data.inspect import as_html, as_rich
+from data.write import as_markdown, as_svg, summarize
 from rlcore.config import CountdownData, FilterConfig
 from rlcore.errors import DataError
 
@@ -32,7 +33,7 @@ def filtered(scratch_tokenizer, artifacts_root):
 
 def as_text(report):
     console = Console(file=StringIO(), width=200)
-    console.print(report.as_rich())
+    console.print(as_rich(report))
     return console.file.getvalue()
 
 
@@ -65,7 +66,7 @@ def test_three_forms_say_the_same(filtered):
     assert [split["num_rows"] for split in document["splits"]] == [80, 20]
     assert document["splits"][0]["rows"][0]["prompt"] == report.splits[0].rows[0]["prompt"]
     prompt = report.splits[0].rows[0]["prompt"][0]["content"]
-    text, page = as_text(report), report.as_html()
+    text, page = as_text(report), as_html(report)
     for shown in ("countdown (80)", "6 to 6, mean 6.0", prompt, filtered.fingerprint):
         assert shown in text
         assert shown in page
@@ -81,7 +82,7 @@ def test_markup_in_rows_does_no_harm(tmp_path):
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "x.parquet")
     report = data.inspect_dataset(tmp_path)
     assert content in as_text(report)
-    assert "<script>" not in report.as_html()
+    assert "<script>" not in as_html(report)
 
 
 def test_leaks_and_duplicates_are_counted(tmp_path):

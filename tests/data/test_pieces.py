@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from data.pieces import PieceEncoder, encode_whole
+from data.tokenizer import PieceEncoder, encode_whole
 
 # Words with every kind of white space and end between them, many of them shared by the texts of a batch.
 WORDS = st.sampled_from(
@@ -64,12 +64,13 @@ def test_any_text_comes_out_as_the_tokenizer_gives_it(encoder, trained_bpe, text
 
 
 def test_the_memory_is_bounded_and_what_is_needed_is_learned_again(trained_bpe, monkeypatch):
-    monkeypatch.setattr("data.pieces._MAX_PIECES", 20)
+    monkeypatch.setattr("data.tokenizer._MAX_PIECES", 20)
     encoder = PieceEncoder.of(trained_bpe)
     for start in range(0, 200, 10):
         texts = [f"{start + i} and {start - i} or {start * i}" for i in range(10)]
         assert encoder.encode(texts) == encode_whole(trained_bpe, texts)
-        assert len(encoder._pieces) <= 20 + 3 * len(texts)  # the bound, and what one call has learned beyond it
+        for cache in (encoder._pieces, encoder._heads):
+            assert len(cache) <= 20 + 3 * len(texts)  # the bound, and what one call has learned beyond it
 
 
 def without(core, **changes):

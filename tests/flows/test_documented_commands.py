@@ -16,7 +16,7 @@ import yaml
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from data.hub import commit_of
+from data.sources import commit_of
 from flows.cli import EXIT_WRONG_SETTINGS, app, exit_code
 from rlcore.config.compose import load_config
 from rlcore.config.sweep_load import load_sweep

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data import first_row as first_rows
-from data.first_row import first_row
+from data import custom
+from data.custom import first_row
 from flows.plan import tried
 from flows.plan.plan import make_plan
 from flows.plan.tried import try_parts
@@ -100,7 +100,7 @@ def test_more_problems_than_exist_and_a_build_that_fails(dry_run: Try, overrides
 
 
 def test_a_build_that_takes_long_is_not_waited_for(dry_run: Try, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_rows, "BUILD_DEADLINE_S", 2.0)
+    monkeypatch.setattr(custom, "BUILD_DEADLINE_S", 2.0)
     dry_run("data=custom", "data.build=tried_out:never", "data.scorer=tried_out:nothing")
 
 
@@ -141,7 +141,7 @@ def test_what_is_made_already_is_not_made_again_and_nothing_is_tried_twice(
     settings = CustomData(train_size=20, validation_size=5)
     dataset = build_dataset(settings, seed=1, root=artifacts_root)
     row = first_row(settings, 1, artifacts_root)
-    monkeypatch.setattr(first_rows, "_by_process", lambda config, seed: pytest.fail("made again"))
+    monkeypatch.setattr(custom, "_by_process", lambda config, seed: pytest.fail("made again"))
     assert first_row(settings, 1, artifacts_root) == row
     assert dataset.counts == {"train": 20, "validation": 5}
     monkeypatch.undo()

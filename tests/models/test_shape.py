@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from rlcore.config import LoraConfig, ModelConfig, ScratchModel
-from rlcore.config.published import PUBLISHED
+from rlcore.config.model import PUBLISHED
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from rlcore.config.alarms import AlarmConfig
+from rlcore.config.trainer import AlarmConfig
 from rlcore.errors import AlarmError, NonFiniteError
 from rlcore.tracking.journal import load_journal, read_journal
 from rlcore.trainer.alarms import SKIPPED

@@ -19,7 +19,7 @@ from rlcore import stacks
 from rlcore.checkpoint.save import CheckpointSaver
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig, RunConfig
-from rlcore.config.deadlines import DeadlineConfig
+from rlcore.config.trainer import DeadlineConfig
 from rlcore.errors import WorkerLostError
 from rlcore.run.faults import read_faults
 from rlcore.run.layout import RunLayout
@@ -50,7 +50,7 @@ watchdog.say_and_end(say, 75)
 
 HANGS = """
 import time
-from rlcore.config.deadlines import DeadlineConfig
+from rlcore.config.trainer import DeadlineConfig
 from rlcore.run import watchdog
 
 watchdog.LAST_RESORT_S = 0.1

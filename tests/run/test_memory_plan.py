@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from rlcore.batching.pack import pack
 from rlcore.config import LoraConfig, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
-from rlcore.config.published import PUBLISHED
+from rlcore.config.model import PUBLISHED
 from rlcore.errors import ConfigError
 from rlcore.models.load import load_policy
 from rlcore.models.optim import build_optimizer

@@ -1,16 +1,17 @@
-"""Rules between settings: each a small function declared with the keys that it reads."""
+"""Rules between settings: bounds declared at the fields, rows of a table, and functions where a row is not enough."""
 
 from collections.abc import Collection
 
 from rlcore.config.problems import Problem
-from rlcore.config.rules import algorithm, batch, data, engine, model
-from rlcore.config.rules.registry import RULES, Rule, rule
+from rlcore.config.rules import data, model, training
+from rlcore.config.rules.registry import Rule, bounds
 from rlcore.config.run import RunConfig
 
-__all__ = ["RULES", "Rule", "broken_rules", "rule"]
+__all__ = ["RULES", "Rule", "broken_rules"]
 
-# Imported for the rules that they declare.
-_MODULES = (data, model, batch, algorithm, engine)
+_ALONE = (*training.RULES, *bounds(), *data.RULES, *model.RULES)
+RULES: tuple[Rule, ...] = (*_ALONE, data.parts_keep(_ALONE))
+"""All rules, in the order in which broken ones are listed."""
 
 
 def broken_rules(config: RunConfig, unsound: Collection[str] = ()) -> list[Problem]:

@@ -1,7 +1,6 @@
-"""Settings that were given and cannot have an effect: told in a line each, and no mistake.
+"""Settings that were given and cannot have an effect: a warning line for each, and no mistake.
 
-Sweeps and experiments that are shared give such settings on purpose; whoever gives one by mistake waits for an effect
-that never comes. Defaults that nobody gave are never told.
+Shared sweeps and experiments give such settings on purpose. There is no line for a default that was not given.
 """
 
 from collections.abc import Callable, Collection
@@ -9,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.config.keys import leaves
+from rlcore.config.base import covers, leaves
 from rlcore.config.problems import shown
-from rlcore.config.rules.algorithm import DISCOUNTED_ADVANTAGES
-from rlcore.config.run import RunConfig
+from rlcore.config.rules.training import DISCOUNTED_ADVANTAGES
+from rlcore.config.run import RunConfig, value_at
 
 Wish = Callable[[Any], bool]
 
@@ -43,10 +42,10 @@ def _several(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Keys or sections that are read only where one of the settings `by` is as `wanted`; `remedy`: how it gets so;
-    `why`: what is told in place of the values of `by`; `of`: the values of the keys that this is true of.
+    """Keys or sections that are read only where one of the settings `by` is as `wanted`.
 
-    Where none of `by` is there (another task's, a section that is null) nothing is known, and nothing told.
+    `remedy` says how to get there, `why` replaces the values of `by` in the line, `of` limits the row to some values
+    of the keys. A row does not apply where none of `by` exists (another task, a section that is null).
     """
 
     keys: tuple[str, ...]
@@ -115,7 +114,7 @@ EFFECTS: tuple[Effect, ...] = (
            ("tracking.enabled",), _on, "Set tracking.enabled=true"),
     Effect(("data.revision", "data.subset"), ("data.source",), _no_folder, "Set data.source to a hub id"),
 )  # fmt: skip
-"""The first that names a key and applies is told."""
+"""For each key, the first row that names it and applies gives the line."""
 
 
 def without_effect(
@@ -126,8 +125,8 @@ def without_effect(
     Args:
         config: sound settings.
         given: dotted keys, and members of groups, that were asked for: overrides.
-        in_file: dotted keys of an experiment's file. Where an override has switched off what they belong to, they are
-            not told: whoever did that knows.
+        in_file: dotted keys of an experiment's file. They get no line where an override has switched off what they
+            belong to, which is done on purpose.
         swept: dotted keys, and groups, that differ from point to point of a sweep; `config` is that of no point.
     """
     values = leaves(config.model_dump(mode="json"))
@@ -151,12 +150,12 @@ def without_effect(
 
 
 def _below(key: str, names: Collection[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
+    return any(covers(name, key) for name in names)
 
 
 def _reasons(config: RunConfig, effect: Effect) -> str | None:
     """The settings that leave the keys unread, as one would write them; None where the keys are read."""
-    found = {name: _value(config, name) for name in effect.by}
+    found = {name: value_at(config, name, _ABSENT) for name in effect.by}
     known = {name: value for name, value in found.items() if value is not _ABSENT}
     if not known or any(effect.wanted(value) for value in known.values()):
         return None
@@ -164,13 +163,6 @@ def _reasons(config: RunConfig, effect: Effect) -> str | None:
 
 
 _ABSENT = object()
-
-
-def _value(config: RunConfig, name: str) -> Any:
-    found: Any = config
-    for part in name.split("."):
-        found = getattr(found, part, _ABSENT)
-    return found
 
 
 def _it(keys: Collection[str]) -> str:

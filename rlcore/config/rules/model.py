@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.data import CountdownData, CustomData, MixtureData
+from rlcore.config.model import PUBLISHED
 from rlcore.config.problems import Problem
-from rlcore.config.published import PUBLISHED
-from rlcore.config.rules.registry import rule
+from rlcore.config.rules.registry import Rule, rule
 from rlcore.config.run import RunConfig
 
 
 @rule("model.path", "model.scratch.hidden_size", "model.scratch.num_heads")
 def heads_divide_width(config: RunConfig) -> Problem | None:
-    """Each head gets the same width, and an even one: rotary positions turn pairs."""
+    """All heads have one width, and an even one: rotary positions turn pairs."""
     scratch = config.model.scratch
     if config.model.path is not None or scratch.hidden_size % (2 * scratch.num_heads) == 0:
         return None
@@ -26,7 +26,7 @@ def heads_divide_width(config: RunConfig) -> Problem | None:
     )
 
 
-# The widths for which vLLM's attention on a CPU has a kernel.
+# Widths that vLLM's attention on a CPU has a kernel for.
 _VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -54,10 +54,10 @@ def heads_fit_vllm(config: RunConfig) -> Problem | None:
 
 @rule("model.path", "data.task", "data.template")
 def scratch_reads_the_prompts(config: RunConfig) -> Problem | None:
-    """The tokenizer made from nothing knows integers and operators, no words."""
+    """The tokenizer made from nothing has integers and operators, no words."""
     data = config.data
     bare = isinstance(data, CountdownData) and data.template == "bare"
-    # What a task of one's own asks is not known here; the filter refuses words without a token.
+    # The prompts of a custom task are not known here; the filter refuses words without a token.
     if config.model.path is not None or bare or isinstance(data, CustomData | MixtureData):
         return None
     countdown = isinstance(data, CountdownData)
@@ -72,12 +72,14 @@ def scratch_reads_the_prompts(config: RunConfig) -> Problem | None:
 
 @rule("rollout.tensor_parallel_size", "model.path", "model.scratch.num_heads", "model.scratch.intermediate_size")
 def heads_are_dealt_to_the_gpus(config: RunConfig) -> Problem | None:
-    """The ranks of an engine take equal parts of the heads and of the feed-forward layer. Of fewer heads of keys and
-    values than ranks each goes to several of them."""
-    size = config.rollout.tensor_parallel_size
-    heads, kv_heads, width = _dealt(config)
+    """The ranks of an engine have equal parts of the heads and of the feed-forward layer. Where there are fewer heads
+    of keys and values than ranks, several ranks share one."""
+    size, scratch = config.rollout.tensor_parallel_size, config.model.scratch
+    heads = _number(config, "num_attention_heads", scratch.num_heads)
+    width = _number(config, "intermediate_size", scratch.intermediate_size) or 0
     if size == 1 or heads is None:
         return None
+    kv_heads = _number(config, "num_key_value_heads", heads) or heads
 
     def fits(size: int) -> bool:
         return heads % size == width % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
@@ -90,16 +92,6 @@ def heads_are_dealt_to_the_gpus(config: RunConfig) -> Problem | None:
         f"{size} with {heads} heads, {kv_heads} of keys and values, and a width of {width}",
         f"Use one of {', '.join(str(size) for size in range(1, heads + 1) if fits(size))}",
     )
-
-
-def _dealt(config: RunConfig) -> tuple[int | None, int, int]:
-    """Attention heads, heads of keys and values, width of the feed-forward layer; None where it is not known here."""
-    if config.model.path is None:
-        scratch = config.model.scratch
-        return scratch.num_heads, scratch.num_heads, scratch.intermediate_size
-    shape = _shape(config.model.path)
-    heads = _number(shape, "num_attention_heads")
-    return heads, _number(shape, "num_key_value_heads") or heads or 1, _number(shape, "intermediate_size") or 0
 
 
 @rule("model.path", "model.scratch.max_integer", "data")
@@ -120,13 +112,13 @@ def integers_are_tokens(config: RunConfig) -> Problem | None:
 
 @rule("model.path")
 def local_model_is_there(config: RunConfig) -> Problem | None:
-    """A path that can be no hub id is a transformers directory."""
+    """A path that cannot be a hub id is a transformers directory."""
     return _missing_model("model.path", config.model.path)
 
 
 @rule("critic.path")
 def local_critic_is_there(config: RunConfig) -> Problem | None:
-    """So is the critic's, which would be missed after policy and engine have been loaded."""
+    """The critic's path is one too; otherwise it would fail after policy and engine have been loaded."""
     return None if config.critic is None else _missing_model("critic.path", config.critic.path)
 
 
@@ -142,7 +134,7 @@ def _missing_model(key: str, path: str | None) -> Problem | None:
 def sequences_fit_the_context(config: RunConfig) -> Problem | None:
     """The longest prompt with the longest answer fits the model's positions."""
     prompt, response = config.filter.max_prompt_tokens, config.rollout.max_response_tokens
-    context = _context(config)
+    context = _number(config, "max_position_embeddings", config.model.scratch.max_position_embeddings)
     if context is None or prompt + response <= context:
         return None
     where = "model.scratch.max_position_embeddings" if config.model.path is None else "config.json of model.path"
@@ -159,24 +151,24 @@ def _is_local(path: str) -> bool:
     return path.startswith(("/", ".", "~")) or path.count("/") > 1 or Path(path).is_dir()
 
 
-def _context(config: RunConfig) -> int | None:
-    """Positions that the model has; None where it is not known here."""
-    if config.model.path is None:
-        return config.model.scratch.max_position_embeddings
-    return _number(_shape(config.model.path), "max_position_embeddings")
-
-
 def _head_width(config: RunConfig) -> int | None:
     """Width of an attention head; None where it is not known here."""
+    scratch = config.model.scratch
+    hidden = _number(config, "hidden_size", scratch.hidden_size)
+    heads = _number(config, "num_attention_heads", scratch.num_heads)
+    return _number(config, "head_dim", None) or (hidden // heads if hidden and heads else None)
+
+
+def _number(config: RunConfig, name: str, of_scratch: int | None) -> int | None:
+    """A number of the model's config.json, or that of a model made from nothing; None where it is not known here."""
     if config.model.path is None:
-        return config.model.scratch.hidden_size // config.model.scratch.num_heads
-    shape = _shape(config.model.path)
-    hidden, heads = _number(shape, "hidden_size"), _number(shape, "num_attention_heads")
-    return _number(shape, "head_dim") or (hidden // heads if hidden and heads else None)
+        return of_scratch
+    found = _shape(config.model.path).get(name)
+    return found if isinstance(found, int) else None
 
 
 def _shape(path: str) -> Mapping[str, Any]:
-    """What a model's config.json says of its decoder, on this machine or as published; empty where neither is known."""
+    """The decoder's part of a model's config.json, local or published; empty where neither is there."""
     if path in PUBLISHED and not Path(path).is_dir():
         return PUBLISHED[path]
     try:
@@ -187,6 +179,13 @@ def _shape(path: str) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _number(shape: Mapping[str, Any], name: str) -> int | None:
-    found = shape.get(name)
-    return found if isinstance(found, int) else None
+RULES: tuple[Rule, ...] = (
+    heads_divide_width,
+    heads_fit_vllm,
+    scratch_reads_the_prompts,
+    heads_are_dealt_to_the_gpus,
+    integers_are_tokens,
+    local_model_is_there,
+    local_critic_is_there,
+    sequences_fit_the_context,
+)

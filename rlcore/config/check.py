@@ -1,36 +1,92 @@
-"""From nested plain values to a `RunConfig`, or to every mistake in them."""
+"""From composed settings and value overrides to a `RunConfig`, or to every mistake in them."""
 
 import json
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rlcore.config.data import DATA_SECTIONS, CountdownData
-from rlcore.config.keys import all_keys, leaves, section_names
-from rlcore.config.problems import Problem, did_you_mean, nearest, shown
+from rlcore.config.base import covers, leaves
+from rlcore.config.data import TASKS, CountdownData
+from rlcore.config.problems import Findings, Problem, did_you_mean, nearest, shown
 from rlcore.config.rules import broken_rules
-from rlcore.config.run import RunConfig
+from rlcore.config.run import RunConfig, all_keys, section_names
 
-TASKS = {section.model_fields["task"].default: section for section in DATA_SECTIONS}
-"""Each task's section by the task's name."""
+NULLABLE_SECTIONS = ("critic", "model.lora")
+"""Sections that `null` switches off."""
 
 
-@dataclass
-class Findings:
-    """What is wrong so far. Rules that read an `unsound` key or section are not judged."""
+@dataclass(frozen=True, slots=True)
+class Written:
+    """An override of one value: its dotted key, the value, its text, and whether the key is deleted."""
 
-    problems: list[Problem] = field(default_factory=list)
-    unsound: set[str] = field(default_factory=set)
+    key: str
+    value: Any
+    text: str
+    delete: bool
 
-    def add(self, problem: Problem, *unsound: str) -> None:
-        """Note a problem, and which keys have no trustworthy value because of it."""
-        if problem not in self.problems:
-            self.problems.append(problem)
-        self.unsound.update(unsound or (problem.key,))
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Dotted keys of the values that it gives."""
+        return tuple(leaves({self.key: self.value}))
+
+
+# ---------------------------------------------------------------------- overrides over composed settings
+
+
+def put(settings: dict[str, Any], written: Written, findings: Findings) -> None:
+    """Put one override into nested plain settings, in place. Unknown keys are found later, by `validate`."""
+    key, value = written.key, written.value
+    sets_section = key in section_names() and not written.delete and not isinstance(value, dict)
+    if sets_section and not (value is None and key in NULLABLE_SECTIONS):
+        inside = next(name for name in sorted(all_keys()) if name.startswith(f"{key}."))
+        findings.add(Problem(key, "is a section, not a value", shown(value), f"Set one of its keys, such as {inside}"))
+        return
+    *outer, last = key.split(".")
+    inner = settings
+    for part in outer:
+        if inner.get(part) is None:
+            inner[part] = {}
+        inner = inner[part]
+        if not isinstance(inner, dict):
+            rule = f"there is no such setting: {part} is a value, not a section"
+            findings.add(Problem(key, rule, shown(value), "docs/settings.md lists every key"))
+            return
+    if written.delete and last not in inner:
+        rule = "there is nothing of that name to delete"
+        findings.add(Problem(key, rule, f"~{key}", did_you_mean(key, all_keys()).strip()))
+    elif written.delete:
+        inner.pop(last)
+    elif isinstance(value, dict) and isinstance(inner.get(last), dict):
+        inner[last] = OmegaConf.to_container(OmegaConf.merge(inner[last], value))
+    else:
+        inner[last] = value
+
+
+def filled_in(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
+    """The settings with every `${...}` replaced by its value. One that points nowhere is a problem, and left out."""
+    tree = OmegaConf.create(settings)
+    for name, value in leaves(settings).items():
+        if not isinstance(value, str) or ("${" not in value and value != "???"):
+            continue
+        try:
+            OmegaConf.select(tree, name, throw_on_missing=True, throw_on_resolution_failure=True)
+        except OmegaConfBaseException as error:
+            rule = f"cannot be filled in ({str(error).splitlines()[0]})"
+            findings.add(Problem(name, rule, value, "Name a setting that exists, or write a value"))
+            outer, _, last = name.rpartition(".")
+            del (OmegaConf.select(tree, outer) if outer else tree)[last]
+    found = OmegaConf.to_container(tree, resolve=True)
+    assert isinstance(found, dict)
+    return {str(name): value for name, value in found.items()}
+
+
+# ---------------------------------------------------------------------- keys, types, ranges and rules
 
 
 def validate(settings: Mapping[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
@@ -38,8 +94,8 @@ def validate(settings: Mapping[str, Any], findings: Findings, texts: Mapping[str
 
     Args:
         settings: nested plain values.
-        findings: what is wrong already; receives what is found.
-        texts: dotted key -> how its value was written, for keys given as overrides.
+        findings: the problems so far.
+        texts: dotted key -> text of its value, for keys given as overrides.
     """
     config = _typed(deepcopy(dict(settings)), findings, texts)
     for problem in broken_rules(config, findings.unsound):
@@ -48,10 +104,10 @@ def validate(settings: Mapping[str, Any], findings: Findings, texts: Mapping[str
 
 
 def _typed(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """The settings without what is wrong in them. Each round takes out at least one wrong value, so it ends."""
+    """The settings without their mistakes. Each round removes at least one wrong value, so the loop ends."""
     while True:
         try:
-            # Strict JSON: true is no number and "5" is none either, but 1 is a fine float and a list a fine tuple.
+            # Strict JSON: neither true nor "5" is a number, but 1 is a float and a list is a tuple.
             return RunConfig.model_validate_json(json.dumps(settings), strict=True)
         except ValidationError as error:
             for detail in error.errors(include_url=False):
@@ -63,8 +119,8 @@ def _settle(detail: ErrorDetails, settings: dict[str, Any], findings: Findings, 
     key = ".".join(parts)
     value = detail["input"]
     if detail["type"] == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
-        # A name made of digits reads as a number; as it was written it is a fine string.
-        _put(settings, parts, texts.get(key, str(value)))
+        # A name made of digits is parsed as a number; its text is the string that was meant.
+        _section_at(settings, parts)[parts[-1]] = texts.get(key, str(value))
         return
     if inside := _inside_list(detail, parts):
         rule, got = detail["msg"].replace("Input should be", "must be"), shown(value)
@@ -76,11 +132,11 @@ def _settle(detail: ErrorDetails, settings: dict[str, Any], findings: Findings, 
             _add_unknown(name, inner, settings, findings, in_files=not _is_written(name, texts))
     else:
         findings.add(_wrong_value(key, detail))
-    _take_out(settings, parts)
+    _section_at(settings, parts).pop(parts[-1], None)
 
 
 def _path(detail: ErrorDetails) -> list[str]:
-    """The settings' path to a mistake: pydantic puts a union's tag and a list's index into it, which name no key."""
+    """Dotted path of a mistake. pydantic's has a union's tag and a list's index too, which are in no key."""
     loc = list(detail["loc"])
     if loc[0] == "data" and len(loc) > 1 and loc[1] in TASKS:
         del loc[1]
@@ -93,7 +149,7 @@ def _path(detail: ErrorDetails) -> list[str]:
 
 
 def _inside_list(detail: ErrorDetails, parts: list[str]) -> str:
-    """Where in a list of sections a mistake is, '' where it is in none: `entry 0: data.train_size`."""
+    """Place of a mistake in a list of sections: `entry 0: data.train_size`; '' outside of one."""
     rest = [part for part in detail["loc"] if part not in TASKS][len(parts) :]
     if len(rest) < 2 or not isinstance(rest[0], int):
         return ""
@@ -110,7 +166,7 @@ def _add_unknown(name: str, value: Any, settings: Mapping[str, Any], findings: F
         return
     proposal = nearest(name, all_keys())
     remedy = f"Did you mean {proposal}?" if proposal else "docs/settings.md lists every key"
-    # What was meant by the wrong key is not known, so rules about the right one would mislead.
+    # The value that the right key should have is not known, so rules about it would mislead.
     findings.add(Problem(name, "there is no such setting", got, remedy), name, *([proposal] if proposal else []))
 
 
@@ -141,18 +197,11 @@ def _described(key: str) -> str:
 
 
 def _is_written(name: str, texts: Mapping[str, str]) -> bool:
-    return any(name == key or name.startswith(f"{key}.") or key.startswith(f"{name}.") for key in texts)
+    return any(covers(key, name) or covers(name, key) for key in texts)
 
 
-def _put(settings: dict[str, Any], parts: list[str], value: Any) -> None:
-    *outer, last = parts
-    for part in outer:
-        settings = settings[part]
-    settings[last] = value
-
-
-def _take_out(settings: dict[str, Any], parts: list[str]) -> None:
-    *outer, last = parts
-    for part in outer:
+def _section_at(settings: dict[str, Any], parts: list[str]) -> dict[str, Any]:
+    """The nested mapping that holds the last part; an empty one where it was removed before."""
+    for part in parts[:-1]:
         settings = settings.get(part, {})
-    settings.pop(last, None)
+    return settings

@@ -1,0 +1,144 @@
+"""Rules of the algorithm, batches, sampling, engines and devices."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from rlcore.config.algo import GROUP_ADVANTAGES, AlgoConfig, OptimConfig
+from rlcore.config.problems import Problem, did_you_mean
+from rlcore.config.rules.registry import Rule, row, rule
+from rlcore.config.run import RunConfig
+from rlcore.errors import MODULES_ARE_FOUND
+
+DISCOUNTED_ADVANTAGES: frozenset[str] = frozenset({"gae", "reinforce_pp"})
+"""Advantages that read `algo.gamma`."""
+POLICY_LOSSES: tuple[str, ...] = ("ppo_clip", "gspo", "cispo")
+"""Losses that are registered under a name in `rlcore/algos/losses.py`."""
+_DEFAULT = AlgoConfig()
+
+
+@rule("algo.policy_loss")
+def policy_loss_is_known(config: RunConfig) -> Problem | None:
+    """The loss is a registered one or the user's function."""
+    loss = config.algo.policy_loss
+    if loss in POLICY_LOSSES or ":" in loss:
+        return None
+    remedy = f"{did_you_mean(loss, POLICY_LOSSES)}There are {', '.join(POLICY_LOSSES)}"
+    return Problem("algo.policy_loss", "must be a loss that is there, or `module:function` of your own", loss, remedy)
+
+
+@rule("algo.policy_loss")
+def own_loss_is_found(config: RunConfig) -> Problem | None:
+    """The user's loss has a module that is found, and a function that is named there."""
+    loss = config.algo.policy_loss
+    module, colon, function = loss.partition(":")
+    why = _not_found(module, function) if colon else None
+    if why is None:
+        return None
+    return Problem("algo.policy_loss", "must name a function as module:function", f"{loss} ({why})", MODULES_ARE_FOUND)
+
+
+def _not_found(module: str, function: str) -> str | None:
+    """Why there is no such function; None where there is one, or only a slow import could find out."""
+    try:
+        spec = find_spec(module)
+    except Exception as error:  # importing the package that holds it can raise anything
+        return f"{type(error).__name__}: {error}"
+    if spec is None:
+        return f"there is no module {module}"
+    file = Path(spec.origin or "")
+    source = file.read_text(encoding="utf-8", errors="replace") if file.suffix == ".py" and file.is_file() else None
+    if source is None or "import *" in source or re.search(rf"\b{re.escape(function)}\b", source):
+        return None
+    return f"{file} has no {function}"
+
+
+@rule("algo.kl")
+def kl_settings_have_effect(config: RunConfig) -> Problem | None:
+    """KL settings need a reference to measure against; a coefficient of 0 is the same as none."""
+    given = [
+        name
+        for name, value in config.algo.kl
+        if value != getattr(_DEFAULT.kl, name) and (name, value) not in (("coef", 0), ("where", value))
+    ]
+    if config.algo.kl.where != "off" or not given:
+        return None
+    got = ", ".join(f"{name} {getattr(config.algo.kl, name)}" for name in given) + " with where off"
+    remedy = "Set algo.kl.where=loss or algo.kl.where=reward, or leave the other KL settings out"
+    return Problem(f"algo.kl.{given[0]}", "has no effect without a reference (algo.kl.where)", got, remedy)
+
+
+@rule("optim", "trainer.total_steps")
+def policy_warmup_fits(config: RunConfig) -> Problem | None:
+    """The policy's learning rate reaches its peak before the run ends."""
+    return _warmup("optim", config.optim, config.trainer.total_steps)
+
+
+@rule("critic.optim", "trainer.total_steps")
+def critic_warmup_fits(config: RunConfig) -> Problem | None:
+    """The critic's learning rate reaches its peak before the run ends."""
+    return None if config.critic is None else _warmup("critic.optim", config.critic.optim, config.trainer.total_steps)
+
+
+def _warmup(section: str, optim: OptimConfig, total_steps: int) -> Problem | None:
+    steps, ratio = optim.warmup_steps, optim.warmup_ratio
+    if steps > 0 and ratio > 0:
+        got = f"warmup_steps {steps} and warmup_ratio {ratio}"
+        return Problem(f"{section}.warmup_ratio", "must be 0 where warmup_steps is given", got, "Set one of the two")
+    if steps >= total_steps > 1 or steps > total_steps:
+        got = f"{steps} with total_steps {total_steps}"
+        return Problem(f"{section}.warmup_steps", "must be under trainer.total_steps", got, "Warm up for fewer steps")
+    return None
+
+
+RULES: tuple[Rule, ...] = (
+    row("local_runtime_is_one_process", "runtime.num_workers", "runtime.backend",
+        "must be 1 with runtime.backend=local",
+        lambda c: c.runtime.backend == "ray" or c.runtime.num_workers == 1, "Set runtime.backend=ray"),
+    policy_warmup_fits,
+    critic_warmup_fits,
+    policy_loss_is_known,
+    own_loss_is_found,
+    row("groups_have_members", "rollout.samples_per_prompt", "algo.advantage",
+        "must be at least 2 with an advantage that compares the answers to a prompt",
+        lambda c: c.algo.advantage not in GROUP_ADVANTAGES or c.rollout.samples_per_prompt >= 2,
+        "Set it to 2 or more (8 is usual), or algo.advantage to gae, reinforce_pp or remax"),
+    row("dynamic_sampling_has_groups", "algo.dynamic_sampling.enabled", "rollout.samples_per_prompt",
+        "needs rollout.samples_per_prompt of 2 or more",
+        lambda c: not c.algo.dynamic_sampling.enabled or c.rollout.samples_per_prompt >= 2,
+        "Sample more answers to each prompt, or switch it off"),
+    row("gae_has_a_critic", "critic", "algo.advantage", "is needed by algo.advantage=gae",
+        lambda c: c.algo.advantage != "gae" or c.critic is not None, "Add critic=default, or choose algo=grpo"),
+    row("critic_is_used", "critic", "algo.advantage", "has no use except with algo.advantage=gae",
+        lambda c: c.algo.advantage == "gae" or c.critic is None,
+        "Leave out the critic's settings (critic=none), or choose algo=ppo"),
+    kl_settings_have_effect,
+    row("lambda_has_effect", "algo.lam", "algo.advantage", "has an effect with algo.advantage=gae alone",
+        lambda c: c.algo.advantage == "gae" or c.algo.lam == _DEFAULT.lam, "Leave it out, or choose algo=ppo"),
+    row("gamma_has_effect", "algo.gamma", "algo.advantage", "has an effect with gae and reinforce_pp alone",
+        lambda c: c.algo.advantage in DISCOUNTED_ADVANTAGES or c.algo.gamma == _DEFAULT.gamma, "Leave it out"),
+    row("kl_alarm_has_a_reference", "alarms.kl", "algo.kl.where", "needs a reference to measure the KL from",
+        lambda c: c.alarms.kl == "off" or c.algo.kl.where != "off",
+        "Set algo.kl.where=loss or reward (with algo.kl.coef=0 the KL is measured and changes nothing)"),
+    row("importance_has_two_sides", "algo.importance.mode", "trainer.old_logprobs",
+        "has no effect with trainer.old_logprobs=behavior",
+        lambda c: c.algo.importance.mode == "off" or c.trainer.old_logprobs != "behavior",
+        "Set trainer.old_logprobs=auto, or algo.importance.mode=off"),
+    row("training_answers_vary", "rollout.sampling.temperature", "", "must be over 0 for training",
+        lambda c: c.rollout.sampling.temperature > 0, "Use 1, which is unbiased"),
+    row("validation_answers_vary", "validation.samples_per_problem", "validation.sampling.temperature",
+        "must be 1 with validation.sampling.temperature=0",
+        lambda c: c.validation.sampling.temperature > 0 or c.validation.samples_per_problem == 1,
+        "Set it to 1, or sample at temperature 1; validation.greedy judges a greedy answer as well"),
+    row("tensor_parallel_is_vllms", "rollout.tensor_parallel_size", "rollout.engine", "must be 1 without vLLM",
+        lambda c: c.rollout.engine == "vllm" or c.rollout.tensor_parallel_size == 1, "Set rollout.engine=vllm, or 1"),
+    # vLLM gives log-probabilities before temperature, or after temperature and top_p; the trainer needs those between.
+    row("vllm_gives_the_trainers_logprobs", "rollout.sampling.top_p", "rollout.sampling.temperature rollout.engine",
+        "must be 1 with a temperature and rollout.engine=vllm",
+        lambda c: c.rollout.engine != "vllm" or 1 in (c.rollout.sampling.top_p, c.rollout.sampling.temperature),
+        "Set one of the two to 1 (1 and 1 keep the gradient unbiased), or use rollout.engine=hf"),
+    row("attention_runs_on_the_device", "model.attention", "runtime.device", "must be auto or sdpa on a CPU",
+        lambda c: c.runtime.device != "cpu" or c.model.attention in ("auto", "sdpa"), "Set model.attention=auto"),
+    row("compiling_is_for_cuda", "model.compile", "runtime.device", "must be false on a CPU",
+        lambda c: c.runtime.device != "cpu" or not c.model.compile, "Set model.compile=false, or runtime.device=cuda"),
+)  # fmt: skip
