@@ -1,4 +1,4 @@
-"""The report of a run: read its folder, draw conclusions, write HTML, JSON and pictures."""
+"""The report of a run: its key figures, sections and head picture; written as HTML, JSON and pictures."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -92,7 +92,7 @@ def _headed(record: RunRecord, sections: tuple[Section, ...] = ()) -> Report:
 
 
 def report_json(report: Report) -> dict[str, JsonValue]:
-    """Everything a report says, for programs: values as they are in the inputs, not as they are shown."""
+    """All of a report for programs: values as they are in the inputs, not as they are shown."""
     return {
         "format_version": FORMAT_VERSION,
         "genre": report.genre,

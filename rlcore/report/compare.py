@@ -77,7 +77,7 @@ class Band:
 
 def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, ...]]:
     """Settings that are not the same in all runs, with each run's value (None where it has no such key)."""
-    found = [_told_apart(run) for run in runs]
+    found = [_settings_compared(run) for run in runs]
     keys = dict.fromkeys(key for settings in found for key in settings)
     values = {key: tuple(settings.get(key) for settings in found) for key in keys}
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
@@ -87,13 +87,13 @@ def groups_of(runs: Sequence[RunRecord]) -> tuple[Group, ...]:
     """Runs put together that differ by their seed alone, in the order of their first run."""
     found: dict[str, list[RunRecord]] = {}
     for run in runs:
-        settings = {key: value for key, value in _told_apart(run).items() if key != "seed"}
+        settings = {key: value for key, value in _settings_compared(run).items() if key != "seed"}
         found.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
     members = list(found.values())
     return tuple(Group(label, tuple(group)) for label, group in zip(_labels(members), members, strict=True))
 
 
-def _told_apart(run: RunRecord) -> dict[str, JsonValue]:
+def _settings_compared(run: RunRecord) -> dict[str, JsonValue]:
     settings = settings_of(run.config)
     return {key: value for key, value in settings.items() if key.partition(".")[0] not in LABELS}
 

@@ -1,4 +1,4 @@
-"""Pictures of a run over its steps."""
+"""Pictures of a run over its steps, and the phases of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_POINTS = 400
-"""More points on a line than this are not seen, only carried."""
+"""Points on a line at most: more cannot be seen."""
 
 FEW_POINTS = 12
 """A line of so few points shows them."""
@@ -260,7 +260,7 @@ def _aligned(series: Series | None, whole: Series) -> Array:
 
 
 SMALLEST_GAP = 0.002
-"""Parts of the run that are nearer to each other than this share of it are drawn as one: nobody sees the gap."""
+"""Parts of the run that are nearer to each other than this share of it are drawn as one: the gap cannot be seen."""
 
 ROWS = (("training", "green"), ("validation", "blue"), ("checkpoint", "orange"))
 

@@ -54,7 +54,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Gallery:
-    """Pictures side by side. `absent` says which are not there, and why."""
+    """Pictures side by side. `absent` has the titles of those with nothing to show."""
 
     pictures: tuple[Picture, ...]
     absent: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The whole. `genre` says of what it is a report."""
+    """A whole report. `genre` is its kind: run report or comparison."""
 
     genre: str
     title: str

@@ -1,4 +1,4 @@
-"""What the numbers of a run say, by rules that are printed beside each conclusion, and the checks of stability."""
+"""Conclusions from a run's numbers, by rules that are printed beside each, and the checks of stability."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Held-out problems: tables and pictures of every figure before and after, by difficulty; answers side by side."""
+"""Held-out problems: tables and pictures before and after, answers side by side, and the sample browser."""
 
 import base64
 import hashlib

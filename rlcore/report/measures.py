@@ -1,4 +1,4 @@
-"""Tables of a run's training: convergence, performance, efficiency, checks, and every metric of the last step."""
+"""Tables of a run's training: convergence, speed, memory against its plan, checks, every metric of the last step."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -176,7 +176,7 @@ def phase_table(record: RunRecord) -> Table:
         series = record.series(f"timing_s/{name}")
         if series is not None:
             times = "once" if len(series) == 1 else f"{len(series)} times"
-            if name == "save_checkpoint":  # each step says how long it stood still, most of them not at all
+            if name == "save_checkpoint":  # every step has this metric, and it is 0 at most of them
                 times = f"mean over {len(series)} steps"
             each = f"{title_of(name)} ({times}, not in the step)"
             rows.append((doc.text(each), doc.seconds(series.mean()), doc.text(""), _metric_of(name)))
@@ -263,7 +263,7 @@ def _unit_of(metric: str) -> str:
 
 
 LEVEL_STEP = 0.1
-"""Costs are told for every tenth of a point between the first validation and the best."""
+"""Costs are listed for every tenth of a point between the first validation and the best."""
 
 ROUNDING = 1e-9
 """A mean of scores may lie so far beside the tenth that it is."""
@@ -291,7 +291,7 @@ def levels_of(*records: RunRecord) -> tuple[float, ...]:
 
 
 def cost_of(record: RunRecord, level: float) -> Cost | None:
-    """What this run paid for a level of the held-out reward; None if it never reached it."""
+    """Step, tokens and seconds to a level of the held-out reward; None if the run never reached it."""
     for step, interval in record.held_out(record.reward_statistic):
         if interval.value >= level - ROUNDING:
             return Cost(level, step, total_at(record.tokens, step), total_at(record.seconds, step))
@@ -342,7 +342,7 @@ _PLAN = TypeAdapter(MemoryPlan)
 
 
 def read_memory_plan(run_dir: Path) -> MemoryPlan | None:
-    """What `MemoryPlan.write` wrote; None where nobody planned.
+    """What `MemoryPlan.write` wrote; None without a plan.
 
     Raises:
         DataError: the file is there and cannot be read.

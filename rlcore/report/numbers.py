@@ -12,7 +12,7 @@ NOTHING = "–"
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3_600.0, 86_400.0
-# From here on the fourth digit says nothing and the zeros have to be counted.
+# Below it, zeros would have to be counted.
 _SCIENTIFIC_BELOW = 1e-3
 
 
@@ -37,7 +37,7 @@ def compact(value: float | None, digits: int = 4) -> str:
 
 
 def tick(value: float) -> str:
-    """A number as short as an axis wants it.
+    """A number in the short form of an axis.
 
     >>> [tick(value) for value in (0.25, 12000, 1500000, 0.0002, -3)]
     ['0.25', '12k', '1.5M', '2e-4', '-3']

@@ -233,7 +233,7 @@ def _environment() -> "Environment":
     )
     environment.globals["kind"] = lambda block: type(block).__name__
     environment.globals["parts"] = numbers.score_parts
-    # Only what `style.for_page` made of matplotlib's own output goes through here.
+    # Only what `for_page` made of matplotlib's own output goes through here.
     environment.globals["svg_of"] = lambda picture: trusted(picture.svg)
     return environment
 

@@ -1,4 +1,4 @@
-"""All that a run's folder knows of the run, read once; parts that are missing are named, not raised."""
+"""A run as read from its folder, once, with its lineage; parts that are missing are named, not raised."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +36,6 @@ Fact = str | int | float | bool | None
 MOST_VALIDATIONS_KEPT = 32
 """In memory, since the parts of a report read them one after the other."""
 _CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean@(?P<k>\d+)")
-_IN_TRAINING = re.compile(r"step-\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The whole chain. `command` is the command line as typed, empty where nobody kept it."""
+    """The whole chain. `command` is the command line as typed, empty where it was not kept."""
 
     stages: tuple[Stage, ...] = ()
     command: tuple[str, ...] = ()
@@ -350,7 +349,7 @@ def _running_total(series: Series | None) -> Series | None:
 
 
 def read_lineage(run_dir: Path) -> Lineage | None:
-    """What `Lineage.write` wrote; without it what the run's inputs say of themselves; None without either.
+    """What `Lineage.write` wrote; without it the stages of the run's inputs; None without either.
 
     Raises:
         DataError: the file is there and cannot be read.
@@ -367,7 +366,7 @@ def read_lineage(run_dir: Path) -> Lineage | None:
 
 
 def _from_inputs(run_dir: Path) -> Lineage | None:
-    """The folders that the run was started with; each one's manifest is what its stage knows."""
+    """The folders that the run was started with, each described by its manifest."""
     try:
         folders = _INPUTS.validate_json((run_dir / INPUTS_FILE).read_bytes())
     except (OSError, ValidationError):
@@ -376,7 +375,7 @@ def _from_inputs(run_dir: Path) -> Lineage | None:
 
 
 def stage_of(name: str, folder: Path) -> Stage:
-    """What the manifest of a stage's folder says; the folder alone where it has none (a model from elsewhere)."""
+    """A stage as its folder's manifest describes it; the folder alone where it has none (a model from elsewhere)."""
     try:
         manifest = read_manifest(folder)
     except MillraceError:
