@@ -23,7 +23,7 @@ from rlcore.run.record import Report, RunRecord
 from rlcore.run.stop import StopFlag
 from rlcore.run.training import Training
 from rlcore.run.warm_start import WarmStartProgress, ensure_start_model
-from rlcore.run.watchdog import Guard
+from rlcore.run.watchdog import Watchdog
 from rlcore.run.workers import RunWorkers
 from rlcore.storage.locks import RunLock
 from rlcore.storage.publish import remove_stale_temporaries
@@ -63,7 +63,7 @@ class Session:
             opened.enter_context(locked_run(layout.run_dir, report, self._stop))
             layout.require_kinds()
             remove_stale_temporaries(layout.run_dir)
-            guard = Guard(
+            guard = Watchdog(
                 config,
                 layout,
                 stop_asked_s=self._stop.asked_s,

@@ -94,7 +94,7 @@ class _Running:
 
 
 class Watch:
-    """Use as a context manager.
+    """Compares the time of each phase, of a save and of a stop with its deadline, in a thread. A context manager.
 
     Args:
         deadlines: seconds of each phase.
@@ -201,8 +201,8 @@ class Watch:
                 return
 
 
-class Guard:
-    """Use as a context manager, before workers are started.
+class Watchdog:
+    """Records the faults of a run, with the stacks of all processes. A context manager, entered before workers start.
 
     Args:
         config: of the run.

@@ -18,7 +18,7 @@ from rlcore.run.inputs import RunInputs, planned_start_model
 from rlcore.run.memory import fit_run
 from rlcore.run.problems import Problems
 from rlcore.run.record import RunRecord
-from rlcore.run.watchdog import Guard
+from rlcore.run.watchdog import Watchdog
 from rlcore.runtime.local import start_workers
 from rlcore.storage.publish import write_json_atomically
 from rlcore.trainer.answers import Decode
@@ -108,7 +108,9 @@ class RunWorkers:
     `after_start` is called when workers have been started.
     """
 
-    def __init__(self, record: RunRecord, inputs: RunInputs, guard: Guard, *, after_start: Callable[[], None]) -> None:
+    def __init__(
+        self, record: RunRecord, inputs: RunInputs, guard: Watchdog, *, after_start: Callable[[], None]
+    ) -> None:
         self._config, self._layout, self._report = record.config, record.layout, record.report
         self._record = record
         self._inputs = inputs

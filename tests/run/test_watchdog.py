@@ -23,7 +23,7 @@ from rlcore.config.trainer import DeadlineConfig
 from rlcore.errors import WorkerLostError
 from rlcore.run.faults import read_faults
 from rlcore.run.layout import RunLayout
-from rlcore.run.watchdog import Guard, Watch
+from rlcore.run.watchdog import Watch, Watchdog
 from tests.checkpoint.test_save import NoWaiting, Ranks
 from tests.checkpoint.test_store import SETTINGS, state_at
 
@@ -118,7 +118,7 @@ def test_a_fault_is_kept_where_its_stacks_cannot_be_written(tmp_path: Path) -> N
     layout.run_dir.mkdir()
     layout.failures.touch()  # a file in the folder's place
     heard: list[Any] = []
-    guard = Guard(
+    guard = Watchdog(
         RunConfig(),
         layout,
         stop_asked_s=lambda: None,
