@@ -82,7 +82,7 @@ class Clock:
 def child(settings: list[str], target: Path) -> None:
     """The command, measured from inside."""
     from flows.commands import run as run_command
-    from flows.commands.fork import Fork
+    from flows.parameters import compose_settings
     from flows.server import api as prefect_api
     from flows.work import stages
 
@@ -99,7 +99,7 @@ def child(settings: list[str], target: Path) -> None:
             return before(self, *(clock.reporting(one) for one in listeners))
 
         open_run.OpenRun.heard_by = heard_by  # type: ignore[method-assign]
-        run_command.run(Fork(settings), dry_run=False, as_json=False, verbose=False)
+        run_command.run(compose_settings(settings), dry_run=False, as_json=False, verbose=False)
 
     run()
     (server,) = prefect_api._servers.values()

@@ -68,7 +68,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = given or Path(folder)
         if given is None:
-            up(root, say=print)
+            up(root)
         try:
             api = read_stack(root).prefect_api_url
             login = login_of(root)
@@ -76,7 +76,7 @@ def main() -> None:
             runs = [failed_run(api, login, deployment) for _ in range(NUM_RUNS)]
         finally:
             if given is None:
-                down(root, say=print)
+                down(root)
     command = [sys.executable, "-m", "flows.cli", "run", "experiment=debug", WRONG]
     told = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False).stderr.strip()
     result = {

@@ -14,12 +14,12 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from flows.commands.options import Commands, with_root
-from rlcore.errors import ConfigError, MillraceError, StopRequestedError
+from flows import SOURCE_FOLDER
+from flows.commands.settings import Commands, forked, with_root
+from rlcore.errors import EXIT_RESUMABLE, ConfigError, MillraceError, StopRequestedError
 from rlcore.run.stop import ONE_WISH_S
 
-SOURCE_FOLDER = Path(__file__).resolve().parents[1]
-EXIT_FAILED, EXIT_WRONG_SETTINGS, EXIT_RESUMABLE = 1, 2, 75
+EXIT_FAILED, EXIT_WRONG_SETTINGS = 1, 2
 CLICK_INTERRUPTED = 130
 """What typer makes of an interrupt at the keyboard."""
 INTERRUPTED = "interrupted; the same command goes on from the last checkpoint"
@@ -94,7 +94,7 @@ def _of_all_commands(
         bool, typer.Option("--version", help="Print the version and end.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Nothing: what each command does is its own."""
+    """Handle `--version`."""
 
 
 @app.command(
@@ -114,11 +114,10 @@ def run(
 ) -> None:
     """Run an experiment from dataset to report, as Prefect flows. What is finished is not done again."""
     _require_dry_run(json, dry_run)
+    composed = forked(with_root(settings, root), fork, dry_run=dry_run)
     from flows.commands import run as run_command
-    from flows.commands.fork import forked
 
-    start = forked(with_root(settings, root), fork, dry_run=dry_run)
-    run_command.run(start, dry_run=dry_run, as_json=json, verbose=verbose)
+    run_command.run(composed, dry_run=dry_run, as_json=json, verbose=verbose)
 
 
 @app.command(
@@ -168,11 +167,10 @@ def train(
 ) -> None:
     """The same training without Prefect. Data, warm start, chunks, validation, weights."""
     _require_dry_run(json, dry_run)
-    from flows.commands import train as train_command
-    from flows.commands.fork import forked
+    composed = forked(with_root(settings, root), fork, dry_run=dry_run)
+    from flows.commands import run as run_command
 
-    start = forked(with_root(settings, root), fork, dry_run=dry_run)
-    train_command.train(start, dry_run=dry_run, as_json=json, verbose=verbose)
+    run_command.train(composed, dry_run=dry_run, as_json=json, verbose=verbose)
 
 
 @app.command(epilog=_examples("millrace validate experiment=countdown_demo --checkpoint best"))
@@ -183,17 +181,18 @@ def validate(
     verbose: Verbose = False,
 ) -> None:
     """Judge a checkpoint of a run on the held-out problems."""
-    from flows.commands import train as train_command
+    composed = forked(with_root(settings, root))
+    from flows.commands import run as run_command
 
-    train_command.validate(with_root(settings, root), checkpoint=checkpoint, verbose=verbose)
+    run_command.validate(composed, checkpoint=checkpoint, verbose=verbose)
 
 
 @app.command(epilog=_examples("millrace report experiment=countdown_demo", "millrace report artifacts/runs/<run id>"))
 def report(run: Run, root: RootOfRun = None) -> None:
     """Write the report of a run: one HTML and one Markdown file."""
-    from flows.commands import train as train_command
+    from flows.commands import run as run_command
 
-    train_command.report(run, root)
+    run_command.report(run, root)
 
 
 @app.command(
@@ -222,9 +221,10 @@ def checkpoints(
 @data_app.command("make", epilog=_examples("millrace data make experiment=countdown_demo"))
 def data_make(settings: Settings = None, root: RootOfRun = None) -> None:
     """Make and filter the dataset of an experiment."""
-    from flows.commands import train as train_command
+    composed = forked(with_root(settings, root))
+    from flows.commands import run as run_command
 
-    train_command.make_data(with_root(settings, root))
+    run_command.make_data(composed)
 
 
 @data_app.command("inspect", epilog=_examples("millrace data inspect artifacts/datasets/<fingerprint> --rows 5"))
@@ -236,9 +236,9 @@ def data_inspect(
     html: Annotated[Path | None, typer.Option(help="Write a page to this file instead.")] = None,
 ) -> None:
     """Show a dataset: rows, counts, lengths, duplicates."""
-    from flows.commands import inspect as inspect_command
+    from flows.commands import run as run_command
 
-    inspect_command.inspect(path, num_rows=rows, seed=seed, as_json=json, html=html)
+    run_command.inspect(path, num_rows=rows, seed=seed, as_json=json, html=html)
 
 
 @app.command(
@@ -358,7 +358,7 @@ def look_here_too() -> None:
 
 
 def leave(command: Callable[[], object]) -> NoReturn:
-    """Run a command and end the process as soon as whoever wants to be told of the end has been told.
+    """Run a command and end the process as soon as its outputs are flushed and its exit handlers have run.
 
     To take the interpreter apart with all that a run has imported takes another 3 s, and nobody needs it.
     """
@@ -394,7 +394,7 @@ def _flushed() -> bool:
 
 
 class _Terminated:
-    """SIGTERM is the interrupt of whoever has no keyboard. Several within `ONE_WISH_S` are one."""
+    """Turns SIGTERM into an interrupt at the keyboard. Several within `ONE_WISH_S` are one."""
 
     def __init__(self) -> None:
         self._asked_at = float("-inf")

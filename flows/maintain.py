@@ -1,18 +1,18 @@
-"""Keep a root tidy: prune checkpoints, deliver journals, remove what deleted runs have left in MLflow."""
+"""Flows over several runs: compare them, and keep a root tidy."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
+from flows.artifacts import show_comparison
 from flows.parameters import Root
-from flows.shown.tell import tell, tell_command
-from flows.work import upkeep
-from flows.work.run_folders import all_runs
-from flows.work.stack_store import tracking_in_stack
-from flows.work.upkeep import Outcome
+from flows.stack.state import tracking_in_stack
+from flows.tasks import tell, tell_command
+from flows.work import runs as several
+from flows.work.runs import Comparison, Outcome, all_runs
 from rlcore.config import PathsConfig, TrackingConfig
 from rlcore.errors import TrackingError
 
@@ -20,19 +20,19 @@ from rlcore.errors import TrackingError
 @task(task_run_name="prune", cache_policy=NO_CACHE)
 def prune(folders: list[Path], dry_run: bool) -> list[Outcome]:
     """Delete checkpoints that the retention rules do not keep."""
-    return _told("prune", upkeep.prune(folders, dry_run=dry_run))
+    return _told("prune", several.prune(folders, dry_run=dry_run))
 
 
 @task(task_run_name="sync", cache_policy=NO_CACHE)
 def sync(folders: list[Path]) -> list[Outcome]:
     """Deliver journals to MLflow."""
-    return _told("sync", upkeep.sync(folders, None))
+    return _told("sync", several.sync(folders, None))
 
 
 @task(task_run_name="gc", cache_policy=NO_CACHE)
 def gc(root: Path, dry_run: bool) -> list[Outcome]:
     """Remove artifacts of runs that were deleted in MLflow."""
-    return _told("gc", upkeep.collect_garbage(root, tracking_in_stack(TrackingConfig(), root), dry_run=dry_run))
+    return _told("gc", several.collect_garbage(root, tracking_in_stack(TrackingConfig(), root), dry_run=dry_run))
 
 
 @flow(name="maintain", flow_run_name="maintain")
@@ -61,3 +61,31 @@ def _told(what: str, outcomes: Sequence[Outcome]) -> list[Outcome]:
     for outcome in outcomes:
         tell(f"{what}: {outcome}")
     return list(outcomes)
+
+
+NO_RUNS: list[str] = []
+"""The default; the flow does not change it."""
+
+
+@task(task_run_name="compare", cache_policy=NO_CACHE)
+def write_comparison(folders: list[Path], root: Path) -> Comparison:
+    """Write the comparison, and keep it with the runs in MLflow."""
+    made = several.compare(folders, root)
+    tell(f"comparison: {made.html}")
+    return made
+
+
+@flow(name="compare", flow_run_name="compare")
+def compare(runs: list[str] = NO_RUNS, search: str = "", root: Root = None) -> Comparison:
+    """Write the comparison of runs: settings that differ, curves over one another, figures with intervals, costs.
+
+    Args:
+        runs: Run ids or folders; the first one is what the others are compared with.
+        search: Also the runs that this finds in MLflow, such as tags.task = 'countdown'.
+        root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
+    """
+    at = Path(root or PathsConfig().root).resolve()
+    tell_command(join(["millrace", "compare", *runs, *(["--search", search] if search else []), "--root", str(at)]))
+    made = write_comparison(several.find_runs(runs, search, at, tracking_in_stack(TrackingConfig(), at)), at)
+    show_comparison(made)
+    return made

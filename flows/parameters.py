@@ -1,14 +1,18 @@
-"""Parameters of the flows: flat, since Prefect replaces a nested one whole; and how they become settings."""
+"""Settings as commands and flows are given them, and composed once: typed, checked, with the stack's MLflow store.
+
+Parameters of flows are flat, since Prefect replaces a nested one whole.
+"""
 
 import re
-import shlex
+from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Annotated
 
 from pydantic import Field, WithJsonSchema
 
-from flows.work.stack_store import in_stack
+from flows.stack.state import in_stack
 from rlcore.config import RunConfig
-from rlcore.config.compose import experiment_names, load_config
+from rlcore.config.compose import FILE_ENDINGS, experiment_names, idle_settings, load_config
 
 _NAMES = experiment_names()
 _EITHER = {
@@ -17,7 +21,7 @@ _EITHER = {
         {"title": "Name", "type": "string", "enum": list(_NAMES)},
         {"title": "File", "type": "string", "pattern": r"\.ya?ml$"},
     ],
-    "pattern": rf"^({'|'.join(_NAMES)}|.*\.ya?ml)$",  # says the same, and Prefect tells it to whoever gives neither
+    "pattern": rf"^({'|'.join(_NAMES)}|.*\.ya?ml)$",  # says the same; Prefect's message shows it for a wrong name
 }
 Experiment = Annotated[str | None, WithJsonSchema({"anyOf": [_EITHER, {"type": "null"}]})]
 """A name in `conf/experiment`, or the path of a file; None takes the defaults. The form has a field for each."""
@@ -41,15 +45,40 @@ FIELDS = {
     "root": "paths.root",
 }
 """Parameters that stand for a setting, and the setting."""
+EXPERIMENT = "experiment="
 
 
-def settings_of(experiment: str | None, overrides: list[str], **fields: str | float | None) -> RunConfig:
-    """The settings that a flow's parameters mean. Without a store of their own they take the stack's.
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """Settings of one run, composed and checked.
+
+    `overrides`: as on the command line, the experiment among them or apart. `seen`: a fork's dry run plans by it, since
+    the model that `config` names is not written yet; it names another one of the same shape and tokenizer.
+    """
+
+    config: RunConfig
+    overrides: tuple[str, ...]
+    experiment: str | None = None
+    seen: RunConfig | None = None
+
+    def command(self, verb: str) -> tuple[str, ...]:
+        """The words of the command that does the same."""
+        words = [f"{EXPERIMENT}{self.experiment}"] if self.experiment else []
+        return ("millrace", *verb.split(), *words, *self.overrides)
+
+    def idle(self) -> list[str]:
+        """Settings that were given and have no effect, a line each."""
+        return idle_settings(self.config, self.overrides, experiment=self.experiment)
+
+
+def compose_settings(overrides: list[str], experiment: str | None = None, **fields: str | float | None) -> RunSettings:
+    """Settings from the command line, or from the parameters of a flow.
 
     Raises:
-        ConfigError: one message with every mistake, as on the command line.
+        ConfigError: one message with every mistake.
     """
-    return in_stack(load_config(all_overrides(overrides, **fields), experiment=experiment))
+    given = all_overrides(overrides, **fields)
+    return RunSettings(in_stack(load_config(given, experiment=experiment)), tuple(given), experiment)
 
 
 def all_overrides(overrides: list[str], **fields: str | float | None) -> list[str]:
@@ -72,12 +101,22 @@ def written(value: str | float | None) -> str:
     return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text) + "'"
 
 
-def plain_command(verb: str, experiment: str | None, overrides: list[str]) -> str:
-    """The command line that does the same."""
-    return shlex.join(command_words(verb, experiment, overrides))
+def split_experiment(overrides: tuple[str, ...]) -> tuple[str | None, list[str]]:
+    """The experiment's name apart from the other overrides, so that it is a parameter of its own in Prefect.
+
+    >>> split_experiment(("experiment='/my files/debug.yaml'", "seed=2"))
+    ('/my files/debug.yaml', ['seed=2'])
+    """
+    names = [text.removeprefix(EXPERIMENT).strip("'\"") for text in overrides if text.startswith(EXPERIMENT)]
+    rest = [text for text in overrides if not text.startswith(EXPERIMENT)]
+    return (names[0] if names else None), rest
 
 
-def command_words(verb: str, experiment: str | None, overrides: list[str]) -> tuple[str, ...]:
-    """Its words."""
-    words = [f"experiment={experiment}"] if experiment else []
-    return ("millrace", verb, *words, *overrides)
+def experiment_name(experiment: str | None) -> str:
+    """An experiment as the name of a flow run shows it.
+
+    >>> experiment_name("debug"), experiment_name("/my/files/mine.yaml"), experiment_name(None)
+    ('debug', 'mine', 'defaults')
+    """
+    named = experiment or "defaults"
+    return PurePath(named).stem if named.endswith(FILE_ENDINGS) else named

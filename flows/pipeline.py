@@ -1,56 +1,51 @@
-"""The whole chain: dataset, filter, warm start, training, validation, report."""
+"""Flows of one run: the whole chain, and each of its stages alone."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TypeVar
 
-from prefect import flow
+from prefect import Flow, flow
 from prefect.runtime import deployment, flow_run
-from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
-from flows.dataset import dataset
-from flows.filter import filter_flow
-from flows.naming import flow_run_name
+from flows import chain
+from flows.artifacts import show_checkpoints, show_link, show_report
 from flows.parameters import (
     NO_OVERRIDES,
     Count,
     Experiment,
     Rate,
     Root,
+    RunSettings,
     Seed,
     Steps,
-    all_overrides,
-    command_words,
-    plain_command,
-    settings_of,
+    compose_settings,
+    split_experiment,
 )
-from flows.plan.checks import check_before_plan, check_before_start
-from flows.plan.plan import make_plan
-from flows.plan.tried import try_parts
-from flows.report import report
-from flows.retries import retried
-from flows.server.nested import begin_anew, end_nested
+from flows.plan.checks import check_run
 from flows.server.watch import watched
-from flows.shown.artifacts import show_link
-from flows.shown.tell import tell, tell_command, tell_idle
-from flows.train import export_best_weights, train
-from flows.validate import validate
-from flows.warm_start import warm_start
-from flows.work.finished import PipelineResult
+from flows.tasks import as_task, flow_run_name, say_settings, tell, working_on
+from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import open_run
-from flows.work.report import load_ahead
-from rlcore.config.compose import idle_settings
-from rlcore.run.inputs import RunInputs
+from flows.work.results import Export, Judgement, PipelineResult, Report, StartModel, checkpoint_name
+from rlcore.run.layout import RunLayout
+
+R = TypeVar("R")
+
+_CHECKED: ContextVar[RunSettings | None] = ContextVar("checked", default=None)
+"""What a command has composed and checked before its flow run began."""
 
 
-@contextmanager
-def one_heartbeat() -> Iterator[None]:
-    """Nested flows live and die with their parent, whose heartbeat speaks for them; one of their own costs a second."""
-    with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
-        yield
+def run_checked(settings: RunSettings) -> PipelineResult:
+    """Run the pipeline with settings that were checked already; in Prefect it has the parameters that give them."""
+    token = _CHECKED.set(settings)
+    try:
+        return pipeline(*split_experiment(settings.overrides))
+    finally:
+        _CHECKED.reset(token)
 
 
-@flow(name="pipeline", flow_run_name=flow_run_name, on_cancellation=[end_nested], on_crashed=[end_nested])
+@flow(name="pipeline", flow_run_name=flow_run_name)
 def pipeline(
     experiment: Experiment = None,
     overrides: list[str] = NO_OVERRIDES,
@@ -73,8 +68,63 @@ def pipeline(
         samples_per_prompt: Answers to each prompt; a group for GRPO.
         root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
     """
-    given = all_overrides(
+    settings = _CHECKED.get()
+    if settings is None:
+        settings = compose_settings(
+            overrides,
+            experiment,
+            seed=seed,
+            total_steps=total_steps,
+            learning_rate=learning_rate,
+            batch_size=batch_size,
+            samples_per_prompt=samples_per_prompt,
+            root=root,
+        )
+        say_settings(settings, "train")
+        check_run(settings)
+    else:
+        say_settings(settings, "train")
+    prefect = {"flow_run_id": str(flow_run.id), "deployment": str(deployment.name or "")}
+    with (
+        watched(),
+        open_run(settings.config, settings.command("run")) as run,
+        MlflowRecord(run, prefect) as record,
+    ):
+        result = chain.run_chain(run, as_task, record, with_report=True)
+        if result.report is not None:
+            show_report(run.layout.run_dir, result.report)
+        if result.mlflow.url:
+            show_link(run.run_id, "mlflow", result.mlflow.url, f"MLflow run {result.mlflow.mlflow_run_id}")
+        tell(f"done: {run.run_id}")
+        return result
+
+
+@flow(name="train", flow_run_name=flow_run_name)
+def train(
+    experiment: Experiment = None,
+    overrides: list[str] = NO_OVERRIDES,
+    seed: Seed = None,
+    total_steps: Steps = None,
+    learning_rate: Rate = None,
+    batch_size: Count = None,
+    samples_per_prompt: Count = None,
+    root: Root = None,
+) -> Export:
+    """Train an experiment's model, from its newest checkpoint if it has one.
+
+    Args:
+        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
+        overrides: Settings as on the command line, such as algo.clip_high=0.28.
+        seed: Fixes data, initial weights, order of prompts and every sampled token.
+        total_steps: Steps of the run; a step is one batch of prompts sampled, scored and learned from.
+        learning_rate: Learning rate of the policy, such as 0.0003 or 1e-6.
+        batch_size: Prompts of a step.
+        samples_per_prompt: Answers to each prompt; a group for GRPO.
+        root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
+    """
+    settings = compose_settings(
         overrides,
+        experiment,
         seed=seed,
         total_steps=total_steps,
         learning_rate=learning_rate,
@@ -82,34 +132,86 @@ def pipeline(
         samples_per_prompt=samples_per_prompt,
         root=root,
     )
-    config = settings_of(experiment, given)
-    tell_command(plain_command("train", experiment, given))
-    tell_idle(idle_settings(config, given, experiment=experiment))
-    check_before_plan(config)
-    plan = make_plan(config)
-    try_parts(config, plan)
-    check_before_start(config, plan)
-    prefect = {"flow_run_id": str(flow_run.id), "deployment": str(deployment.name or "")}
-    with (
-        watched(),
-        open_run(config, command_words("run", experiment, given)) as run,
-        MlflowRecord(run, prefect) as record,
-        one_heartbeat(),
-    ):
-        begin_anew(dataset, filter_flow, warm_start, train, validate, report)
-        rows = dataset(experiment, given)
-        filtered = filter_flow(experiment, given)
-        record.start(rows, filtered)
-        if not plan.is_done:
-            load_ahead()
-        warm_start(experiment, given)
-        weights = train(experiment, given)
-        judgements = validate(experiment, given)
-        best = retried(export_best_weights, config)(config, RunInputs.read(run.layout), weights)
-        run.trainer.let_go()
-        written = report(experiment, given)
-        recorded = record.finish(written, weights, best)
-        if recorded.url:
-            show_link(run.run_id, "mlflow", recorded.url, f"MLflow run {recorded.mlflow_run_id}")
-        tell(f"done: {run.run_id}")
-        return PipelineResult(run.run_id, run.layout.run_dir, judgements, written.html, weights.directory, recorded)
+    with working_on(settings, "train") as run:
+        inputs = chain.make_rows(run.config, as_task).inputs
+        chain.train(run, inputs, as_task)
+        show_checkpoints(run)
+        return chain.export_last(run, inputs, as_task)
+
+
+@flow(name="validate", flow_run_name=flow_run_name)
+def validate(
+    experiment: Experiment = None,
+    overrides: list[str] = NO_OVERRIDES,
+    seed: Seed = None,
+    checkpoint: str = "last",
+    root: Root = None,
+) -> list[Judgement]:
+    """Judge the model before training, and a checkpoint of the run.
+
+    Args:
+        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
+        overrides: Settings as on the command line, such as validation.samples_per_problem=8.
+        seed: Of the run that is judged.
+        checkpoint: start, last, best, a step, or the name of a checkpoint's folder, such as step-000040.
+        root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
+    """
+    settings = compose_settings(overrides, experiment, seed=seed, root=root)
+    with working_on(settings, "validate") as run:
+        inputs = stages.prepare_inputs(run.config)
+        return [chain.judge(run, inputs, one, as_task) for one in ("start", checkpoint_name(checkpoint))]
+
+
+def _stage_flow(name: str, description: str, verb: str, work: Callable[[RunSettings], R]) -> Flow[..., R]:
+    """A flow of one stage. `verb`: of the command that does the same."""
+
+    @flow(name=name, description=description, flow_run_name=flow_run_name)
+    def stage(
+        experiment: Experiment = None, overrides: list[str] = NO_OVERRIDES, seed: Seed = None, root: Root = None
+    ) -> R:
+        """Run the stage.
+
+        Args:
+            experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
+            overrides: Settings as on the command line, such as filter.max_prompt_tokens=256.
+            seed: Fixes data, initial weights, order of prompts and every sampled token.
+            root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
+        """
+        settings = compose_settings(overrides, experiment, seed=seed, root=root)
+        say_settings(settings, verb)
+        return work(settings)
+
+    return stage
+
+
+def _make_start_model(settings: RunSettings) -> StartModel:
+    with watched(), open_run(settings.config, settings.command("train")) as run:
+        return chain.make_start_model(run, chain.make_rows(run.config, as_task).inputs, as_task)
+
+
+def _write_report(settings: RunSettings) -> Report:
+    layout = RunLayout.of(settings.config)
+    made = chain.write_report(layout, settings.config.name, as_task)
+    show_report(layout.run_dir, made.html)
+    return made
+
+
+dataset = _stage_flow(
+    "dataset",
+    "Make the dataset of an experiment, unless it is there.",
+    "data make",
+    lambda settings: chain.make_dataset(settings.config, as_task),
+)
+filter_flow = _stage_flow(
+    "filter",
+    "Tokenize and filter the dataset of an experiment, which is made if it is missing.",
+    "data make",
+    lambda settings: chain.make_rows(settings.config, as_task).filtered,
+)
+warm_start = _stage_flow(
+    "warm-start",
+    "Make the model that an experiment's training starts from, unless it is there.",
+    "train",
+    _make_start_model,
+)
+report = _stage_flow("report", "Write the report of a run as one HTML file, and as JSON.", "report", _write_report)

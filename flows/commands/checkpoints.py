@@ -1,10 +1,11 @@
 """`millrace checkpoints`: list, verify, export and prune the checkpoints of a run."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flows.commands.named_run import named_run
+from flows.commands.settings import named_run
 from rlcore.checkpoint.catalog import CheckpointRow, find_checkpoint, list_checkpoints
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
@@ -28,7 +29,7 @@ def checkpoints(
     """
     config, layout = named_run(run, root)
     deleted = _prune(config, layout) if prune else ()
-    exported = None if export is None else _export(config, layout, checkpoint, export)
+    exported = None if export is None else export_to(config, layout, checkpoint, export.absolute())
     rows = list_checkpoints(layout.checkpoints, verify_hashes=verify)
     if as_json:
         document: dict[str, Any] = {"run_id": layout.run_dir.name, "checkpoints": _documents(rows)}
@@ -76,10 +77,6 @@ def start_model_of(config: RunConfig, layout: RunLayout) -> Path:
     return start
 
 
-def _export(config: RunConfig, layout: RunLayout, checkpoint: str, target: Path) -> Path:
-    return export_to(config, layout, checkpoint, target.absolute())
-
-
 def _prune(config: RunConfig, layout: RunLayout) -> tuple[Path, ...]:
     """Not beside a trainer, which may be about to read one of them; it prunes by itself."""
     with RunLock(layout.run_dir):
@@ -101,17 +98,7 @@ def marks_of(rows: tuple[CheckpointRow, ...]) -> dict[int, str]:
 def _documents(rows: tuple[CheckpointRow, ...]) -> list[dict[str, Any]]:
     marks = marks_of(rows)
     return [
-        {
-            "step": row.step,
-            "path": str(row.path),
-            "verdict": row.verdict,
-            "reason": row.reason,
-            "size_bytes": row.size_bytes,
-            "created": row.created,
-            "marks": marks[row.step].split(", ") if row.step in marks else [],
-            "score": row.score,
-            "metrics": dict(row.metrics),
-        }
+        {**asdict(row), "path": str(row.path), "marks": marks[row.step].split(", ") if row.step in marks else []}
         for row in rows
     ]
 

@@ -1,93 +1,150 @@
-"""`millrace run`: the pipeline as Prefect flows, in this process."""
+"""`millrace run`, `train`, `validate`, `report`, `data make` and `data inspect`."""
 
 import logging
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from shlex import quote
 
-from flows.commands.fork import Fork
-from flows.plan.checks import check_before_plan, check_before_start
-from flows.plan.plan import RunPlan, make_plan
+from flows import chain
+from flows.commands.settings import beside_python, named_run
+from flows.parameters import RunSettings
+from flows.plan.checks import check_before_plan, check_before_start, plan_run
 from flows.plan.table import show_memory, show_plan
-from flows.plan.tried import try_parts
+from flows.progress import display, display_for_console, shown_on
 from flows.server.api import PrefectApi, start_prefect, wait_for_prefect
+from flows.server.database import address_in
 from flows.server.untold import not_kept_by
-from flows.shown.progress import display_for_console, shown_on
-from flows.shown.summary import summary_lines
-from flows.shown.warn import warn
-from flows.work.stack_store import in_stack
+from flows.work import stages
+from flows.work.mlflow_record import MlflowRecord
+from flows.work.open_run import OpenRun, open_run
+from flows.work.results import PipelineResult, checkpoint_name, finished, step_of
 from rlcore.config import RunConfig
-from rlcore.config.compose import idle_settings
 from rlcore.errors import StopRequestedError
 
-if TYPE_CHECKING:
-    from flows.work.finished import PipelineResult
 
-EXPERIMENT = "experiment="
-
-
-def run(fork: Fork, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
-    """Check, plan, then run the pipeline and say where to look."""
-    settings = fork.settings
-    config, seen = fork.plan()
-    warn(idle_settings(config, settings))
-    check_before_plan(config)
-    plan = make_plan(config, seen=seen)
-    try_parts(seen or config, plan)
+def run(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
+    """Check, plan, then run the pipeline as a flow in this process, and print where to look."""
+    config = settings.config
+    warn(settings.idle())
+    plan = plan_run(settings)
     if dry_run:
         show_plan(plan, as_json=as_json)
         return
-    if plan.is_done and _tell_what_is_there(config, plan):
+    if (known := finished(config, plan)) is not None:  # no server is started for that
+        print(f"run {plan.run_id} in {plan.run_dir}: finished, there is nothing to do")
+        print("\n".join(summary_lines(config, known, None)), flush=True)
         return
     check_before_start(config, plan)
     if plan.memory is not None and plan.memory.usable_bytes is not None and not plan.is_done:
         show_memory(plan.memory)
     api = start_prefect(Path(config.paths.root), verbose=verbose)
     print(f"run {plan.run_id} in {plan.run_dir}", flush=True)
-    result = _run_pipeline(settings, api, verbose=verbose)
+    from flows.pipeline import run_checked  # imports Prefect, while the server comes up
+
+    with flow_of_a_command(api, verbose=verbose):
+        result = run_checked(settings)
     print("\n".join(summary_lines(config, result, api)), flush=True)
 
 
-def _tell_what_is_there(config: RunConfig, plan: RunPlan) -> bool:
-    """Whether there is nothing to do; then it is said, with where to look. No server is started for that."""
-    from flows.work.finished import finished
+def train(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
+    """Data, warm start, chunks, weights, validation, without Prefect."""
+    warn(settings.idle())
+    plan = plan_run(settings)
+    if dry_run:
+        show_plan(plan, as_json=as_json)
+        return
+    check_before_start(settings.config, plan)
+    with _in_hand(settings, "train", verbose=verbose) as run, MlflowRecord(run, {}) as record:
+        display().line(f"run {run.run_id} in {run.layout.run_dir}")
+        chain.run_chain(run, chain.run_here, record, with_report=False)
 
-    known = finished(in_stack(config), plan)
-    if known is None:
-        return False
-    print(f"run {plan.run_id} in {plan.run_dir}: finished, there is nothing to do")
-    print("\n".join(summary_lines(config, known, None)), flush=True)
-    return True
+
+def validate(settings: RunSettings, *, checkpoint: str, verbose: bool) -> None:
+    """Judge one checkpoint."""
+    warn(settings.idle())
+    check_before_plan(settings.config)
+    checkpoint = checkpoint_name(checkpoint)
+    step_of(settings.config, checkpoint)  # raises where there is none, before anything is made
+    with _in_hand(settings, "validate", verbose=verbose) as run:
+        judgement = chain.judge(run, stages.prepare_inputs(run.config), checkpoint, chain.run_here)
+        display().line(f"answers: {judgement.file}")
 
 
-def _run_pipeline(settings: list[str], api: PrefectApi, *, verbose: bool) -> "PipelineResult":
-    from flows.pipeline import pipeline  # imports Prefect, while the server comes up
+def report(run: list[str], root: Path | None) -> None:
+    """Write the report."""
+    _, layout = named_run(run, root)
+    print(f"report: {stages.write_report(layout)}")
 
+
+def make_data(settings: RunSettings) -> None:
+    """Make and filter the dataset."""
+    warn(settings.idle())
+    check_before_plan(settings.config)
+    with shown_on(display_for_console()):
+        chain.make_rows(settings.config, chain.run_here)
+
+
+def inspect(path: Path, *, num_rows: int, seed: int, as_json: bool, html: Path | None) -> None:
+    """Show what a dataset's file or folder holds: on the screen, as JSON, or as a page."""
+    from data.inspect import as_html, as_rich, inspect_dataset
+
+    report = inspect_dataset(path, num_rows=num_rows, seed=seed)
+    if html is not None:
+        from rlcore.storage.publish import write_text_atomically
+
+        write_text_atomically(html, as_html(report))
+        print(html)
+    elif as_json:
+        print(report.as_json())
+    else:
+        from rich.console import Console
+
+        Console().print(as_rich(report))
+
+
+@contextmanager
+def _in_hand(settings: RunSettings, verb: str, *, verbose: bool) -> Iterator[OpenRun]:
+    """The run in hand, shown on the console."""
+
+    def line(text: str) -> None:
+        if verbose:
+            display().line(text)
+
+    with (
+        shown_on(display_for_console()),
+        open_run(settings.config, settings.command(verb)) as run,
+        run.heard_by(display().event, line),
+    ):
+        yield run
+
+
+@contextmanager
+def flow_of_a_command(api: PrefectApi, *, verbose: bool) -> Iterator[None]:
+    """Inside the block a flow runs in this process, for a command: progress on the console, errors as one message.
+
+    Raises:
+        StopRequestedError: the flow run was cancelled or told to end.
+    """
     wait_for_prefect(api)
+    from prefect.exceptions import TerminationSignal
+
     from flows.server.watch import FlowCancelledError
 
     if not verbose:
-        keep_runs_off_the_console()
-    experiment, overrides = split_experiment(settings)
+        _keep_runs_off_the_console()
     screen = display_for_console()
     try:
         with shown_on(screen), not_kept_by(api.url, screen.close):
-            return pipeline(experiment, overrides)
+            yield
     except FlowCancelledError as ended:
         raise StopRequestedError(str(ended)) from ended
+    except TerminationSignal as ended:
+        raise StopRequestedError("told to end; the same command goes on from the last checkpoints") from ended
 
 
-def split_experiment(settings: list[str]) -> tuple[str | None, list[str]]:
-    """The experiment's name apart from the other overrides, so that it is a parameter of its own in Prefect.
-
-    >>> split_experiment(["experiment='/my files/debug.yaml'", "seed=2"])
-    ('/my files/debug.yaml', ['seed=2'])
-    """
-    names = [text.removeprefix(EXPERIMENT).strip("'\"") for text in settings if text.startswith(EXPERIMENT)]
-    rest = [text for text in settings if not text.startswith(EXPERIMENT)]
-    return (names[0] if names else None), rest
-
-
-def keep_runs_off_the_console() -> None:
+def _keep_runs_off_the_console() -> None:
     """The log lines of flow and task runs are Prefect's; the console has our own, and errors end in one message."""
 
     def keep(record: logging.LogRecord) -> bool:
@@ -96,3 +153,35 @@ def keep_runs_off_the_console() -> None:
     for handler in logging.getLogger().handlers:
         if hasattr(handler, "console"):
             handler.addFilter(keep)
+
+
+def warn(lines: Iterable[str]) -> None:
+    """A line each where errors go: what a command prints may be read by a program."""
+    for line in lines:
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
+def summary_lines(config: RunConfig, result: PipelineResult, api: PrefectApi | None) -> list[str]:
+    """The last lines of `millrace run`; `api` None where there was nothing to do."""
+    root = result.run_dir.parents[1]
+    lines = ["", f"{result.run_id}: {config.trainer.total_steps} steps"]
+    lines += [f"  {one.figures()}" for one in result.judgements]
+    lines += [f"  report   {result.report}", f"  weights  {result.weights}"]
+    if result.mlflow.ui_command:
+        lines.append(f"  MLflow   {beside_python(f'millrace ui --root {quote(str(root))}')}")
+    elif result.mlflow.url:
+        lines.append(f"  MLflow   {result.mlflow.url}")
+    if api is not None:
+        lines.append(f"  Prefect  {_prefect_hint(api, root)}")
+    return lines
+
+
+def _prefect_hint(api: PrefectApi, root: Path) -> str:
+    """How to see the flow runs."""
+    if api.home is None:
+        return api.url.removesuffix("/api")
+    if api.home == root / "prefect":
+        return beside_python(f"millrace up --root {quote(str(root))} --workers 0")
+    where = {"PREFECT_HOME": str(api.home), **address_in(api.home)}
+    told = " ".join(f"{name}={quote(value)}" for name, value in where.items())
+    return f"{told} {beside_python('prefect server start')}"

@@ -10,27 +10,20 @@ from shlex import quote
 
 import psutil
 
+from flows.commands.settings import beside_python
+from flows.server.launch import tethered
 from flows.server.secret import how_to_log_in, login_of, mlflow_client
-from flows.server.tether import tethered
-from flows.shown.summary import beside_python
-from flows.stack.databases import Databases
-from flows.stack.ports import is_free
-from flows.stack.recipes import Recipe, mlflow_recipe
-from flows.stack.services import answers, wait_until_ready
-from flows.stack.state import Service, StackState, read_stack
-from flows.work import upkeep
-from flows.work.comparison import compare as compare_runs
-from flows.work.comparison import find_runs
-from flows.work.run_folders import all_runs, named_runs
-from flows.work.stack_store import tracking_in_stack
-from flows.work.upkeep import Outcome
+from flows.stack.recipes import Recipe, is_free, mlflow_recipe
+from flows.stack.services import answers, end_server, wait_until_ready
+from flows.stack.state import Databases, Service, StackState, read_stack, tracking_in_stack
+from flows.work import runs as several
+from flows.work.runs import Outcome, all_runs, find_runs, named_runs
+from flows.work.runs import compare as compare_runs
 from rlcore.config import TrackingConfig
 from rlcore.errors import MillraceError
 from rlcore.tracking import MlflowStore
 from rlcore.tracking.connection import has_store
 from rlcore.tracking.mlflow_store import LOCAL_UI
-
-END_WAIT_S = 20.0
 
 
 def compare(runs: Sequence[str], *, search: str, root: Path, tracking: TrackingConfig) -> None:
@@ -45,7 +38,7 @@ def compare(runs: Sequence[str], *, search: str, root: Path, tracking: TrackingC
 
 
 def _reachable(page: str, root: Path) -> str:
-    """An address under MLflow's usual one is served by the stack of the root, or by nobody yet: then, how to."""
+    """The page under the address of the root's running MLflow server; else with the command that serves it."""
     if not page.startswith(LOCAL_UI):
         return page
     running = _running_mlflow(root)
@@ -64,13 +57,13 @@ def sync(runs: Sequence[str], *, root: Path, uri: str | None) -> None:
     """Deliver journals; all of the root's where none is named."""
     root = root.resolve()
     folders = named_runs(runs, root) if runs else all_runs(root)
-    _end(upkeep.sync(folders, uri), f"no runs under {root / 'runs'}")
+    _end(several.sync(folders, uri), f"no runs under {root / 'runs'}")
 
 
 def gc(*, root: Path, tracking: TrackingConfig, dry_run: bool) -> None:
     """Remove artifacts of deleted runs."""
     root = root.resolve()
-    outcomes = upkeep.collect_garbage(root, tracking_in_stack(tracking, root), dry_run=dry_run)
+    outcomes = several.collect_garbage(root, tracking_in_stack(tracking, root), dry_run=dry_run)
     _end(outcomes, "no artifacts of deleted runs")
 
 
@@ -95,7 +88,7 @@ def ui(root: Path, port: int | None) -> None:
     databases = Databases.chosen(root)
     if not has_store(databases.mlflow):
         raise MillraceError(f"--root {root}: holds no MLflow store. Run something there first, or name another root.")
-    recipe = mlflow_recipe(root, databases, port, print, StackState())
+    recipe = mlflow_recipe(root, databases, port, StackState())
     log_file = root / "mlflow-ui.log"
     with log_file.open("wb") as log:
         server = subprocess.Popen(
@@ -118,7 +111,8 @@ def ui(root: Path, port: int | None) -> None:
     except KeyboardInterrupt:
         pass
     finally:
-        _end_family(server)
+        if server.poll() is None:
+            end_server(psutil.Process(server.pid))
 
 
 def _store_behind(recipe: Recipe, root: Path, databases: Databases) -> MlflowStore:
@@ -126,14 +120,3 @@ def _store_behind(recipe: Recipe, root: Path, databases: Databases) -> MlflowSto
         return MlflowStore(TrackingConfig(), root)
     os.environ.update(mlflow_client(login_of(root)))
     return MlflowStore(TrackingConfig(uri=recipe.url), root)
-
-
-def _end_family(server: "subprocess.Popen[bytes]") -> None:
-    """The server and its workers."""
-    if server.poll() is not None:
-        return
-    family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-    server.terminate()
-    _, left = psutil.wait_procs(family, timeout=END_WAIT_S)
-    for process in left:
-        process.kill()

@@ -1,15 +1,20 @@
 """What a run would do: its stages, what of them is done, its chunks, its room on disk, its tokens. Writes nothing."""
 
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from data import dataset_directory, dataset_fingerprint, filter_fingerprint, filtered_directory, tokenizer_fingerprint
-from flows.plan.parameter_counts import ParameterCount, count_parameters
-from flows.work.report import report_fingerprint, report_is_current
-from flows.work.stages import chunk_bounds, committed_step, known_result
+from flows.work.open_run import require_same_code
+from flows.work.results import committed_step, known_judgement, known_report, report_fingerprint
+from flows.work.stages import chunk_bounds
 from rlcore.checkpoint.catalog import scan
-from rlcore.config import RunConfig
+from rlcore.config import LoraConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint, run_id, settings_fingerprint
 from rlcore.config.model import PUBLISHED
 from rlcore.errors import CheckpointError
@@ -112,8 +117,62 @@ class RunPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON values."""
-        plain: dict[str, Any] = _plain(asdict(self))
+        plain: dict[str, Any] = TypeAdapter(RunPlan).dump_python(self, mode="json")
         return plain
+
+
+HEADER_BYTES = 8
+"""A safetensors file begins with the length of its JSON header, little endian."""
+MAX_HEADER_BYTES = 100 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCount:
+    """`trained`: what a checkpoint holds; each comes with two moments of the optimizer. `policy`: all of the policy."""
+
+    trained: int
+    policy: int
+
+
+def count_parameters(config: RunConfig) -> ParameterCount | None:
+    """Parameters of policy and critic; None where neither the model's files nor its shape are known."""
+    lora = config.model.lora
+    tensors = {} if config.model.path is None else _file_shapes(config.model.path)
+    if tensors:
+        whole = sum(prod(tensor) for tensor in tensors.values())
+        policy = whole if lora is None else _adapters(tensors, lora)
+        return ParameterCount(policy if config.critic is None else policy + whole, whole)
+    shape = shape_of(config.model)
+    if shape is None:
+        return None
+    policy = shape.policy_parameters if lora is None else shape.adapter_parameters(lora)
+    critic = 0 if config.critic is None else shape.critic_parameters
+    return ParameterCount(policy + critic, shape.policy_parameters)
+
+
+def _file_shapes(path: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors in the safetensors files of a model's folder."""
+    folder = Path(path).expanduser()
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    return {name: shape for file in files for name, shape in _header_shapes(file)}
+
+
+def _header_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(HEADER_BYTES), "little")
+        if length > MAX_HEADER_BYTES:
+            return
+        try:
+            header = json.loads(content.read(length))
+            yield from ((name, tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return  # whoever loads it will say what is wrong with it
+
+
+def _adapters(shapes: dict[str, tuple[int, ...]], lora: LoraConfig) -> int:
+    """Two matrices beside each target layer, of rank x in and out x rank."""
+    targets = tuple(f"{name}.weight" for name in lora.target_modules)
+    return sum(lora.rank * sum(shape) for name, shape in shapes.items() if name.endswith(targets) and len(shape) == 2)
 
 
 def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
@@ -129,6 +188,7 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
     """
     layout = RunLayout.of(config)
     committed = committed_step(config)
+    require_same_code(config, layout)
     seen = config if seen is None else seen
     dataset, filtered = _data_stages(seen, layout.root)
     chunks = tuple(ChunkPlan(start, stop, stop <= committed) for start, stop in chunk_bounds(config))
@@ -200,19 +260,19 @@ def _start_model(config: RunConfig, filtered: StagePlan) -> StagePlan:
 
 def _train(config: RunConfig, layout: RunLayout, chunks: tuple[ChunkPlan, ...], committed: int) -> StagePlan:
     total = config.trainer.total_steps
-    exported, damage = finished_or_why(layout.exported_model, error=CheckpointError)
-    is_exported = exported is not None and exported.values.get("step") == committed
+    exported, damage = finished_or_why(layout.exported_model, error=CheckpointError)  # a plan sets nothing aside
+    has_weights = exported is not None and exported.values.get("step") == committed
     done = sum(chunk.done for chunk in chunks)
     detail = f"step {min(committed, total)} of {total}, {done} of {len(chunks)} chunks done"
     if damage:
         detail += f"; the weights are exported again: {damage}"
-    cached = done == len(chunks) and is_exported
+    cached = done == len(chunks) and has_weights
     return StagePlan("train", settings_fingerprint(config), layout.checkpoints, cached, detail)
 
 
 def _validate(config: RunConfig, layout: RunLayout, committed: int) -> StagePlan:
     judged = {"before": 0, "after": committed}
-    names = [name for name, step in judged.items() if known_result(config, layout, name, step) is not None]
+    names = [name for name, step in judged.items() if known_judgement(config, layout, name, step) is not None]
     finished = committed >= config.trainer.total_steps
     digest = fingerprint("validate", {"run": settings_fingerprint(config), "settings": config.validation})
     detail = f"{' and '.join(names)} judged" if names else "before and after"
@@ -220,7 +280,7 @@ def _validate(config: RunConfig, layout: RunLayout, committed: int) -> StagePlan
 
 
 def _report(config: RunConfig, layout: RunLayout, stages: list[StagePlan]) -> StagePlan:
-    current = all(stage.cached for stage in stages) and report_is_current(layout)
+    current = all(stage.cached for stage in stages) and known_report(layout) is not None
     digest = report_fingerprint(layout) if current else None
     return StagePlan("report", digest, layout.run_dir / "report", current, "HTML and Markdown")
 
@@ -257,13 +317,3 @@ def _disk(config: RunConfig, layout: RunLayout, count: ParameterCount | None) ->
     )
     reports = check_needs(needs, reserve)
     return DiskBudget(size, number, reserve, more + reserve, free_bytes(layout.checkpoints), reports)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value

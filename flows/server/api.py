@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.error import HTTPError
 
+from flows import SOURCE_FOLDER
 from flows.parameters import MLFLOW_PAGE
 from flows.server.database import address_in, lay_out
+from flows.server.launch import tethered
 from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of, new_login
-from flows.server.tether import tethered
-from flows.trainer.client import SOURCE_FOLDER
 from rlcore.errors import MillraceError
 from rlcore.storage.locks import HeldLock
 

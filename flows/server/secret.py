@@ -20,7 +20,7 @@ SERVER_LOGIN = "PREFECT_SERVER_API_AUTH_STRING"
 
 
 def new_login() -> str:
-    """Another one with each call; 256 bits that nobody guesses."""
+    """A new random login of 256 bits."""
     return f"{USER}:{secrets.token_urlsafe(32)}"
 
 

@@ -61,7 +61,8 @@ def _watch(hears: socket.socket, url: str, leave: Callable[[], object], patience
         else:
             return
     from flows.server.api import answers
-    from flows.trainer.client import EXIT_RESUMABLE, is_stopping_one
+    from flows.work.trainer import is_stopping_one
+    from rlcore.errors import EXIT_RESUMABLE
 
     gone_since: float | None = None
     while gone_since is None or time.monotonic() - gone_since < patience_s:

@@ -8,10 +8,13 @@ So the flow looks itself, every few seconds. Whoever hears the event is quicker 
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from typing import Any
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
@@ -19,13 +22,10 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import State, StateType
 from prefect.events import Event, Resource
 from prefect.exceptions import Abort, Pause, TerminationSignal
-from prefect.runtime import deployment
+from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from prefect.states import Cancelled, Running
+from prefect.states import Cancelled, Paused, Running
 
-from flows.server.around import flow_runs_in_here, outermost
-from flows.server.console import outlive_the_worker
-from flows.server.nested import pause_nested
 from rlcore.errors import StopRequestedError
 
 log = logging.getLogger(__name__)
@@ -44,11 +44,11 @@ LEFT = "prefect.flow-run.left"
 
 
 class FlowCancelledError(Abort):
-    """The flow run was cancelled or told to end, and nobody else ends it. The trainer has saved, as after any stop."""
+    """The flow run was cancelled or got a signal, and no worker ends it. The trainer has saved, as after any stop."""
 
 
 class _Watch:
-    """Looks at one flow run from a thread of its own: a server that is away holds up nobody."""
+    """Polls the state of one flow run from a thread of its own, so that a server that is away blocks nothing."""
 
     def __init__(self, flow_run_id: UUID, *, is_deployed: bool) -> None:
         self._flow_run_id = flow_run_id
@@ -56,7 +56,6 @@ class _Watch:
         self._over = threading.Event()
         self._suspended: State[object] | None = None
         self._cancelled_at: float | None = None
-        self.nested: set[UUID] = set()
         self._thread = threading.Thread(target=self._look_on, name="flow-run-watch", daemon=True)
         self._thread.start()
 
@@ -68,7 +67,6 @@ class _Watch:
         """Raise in the flow's thread, once it is our turn."""
         since = self._cancelled_at
         if since is not None and time.monotonic() - since >= CANCEL_AFTER_S:
-            self.nested = set(flow_runs_in_here())
             raise FlowCancelledError(TOLD_TO_END)
 
     def end_if_suspended(self) -> None:
@@ -105,15 +103,12 @@ _watch: _Watch | None = None
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Inside the block the flow run around all others in here is watched. A block inside another one adds nothing.
+    """Inside the block the flow run that we are in is watched.
 
     Take it before the run's lock: a flow run that is Cancelled may be tried again at once, and needs the lock.
     """
     global _watch
-    if _watch is not None:
-        yield
-        return
-    around = outermost()
+    around = UUID(str(flow_run.id))
     is_deployed = bool(deployment.id)
     if is_deployed:
         outlive_the_worker()
@@ -122,11 +117,9 @@ def watched() -> Iterator[None]:
         with told_to_end():
             yield
     except FlowCancelledError:
-        _show_cancelled(watch.nested | {around})
+        _show_cancelled(around)
         raise
     except Pause:
-        with suppress(Exception), few_retries(), get_client(sync_client=True) as client:
-            pause_nested(client, around)
         atexit.register(_tell_that_we_leave, around)  # after the last heartbeat, before Prefect's events are sent
         raise
     finally:
@@ -157,8 +150,6 @@ def told_to_end() -> Iterator[None]:
     except (KeyboardInterrupt, TerminationSignal, StopRequestedError) as ended:
         if _watch is None or _watch.is_deployed:
             raise
-        with suppress(Exception), few_retries():
-            _watch.nested |= set(flow_runs_in_here())
         raise FlowCancelledError(str(ended) if isinstance(ended, StopRequestedError) else TOLD_TO_END) from ended
 
 
@@ -172,19 +163,37 @@ def end_if_suspended() -> None:
         _watch.end_if_suspended()
 
 
-def _show_cancelled(flow_runs: set[UUID]) -> None:
-    """Flow runs, and what was under way in them. A server that is away keeps nobody waiting."""
+def _show_cancelled(one: UUID) -> None:
+    """Set the flow run and its unfinished tasks Cancelled, with few retries where the server is away."""
     state: State[object] = Cancelled(message="cancelled; saved, and goes on when tried again")
-    within = FlowRunFilter(id=FlowRunFilterId(any_=list(flow_runs)))
+    within = FlowRunFilter(id=FlowRunFilterId(any_=[one]))
     try:
         with few_retries(), get_client(sync_client=True) as client:
-            for one in flow_runs:
-                client.set_flow_run_state(one, state, force=True)
+            client.set_flow_run_state(one, state, force=True)
             for task in client.read_task_runs(flow_run_filter=within):
                 if task.state is None or not task.state.is_final():
                     client.set_task_run_state(task.id, state, force=True)
     except Exception as error:
         log.warning("the Prefect server was not told that the run has ended: %s", error)
+
+
+def show_paused(message: str) -> None:
+    """Set the flow run Paused, while its trainer waits for room on a disk.
+
+    Prefect's own `pause_flow_run` would block the flow, which has to go on listening to its trainer. There is no
+    time-out: the trainer has one (`checkpoint.wait_for_room_s`).
+    """
+    _set_state(Paused(message=message))
+
+
+def show_running() -> None:
+    """Set the flow run Running again."""
+    _set_state(Running(message="going on"))
+
+
+def _set_state(state: State[object]) -> None:
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(UUID(str(flow_run.id)), state)
 
 
 def few_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
@@ -197,3 +206,20 @@ def _tell_that_we_leave(one: UUID) -> None:
     event = Event(event=LEFT, resource=Resource({"prefect.resource.id": f"prefect.flow-run.{one}"}))
     with suppress(Exception), get_client(sync_client=True) as client:
         client.request("POST", "/events", json=[event.model_dump(mode="json")])
+
+
+def outlive_the_worker() -> None:
+    """Write nowhere once the worker, at the other end of the console's pipe, is gone: rich would end the process."""
+    loggers = [logging.getLogger(name) for name in (None, *logging.root.manager.loggerDict)]
+    for handler in (handler for logger in loggers for handler in logger.handlers):
+        console: Any = getattr(handler, "console", None)
+        if console is not None:
+            console.on_broken_pipe = partial(_write_nowhere, console)
+
+
+def _write_nowhere(console: Any) -> None:
+    console.quiet = True
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)

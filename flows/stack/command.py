@@ -4,17 +4,17 @@ import sys
 from pathlib import Path
 from shlex import quote
 
+from flows.commands.settings import beside_python
 from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, how_to_log_in
-from flows.shown.summary import beside_python
 from flows.stack import control
-from flows.work.stack_store import stack_store
+from flows.stack.state import stack_store
 from rlcore.config import TrackingConfig
 from rlcore.tracking import MlflowStore
 
 
 def up(root: Path, wishes: control.Wishes) -> None:
     """Start, then say where everything is."""
-    state = control.up(root, wishes=wishes, say=_say)
+    state = control.up(root, wishes)
     root = root.resolve()
     secret = root / SECRET_FILE
     runs_page = MlflowStore(TrackingConfig(uri=stack_store(root)), root).runs_url(state.mlflow_url)
@@ -31,7 +31,7 @@ def down(root: Path) -> None:
     if all(state == "gone" for _, state in control.status(root)):
         print(f"nothing is up under {root.resolve()}")
         return
-    control.down(root, say=_say)
+    control.down(root)
 
 
 def status(root: Path) -> None:
@@ -42,7 +42,3 @@ def status(root: Path) -> None:
     if not found:
         print(f"nothing was started under {root.resolve()}; `millrace up` starts it")
     sys.exit(0 if found and all(state == "up" for _, state in found) else 1)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

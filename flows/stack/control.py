@@ -10,21 +10,30 @@ from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
 
+from flows import SOURCE_FOLDER
 from flows.server.database import PREFECT_DATABASE
-from flows.stack.databases import MLFLOW_DATABASE, Databases, require_same, without_passwords
-from flows.stack.ports import listens
 from flows.stack.recipes import (
     SERVE,
     Recipe,
+    listens,
     mlflow_recipe,
     prefect_environment,
     prefect_recipe,
     ray_recipe,
+    say,
     worker_recipe,
 )
 from flows.stack.services import PortTakenError, answers, end_server, end_worker, start, wait_until_ready
-from flows.stack.state import Service, StackState, read_stack, write_stack
-from flows.trainer.client import SOURCE_FOLDER
+from flows.stack.state import (
+    MLFLOW_DATABASE,
+    Databases,
+    Service,
+    StackState,
+    read_stack,
+    require_same,
+    without_passwords,
+    write_stack,
+)
 from rlcore.errors import MillraceError
 from rlcore.storage.locks import HeldLock
 
@@ -38,8 +47,6 @@ SAID = "millrace: "
 NOTIFY_URL = "MILLRACE_NOTIFY_URL"
 """Environment of `up`: where failures and pauses are told. Often a secret, so it is on no command line of ours."""
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
@@ -52,7 +59,7 @@ class Wishes:
     notify_url: str | None = None
 
 
-def up(root: Path, *, ray: bool = False, workers: int = 1, say: Say, wishes: Wishes | None = None) -> StackState:
+def up(root: Path, wishes: Wishes | None = None) -> StackState:
     """Start what is not running, apply the deployments, and wait until each answers. Safe to call again.
 
     Where that fails, what this call has started is ended again; what ran before it goes on.
@@ -62,50 +69,50 @@ def up(root: Path, *, ray: bool = False, workers: int = 1, say: Say, wishes: Wis
     """
     root = root.resolve()
     root.mkdir(parents=True, exist_ok=True)
-    wishes = wishes or Wishes(ray=ray, workers=workers)
+    wishes = wishes or Wishes()
     databases = Databases.chosen(root)
     try:
         with HeldLock(root / "stack.lock", what=f"the stack of {root}", wait_s=LOCK_WAIT_S):
-            return _up(root, wishes, databases, say)
+            return _up(root, wishes, databases)
     except MillraceError as error:
         raise MillraceError(without_passwords(str(error), databases)) from None
 
 
-def _up(root: Path, wishes: Wishes, databases: Databases, say: Say) -> StackState:
+def _up(root: Path, wishes: Wishes, databases: Databases) -> StackState:
     state = _with_databases(_of_this_version(root, read_stack(root)), databases)
     _require_ports(root, state, wishes)
     _require_guards(root, state)
     ran_before = _running(state)
     try:
-        return _started(root, state, wishes, databases, say)
+        return _started(root, state, wishes, databases)
     except BaseException:
-        _end(_running(read_stack(root)) - ran_before, say)
+        _end(_running(read_stack(root)) - ran_before)
         raise
 
 
-def _started(root: Path, state: StackState, wishes: Wishes, databases: Databases, say: Say) -> StackState:
-    state = _ensure(root, state, "prefect", partial(prefect_recipe, root, databases, wishes.prefect_port, say), say)
+def _started(root: Path, state: StackState, wishes: Wishes, databases: Databases) -> StackState:
+    state = _ensure(root, state, "prefect", partial(prefect_recipe, root, databases, wishes.prefect_port))
     state = replace(state, prefect_api_url=f"{_url(state, 'prefect')}/api", prefect_version=version("prefect"))
-    state = _ensure(root, state, "mlflow", partial(mlflow_recipe, root, databases, wishes.mlflow_port, say), say)
+    state = _ensure(root, state, "mlflow", partial(mlflow_recipe, root, databases, wishes.mlflow_port))
     state = replace(state, mlflow_url=_url(state, "mlflow"), mlflow_version=version("mlflow"))
     if wishes.ray:
-        state = _ensure(root, state, "ray", partial(ray_recipe, say), say)
-    _set_up_prefect(root, state, wishes.notify_url, say)
+        state = _ensure(root, state, "ray", ray_recipe)
+    _set_up_prefect(root, state, wishes.notify_url)
     for number in range(1, wishes.workers + 1):
-        worker = partial(worker_recipe, root, databases, number, say)
-        state = _ensure(root, state, f"worker-{number}", worker, say)
+        worker = partial(worker_recipe, root, databases, number)
+        state = _ensure(root, state, f"worker-{number}", worker)
     write_stack(root, state)
     return state
 
 
-def down(root: Path, *, say: Say) -> None:
+def down(root: Path) -> None:
     """End what `up` has started, workers first. Flow runs are told to end, and their trainers save.
 
     The record stays, so that the next `up` takes the same ports and goes on with those runs.
     """
     root = root.resolve()
     with HeldLock(root / "stack.lock", what=f"the stack of {root}", wait_s=LOCK_WAIT_S):
-        _end(_running(read_stack(root)), say)
+        _end(_running(read_stack(root)))
 
 
 def status(root: Path) -> list[tuple[Service, str]]:
@@ -129,7 +136,7 @@ def _running(state: StackState) -> set[Service]:
     return {service for service in state.services if service.process() is not None}
 
 
-def _end(services: Iterable[Service], say: Say) -> None:
+def _end(services: Iterable[Service]) -> None:
     for service in sorted(services, key=_end_order):
         if (process := service.process()) is not None:
             (end_worker if _is_worker(service) else end_server)(process)
@@ -181,7 +188,7 @@ def _with_databases(state: StackState, databases: Databases) -> StackState:
     return replace(state, prefect_database=shown.prefect, mlflow_database=shown.mlflow)
 
 
-def _ensure(root: Path, state: StackState, name: str, recipe: Callable[[StackState], Recipe], say: Say) -> StackState:
+def _ensure(root: Path, state: StackState, name: str, recipe: Callable[[StackState], Recipe]) -> StackState:
     known = state.service(name)
     if known is not None and known.process() is not None:
         wait_until_ready(known)
@@ -217,7 +224,7 @@ def _end_order(service: Service) -> tuple[int, str]:
     return (0 if _is_worker(service) else ("ray", "mlflow", "prefect").index(service.name) + 1, service.name)
 
 
-def _set_up_prefect(root: Path, state: StackState, notify_url: str | None, say: Say) -> None:
+def _set_up_prefect(root: Path, state: StackState, notify_url: str | None) -> None:
     """Work pool, queues, automations and deployments, in a process of its own: Prefect reads its settings once."""
     environment = {**os.environ, **prefect_environment(root, state.prefect_api_url), "PYTHONPATH": str(SOURCE_FOLDER)}
     environment["MILLRACE_ROOT"] = str(root)

@@ -6,30 +6,44 @@ Talks to the server of `PREFECT_API_URL`. What is there already is brought up to
 """
 
 import os
+import socket
 import subprocess
 import sys
-from datetime import timedelta
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import psutil
 import yaml
+from prefect.blocks.webhook import Webhook
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
-from prefect.client.schemas.filters import WorkPoolFilter, WorkPoolFilterName
-from prefect.client.schemas.objects import StateType, WorkPool, WorkQueue
-from prefect.events.actions import ChangeFlowRunState
+from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    FlowRunFilter,
+    FlowRunFilterEndTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    WorkPoolFilter,
+    WorkPoolFilterName,
+)
+from prefect.client.schemas.objects import DeploymentSchedule, FlowRun, State, StateType, WorkPool, WorkQueue
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.events.actions import CallWebhook, ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelled, Scheduled
+from prefect.types import SecretDict
+from pydantic import SecretStr
 
+from flows import SOURCE_FOLDER
 from flows.server.watch import NO_HEARTBEAT
-from flows.stack.by_hand import known_deployments, put_back
 from flows.stack.control import NOTIFY_URL, SAID, WORKERS_ARE_UP
-from flows.stack.forms import ease_forms
-from flows.stack.notify import keep_automation, notify
 from flows.stack.recipes import POOL
-from flows.stack.recover import recover_lost_runs
-from flows.trainer.client import SOURCE_FOLDER
+from flows.stack.state import BIRTH_TOLERANCE_S
 from rlcore.config.compose import experiment_names
 from rlcore.errors import MillraceError
 
@@ -147,6 +161,209 @@ def _ensure_automation(client: SyncPrefectClient) -> None:
 def _deploy() -> None:
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS)]
     subprocess.run(command, cwd=SOURCE_FOLDER, check=True)
+
+
+NOTHING = {"type": "null"}
+
+
+def ease_forms(client: SyncPrefectClient, pool: WorkPoolFilter) -> None:
+    """Ask for the values themselves. `prefect deploy` writes forms that ask for a value's type first, then for it."""
+    for deployment in client.read_deployments(deployment_filter=DeploymentFilter(), work_pool_filter=pool):
+        schema = deployment.parameter_openapi_schema
+        if schema:
+            eased = eased_schema(schema)
+            if eased != schema:
+                client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=eased))
+
+
+def eased_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Each value that may be left out, as its own type. A value without a default may be left empty, in Prefect's eyes.
+
+    >>> eased_schema({"properties": {"seed": {"anyOf": [{"type": "integer"}, NOTHING], "default": None}}})
+    {'properties': {'seed': {'type': 'integer'}}}
+    """
+    return {**schema, "properties": {name: _eased(one) for name, one in schema["properties"].items()}}
+
+
+def _eased(one: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = one.get("anyOf", [])
+    if len(kinds) != 2 or NOTHING not in kinds or one.get("default", ...) is not None:
+        return dict(one)
+    (kind,) = (kind for kind in kinds if kind != NOTHING)
+    return {**{key: value for key, value in one.items() if key not in ("anyOf", "default")}, **kind}
+
+
+Known = Mapping[UUID, DeploymentResponse]
+
+
+def known_deployments(client: SyncPrefectClient, pool: WorkPoolFilter) -> Known:
+    """The deployments as they are now."""
+    return {one.id: one for one in client.read_deployments(work_pool_filter=pool)}
+
+
+def put_back(client: SyncPrefectClient, pool: WorkPoolFilter, before: Known) -> None:
+    """Schedules that were on are on, those that were added are there, and what was paused is paused."""
+    for now in known_deployments(client, pool).values():
+        was = before.get(now.id)
+        if was is None:
+            continue
+        if now.paused != was.paused:
+            client.update_deployment(now.id, DeploymentUpdate(paused=was.paused))
+        for schedule in was.schedules:
+            same = _same(schedule, now.schedules)
+            if same is None:
+                client.create_deployment_schedules(now.id, [_copy(schedule)])
+            elif same.active != schedule.active:
+                # Without its parameters Prefect 3.7 forgets them.
+                client.update_deployment_schedule(now.id, same.id, active=schedule.active, parameters=same.parameters)
+
+
+def _same(schedule: DeploymentSchedule, among: list[DeploymentSchedule]) -> DeploymentSchedule | None:
+    """The file's schedules have slugs, by which they are known again; those that people add have none as a rule."""
+    return next((one for one in among if one.id == schedule.id or (one.slug and one.slug == schedule.slug)), None)
+
+
+def _copy(schedule: DeploymentSchedule) -> DeploymentScheduleCreate:
+    return DeploymentScheduleCreate(
+        schedule=schedule.schedule,
+        active=schedule.active,
+        max_scheduled_runs=schedule.max_scheduled_runs,
+        parameters=schedule.parameters,
+        slug=schedule.slug,
+    )
+
+
+BLOCK = "millrace-notify"
+ENDED_BADLY = "millrace: tell of a run that failed or waits"
+SHORT_OF_ROOM = "millrace: tell of a run that waits for room on the disk"
+BAD_ENDS = ("Failed", "Crashed", "TimedOut", "Suspended")
+"""Without Paused: our flow runs are Paused only while they wait for room. That is told by the other automation, with
+all that is known, and of runs that no deployment has started too."""
+ANY_RUN = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"})
+STARTED_AS_DEPLOYMENT = ResourceSpecification(
+    {"prefect.resource.role": "deployment", "prefect.resource.id": "prefect.deployment.*"}
+)
+"""Flows nested in a run fail with it; it is told once."""
+OF_A_FLOW_RUN = (
+    '{"event": {{ event.event | tojson }}, "run": {{ flow_run.name | tojson }}, '
+    '"message": {{ (flow_run.state.message or "") | tojson }}, "page": {{ (flow_run | ui_url) | tojson }}}'
+)
+OF_A_TRAINER = (
+    '{"event": {{ event.event | tojson }}, "run": {{ event.resource.name | tojson }}, '
+    '"message": {{ event.payload.text | tojson }}}'
+)
+"""Bodies of the request: JSON, filled in by the server."""
+
+
+def notify(client: SyncPrefectClient, url: str) -> None:
+    """Call `url` from now on. The server keeps it as a secret."""
+    block = Webhook(url=SecretStr(url), headers=SecretDict({"Content-Type": "application/json"}))
+    saved = block.save(BLOCK, overwrite=True)
+    assert isinstance(saved, UUID)  # no event loop runs here, so it was saved before the call returned
+    runs = EventTrigger(
+        expect={f"prefect.flow-run.{end}" for end in BAD_ENDS},
+        match=ANY_RUN,
+        match_related=STARTED_AS_DEPLOYMENT,
+        posture=Posture.Reactive,
+        threshold=1,
+        within=timedelta(0),
+    )
+    room = EventTrigger(
+        expect={"millrace.paused_for_disk"},
+        posture=Posture.Reactive,
+        threshold=1,
+        within=timedelta(0),
+    )
+    for name, trigger, body in ((ENDED_BADLY, runs, OF_A_FLOW_RUN), (SHORT_OF_ROOM, room, OF_A_TRAINER)):
+        call = CallWebhook(block_document_id=saved, payload=body)
+        keep_automation(client, AutomationCore(name=name, trigger=trigger, actions=[call]))
+
+
+def keep_automation(client: SyncPrefectClient, wanted: AutomationCore) -> None:
+    """Make it, or bring it up to date."""
+    known = client.read_automations_by_name(wanted.name)
+    if known:
+        client.update_automation(known[0].id, wanted)
+    else:
+        client.create_automation(wanted)
+
+
+LOST = "Its process is gone."
+GIVEN_UP_WITHIN = timedelta(days=1)
+"""A run that was given up longer ago stays as it is."""
+ALIVE = (StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED)
+"""States of a run that has a process; while it waits for room on a disk it is Paused."""
+SUSPENDED = "Suspended"
+"""Of the type Paused too, but without a process: it goes on only when it is resumed."""
+
+
+def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> list[str]:
+    """Schedule them again, so that they go on from their last checkpoint; the names of those runs.
+
+    A run that was being cancelled is cancelled. Only runs of processes on this host are judged: the true guard against
+    two processes on one run is the run's lock. Where no worker is up, a run that waits to be started has lost the
+    worker that was about to start it.
+    """
+    recovered = []
+    for run in _given_up(client):
+        if _has_lost_its_process(client, run):
+            _schedule_again(client, run)
+            recovered.append(run.name)
+    for run in client.read_flow_runs(flow_run_filter=_running(), work_pool_filter=OUR_POOL):
+        if run.state_name == SUSPENDED:
+            continue
+        # A pending one may still say the process of its last attempt: it is lost only with the worker that had it.
+        is_pending = run.state_type == StateType.PENDING
+        if workers_are_up if is_pending else not _has_lost_its_process(client, run):
+            continue
+        if run.state_type == StateType.CANCELLING:
+            client.set_flow_run_state(run.id, Cancelled(message=LOST), force=True)
+            continue
+        _schedule_again(client, run)
+        recovered.append(run.name)
+    return recovered
+
+
+def _schedule_again(client: SyncPrefectClient, run: FlowRun) -> None:
+    state: State[object] = Scheduled(scheduled_time=datetime.now(UTC), name="AwaitingRetry", message=LOST)
+    client.set_flow_run_state(run.id, state, force=True)
+
+
+def _given_up(client: SyncPrefectClient) -> list[FlowRun]:
+    """Runs that the heartbeat automation has set Crashed since they were last recovered."""
+    since = FlowRunFilterEndTime.model_validate({"after_": datetime.now(UTC) - GIVEN_UP_WITHIN})
+    crashed = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED]))
+    found = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(state=crashed, end_time=since), work_pool_filter=OUR_POOL
+    )
+    return [run for run in found if run.state is not None and run.state.message == NO_HEARTBEAT]
+
+
+def _has_lost_its_process(client: SyncPrefectClient, run: FlowRun) -> bool:
+    """Prefect's process worker notes `<host>:<pid>`. Another process has the number by now if it was born later than
+    the run last began.
+    """
+    host, _, pid = (run.infrastructure_pid or "").rpartition(":")
+    if not pid.isdigit() or host not in ("", socket.gethostname()):
+        return False
+    try:
+        process = psutil.Process(int(pid))
+        began = _last_began(client, run)
+        is_older = began is None or process.create_time() <= began.timestamp() + BIRTH_TOLERANCE_S
+        return not is_older or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _last_began(client: SyncPrefectClient, run: FlowRun) -> datetime | None:
+    """Its `start_time` is that of its first attempt; each attempt has a process of its own."""
+    times = [state.timestamp for state in client.read_flow_run_states(run.id) if state.is_running()]
+    return max(times, default=run.start_time)
+
+
+def _running() -> FlowRunFilter:
+    kinds = [StateType.PENDING, *ALIVE]
+    return FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=kinds)))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
 """How each service of the local stack is started."""
 
 import os
+import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
+from flows import SOURCE_FOLDER
 from flows.parameters import MLFLOW_PAGE
 from flows.server.api import QUIET
 from flows.server.database import PREFECT_DATABASE
 from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of
-from flows.stack.databases import MLFLOW_DATABASE, Databases
-from flows.stack.ports import LOOPBACK, described_listener, free_port, is_free
 from flows.stack.serve import MLFLOW_ARTIFACTS, MLFLOW_LOGIN
-from flows.stack.state import StackState
-from flows.trainer.client import SOURCE_FOLDER
-from flows.work.stack_store import STACK
+from flows.stack.state import LOOPBACK, MLFLOW_DATABASE, STACK, Databases, StackState
 from rlcore.errors import MillraceError
 from rlcore.runtime.cluster import loopback_environment, ray_folder
 
@@ -35,9 +36,12 @@ class Recipe:
     ready_url: str
 
 
-def _port_of(
-    state: StackState, name: str, say: Callable[[str], None], *, default: int | None = None, wanted: int | None = None
-) -> int:
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+def _port_of(state: StackState, name: str, *, default: int | None = None, wanted: int | None = None) -> int:
     """The port that was asked for; else the one that it had, so that a page stays where it was; else a free one.
 
     Raises:
@@ -59,11 +63,9 @@ def _port_of(
     return free_port()
 
 
-def prefect_recipe(
-    root: Path, databases: Databases, port: int | None, say: Callable[[str], None], state: StackState
-) -> Recipe:
+def prefect_recipe(root: Path, databases: Databases, port: int | None, state: StackState) -> Recipe:
     """Prefect's server, page and services."""
-    port = _port_of(state, "prefect", say, default=4200, wanted=port)
+    port = _port_of(state, "prefect", default=4200, wanted=port)
     url = f"http://{LOOPBACK}:{port}"
     environment = prefect_environment(root, f"{url}/api") | {
         SERVER_LOGIN: login_of(root),
@@ -76,11 +78,9 @@ def prefect_recipe(
     return Recipe("prefect", _serve("prefect", port), environment, port, url, f"{url}/api/health")
 
 
-def mlflow_recipe(
-    root: Path, databases: Databases, port: int | None, say: Callable[[str], None], state: StackState
-) -> Recipe:
+def mlflow_recipe(root: Path, databases: Databases, port: int | None, state: StackState) -> Recipe:
     """MLflow's server and pages."""
-    port = _port_of(state, "mlflow", say, default=5000, wanted=port)
+    port = _port_of(state, "mlflow", default=5000, wanted=port)
     url = f"http://{LOOPBACK}:{port}"
     environment = {
         MLFLOW_LOGIN: login_of(root),
@@ -98,21 +98,19 @@ def _serve(name: str, port: int) -> tuple[str, ...]:
     return (sys.executable, "-m", SERVE, name, str(port))
 
 
-def ray_recipe(say: Callable[[str], None], state: StackState) -> Recipe:
+def ray_recipe(state: StackState) -> Recipe:
     """A Ray head of this user and machine alone; runs join it by `runtime.ray_address`."""
-    port = _port_of(state, "ray", say, default=6379)
+    port = _port_of(state, "ray", default=6379)
     ray = str(Path(sys.executable).parent / "ray")
     command = [ray, "start", "--head", "--block", "--node-ip-address", LOOPBACK, "--port", str(port)]
     command += ["--include-dashboard", "false", "--disable-usage-stats", "--temp-dir", str(ray_folder())]
     return Recipe("ray", tuple(command), loopback_environment(), port, f"{LOOPBACK}:{port}", "")
 
 
-def worker_recipe(
-    root: Path, databases: Databases, number: int, say: Callable[[str], None], state: StackState
-) -> Recipe:
+def worker_recipe(root: Path, databases: Databases, number: int, state: StackState) -> Recipe:
     """A Prefect worker that starts flow runs as processes on this host. It does not know the databases."""
     name = f"worker-{number}"
-    port = _port_of(state, name, say)
+    port = _port_of(state, name)
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--with-healthcheck"]
     command += ["--name", f"{name}@{os.uname().nodename}"]
     environment = prefect_environment(root, state.prefect_api_url) | {
@@ -139,3 +137,57 @@ def prefect_environment(root: Path, api_url: str) -> dict[str, str]:
         CLIENT_LOGIN: login_of(root),
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",
     }
+
+
+HEARS_LOOPBACK = frozenset({LOOPBACK, "0.0.0.0", "::", "::ffff:127.0.0.1"})
+"""Addresses whose listeners are reached under LOOPBACK."""
+
+
+def free_port() -> int:
+    """A port without a listener now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Whether one may listen there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
+
+
+def listener(port: int) -> psutil.Process | None:
+    """The process that listens there on loopback; None where this user may not see it."""
+    with suppress(psutil.Error):
+        for connection in psutil.net_connections(kind="tcp"):
+            at = connection.laddr
+            is_there = connection.status == psutil.CONN_LISTEN and at and at.port == port and at.ip in HEARS_LOOPBACK
+            if is_there and connection.pid:
+                return psutil.Process(connection.pid)
+    return None
+
+
+def described_listener(port: int) -> str:
+    """Who listens there, in words."""
+    process = listener(port)
+    if process is None:
+        return "a process of another user"
+    try:
+        return f"process {process.pid} ({' '.join(process.cmdline())[:120]})"
+    except psutil.Error:
+        return f"process {process.pid}"
+
+
+def listens(process: psutil.Process, port: int) -> bool:
+    """Whether this process, or one that it has started, listens there: another server may have been quicker."""
+    try:
+        family = {process.pid, *(child.pid for child in process.children(recursive=True))}
+    except psutil.NoSuchProcess:
+        return False
+    found = listener(port)
+    return found is not None and found.pid in family

@@ -10,8 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from flows.stack.databases import MLFLOW_DATABASE
-from flows.stack.ports import LOOPBACK
+from flows.stack.state import LOOPBACK, MLFLOW_DATABASE
 
 if TYPE_CHECKING:
     from flows.server.guard import Guard

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import time
 import urllib.request
 from contextlib import suppress
@@ -10,12 +9,11 @@ from pathlib import Path
 
 import psutil
 
+from flows import SOURCE_FOLDER
 from flows.server.database import PREFECT_DATABASE, PREFECT_DATABASE_TOO
-from flows.stack.databases import MLFLOW_DATABASE
-from flows.stack.ports import listens
-from flows.stack.recipes import Recipe
-from flows.stack.state import Service
-from flows.trainer.client import SOURCE_FOLDER
+from flows.server.launch import detached
+from flows.stack.recipes import Recipe, listens
+from flows.stack.state import MLFLOW_DATABASE, Service
 from rlcore.errors import MillraceError
 
 READY_WAIT_S = 600.0
@@ -24,7 +22,6 @@ POLL_S = 0.2
 END_WAIT_S = 40.0
 """For a server to end, and for flow runs, which wait for their trainers; a trainer saves by itself."""
 NUM_LAST_LINES = 15
-DETACH = Path(__file__).with_name("detach.py")
 TRAINER = "rlcore.run.process"
 HINTS = {
     "Can't locate revision": "Its database was written by a newer version of it: install that version, or name "
@@ -41,7 +38,7 @@ NUM_LAST_CHARS = 4_000
 
 
 class PortTakenError(MillraceError):
-    """Between the choice of a port and its use, which may be a minute, somebody else has taken it."""
+    """Another process took the port between its choice and its use, which may be a minute."""
 
 
 def start(root: Path, recipe: Recipe) -> Service:
@@ -56,7 +53,7 @@ def start(root: Path, recipe: Recipe) -> Service:
     secret = (PREFECT_DATABASE, PREFECT_DATABASE_TOO, MLFLOW_DATABASE)
     inherited = {name: value for name, value in os.environ.items() if name not in secret}
     started = subprocess.run(
-        [sys.executable, "-S", "-E", str(DETACH), str(log), *recipe.command],
+        detached(log, recipe.command),
         cwd=SOURCE_FOLDER,
         env={**inherited, **recipe.environment},
         stdin=subprocess.DEVNULL,

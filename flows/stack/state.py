@@ -1,15 +1,25 @@
 """What `millrace up` has started under a root: `stack.json` there. A process is known by its id and its birth."""
 
+import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
+from flows.server.database import DATABASE, PREFECT_DATABASE, PREFECT_DATABASE_TOO, PREFECT_SQLITE
+from flows.server.secret import login_of, mlflow_client
+from rlcore.config import RunConfig, TrackingConfig
 from rlcore.errors import MillraceError
 from rlcore.storage.publish import write_text_atomically
+from rlcore.storage.sqlite import sqlite_address
 
 STATE_FILE = "stack.json"
+LOOPBACK = "127.0.0.1"
 FORMAT_VERSION = 1
 BIRTH_TOLERANCE_S = 2.0
 """The kernel's clock and ours are not the same to the last digit."""
@@ -67,7 +77,7 @@ def read_stack(root: Path) -> StackState:
     path = root / STATE_FILE
     try:
         state = _STATE.validate_json(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return StackState()
     except ValidationError as error:
         raise MillraceError(
@@ -85,3 +95,139 @@ def read_stack(root: Path) -> StackState:
 def write_stack(root: Path, state: StackState) -> None:
     """Keep it, whole or not at all."""
     write_text_atomically(root / STATE_FILE, _STATE.dump_json(state, indent=2).decode() + "\n")
+
+
+MLFLOW_DATABASE = "MLFLOW_BACKEND_STORE_URI"
+DRIVERS = {
+    PREFECT_DATABASE: ("postgresql+asyncpg://", "sqlite+aiosqlite://"),
+    MLFLOW_DATABASE: ("postgresql+psycopg://", "postgresql+psycopg2://", "postgresql://", "mysql+pymysql://",
+                      "sqlite://"),
+}  # fmt: skip
+"""How an address may begin: the drivers that each server can load."""
+MODULES = {"asyncpg": "asyncpg", "psycopg": "psycopg", "psycopg2": "psycopg2", "pymysql": "pymysql",
+           "aiosqlite": "aiosqlite"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Databases:
+    """Addresses, with passwords if they have any."""
+
+    prefect: str
+    mlflow: str
+
+    @classmethod
+    def chosen(cls, root: Path, environment: Mapping[str, str] = os.environ) -> "Databases":
+        """What the environment names, else files under the root.
+
+        Raises:
+            MillraceError: an address is of a kind that the server cannot use, or its driver is not installed.
+        """
+        prefect = environment.get(PREFECT_DATABASE) or environment.get(PREFECT_DATABASE_TOO)
+        mlflow = environment.get(MLFLOW_DATABASE)
+        for key, address in ((PREFECT_DATABASE, prefect), (MLFLOW_DATABASE, mlflow)):
+            if address:
+                _check(key, address)
+        files = cls(
+            sqlite_address(root / "prefect" / DATABASE, PREFECT_SQLITE),
+            sqlite_address(root / "mlflow.db"),
+        )
+        return cls(prefect or files.prefect, mlflow or files.mlflow)
+
+    def masked(self) -> "Databases":
+        """The same without passwords."""
+        return Databases(masked(self.prefect), masked(self.mlflow))
+
+    def mlflow_is_the_file(self, root: Path) -> bool:
+        """Whether runs under this root find their metrics in the database without being told where it is."""
+        return self.mlflow == sqlite_address(root / "mlflow.db")
+
+
+def masked(address: str) -> str:
+    """An address that may be shown.
+
+    >>> masked("postgresql+asyncpg://me:s3cr%40t@db.example:5432/prefect?ssl=require")
+    'postgresql+asyncpg://me:***@db.example:5432/prefect'
+    >>> masked("sqlite:////data/mlflow.db")
+    'sqlite:////data/mlflow.db'
+    """
+    hidden = re.sub(r"^([\w+]+://[^:@/]*):.*@", r"\1:***@", address)
+    return hidden.partition("?")[0]  # a query may hold a password too
+
+
+def without_passwords(text: str, databases: "Databases") -> str:
+    """What a server has written, fit to be shown."""
+    for address in (databases.prefect, databases.mlflow):
+        for secret in (address, *_passwords(address)):
+            text = text.replace(secret, "***") if secret != masked(address) else text
+    return text
+
+
+def _passwords(address: str) -> set[str]:
+    found = re.match(r"^[\w+]+://[^:@/]*:(.*)@", address)
+    return set() if found is None or not found[1] else {found[1], unquote(found[1])}
+
+
+def require_same(recorded: str, chosen: str, key: str) -> None:
+    """A stack keeps its databases: another one would show an empty history.
+
+    Raises:
+        MillraceError: the stack was begun with another database.
+    """
+    if recorded and recorded != chosen:
+        raise MillraceError(
+            f"{key}: must name the database that this stack was begun with, {recorded}; it now means {chosen}. Set it "
+            "as it was; or `millrace down`, delete stack.json, and `millrace up` begins with the other database."
+        )
+
+
+def _check(key: str, address: str) -> None:
+    known = DRIVERS[key]
+    if not address.startswith(known):
+        raise MillraceError(f"{key}: must begin with one of {', '.join(known)}; got {masked(address)}")
+    driver = urlsplit(address).scheme.partition("+")[2] or {"postgresql": "psycopg2"}.get(urlsplit(address).scheme, "")
+    if driver and find_spec(MODULES[driver]) is None:
+        raise MillraceError(
+            f"{key}: {masked(address)} needs the package {driver}, which is not installed. "
+            "pip install -c constraints.txt 'millrace[postgres]' brings asyncpg (for Prefect) and psycopg (for MLflow, "
+            "as postgresql+psycopg://)."
+        )
+
+
+STACK = "MILLRACE_STACK"
+"""Environment of flows under a stack whose MLflow has a database of its own: the stack's root, whatever theirs is."""
+
+
+def stack_store(root: Path) -> str | None:
+    """The address of the stack's MLflow server; None: the file under the root. See `log_in`.
+
+    Raises:
+        MillraceError: `stack.json` is damaged or of another format, or the login's file can be read by others.
+    """
+    root = Path(os.environ.get(STACK, root)).resolve()
+    stack = read_stack(root)
+    if not stack.mlflow_database or Databases("", stack.mlflow_database).mlflow_is_the_file(root):
+        return None
+    return log_in(stack.mlflow_url, root) if stack.mlflow_url else None
+
+
+def log_in(uri: str, root: Path) -> str:
+    """The same address. If it is that of the stack's server, this process and those that it starts log in from now on.
+
+    Only then: MLflow's clients send one login to whatever server they ask.
+    """
+    root = Path(os.environ.get(STACK, root)).resolve()
+    if uri.rstrip("/") == read_stack(root).mlflow_url:
+        os.environ.update(mlflow_client(login_of(root)))
+    return uri
+
+
+def tracking_in_stack(tracking: TrackingConfig, root: Path) -> TrackingConfig:
+    """The same with the stack's store, if it names none."""
+    uri = stack_store(root) if tracking.uri is None else log_in(tracking.uri, root)
+    return tracking if uri == tracking.uri else tracking.model_copy(update={"uri": uri})
+
+
+def in_stack(config: RunConfig) -> RunConfig:
+    """The same settings with the stack's store, if they name none."""
+    tracking = tracking_in_stack(config.tracking, Path(config.paths.root))
+    return config if tracking is config.tracking else config.model_copy(update={"tracking": tracking})

@@ -2,17 +2,15 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from flows.commands.run import keep_runs_off_the_console
+from flows.commands.run import flow_of_a_command, warn
 from flows.plan.checks import check_before_plan
-from flows.server.api import start_prefect, wait_for_prefect
-from flows.server.untold import not_kept_by
-from flows.shown.progress import display_for_console, shown_on
-from flows.shown.warn import warn
+from flows.server.api import start_prefect
+from flows.stack.state import in_stack
 from rlcore.config.sweep import Budget, shown_point
 from rlcore.config.sweep_load import Sweep, load_sweep
-from rlcore.errors import StopRequestedError
 
 
 def sweep(
@@ -26,37 +24,30 @@ def sweep(
     verbose: bool,
 ) -> None:
     """Check, show or run, and say where to look. Exit code 1 if a point has failed."""
-    checked = load_sweep(spec, settings, budget=budget)
+    checked = checked_sweep(spec, settings, budget)
     warn(checked.idle_settings())
-    check_before_plan(checked.base)
     if dry_run:
         show(checked, as_json=as_json)
         return
     api = start_prefect(Path(checked.base.paths.root), verbose=verbose)
-    from flows.sweep.flow import sweep as sweep_flow  # imports Prefect, while the server comes up
+    from flows.sweep.flow import run_checked  # imports Prefect, while the server comes up
 
-    wait_for_prefect(api)
-    from prefect.exceptions import TerminationSignal
-
-    from flows.server.watch import FlowCancelledError
-
-    if not verbose:
-        keep_runs_off_the_console()
-    screen = display_for_console()
-    try:
-        with shown_on(screen), not_kept_by(api.url, screen.close):
-            result = sweep_flow(
-                spec,
-                settings,
-                max_runs=budget.runs,
-                max_steps=budget.steps,
-                max_hours=budget.hours,
-                on_workers=on_workers,
-            )
-    except (TerminationSignal, FlowCancelledError) as ended:
-        raise StopRequestedError("told to end; the same command goes on from the last checkpoints") from ended
+    with flow_of_a_command(api, verbose=verbose):
+        result = run_checked(checked, spec, settings, on_workers=on_workers)
     if result.failed:
         sys.exit(1)
+
+
+def checked_sweep(spec: str, overrides: list[str], budget: Budget) -> Sweep:
+    """Compose and check a sweep: every point's settings, and what all points need.
+
+    Raises:
+        ConfigError, DataError: one message with every mistake.
+    """
+    checked = load_sweep(spec, overrides, budget=budget)
+    checked = replace(checked, base=in_stack(checked.base))
+    check_before_plan(checked.base)
+    return checked
 
 
 def show(sweep: Sweep, *, as_json: bool) -> None:

@@ -1,18 +1,146 @@
 """The sweep itself: ask for points, train their runs to each comparison, drop the poor ones, and so on."""
 
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Protocol
 
 from pydantic import JsonValue
 
-from flows.shown.tell import tell
-from flows.sweep.budget import Spending
-from flows.sweep.children import Child, Children
+from flows.parameters import RunSettings
 from flows.sweep.record import Member, PointRecord, members_of, write_record
-from flows.sweep.search import FixedSearch, Search
-from rlcore.config.sweep import Point
+from flows.tasks import tell
+from rlcore.config.sweep import Budget, Halving, Point
 from rlcore.config.sweep_load import Sweep
+
+
+class Spending:
+    """Counts runs, steps and hours of this call against its budget."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._begun = time.monotonic()
+        self._runs: set[str] = set()
+        self._steps = 0
+        self.ended_by = ""
+        """What was used up first; nothing while there is room."""
+
+    def begin(self, run_id: str, steps: int) -> bool:
+        """Whether a run may be trained for so many steps more; if so, they are spent."""
+        budget, runs = self._budget, self._runs | {run_id}
+        hours = (time.monotonic() - self._begun) / 3600
+        if budget.runs is not None and len(runs) > budget.runs:
+            self.ended_by = self.ended_by or f"{budget.runs} runs"
+        elif budget.steps is not None and self._steps + steps > budget.steps:
+            self.ended_by = self.ended_by or f"{budget.steps} steps"
+        elif budget.hours is not None and hours >= budget.hours:
+            self.ended_by = self.ended_by or f"{budget.hours:g} hours"
+        else:
+            self._runs, self._steps = runs, self._steps + steps
+            return True
+        return False
+
+    @property
+    def num_runs(self) -> int:
+        """Runs that were worked on."""
+        return len(self._runs)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that they were given."""
+        return self._steps
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A point to try, or that an earlier call has done with. `number` counts from 1 and is the same when it is
+    tried again. `pruned`: it was ended before its last step.
+    """
+
+    number: int
+    settings: Point
+    pruned: bool = False
+
+
+class Search(Protocol):
+    """Told of every score, in order, and asked until it has no more points."""
+
+    def done(self) -> Sequence[Candidate]:
+        """Points that need not be asked for again."""
+
+    def ask(self) -> Sequence[Candidate]:
+        """Points to try side by side; none at the end."""
+
+    def keep(self, scores: Mapping[int, float], step: int) -> frozenset[int]:
+        """Of the points that were compared at a step, those that go on."""
+
+    def tell(self, number: int, score: float | None) -> None:
+        """A point's score at its end; None: it failed, or was not begun."""
+
+
+class FixedSearch:
+    """All points at once: a grid, a list, random draws."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._points = [Candidate(number, point) for number, point in enumerate(sweep.points, 1)]
+        self._halving = sweep.spec.halving
+        self._sign = 1.0 if sweep.spec.objective.direction == "maximize" else -1.0
+
+    def done(self) -> Sequence[Candidate]:
+        """None: what is finished is found run by run."""
+        return ()
+
+    def ask(self) -> Sequence[Candidate]:
+        """All of them, once."""
+        asked, self._points = self._points, []
+        return asked
+
+    def keep(self, scores: Mapping[int, float], step: int) -> frozenset[int]:
+        """The best, by successive halving; without it all."""
+        if self._halving is None:
+            return frozenset(scores)
+        order = sorted(scores, key=lambda number: (-self._sign * scores[number], number))
+        return frozenset(order[: num_kept(len(order), self._halving)])
+
+    def tell(self, number: int, score: float | None) -> None:
+        """Nothing depends on it."""
+
+
+def num_kept(num_points: int, halving: Halving) -> int:
+    """How many of so many points go on.
+
+    >>> num_kept(9, Halving(first_steps=1, keep_one_in=3)), num_kept(4, Halving(first_steps=1, keep_one_in=3))
+    (3, 2)
+    """
+    return math.ceil(num_points / halving.keep_one_in)
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A run to be trained to a step. `index`: for the one who asks."""
+
+    index: int
+    settings: RunSettings
+    to_step: int
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How it went. `error`: nothing, or one message."""
+
+    index: int
+    error: str
+
+
+class Children(Protocol):
+    """Works on runs, and tells of each as it ends. A failed one is no error here."""
+
+    def work(self, children: Iterator[Child]) -> Iterator[Ended]:
+        """Takes the next child when there is room for it."""
 
 
 def search_of(sweep: Sweep, folder: Path) -> Search:
@@ -25,7 +153,7 @@ def search_of(sweep: Sweep, folder: Path) -> Search:
 
 
 class Drive:
-    """One call of a sweep. What it knows stands in `sweep.json` after each run."""
+    """One call of a sweep. Its state is written to `sweep.json` after each run."""
 
     def __init__(
         self, sweep: Sweep, folder: Path, search: Search, children: Children, more: Mapping[str, JsonValue]
@@ -133,7 +261,7 @@ class Drive:
                     index = len(waiting)
                     waiting[index] = point, member, step
                     label = f"{point.label} seed={member.seed}"
-                    yield Child(index, self._sweep.spec.experiment, member.overrides, step, label)
+                    yield Child(index, member.settings, step, label)
 
         for ended in self._children.work(to_do()):
             point, member, step = waiting[ended.index]

@@ -1,37 +1,224 @@
-"""A sweep as a flow: its runs are child flow runs."""
+"""A sweep as a flow, and how its runs are worked on: in this process, or by workers of the work pool."""
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated
+from shlex import join
+from typing import Annotated, Any
+from uuid import UUID, uuid4
 
 from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterParentFlowRunId
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.sorting import FlowRunSort
+from prefect.deployments import run_deployment
+from prefect.exceptions import ObjectNotFound
+from prefect.flows import Flow
 from prefect.runtime import flow_run
+from prefect.states import Cancelling
 from pydantic import Field, JsonValue
 
-from flows.parameters import NO_OVERRIDES, Root, all_overrides
-from flows.pipeline import one_heartbeat
-from flows.plan.checks import check_before_plan
-from flows.server.nested import end_nested
-from flows.server.watch import watched
-from flows.shown.tell import tell, tell_idle
-from flows.sweep import mlflow_parent
-from flows.sweep.children import Children, InTurn, OnWorkers, cancelled_with_us
-from flows.sweep.drive import Drive, search_of
+from flows import chain
+from flows.parameters import (
+    NO_OVERRIDES,
+    Root,
+    RunSettings,
+    all_overrides,
+    compose_settings,
+    experiment_name,
+)
+from flows.plan.checks import check_run
+from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries, watched
+from flows.sweep.command import checked_sweep
+from flows.sweep.drive import Child, Children, Drive, Ended, search_of
 from flows.sweep.record import PointRecord, best_of, sweep_directory
-from flows.sweep.result import SweepResult, show_summary, show_table, summary_of, write_best, write_comparison
-from flows.trainer.client import kept_between_runs
-from flows.work.stack_store import in_stack
+from flows.sweep.result import (
+    SweepResult,
+    begin_in_mlflow,
+    ended_in_mlflow,
+    finish_in_mlflow,
+    show_summary,
+    show_table,
+    summary_of,
+    write_best,
+    write_comparison,
+)
+from flows.tasks import as_task, tell, tell_command, tell_idle
+from flows.work.open_run import open_run
+from flows.work.trainer import kept_between_runs
 from rlcore.config.sweep import Budget
-from rlcore.config.sweep_load import Sweep, load_sweep, sweep_names
-from rlcore.errors import MillraceError
+from rlcore.config.sweep_load import Sweep, sweep_names
+from rlcore.errors import MillraceError, StopRequestedError
 from rlcore.storage.locks import HeldLock
+from rlcore.tracking.mlflow_store import PARENT_TAG
 
 LOCK_FILE = "sweep.lock"
 Spec = Annotated[str, Field(examples=list(sweep_names()))]
 Count = Annotated[int | None, Field(ge=1)]
 Hours = Annotated[float | None, Field(gt=0)]
+DEPLOYMENT = "sweep-child/local"
+IN_FLIGHT = 8
+"""Child flow runs that wait or run at a time; how many of them run is the work queue's concurrency limit."""
+POLL_S = 1.0
+STOP_WAIT_S = 20.0
+"""For children on workers to save once the sweep is told to stop; Prefect's worker kills the sweep after 30 s."""
+
+
+class InTurn:
+    """Each in this process: its stages are tasks of the sweep's flow run."""
+
+    def __init__(self, mlflow_parent: str | None) -> None:
+        self._parent = mlflow_parent
+
+    def work(self, children: Iterator[Child]) -> Iterator[Ended]:
+        """One after the other. Being told to stop is passed on; the run in hand has saved."""
+        for child in children:
+            end_if_cancelled()
+            end_if_suspended()
+            error = ""
+            try:
+                train_run(child.settings, child.to_step, child.label, self._parent)
+            except StopRequestedError:
+                raise
+            except Exception as failure:
+                error = str(failure) or type(failure).__name__
+            yield Ended(child.index, error)
+
+
+def train_run(settings: RunSettings, to_step: int | None, label: str, mlflow_parent: str | None) -> str:
+    """Train one run of a sweep to a step, from its last checkpoint; its id. `label`: tells it from the others."""
+    check_run(settings)
+    config = settings.config
+    if mlflow_parent:
+        config = config.model_copy(update={"tags": {**config.tags, PARENT_TAG: mlflow_parent}})
+    title = f"{experiment_name(settings.experiment)} {label}".rstrip()
+    with open_run(config, settings.command("train"), title) as run:
+        chain.train(run, chain.make_rows(config, as_task).inputs, as_task, to_step)
+    tell(f"done: {run.run_id}")
+    return run.run_id
+
+
+class OnWorkers:
+    """Each as a run of the deployment `sweep-child/local`."""
+
+    def __init__(self, mlflow_parent: str | None, root: Path) -> None:
+        self._parent = mlflow_parent
+        self._root = str(root)
+        with get_client(sync_client=True) as client:
+            try:
+                client.read_deployment_by_name(DEPLOYMENT)
+            except ObjectNotFound:
+                raise MillraceError(
+                    f"on_workers: the Prefect server at {client.api_url} has no deployment {DEPLOYMENT}. `millrace up` "
+                    "applies the deployments and starts a worker; without on_workers the runs go on in this process."
+                ) from None
+
+    def work(self, children: Iterator[Child]) -> Iterator[Ended]:
+        """Up to `IN_FLIGHT` at a time."""
+        flying: dict[UUID, Child] = {}
+        with get_client(sync_client=True) as client:
+            exhausted = False
+            while flying or not exhausted:
+                while not exhausted and len(flying) < IN_FLIGHT:
+                    child = next(children, None)
+                    exhausted = child is None
+                    if child is not None:
+                        flying[self._submit(child).id] = child
+                for flow_run_id, error in _ended(client, list(flying)):
+                    yield Ended(flying.pop(flow_run_id).index, error)
+                end_if_cancelled()
+                end_if_suspended()
+                if flying:
+                    time.sleep(POLL_S)
+
+    def _submit(self, child: Child) -> FlowRun:
+        parameters = {
+            "experiment": child.settings.experiment,
+            # A worker may stand elsewhere, and its deployment knows another root.
+            "overrides": [text for text in child.settings.overrides if not text.startswith("paths.root=")],
+            "root": self._root,
+            "to_step": child.to_step,
+            "label": child.label,
+            "mlflow_parent": self._parent,
+        }
+        # A request whose answer is lost is sent again: without a key the server would make a second run of it.
+        submitted = run_deployment(DEPLOYMENT, parameters=parameters, timeout=0, idempotency_key=str(uuid4()))
+        assert isinstance(submitted, FlowRun)
+        return submitted
+
+
+@contextmanager
+def cancelled_with_us() -> Iterator[None]:
+    """Where the block does not come to its end, neither do the children: what runs saves, what waits is not begun."""
+    sweep = UUID(str(flow_run.id))
+    try:
+        yield
+    except BaseException:
+        # The server may be gone: we end all the same, and soon.
+        with suppress(Exception), few_retries(1), get_client(sync_client=True) as client:
+            _cancel_children(client, sweep)
+            deadline = time.monotonic() + STOP_WAIT_S
+            while time.monotonic() < deadline and _alive(client, sweep):
+                time.sleep(POLL_S)
+        raise
+
+
+def cancel_children(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """A hook for `on_cancellation`: Prefect's worker calls it once the sweep's process is gone."""
+    with get_client(sync_client=True) as client:
+        _cancel_children(client, flow_run.id)
+
+
+def _cancel_children(client: SyncPrefectClient, sweep: UUID) -> None:
+    for run in _alive(client, sweep):
+        client.set_flow_run_state(run.id, Cancelling(message="The flow run around it was stopped."))
+
+
+def _alive(client: SyncPrefectClient, sweep: UUID) -> list[FlowRun]:
+    """The newest children that have not ended: the server gives 200 at most, and older ones are over."""
+    below = FlowRunFilter(parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[sweep]))
+    found = client.read_flow_runs(flow_run_filter=below, sort=FlowRunSort.EXPECTED_START_TIME_DESC)
+    return [run for run in found if run.state is None or not run.state.is_final()]
+
+
+def _ended(client: SyncPrefectClient, flow_run_ids: Sequence[UUID]) -> Iterator[tuple[UUID, str]]:
+    """Those that are over, with what went wrong."""
+    for flow_run_id in flow_run_ids:
+        try:
+            state = client.read_flow_run(flow_run_id).state
+        except ObjectNotFound:
+            yield flow_run_id, f"flow run {flow_run_id} was deleted in Prefect"
+            continue
+        if state is not None and state.is_final():
+            yield flow_run_id, _error(state)
+
+
+def _error(state: State) -> str:
+    return "" if state.is_completed() else f"{state.name}: {state.message or 'no message'}"
+
+
+_CHECKED: ContextVar[Sweep | None] = ContextVar("checked", default=None)
+"""What a command has composed and checked before its flow run began."""
+
+
+def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:
+    """Run a sweep that was checked already; in Prefect it has the parameters that give it."""
+    budget = checked.spec.budget
+    token = _CHECKED.set(checked)
+    try:
+        return sweep(
+            spec,
+            overrides,
+            max_runs=budget.runs,
+            max_steps=budget.steps,
+            max_hours=budget.hours,
+            on_workers=on_workers,
+        )
+    finally:
+        _CHECKED.reset(token)
 
 
 def sweep_run_name() -> str:
@@ -39,7 +226,7 @@ def sweep_run_name() -> str:
     return f"{flow_run.flow_name}/{Path(flow_run.parameters['spec']).stem}"
 
 
-@flow(name="sweep", flow_run_name=sweep_run_name, on_cancellation=[end_nested], on_crashed=[end_nested])
+@flow(name="sweep", flow_run_name=sweep_run_name, on_cancellation=[cancel_children])
 def sweep(
     spec: Spec,
     overrides: list[str] = NO_OVERRIDES,
@@ -60,16 +247,16 @@ def sweep(
         on_workers: Runs go to the work pool as runs of the deployment sweep-child/local, not one by one in here.
         root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
     """
-    budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
-    checked = load_sweep(spec, all_overrides(overrides, root=root), budget=budget)
-    checked = replace(checked, base=in_stack(checked.base))
-    check_before_plan(checked.base)
+    checked = _CHECKED.get()
+    if checked is None:
+        budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
+        checked = checked_sweep(spec, all_overrides(overrides, root=root), budget)
     folder = sweep_directory(checked)
     tell(f"sweep {checked.sweep_id} in {folder}")
     tell_idle(checked.idle_settings())
-    with watched(), HeldLock(folder / LOCK_FILE, what=f"sweep {checked.sweep_id}"), one_heartbeat():
-        parent = mlflow_parent.begin(checked)
-        with mlflow_parent.ended_with_us(checked, parent):
+    with watched(), HeldLock(folder / LOCK_FILE, what=f"sweep {checked.sweep_id}"):
+        parent = begin_in_mlflow(checked)
+        with ended_in_mlflow(checked, parent):
             with cancelled_with_us(), children_of(checked, parent, on_workers=on_workers) as children:
                 more: dict[str, JsonValue] = {"mlflow_run_id": parent}
                 drive = Drive(checked, folder, search_of(checked, folder), children, more)
@@ -81,6 +268,38 @@ def sweep(
     if result.failed and not result.num_finished:
         raise MillraceError(f"sweep {result.sweep_id}: no point was finished. {result.failed[0]}")
     return result
+
+
+def child_run_name() -> str:
+    """`debug optim.lr=0.001 seed=2 to step 4`."""
+    given = flow_run.parameters
+    words = [experiment_name(given.get("experiment")), *(given.get("label") or "").split()]
+    return " ".join([*words, f"to step {given['to_step']}"] if given.get("to_step") else words)
+
+
+@flow(name="sweep-child", flow_run_name=child_run_name)
+def sweep_child(
+    experiment: str | None = None,
+    overrides: list[str] = NO_OVERRIDES,
+    to_step: Count = None,
+    label: str = "",
+    mlflow_parent: str | None = None,
+    root: Root = None,
+) -> str:
+    """Train one run of a sweep: data, start model, chunks up to a step; what is done is not done again.
+
+    Args:
+        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
+        overrides: Settings as on the command line, such as optim.lr=1e-4.
+        to_step: Step after which it is compared with others; none: its last.
+        label: What tells it from the other runs of the sweep.
+        mlflow_parent: MLflow run of the sweep, to nest this one below.
+        root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
+    """
+    settings = compose_settings(overrides, experiment, root=root)
+    tell_command(join(settings.command("train")))
+    with watched():
+        return train_run(settings, to_step, label, mlflow_parent)
 
 
 @contextmanager
@@ -126,5 +345,5 @@ def conclude(
     drive.save()
     show_table(sweep, points)
     show_summary(sweep, result)
-    mlflow_parent.finish(sweep, parent, points, result)
+    finish_in_mlflow(sweep, parent, points, result)
     return result

@@ -1,4 +1,4 @@
-"""Points chosen by Optuna. Its study lies in the sweep's folder, so another call goes on with what it knows."""
+"""Points chosen by Optuna. Its study lies in the sweep's folder, so another call goes on with it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 from pydantic import JsonValue
 
-from flows.sweep.search import Asked, Tried
+from flows.sweep.drive import Candidate
 from rlcore.config.sweep import OptunaSearch, Point, Range, Values
 from rlcore.config.sweep_load import Sweep
 
@@ -47,12 +47,12 @@ class TpeSearch:
         self._enqueue_again()
         self._num_asked = len(self.done())
 
-    def done(self) -> Sequence[Tried]:
+    def done(self) -> Sequence[Candidate]:
         """Points whose trial has a score, pruned ones too."""
         ended = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE, TrialState.PRUNED))
-        return [Tried(_number(one), _settings(one), one.state == TrialState.PRUNED) for one in ended]
+        return [Candidate(_number(one), _settings(one), one.state == TrialState.PRUNED) for one in ended]
 
-    def ask(self) -> Sequence[Asked]:
+    def ask(self) -> Sequence[Candidate]:
         """The next points."""
         number = min(self._search.points_at_once, self._search.num_points - self._num_asked)
         return [self._ask() for _ in range(max(0, number))]
@@ -74,7 +74,7 @@ class TpeSearch:
         else:
             self._study.tell(trial, score)
 
-    def _ask(self) -> Asked:
+    def _ask(self) -> Candidate:
         known = self._study.get_trials(deepcopy=False)
         self._study.sampler = optuna.samplers.TPESampler(
             n_startup_trials=self._search.startup_points, seed=self._search.seed * SEEDS_APART + len(known)
@@ -86,7 +86,7 @@ class TpeSearch:
         trial.set_user_attr(SETTINGS, json.dumps(settings))
         self._trials[number] = trial
         self._num_asked += 1
-        return Asked(number, settings)
+        return Candidate(number, settings)
 
     def _enqueue_again(self) -> None:
         """Points that failed, or whose call was broken off, come first; their runs go on from their checkpoints."""

@@ -8,7 +8,10 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from flows.work.stages import committed_step
+from flows.parameters import RunSettings
+from flows.stack.state import in_stack
+from flows.work.open_run import require_same_code
+from flows.work.results import committed_step
 from rlcore.config import RunConfig
 from rlcore.config.compose import judge_settings
 from rlcore.config.fingerprint import run_id
@@ -31,12 +34,16 @@ class Member:
     """One run of a point: its seed. `step`: how far it has come; `score`: at its point's last comparison."""
 
     seed: int
-    overrides: list[str]
-    config: RunConfig
+    settings: RunSettings
     step: int = 0
     score: float | None = None
     state: RunState = "to do"
     error: str = ""
+
+    @property
+    def config(self) -> RunConfig:
+        """Its settings, typed."""
+        return self.settings.config
 
     @property
     def run_id(self) -> str:
@@ -93,7 +100,7 @@ def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Probl
     overrides = [sweep.overrides_of(point, seed) for seed in sweep.spec.seeds]
     judged = judge_settings(overrides, experiment=sweep.spec.experiment)
     members = [
-        Member(seed, texts, config)
+        Member(seed, RunSettings(in_stack(config), tuple(texts), sweep.spec.experiment))
         for seed, texts, (config, _) in zip(sweep.spec.seeds, overrides, judged, strict=True)
     ]
     return members, judged[0][1]
@@ -102,6 +109,7 @@ def members_of(sweep: Sweep, point: Point) -> tuple[list[Member], Sequence[Probl
 def committed(config: RunConfig) -> int:
     """How far a run has come; 0 where its checkpoints cannot be read: the run itself says why when it is begun."""
     try:
+        require_same_code(config, RunLayout.of(config))
         return committed_step(config)
     except (MillraceError, OSError):
         return 0

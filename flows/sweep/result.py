@@ -1,6 +1,13 @@
-"""What a sweep leaves: the comparison of its runs, the best point as an experiment, tables in Prefect."""
+"""What a sweep leaves: comparison, best point as an experiment, tables in Prefect, and a run in MLflow.
 
-from collections.abc import Callable, Sequence
+MLflow may be away: a sweep does not need it.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
@@ -8,12 +15,14 @@ from shlex import join
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.logging import get_run_logger
 
-from flows.naming import artifact_key
-from flows.parameters import command_words, written
-from flows.sweep.record import PointRecord
+from flows.artifacts import artifact_key, harmless
+from flows.parameters import written
+from flows.sweep.record import SWEEP_FILE, PointRecord, sweep_directory
 from rlcore.config.documents import experiment_text
 from rlcore.config.sweep_load import Sweep
-from rlcore.storage.publish import write_text_atomically
+from rlcore.errors import is_stop
+from rlcore.storage.publish import write_json_atomically, write_text_atomically
+from rlcore.tracking import MlflowStore
 
 BEST_FILE = "best.yaml"
 FEWEST_TO_COMPARE = 2
@@ -45,8 +54,9 @@ def write_best(folder: Path, sweep: Sweep, best: PointRecord) -> Path:
     """The best point with its first seed as an experiment's file."""
     file = folder / BEST_FILE
     metric = sweep.metric_of(best.members[0].config)
+    words = ["millrace", "run", f"experiment={written(str(file))}", f"paths.root={written(str(folder.parent.parent))}"]
     comment = (
-        f"{join(command_words('run', written(str(file)), [f'paths.root={written(str(folder.parent.parent))}']))}\n"
+        f"{join(words)}\n"
         f"The best point of sweep {sweep.sweep_id}: {best.label}\n"
         f"{metric} {best.score:.4g}, mean over seeds {', '.join(str(one.seed) for one in best.members)}."
     )
@@ -112,9 +122,64 @@ def summary_of(result: SweepResult) -> list[str]:
     return lines
 
 
-def harmless(action: Callable[[], object]) -> None:
-    """Whatever Prefect says to it, the sweep goes on."""
+SWEEP_TAG = "millrace.sweep_id"
+PARENT_FILE = "mlflow.json"
+"""In the sweep's folder: the id of its run in MLflow."""
+
+
+def begin_in_mlflow(sweep: Sweep) -> str | None:
+    """The sweep's run, now RUNNING; None where tracking is off or MLflow does not answer."""
+    config = sweep.base
+    if not config.tracking.enabled:
+        return None
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
+    file = sweep_directory(sweep) / PARENT_FILE
     try:
-        action()
+        known = json.loads(file.read_text())["run_id"] if file.is_file() else None
+        store = _store(sweep)
+        tags = {SWEEP_TAG: sweep.sweep_id, "stage": "sweep", "mlflow.source.name": "millrace"}
+        run = store.start_or_resume_run(sweep.sweep_id, known, tags)
+        write_json_atomically(file, {"run_id": run})
+        store.log_params(run, {"sweep": sweep.spec.model_dump(mode="json", exclude_none=True, exclude={"budget"})})
+        return run
     except Exception as error:
-        get_run_logger().warning("Prefect did not take an artifact: %s", error)
+        get_run_logger().warning("MLflow did not take the sweep (%s); its runs will stand there side by side", error)
+        return None
+
+
+@contextmanager
+def ended_in_mlflow(sweep: Sweep, run: str | None) -> Iterator[None]:
+    """Where the block is left by an error or a stop, the sweep's run ends with it."""
+    try:
+        yield
+    except BaseException as error:
+        if run is not None:
+            try:
+                _store(sweep).set_status(run, "KILLED" if is_stop(error) else "FAILED")
+            except Exception as refusal:
+                get_run_logger().warning("MLflow did not take the end of the sweep: %s", refusal)
+        raise
+
+
+def finish_in_mlflow(sweep: Sweep, run: str | None, points: Sequence[PointRecord], result: SweepResult) -> None:
+    """Scores by point, the files, and the end."""
+    if run is None:
+        return
+    try:
+        store = _store(sweep)
+        metric = sweep.metric_of(sweep.base)
+        for point in points:
+            if point.score is not None:
+                store.log_metrics(run, point.number, {f"sweep/{metric}": point.score}, time.time())
+        if result.best_score is not None:
+            store.log_metrics(run, 0, {f"best/{metric}": result.best_score}, time.time())
+        for file in (result.folder / SWEEP_FILE, result.best_experiment, result.comparison):
+            if file is not None:
+                store.log_artifact(run, file, "sweep")
+        store.set_status(run, "FAILED" if result.failed else "FINISHED")
+    except Exception as error:
+        get_run_logger().warning("MLflow did not take all of the sweep: %s", error)
+
+
+def _store(sweep: Sweep) -> MlflowStore:
+    return MlflowStore(sweep.base.tracking, sweep_directory(sweep).parent.parent)

@@ -1,23 +1,23 @@
-"""A run that this process works on: its lock, its folder, its settings on disk, its trainer process.
-
-Flows nested in one another work on the same run and share one trainer process; whoever opens the run first closes it.
-"""
+"""A run that this process works on: its lock, its folder, its settings and code on disk, its trainer process."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from uuid import UUID
 
-from flows.trainer.client import TrainerProcess
-from flows.trainer.protocol import Event
-from flows.work.begun_with import keep_code
+from data.tasks import input_digests, inputs_of
+from flows.work.protocol import Event
+from flows.work.results import Judgement, anchored, settings_text
+from flows.work.trainer import TrainerProcess
+from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import run_id
+from rlcore.errors import CheckpointError, DataError
+from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import HeldLock
 from rlcore.storage.publish import write_text_atomically
-from rlcore.user_code import working_by
+from rlcore.user_code import code_of, difference, kept_code, working_by
 
 FLOW_LOCK = "flow.lock"
 END_WAIT_S = 60.0
@@ -25,24 +25,17 @@ END_WAIT_S = 60.0
 are delivered."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ears:
-    """Who hears the trainer."""
-
-    on_event: Callable[[Event], None] = lambda event: None
-    on_line: Callable[[str], None] = lambda line: None
-    on_wait: Callable[[], None] = lambda: None
-
-
 @dataclass(slots=True)
 class Shown:
-    """What Prefect shows of the run: a bar for each stage, validations by step, its page in MLflow once known.
+    """What Prefect shows of the run: a bar for each stage, validations, its page in MLflow once known.
 
-    `summary_at`: when all of it was last looked at. `again_at`: when a server that was away is asked again.
+    `validations`: in training, by step. `judgements`: by name. `summary_at`: when the summary was last written.
+    `again_at`: when a server that was away is asked again.
     """
 
     progress: dict[str, UUID] = field(default_factory=dict)
     validations: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    judgements: dict[str, Judgement] = field(default_factory=dict)
     mlflow_page: str = ""
     mlflow_link: bool = False
     summary_at: float = float("-inf")
@@ -52,24 +45,22 @@ class Shown:
 class OpenRun:
     """A run in hand.
 
-    `shown`: what Prefect shows of it. `command`: the command line that works on the run. `has_lineage`: whether this
-    process has noted where the run comes from.
+    Args:
+        config: its settings.
+        command: the command line that works on the run; noted with it.
+        title: the run in the names of tasks.
     """
 
-    def __init__(self, config: RunConfig, layout: RunLayout, command: Sequence[str]) -> None:
-        self.command = tuple(command)
-        self.has_lineage = False
-        self.shown = Shown()
+    def __init__(self, config: RunConfig, command: Sequence[str], title: str = "") -> None:
         self.config = config
-        self.layout = layout
-        self._ears = _Ears()
-        self.trainer = TrainerProcess(
-            layout.run_dir,
-            on_event=lambda event: self._ears.on_event(event),
-            on_line=lambda line: self._ears.on_line(line),
-            on_wait=lambda: self._ears.on_wait(),
-            stop_wait_s=config.runtime.stop_deadline_s + END_WAIT_S,
-        )
+        self.command = tuple(command)
+        self.title = title or config.name
+        self.layout = RunLayout.of(config)
+        self.shown = Shown()
+        self.has_lineage = False
+        """Whether this process has noted where the run comes from."""
+        stop_wait_s = config.runtime.stop_deadline_s + END_WAIT_S
+        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s)
 
     @property
     def run_id(self) -> str:
@@ -83,20 +74,19 @@ class OpenRun:
         on_line: Callable[[str], None],
         on_wait: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
-        """Inside the block, what the trainer says and writes is heard there; `on_wait` may end the wait for it."""
-        before, self._ears = self._ears, _Ears(on_event, on_line, on_wait)
+        """Pass the trainer's events and log lines there inside the block; `on_wait` may end the wait for it."""
+        trainer = self.trainer
+        before = trainer.on_event, trainer.on_line, trainer.on_wait
+        trainer.on_event, trainer.on_line, trainer.on_wait = on_event, on_line, on_wait
         try:
             yield
         finally:
-            self._ears = before
-
-
-_open: dict[Path, OpenRun] = {}
+            trainer.on_event, trainer.on_line, trainer.on_wait = before
 
 
 @contextmanager
-def open_run(config: RunConfig, command: Sequence[str] = ()) -> Iterator[OpenRun]:
-    """Take a run in hand, or join whoever in this process has it; `command` is noted with the run.
+def open_run(config: RunConfig, command: Sequence[str] = (), title: str = "") -> Iterator[OpenRun]:
+    """Take a run in hand, for the block. See `OpenRun`.
 
     Raises:
         RunInUseError: another process works on it.
@@ -104,33 +94,69 @@ def open_run(config: RunConfig, command: Sequence[str] = ()) -> Iterator[OpenRun
         DataError: its folder cannot be written.
     """
     layout = RunLayout.of(config)
-    if layout.run_dir in _open:
-        yield _open[layout.run_dir]
-        return
     with HeldLock(layout.run_dir / FLOW_LOCK, what=f"run {run_id(config)}"):
-        keep_code(config, layout)
+        _keep_code(config, layout)
         _write_settings(config, layout)
-        run = OpenRun(config, layout, command)
+        run = OpenRun(config, command, title)
         with working_by(layout.code), run.trainer:  # an edit meanwhile is for the next start
-            _open[layout.run_dir] = run
-            try:
-                yield run
-            finally:
-                del _open[layout.run_dir]
+            yield run
 
 
 def _write_settings(config: RunConfig, layout: RunLayout) -> None:
-    """Keep the settings with the run. The root is absolute there: whoever reads them may stand elsewhere."""
     from rlcore.config.documents import to_yaml
 
     write_text_atomically(layout.settings_json, settings_text(config, layout))
-    write_text_atomically(layout.run_dir / "settings.yaml", to_yaml(_anchored(config, layout)))
+    write_text_atomically(layout.run_dir / "settings.yaml", to_yaml(anchored(config, layout)))
 
 
-def settings_text(config: RunConfig, layout: RunLayout) -> str:
-    """What is kept of the settings with the run, for programs."""
-    return _anchored(config, layout).model_dump_json(indent=2) + "\n"
+def _keep_code(config: RunConfig, layout: RunLayout) -> None:
+    require_same_code(config, layout)
+    code = code_of(config)
+    try:
+        is_kept = kept_code(layout.code) == code
+    except DataError:  # damaged before the run has begun
+        is_kept = False
+    if not is_kept:
+        code.keep(layout.code)
 
 
-def _anchored(config: RunConfig, layout: RunLayout) -> RunConfig:
-    return config.model_copy(update={"paths": config.paths.model_copy(update={"root": str(layout.root)})})
+def require_same_code(config: RunConfig, layout: RunLayout) -> None:
+    """What the settings name as `module:function`, and the files that the dataset is made of, are those of the run.
+
+    Raises:
+        CheckpointError: the run has begun, and they are not; shows what is different.
+    """
+    steps = [info.step for info in scan(layout.checkpoints).checkpoints]
+    if not steps and not any(layout.validation.glob("*.json")):
+        return
+    now, then = code_of(config), kept_code(layout.code)
+    if then is not None and then.digests != now.digests:
+        changed, remedy = difference(then, now), f"Put it back (the run's code lies in {layout.code})"
+    elif files := _changed_files(config, layout):
+        changed, remedy = "\n".join(files), "Put them back (data.revision names the commit of a hub dataset)"
+    else:
+        return
+    fork = f"from these weights (--fork {run_id(config)}@{steps[-1]}) or from step 0" if steps else "from step 0"
+    raise CheckpointError(
+        f"{layout.run_dir}: has begun with other code or data, so going on would be another run:\n{changed}\n{remedy}; "
+        f"or start another run by what is there now, {fork}, with a run_id of its own."
+    )
+
+
+def _changed_files(config: RunConfig, layout: RunLayout) -> list[str]:
+    """Files that the run's dataset was made of and that have other content now, a line each."""
+    try:
+        dataset = RunInputs.read(layout).dataset_directory
+    except DataError:
+        return []
+    then = {} if dataset is None else inputs_of(dataset)
+    now = input_digests(config.data, layout.root) if then else {}
+    return [
+        f"  {name}: {_shown(then, name)} when the run's dataset was made, {_shown(now, name)} now"
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name)
+    ]
+
+
+def _shown(digests: dict[str, str], name: str) -> str:
+    return digests[name][:16] if name in digests else "absent"

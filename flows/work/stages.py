@@ -1,67 +1,57 @@
-"""The work of each stage, without Prefect: importable functions that take a run and return what they made.
+"""The work of each stage: importable functions that take a run and return what they made.
 
-Each is a no-op, and says so, where its result is on disk already. `flows/*.py` wrap them as tasks; `millrace train`
-calls them directly.
+Each is a no-op, and says so, where its result is on disk already (`flows.work.results`). `flows.chain` calls them.
 """
 
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 from data import StageResult
-from flows.shown.progress import display
-from flows.trainer.protocol import Progress
-from flows.work.begun_with import require_same_code
-from flows.work.lineage import record_lineage
+from flows.progress import display
 from flows.work.open_run import OpenRun
-from rlcore.checkpoint.catalog import by_score, checkpoint_path, is_exported, scan
-from rlcore.checkpoint.store import CheckpointStore
+from flows.work.protocol import Progress
+from flows.work.results import (
+    SOURCE_FILE,
+    Chunk,
+    Export,
+    Judgement,
+    Report,
+    StartModel,
+    best_step_wanted,
+    checkpoint_store,
+    committed_step,
+    found_export,
+    known_judgement,
+    known_report,
+    known_start_model,
+    report_fingerprint,
+    step_of,
+)
 from rlcore.config import RunConfig
 from rlcore.errors import DataError
-from rlcore.evaluation.result import ValidationResult
-from rlcore.run.inputs import RunInputs, ensure_tokenizer, find_start_model, is_given, planned_start_model
+from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_start_model
 from rlcore.run.layout import RunLayout
+from rlcore.storage.publish import write_json_atomically, write_text_atomically
+from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
+from rlcore.user_code import code_of
+
+if TYPE_CHECKING:
+    from rlcore.report.record import Stage
+
+log = logging.getLogger(__name__)
+
+DRAWN_WITH = ("rlcore.report", "matplotlib.figure", "matplotlib.backends.backend_svg", "jinja2")
+"""Imported where a report needs them, if not by `load_ahead`."""
+DIFF_FILE = "code.diff"
+"""What the source had changed since its commit when the run was last started."""
+MAX_DIFF_CHARACTERS = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class StartModel:
-    """The model of step 0. `reward`: sampled on training problems after `steps` supervised steps."""
-
-    directory: Path
-    cached: bool
-    reward: float
-    steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Training from the checkpoint at `start` to the one at `stop`; `skipped`: it was committed already."""
-
-    start: int
-    stop: int
-    checkpoint: Path
-    skipped: bool
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """One validation: its figures, and the file that holds every answer."""
-
-    name: str
-    step: int
-    file: Path
-    cached: bool
-    summary: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Export:
-    """The trained weights as a transformers directory."""
-
-    directory: Path
-    step: int
-    cached: bool
+# ---------------------------------------------------------------------- data and start model
 
 
 def make_dataset(config: RunConfig) -> StageResult:
@@ -73,11 +63,11 @@ def make_dataset(config: RunConfig) -> StageResult:
 
 def filter_rows(config: RunConfig) -> StageResult:
     """Tokenize and filter the dataset, which must be there; or find the result."""
-    from data import dataset_directory, dataset_fingerprint, filter_dataset
+    from data import filter_dataset
 
     root = _root(config)
-    dataset = dataset_directory(dataset_fingerprint(config.data, config.seed, root), root)
-    return filter_dataset(dataset, ensure_tokenizer(config), config.filter, root=root, on_progress=_show_rows)
+    tokenizer = ensure_tokenizer(config)
+    return filter_dataset(_dataset(config), tokenizer, config.filter, root=root, on_progress=_show_rows)
 
 
 def _show_rows(split: str, done: int, total: int) -> None:
@@ -86,10 +76,14 @@ def _show_rows(split: str, done: int, total: int) -> None:
         display().event(Progress(f"filter, rows of {split}", done, total, {}))
 
 
+def inputs_of(config: RunConfig, dataset: StageResult, filtered: StageResult) -> RunInputs:
+    """What the training takes from the stages before it."""
+    return RunInputs(filtered.directory, ensure_tokenizer(config), dataset.directory)
+
+
 def prepare_inputs(config: RunConfig) -> RunInputs:
-    """What the training takes from the stages before it; made now as far as it is missing."""
-    dataset = make_dataset(config)
-    return RunInputs(filter_rows(config).directory, ensure_tokenizer(config), dataset.directory)
+    """The same, made now as far as it is missing."""
+    return inputs_of(config, make_dataset(config), filter_rows(config))
 
 
 def warm_start(run: OpenRun, inputs: RunInputs) -> StartModel:
@@ -101,25 +95,7 @@ def warm_start(run: OpenRun, inputs: RunInputs) -> StartModel:
     return StartModel(Path(result["directory"]), bool(result["cached"]), float(result["reward"]), int(result["steps"]))
 
 
-def known_start_model(config: RunConfig, inputs: RunInputs) -> StartModel | None:
-    """The model of step 0, if it is there and whole."""
-    manifest = find_start_model(config, inputs.filtered_directory)
-    if manifest is None and not is_given(config):
-        return None
-    values = {} if manifest is None else manifest.values  # somebody else's model has no manifest of ours
-    directory = planned_start_model(config, inputs.filtered_directory)
-    return StartModel(directory, True, float(values.get("reward", 0.0)), int(values.get("steps", 0)))
-
-
-def committed_step(config: RunConfig, *, verify: bool = False) -> int:
-    """Step of the newest whole checkpoint of the run; 0 without one.
-
-    Raises:
-        CheckpointError: all are broken, or it is of other settings, or the run has begun with other code or data.
-    """
-    found = _store(config).latest(verify=verify)
-    require_same_code(config, RunLayout.of(config))
-    return 0 if found is None else found.step
+# ---------------------------------------------------------------------- training, validation, weights
 
 
 def chunk_bounds(config: RunConfig, to_step: int | None = None) -> list[tuple[int, int]]:
@@ -138,13 +114,10 @@ def train_chunk(run: OpenRun, inputs: RunInputs, start: int, stop: int, at_most:
 
     The trainer goes on while it saves, to `at_most` (None: the run's end).
     """
-    store = _store(run.config)
-    found = store.latest(verify=False)
-    if found is not None and found.step >= stop:
-        return Chunk(start, stop, store.path_of(stop), skipped=True, metrics={})
-    inputs.write(run.layout)
+    if committed_step(run.config) >= stop:
+        return Chunk(start, stop, checkpoint_store(run.config).path_of(stop), skipped=True, metrics={})
     record_lineage(run, inputs)
-    result = run.trainer.call("train", to_step=stop, **({} if at_most is None else {"at_most": at_most}))
+    result = _call(run, inputs, "train", to_step=stop, **({} if at_most is None else {"at_most": at_most}))
     return Chunk(start, stop, Path(result["checkpoint"]), skipped=False, metrics=result["metrics"])
 
 
@@ -153,48 +126,8 @@ def validate(run: OpenRun, inputs: RunInputs, checkpoint: str, name: str) -> Jud
     step = step_of(run.config, checkpoint)
     if (known := known_judgement(run.config, run.layout, name, step)) is not None:
         return known
-    inputs.write(run.layout)
-    result = run.trainer.call("validate", checkpoint=checkpoint, name=name)
+    result = _call(run, inputs, "validate", checkpoint=checkpoint, name=name)
     return Judgement(name, step, Path(result["file"]), cached=False, summary=result["summary"])
-
-
-def known_judgement(config: RunConfig, layout: RunLayout, name: str, step: int) -> Judgement | None:
-    """What was found of this step with these settings, if it has been judged."""
-    known = known_result(config, layout, name, step)
-    if known is None:
-        return None
-    return Judgement(name, step, _result_file(layout, name), cached=True, summary=known.summary())
-
-
-def known_result(config: RunConfig, layout: RunLayout, name: str, step: int) -> ValidationResult | None:
-    """A validation that has been made of this step with these settings."""
-    try:
-        known = ValidationResult.read(_result_file(layout, name))
-    except DataError:
-        return None
-    return known if known.step == step and known.settings == config.validation else None
-
-
-def _result_file(layout: RunLayout, name: str) -> Path:
-    return layout.validation / f"{name}.json"
-
-
-def checkpoint_name(checkpoint: str) -> str:
-    """A bare step as the name of its folder; other names as they are.
-
-    >>> checkpoint_name("40"), checkpoint_name("best")
-    ('step-000040', 'best')
-    """
-    return checkpoint_path(Path(), int(checkpoint)).name if checkpoint.isdecimal() else checkpoint
-
-
-def step_of(config: RunConfig, checkpoint: str) -> int:
-    """Step of a checkpoint by its name; 0 of `start`.
-
-    Raises:
-        CheckpointError: there is none of that name.
-    """
-    return _store(config).step_of(checkpoint, verify=False)
 
 
 def export(run: OpenRun, inputs: RunInputs) -> Export:
@@ -202,8 +135,7 @@ def export(run: OpenRun, inputs: RunInputs) -> Export:
     step = committed_step(run.config)
     if (known := found_export(run.layout.exported_model, step)) is not None:
         return known
-    inputs.write(run.layout)
-    result = run.trainer.call("export", checkpoint="last")
+    result = _call(run, inputs, "export", checkpoint="last")
     return Export(Path(result["directory"]), step, cached=False)
 
 
@@ -217,28 +149,94 @@ def export_best(run: OpenRun, inputs: RunInputs, last: Export) -> Export:
         return last
     if (known := found_export(run.layout.exported_best, best_step)) is not None:
         return known
-    inputs.write(run.layout)
-    result = run.trainer.call("export", checkpoint="best")
+    result = _call(run, inputs, "export", checkpoint="best")
     return Export(Path(result["directory"]), int(result["step"]), cached=False)
 
 
-def best_step_wanted(config: RunConfig, layout: RunLayout, last_step: int) -> int | None:
-    """Step of the checkpoint with the highest held-out score, if its weights are wanted and not those of the last."""
-    if not (config.tracking.enabled and config.tracking.log_best):
-        return None
-    scored = by_score(scan(layout.checkpoints).checkpoints)
-    return scored[-1].step if scored and scored[-1].step != last_step else None
+def _call(run: OpenRun, inputs: RunInputs, command: str, **arguments: str | int) -> Mapping[str, Any]:
+    """Let the trainer process work; it reads its inputs from the run's folder."""
+    inputs.write(run.layout)
+    return run.trainer.call(command, **arguments)
 
 
-def found_export(directory: Path, step: int) -> Export | None:
-    """The weights of a step, if they are there; damaged ones are set aside."""
-    return Export(directory, step, cached=True) if is_exported(directory, step) else None
+# ---------------------------------------------------------------------- lineage
+
+
+def record_lineage(run: OpenRun, inputs: RunInputs) -> None:
+    """Note where the run comes from: `lineage.json` and `code.diff` in its folder, once for each start of the run.
+
+    A lack of room here is no reason not to train.
+    """
+    if run.has_lineage:
+        return
+    from rlcore.report.record import Lineage
+
+    run.has_lineage = True
+    try:
+        revision = code_revision()
+        lineage = Lineage(
+            stages=_lineage_stages(run, inputs),
+            command=run.command,
+            git_commit="" if revision is None else revision.commit,
+            git_dirty=revision is not None and revision.dirty,
+            environment=environment_facts(),
+        )
+        lineage.write(run.layout.run_dir)
+        write_text_atomically(run.layout.run_dir / DIFF_FILE, code_diff()[:MAX_DIFF_CHARACTERS])
+    except OSError as error:
+        log.warning("%s: where the run comes from was not noted: %s", run.layout.run_dir, error)
+
+
+def _lineage_stages(run: OpenRun, inputs: RunInputs) -> "tuple[Stage, ...]":
+    from rlcore.report.record import Stage, stage_of
+
+    folders = {
+        "dataset": _dataset(run.config),
+        "filtered": inputs.filtered_directory,
+        "tokenizer": inputs.tokenizer_directory,
+        "start model": planned_start_model(run.config, inputs.filtered_directory),
+    }
+    code = code_of(run.config)
+    kept = Stage("code", code.fingerprint, str(run.layout.code), {"files": ", ".join(code.sources)})
+    return (kept, *(stage_of(name, folder) for name, folder in folders.items()))
+
+
+# ---------------------------------------------------------------------- report
+
+
+def load_ahead() -> None:
+    """Import what a report is drawn with, in a thread, while the trainer works: it takes a second."""
+
+    def load() -> None:
+        for module in DRAWN_WITH:
+            import_module(module)
+
+    Thread(target=load, name="report-import").start()
+
+
+def write_report(layout: RunLayout) -> Report:
+    """Write the report with its sample browser, unless the one on disk is current."""
+    if (known := known_report(layout)) is not None:
+        return known
+    from rlcore.report import build_report, build_sample_browser, hero_png
+
+    digest, folder = report_fingerprint(layout), layout.run_dir / "report"
+    files = build_report(layout.run_dir)
+    hero_png(layout.run_dir, files.html.with_name("hero.png"))
+    try:
+        build_sample_browser(layout.run_dir)
+    except DataError:  # no validation yet, which the report says too
+        (folder / "samples.html").unlink(missing_ok=True)
+    write_json_atomically(folder / SOURCE_FILE, {"fingerprint": digest, "html": str(files.html)})
+    return Report(files.html, cached=False)
 
 
 def _root(config: RunConfig) -> Path:
     return Path(config.paths.root).resolve()
 
 
-def _store(config: RunConfig) -> CheckpointStore:
-    layout = RunLayout.of(config)
-    return CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
+def _dataset(config: RunConfig) -> Path:
+    from data import dataset_directory, dataset_fingerprint
+
+    root = _root(config)
+    return dataset_directory(dataset_fingerprint(config.data, config.seed, root), root)

@@ -34,14 +34,14 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config import RunConfig
-from rlcore.errors import MillraceError, StopRequestedError, WorkerLostError
+from rlcore.errors import EXIT_RESUMABLE, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.run.layout import RunLayout
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import end_at_once, say_and_end
 from rlcore.user_code import working_by
 
-EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE = 0, 1, 75
+EXIT_DONE, EXIT_FAILED = 0, 1
 LEFT = -1
 """No exit code: the run is left, and the process waits for another one."""
 

@@ -4,7 +4,7 @@
 - A second SIGINT ends the process at once: somebody pressed Ctrl-C again.
 - A second SIGTERM ends it at once if it comes later than `ONE_WISH_S` after the first. Within that time it is the same
   wish, arriving twice: a supervisor signals the process and its group.
-- The signal with which the kernel tells of our parent's end (`flows.server.tether`) is no second wish, whenever it
+- The signal with which the kernel tells of our parent's end (`flows.server.launch`) is no second wish, whenever it
   comes: who cancels a flow signals us first and ends the flow later, in the middle of our save.
 """
 

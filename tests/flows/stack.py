@@ -179,7 +179,7 @@ class Stack:
 def stack_up(root: Path, wishes: Wishes | None = None) -> Iterator[Stack]:
     """A stack that is up inside the block."""
     try:
-        up(root, wishes=wishes, say=print)
+        up(root, wishes=wishes)
         yield Stack(root)
     finally:
-        down(root, say=print)
+        down(root)

@@ -15,7 +15,7 @@ from typing import Any
 from flows.sweep.flow import sweep
 from flows.sweep.record import members_of, sweep_directory
 from flows.sweep.result import BEST_FILE
-from flows.trainer.client import kept_between_runs
+from flows.work.trainer import kept_between_runs
 from rlcore.config.sweep_load import load_sweep
 from tests.flows.sweep_specs import SPECS, UNTRACKED
 

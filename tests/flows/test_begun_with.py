@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from flows.plan.plan import make_plan
+from flows.sweep.record import committed
 from flows.work import stages
 from flows.work.open_run import open_run
+from flows.work.results import committed_step
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
@@ -61,9 +63,10 @@ def begin(config: RunConfig) -> RunLayout:
 
 
 def refused(config: RunConfig) -> str:
-    """What the plan, a stage and a start all say."""
+    """What the plan and a start say; a sweep counts the run as not begun, and so starts it."""
     told = set()
-    for go_on in (make_plan, stages.committed_step, lambda config: open_run(config).__enter__()):
+    assert committed(config) == 0
+    for go_on in (make_plan, lambda config: open_run(config).__enter__()):
         with pytest.raises(CheckpointError) as error:
             go_on(config)
         told.add(str(error.value))
@@ -86,9 +89,8 @@ def test_an_edited_scorer_or_what_it_imports_is_refused_with_the_difference(conf
         assert words in told
     (tmp_path / "mine_helper.py").write_bytes((layout.code / "mine_helper.py").read_bytes())
     with open_run(config):
-        assert stages.committed_step(config) == 2
         (tmp_path / "mine_helper.py").write_text("an edit while the run goes on is for the next start")
-        assert stages.committed_step(config) == 2
+        assert committed(config) == committed_step(config) == 2
     assert "for the next start" in refused(config)
 
 
@@ -122,5 +124,5 @@ def test_a_run_of_before_its_code_was_kept_goes_on(config: RunConfig) -> None:
         file.unlink()
     layout.code.rmdir()
     with open_run(config):
-        assert stages.committed_step(config) == 2
+        assert committed(config) == 2
     assert (layout.code / "mine_task.py").is_file()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from flows.commands.fork import forked
+from flows.commands.settings import forked
 from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, DataError
 from rlcore.storage.locks import RunLock
@@ -78,8 +78,8 @@ def test_a_fork_starts_from_the_weights_with_settings_of_its_own(run: SmallRun, 
     dry = Millrace(Path(run.config.paths.root), {})("train", *given, "--fork", folder, "--dry-run", "--json")
     assert dry.code == 0, dry.err
     assert sorted(Path(run.config.paths.root).rglob("*")) == before, "a dry run writes nothing"
-    settings = forked(given, f"{folder}@4").settings
-    assert settings == forked(given, folder).settings, "the same checkpoint is exported once"
+    settings = list(forked(given, f"{folder}@4").overrides)
+    assert settings == list(forked(given, folder).overrides), "the same checkpoint is exported once"
     again = Millrace(Path(run.config.paths.root), {})("train", *given, "--fork", folder, "--dry-run", "--json")
     planned, there = (json.loads(done.out) for done in (dry, again))
     for plan in (planned, there):
@@ -96,7 +96,7 @@ def test_a_fork_starts_from_the_weights_with_settings_of_its_own(run: SmallRun, 
     with session_of(fork) as session:
         assert session.train(1)["step"] == 1
     assert fork.layout.run_dir.name != run.layout.run_dir.name
-    assert forked(given, None).settings == given
+    assert forked(given).overrides == tuple(given)
     with pytest.raises(CheckpointError, match=r"no checkpoint '9'; there are: step-000001"):
         forked(given, f"{folder}@9")
     with pytest.raises(DataError, match="absent: is neither the folder nor the id of a run"):

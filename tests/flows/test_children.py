@@ -12,8 +12,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
+from flows.parameters import RunSettings
 from flows.server.api import LocalServer
-from flows.sweep.children import DEPLOYMENT, Child, OnWorkers
+from flows.sweep.flow import DEPLOYMENT, Child, OnWorkers
+from rlcore.config import RunConfig
 from tests.flows.serving import serving
 
 pytestmark = pytest.mark.prefect
@@ -60,14 +62,15 @@ def test_a_lost_answer_makes_no_second_run_and_a_deleted_run_is_a_failed_one(
         flow, _, name = DEPLOYMENT.partition("/")
         deployment = client.create_deployment(client.create_flow_from_name(flow), name)
         children = OnWorkers(None, tmp_path)
+        child = Child(7, RunSettings(RunConfig(), (), "debug"), 1, "")
         try:
-            made = children._submit(Child(7, "debug", [], 1, ""))
+            made = children._submit(child)
             assert lost
             of_it = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
             assert [run.id for run in client.read_flow_runs(flow_run_filter=of_it)] == [made.id]
 
             def deleted_meanwhile() -> Iterator[Child]:
-                yield Child(7, "debug", [], 1, "")
+                yield child
                 for run in client.read_flow_runs(flow_run_filter=of_it):
                     client.delete_flow_run(run.id)
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from flows.cli import app, exit_code
-from flows.commands.fork import Fork
-from flows.commands.train import train, validate
-from flows.parameters import written
+from flows.commands.run import train, validate
+from flows.parameters import compose_settings, written
 from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, ConfigError, ModelError
 from rlcore.runtime.cluster import private_folder
@@ -145,20 +144,22 @@ def test_what_is_not_there_is_told_before_anything_is_made(
     artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = f"paths.root={written(str(artifacts_root))}"
+    settings = compose_settings(["experiment=tinyzero_ppo", "rollout=hf", root])
     with pytest.raises(ModelError, match=r"^model\.path: Qwen/Qwen2\.5-0\.5B is no directory here"):
-        train(Fork(["experiment=tinyzero_ppo", "rollout=hf", root]), dry_run=False, as_json=False, verbose=False)
+        train(settings, dry_run=False, as_json=False, verbose=False)
     cluster = ["experiment=debug", "runtime=ray", "runtime.ray_address=127.0.0.1:1", root]
     with pytest.raises(ConfigError, match=r"^runtime\.ray_address: must be the address of a Ray cluster"):
-        train(Fork(cluster), dry_run=False, as_json=False, verbose=False)
+        train(compose_settings(cluster), dry_run=False, as_json=False, verbose=False)
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         monkeypatch.setattr(tempfile, "tempdir", short)
         private_folder().symlink_to("/tmp")  # as another user of the machine could prepare it
+        settings = compose_settings(["experiment=debug", "runtime=ray", root])
         with pytest.raises(ConfigError, match=r"ray-\d+: must be a folder of this user"):
-            train(Fork(["experiment=debug", "runtime=ray", root]), dry_run=False, as_json=False, verbose=False)
+            train(settings, dry_run=False, as_json=False, verbose=False)
         monkeypatch.undo()
     for checkpoint, name in (("last", "last"), ("40", "step-000040")):
         with pytest.raises(CheckpointError, match=f"^checkpoint={name}: run debug-.* has no such checkpoint"):
-            validate(["experiment=debug", root], checkpoint=checkpoint, verbose=False)
+            validate(compose_settings(["experiment=debug", root]), checkpoint=checkpoint, verbose=False)
     assert list(artifacts_root.iterdir()) == []
 
 

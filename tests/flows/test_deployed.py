@@ -267,7 +267,7 @@ def score_of(run: Mapping[str, Any], step: int) -> float | None:
 
 
 def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> None:
-    """The child that is called first after the retry is another one than at first."""
+    """The run that is worked on first after the retry is another one than at first."""
     (stack.root / "hold.json").write_text(json.dumps({"HOLD_AFTER": "2"}))  # the two steps of the first point
     hold_the_next(stack)
     run = stack.start("sweep/debug", spec=str(spec_of(stack, "stopped")))
@@ -275,13 +275,11 @@ def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> No
     (stack.root / "hold.json").unlink()
     stack.set_state(run, {"type": "CANCELLING"})
     stack.wait(run, "CANCELLED")
-    wait_until(lambda: states_below(stack, run) == ["CANCELLED", "COMPLETED"], "the child in hand is over")
     saved = sorted(path.name for path in stack.root.glob("runs/stopped-*/checkpoints/step-*"))
     assert saved == ["step-000001", "step-000001", "step-000002"]
 
     stack.set_state(run, RETRY)
     assert stack.wait(run, "COMPLETED")["run_count"] == 2
-    assert states_below(stack, run) == ["CANCELLED", "COMPLETED", "COMPLETED"]
     assert [point["state"] for point in record_of(stack, "stopped")["points"]] == ["finished", "finished"]
 
 

@@ -11,12 +11,12 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools import ValidationError, validate
 
 from flows.stack import deploy
-from flows.stack.forms import eased_schema
+from flows.stack.deploy import eased_schema
 from rlcore.config.compose import experiment_names, load_config
 from rlcore.errors import MillraceError
 
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load(deploy.DEPLOYMENTS.read_text())["deployments"]
-IDS = [f"{Path(one['entrypoint'].partition(':')[0]).stem}/{one['name']}" for one in DEPLOYMENTS]
+IDS = [f"{one['entrypoint'].partition(':')[2]}/{one['name']}" for one in DEPLOYMENTS]
 
 
 def flow_of(deployment: dict[str, Any]) -> Flow[Any, Any]:

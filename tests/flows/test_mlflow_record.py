@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from flows.work import mlflow_record, stages
-from flows.work.mlflow_record import MlflowRecord, Recorded
+from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import open_run
+from flows.work.results import Recorded
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError, StopRequestedError
 from rlcore.tracking import MlflowStore

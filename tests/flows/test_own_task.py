@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from data import multiplication
-from flows.trainer.client import SOURCE_FOLDER, TRAINER, _environment
+from flows import SOURCE_FOLDER
+from flows.work.trainer import TRAINER, _environment
 
 MILLRACE = "from flows.cli import main; main()"
 """The installed command: its own folder is in the path, and not the one that it is started in."""

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from flows.shown.progress import LiveDisplay, PlainDisplay, describe, display, figures, shown_on
-from flows.trainer.protocol import CheckpointSaved, Happening, Note, Progress, parse_reply
+from flows.progress import LiveDisplay, PlainDisplay, describe, display, figures, shown_on
 from flows.work import stages
+from flows.work.protocol import CheckpointSaved, Happening, Note, Progress, parse_reply
 
 
 def step(number: int, **more: float) -> Progress:
@@ -42,7 +42,7 @@ def test_a_log_that_takes_no_more_ends_no_run() -> None:
     code = (
         "import sys\n"
         "from flows.cli import leave\n"
-        "from flows.shown.progress import PlainDisplay, display, shown_on\n"
+        "from flows.progress import PlainDisplay, display, shown_on\n"
         "with shown_on(PlainDisplay()):\n"
         "    leave(lambda: [display().line('of a run'), print('going on', file=sys.stderr)])\n"
     )

@@ -15,8 +15,8 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from prefect.states import Running, Scheduled, Suspended
 
 from flows.server.api import LocalServer
+from flows.stack.deploy import recover_lost_runs
 from flows.stack.recipes import POOL
-from flows.stack.recover import recover_lost_runs
 from flows.stack.state import BIRTH_TOLERANCE_S
 
 pytestmark = pytest.mark.prefect

@@ -22,11 +22,9 @@ from flows.server.api import require_same_series
 from flows.server.database import PREFECT_DATABASE
 from flows.stack.command import up as up_command
 from flows.stack.control import Wishes, down, status, up
-from flows.stack.databases import MLFLOW_DATABASE, Databases
-from flows.stack.ports import listener
-from flows.stack.recipes import prefect_recipe
+from flows.stack.recipes import listener, prefect_recipe
 from flows.stack.services import end_server, end_worker
-from flows.stack.state import Service, StackState, read_stack, write_stack
+from flows.stack.state import MLFLOW_DATABASE, Databases, Service, StackState, read_stack, write_stack
 from rlcore.errors import MillraceError
 from tests.flows.attempts import Attempt, told_to_a_page
 from tests.flows.conftest import WAIT_S, numbers, wait_until
@@ -62,7 +60,7 @@ def test_a_record_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_nothing_is_recorded_where_nothing_was_started(tmp_path: Path) -> None:
     assert status(tmp_path) == []
-    down(tmp_path, say=print)
+    down(tmp_path)
 
 
 @pytest.fixture
@@ -77,15 +75,17 @@ def busy_port() -> Iterator[int]:
 def test_a_port_that_was_asked_for_and_is_taken_is_refused_by_name(tmp_path: Path, busy_port: int) -> None:
     wishes = Wishes(prefect_port=busy_port)
     with pytest.raises(MillraceError, match=rf"--prefect-port: port {busy_port} is in use by process {os.getpid()}"):
-        up(tmp_path, wishes=wishes, say=print)
+        up(tmp_path, wishes=wishes)
     assert status(tmp_path) == []
 
 
 @pytest.mark.prefect
-def test_an_up_that_fails_takes_down_what_it_has_started(tmp_path: Path, busy_port: int) -> None:
-    said: list[str] = []
+def test_an_up_that_fails_takes_down_what_it_has_started(
+    tmp_path: Path, busy_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(MillraceError, match=f"--mlflow-port: port {busy_port} is in use"):
-        up(tmp_path, wishes=Wishes(mlflow_port=busy_port), say=said.append)
+        up(tmp_path, wishes=Wishes(mlflow_port=busy_port))
+    said = capsys.readouterr().out.splitlines()
     assert [text.split()[0] for text in said if text.endswith("has ended")] == ["prefect"]
     assert {state for _, state in status(tmp_path)} == {"gone"}
 
@@ -95,15 +95,16 @@ def test_a_server_that_asks_for_no_login_is_told(tmp_path: Path) -> None:
     mine = Service("prefect", os.getpid(), psutil.Process().create_time(), 1, "http://here", "", "")
     write_stack(tmp_path, StackState(services=(mine,)))
     with pytest.raises(MillraceError, match=r"prefect is up .* asks nobody for a login.*millrace down"):
-        up(tmp_path, say=print)
+        up(tmp_path)
 
 
-def test_a_recorded_port_that_somebody_else_has_by_now_is_left_to_them(tmp_path: Path, busy_port: int) -> None:
+def test_a_recorded_port_that_somebody_else_has_by_now_is_left_to_them(
+    tmp_path: Path, busy_port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     gone = Service("prefect", 1, 1.0, busy_port, "", "", "")
-    said: list[str] = []
-    recipe = prefect_recipe(tmp_path, Databases.chosen(tmp_path, {}), None, said.append, StackState(services=(gone,)))
+    recipe = prefect_recipe(tmp_path, Databases.chosen(tmp_path, {}), None, StackState(services=(gone,)))
     assert recipe.port != busy_port
-    assert f"port {busy_port} is in use by process {os.getpid()}" in said[0]
+    assert f"port {busy_port} is in use by process {os.getpid()}" in capsys.readouterr().out
 
 
 def test_who_listens_on_another_address_has_not_our_port() -> None:
@@ -129,7 +130,7 @@ def test_a_server_of_another_version_is_told(tmp_path: Path) -> None:
     mine = Service("prefect", os.getpid(), psutil.Process().create_time(), 1, "http://here", "", "")
     write_stack(tmp_path, StackState(prefect_version="3.0.0", services=(mine,)))
     with pytest.raises(MillraceError, match=r"(?s)prefect is up at http://here in version 3\.0\.0.*millrace down"):
-        up(tmp_path, say=print)
+        up(tmp_path)
     with pytest.raises(MillraceError, match=r"PREFECT_API_URL is Prefect 2\.20\.1, and 3\.7\.7 is installed"):
         require_same_series("2.20.1", "3.7.7", "PREFECT_API_URL")
     require_same_series("3.7.9", "3.7.7", "PREFECT_API_URL")
@@ -139,7 +140,7 @@ def test_a_port_asked_for_is_not_passed_over_where_the_server_is_up_at_another(t
     mine = Service("mlflow", os.getpid(), psutil.Process().create_time(), 1, "http://here", "", "")
     write_stack(tmp_path, StackState(services=(mine,)))
     with pytest.raises(MillraceError, match="--mlflow-port 5001: mlflow is up already at http://here"):
-        up(tmp_path, say=print, wishes=Wishes(mlflow_port=5001))
+        up(tmp_path, wishes=Wishes(mlflow_port=5001))
 
 
 def test_a_database_address_is_checked_and_its_password_is_never_shown(
@@ -147,12 +148,12 @@ def test_a_database_address_is_checked_and_its_password_is_never_shown(
 ) -> None:
     monkeypatch.setenv(PREFECT_DATABASE, "postgres://me:s3cret@db/prefect")
     with pytest.raises(MillraceError, match=r"must begin with one of postgresql\+asyncpg://") as caught:
-        up(tmp_path, say=print)
+        up(tmp_path)
     assert "s3cret" not in str(caught.value)
     monkeypatch.setenv(PREFECT_DATABASE, "postgresql+asyncpg://me:s3cret@db/prefect")
     write_stack(tmp_path, StackState(mlflow_database="postgresql+psycopg://me:***@db/mlflow"))
     with pytest.raises(MillraceError, match=f"{MLFLOW_DATABASE}: must name the database that this stack was begun"):
-        up(tmp_path, say=print)
+        up(tmp_path)
 
 
 @pytest.mark.prefect
@@ -163,8 +164,8 @@ def test_a_database_of_a_newer_prefect_is_told_with_its_remedy(tmp_path: Path) -
         database.execute("insert into alembic_version values (?)", (MODIFIED_BY_A_NEWER_PREFECT,))
         database.commit()
     with pytest.raises(MillraceError, match=r"(?s)has ended instead of starting.*written by a newer version"):
-        up(tmp_path, say=print)
-    down(tmp_path, say=print)
+        up(tmp_path)
+    down(tmp_path)
 
 
 # ---------------------------------------------------------------------- one stack for all that follows
@@ -383,12 +384,6 @@ def test_a_completed_run_that_is_tried_again_is_completed_again(stack: Stack) ->
     assert try_again(stack, run, lambda: stack.set_state(run, RETRY))["run_count"] == 3
 
 
-def nested_in(stack: Stack, run: str) -> set[str]:
-    """States of the flow runs in one."""
-    nested = stack.api.filter("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [run]}})
-    return {str(one["state_type"]) for one in nested}
-
-
 @pytest.mark.lengthy
 @pytest.mark.prefect
 @pytest.mark.slow
@@ -409,8 +404,6 @@ def test_a_cancelled_run_goes_on_by_retry_and_a_paused_one_by_resume(stack: Stac
     assert not trainer.is_running()
     wait_until(lambda: hook.heard("prefect.flow-run.Suspended"), "the hook hears of the pause")
     assert stack.run(run)["state_type"] == "PAUSED"
-    assert nested_in(stack, run) <= {"COMPLETED", "CANCELLED", "PAUSED"}, "what is in it does not seem to run"
-    assert "PAUSED" in nested_in(stack, run)
     reached = max(numbers(stack.run_dir("story")))
     assert reached >= 10
     assert stack.steps_saved("story")[-1] == reached  # steps of the next chunk too
@@ -422,7 +415,6 @@ def test_a_cancelled_run_goes_on_by_retry_and_a_paused_one_by_resume(stack: Stac
     # Resumed, it goes on; cancelled a second time, it ends a second time.
     stack.ask(f"flow_runs/{run}/resume", {})
     stack.wait_for_step("story", reached + 1)
-    assert nested_in(stack, run) <= {"COMPLETED", "CANCELLED", "RUNNING"}, "none stays paused"
     stack.set_state(run, {"type": "CANCELLING"})
     assert stack.wait(run, "CANCELLED")["run_count"] == 2  # to resume is not to start anew
     assert stack.steps_saved("story")[-1] > reached
@@ -459,6 +451,6 @@ def test_a_lost_worker_and_flow_are_found_by_the_next_up_and_the_run_goes_on(sta
         member.send_signal(signal.SIGKILL)
     psutil.wait_procs([process])
     assert ("worker-1", "gone") in [(service.name, state) for service, state in status(stack.root)]
-    up(stack.root, say=print)
+    up(stack.root)
     assert stack.wait(run, "COMPLETED")["run_count"] == 2
     assert sorted(numbers(stack.run_dir("lost"))) == list(range(61))

@@ -15,8 +15,7 @@ import pytest
 
 from flows.server.database import PREFECT_DATABASE
 from flows.stack.control import Wishes, status, up
-from flows.stack.databases import MLFLOW_DATABASE
-from flows.stack.state import read_stack
+from flows.stack.state import MLFLOW_DATABASE, read_stack
 from rlcore.errors import MillraceError
 from tests.flows.conftest import numbers, wait_until
 from tests.flows.stack import Stack, stack_up
@@ -133,5 +132,5 @@ def test_another_database_is_refused_while_the_stack_remembers_its_own(
 ) -> None:
     monkeypatch.delenv(PREFECT_DATABASE, raising=False)
     with pytest.raises(MillraceError, match=rf"{PREFECT_DATABASE}: must name.*millrace:\*\*\*@127") as caught:
-        up(stack.root, say=print)
+        up(stack.root)
     assert PASSWORD not in str(caught.value)

@@ -77,8 +77,8 @@ def test_a_cancellation_in_a_phase_saves_and_leaves_nothing_behind(stack: Stack,
         path.name for path in (stack.run_dir(name) / "checkpoints").iterdir() if not path.name.startswith("step-")
     ]
     assert others in ([], [".writer.lock"])
-    nested = stack.api.filter("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [run]}})
-    assert {one["state_type"] for one in nested} == {"COMPLETED", "CANCELLED"}
+    tasks = stack.api.filter("task_runs", flow_runs={"id": {"any_": [run]}})
+    assert {one["state_type"] for one in tasks} == {"COMPLETED", "CANCELLED"}
 
 
 def test_without_its_worker_a_run_goes_on_and_a_cancellation_still_ends_it(stack: Stack) -> None:
@@ -86,7 +86,7 @@ def test_without_its_worker_a_run_goes_on_and_a_cancellation_still_ends_it(stack
     stack.wait_for_step("orphan", 3)
     process = stack.process_of(run)
     kill(stack, "worker-1")
-    up(stack.root, say=print)
+    up(stack.root)
     stack.wait_for_step("orphan", max(numbers(stack.run_dir("orphan"))) + 1)
     found = stack.run(run)
     assert (found["state_type"], found["run_count"], process.is_running()) == ("RUNNING", 1, True)
@@ -107,7 +107,7 @@ def test_a_killed_server_and_a_stack_taken_down_cost_a_run_nothing(stack: Stack)
     # Without a server the training goes on, for longer than a pipe takes what nobody reads.
     kill(stack, "prefect")
     stack.wait_for_step("kept", max(numbers(stack.run_dir("kept"))) + 400)
-    up(stack.root, say=print)
+    up(stack.root)
     # After more than 90 s without a server the automation calls it crashed; the run itself says that it goes on.
     stack.set_state(run, {"type": "CRASHED", "message": NO_HEARTBEAT})
     wait_until(lambda: stack.run(run)["state_type"] == "RUNNING", "the run says that it goes on")
@@ -116,10 +116,10 @@ def test_a_killed_server_and_a_stack_taken_down_cost_a_run_nothing(stack: Stack)
 
     # Told to end, the run saves; the next `up` starts it again.
     trainer = stack.trainer("kept")
-    down(stack.root, say=print)
+    down(stack.root)
     wait_until(lambda: not process.is_running() and not trainer.is_running(), "flow and trainer have ended")
     saved = stack.steps_saved("kept")[-1]
-    up(stack.root, say=print)
+    up(stack.root)
     stack.wait_for_step("kept", saved + 1)
     assert f"going on from step {saved}" in stack.log()
     stack.set_state(run, {"type": "CANCELLING"})

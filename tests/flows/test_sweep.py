@@ -86,18 +86,24 @@ def test_one_failed_child_does_not_end_a_sweep(series: Series) -> None:
     assert len(result["failed"]) == 1
 
 
-def test_children_are_child_flow_runs(series: Series) -> None:
+def test_stages_of_children_are_tasks_with_their_names(series: Series) -> None:
     api = Api(series.server.url, series.server.login)
     named = {"name": {"any_": ["sweep/grid"]}}
     first, again = api.filter("flow_runs", flow_runs=named, sort="START_TIME_ASC")
     assert (first["state_type"], again["state_type"]) == ("COMPLETED", "COMPLETED")
-    for parent, states in ((first, {"COMPLETED": 7, "FAILED": 1}), (again, {"COMPLETED": 1})):
-        body = {"flow_runs": {"parent_flow_run_id": {"any_": [parent["id"]]}}}
-        children = api.filter("flow_runs", **body)
-        assert {state: [one["state_type"] for one in children].count(state) for state in states} == states
-        assert len(children) == sum(states.values())
-    assert any(one["name"] == "debug optim.lr=1.0 algo=rloo seed=2 to step 1" for one in children) is False
-    assert children[0]["name"] == "debug optim.lr=0.0003 algo=rloo seed=2 to step 1"
+    chunks = {}
+    for run in (first, again):
+        tasks = api.filter("task_runs", flow_runs={"id": {"any_": [run["id"]]}})
+        chunks[run["id"]] = {task["name"]: task["state_type"] for task in tasks if task["name"].startswith("train/")}
+    names = [
+        f"train/debug optim.lr={lr} algo={algo} seed={seed} step 0-1"
+        for lr in ("0.0003", "1.0")
+        for algo in ("grpo", "rloo")
+        for seed in (1, 2)
+    ]
+    assert chunks[first["id"]].items() <= dict.fromkeys(names, "COMPLETED").items()
+    assert len(chunks[first["id"]]) == 7, "one is refused before its first step"
+    assert chunks[again["id"]] == {"train/debug optim.lr=0.0003 algo=rloo seed=2 step 0-1": "COMPLETED"}
 
 
 def test_a_second_call_runs_the_failed_child_alone(series: Series) -> None:
@@ -275,9 +281,12 @@ def test_an_interrupted_sweep_has_saved_its_run_and_the_same_command_goes_on(ser
     assert "Traceback" not in stopped.err
     api = Api(series.server.url, series.server.login)
     (run,) = api.filter("flow_runs", flow_runs={"name": {"any_": ["sweep/stopped"]}}, sort="START_TIME_DESC", limit=1)
-    children = api.filter("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [run["id"]]}})
+    tasks = api.filter("task_runs", flow_runs={"id": {"any_": [run["id"]]}})
     assert run["state_type"] == "CANCELLED"
-    assert sorted(child["state_type"] for child in children) == ["CANCELLED", "COMPLETED"]
+    assert sorted(task["state_type"] for task in tasks if task["name"].startswith("train/"))[:2] == [
+        "CANCELLED",
+        "COMPLETED",
+    ]
     assert_only_the_second_run_goes_on(millrace, spec, *UNTRACKED)
 
 
@@ -293,9 +302,12 @@ def test_a_cancellation_reaches_a_sweep_that_no_worker_has_started(
     stopped = ended(process)
     assert stopped.code == 75, stopped.err
     (run,) = api.filter("flow_runs", flow_runs={"id": {"any_": [run["id"]]}})
-    children = api.filter("flow_runs", flow_runs={"parent_flow_run_id": {"any_": [run["id"]]}})
+    tasks = api.filter("task_runs", flow_runs={"id": {"any_": [run["id"]]}})
     assert run["state_type"] == "CANCELLED"
-    assert sorted(child["state_type"] for child in children) == ["CANCELLED", "COMPLETED"]
+    assert sorted(task["state_type"] for task in tasks if task["name"].startswith("train/"))[:2] == [
+        "CANCELLED",
+        "COMPLETED",
+    ]
     assert mlflow_status_of_the_sweep(millrace.root) == "KILLED"
     assert_only_the_second_run_goes_on(millrace, spec, TRACKED)
     assert mlflow_status_of_the_sweep(millrace.root) == "FINISHED"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.sweep.budget import Spending
+from flows.sweep.drive import Spending
 from rlcore.config.sweep import Budget
 
 

@@ -18,11 +18,9 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from flows.server.secret import login_of, mlflow_client
-from flows.stack.databases import Databases
-from flows.stack.ports import free_port
-from flows.stack.recipes import mlflow_recipe
+from flows.stack.recipes import free_port, mlflow_recipe
 from flows.stack.services import end_server, start, wait_until_ready
-from flows.stack.state import StackState, write_stack
+from flows.stack.state import Databases, StackState, write_stack
 from rlcore.config import TrackingConfig
 from rlcore.evaluation import ValidationResult
 from rlcore.tracking import MlflowStore, Tracker, explain, mlflow_name, read_journal
@@ -190,7 +188,7 @@ def test_gc_removes_what_deleted_runs_have_left_and_nothing_else(
 
 FLOWS = """
 import sys
-from flows.compare import compare
+from flows.maintain import compare
 from flows.maintain import maintain
 root, first, second = sys.argv[1:]
 outcomes = maintain(root=root, dry_run=False)

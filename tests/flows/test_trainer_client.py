@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from flows.trainer.client import TrainerProcess
-from flows.trainer.protocol import Event, Note, Progress
+from flows.work.protocol import Event, Note, Progress
+from flows.work.trainer import TrainerProcess
 from rlcore.errors import MillraceError, NonFiniteError, StopRequestedError, WorkerLostError
 from rlcore.run.faults import FaultKind, read_faults
 
@@ -169,8 +169,8 @@ def test_a_process_that_was_told_to_stop_is_no_loss(start: Start, signal_soon: L
 CALLER = """
 import json, signal, sys
 from pathlib import Path
-from flows.trainer.protocol import Note, Progress
-from flows.trainer.client import TrainerProcess
+from flows.work.protocol import Note, Progress
+from flows.work.trainer import TrainerProcess
 run_dir, behaviour, stop_wait_s = Path(sys.argv[1]), sys.argv[3], float(sys.argv[4])
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run
 notes, steps = [], []
@@ -262,7 +262,7 @@ def test_an_interrupt_ends_even_a_process_that_does_not_listen(tmp_path: Path) -
 PARENT = """
 import sys
 from pathlib import Path
-from flows.trainer.client import TrainerProcess
+from flows.work.trainer import TrainerProcess
 run_dir = Path(sys.argv[1])
 client = TrainerProcess(run_dir, on_event=lambda event: None, on_line=lambda line: None, stop_wait_s=5.0,
                         command=(sys.executable, sys.argv[2], "slow"))

@@ -9,9 +9,8 @@ import pytest
 
 from data import custom
 from data.custom import first_row
-from flows.plan import tried
+from flows.plan.checks import try_parts
 from flows.plan.plan import make_plan
-from flows.plan.tried import try_parts
 from rlcore.config import CustomData, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
@@ -133,9 +132,7 @@ def test_a_chat_template_that_is_missing_or_cannot_be_rendered(dry_run: Try, tmp
         dry_run(*READS, model(tmp_path / "broken", template="{% for m in %}"), "data.template=chat")
 
 
-def test_what_is_made_already_is_not_made_again_and_nothing_is_tried_twice(
-    dry_run: Try, artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_made_already_is_not_made_again(artifacts_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from data import build_dataset
 
     settings = CustomData(train_size=20, validation_size=5)
@@ -144,7 +141,3 @@ def test_what_is_made_already_is_not_made_again_and_nothing_is_tried_twice(
     monkeypatch.setattr(custom, "_by_process", lambda config, seed: pytest.fail("made again"))
     assert first_row(settings, 1, artifacts_root) == row
     assert dataset.counts == {"train": 20, "validation": 5}
-    monkeypatch.undo()
-    dry_run()
-    monkeypatch.setattr(tried, "_require_problems", lambda data, seed: pytest.fail("tried again"))
-    dry_run()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.errors import CheckpointError, StopRequestedError
-from rlcore.run.process import EXIT_RESUMABLE, run_one
+from rlcore.errors import EXIT_RESUMABLE, CheckpointError, StopRequestedError
+from rlcore.run.process import run_one
 from rlcore.storage.locks import RunLock
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, Finish, read_acts
 from rlcore.tracking.delivery import read_state

@@ -106,7 +106,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_a_parent_that_ends_during_the_save_is_no_second_signal(tmp_path: Path) -> None:
     code = f"import os, subprocess, sys; sys.path.insert(0, {str(Path.cwd())!r})\n"
-    code += "from flows.server.tether import tethered\n"
+    code += "from flows.server.launch import tethered\n"
     code += f"subprocess.Popen(tethered([sys.executable, '-c', {WAITING!r}, {str(tmp_path)!r}])).wait()"
     parent = subprocess.Popen([sys.executable, "-c", code])
     wait_until(lambda: (tmp_path / "ready").exists())

@@ -4,10 +4,16 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, TypeAdapter
 
 import rlcore.errors
 from rlcore.errors import MillraceError
+
+
+def _known(seconds: float | None) -> float | None:
+    return None if seconds is None or math.isnan(seconds) else seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +25,7 @@ class Progress:
     total_steps: int
     metrics: Mapping[str, float]
     to_step: int | None = None
-    eta_s: float | None = None
+    eta_s: Annotated[float | None, AfterValidator(_known)] = None
     tokens_per_s: float | None = None
 
 
@@ -68,12 +74,12 @@ class Failed:
     """The command failed with this error."""
 
     command: str
-    kind: str
+    type: str
     message: str
 
     def error(self) -> MillraceError:
         """The exception that the trainer raised; one that is none of ours becomes the base class."""
-        found = getattr(rlcore.errors, self.kind, None)
+        found = getattr(rlcore.errors, self.type, None)
         if isinstance(found, type) and issubclass(found, MillraceError):
             return found(self.message)
         return MillraceError(self.message)
@@ -82,42 +88,28 @@ class Failed:
 Event = Progress | Note | CheckpointSaved | Validated | Happening
 Reply = Event | Done | Failed
 
+_KINDS: Mapping[str, TypeAdapter[Any]] = {
+    "progress": TypeAdapter(Progress),
+    "note": TypeAdapter(Note),
+    "checkpoint": TypeAdapter(CheckpointSaved),
+    "validated": TypeAdapter(Validated),
+    "done": TypeAdapter(Done),
+    "error": TypeAdapter(Failed),
+}
+
 
 def parse_reply(line: bytes) -> Reply:
     """A reply from its line.
 
     Raises:
-        ValueError, KeyError, TypeError: the line is none.
+        ValueError: the line is none.
     """
-    match json.loads(line):
-        case {"event": "progress", **values}:
-            return _progress({str(name): value for name, value in values.items()})
-        case {"event": "note", "text": text}:
-            return Note(str(text))
-        case {"event": "checkpoint", "step": step, "path": path}:
-            return CheckpointSaved(int(step), str(path))
-        case {"event": "validated", "name": name, "step": step, "summary": dict(summary)}:
-            return Validated(str(name), int(step), {str(key): float(value) for key, value in summary.items()})
-        case {"event": "done", "command": command, "result": dict(result)}:
-            return Done(str(command), result)
-        case {"event": "error", "command": command, "type": kind, "message": message}:
-            return Failed(str(command), str(kind), str(message))
-        case {"event": str(name), **data}:
-            return Happening(name, {str(key): value for key, value in data.items()})
-    raise ValueError("not a reply")
-
-
-def _progress(values: Mapping[str, Any]) -> Progress:
-    to_step, eta_s, tokens_per_s = values.get("to_step"), values.get("eta_s"), values.get("tokens_per_s")
-    return Progress(
-        stage=str(values["stage"]),
-        step=int(values["step"]),
-        total_steps=int(values["total_steps"]),
-        metrics={str(name): float(value) for name, value in values["metrics"].items()},
-        to_step=None if to_step is None else int(to_step),
-        eta_s=None if eta_s is None or math.isnan(eta_s) else float(eta_s),
-        tokens_per_s=None if tokens_per_s is None else float(tokens_per_s),
-    )
+    values = json.loads(line)
+    if not isinstance(values, dict) or not isinstance(name := values.pop("event", None), str):
+        raise ValueError("not a reply")
+    kind = _KINDS.get(name)
+    found: Reply = Happening(name, values) if kind is None else kind.validate_python(values)
+    return found
 
 
 def command_line(command: str, **arguments: str | int) -> bytes:

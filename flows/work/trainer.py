@@ -2,7 +2,7 @@
 
 The process has its own session and holds none of our streams, so a signal to the flow's group does not hit it in the
 middle of a step, and a dead flow is seen as dead. It ends with us all the same: the kernel tells it
-(`flows.server.tether`).
+(`flows.server.launch`).
 """
 
 import os
@@ -17,16 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from flows.server.tether import tethered
-from flows.trainer.log_tail import LogTail
-from flows.trainer.protocol import Done, Event, Failed, Note, Progress, Reply, command_line, parse_reply
-from rlcore.errors import HostMemoryError, MillraceError, StopRequestedError, WorkerLostError, is_stop
+from flows import SOURCE_FOLDER
+from flows.server.launch import tethered
+from flows.work.protocol import Done, Event, Failed, Note, Progress, Reply, command_line, parse_reply
+from rlcore.errors import EXIT_RESUMABLE, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError, is_stop
 from rlcore.run.faults import fault_of, note_fault, num_oom_kills
 
 TRAINER = (sys.executable, "-P", "-m", "rlcore.run.process")
-SOURCE_FOLDER = Path(__file__).resolve().parents[2]
-EXIT_RESUMABLE = 75
-"""Exit code of a trainer that has saved and can go on."""
 POLL_S = 0.25
 """Longest time between two looks at the process and its log."""
 CLOSE_WAIT_S = 60.0
@@ -49,6 +46,47 @@ CHILD_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
 }
 """Where the user's environment says nothing else."""
+
+
+MAX_READ_BYTES = 1 << 20
+"""Read at one time: a process that floods its log must not flood ours."""
+
+
+class LogTail:
+    """New whole lines of a file since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+        self._rest = b""
+
+    def new_lines(self) -> Iterator[str]:
+        """Lines that have been completed since the last call; at most a megabyte of them. None of a deleted file."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                content = file.read(MAX_READ_BYTES)
+        except FileNotFoundError:
+            return
+        self._offset += len(content)
+        *lines, self._rest = (self._rest + content).split(b"\n")
+        for line in lines:
+            yield _text(line)
+
+    def last_lines(self, num_lines: int) -> list[str]:
+        """The end of the file, without empty lines; nothing of a deleted one."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(max(0, self.path.stat().st_size - MAX_READ_BYTES))
+                lines = [_text(line) for line in file.read().split(b"\n")]
+        except FileNotFoundError:
+            return []
+        return [line for line in lines if line.strip()][-num_lines:]
+
+
+def _text(line: bytes) -> str:
+    """A progress bar rewrites its line: what stands there in the end is what counts."""
+    return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 
 _spare: "list[_Child] | None" = None
@@ -90,8 +128,8 @@ class TrainerProcess:
 
     Args:
         run_dir: the run's folder, with `settings.json` in it.
-        on_event: hears progress, notes and checkpoints while a call waits.
-        on_line: hears each line of the process's log.
+        on_event: called with progress, notes and checkpoints while a call waits.
+        on_line: called with each line of the process's log.
         on_wait: called often while a call waits; what it raises stops the process as an interrupt does.
         stop_wait_s: how long an interrupted call waits for the process to finish its step and save.
         command: what is started; tests start something smaller.
@@ -101,16 +139,16 @@ class TrainerProcess:
         self,
         run_dir: Path,
         *,
-        on_event: Callable[[Event], None],
-        on_line: Callable[[str], None],
         stop_wait_s: float,
+        on_event: Callable[[Event], None] = lambda event: None,
+        on_line: Callable[[str], None] = lambda line: None,
         on_wait: Callable[[], None] = lambda: None,
         command: Sequence[str] = TRAINER,
     ) -> None:
         self._run_dir = run_dir
-        self._on_event = on_event
-        self._on_line = on_line
-        self._on_wait = on_wait
+        self.on_event = on_event
+        self.on_line = on_line
+        self.on_wait = on_wait
         self._stop_wait_s = stop_wait_s
         self._command = tuple(command)
         self._child: _Child | None = None
@@ -188,7 +226,7 @@ class TrainerProcess:
             child.destroy()
 
     def _handed_on(self, child: "_Child") -> bool:
-        """Let it leave the run and wait for the next one, where somebody wants that."""
+        """Keep the process for the next run, inside `kept_between_runs`; whether it was kept."""
         if _spare is None or _spare or self._command != TRAINER:
             return False
         try:
@@ -224,15 +262,15 @@ class TrainerProcess:
                 if isinstance(reply, Done | Failed):
                     self._pass_on_lines(child)
                     return reply
-                self._on_event(reply)
+                self.on_event(reply)
             self._pass_on_lines(child)
-            self._on_wait()
+            self.on_wait()
             if is_dead:
                 raise child.lost()
 
     def _pass_on_lines(self, child: "_Child") -> None:
         for line in child.log.new_lines():
-            self._on_line(line)
+            self.on_line(line)
 
     def _wait_for_exit(self, child: "_Child", wait_s: float) -> bool:
         """Whether it has ended within that time; what it says meanwhile is passed on."""
@@ -241,7 +279,7 @@ class TrainerProcess:
             has_ended = child.process.poll() is not None
             for reply in child.replies(0.0 if has_ended else POLL_S):
                 match reply:
-                    case Failed(kind=StopRequestedError.__name__):
+                    case Failed(type=StopRequestedError.__name__):
                         self._mention(Note(reply.message))
                     case Done() | Failed():
                         pass
@@ -255,9 +293,9 @@ class TrainerProcess:
                 return False
 
     def _mention(self, event: Event) -> None:
-        """To a process that ends: whoever fails to hear it must not keep it from saving."""
+        """Pass on an event while the process ends; an error of the receiver must not keep it from saving."""
         with suppress(Exception):
-            self._on_event(event)
+            self.on_event(event)
 
     def _stop(self, child: "_Child") -> None:
         """Let the process finish its step and save. A second interrupt ends it at once."""
@@ -360,7 +398,7 @@ class _Child:
     def _parsed(self, line: bytes) -> Reply:
         try:
             return parse_reply(line)
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise WorkerLostError(f"the trainer process says {line[:200]!r}, which is no reply ({error})") from error
 
     def lost(self) -> MillraceError:

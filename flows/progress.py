@@ -5,9 +5,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from flows.trainer.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
+from flows.work.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,33 +22,20 @@ HEADLINE = re.compile(r"/reward/(mean@\d+|pass@\d+|greedy)$")
 """Of a validation's figures, those that stand in a line."""
 
 
-class Display(Protocol):
-    """Where stages and events are shown."""
+class Display:
+    """Where stages and events are shown. This one shows nothing: the log of a flow run under a worker has it all."""
 
     def line(self, text: str) -> None:
-        """A line that stays."""
+        """Show a line that stays."""
 
     def event(self, event: Event) -> None:
-        """Something that the trainer says."""
+        """Show an event of the trainer."""
 
     def close(self) -> None:
         """Leave the screen in order."""
 
 
-class NoDisplay:
-    """Under a Prefect worker nobody watches; the flow run's log has it all."""
-
-    def line(self, text: str) -> None:
-        """Nothing."""
-
-    def event(self, event: Event) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class PlainDisplay:
+class PlainDisplay(Display):
     """Lines for a log: each stage, each checkpoint, and a step now and then."""
 
     def __init__(self, every_s: float = PLAIN_EVERY_S) -> None:
@@ -71,11 +58,8 @@ class PlainDisplay:
             self._last = time.monotonic()
         self.line(describe(event))
 
-    def close(self) -> None:
-        """Nothing is open."""
 
-
-class LiveDisplay:
+class LiveDisplay(Display):
     """One line at the bottom that moves, and above it the lines that stay."""
 
     def __init__(self, console: "Console") -> None:
@@ -172,7 +156,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-_display: Display = NoDisplay()
+_display = Display()
 
 
 def display() -> Display:

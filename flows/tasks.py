@@ -1,27 +1,108 @@
-"""Carries a trainer's events and log to Prefect while a stage runs: artifacts, log lines, events."""
+"""Stages of the chain as Prefect tasks of the flow run that we are in."""
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from shlex import join
+from typing import Any, TypeVar
 
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
 from prefect.events import emit_event
 from prefect.logging import get_run_logger
+from prefect.runtime import flow_run
+from prefect.tasks import Task, exponential_backoff
 
-from flows.server.pause import show_paused, show_running
-from flows.server.watch import end_if_cancelled, told_to_end
-from flows.shown.artifacts import (
+from flows.artifacts import (
     harmless,
     show_checkpoints,
     show_latest_validation,
     show_mlflow_page,
     show_progress,
     show_summary,
+    show_validation,
 )
-from flows.shown.progress import describe, display
-from flows.trainer.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
-from flows.work.open_run import OpenRun
+from flows.chain import Stage
+from flows.parameters import RunSettings, experiment_name
+from flows.progress import describe, display
+from flows.server.watch import end_if_cancelled, end_if_suspended, show_paused, show_running, told_to_end, watched
+from flows.work.open_run import OpenRun, open_run
+from flows.work.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
+from flows.work.results import Judgement
+from rlcore.errors import WorkerLostError
 from rlcore.run.disk import PAUSED
+
+R = TypeVar("R")
+
+RETRY_BACKOFF_S = 2
+"""Before the first retry; doubled for each further one. Long enough for a dead process's memory to be free."""
+
+
+def flow_run_name() -> str:
+    """`train/countdown_demo seed=2`: the flow, the experiment, and the seed where one was given."""
+    given = flow_run.parameters
+    seed = [f"seed={given['seed']}"] if given.get("seed") is not None else []
+    seed += [override for override in given.get("overrides") or [] if override.startswith("seed=")]
+    return " ".join([f"{flow_run.flow_name}/{experiment_name(given.get('experiment'))}", *seed[:1]])
+
+
+@contextmanager
+def working_on(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
+    """The run of these settings inside the block; the flow run is watched for cancellation. `verb`: of the command that
+    does the same.
+    """
+    say_settings(settings, verb)
+    with watched(), open_run(settings.config, settings.command(verb)) as run:
+        yield run
+
+
+def say_settings(settings: RunSettings, verb: str) -> None:
+    """In the flow run's log: the command that does the same, and settings that have no effect."""
+    tell_command(join(settings.command(verb)))
+    tell_idle(settings.idle())
+
+
+def as_task(stage: Stage[R]) -> R:
+    """Run a stage as a task. It is tried again where it has lost a worker: it goes on from what is on disk.
+
+    Raises:
+        Pause: the flow run was suspended before it.
+    """
+    end_if_suspended()
+
+    def work() -> R:
+        if stage.run is None:
+            result = stage.work()
+        else:
+            with reported(stage.run):
+                result = stage.work()
+        if line := stage.says(result):
+            tell(line)
+        if isinstance(result, Judgement) and stage.run is not None:
+            show_validation(stage.run, result)
+        return result
+
+    task = Task(
+        work,
+        name=stage.name,
+        task_run_name=lambda: stage.title,
+        cache_policy=NO_CACHE,
+        retries=0 if stage.run is None else stage.run.config.runtime.max_chunk_retries,
+        retry_delay_seconds=exponential_backoff(RETRY_BACKOFF_S),
+        retry_condition_fn=is_worth_a_retry,
+    )
+    return task()
+
+
+def is_worth_a_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+    """A lost process is; wrong settings, a full disk, a loss that is not finite are not."""
+    if not isinstance(state.data, WorkerLostError):
+        return False
+    if task_run.run_count <= task.retries:
+        tell(f"{state.data}\ntrying again from the last checkpoint ({task_run.run_count} of {task.retries})")
+    return True
+
 
 UPDATE_EVERY_S = 5.0
 """Between two updates of the progress artifact; one costs 15 ms."""
@@ -33,7 +114,7 @@ _LEVELS = (("CRITICAL", logging.CRITICAL), ("ERROR", logging.ERROR), ("WARNING",
 
 
 class RunReporter:
-    """What one task hears of its trainer."""
+    """Passes on what one task's trainer says."""
 
     def __init__(self, run: OpenRun) -> None:
         self._run = run
@@ -120,7 +201,7 @@ class RunReporter:
 
 @contextmanager
 def reported(run: OpenRun) -> Iterator[None]:
-    """Inside the block the trainer's events and log go to the current task's log, and to whoever watches."""
+    """Inside the block the trainer's events and log go to the current task's log and the display."""
     reporter = RunReporter(run)
 
     def event(event: Event) -> None:
@@ -133,3 +214,21 @@ def reported(run: OpenRun) -> Iterator[None]:
     finally:
         reporter.go_on()  # a flow run that stays Paused starts no further task, nor this one again
     reporter.end()
+
+
+def tell(text: str) -> None:
+    """A line in both places."""
+    get_run_logger().info("%s", text)
+    display().line(text)
+
+
+def tell_idle(lines: Iterable[str]) -> None:
+    """Settings without effect; in the log of the outermost flow run alone. A command has shown them before."""
+    if flow_run.parent_flow_run_id is None:
+        for line in lines:
+            get_run_logger().warning("%s", line)
+
+
+def tell_command(command: str) -> None:
+    """How to do the same without Prefect; in the log alone."""
+    get_run_logger().info("The same without Prefect: %s", command)

@@ -1,5 +1,7 @@
 """What the Prefect UI shows of a run while it goes on, and after. None of it may stop the run."""
 
+import base64
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,13 +16,10 @@ from prefect.artifacts import (
 )
 from prefect.logging import get_run_logger
 
-from flows.naming import artifact_key
 from flows.server.watch import few_retries
-from flows.shown.curve import curve_markdown
-from flows.work.comparison import Comparison
 from flows.work.open_run import OpenRun
-from flows.work.report import Report
-from flows.work.stages import Judgement
+from flows.work.results import Judgement
+from flows.work.runs import Comparison
 from rlcore.checkpoint.catalog import scan
 from rlcore.tracking import read_journal
 
@@ -30,6 +29,17 @@ NUM_VALIDATIONS = 4
 REWARD = "critic/score/mean"
 LEFT_ALONE_S = 30.0
 """A server that was away."""
+
+
+def artifact_key(of: str, what: str) -> str:
+    """The key of an artifact of a run, a sweep or a comparison, by its id: Prefect shows the history of each key.
+
+    Its letters are lower-case letters, digits and dashes.
+
+    >>> artifact_key("countdown_demo-s1-1bb2114f", "report")
+    'countdown-demo-s1-1bb2114f-report'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", f"{of}-{what}".lower()).strip("-")
 
 
 def show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
@@ -82,14 +92,14 @@ def _summary(run: OpenRun, now: str) -> str:
     return "\n\n".join(part for part in (f"## {run.run_id}", now, curve, page) if part)
 
 
-def show_validations(run_id: str, judgements: Sequence[Judgement]) -> None:
-    """A table with a row for each figure and a column for each validation."""
-    figures = sorted({figure for one in judgements for figure in one.summary if not figure.endswith(CI_ENDS)})
-    rows = [
-        {"figure": figure} | {one.name: _with_interval(one.summary, figure) for one in judgements} for figure in figures
-    ]
-    steps = ", ".join(f"{one.name}: step {one.step}" for one in judgements)
-    harmless(lambda: create_table_artifact(rows, key=artifact_key(run_id, "validation"), description=steps))
+def show_validation(run: OpenRun, judgement: Judgement) -> None:
+    """A table of the run's validations: a row for each figure, a column for each validation."""
+    run.shown.judgements[judgement.name] = judgement
+    known = run.shown.judgements.values()
+    figures = sorted({figure for one in known for figure in one.summary if not figure.endswith(CI_ENDS)})
+    rows = [{"figure": figure} | {one.name: _with_interval(one.summary, figure) for one in known} for figure in figures]
+    steps = ", ".join(f"{one.name}: step {one.step}" for one in known)
+    harmless(lambda: create_table_artifact(rows, key=artifact_key(run.run_id, "validation"), description=steps))
 
 
 CI_ENDS = ("/ci_low", "/ci_high")
@@ -130,13 +140,13 @@ def show_mlflow_page(run: OpenRun) -> None:
     in_passing(run, create)
 
 
-def show_report(run_dir: Path, report: Report) -> None:
+def show_report(run_dir: Path, html: Path) -> None:
     """The report's summary as the flow run shows it."""
 
     def create() -> object:
         from rlcore.report import summary_markdown
 
-        text = f"{summary_markdown(run_dir)}\n\nFull report: `{report.html}`\n"
+        text = f"{summary_markdown(run_dir)}\n\nFull report: `{html}`\n"
         return create_markdown_artifact(text, key=artifact_key(run_dir.name, "report"))
 
     harmless(create)
@@ -178,3 +188,69 @@ def harmless(action: Callable[[], object]) -> None:
         action()
     except Exception as error:
         get_run_logger().warning("Prefect did not take an artifact or event: %s", error)
+
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 200, 44, 24, 22
+"""Pixels: of the picture, and of its margins for numbers and names."""
+MOST_POINTS = 300
+"""More are not seen, and the picture travels in the artifact's text."""
+COLOURS = ("#3b82f6", "#f97316")
+"""Both are seen on a light page and on a dark one; so is GREY."""
+GREY = "#8b93a1"
+
+Line = Sequence[tuple[int, float]]
+
+
+def curve_markdown(lines: Sequence[tuple[str, Line]]) -> str:
+    """Values over steps, each line with its name; '' where there is nothing to draw."""
+    drawn = [(name, _thinned(points)) for name, points in lines if points]
+    if not drawn:
+        return ""
+    picture = base64.b64encode(curve_svg(drawn).encode()).decode()
+    return f"![{', '.join(name for name, _ in drawn)}](data:image/svg+xml;base64,{picture})"
+
+
+def curve_svg(lines: Sequence[tuple[str, Line]]) -> str:
+    """The picture.
+
+    >>> curve_svg([("reward", [(0, 0.0), (10, 1.0)])]).count("<polyline")
+    1
+    """
+    steps = [step for _, points in lines for step, _ in points]
+    values = [value for _, points in lines for _, value in points]
+    low, high = min(values), max(values)
+    low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
+    first, last = min(steps), max(max(steps), min(steps) + 1)
+
+    def place(step: int, value: float) -> tuple[float, float]:
+        x = LEFT + (step - first) / (last - first) * (WIDTH - LEFT - 8)
+        return round(x, 1), round(TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM), 1)
+
+    bottom = HEIGHT - BOTTOM
+    parts = [
+        f'<path d="M{LEFT} {TOP}V{bottom}H{WIDTH - 8}" fill="none" stroke="{GREY}"/>',
+        _text(LEFT - 4, TOP + 4, f"{high:.3g}", "end"),
+        _text(LEFT - 4, bottom, f"{low:.3g}", "end"),
+        _text(LEFT, HEIGHT - 6, f"step {first}", "start"),
+        _text(WIDTH - 8, HEIGHT - 6, str(last), "end"),
+    ]
+    for number, (name, points) in enumerate(lines):
+        colour = COLOURS[number % len(COLOURS)]
+        places = [place(step, value) for step, value in points]
+        path = " ".join(f"{x},{y}" for x, y in places)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        if len(places) <= 12:  # so few are seen as points; one alone is no line
+            parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in places]
+        parts.append(_text(LEFT + 8 + 200 * number, 12, name, "start", colour))
+    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">{"".join(parts)}</svg>'
+
+
+def _text(x: int, y: int, text: str, anchor: str, colour: str = GREY) -> str:
+    return f'<text x="{x}" y="{y}" font-size="11" fill="{colour}" text-anchor="{anchor}">{text}</text>'
+
+
+def _thinned(points: Line) -> Line:
+    """Every n-th, and the last."""
+    every = -(-len(points) // MOST_POINTS)
+    return [point for index, point in enumerate(points) if index % every == 0 or index == len(points) - 1]

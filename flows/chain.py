@@ -1,0 +1,139 @@
+"""The chain of a run: dataset, filter, warm start, training in chunks, weights, validation, report.
+
+This is the one list of stages. Their work is in `flows.work.stages`, where each is a no-op if its result is on disk.
+`millrace train` runs each stage by `run_here`, flows run each as a Prefect task (`flows.tasks`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from data import StageResult
+from flows.progress import display
+from flows.work import stages
+from flows.work.mlflow_record import MlflowRecord
+from flows.work.open_run import OpenRun
+from flows.work.results import Export, Judgement, PipelineResult, Report, StartModel, describe_rows
+from rlcore.config import RunConfig
+from rlcore.errors import WorkerLostError
+from rlcore.run.inputs import RunInputs
+from rlcore.run.layout import RunLayout
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage(Generic[R]):
+    """One stage of a run.
+
+    `name`: of the kind of stage. `title`: of this one. `says`: its result as a line for people, '' for none. `run`: the
+    run whose trainer does the work; after the loss of that process the stage is tried again.
+    """
+
+    name: str
+    title: str
+    work: Callable[[], R]
+    says: Callable[[R], str]
+    run: OpenRun | None = None
+
+
+class RunStage(Protocol):
+    """A way to run a stage: it returns the result, and says in a line what came of it."""
+
+    def __call__(self, stage: Stage[R], /) -> R:
+        """Run one stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The dataset, the same tokenized and filtered, and what training takes from both."""
+
+    dataset: StageResult
+    filtered: StageResult
+    inputs: RunInputs
+
+
+def make_dataset(config: RunConfig, do: RunStage) -> StageResult:
+    """Make the rows."""
+    work, title = partial(stages.make_dataset, config), f"dataset {config.data.task}"
+    return do(Stage("dataset", title, work, lambda rows: f"dataset: {describe_rows(rows)}"))
+
+
+def make_rows(config: RunConfig, do: RunStage) -> Rows:
+    """Make the dataset, then tokenize and filter it."""
+    dataset = make_dataset(config, do)
+    work, title = partial(stages.filter_rows, config), f"filter to {config.filter.max_prompt_tokens} tokens"
+    filtered = do(Stage("filter", title, work, lambda rows: f"filter: {describe_rows(rows)}"))
+    return Rows(dataset, filtered, stages.inputs_of(config, dataset, filtered))
+
+
+def make_start_model(run: OpenRun, inputs: RunInputs, do: RunStage) -> StartModel:
+    """Make the model of step 0."""
+    work = partial(stages.warm_start, run, inputs)
+    return do(Stage("warm-start", f"warm-start {run.title}", work, lambda model: f"warm start: {model}", run))
+
+
+def train(run: OpenRun, inputs: RunInputs, do: RunStage, to_step: int | None = None) -> None:
+    """Make the model of step 0, and train it in chunks to a step; None: the last."""
+    make_start_model(run, inputs, do)
+    for start, stop in stages.chunk_bounds(run.config, to_step):
+        work = partial(stages.train_chunk, run, inputs, start, stop, to_step)
+        do(Stage("train-chunk", f"train/{run.title} step {start}-{stop}", work, lambda chunk: f"train: {chunk}", run))
+
+
+def export_last(run: OpenRun, inputs: RunInputs, do: RunStage) -> Export:
+    """Write the newest checkpoint's weights for others."""
+    work = partial(stages.export, run, inputs)
+    return do(Stage("export", f"export {run.title}", work, lambda made: f"weights: {made}", run))
+
+
+def judge(run: OpenRun, inputs: RunInputs, checkpoint: str, do: RunStage) -> Judgement:
+    """Validate a checkpoint: `start`, `last`, `best`, or its folder's name."""
+    name = {"start": "before", "last": "after"}.get(checkpoint, checkpoint)
+    work = partial(stages.validate, run, inputs, checkpoint, name)
+    return do(Stage("validate", f"validate/{run.title} {name}", work, lambda one: f"validation: {one}", run))
+
+
+def write_report(layout: RunLayout, title: str, do: RunStage) -> Report:
+    """Write the report of a run."""
+    return do(Stage("report", f"report/{title}", partial(stages.write_report, layout), lambda made: f"report: {made}"))
+
+
+def run_chain(run: OpenRun, do: RunStage, record: MlflowRecord, *, with_report: bool) -> PipelineResult:
+    """Run all stages. What the run's page in MLflow has besides metrics goes there with them."""
+    rows = make_rows(run.config, do)
+    inputs = rows.inputs
+    record.start(rows.dataset, rows.filtered)
+    if with_report:
+        stages.load_ahead()
+    train(run, inputs, do)
+    last = export_last(run, inputs, do)
+    judgements = [judge(run, inputs, checkpoint, do) for checkpoint in ("start", "last")]
+
+    def says_best(best: Export) -> str:
+        return f"best weights: {best}" if best.step != last.step else ""
+
+    export_best = partial(stages.export_best, run, inputs, last)
+    best = do(Stage("export-best", f"export {run.title} best", export_best, says_best, run))
+    run.trainer.let_go()
+    report = write_report(run.layout, run.title, do) if with_report else None
+    recorded = record.finish(report, last, best)
+    html = None if report is None else report.html
+    return PipelineResult(run.run_id, run.layout.run_dir, judgements, html, last.directory, recorded)
+
+
+def run_here(stage: Stage[R]) -> R:
+    """Run a stage without Prefect. A lost trainer is started again, and goes on from what is on disk."""
+    retries = 0 if stage.run is None else stage.run.config.runtime.max_chunk_retries
+    for attempt in range(retries + 1):
+        try:
+            result = stage.work()
+            break
+        except WorkerLostError as error:
+            if attempt == retries:
+                raise
+            display().line(f"{error}\ntrying again from the last checkpoint ({attempt + 1} of {retries})")
+    if line := stage.says(result):
+        display().line(line)
+    return result

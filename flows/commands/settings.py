@@ -1,0 +1,177 @@
+"""Settings and runs as the command line names them: options, `--root`, `--fork`, and runs by id, folder or settings."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from flows.parameters import RunSettings
+    from rlcore.config import RunConfig
+    from rlcore.run.layout import RunLayout
+
+ROOT = "paths.root="
+
+
+class Commands(TyperGroup):
+    """Commands that accept `paths.root=DIR` where they take no settings, and show how a setting is written."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Find the command as typer does, and translate its words."""
+        name, command, words = super().resolve_command(ctx, args)
+        taken = {option: parameter.name for parameter in getattr(command, "params", ()) for option in parameter.opts}
+        if not isinstance(command, TyperGroup):
+            if taken.keys() & {"settings", "run"}:
+                _refuse_settings_as_options(words, {"--help", *taken})
+            if "--root" in taken and "settings" not in taken:
+                words = [f"--root={root_of(word)}" if word.startswith(ROOT) else word for word in words]
+        return name, command, words
+
+
+def root_of(word: str) -> Path:
+    """The folder that `paths.root=DIR` names.
+
+    >>> root_of("paths.root='/my data'")
+    PosixPath('/my data')
+    """
+    return Path(word.removeprefix(ROOT).strip("'\""))
+
+
+def with_root(settings: Sequence[str] | None, root: Path | None) -> list[str]:
+    """The settings, with the one that `--root` stands for."""
+    from flows.parameters import all_overrides
+
+    return all_overrides(list(settings or ()), root=None if root is None else str(root))
+
+
+def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None:
+    """Refuse unknown options with the setting that was meant; one that is like an option is left to typer.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    unknown = [at for at, word in enumerate(words) if word.startswith("--") and word.partition("=")[0] not in options]
+    if not unknown:
+        return
+    from flows.parameters import FIELDS
+    from rlcore.config.compose import GROUPS
+    from rlcore.config.problems import Problem, nearest, settings_error
+    from rlcore.config.run import all_keys
+
+    own = {option.removeprefix("--").replace("-", "_") for option in options}
+    problems = []
+    for at in unknown:
+        option, _, value = words[at].partition("=")
+        written = option.removeprefix("--").replace("-", "_")
+        key = FIELDS.get(written) or nearest(written, {*own, *all_keys(), *GROUPS, "experiment"})
+        if key in own:
+            return
+        following = words[at + 1] if at + 1 < len(words) and "=" not in words[at + 1] else "VALUE"
+        remedy = f"Did you mean {key}={value or following}?" if key else "docs/settings.md lists every setting"
+        problems.append(Problem(option, "is no option; a setting is written KEY=VALUE", words[at], remedy))
+    raise settings_error(problems)
+
+
+def named_run(words: list[str], root: Path | None) -> "tuple[RunConfig, RunLayout]":
+    """Settings and folders of a run. An id, or the beginning of one, is looked up below `root` (None: the usual one).
+
+    Raises:
+        ConfigError: the settings are wrong.
+        DataError: there is no such run, its settings cannot be read, or a part of it is of another kind.
+    """
+    from flows.work.runs import named_runs
+    from rlcore.config import PathsConfig, RunConfig
+    from rlcore.config.compose import load_config
+    from rlcore.errors import DataError
+    from rlcore.run.layout import RunLayout
+
+    if len(words) == 1 and "=" not in words[0]:
+        (folder,) = named_runs(words, root or Path(PathsConfig().root))
+        file = folder / "settings.json"
+        try:
+            config = RunConfig.model_validate_json(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{file}: cannot be read as the settings of this version of Millrace ({error}). Use the version that "
+                "wrote it."
+            ) from error
+        layout = RunLayout(Path(config.paths.root).resolve(), folder)  # the folder may have been moved or copied
+    else:
+        config = load_config(with_root(words, root))
+        layout = RunLayout.of(config)
+        if not layout.run_dir.is_dir():
+            raise DataError(
+                f"{layout.run_dir}: there is no such run: the settings name it, but nothing was started with them. "
+                "Give the settings of the run, its id, or its folder."
+            )
+    layout.require_kinds()
+    return config, layout
+
+
+def forked(settings: list[str], source: str | None = None, *, dry_run: bool = False) -> "RunSettings":
+    """Compose settings; where `source` names a run's checkpoint, its weights are the model of step 0.
+
+    The weights go to `<root of the source>/models/fork-<digest>` as a transformers directory, once for a checkpoint.
+    Optimizer, critic and place in the data begin anew: what goes on as the same run needs no fork. A dry run writes
+    nothing: until the weights are there it plans by the model that the other run has started from.
+
+    Args:
+        settings: as on the command line.
+        source: `RUN[@CHECKPOINT]`; None: no fork.
+        dry_run: nothing may be written.
+
+    Raises:
+        ConfigError: the settings are wrong.
+        DataError: there is no such run.
+        CheckpointError: it has no such checkpoint, or that is broken.
+    """
+    from flows.parameters import compose_settings, written
+
+    if source is None:
+        return compose_settings(settings)
+    from flows.commands.checkpoints import export_to, start_model_of
+    from rlcore.checkpoint.catalog import find_checkpoint
+    from rlcore.config.fingerprint import fingerprint
+    from rlcore.errors import CheckpointError
+    from rlcore.storage.finished import finished_or_set_aside, finished_or_why
+
+    # The settings cannot be composed yet: their model is still to come. A run's id is looked for in their root.
+    roots = [root_of(text) for text in settings if text.startswith(ROOT)]
+    name, _, checkpoint = source.partition("@")
+    config, layout = named_run([name], roots[-1] if roots else None)
+    info = find_checkpoint(layout.checkpoints, checkpoint or "last")
+    digest = fingerprint("fork", {"run": layout.run_dir.name, "step": info.step, "created": info.created})
+    target = layout.root / "models" / f"fork-{digest}"
+    if dry_run:
+        is_missing = finished_or_why(target, error=CheckpointError)[0] is None
+    else:
+        is_missing = False
+        if finished_or_set_aside(target, error=CheckpointError) is None:
+            export_to(config, layout, info.name, target)
+    model = start_model_of(config, layout) if is_missing else target
+    more = [
+        f"model.path={written(str(model))}",
+        "warm_start.enabled=false",
+        f"tags.forked_from={written(f'{layout.run_dir.name}@{info.name}')}",
+    ]
+    composed = compose_settings([*settings, *more])
+    if not is_missing:
+        return composed
+    seen = composed.config
+    planned = seen.model_copy(update={"model": seen.model.model_copy(update={"path": str(target)})})
+    return replace(composed, config=planned, seen=seen)
+
+
+def beside_python(command: str) -> str:
+    """The command with the path of its program, where that lies beside the interpreter.
+
+    >>> beside_python("no-such-program --flag")
+    'no-such-program --flag'
+    """
+    program, _, rest = command.partition(" ")
+    path = Path(sys.executable).parent / program
+    return f"{quote(str(path))} {rest}" if path.is_file() else command

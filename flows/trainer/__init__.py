@@ -1,1 +1,0 @@
-"""The flow's side of the trainer process."""

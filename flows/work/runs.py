@@ -1,0 +1,248 @@
+"""The work over several runs of a root: find them, compare them, prune, deliver and tidy; without Prefect."""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.stack.state import log_in, stack_store
+from flows.work.open_run import FLOW_LOCK
+from rlcore.checkpoint.catalog import plan_prune
+from rlcore.checkpoint.store import CheckpointStore
+from rlcore.config import RunConfig, TrackingConfig
+from rlcore.errors import DataError, MillraceError, RunInUseError, TrackingError
+from rlcore.run.layout import RunLayout
+from rlcore.storage.locks import HeldLock
+from rlcore.tracking import MlflowStore, explain, sync_run
+from rlcore.tracking.attempts import has_begun
+from rlcore.tracking.connection import has_store, resolve_uri
+from rlcore.tracking.delivery import read_state
+from rlcore.tracking.mlflow_store import compare_url, search_run_ids
+from rlcore.tracking.models import find_garbage, remove_garbage
+
+if TYPE_CHECKING:
+    from rlcore.report import ReportFiles
+
+MOST_NAMES = 8
+"""Run ids in a message at most."""
+
+
+def all_runs(root: Path) -> list[Path]:
+    """Folders of all runs under a root, by name."""
+    return sorted(file.parent for file in (root / "runs").glob("*/settings.json"))
+
+
+def named_runs(names: Sequence[str], root: Path) -> list[Path]:
+    """The folders of runs named by a path, a run id, or the beginning of one that is no other's.
+
+    Raises:
+        DataError: a name that is no run's, or several runs'.
+    """
+    return [_named(name, root) for name in names]
+
+
+def _named(name: str, root: Path) -> Path:
+    for folder in (Path(name), root / "runs" / name):
+        if (folder / "settings.json").is_file():
+            return folder.resolve()
+    known = all_runs(root)
+    found = [folder for folder in known if folder.name.startswith(name)]
+    if len(found) == 1:
+        return found[0].resolve()
+    names = ", ".join(folder.name for folder in (found or known)[:MOST_NAMES]) or "none"
+    problem = "is the beginning of several runs" if found else "is neither the folder nor the id of a run"
+    raise DataError(
+        f"{name}: {problem}; under {root / 'runs'} there are: {names}. Name one of them, or another root (--root, or "
+        "paths.root)."
+    )
+
+
+log = logging.getLogger(__name__)
+
+FOLDER = "comparisons"
+"""Of a run's artifacts in MLflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What was compared, where it is written, and MLflow's own page of the same runs; '' where it has fewer than two.
+    `statements`: what the comparison concludes. `summary`: its head as Markdown."""
+
+    runs: tuple[Path, ...]
+    html: Path
+    json: Path
+    mlflow_page: str
+    statements: tuple[str, ...]
+    summary: str
+
+
+def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingConfig) -> list[Path]:
+    """The folders of the named runs, and of those that a search in MLflow finds.
+
+    Raises:
+        DataError: a name is no run's; a run that the search finds is not on this machine.
+        TrackingError: MLflow does not take the search.
+    """
+    folders = named_runs(names, root)
+    if search:
+        store = MlflowStore(tracking, root)
+        if not has_store(store.uri):
+            raise DataError(
+                f"--search {search!r}: there is no MLflow store ({store.uri}) to search; name another --root"
+            )
+        found = search_run_ids(store, search)
+        if not found:
+            raise DataError(f"--search {search!r}: finds no run in experiment {tracking.experiment}; look for typos")
+        folders += named_runs(found, root)
+    return list(dict.fromkeys(folders))
+
+
+def compare(folders: Sequence[Path], root: Path) -> Comparison:
+    """Write the comparison of runs, under `<root>/comparisons`, and keep it with each of them in MLflow.
+
+    Raises:
+        DataError: fewer than two runs, or a folder that cannot be read.
+    """
+    from rlcore.report import compare_runs
+
+    files = compare_runs(folders)
+    told = json.loads(files.json.read_text())
+    statements = tuple(f"{found['topic']}: {found['statement']}" for found in told["findings"])
+    page = _keep(folders, files, root)
+    return Comparison(tuple(folders), files.html, files.json, page, statements, files.summary)
+
+
+def _keep(folders: Sequence[Path], files: "ReportFiles", root: Path) -> str:
+    """Upload the files to the runs that MLflow has; the URL of its page of them. A failure is a line in the log."""
+    known = [(folder, run_id) for folder in folders if (run_id := _mlflow_run(folder)) is not None]
+    configs = [RunConfig.model_validate_json((folder / "settings.json").read_bytes()) for folder, _ in known]
+    if not known or not all(config.tracking.enabled for config in configs):
+        return ""
+    stores = [MlflowStore(config.tracking, root) for config in configs]
+    try:
+        for store, (_, run_id) in zip(stores, known, strict=True):
+            for file in (files.html, files.json):
+                store.log_artifact(run_id, file, f"{FOLDER}/{files.html.parent.name}")
+        if len(known) > 1 and len({store.uri for store in stores}) == 1:
+            return compare_url(stores[0], [run_id for _, run_id in known])
+    except Exception as error:
+        log.warning("MLflow did not take the comparison: %s", explain(error, stores[0].uri))
+    return ""
+
+
+def _mlflow_run(folder: Path) -> str | None:
+    try:
+        return read_state(folder).mlflow_run_id
+    except MillraceError as error:
+        log.warning("%s", error)
+        return None
+
+
+BYTES_PER_MB = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one run, as a sentence. `ok`: it went well, or there was nothing to do."""
+
+    run: str
+    text: str
+    ok: bool
+
+    def __str__(self) -> str:
+        """The line that people read."""
+        return f"{self.run}: {self.text}"
+
+
+def prune(folders: Sequence[Path], *, dry_run: bool) -> list[Outcome]:
+    """Delete the checkpoints that each run's own retention rule does not keep; a run that is going on is left alone."""
+    return [_pruned(folder, dry_run) for folder in folders]
+
+
+def _pruned(folder: Path, dry_run: bool) -> Outcome:
+    try:
+        config = RunConfig.model_validate_json((folder / "settings.json").read_bytes())
+        checkpoints = RunLayout(folder.parents[1], folder).checkpoints
+        if not checkpoints.is_dir():
+            return Outcome(folder.name, "no checkpoints", ok=True)
+        if dry_run:
+            plan = plan_prune(checkpoints, config.checkpoint)
+            return Outcome(
+                folder.name,
+                f"would delete {len(plan.deleted)} of {len(plan.deleted) + len(plan.kept)} checkpoints, "
+                f"{plan.freed_bytes / BYTES_PER_MB:.1f} MB",
+                ok=True,
+            )
+        with HeldLock(folder / FLOW_LOCK, what=f"run {folder.name}"):
+            deleted = CheckpointStore(checkpoints, config.checkpoint, config).prune()
+    except RunInUseError:
+        return Outcome(folder.name, "is going on, and prunes by itself", ok=True)
+    except (MillraceError, OSError, ValueError) as error:
+        return Outcome(folder.name, f"not pruned: {error}", ok=False)
+    return Outcome(folder.name, f"deleted {len(deleted)} checkpoints", ok=True)
+
+
+def sync(folders: Sequence[Path], uri: str | None) -> list[Outcome]:
+    """Deliver to MLflow what it has not got of each run's journal. Doing it again changes nothing.
+
+    `uri`: another store than that of the run's settings; where neither names one, it is the stack's.
+    """
+    return [_synced(folder, uri) for folder in folders]
+
+
+def _synced(folder: Path, uri: str | None) -> Outcome:
+    if not has_begun(folder):
+        return Outcome(folder.name, "has not begun", ok=True)
+    try:
+        result = sync_run(folder, log_in(uri, folder.parents[1]) if uri else _store_in_stack(folder))
+    except TrackingError as error:
+        if "in use by" in str(error):
+            return Outcome(folder.name, "is being delivered by another process", ok=True)
+        return Outcome(folder.name, str(error), ok=False)
+    status = "goes on" if result.status is None else f"is {result.status}"
+    news = f"{result.num_bytes:,} bytes of the journal delivered" if result.num_bytes else "nothing was missing"
+    return Outcome(folder.name, f"{news}; the run {status} (MLflow run {result.mlflow_run_id})", ok=True)
+
+
+def _store_in_stack(folder: Path) -> str | None:
+    """The stack's store for a run whose settings name none; None: the one that it was begun with."""
+    try:
+        named = RunConfig.model_validate_json((folder / "settings.json").read_bytes()).tracking.uri
+    except (OSError, ValueError):  # settings of another version: `attempts.jsonl` says where it goes
+        return None
+    if named is None:
+        return stack_store(folder.parents[1])
+    log_in(named, folder.parents[1])
+    return None
+
+
+def collect_garbage(root: Path, tracking: TrackingConfig, *, dry_run: bool) -> list[Outcome]:
+    """Remove the artifacts of runs that were deleted in MLflow; their records in MLflow, and `runs/`, stay.
+
+    Raises:
+        TrackingError: the store cannot be read.
+    """
+    uri = resolve_uri(tracking, root)
+    if not has_store(uri):
+        return [Outcome(str(root), f"there is no MLflow store ({uri})", ok=True)]
+    try:
+        found = find_garbage(uri)
+    except Exception as error:
+        raise TrackingError(f"garbage cannot be looked for: {explain(error, uri)}") from error
+    outcomes = []
+    for one in found:
+        name = f"{one.run_name or one.run_id}{f' model {one.model_id}' if one.model_id else ''}"
+        size = f"{one.num_files} files, {one.num_bytes / BYTES_PER_MB:.1f} MB"
+        if one.kept:
+            outcomes.append(Outcome(name, f"{size} stay: {one.kept}", ok=True))
+            continue
+        try:
+            if not dry_run:
+                remove_garbage(uri, one)
+        except Exception as error:
+            outcomes.append(Outcome(name, f"{size} not removed: {explain(error, uri)}", ok=False))
+            continue
+        outcomes.append(Outcome(name, f"{size} {'would be removed' if dry_run else 'removed'}", ok=True))
+    return outcomes

@@ -1,0 +1,129 @@
+"""The one list of stages: their order, their lines for people, and what happens when a trainer is lost."""
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from flows import chain
+from flows.chain import Stage, run_here
+from flows.progress import PlainDisplay, shown_on
+from flows.work import stages
+from flows.work.open_run import OpenRun, open_run
+from flows.work.results import Chunk, Export, Judgement, Recorded, Report, StartModel
+from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.store import CheckpointStore
+from rlcore.config import RunConfig
+from rlcore.config.compose import load_config
+from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.errors import ModelError, WorkerLostError
+
+R = TypeVar("R")
+
+HERE = Path("here")
+MADE: dict[str, Any] = {
+    "warm-start": StartModel(HERE, cached=False, reward=0.4, steps=30),
+    "train-chunk": Chunk(0, 1, HERE, skipped=False, metrics={"critic/score/mean": 0.25}),
+    "export": Export(HERE, 2, cached=True),
+    "validate": Judgement("after", 2, HERE, cached=False, summary={"val-core/countdown/reward/greedy": 0.5}),
+    "export-best": Export(HERE, 1, cached=False),
+    "report": Report(HERE, cached=True),
+}
+
+
+class Record:
+    """In place of the run's page in MLflow."""
+
+    def start(self, *rows: object) -> None:
+        self.rows = rows
+
+    def finish(self, report: Report | None, last: Export, best: Export) -> Recorded:
+        self.end = (report, last, best)
+        return Recorded()
+
+
+@pytest.fixture
+def config(artifacts_root: Path) -> RunConfig:
+    return load_config(
+        ["experiment=debug", "data.train_size=20", "data.validation_size=5", f"paths.root={artifacts_root}"]
+    )
+
+
+@pytest.mark.parametrize("with_report", [False, True])
+def test_the_stages_come_in_this_order(config: RunConfig, with_report: bool) -> None:
+    said = []
+
+    def do(stage: Stage[R]) -> R:
+        result = stage.work() if stage.name in ("dataset", "filter") else MADE[stage.name]
+        said.append((stage.title, stage.says(result).partition(" (")[0], stage.run is not None))
+        return result
+
+    record = Record()
+    with open_run(config, ("millrace", "train")) as run:
+        done = chain.run_chain(run, do, record, with_report=with_report)  # type: ignore[arg-type]
+    after = "validation: after"
+    assert said == [
+        ("dataset countdown", "dataset: 20 train, 5 validation rows", False),
+        ("filter to 32 tokens", "filter: 20 train, 5 validation rows", False),
+        ("warm-start debug", "warm start: reward 0.400 after 30 steps", True),
+        ("train/debug step 0-1", "train: step 0-1, reward 0.250", True),
+        ("train/debug step 1-2", "train: step 0-1, reward 0.250", True),
+        ("export debug", "weights: step 2, skipped: done before", True),
+        ("validate/debug before", after, True),
+        ("validate/debug after", after, True),
+        ("export debug best", "best weights: step 1", True),
+        *([("report/debug", "report: here, skipped: it is current", False)] if with_report else []),
+    ]
+    assert len(record.rows) == 2
+    assert record.end == (MADE["report"] if with_report else None, MADE["export"], MADE["export-best"])
+    assert done.report == (HERE if with_report else None)
+
+
+def test_a_committed_chunk_is_skipped_and_says_its_steps(config: RunConfig) -> None:
+    with open_run(config) as run:
+        inputs = stages.prepare_inputs(config)
+        state = TrainerState(
+            step=2, policy_version=2, num_prompts_drawn=16, num_tokens=99, kl_coef=0.0,
+            settings_fingerprint=settings_fingerprint(config),
+        )  # fmt: skip
+        with CheckpointStore(run.layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
+            (folder / "weights").write_text("x")
+        chunk = stages.train_chunk(run, inputs, 1, 2)
+    assert (chunk.start, chunk.stop, chunk.skipped) == (1, 2, True)
+    assert chunk.checkpoint == run.layout.checkpoints / "step-000002"
+    assert str(chunk) == "step 1-2, skipped: done before"
+
+
+def test_only_a_lost_trainer_is_tried_again_and_no_more_often_than_asked_for(
+    config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runtime = config.runtime.model_copy(update={"max_chunk_retries": 2})
+    run = OpenRun(config.model_copy(update={"runtime": runtime}), ())
+    calls = []
+
+    def stage(*errors: Exception) -> Stage[str]:
+        def work() -> str:
+            calls.append(len(calls))
+            if len(calls) <= len(errors):
+                raise errors[len(calls) - 1]
+            return "done"
+
+        calls.clear()
+        return Stage("stage", "stage", work, lambda result: result, run)
+
+    lost = WorkerLostError("it is gone")
+    with shown_on(PlainDisplay()):
+        assert run_here(stage(lost, lost)) == "done"
+        assert capsys.readouterr().out.splitlines() == [
+            "it is gone",
+            "trying again from the last checkpoint (1 of 2)",
+            "it is gone",
+            "trying again from the last checkpoint (2 of 2)",
+            "done",
+        ]
+        with pytest.raises(WorkerLostError):
+            run_here(stage(lost, lost, lost))
+        assert len(calls) == 3
+        with pytest.raises(ModelError):
+            run_here(stage(ModelError("wrong")))
+        assert len(calls) == 1

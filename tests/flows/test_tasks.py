@@ -1,0 +1,96 @@
+"""Stages as Prefect tasks: a flow run that is tried again runs them again; what is done is known from the disk."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
+from prefect.flow_engine import run_flow
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_RESULTS_PERSIST_BY_DEFAULT,
+    temporary_settings,
+)
+from prefect.states import Cancelled, Completed, Failed, Scheduled, State
+
+from flows import pipeline
+from flows.chain import RunStage, Stage
+from flows.parameters import compose_settings
+from flows.server.api import LocalServer
+from flows.tasks import as_task
+from flows.work.mlflow_record import MlflowRecord
+from flows.work.open_run import OpenRun
+from flows.work.results import PipelineResult, Recorded
+from rlcore.config.fingerprint import run_id
+
+pytestmark = pytest.mark.prefect
+
+
+@dataclass(frozen=True)
+class Made:
+    """A stage's result: a stored one Prefect would read back as a dict."""
+
+    data: int
+
+
+on_disk: list[int] = []
+
+
+def work() -> Made:
+    on_disk.append(len(on_disk))
+    return Made(on_disk[-1])
+
+
+@flow
+def chain() -> int:
+    return as_task(Stage("stage", "stage {of} a run", work, lambda made: f"made {made.data}")).data
+
+
+@pytest.fixture
+def client(prefect_server: LocalServer) -> Iterator[SyncPrefectClient]:
+    settings = {
+        PREFECT_API_URL: prefect_server.url,
+        PREFECT_API_AUTH_STRING: prefect_server.login,
+        PREFECT_RESULTS_PERSIST_BY_DEFAULT: True,
+    }
+    with temporary_settings(settings), get_client(sync_client=True) as client:
+        yield client
+
+
+@pytest.mark.parametrize("end", [Completed, Failed, Cancelled])
+def test_a_flow_run_that_is_tried_again_runs_its_stages_again(
+    client: SyncPrefectClient, end: type[State[object]]
+) -> None:
+    on_disk.clear()
+    run = client.create_flow_run(chain)
+    assert run_flow(chain, client.read_flow_run(run.id)) == 0
+    client.set_flow_run_state(run.id, end(), force=True)
+    client.set_flow_run_state(run.id, Scheduled(), force=True)
+    assert run_flow(chain, client.read_flow_run(run.id)) == 1
+    assert on_disk == [0, 1]
+    tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
+    assert {task.name for task in tasks} <= {"stage {of} a run"}
+
+
+def test_a_flow_takes_the_settings_that_its_command_has_composed_and_checked(
+    client: SyncPrefectClient, artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["experiment=debug", "seed=3", "tracking.enabled=false", f"paths.root={artifacts_root}"]
+    settings = compose_settings(words)
+    for name in ("compose_settings", "check_run"):
+        monkeypatch.setattr(pipeline, name, lambda *_, **__: pytest.fail("done again"))
+
+    def run_chain(run: OpenRun, do: RunStage, record: MlflowRecord, *, with_report: bool) -> PipelineResult:
+        assert run.config is settings.config
+        return PipelineResult(run.run_id, run.layout.run_dir, [], None, artifacts_root, Recorded())
+
+    monkeypatch.setattr(pipeline.chain, "run_chain", run_chain)
+    assert pipeline.run_checked(settings).run_id == run_id(settings.config)
+    (run,) = client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=["pipeline/debug seed=3"]))
+    )
+    assert (run.parameters["experiment"], run.parameters["overrides"]) == ("debug", words[1:])
