@@ -1,7 +1,7 @@
 """`millrace checkpoints`: list, verify, export and prune the checkpoints of a run."""
 
 import json
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,12 @@ def marks_of(rows: tuple[CheckpointRow, ...]) -> dict[int, str]:
 def _documents(rows: tuple[CheckpointRow, ...]) -> list[dict[str, Any]]:
     marks = marks_of(rows)
     return [
-        {**asdict(row), "path": str(row.path), "marks": marks[row.step].split(", ") if row.step in marks else []}
+        {
+            **{field.name: getattr(row, field.name) for field in fields(row)},
+            "path": str(row.path),
+            "marks": marks[row.step].split(", ") if row.step in marks else [],
+            "metrics": dict(row.metrics),
+        }
         for row in rows
     ]
 
