@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlcore.config import CheckpointConfig
-from rlcore.errors import DiskSpaceError
+from rlcore.errors import DataError, DiskSpaceError, MillraceError
 
 BYTES_PER_GB = 1e9
 # float32 master weights and the two float32 moments of AdamW.
@@ -53,6 +53,11 @@ def is_out_of_room(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def unwritable(folder: Path, reason: OSError, error: type[MillraceError] = DataError) -> MillraceError:
+    """The error for a folder in which nothing can be written."""
+    return error(f"{folder}: cannot be written ({reason}). Make the folder writable, or choose another paths.root.")
 
 
 def out_of_room(path: Path, reason: BaseException, *, needed_bytes: int | None = None) -> DiskSpaceError:

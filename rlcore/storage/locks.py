@@ -18,8 +18,8 @@ from typing import Self
 
 import psutil
 
-from rlcore.errors import DataError, MillraceError, RunInUseError
-from rlcore.storage.disk import is_out_of_room, out_of_room
+from rlcore.errors import MillraceError, RunInUseError
+from rlcore.storage.disk import is_out_of_room, out_of_room, unwritable
 
 POLL_S = 0.1
 # A command line can hold a whole program; its beginning is enough to know it by.
@@ -152,7 +152,7 @@ class HeldLock:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as reason:
-            raise self._unwritable(reason) from reason
+            raise unwritable(self.path.parent, reason) from reason
         deadline = time.monotonic() + self._wait_s
         while not self._try():
             if time.monotonic() >= deadline:
@@ -168,10 +168,10 @@ class HeldLock:
         try:
             return self._lock.try_acquire()
         except (PermissionError, IsADirectoryError, NotADirectoryError) as reason:
-            raise self._unwritable(reason) from reason
+            raise unwritable(self.path.parent, reason) from reason
         except OSError as reason:
             if reason.errno == errno.EROFS:
-                raise self._unwritable(reason) from reason
+                raise unwritable(self.path.parent, reason) from reason
             if is_out_of_room(reason):
                 raise out_of_room(self.path, reason) from reason
             raise self._error(
@@ -187,11 +187,6 @@ class HeldLock:
             if not is_out_of_room(reason):
                 self._lock.release()
                 raise
-
-    def _unwritable(self, reason: OSError) -> DataError:
-        return DataError(
-            f"{self.path.parent}: cannot be written ({reason}). Make the folder writable, or choose another paths.root."
-        )
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None

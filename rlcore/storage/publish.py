@@ -21,7 +21,7 @@ import psutil
 from pydantic import JsonValue
 
 from rlcore.errors import DataError, DiskSpaceError, MillraceError
-from rlcore.storage.disk import is_out_of_room, out_of_room
+from rlcore.storage.disk import is_out_of_room, out_of_room, unwritable
 from rlcore.storage.documents import sha256_of
 from rlcore.storage.finished import tell_other_bytes
 from rlcore.storage.locks import FileLock
@@ -87,9 +87,7 @@ def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, Fil
         remove_tree(temporary)
         if is_out_of_room(reason):
             raise out_of_room(target, reason) from reason
-        raise error(
-            f"{target.parent}: cannot be written ({reason}). Make the folder writable, or choose another paths.root."
-        ) from reason
+        raise unwritable(target.parent, reason, error) from reason
     return temporary, owner
 
 
@@ -192,6 +190,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 
     Raises:
         DiskSpaceError: no room; the old file is untouched.
+        DataError: the folder cannot be written.
     """
     temporary = temporary_beside(path)
     try:
@@ -200,6 +199,8 @@ def write_text_atomically(path: Path, text: str) -> None:
         temporary.replace(path)
         _flush(path.parent)
     except BaseException as reason:
+        if isinstance(reason, PermissionError):
+            raise unwritable(path.parent, reason) from reason
         temporary.unlink(missing_ok=True)
         if is_out_of_room(reason):
             raise out_of_room(path, reason, needed_bytes=len(text.encode())) from reason
