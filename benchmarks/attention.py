@@ -28,9 +28,7 @@ from benchmarks.harness import describe_lengths, draw_lengths
 from benchmarks.limits import wait_for
 from benchmarks.shapes import SHAPES
 from rlcore.errors import ModelError
-from rlcore.models.attention import packed_attention
-from rlcore.models.kernels import choose_attention
-from rlcore.models.layout import Backend, PackedLayout, build_layout
+from rlcore.models.attention import Backend, PackedLayout, build_layout, choose_attention, packed_attention
 
 KERNELS: tuple[Backend, ...] = ("varlen", "flash_attn", "sdpa")
 COMPARED = 4

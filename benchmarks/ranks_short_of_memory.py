@@ -31,13 +31,12 @@ from benchmarks.harness import describe_lengths, draw_lengths
 from benchmarks.measured import write_result
 from benchmarks.shapes import SHAPES, model_of
 from rlcore.algos.aggregation import Denominator
+from rlcore.batching.balance import share_out
 from rlcore.batching.pack import pack, select_train
 from rlcore.config.compose import load_config
-from rlcore.trainer.dispatch import share_out
 from rlcore.types import Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.actor import Actor
-from rlcore.workers.allocator import let_segments_grow
-from rlcore.workers.device import choose_place, join_ranks
+from rlcore.workers.device import choose_place, join_ranks, let_segments_grow
 
 
 def batch(arguments: argparse.Namespace) -> TrainBatch:

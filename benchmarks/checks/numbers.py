@@ -15,7 +15,7 @@ from rlcore.models.load import load_policy
 from rlcore.trainer import step as step_module
 from rlcore.types import PackedBatch, Score
 from rlcore.workers.actor import policy_logprobs
-from rlcore.workers.micro import micro_batches
+from rlcore.workers.passes import micro_batches
 from rlcore.workers.worker import Worker
 
 BOUNDS = {True: 0.02, False: 1e-4}

@@ -6,9 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlcore.algos.aggregation import masked
-from rlcore.algos.groups import group_mean, group_size, group_std
-from rlcore.algos.recurrence import backward_recurrence, same_sequence_follows, shift_left
+from rlcore.algos.aggregation import masked, segment_sum
+from rlcore.config.algo import OverlongConfig
 
 SequenceAdvantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "remax"]
 """Methods that give one advantage to each answer; the others (gae, reinforce_pp) give one to each token."""
@@ -164,3 +163,129 @@ def reinforce_pp(
     """
     returns, _ = gae(rewards, torch.zeros_like(rewards), mask, sequence_ids, gamma=gamma, lam=1.0)
     return whiten(returns, mask), returns
+
+
+def group_members(group_ids: Int[Tensor, "N"]) -> tuple[Int[Tensor, "N"], Int[Tensor, "P"]]:
+    """For each answer the index of its group among those present, and the number of answers in each group.
+
+    The ids may be any integers, in any order. Waits for the device: not for the inner loop.
+
+    >>> members, sizes = group_members(torch.tensor([7, 3, 7]))
+    >>> members.tolist(), sizes.tolist()
+    ([1, 0, 1], [1, 2])
+    """
+    _, members, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    return members, sizes
+
+
+def group_size(group_ids: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
+    """For each answer the number of answers in its group."""
+    members, sizes = group_members(group_ids)
+    return sizes[members]
+
+
+def comparable(score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]) -> Bool[Tensor, "N"]:
+    """True for an answer with a score to whose prompt another one has a score too, or that is the only one there is.
+
+    >>> comparable(torch.tensor([True, False, True, True, True]), torch.tensor([0, 0, 1, 1, 2])).tolist()
+    [False, False, True, True, True]
+    """
+    members, sizes = group_members(group_ids)
+    num_scored = torch.zeros_like(sizes).index_add(0, members, score_mask.long())
+    return score_mask & ((num_scored > 1) | (sizes == 1))[members]
+
+
+def group_mean(
+    scores: Float[Tensor, "N"], group_ids: Int[Tensor, "N"], weights: Float[Tensor, "N"]
+) -> Float[Tensor, "N"]:
+    """For each answer the weighted mean of its group's scores, 0 for a group of one: `sum w s / sum w`."""
+    members, sizes = group_members(group_ids)
+    sums = segment_sum(weights * scores, members, sizes.numel())
+    totals = segment_sum(weights, members, sizes.numel())
+    return torch.where(sizes > 1, sums / totals, torch.zeros_like(sums))[members]
+
+
+def group_std(scores: Float[Tensor, "N"], group_ids: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """For each answer the standard deviation of its group's scores (ddof = 1), 1 for a group of one."""
+    members, sizes = group_members(group_ids)
+    deviations = scores - group_mean(scores, group_ids, torch.ones_like(scores))
+    squares = segment_sum(deviations.square(), members, sizes.numel())
+    std = (squares / (sizes - 1).clamp(min=1)).sqrt()
+    return torch.where(sizes > 1, std, torch.ones_like(std))[members]
+
+
+def same_sequence_follows(sequence_ids: Int[Tensor, "T"]) -> Bool[Tensor, "T"]:
+    """True where the next token belongs to the same sequence.
+
+    >>> same_sequence_follows(torch.tensor([0, 0, 1])).tolist()
+    [True, False, False]
+    """
+    follows = torch.zeros_like(sequence_ids, dtype=torch.bool)
+    follows[:-1] = sequence_ids[:-1] == sequence_ids[1:]
+    return follows
+
+
+def shift_left(values: Float[Tensor, "T"], distance: int) -> Float[Tensor, "T"]:
+    """`v_{t + distance}`, 0 beyond the end."""
+    shifted = torch.zeros_like(values)
+    shifted[: values.numel() - distance] = values[distance:]
+    return shifted
+
+
+def backward_recurrence(decay: Float[Tensor, "T"], addend: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+    """Solve `x_t = addend_t + decay_t x_{t+1}` from the end, with `x_T = 0`.
+
+    A decay of 0 ends a sequence; a decay of 1 with an addend of 0 passes the later value through. The map of a stretch
+    of tokens is again of the form `a + d x`, so stretches of 1, 2, 4, ... tokens are composed (prefix sums by doubling,
+    Hillis and Steele 1986; Blelloch 1990): log2(T) steps over flat tensors, no loop over tokens and no padding.
+
+    >>> backward_recurrence(torch.tensor([0.5, 0.5, 0.0]), torch.tensor([1.0, 1.0, 4.0])).tolist()
+    [2.5, 3.0, 4.0]
+    """
+    distance = 1
+    while distance < addend.numel():
+        addend = addend + decay * shift_left(addend, distance)
+        decay = decay * shift_left(decay, distance)
+        distance *= 2
+    return addend
+
+
+def score_range(
+    scores: Float[Tensor, "N"], score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]
+) -> tuple[Float[Tensor, "P"], Float[Tensor, "P"]]:
+    """The highest and the lowest score of each group, over the answers that have one; -inf and inf where none has."""
+    members, sizes = group_members(group_ids)
+    members, scores = members[score_mask], scores[score_mask]
+    highest = torch.full_like(sizes, -torch.inf, dtype=scores.dtype).scatter_reduce(0, members, scores, reduce="amax")
+    lowest = torch.full_like(sizes, torch.inf, dtype=scores.dtype).scatter_reduce(0, members, scores, reduce="amin")
+    return highest, lowest
+
+
+def informative_groups(
+    scores: Float[Tensor, "N"], score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]
+) -> Bool[Tensor, "N"]:
+    """For each answer whether its group's scores differ: where all are equal, every advantage is 0.
+
+    `max_g s > min_g s` over the answers that have a score. A group of one counts as informative, since its mean is
+    taken as 0 and so its advantage is its score. The filter of DAPO's dynamic sampling, Yu et al. 2025,
+    arXiv:2503.14476.
+    """
+    members, sizes = group_members(group_ids)
+    highest, lowest = score_range(scores, score_mask, group_ids)
+    return ((highest > lowest) | ((sizes == 1) & (highest == lowest)))[members]
+
+
+def overlong_penalty(
+    lengths: Int[Tensor, "N"], *, max_response_tokens: int, settings: OverlongConfig
+) -> Float[Tensor, "N"]:
+    """What is added to the score of an answer of `lengths` tokens: 0 or negative.
+
+    With `L` the limit and `B` the buffer: 0 up to L - B tokens, then falling linearly to -penalty at L:
+
+        -penalty clamp((length - (L - B)) / B, 0, 1)
+
+    DAPO's soft overlong punishment, Yu et al. 2025, arXiv:2503.14476. 0 where the setting is off.
+    """
+    excess = (lengths - (max_response_tokens - settings.buffer_tokens)).float() / settings.buffer_tokens
+    share = excess.clamp(0.0, 1.0)
+    return -settings.penalty * share if settings.enabled else 0.0 * share

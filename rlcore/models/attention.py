@@ -7,17 +7,324 @@ The `sdpa` backend runs anywhere and uses no padding: tokens are put in order of
 model's entrance, and then each distinct length is one dense causal attention over a slice.
 """
 
-from typing import Any
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any, Literal, TypeAlias, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from rlcore.errors import ModelError
-from rlcore.models.kernels import flash_varlen, torch_varlen
-from rlcore.models.layout import LengthGroup, PackedLayout
 from rlcore.models.library import AttentionInterface
+from rlcore.models.memory import to_device
+
+# ---------------------------------------------------------------- layout
+
+Backend = Literal["flash_attn", "varlen", "sdpa"]
+Array: TypeAlias = Tensor | np.ndarray[Any, Any]
+"""A tensor, or an array of the host: FSDP sends tensors that a model is called with to the device, and to read them
+there waits for it."""
+
+# With more distinct lengths than this the launches cost more than a little padding inside attention does.
+_MAX_EXACT_LENGTHS = 48
+# Then lengths are rounded up to steps of an eighth of a power of two: at most 1/8 of the attended tokens are zeros.
+_STEPS_PER_DOUBLING = 8
+# Kernels need an upper bound of the longest sequence only; few distinct bounds mean few compiled shapes.
+_MAX_SEQLEN_STEP = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LengthGroup:
+    """Sequences attended in one dense call: tokens `start` to `stop`, in sorted order.
+
+    `slots` Int[stop - start]: place of each token among `num_sequences` x `length` rows; empty where every sequence
+    has exactly `length` tokens.
+    """
+
+    start: int
+    stop: int
+    num_sequences: int
+    length: int
+    slots: Int[Tensor, "n"]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all sequences of the group have the same length."""
+        return self.stop - self.start == self.num_sequences * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """How T tokens run through the model.
+
+    `token_order` Int[T]: which token of the batch stands at each place the model computes; `place` Int[T] is its
+    inverse. `cu_seqlens` Int32[N+1] bounds the sequences in the order computed. `groups` is empty but for `sdpa`.
+    """
+
+    backend: Backend
+    cu_seqlens: Int[Tensor, "N_plus_1"]
+    max_seqlen: int
+    token_order: Int[Tensor, "T"]
+    place: Int[Tensor, "T"]
+    groups: tuple[LengthGroup, ...]
+
+
+def build_layout(cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device) -> PackedLayout:
+    """Layout of the sequences that `cu_seqlens` bounds. With bounds on the host nothing waits for the device.
+
+    >>> layout = build_layout(torch.tensor([0, 3, 5, 8]), backend="sdpa", device=torch.device("cpu"))
+    >>> layout.token_order.tolist()
+    [3, 4, 0, 1, 2, 5, 6, 7]
+    >>> [(group.num_sequences, group.length) for group in layout.groups]
+    [(1, 2), (2, 3)]
+    """
+    bounds = cu_seqlens.tolist()
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    longest = max(lengths, default=0)
+    if backend != "sdpa":
+        identity = torch.arange(bounds[-1], device=device)
+        return PackedLayout(
+            backend=backend,
+            cu_seqlens=to_device(torch.as_tensor(cu_seqlens), device, torch.int32),
+            max_seqlen=-(-longest // _MAX_SEQLEN_STEP) * _MAX_SEQLEN_STEP,
+            token_order=identity,
+            place=identity,
+            groups=(),
+        )
+    order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (lengths[i], i))
+    sorted_lengths = torch.tensor([lengths[i] for i in order], dtype=torch.int64)
+    first = torch.tensor([bounds[i] for i in order], dtype=torch.int64)
+    sorted_bounds = torch.cat([sorted_lengths.new_zeros(1), sorted_lengths.cumsum(0)])
+    # Token of the batch at each sorted place: first token of its sequence plus its distance from the sorted start.
+    token_order = torch.repeat_interleave(first - sorted_bounds[:-1], sorted_lengths) + torch.arange(bounds[-1])
+    place = torch.empty_like(token_order)
+    place[token_order] = torch.arange(bounds[-1])
+    return PackedLayout(
+        backend=backend,
+        cu_seqlens=to_device(sorted_bounds, device, torch.int32),
+        max_seqlen=longest,
+        token_order=to_device(token_order, device),
+        place=to_device(place, device),
+        groups=_length_groups([lengths[i] for i in order], device),
+    )
+
+
+def _length_groups(lengths: Sequence[int], device: torch.device) -> tuple[LengthGroup, ...]:
+    """Groups of the ascending `lengths`: one for each distinct length, or for each step where they are too many."""
+    exact = len(set(lengths)) <= _MAX_EXACT_LENGTHS
+    groups: list[LengthGroup] = []
+    start = 0
+    for _, members in groupby(lengths, key=lambda length: length if exact else _rounded_up(length)):
+        group = list(members)
+        longest, stop = group[-1], start + sum(group)
+        slots = torch.empty(0, dtype=torch.int64)
+        if group[0] != longest:
+            slots = torch.cat([torch.arange(row * longest, row * longest + n) for row, n in enumerate(group)])
+        groups.append(LengthGroup(start, stop, len(group), longest, to_device(slots, device)))
+        start = stop
+    return tuple(groups)
+
+
+def _rounded_up(length: int) -> int:
+    """`length` rounded up to a step of an eighth of the power of two below it.
+
+    >>> [_rounded_up(length) for length in (7, 16, 17, 100, 1000)]
+    [7, 16, 18, 104, 1024]
+    """
+    step = max(1, (1 << (length.bit_length() - 1)) // _STEPS_PER_DOUBLING)
+    return -(-length // step) * step
+
+
+# ---------------------------------------------------------------- kernels, and the choice between them
+
+# Ampere: the oldest GPUs for which flash attention has code.
+_MIN_CAPABILITY = (8, 0)
+# Modules of flash-attn 3, 2 and 4, and the major compute capabilities that they serve.
+_FLASH_3, _FLASH_2, _FLASH_4 = "flash_attn_interface", "flash_attn", "flash_attn.cute"
+_SERVED = {_FLASH_3: (9,), _FLASH_4: (9, 10, 11, 12)}
+_FLASH_FUNCTION = "flash_attn_varlen_func"
+# How an import fails: no such package, a wheel built for another torch or CUDA, another version of it.
+_NO_KERNEL = (ImportError, OSError, RuntimeError, AttributeError)
+# Largest head that the flash kernels hold in registers, and the multiple that their loads want.
+_MAX_HEAD_DIM = 256
+_HEAD_DIM_MULTIPLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """The packed attention in use, and why."""
+
+    name: Backend
+    reason: str
+
+
+def choose_attention(
+    requested: Literal["auto", "flash_attn", "varlen", "sdpa"],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+) -> AttentionChoice:
+    """The attention asked for, or with "auto" the first of flash_attn, varlen and sdpa that runs here.
+
+    Raises ModelError where the one asked for cannot run on this device, with this compute type or head size.
+    """
+    if requested == "sdpa":
+        return AttentionChoice("sdpa", "asked for by model.attention")
+    refused: list[str] = []
+    candidates: tuple[Backend, ...] = ("flash_attn", "varlen") if requested == "auto" else (requested,)
+    for name in candidates:
+        problem = _flash_problem(device, dtype, head_dim) or _missing(name)
+        if not problem and requested == "auto" and _KERNELS[name].module == _FLASH_4:
+            problem = "flash-attn 4 is a pre-release, and is used where model.attention=flash_attn asks for it"
+        if not problem:
+            here = "asked for by model.attention" if requested != "auto" else f"{name} runs here"
+            return AttentionChoice(name, "; ".join([*refused, f"{here} ({_KERNELS[name].module})"]))
+        refused.append(f"{name}: {problem}")
+    if requested == "auto":
+        return AttentionChoice("sdpa", "; ".join(refused))
+    raise ModelError(
+        f"model.attention: must be a backend that runs here, got {requested!r} ({'; '.join(refused)}). "
+        "Use model.attention=auto or sdpa."
+    )
+
+
+def _flash_problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Why no flash kernel runs with these; empty where one does."""
+    if device.type != "cuda":
+        return f"needs CUDA, the device is {device.type}"
+    if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+        return f"needs compute capability 8.0, the GPU has {torch.cuda.get_device_capability(device)}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bfloat16 or float16, the compute type is {dtype}"
+    if head_dim > _MAX_HEAD_DIM or head_dim % _HEAD_DIM_MULTIPLE:
+        return f"needs a head size that is a multiple of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM}, got {head_dim}"
+    return ""
+
+
+def _missing(name: Backend) -> str:
+    """Why the kernel cannot be imported; empty where it can."""
+    try:
+        _load(name)
+    except _NO_KERNEL as error:
+        return f"not installed here ({error})"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """A kernel, the module that it is of, its sentinel for an unbounded window, and whether it has `enable_gqa` for
+    grouped heads (torch's from 2.12 on)."""
+
+    function: Callable[..., Any]
+    module: str
+    no_window: Any
+    takes_groups: bool
+
+
+# Filled by `choose_attention`. A plain table and no cached function: the compiler looks through it.
+_KERNELS: dict[Backend, _Kernel] = {}
+
+
+def _load(name: Backend) -> None:
+    """Import a kernel once."""
+    if name in _KERNELS:
+        return
+    if name == "varlen":
+        module, attribute = "torch.nn.attention.varlen", "varlen_attn"
+    else:
+        module, attribute = flash_package(torch.cuda.get_device_capability()[0]), _FLASH_FUNCTION
+    function = getattr(importlib.import_module(module), attribute)
+    parameters = inspect.signature(function).parameters
+    window = parameters.get("window_size")
+    if module == _FLASH_4:
+        function = torch.compiler.disable(function)  # the compiler cannot look into another compiler's work
+    no_window = None if window is None else window.default
+    _KERNELS[name] = _Kernel(function, module, no_window, takes_groups="enable_gqa" in parameters)
+
+
+def flash_package(capability: int) -> str:
+    """The module of the flash-attn package for a GPU of this major compute capability, of those that are installed: 3
+    before 2 before 4, which is a pre-release and whose calls part the graphs of compiled layers.
+
+    Raises ImportError where there is none, with what is wrong with each that is there in part.
+    """
+    wrong = []
+    for module in (_FLASH_3, _FLASH_2, _FLASH_4):
+        if capability in _SERVED.get(module, (capability,)):
+            try:
+                getattr(importlib.import_module(module), _FLASH_FUNCTION)
+            except _NO_KERNEL as error:
+                if not _is_absent(module, error):
+                    wrong.append(f"{module}: {error}")
+            else:
+                return module
+    raise ImportError("; ".join(wrong) or "no flash-attn package")
+
+
+def _is_absent(module: str, error: Exception) -> bool:
+    """Whether nothing of a version is installed. The folder `flash_attn` alone says nothing: 4 lies in it without 2."""
+    if isinstance(error, AttributeError):
+        return module == _FLASH_2 and importlib.import_module(module).__file__ is None
+    return isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+
+
+def flash_varlen(
+    query: Float[Tensor, "T Hq D"],
+    key: Float[Tensor, "T Hkv D"],
+    value: Float[Tensor, "T Hkv D"],
+    *,
+    layout: PackedLayout,
+    scale: float | None,
+    window: int | None,
+) -> Float[Tensor, "T Hq D"]:
+    """Causal attention inside each sequence by the flash-attn package; grouped-query attention is its own."""
+    kernel = _KERNELS["flash_attn"]
+    out = kernel.function(
+        query,
+        key,
+        value,
+        cu_seqlens_q=layout.cu_seqlens,
+        cu_seqlens_k=layout.cu_seqlens,
+        max_seqlen_q=layout.max_seqlen,
+        max_seqlen_k=layout.max_seqlen,
+        softmax_scale=scale,
+        causal=True,
+        # A window of w tokens holds the token itself and w - 1 before it.
+        window_size=kernel.no_window if window is None else (window - 1, 0),
+    )
+    return cast(Tensor, out[0] if isinstance(out, tuple) else out)
+
+
+def torch_varlen(
+    query: Float[Tensor, "T Hq D"],
+    key: Float[Tensor, "T Hkv D"],
+    value: Float[Tensor, "T Hkv D"],
+    *,
+    layout: PackedLayout,
+    scale: float | None,
+    window: int | None,
+) -> Float[Tensor, "T Hq D"]:
+    """Causal attention inside each sequence by `torch.nn.attention.varlen`."""
+    kernel = _KERNELS["varlen"]
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
+    if key.shape[1] != query.shape[1]:
+        if kernel.takes_groups:
+            options["enable_gqa"] = True
+        else:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    bounds, longest = layout.cu_seqlens, layout.max_seqlen
+    return cast(Tensor, kernel.function(query, key, value, bounds, bounds, longest, longest, **options))
+
+
+# ---------------------------------------------------------------- attention
 
 ATTENTION_NAME = "millrace_packed"
 """Name under which transformers finds this attention. It is in no mask registry: transformers builds no mask."""

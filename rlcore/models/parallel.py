@@ -17,8 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor
 
 from rlcore.models.lora import merged_parameters
-from rlcore.models.policy import CausalPolicy, ValueModel
-from rlcore.models.trunk import PackedTrunk
+from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel
 
 Model = TypeVar("Model", bound=PackedTrunk)
 

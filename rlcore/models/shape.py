@@ -1,10 +1,11 @@
-"""The shape of a decoder without building it: from its `config.json`, or from the settings of a model from nothing.
+"""The shape of a decoder without building it, from its `config.json` or the settings of a model made from nothing: its
+parameters, the operations of an update, and the peak of known devices.
 
 Counts are those of the models that transformers builds for Llama, Mistral, Qwen2 and Qwen3. No torch.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,12 +95,16 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
+    def layer_weights(self) -> int:
+        """Of one decoder layer's matrices."""
+        return self.hidden * (2 * self.query_width + 2 * self.kv_width) + 3 * self.hidden * self.intermediate
+
+    @property
     def layer_parameters(self) -> int:
         """Of one decoder layer."""
-        attention = self.hidden * (2 * self.query_width + 2 * self.kv_width)
         biases = self.query_width + 2 * self.kv_width if self.qkv_bias else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
-        return attention + biases + 3 * self.hidden * self.intermediate + norms
+        return self.layer_weights + biases + norms
 
     @property
     def embedding(self) -> int:
@@ -134,6 +139,22 @@ class ModelShape:
         }
         return self.layers * lora.rank * sum(sizes.get(name, 0) for name in lora.target_modules)
 
+    def update_flops(self, lengths: Iterable[int], *, vocabularies: int) -> float:
+        """Operations of one pass forward and backward over sequences of these lengths: 6 N T + 6 A sum(s^2).
+
+        N weights that tokens are multiplied by, T tokens, A attention width over all layers, s a sequence's length. A
+        multiplication and an addition for each weight in the forward pass, twice that in the backward one; attention
+        covers half of the square, since it is causal. What gradient checkpointing computes again is not counted.
+
+        Args:
+            lengths: tokens of each sequence.
+            vocabularies: how often V x H counts: 1 for a policy (its head; an embedding is not multiplied), 0 for a
+                value model, 2 for what veRL counts.
+        """
+        sizes = list(lengths)
+        weights = self.layers * self.layer_weights + vocabularies * self.embedding
+        return float(6 * weights * sum(sizes) + 6 * self.layers * self.query_width * sum(s * s for s in sizes))
+
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_width * itemsize
@@ -147,9 +168,17 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
     file = config_file(model.path)
     try:
         config = PUBLISHED.get(model.path) if file is None else json.loads(file.read_text(encoding="utf-8"))
-        return None if config is None else ModelShape.of_config(config)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # whoever loads it will say what is wrong with it
+    except (OSError, ValueError):
+        return None  # loading the model reports what is wrong with it
+    return None if config is None else known_shape(config)
+
+
+def known_shape(config: Mapping[str, Any]) -> ModelShape | None:
+    """The shape by the content of a `config.json`; None where it is not of these families."""
+    try:
+        return ModelShape.of_config(config)
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def config_file(path: str) -> Path | None:
@@ -159,3 +188,36 @@ def config_file(path: str) -> Path | None:
         file = folder / "config.json"
         return file if file.is_file() else None
     return cached_config(path)
+
+
+# Dense bfloat16 operations a second by the vendors' data sheets, in units of 1e12. The first name that is in the
+# device's name counts, so a name stands before the names that are a part of it.
+PEAK_TFLOPS: Mapping[str, float] = {
+    "B200": 2_250.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bfloat16 operations a second of a device by its name; None where the name is not known.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("CPU")
+    (989000000000000.0, None)
+    """
+    return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)

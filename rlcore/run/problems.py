@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rlcore.batching.loader import PromptStream
-from rlcore.batching.mixing import MixedStream
+from rlcore.batching.loader import MixedStream, PromptStream
 from rlcore.batching.prompts import read_prompts
 from rlcore.config import MixtureData, RunConfig
 from rlcore.config.data import parts_of
@@ -14,7 +13,7 @@ from rlcore.models.load import load_tokenizer
 from rlcore.rollout.by_part import with_scorer
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.run.inputs import RunInputs
-from rlcore.trainer.answers import Decode
+from rlcore.trainer.experience import Decode
 from rlcore.types import Prompt
 
 

@@ -30,7 +30,7 @@ from rlcore.tracking.journal import load_journal, missing_steps
 from rlcore.tracking.tracker import Tracker
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import LoopState, StepResult
-from rlcore.workers.budget import Shortage
+from rlcore.workers.passes import Shortage
 
 R = TypeVar("R")
 Report = Callable[[Mapping[str, object]], None]

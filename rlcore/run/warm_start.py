@@ -33,9 +33,8 @@ from rlcore.run.problems import read_parts, spread
 from rlcore.storage.finished import FINGERPRINT
 from rlcore.storage.publish import published_directory
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
-from rlcore.workers.budget import PassBudget
 from rlcore.workers.device import Place, choose_place
-from rlcore.workers.micro import Parts, to_device
+from rlcore.workers.passes import Parts, PassBudget, to_device
 
 MIN_CHECK_PROBLEMS = 16
 """Fewer sampled answers say nothing about a reward."""

@@ -21,7 +21,7 @@ from rlcore.run.record import RunRecord
 from rlcore.run.watchdog import Watchdog
 from rlcore.runtime.local import start_workers
 from rlcore.storage.publish import write_json_atomically
-from rlcore.trainer.answers import Decode
+from rlcore.trainer.experience import Decode
 from rlcore.trainer.clock import EnterPhase
 from rlcore.trainer.experience import Experience, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlcore.algos.advantages import (
     SequenceAdvantage,
+    comparable,
     gae,
     group_advantages,
     reinforce_pp,
@@ -16,9 +17,8 @@ from rlcore.algos.advantages import (
     whiten,
 )
 from rlcore.algos.aggregation import masked_sum, segment_sum, token_counts
-from rlcore.algos.groups import comparable
-from rlcore.algos.importance import importance_weights
 from rlcore.algos.kl import kl_estimate
+from rlcore.algos.losses import importance_weights
 from rlcore.config import AlgoConfig
 from rlcore.types import PackedBatch, TrainBatch
 

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlcore.algos.dynamic_sampling import score_range
+from rlcore.algos.advantages import score_range
 from rlcore.algos.objective import explained_variance
 from rlcore.trainer.experience import Experience
 from rlcore.types import PackedBatch
@@ -162,7 +162,7 @@ def mfu_metrics(
 
     `mfu_verl` counts the vocabulary twice, as the figures of veRL's logs do.
     """
-    if info.peak_flops is None:
+    if info.peak_flops is None or info.shape is None:
         return {}
     metrics: Metrics = {}
     for name, phase, vocabularies in (

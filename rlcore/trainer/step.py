@@ -14,20 +14,27 @@ from torch import Tensor
 from rlcore.algos.aggregation import Denominator, token_counts
 from rlcore.algos.kl import next_kl_coef
 from rlcore.algos.schedules import lr_at
+from rlcore.batching.balance import Shares, mini_batches, rank_tokens, share_out
 from rlcore.batching.pack import pack, scatter_tokens, select, select_train
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer import metrics as measure
-from rlcore.trainer.alarms import NON_FINITE, SKIPPED, Alarm, batch_alarms, hand_over_alarms, update_alarms
+from rlcore.trainer.alarms import (
+    NON_FINITE,
+    SKIPPED,
+    Alarm,
+    batch_alarms,
+    hand_over_alarms,
+    save_failure,
+    update_alarms,
+)
 from rlcore.trainer.clock import EnterPhase, PhaseClock, unwatched
-from rlcore.trainer.dispatch import Shares, mini_batches, rank_tokens, share_out
 from rlcore.trainer.estimate import Estimate, estimate
 from rlcore.trainer.experience import Experience, ExperienceCollector
-from rlcore.trainer.failure import save_failure
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import PackedBatch, TrainBatch
-from rlcore.workers.budget import Shortage
 from rlcore.workers.group import WorkerGroup
+from rlcore.workers.passes import Shortage
 from rlcore.workers.worker import Worker, WorkerInfo
 
 EMPTY = torch.empty(0)

@@ -13,7 +13,7 @@ from rlcore.config.data import ALL_SOURCES
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
 from rlcore.rollout.engine import VALIDATION_STREAM, requests_for
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.trainer.answers import Decode, generate
+from rlcore.trainer.experience import Decode, generate
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
 

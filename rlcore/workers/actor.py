@@ -21,9 +21,8 @@ from rlcore.models.optim import build_optimizer, clip_grad_norm
 from rlcore.models.parallel import forget_failed_pass, full_state, shard
 from rlcore.models.policy import CausalPolicy
 from rlcore.types import PackedBatch, TrainBatch
-from rlcore.workers.budget import PassBudget, ranks_of
 from rlcore.workers.device import Place, on_all_ranks
-from rlcore.workers.micro import Micro, Parts, restore_order, to_device, total
+from rlcore.workers.passes import Micro, Parts, PassBudget, ranks_of, restore_order, to_device, total
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,8 @@ from rlcore.models.optim import build_optimizer, clip_grad_norm
 from rlcore.models.parallel import forget_failed_pass, shard
 from rlcore.models.policy import ValueModel
 from rlcore.types import PackedBatch, TrainBatch
-from rlcore.workers.budget import PassBudget, ranks_of
 from rlcore.workers.device import Place, on_all_ranks
-from rlcore.workers.micro import Parts, restore_order, to_device, total
+from rlcore.workers.passes import Parts, PassBudget, ranks_of, restore_order, to_device, total
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,11 @@
-"""Where a rank computes, and how the ranks find each other."""
+"""Where a rank computes, how the ranks find each other, and how their memory allocators are configured.
 
+glibc gives large blocks back to the system as soon as they are free, and every page of the next one is cleared and
+mapped anew: for the activations of a small model a fifth of a training step's time. torch cuts a GPU's memory into
+segments of fixed size, and micro-batches of unlike lengths leave remainders in them that nothing fits.
+"""
+
+import ctypes
 import os
 import socket
 from collections.abc import Sequence
@@ -128,3 +134,37 @@ def _loopback_interface() -> str | None:
     """Name of the network interface that has the loopback address: lo on Linux."""
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, addresses in interfaces if any(one.address == LOOPBACK for one in addresses)), None)
+
+
+KEPT_BYTES = 1 << 30
+"""Freed memory at the heap's end that is kept, and the size from which a block has a mapping of its own."""
+
+GROWING = "expandable_segments:True"
+_TORCH_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+def keep_freed_memory() -> bool:
+    """Raise glibc's malloc thresholds for this process; return whether this was done.
+
+    Skipped where the environment configures malloc (`MALLOC_*`, `GLIBC_TUNABLES`) or the C library is not glibc.
+    """
+    if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return all([mallopt(option, KEPT_BYTES) == 1 for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD)])
+
+
+def let_segments_grow() -> bool:
+    """Turn on torch's expandable segments for GPU memory in this process; return whether this was done.
+
+    Skipped where the environment configures torch's allocator. The setting is also put into the environment, where
+    vLLM reads that it must turn it off around the memory that it maps by itself.
+    """
+    if any(name in os.environ for name in _TORCH_VARIABLES):
+        return False
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = GROWING
+    torch._C._accelerator_setAllocatorSettings(GROWING)  # the environment is not read again once CUDA is in use
+    return True

@@ -9,8 +9,8 @@ from rlcore.models.load import load_policy
 from rlcore.models.optim import page_locked
 from rlcore.types import PackedBatch
 from rlcore.workers.actor import policy_logprobs
-from rlcore.workers.budget import PassBudget
 from rlcore.workers.device import Place
+from rlcore.workers.passes import PassBudget
 
 
 class Reference:

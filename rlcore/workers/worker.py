@@ -21,21 +21,19 @@ from rlcore.checkpoint.shards import RankSaver, load_shards
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
-from rlcore.models.flops import DecoderShape, peak_flops
 from rlcore.models.memory import release_cached_memory
 from rlcore.models.policy import CausalPolicy, ValueModel
-from rlcore.models.shape import has_experts
+from rlcore.models.shape import ModelShape, known_shape, peak_flops
 from rlcore.rollout.build import build_engine, engine_dtype
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers import canary
 from rlcore.workers.actor import Actor, PolicyUpdate
-from rlcore.workers.allocator import keep_freed_memory, let_segments_grow
-from rlcore.workers.budget import PassBudget, Shortage
 from rlcore.workers.canary import HandOver
 from rlcore.workers.critic import Critic, CriticUpdate
-from rlcore.workers.device import Place, choose_place, free_address, join_ranks
+from rlcore.workers.device import Place, choose_place, free_address, join_ranks, keep_freed_memory, let_segments_grow
 from rlcore.workers.memory import BYTES_PER_GB, MemoryPeak, gpu_meter
+from rlcore.workers.passes import PassBudget, Shortage
 from rlcore.workers.profiler import RankProfiler
 from rlcore.workers.reference import Reference
 
@@ -48,14 +46,15 @@ ANSWERS_PER_HANDFUL = 8
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a rank found at its start. `peak_flops`: operations a second of its device; None where nobody knows."""
+    """What a rank found at its start. `shape`: of the policy, `peak_flops`: operations a second of its device; None
+    where they are not known."""
 
     device: str
     device_name: str
     dtype: str
     attention: str
     num_parameters: int
-    shape: DecoderShape
+    shape: ModelShape | None
     peak_flops: float | None
     num_trained: int
     """Parameters that a checkpoint holds, the critic's too."""
@@ -130,17 +129,16 @@ class Worker:
 
     def _info(self, place: Place) -> WorkerInfo:
         device_name = torch.cuda.get_device_name() if place.device.type == "cuda" else "CPU"
-        told = self._config.runtime.peak_tflops
+        given = self._config.runtime.peak_tflops
         known = peak_flops(device_name) if place.dtype == torch.bfloat16 else None
-        counted = not has_experts(self._actor.policy.decoder.config.to_dict())  # else the shape says nothing
         return WorkerInfo(
             device=str(place.device),
             device_name=device_name,
             dtype=str(place.dtype).removeprefix("torch."),
             attention=self._actor.policy.attention.name,
             num_parameters=sum(parameter.numel() for parameter in self._actor.policy.parameters()),
-            shape=DecoderShape.of(self._actor.policy.decoder.config),
-            peak_flops=None if not counted else 1e12 * told if told is not None else known,
+            shape=known_shape(self._actor.policy.decoder.config.to_dict()),
+            peak_flops=known if given is None else 1e12 * given,
             num_trained=sum(
                 parameter.numel()
                 for model, _ in self._saved_models().values()

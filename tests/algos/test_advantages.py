@@ -9,14 +9,15 @@ from hypothesis import given, settings
 
 from rlcore.algos.advantages import (
     SequenceAdvantage,
+    backward_recurrence,
     gae,
     group_advantages,
     reinforce_pp,
+    same_sequence_follows,
     spread,
     token_rewards,
     whiten,
 )
-from rlcore.algos.recurrence import backward_recurrence, same_sequence_follows
 from tests.algos import naive
 from tests.algos.compare import assert_floats, assert_tokens
 from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, row

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted(path.stem for path in (ROOT / "rlcore/algos").glob("*.py") if path.stem != "__init__")
 
 
-@pytest.mark.parametrize("module", ["groups", "recurrence"])
+@pytest.mark.parametrize("module", ["advantages"])
 def test_worked_examples(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"rlcore.algos.{module}"))
     assert result.attempted > 0

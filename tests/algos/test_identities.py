@@ -5,9 +5,8 @@ from typing import get_args
 import pytest
 import torch
 
-from rlcore.algos.advantages import gae, group_advantages, whiten
+from rlcore.algos.advantages import gae, group_advantages, group_std, whiten
 from rlcore.algos.aggregation import Denominator
-from rlcore.algos.groups import group_std
 from rlcore.algos.losses import PolicyLossFunction, cispo, gspo, ppo_clip, value_loss
 from rlcore.algos.objective import policy_objective
 from rlcore.config.algo import Aggregation, AlgoConfig

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rlcore.algos.importance import importance_weights
+from rlcore.algos.losses import importance_weights
 from rlcore.config.algo import ImportanceConfig
 from tests.algos.compare import assert_tokens
 from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, leaf

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlcore.algos.advantages import gae, reinforce_pp, spread, token_rewards, whiten
 from rlcore.algos.aggregation import Denominator
-from rlcore.algos.importance import importance_weights
+from rlcore.algos.losses import importance_weights
 from rlcore.algos.objective import explained_variance, policy_objective, value_objective
 from rlcore.config.algo import Aggregation, AlgoConfig, ImportanceConfig, KlConfig
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from rlcore.algos.dynamic_sampling import informative_groups
-from rlcore.algos.overlong import overlong_penalty
+from rlcore.algos.advantages import informative_groups, overlong_penalty
 from rlcore.config.algo import OverlongConfig
 
 

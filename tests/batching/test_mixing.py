@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from rlcore.batching.mixing import BLOCK, MixedStream
+from rlcore.batching.loader import BLOCK, MixedStream
 from rlcore.errors import DataError
 from rlcore.types import Prompt
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import data
-from rlcore.batching.mixing import MixedStream
+from rlcore.batching.loader import MixedStream
 from rlcore.config import CountdownData, CustomData, FilterConfig, MixtureData, MixturePart, RewardConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlcore.errors import ModelError
-from rlcore.models.attention import packed_attention
-from rlcore.models.kernels import choose_attention, flash_package
-from rlcore.models.layout import PackedLayout, build_layout
+from rlcore.models.attention import PackedLayout, build_layout, choose_attention, flash_package, packed_attention
 from tests.models.naive import causal_attention
 from tests.models.tiny import CPU, cumulated
 

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rlcore.config.model import ModelConfig
-from rlcore.models.kernels import choose_attention
-from rlcore.models.layout import build_layout
+from rlcore.models.attention import build_layout, choose_attention
 from rlcore.models.load import load_policy
 from rlcore.models.parallel import full_state, shard
 from tests.models.test_attention import attend

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config
 
-from rlcore.models.flops import DecoderShape, peak_flops
+from rlcore.models.shape import ModelShape, peak_flops
 from tests.models.tiny import CONFIGS, policy_of, write_model
 
 LLAMA_1B = LlamaConfig(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
@@ -18,9 +18,9 @@ def test_weights_are_those_of_the_linear_layers(kind: str, tmp_path: Path) -> No
     policy = policy_of(write_model(kind, tmp_path))
     linear = [module for module in policy.model.modules() if isinstance(module, torch.nn.Linear)]
     head = policy.head.weight.numel()
-    shape = DecoderShape.of(policy.decoder.config)
-    assert shape.layers + shape.vocabulary == sum(module.weight.numel() for module in linear)
-    assert shape.vocabulary == head
+    shape = ModelShape.of_config(policy.decoder.config.to_dict())
+    assert shape.layers * shape.layer_weights + shape.embedding == sum(module.weight.numel() for module in linear)
+    assert shape.embedding == head
 
 
 def test_every_matrix_and_every_pair_is_counted_once() -> None:
@@ -35,15 +35,17 @@ def test_every_matrix_and_every_pair_is_counted_once() -> None:
             # Query times key, and weight times value, for all pairs; half of them lie in the future.
             total += 3 * 2 * (2 * 4 * 2 * length * length) / 2
         total += 3 * 2 * 7 * 8 * length
-    shape = DecoderShape.of(config)
+    shape = ModelShape.of_config(config.to_dict())
     assert shape.update_flops(lengths, vocabularies=1) == total
     assert shape.update_flops(lengths, vocabularies=2) == total + 6 * 7 * 8 * sum(lengths)
 
 
 def test_the_reference_model_has_the_weights_that_its_figures_are_made_of() -> None:
-    shape = DecoderShape.of(LLAMA_1B)
-    assert round((shape.layers + shape.vocabulary) / 1e9, 3) == 1.236
-    assert round((shape.layers + 2 * shape.vocabulary) / 1e9, 3) == 1.498, "as veRL counts a tied embedding"
+    shape = ModelShape.of_config(LLAMA_1B.to_dict())
+    assert round((shape.layers * shape.layer_weights + shape.embedding) / 1e9, 3) == 1.236
+    assert round((shape.layers * shape.layer_weights + 2 * shape.embedding) / 1e9, 3) == 1.498, (
+        "as veRL counts a tied embedding"
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.algos.importance import importance_weights
+from rlcore.algos.losses import importance_weights
 from rlcore.config.algo import ImportanceConfig
 from tests.rollout.real_vllm import real_vllm
 

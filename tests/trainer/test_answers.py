@@ -12,7 +12,7 @@ from rlcore.rollout.hf import HfEngine
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
-from rlcore.trainer.answers import EarlyScores, generate
+from rlcore.trainer.experience import EarlyScores, generate
 from rlcore.workers.worker import Worker
 from tests.small_run import SmallRun, prepare, train
 

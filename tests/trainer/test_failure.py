@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from rlcore.errors import NonFiniteError
 from rlcore.runtime.local import LocalGroup
+from rlcore.trainer.alarms import save_failure
 from rlcore.trainer.experience import Experience
-from rlcore.trainer.failure import save_failure
 from rlcore.types import Score, TrainBatch
 from rlcore.workers.worker import Worker
 from tests.batching.test_pack import packed as packed_batch

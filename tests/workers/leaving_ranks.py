@@ -21,9 +21,9 @@ from rlcore.batching.pack import select_train
 from rlcore.errors import DeviceMemoryError
 from rlcore.models.parallel import CountedCollectives, gathered
 from rlcore.workers.actor import Actor
-from rlcore.workers.budget import PassBudget
 from rlcore.workers.critic import Critic
 from rlcore.workers.device import choose_place, join_ranks
+from rlcore.workers.passes import PassBudget
 from tests.small_run import prepare
 from tests.workers.ranks import batch_from
 from tests.workers.test_gradients import NUM_SEQUENCES, random_batch

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlcore.algos.aggregation import Denominator
+from rlcore.batching.balance import share_out
 from rlcore.batching.pack import select_train
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.models.parallel import gathered
-from rlcore.trainer.dispatch import share_out
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import choose_place, join_ranks
 from rlcore.workers.worker import Worker

@@ -9,7 +9,7 @@ import pytest
 FAULTS_OF_LARGE_BLOCKS = """
 import resource
 import numpy as np
-from rlcore.workers.allocator import keep_freed_memory
+from rlcore.workers.device import keep_freed_memory
 print(keep_freed_memory())
 def fill():
     np.ones(5_000_000)
@@ -44,7 +44,7 @@ def test_a_freed_block_is_used_again_unless_the_environment_says_otherwise(given
 SETTINGS_OF_TORCH = """
 import os
 import torch
-from rlcore.workers.allocator import let_segments_grow
+from rlcore.workers.device import let_segments_grow
 print(let_segments_grow())
 print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 print(torch._C._accelerator_getAllocatorSettings())

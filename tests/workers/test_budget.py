@@ -12,7 +12,7 @@ from rlcore.batching.pack import pack
 from rlcore.errors import DeviceMemoryError
 from rlcore.models.memory import is_out_of_memory
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
-from rlcore.workers.budget import GROW_AFTER, PassBudget
+from rlcore.workers.passes import GROW_AFTER, PassBudget
 from tests.side_by_side import run_side_by_side
 
 

@@ -8,8 +8,7 @@ from torch import nn
 from torch.distributed.utils import _to_kwargs
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from rlcore.models.policy import CausalPolicy, ValueModel
-from rlcore.models.trunk import PackedTrunk
+from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel
 from rlcore.runtime.local import LocalGroup
 from tests.small_run import prepare, train
 
