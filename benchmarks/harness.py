@@ -27,7 +27,7 @@ from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.canary import NUM_PROMPTS, HandOver
 from rlcore.workers.group import WorkerGroup
-from rlcore.workers.memory import MemoryPeak
+from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.worker import Worker
 
 PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")

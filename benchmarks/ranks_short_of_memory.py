@@ -54,7 +54,7 @@ def batch(arguments: argparse.Namespace) -> TrainBatch:
     likely = -np.log(vocab_size) * mask
     return TrainBatch(
         packed, old_logprobs=likely + 0.1 * noise[0], ref_logprobs=likely + 0.1 * noise[1],
-        old_values=torch.zeros(0), advantages=noise[2], returns=torch.zeros(0), importance_weights=mask,
+        old_values=None, advantages=noise[2], returns=None, importance_weights=mask,
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
         limit = short_memory.short_of_memory(found["room_bytes"], place.device)
     with limit:
         found["forced"], found["after"] = update(), update()
-    budget = actor.budgets[0]
+    budget = actor.update_pass
     told = [str(shortage) for shortage in budget.take_shortages()]
     return found | {"passes_redone": budget.num_failures, "factor": budget.factor, "told": told}
 

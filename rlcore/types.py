@@ -104,14 +104,14 @@ class PackedBatch:
 class TrainBatch:
     """A packed batch with everything an update needs, each Float[T] and 0 where `loss_mask` is False.
 
-    Empty (numel 0): `old_logprobs` where a batch gets one update (they are the policy's own), `ref_logprobs` without a
-    KL in the loss, `old_values` and `returns` without a critic. `importance_weights` is 1 without a correction.
+    None: `old_logprobs` where a batch gets one update (they are the policy's own), `ref_logprobs` without a KL in the
+    loss, `old_values` and `returns` without a critic. `importance_weights` is 1 without a correction.
     """
 
     packed: PackedBatch
-    old_logprobs: Float[Tensor, "T_old"]
-    ref_logprobs: Float[Tensor, "T_ref"]
-    old_values: Float[Tensor, "T_val"]
+    old_logprobs: Float[Tensor, "T"] | None
+    ref_logprobs: Float[Tensor, "T"] | None
+    old_values: Float[Tensor, "T"] | None
     advantages: Float[Tensor, "T"]
-    returns: Float[Tensor, "T_val"]
+    returns: Float[Tensor, "T"] | None
     importance_weights: Float[Tensor, "T"]

@@ -111,8 +111,8 @@ class ValueStatistics(Statistics):
 def policy_objective(
     policy_logprobs: Float[Tensor, "T"],
     entropy: Float[Tensor, "T"],
-    old_logprobs: Float[Tensor, "T_old"],
-    ref_logprobs: Float[Tensor, "T_ref"],
+    old_logprobs: Float[Tensor, "T"] | None,
+    ref_logprobs: Float[Tensor, "T"] | None,
     advantages: Float[Tensor, "T"],
     importance_weights: Float[Tensor, "T"],
     mask: Bool[Tensor, "T"],
@@ -128,12 +128,11 @@ def policy_objective(
         J = agg(w l) + kl_coef agg(kl) [kl.where = loss] - entropy_coef agg(H)
 
     `l` is the policy loss that the settings name, `w` the importance weights, `agg` the aggregation (`aggregate`), `H`
-    the entropy of the policy at each token, which needs a gradient only if entropy_coef is not 0. `old_logprobs` is
-    empty where the batch gets one update: they are then the policy's own. `ref_logprobs` is empty where no KL is in the
-    loss. `kl_coef` is the controller's present value (`next_kl_coef`).
+    the entropy of the policy at each token, which needs a gradient only if entropy_coef is not 0. Without
+    `old_logprobs` (a batch that gets one update) the policy's own are the old ones. `ref_logprobs` is read only where a
+    KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`).
     """
-    if old_logprobs.numel() == 0:
-        old_logprobs = policy_logprobs.detach()
+    old_logprobs = policy_logprobs.detach() if old_logprobs is None else old_logprobs
 
     def share(values: Float[Tensor, "T"]) -> Float[Tensor, ""]:
         return aggregate(
@@ -155,6 +154,7 @@ def policy_objective(
         loss = loss - settings.entropy_coef * entropy_share
     kl = torch.zeros_like(policy_logprobs)
     if settings.kl.where == "loss":
+        assert ref_logprobs is not None, "a KL in the loss needs the reference's log-probabilities"
         kl = kl_estimate(policy_logprobs, ref_logprobs, estimator=settings.kl.estimator_in_use)
         loss = loss + kl_coef * share(kl)
     statistics = PolicyStatistics(

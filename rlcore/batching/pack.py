@@ -80,17 +80,17 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
     """The train batch of some sequences, in the order given."""
     tokens = token_indices(batch.packed.cu_seqlens, sequences)
 
-    def pick(values: Tensor) -> Tensor:
-        return values[tokens] if values.numel() else values
+    def pick(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[tokens]
 
     return TrainBatch(
         packed=select(batch.packed, sequences),
         old_logprobs=pick(batch.old_logprobs),
         ref_logprobs=pick(batch.ref_logprobs),
         old_values=pick(batch.old_values),
-        advantages=pick(batch.advantages),
+        advantages=batch.advantages[tokens],
         returns=pick(batch.returns),
-        importance_weights=pick(batch.importance_weights),
+        importance_weights=batch.importance_weights[tokens],
     )
 
 

@@ -1,6 +1,5 @@
 """Alarms on a step's answers and update (settings: `alarms`), and the files of a batch whose update was not finite."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from rlcore.config import RunConfig
 from rlcore.storage.publish import write_json_atomically
 from rlcore.trainer.experience import Experience
+from rlcore.trainer.update import Update
 from rlcore.types import TrainBatch
 from rlcore.workers.canary import HandOver
 
@@ -49,28 +49,29 @@ def batch_alarms(config: RunConfig, experience: Experience) -> tuple[Alarm, ...]
     return tuple(found)
 
 
-def update_alarms(config: RunConfig, metrics: Mapping[str, float]) -> tuple[Alarm, ...]:
-    """Alarms that the update raises; its metrics may be missing where there was none."""
-    alarms = config.alarms
+def step_alarms(
+    config: RunConfig, update: Update, kl_in_reward: float | None, handed_over: HandOver
+) -> tuple[Alarm, ...]:
+    """Alarms that the update and the hand-over after it raise."""
+    alarms, policy = config.alarms, update.policy
     found = []
-    norm = metrics.get("actor/grad_norm", 0.0)
-    if alarms.grad_norm != "off" and (norm > alarms.grad_norm_above or (norm and SKIPPED in metrics)):
+    if update.failure is not None:
+        found.append(Alarm(NON_FINITE, alarms.non_finite, str(update.failure)))
+    if handed_over.warning:  # all tensors are equal, and its log-probabilities are further off than usual
+        found.append(Alarm("canary", "tell", handed_over.warning))
+    norm = 0.0 if policy is None else policy.grad_norm
+    if alarms.grad_norm != "off" and (norm > alarms.grad_norm_above or (norm and update.share_skipped)):
         text = f"the gradient's norm is {norm:.4g}, alarms.grad_norm_above is {alarms.grad_norm_above:g}"
         found.append(Alarm("grad_norm", alarms.grad_norm, text))
-    entropy = metrics.get("actor/token_entropy", metrics.get("actor/entropy"))
+    entropy = None if policy is None else policy.stats.mean_entropy()
     if alarms.entropy != "off" and entropy is not None and entropy < alarms.entropy_below:
         text = f"the policy's entropy is {entropy:.4g}, alarms.entropy_below is {alarms.entropy_below:g}"
         found.append(Alarm("entropy", alarms.entropy, text))
-    kl = metrics.get("actor/ref_kl", metrics.get("actor/reward_kl_penalty"))
+    kl = update.observed_kl(config.algo, kl_in_reward)
     if alarms.kl != "off" and kl is not None and kl > alarms.kl_above:
         text = f"the KL divergence from the reference is {kl:.4g}, alarms.kl_above is {alarms.kl_above:g}"
         found.append(Alarm("kl", alarms.kl, text))
     return tuple(found)
-
-
-def hand_over_alarms(handed_over: HandOver) -> tuple[Alarm, ...]:
-    """The alarm of a hand-over whose tensors are all right and whose log-probabilities are not as usual."""
-    return (Alarm("canary", "tell", handed_over.warning),) if handed_over.warning else ()
 
 
 def _all_equal(experience: Experience) -> bool:
@@ -90,7 +91,8 @@ def save_failure(directory: Path, step: int, experience: Experience, batch: Trai
     """Write the batch (`.safetensors`) and its answers (`.json`); which prompt ids hold a non-finite number."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {field.name: getattr(batch.packed, field.name) for field in fields(batch.packed)}
-    per_token = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "packed"}
+    optional = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "packed"}
+    per_token = {name: values for name, values in optional.items() if values is not None}
     file = directory / f"step-{step:06d}.safetensors"
     # Copies: safetensors refuses tensors that share memory, as the old and the behavior log-probabilities may.
     whole = {name: value.clone(memory_format=torch.contiguous_format) for name, value in (tensors | per_token).items()}
@@ -119,6 +121,5 @@ def _non_finite_rows(batch: TrainBatch, per_token: dict[str, Tensor]) -> set[int
     bad = ~torch.isfinite(batch.packed.scores)
     sequence_ids = batch.packed.sequence_ids()
     for values in (batch.packed.behavior_logprobs, *per_token.values()):
-        if values.numel():
-            bad[sequence_ids[~torch.isfinite(values)]] = True
+        bad[sequence_ids[~torch.isfinite(values)]] = True
     return set(torch.nonzero(bad)[:, 0].tolist())

@@ -1,5 +1,6 @@
 """From scores to advantages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,15 @@ from rlcore.types import PackedBatch, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
+class Passes:
+    """Results of the forward passes before an update, Float[T] each; None where the algorithm does not need it."""
+
+    old_logprobs: Float[Tensor, "T"] | None = None
+    ref_logprobs: Float[Tensor, "T"] | None = None
+    values: Float[Tensor, "T"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """`batch` is what updates use. `rewards` Float[N]: scores less the KL in the reward. `returns` Float[T]: for
     reporting (the advantages, for methods without a critic, as the field has it). `kl_in_reward`: mean per answer
@@ -37,29 +47,31 @@ class Estimate:
 
 def estimate(
     packed: PackedBatch,
+    passes: Passes,
+    greedy_scores: Sequence[float] | None,
     *,
-    old_logprobs: Float[Tensor, "T_old"],
-    ref_logprobs: Float[Tensor, "T_ref"],
-    values: Float[Tensor, "T_val"],
-    greedy_scores: Float[Tensor, "N_greedy"],
     algo: AlgoConfig,
     kl_coef: float,
 ) -> Estimate:
-    """Advantages and returns by `algo.advantage`; what the method does not need is an empty tensor.
+    """Advantages and returns by `algo.advantage`.
 
+    `greedy_scores`: for each answer the score of the greedy answer to its prompt, needed by remax.
     An answer without a score (`packed.score_mask`) has no part in them: they are those of the batch without it.
     """
+    old_logprobs, ref_logprobs, values = passes.old_logprobs, passes.ref_logprobs, passes.values
     mask, sequence_ids = packed.loss_mask, packed.sequence_ids()
     kl: Tensor | None = None
     kl_in_reward: float | None = None
     if algo.kl.where == "reward":
+        assert old_logprobs is not None, "a KL in the reward needs the old log-probabilities"
+        assert ref_logprobs is not None, "a KL in the reward needs the reference's log-probabilities"
         kl = kl_estimate(old_logprobs, ref_logprobs, estimator=algo.kl.estimator_in_use)
         if mask.any():
             kl_in_reward = (masked_sum(kl, mask) / mask.sum()).item()
     token_level = token_rewards(packed.scores, packed.cu_seqlens, mask, kl, kl_coef)
     rewards = segment_sum(token_level, sequence_ids, packed.num_sequences)
-    empty = torch.empty(0)
     if algo.advantage == "gae":
+        assert values is not None, "GAE needs a critic's values"
         raw, returns = gae(token_level, values, mask, sequence_ids, gamma=algo.gamma, lam=algo.lam)
         advantages = whiten(raw, mask)
     elif algo.advantage == "reinforce_pp":
@@ -69,14 +81,15 @@ def estimate(
         advantages = returns = spread(sequence_level, mask, sequence_ids)
     weights = mask.float()
     if algo.importance.mode != "off":
+        assert old_logprobs is not None, "an importance weight is a ratio to the old policy"
         weights = importance_weights(old_logprobs, packed.behavior_logprobs, mask, settings=algo.importance)
     batch = TrainBatch(
         packed=packed,
         old_logprobs=old_logprobs,
-        ref_logprobs=ref_logprobs if algo.kl.where == "loss" else empty,
+        ref_logprobs=ref_logprobs if algo.kl.where == "loss" else None,
         old_values=values,
         advantages=advantages,
-        returns=returns if values.numel() else empty,
+        returns=None if values is None else returns,
         importance_weights=weights,
     )
     return Estimate(batch, rewards, returns, kl_in_reward)
@@ -85,12 +98,13 @@ def estimate(
 def _sequence_advantages(
     packed: PackedBatch,
     rewards: Float[Tensor, "N"],
-    greedy_scores: Float[Tensor, "N_greedy"],
+    greedy_scores: Sequence[float] | None,
     method: SequenceAdvantage,
 ) -> Float[Tensor, "N"]:
     """An advantage for each answer; 0 without a score, and where no score is there to compare its own with."""
-    if method == "remax":
-        chosen = packed.score_mask & greedy_scores.isfinite()
+    greedy = None if greedy_scores is None else torch.tensor(greedy_scores)
+    if greedy is not None:
+        chosen = packed.score_mask & greedy.isfinite()
     else:
         chosen = comparable(packed.score_mask, packed.group_ids)
     lengths = token_counts(packed.loss_mask, packed.sequence_ids(), packed.num_sequences)
@@ -100,6 +114,6 @@ def _sequence_advantages(
         packed.group_ids[chosen],
         method=method,
         lengths=lengths[chosen],
-        greedy_scores=greedy_scores[chosen] if greedy_scores.numel() else None,
+        greedy_scores=None if greedy is None else greedy[chosen],
     )
     return advantages

@@ -106,7 +106,7 @@ class EarlyScores:
 @dataclass(frozen=True, slots=True)
 class Experience:
     """The answers of one step: `group_ids[i]` counts prompts within the step; `texts[i]` is what was scored.
-    `greedy_scores[i]`: score of the greedy answer to the same prompt, NaN where the scorer failed on it; empty where
+    `greedy_scores[i]`: score of the greedy answer to the same prompt, NaN where the scorer failed on it; None where
     the algorithm needs none."""
 
     rollouts: tuple[Rollout, ...]
@@ -115,7 +115,7 @@ class Experience:
     texts: tuple[str, ...]
     num_prompts_drawn: int
     num_groups_dropped: int
-    greedy_scores: tuple[float, ...]
+    greedy_scores: tuple[float, ...] | None
 
 
 class ExperienceCollector:
@@ -168,10 +168,10 @@ class ExperienceCollector:
             greedy_scores=self._greedy_scores([rollout.prompt for rollout, _, _ in filled], policy_version, clock),
         )
 
-    def _greedy_scores(self, prompts: Sequence[Prompt], version: int, clock: PhaseClock) -> tuple[float, ...]:
+    def _greedy_scores(self, prompts: Sequence[Prompt], version: int, clock: PhaseClock) -> tuple[float, ...] | None:
         """ReMax's baseline: for each answer the score of the greedy answer to its prompt, written once a prompt."""
         if self._config.algo.advantage != "remax":
-            return ()
+            return None
         unique = list(dict.fromkeys(prompts))
         requests = [SamplingRequest(prompt, sample_index=-1, seed=0) for prompt in unique]
         limit = self._config.rollout.max_response_tokens

@@ -9,8 +9,15 @@ from torch import Tensor
 
 from rlcore.algos.advantages import score_range
 from rlcore.algos.objective import explained_variance
+from rlcore.batching.balance import Shares, rank_tokens
+from rlcore.config import RunConfig
+from rlcore.trainer.alarms import SKIPPED
+from rlcore.trainer.estimate import Estimate
 from rlcore.trainer.experience import Experience
+from rlcore.trainer.update import Update
 from rlcore.types import PackedBatch
+from rlcore.workers.canary import HandOver
+from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.worker import WorkerInfo
 
 Metrics = dict[str, float]
@@ -42,6 +49,69 @@ def repeatable(metrics: Mapping[str, float]) -> Metrics:
     return {name: value for name, value in metrics.items() if not name.startswith(MEASURED_ON_THE_MACHINE)}
 
 
+def step_metrics(
+    config: RunConfig, experience: Experience, found: Estimate, update: Update, handed_over: HandOver
+) -> Metrics:
+    """Metrics of what a step did: they depend on the run alone."""
+    packed, batch = found.batch.packed, found.batch
+    metrics: Metrics = {} if update.critic is None else update.critic.metrics()
+    if update.policy is not None:
+        metrics |= update.policy.metrics(config.algo)
+    if update.share_skipped:
+        metrics[SKIPPED] = update.share_skipped
+    if config.rollout.engine != "hf":
+        metrics["training/canary_logprob_diff"] = handed_over.difference
+    if found.kl_in_reward is not None:
+        metrics["actor/reward_kl_penalty"] = found.kl_in_reward
+    metrics |= reward_metrics(
+        packed, rewards=found.rewards, advantages=batch.advantages, returns=found.returns, values=batch.old_values
+    )
+    metrics |= length_metrics(
+        experience,
+        max_prompt_tokens=config.filter.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+    metrics |= group_metrics(packed, experience)
+    if update.logprobs_before is not None:
+        weights = None if config.algo.importance.mode == "off" else batch.importance_weights
+        metrics |= mismatch_metrics(packed, update.logprobs_before, weights)
+    return metrics
+
+
+def cost_metrics(
+    config: RunConfig,
+    packed: PackedBatch,
+    experience: Experience,
+    shares: Shares,
+    seconds: Mapping[str, float],
+    info: WorkerInfo,
+) -> Metrics:
+    """Metrics of what a step cost: balance of the ranks, time by phase, use of the devices."""
+    num_devices = len(shares.sequences)
+    lengths = packed.sequence_lengths().tolist()
+    return {
+        **balance_metrics(packed, rank_tokens(packed, shares)),
+        **mfu_metrics(seconds, lengths, info, num_epochs=config.trainer.epochs_per_batch, num_devices=num_devices),
+        **timing_metrics(
+            seconds,
+            packed,
+            num_answer_tokens=sum(len(rollout.response_ids) for rollout in experience.rollouts),
+            num_devices=num_devices,
+        ),
+    }
+
+
+def memory_metrics(peaks: Sequence[MemoryPeak]) -> Metrics:
+    """Largest use of GPU memory on any rank, and passes that were repeated for lack of memory."""
+    metrics: Metrics = {}
+    if peaks[0].reserved_gb:
+        metrics["perf/max_memory_allocated_gb"] = max(peak.allocated_gb for peak in peaks)
+        metrics["perf/max_memory_reserved_gb"] = max(peak.reserved_gb for peak in peaks)
+    if num_redone := sum(peak.num_redone for peak in peaks):
+        metrics["perf/num_passes_redone"] = float(num_redone)
+    return metrics
+
+
 def spread(name: str, values: Tensor) -> Metrics:
     """Mean, largest and smallest of some values; nothing where there are none."""
     if values.numel() == 0:
@@ -60,7 +130,7 @@ def reward_metrics(
     rewards: Float[Tensor, "N"],
     advantages: Float[Tensor, "T"],
     returns: Float[Tensor, "T"],
-    values: Float[Tensor, "T_val"],
+    values: Float[Tensor, "T"] | None,
 ) -> Metrics:
     """Scores and rewards of sequences; advantages, returns and values of answer tokens."""
     mask = packed.loss_mask
@@ -70,7 +140,7 @@ def reward_metrics(
         **spread("critic/advantages", advantages[mask]),
         **spread("critic/returns", returns[mask]),
     }
-    if values.numel() and mask.any():
+    if values is not None and mask.any():
         metrics |= spread("critic/values", values[mask])
         metrics["critic/vf_explained_var"] = explained_variance(values, returns, mask).item()
     return metrics
@@ -119,7 +189,7 @@ def balance_metrics(packed: PackedBatch, balanced: Int[Tensor, "R"]) -> Metrics:
 
 
 def mismatch_metrics(
-    packed: PackedBatch, old_logprobs: Float[Tensor, "T"], importance_weights: Float[Tensor, "T_w"]
+    packed: PackedBatch, old_logprobs: Float[Tensor, "T"], importance_weights: Float[Tensor, "T"] | None
 ) -> Metrics:
     """How far the sampler's probabilities of the sampled tokens are from the trainer's."""
     mask = packed.loss_mask
@@ -132,7 +202,7 @@ def mismatch_metrics(
         "training/rollout_probs_diff_max": difference.max().item(),
         "training/rollout_probs_diff_std": difference.std(correction=0).item(),
     }
-    if importance_weights.numel():
+    if importance_weights is not None:
         metrics |= spread("rollout_corr/weight", importance_weights[mask])
     return metrics
 
@@ -174,9 +244,3 @@ def mfu_metrics(
             flops = num_epochs * info.shape.update_flops(lengths, vocabularies=vocabularies)
             metrics[name] = flops / (seconds[phase] * num_devices * info.peak_flops)
     return metrics
-
-
-def mean_of(metrics: Sequence[Mapping[str, float]]) -> Metrics:
-    """Mean of each metric over some updates."""
-    names = dict.fromkeys(name for one in metrics for name in one)
-    return {name: sum(one[name] for one in metrics if name in one) / len(metrics) for name in names}

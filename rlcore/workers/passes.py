@@ -57,7 +57,10 @@ def _sent(batch: Batch, device: torch.device) -> Batch:
     changes: dict[str, Any] = {}
     for field in fields(batch):
         value = getattr(batch, field.name)
-        changes[field.name] = memory.to_device(value, device) if isinstance(value, Tensor) else _sent(value, device)
+        if isinstance(value, Tensor):
+            changes[field.name] = memory.to_device(value, device)
+        elif value is not None:
+            changes[field.name] = _sent(value, device)
     return replace(batch, **changes)
 
 

@@ -34,14 +34,14 @@ class Reference:
                 self._waiting[name] = page_locked(host) if place.device.type == "cuda" else host
             self._put_away()
         # Not sharded: a rank that does this pass again keeps nobody waiting.
-        self.budget = PassBudget("the reference's log-probabilities", recover=lambda: None, ranks=None)
+        self.forward_pass = PassBudget("the reference's log-probabilities", recover=lambda: None, ranks=None)
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Log-probability of each answer token, 0 elsewhere; on the CPU."""
         self._bring()
         try:
-            return self.budget.run(
+            return self.forward_pass.run(
                 lambda parts: policy_logprobs(self._policy, batch, parts, self._config, self._place.device),
                 batch,
                 num_micro,

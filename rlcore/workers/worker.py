@@ -32,9 +32,7 @@ from rlcore.workers.actor import Actor, PolicyUpdate
 from rlcore.workers.canary import HandOver
 from rlcore.workers.critic import Critic, CriticUpdate
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks, keep_freed_memory, let_segments_grow
-from rlcore.workers.memory import BYTES_PER_GB, MemoryPeak, gpu_meter
-from rlcore.workers.passes import PassBudget, Shortage
-from rlcore.workers.profiler import RankProfiler
+from rlcore.workers.measure import BYTES_PER_GB, MemoryPeak, RankProfiler, gpu_meter
 from rlcore.workers.reference import Reference
 
 P = ParamSpec("P")
@@ -135,9 +133,9 @@ class Worker:
             device=str(place.device),
             device_name=device_name,
             dtype=str(place.dtype).removeprefix("torch."),
-            attention=self._actor.policy.attention.name,
-            num_parameters=sum(parameter.numel() for parameter in self._actor.policy.parameters()),
-            shape=known_shape(self._actor.policy.decoder.config.to_dict()),
+            attention=self._actor.model.attention.name,
+            num_parameters=sum(parameter.numel() for parameter in self._actor.model.parameters()),
+            shape=known_shape(self._actor.model.decoder.config.to_dict()),
             peak_flops=known if given is None else 1e12 * given,
             num_trained=sum(
                 parameter.numel()
@@ -154,7 +152,7 @@ class Worker:
 
     def policy_model(self) -> CausalPolicy:
         """The trained policy, for tests and tools in this process."""
-        return self._actor.policy
+        return self._actor.model
 
     def critic_model(self) -> ValueModel:
         """The trained value model, for tests and tools in this process."""
@@ -212,7 +210,7 @@ class Worker:
     ) -> PolicyUpdate:
         """One optimizer step of the policy."""
         self._rest_engine()
-        self._actor.fix_dropout(self._version, self._num_updates, self._rank)
+        self._actor.seed_dropout(self._version, self._num_updates, self._rank)
         self._num_updates += 1
         return self._actor.update(batch, num_micro, denominator, lr=lr, kl_coef=kl_coef)
 
@@ -247,7 +245,7 @@ class Worker:
         return self._canary.judge(version, self._from_all_ranks(observed))
 
     def _probed_difference(self) -> float:
-        vocab_size = self._actor.policy.head.weight.shape[0]
+        vocab_size = self._actor.model.head.weight.shape[0]
         prompts = self._probe or canary.random_prompts(self._config, vocab_size)
         batch = canary.packed_probe(canary.ask(self._engine, self._config, prompts))
         num_micro = canary.num_micro_batches(self._config, prompts)
@@ -267,7 +265,7 @@ class Worker:
     def _saved_models(self) -> dict[str, tuple[nn.Module, torch.optim.Optimizer]]:
         """What a checkpoint holds, by the folder in it."""
         models: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {
-            "policy": (self._actor.policy, self._actor.optimizer)
+            "policy": (self._actor.model, self._actor.optimizer)
         }
         if self._critic is not None:
             models["critic"] = (self._critic.model, self._critic.optimizer)
@@ -301,24 +299,22 @@ class Worker:
         return self._profiler.stop(Path(folder) / f"step-{step}-rank-{self._rank}.json.gz", max_mb)
 
     def memory_peak(self) -> MemoryPeak:
-        """Largest use of memory since the start of the process, and how often it ran out."""
-        most, redone = self._meter.most(), sum(budget.num_failures for budget in self._budgets())
-        return MemoryPeak(most.allocated / BYTES_PER_GB, most.reserved / BYTES_PER_GB, redone)
-
-    def take_shortages(self) -> tuple[Shortage, ...]:
-        """The passes that ran out of memory since this was last asked."""
-        return tuple(shortage for budget in self._budgets() for shortage in budget.take_shortages())
-
-    def _budgets(self) -> list[PassBudget]:
-        found = [*self._actor.budgets]
+        """Largest use of memory since the start of the process, and the passes that ran out of it."""
+        passes = [self._actor.update_pass, self._actor.forward_pass]
         if self._critic is not None:
-            found += self._critic.budgets
+            passes += [self._critic.update_pass, self._critic.forward_pass]
         if self._reference is not None:
-            found.append(self._reference.budget)
-        return found
+            passes.append(self._reference.forward_pass)
+        most = self._meter.most()
+        return MemoryPeak(
+            most.allocated / BYTES_PER_GB,
+            most.reserved / BYTES_PER_GB,
+            num_redone=sum(one.num_failures for one in passes),
+            shortages=tuple(shortage for one in passes for shortage in one.take_shortages()),
+        )
 
     def _rest_engine(self) -> None:
-        """The engine gives back what training needs, and the meter knows."""
+        """Let the engine release the memory that training needs."""
         self._engine.sleep()
         self._meter.sleeps()
 

@@ -32,8 +32,8 @@ class Inputs:
 
     policy: Tensor
     entropy: Tensor
-    old: Tensor
-    ref: Tensor
+    old: Tensor | None
+    ref: Tensor | None
     advantages: Tensor
     weights: Tensor
 
@@ -168,23 +168,22 @@ def test_what_a_careless_loss_returns_under_the_mask_changes_nothing() -> None:
     assert torch.equal(results[0], results[1])
 
 
-def test_empty_old_logprobs_are_the_policys_own() -> None:
+def test_without_old_logprobs_they_are_the_policys_own() -> None:
     inputs, counts = Inputs.random(RAGGED), denominator(RAGGED)
-    own, empty = inputs.learned(), inputs.learned()
+    own, without = inputs.learned(), replace(inputs.learned(), old=None)
     own = replace(own, old=own.policy.detach().clone())
-    empty = replace(empty, old=torch.zeros(0, dtype=torch.float64))
-    losses = [call(each, RAGGED, algo(), counts) for each in (own, empty)]
+    losses = [call(each, RAGGED, algo(), counts) for each in (own, without)]
     for loss, _ in losses:
         loss.backward()
     assert torch.equal(losses[0][0], losses[1][0])
-    assert torch.equal(grad_of(own.policy), grad_of(empty.policy))
+    assert torch.equal(grad_of(own.policy), grad_of(without.policy))
     assert losses[1][1].metrics()["actor/ppo_kl"] == 0.0
 
 
 @pytest.mark.parametrize("where", ["off", "reward"])
 def test_kl_outside_the_loss_needs_no_reference_and_adds_nothing(where: str) -> None:
     counts = denominator(RAGGED)
-    inputs = replace(Inputs.random(RAGGED), ref=torch.zeros(0, dtype=torch.float64)).learned()
+    inputs = replace(Inputs.random(RAGGED), ref=None).learned()
     loss, statistics = call(inputs, RAGGED, algo(kl=KlConfig(where=where)), counts)
     without, _ = call(Inputs.random(RAGGED).learned(), RAGGED, algo(), counts, kl_coef=0.0)
     assert loss.item() == pytest.approx(without.item(), rel=1e-12)

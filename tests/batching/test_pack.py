@@ -82,11 +82,10 @@ def test_selection_packs_the_chosen_sequences_alone() -> None:
         assert torch.equal(getattr(chosen, name), getattr(again, name)), name
 
 
-def test_empty_fields_of_a_train_batch_stay_empty() -> None:
+def test_fields_that_a_train_batch_lacks_stay_none() -> None:
     batch, _ = packed([(3, 2), (1, 4)])
     values = torch.arange(batch.num_tokens, dtype=torch.float32)
-    empty = torch.empty(0)
-    train = TrainBatch(batch, empty, empty, empty, values, empty, values)
+    train = TrainBatch(batch, None, None, None, values, None, values)
     chosen = select_train(train, [1])
-    assert chosen.old_logprobs.numel() == chosen.returns.numel() == 0
+    assert chosen.old_logprobs is chosen.ref_logprobs is chosen.old_values is chosen.returns is None
     assert torch.equal(chosen.advantages, values[5:])

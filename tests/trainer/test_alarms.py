@@ -1,18 +1,22 @@
 """Each alarm by its real cause, told with value and bound; a skipped update leaves the weights as they were."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlcore.algos.objective import PolicyStatistics
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
-from rlcore.trainer.alarms import SKIPPED, batch_alarms, update_alarms
+from rlcore.trainer.alarms import SKIPPED, batch_alarms, step_alarms
 from rlcore.trainer.experience import Experience, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
+from rlcore.trainer.update import PolicySteps, Update
 from rlcore.types import Score
+from rlcore.workers.canary import HandOver
 from rlcore.workers.worker import Worker
 from tests.share_of_digits import LEARNING
 from tests.small_run import prepare
@@ -118,7 +122,7 @@ def test_answers_alone_to_their_prompts_are_not_compared(root: Path) -> None:
     scores = (Score(0.0, {}), Score(0.0, {}))
 
     def raised(group_ids: tuple[int, ...]) -> list[str]:
-        experience = Experience((), scores, group_ids, ("", ""), 2, 0, ())
+        experience = Experience((), scores, group_ids, ("", ""), 2, 0, None)
         return [alarm.name for alarm in batch_alarms(config, experience)]
 
     assert raised((0, 0)) == ["equal_scores"]
@@ -128,9 +132,16 @@ def test_answers_alone_to_their_prompts_are_not_compared(root: Path) -> None:
 def test_the_entropy_that_alarms_is_that_of_a_token(root: Path) -> None:
     config = load_config(["experiment=debug", f"paths.root={root}"])
     below = config.alarms.entropy_below / 2
-    assert [alarm.name for alarm in update_alarms(config, {"actor/entropy": below})] == ["entropy"]
-    assert update_alarms(config, {"actor/entropy": below, "actor/token_entropy": 1.0}) == ()
-    assert [a.name for a in update_alarms(config, {"actor/entropy": 9.0, "actor/token_entropy": below})] == ["entropy"]
+
+    def raised(share: float, of_a_token: float) -> list[str]:
+        """With an entropy that the loss aggregates to `share`, over 7 tokens."""
+        given = {"entropy": share, "entropy_sum": 7 * of_a_token, "num_tokens": 7}
+        sums = [torch.tensor(float(given.get(field.name, 0))) for field in fields(PolicyStatistics)]
+        policy = PolicySteps(PolicyStatistics(*sums), num_steps=1, grad_norm=1.0, lr=0.1, kl_coef=0.0)
+        return [alarm.name for alarm in step_alarms(config, Update(policy), None, HandOver(0.0))]
+
+    assert raised(below, below) == raised(9.0, below) == ["entropy"]
+    assert raised(below, 1.0) == []
 
 
 def test_updates_before_one_that_is_no_number_are_counted_as_done(root: Path) -> None:

@@ -48,10 +48,9 @@ def test_rows_with_a_number_that_is_not_finite_are_marked(tmp_path: Path) -> Non
     ones = torch.ones(packed.num_tokens)
     bad = ones.clone()
     bad[packed.cu_seqlens[1] + 1] = float("nan")
-    nothing = torch.empty(0)
-    batch = TrainBatch(packed, packed.behavior_logprobs, nothing, nothing, bad, nothing, ones)
+    batch = TrainBatch(packed, packed.behavior_logprobs, None, None, bad, None, ones)
     scores = tuple(Score(total, {}) for total in packed.scores.tolist())
-    experience = Experience(tuple(rollouts), scores, (0, 1, 2), ("a", "b", "c"), 3, 0, ())
+    experience = Experience(tuple(rollouts), scores, (0, 1, 2), ("a", "b", "c"), 3, 0, None)
     file, prompts = save_failure(tmp_path, 7, experience, batch)
     assert prompts == [1]
     answers = json.loads(file.with_suffix(".json").read_text())

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlcore.batching.pack import pack
 from rlcore.config.algo import GROUP_ADVANTAGES, AlgoConfig, KlConfig
 from rlcore.runtime.local import LocalGroup
-from rlcore.trainer.estimate import Estimate, estimate
+from rlcore.trainer.estimate import Estimate, Passes, estimate
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.worker import Worker
 from tests.small_run import prepare, train
@@ -51,18 +51,10 @@ class Batch:
             * packed.loss_mask
             for which in range(3)
         )
-        greedy = torch.tensor([self.greedy[index // GROUP] for index in chosen])
-        if no_greedy is not None:
-            greedy[packed.group_ids == no_greedy] = torch.nan
-        return estimate(
-            packed,
-            old_logprobs=old,
-            ref_logprobs=ref,
-            values=values if algo.advantage == "gae" else torch.empty(0),
-            greedy_scores=greedy if algo.advantage == "remax" else torch.empty(0),
-            algo=algo,
-            kl_coef=0.1,
-        )
+        groups = [index // GROUP for index in chosen]
+        greedy = [float(np.nan if group == no_greedy else self.greedy[group]) for group in groups]
+        passes = Passes(old, ref, values if algo.advantage == "gae" else None)
+        return estimate(packed, passes, greedy if algo.advantage == "remax" else None, algo=algo, kl_coef=0.1)
 
 
 def by_answer(found: Estimate, chosen: list[int]) -> dict[int, Tensor]:

@@ -69,7 +69,7 @@ def main() -> None:
     actor = Actor(run.config, str(run.model_directory), place, mesh, 2)
     critic = Critic(run.config, run.config.critic, str(run.model_directory), place, mesh, 2)
     torch.nn.init.constant_(critic.model.value_head.weight, 0.1)
-    models = (actor.policy, critic.model)
+    models = (actor.model, critic.model)
     start = {name: value.detach().clone() for model in models for name, value in weights(model)}
 
     def restart() -> None:
@@ -84,17 +84,17 @@ def main() -> None:
 
     def policy_update() -> list[float]:
         found = actor.update(mine, NUM_MICRO, counts, lr=1e-3, kl_coef=0.01)
-        return [found.grad_norm, float(found.stats.pg_loss), *norms(actor.policy)]
+        return [found.grad_norm, float(found.stats.pg_loss), *norms(actor.model)]
 
     def critic_update() -> list[float]:
         found = critic.update(mine, NUM_MICRO, counts, lr=1e-3)
         return [found.grad_norm, float(found.stats.vf_loss), *norms(critic.model)]
 
     passes: dict[str, tuple[PassBudget, Callable[[], list[float]]]] = {
-        "policy_update": (actor.budgets[0], policy_update),
-        "logprobs": (actor.budgets[1], lambda: actor.logprobs(mine.packed, NUM_MICRO).tolist()),
-        "critic_update": (critic.budgets[0], critic_update),
-        "values": (critic.budgets[1], lambda: critic.values(mine.packed, NUM_MICRO).tolist()),
+        "policy_update": (actor.update_pass, policy_update),
+        "logprobs": (actor.forward_pass, lambda: actor.logprobs(mine.packed, NUM_MICRO).tolist()),
+        "critic_update": (critic.update_pass, critic_update),
+        "values": (critic.forward_pass, lambda: critic.values(mine.packed, NUM_MICRO).tolist()),
     }
     gc.freeze()  # each refusal collects garbage
     found: dict[str, object] = {}
@@ -114,7 +114,7 @@ def main() -> None:
             redone.append(budget.num_failures - before)
         found[name] = {"collectives": number, "differences": differences, "redone": redone}
     # A sequence in each micro-batch, and still refused: all ranks are told.
-    budget, counter = actor.budgets[0], collectives_of(actor.budgets[0])
+    budget, counter = actor.update_pass, collectives_of(actor.update_pass)
     budget.factor = NUM_SEQUENCES
     with refused_at(counter, [5] if rank else []):
         found["told"] = told(policy_update)

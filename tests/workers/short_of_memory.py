@@ -59,7 +59,7 @@ def measure(actor: Actor, critic: Critic, number: int, *, rank: int, world_size:
     return {
         "policy loss": float(policy.stats.pg_loss),
         "policy gradient": policy.grad_norm,
-        "policy weights": norm(actor.policy),
+        "policy weights": norm(actor.model),
         "log-probabilities": float(policy.logprobs.sum()),
         "later log-probabilities": float(actor.logprobs(data.packed, number).sum()),
         "value loss": float(value.stats.vf_loss),
@@ -97,7 +97,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (held + SLACK_BYTES // world_size, resource.RLIM_INFINITY))
     forced = measure(actor, critic, 1, rank=rank, world_size=world_size)
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    failures = {"policy": actor.budgets[0].num_failures, "critic": critic.budgets[0].num_failures}
+    failures = {"policy": actor.update_pass.num_failures, "critic": critic.update_pass.num_failures}
     print(json.dumps({"undisturbed": undisturbed, "forced": forced, "failures": failures}), flush=True)
 
 

@@ -1,0 +1,194 @@
+"""The optimizer steps of one training step: the critic's first, then the policy's."""
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rlcore.algos.aggregation import Denominator, token_counts
+from rlcore.algos.objective import PolicyStatistics, ValueStatistics
+from rlcore.algos.schedules import lr_at
+from rlcore.batching.balance import Shares, mini_batches, share_out
+from rlcore.batching.pack import scatter_tokens, select_train
+from rlcore.config import AlgoConfig, RunConfig
+from rlcore.errors import NonFiniteError
+from rlcore.trainer.clock import PhaseClock
+from rlcore.types import PackedBatch, TrainBatch
+from rlcore.workers.actor import PolicyUpdate
+from rlcore.workers.critic import CriticUpdate
+from rlcore.workers.group import WorkerGroup
+from rlcore.workers.worker import Worker
+
+R = TypeVar("R", PolicyUpdate, CriticUpdate)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySteps:
+    """The policy's optimizer steps on one batch: statistics summed over steps and ranks, mean gradient norm."""
+
+    stats: PolicyStatistics
+    num_steps: int
+    grad_norm: float
+    lr: float
+    kl_coef: float
+
+    def metrics(self, algo: AlgoConfig) -> dict[str, float]:
+        """The `actor/*` metrics."""
+        metrics = self.stats.metrics(self.num_steps)
+        if algo.kl.where == "loss":
+            metrics["actor/ref_kl"] = self.stats.mean_ref_kl()
+        else:
+            metrics.pop("actor/kl_loss")
+        if algo.aggregation != "token-mean":
+            metrics["actor/token_entropy"] = self.stats.mean_entropy()
+        return metrics | {"actor/grad_norm": self.grad_norm, "actor/lr": self.lr, "actor/kl_coef": self.kl_coef}
+
+
+@dataclass(frozen=True, slots=True)
+class CriticSteps:
+    """The critic's optimizer steps on one batch: statistics summed over steps and ranks, mean gradient norm."""
+
+    stats: ValueStatistics
+    num_steps: int
+    grad_norm: float
+    lr: float
+
+    def metrics(self) -> dict[str, float]:
+        """The `critic/*` metrics."""
+        return self.stats.metrics(self.num_steps) | {"critic/grad_norm": self.grad_norm, "critic/lr": self.lr}
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Result of a step's updates.
+
+    `policy`, `critic`: None where it took no step. `share_skipped`: share of the policy's optimizer steps that were
+    left out. `logprobs_before` Float[T]: the trainer's log-probabilities before the update, where a pass computed them.
+    `failure`: the error of an optimizer step that was not finite.
+    """
+
+    policy: PolicySteps | None = None
+    critic: CriticSteps | None = None
+    share_skipped: float = 0.0
+    logprobs_before: Float[Tensor, "T"] | None = None
+    failure: NonFiniteError | None = None
+
+    def observed_kl(self, algo: AlgoConfig, kl_in_reward: float | None) -> float | None:
+        """KL from the reference in nats a token, measured in the loss or in the reward; None where it was not."""
+        if algo.kl.where == "loss":
+            return None if self.policy is None else self.policy.stats.mean_ref_kl()
+        return kl_in_reward
+
+
+@dataclass(frozen=True, slots=True)
+class _MiniBatchUpdate(Generic[R]):
+    """One optimizer step: which rank had which sequences, and the result of each rank."""
+
+    shares: Shares
+    by_rank: list[R]
+
+
+def num_optimizer_steps(config: RunConfig) -> int:
+    """The policy's optimizer steps on a batch in which every group has a score."""
+    trainer = config.trainer
+    return trainer.epochs_per_batch * -(-trainer.batch_size // trainer.mini_batch_size)
+
+
+def needs_old_logprobs(config: RunConfig) -> bool:
+    """Whether the trainer computes its log-probabilities in a pass of their own, before the update's first."""
+    if config.trainer.old_logprobs != "auto":
+        return config.trainer.old_logprobs == "recompute"
+    algo = config.algo
+    return num_optimizer_steps(config) > 1 or algo.importance.mode != "off" or algo.kl.where == "reward"
+
+
+def measured_before(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] | None:
+    """The trainer's own log-probabilities before the update, where a pass of their own was made."""
+    return None if config.trainer.old_logprobs == "behavior" else batch.old_logprobs
+
+
+def update_models(
+    config: RunConfig,
+    group: WorkerGroup,
+    batch: TrainBatch,
+    *,
+    num_finished: int,
+    lr_factor: float,
+    kl_coef: float,
+    clock: PhaseClock,
+) -> Update:
+    """All optimizer steps on a batch, after `num_finished` steps of training; up to the first that is not finite."""
+    trainer = config.trainer
+    num_steps = num_optimizer_steps(config)
+    before = measured_before(config, batch)
+    critic: CriticSteps | None = None
+    taken: list[_MiniBatchUpdate[PolicyUpdate]] = []
+    lr = lr_factor * lr_at(num_finished, optim=config.optim, total_steps=trainer.total_steps)
+    is_warmed_up = config.critic is None or num_finished >= config.critic.warmup_steps
+    try:
+        if config.critic is not None:
+            critic_lr = lr_factor * lr_at(num_finished, optim=config.critic.optim, total_steps=trainer.total_steps)
+            with clock.phase("update_critic"):
+                critic = _critic_steps(config, group, batch, critic_lr)
+        if is_warmed_up:
+            with clock.phase("update_actor"):
+                for step in _optimizer_steps(config, group, batch, Worker.update_policy, lr, kl_coef):
+                    taken.append(step)  # one by one: those before a step that fails count
+    except NonFiniteError as error:
+        num_applied = sum(step.by_rank[0].applied for step in taken)
+        return Update(share_skipped=1.0 - num_applied / num_steps, logprobs_before=before, failure=error)
+    if not taken:
+        return Update(critic=critic, share_skipped=float(is_warmed_up), logprobs_before=before)
+    if num_steps == 1 and before is None:
+        # of several updates only the first one's pass is made with the weights that they all begin with
+        (step,) = taken
+        logprobs = [update.logprobs for update in step.by_rank]
+        before = scatter_tokens(logprobs, batch.packed.cu_seqlens, step.shares.sequences)
+    stats = functools.reduce(operator.add, (update.stats for step in taken for update in step.by_rank))
+    num_skipped = sum(not step.by_rank[0].applied for step in taken)
+    return Update(
+        policy=PolicySteps(stats, len(taken), _mean_grad_norm(taken), lr, kl_coef),
+        critic=critic,
+        share_skipped=num_skipped / len(taken),
+        logprobs_before=before,
+    )
+
+
+def _critic_steps(config: RunConfig, group: WorkerGroup, batch: TrainBatch, lr: float) -> CriticSteps | None:
+    taken = list(_optimizer_steps(config, group, batch, Worker.update_critic, lr))
+    if not taken:
+        return None
+    stats = functools.reduce(operator.add, (update.stats for step in taken for update in step.by_rank))
+    return CriticSteps(stats, len(taken), _mean_grad_norm(taken), lr)
+
+
+def _mean_grad_norm(taken: Sequence[_MiniBatchUpdate[R]]) -> float:
+    return sum(step.by_rank[0].grad_norm for step in taken) / len(taken)
+
+
+def _optimizer_steps(
+    config: RunConfig, group: WorkerGroup, batch: TrainBatch, verb: Callable[..., R], *rates: float
+) -> Iterator[_MiniBatchUpdate[R]]:
+    """An optimizer step on each mini-batch that has a scored answer, in each epoch."""
+    packed, trainer = batch.packed, config.trainer
+    in_one_epoch = [
+        sequences
+        for sequences in mini_batches(packed.group_ids, trainer.mini_batch_size)
+        if packed.score_mask[sequences].any()
+    ]
+    for sequences in in_one_epoch * trainer.epochs_per_batch:
+        shares = share_out(packed, sequences, num_ranks=group.world_size, max_tokens=trainer.max_tokens_per_micro_batch)
+        denominator = _denominator(packed, sequences, norm_tokens=config.rollout.max_response_tokens)
+        arguments = [(select_train(batch, mine), shares.num_micro, denominator, *rates) for mine in shares.sequences]
+        yield _MiniBatchUpdate(shares, group.scatter(verb, arguments))
+
+
+def _denominator(packed: PackedBatch, sequences: Sequence[int], *, norm_tokens: int) -> Denominator:
+    """Counted once over the mini-batch and all ranks; an answer without a score counts nowhere."""
+    lengths = token_counts(packed.loss_mask, packed.sequence_ids(), packed.num_sequences)[torch.tensor(sequences)]
+    return Denominator(int(lengths.sum()), int((lengths > 0).sum()), norm_tokens)

@@ -1,0 +1,126 @@
+"""What is measured on a rank: the most GPU memory in use, passes that ran out of it, and torch's profile."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from rlcore.rollout.vllm.pool import engine_pool_bytes
+from rlcore.workers.passes import Shortage
+
+BYTES_PER_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPeak:
+    """Largest use of the GPU's memory since the start, GB of 1e9 bytes; 0 on a CPU. What a sleeping engine has released
+    does not count. `num_redone`: passes since the start that ran out of memory and were repeated with smaller
+    micro-batches; `shortages`: those since the last report."""
+
+    allocated_gb: float
+    reserved_gb: float
+    num_redone: int
+    shortages: tuple[Shortage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes of torch's tensors, and of the device memory that torch has reserved for them."""
+
+    allocated: int
+    reserved: int
+
+
+class MemoryMeter:
+    """Peak of memory in use, without the memory that is unmapped while the engine sleeps.
+
+    torch counts vLLM's weights and cache as allocated also while vLLM sleeps and their memory is unmapped: the peak of
+    an update would include them, though activations lie in their place.
+
+    Args:
+        peak: returns the largest counts since its last call.
+        away: returns the bytes that are counted and unmapped while the engine sleeps.
+    """
+
+    def __init__(self, peak: Callable[[], Bytes], away: Callable[[], int]) -> None:
+        self._peak = peak
+        self._away = away
+        self._is_asleep = False
+        self._most = Bytes(0, 0)
+
+    def sleeps(self) -> None:
+        """Call when the engine has gone to sleep, or sleeps already."""
+        if not self._is_asleep:
+            self.most()
+            self._is_asleep = True
+
+    def wakes(self) -> None:
+        """Call before the engine wakes, or when it is awake already."""
+        if self._is_asleep:
+            self.most()
+            self._is_asleep = False
+
+    def most(self) -> Bytes:
+        """The largest counts so far."""
+        found, away = self._peak(), self._away() if self._is_asleep else 0
+        self._most = Bytes(
+            max(self._most.allocated, found.allocated - away), max(self._most.reserved, found.reserved - away)
+        )
+        return self._most
+
+
+def gpu_meter() -> MemoryMeter:
+    """Meter of torch's current GPU; 0 on a CPU."""
+
+    def peak() -> Bytes:
+        if not torch.cuda.is_initialized():
+            return Bytes(0, 0)
+        found = Bytes(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+        torch.cuda.reset_peak_memory_stats()
+        return found
+
+    return MemoryMeter(peak, engine_pool_bytes)
+
+
+BYTES_PER_MB = 1_000_000
+
+
+class RankProfiler:
+    """Records all operators of this process, and the kernels of its GPU, from `start` to `stop`."""
+
+    def __init__(self) -> None:
+        self._profile: profile | None = None
+
+    def start(self) -> None:
+        """Begin to record; what was being recorded is dropped."""
+        self.drop()
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities)
+        self._profile.start()
+
+    def stop(self, file: Path, max_mb: float) -> float:
+        """End it and write `file` (`*.json.gz`) whole or not at all. Its size in MB of 1e6 bytes; one that is larger
+        than `max_mb` is not kept."""
+        assert self._profile is not None, "start comes first"
+        running, self._profile = self._profile, None
+        running.stop()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_name(f".{file.name}.part.gz")  # by its ending torch packs it
+        try:
+            running.export_chrome_trace(str(beside))
+            size_mb = beside.stat().st_size / BYTES_PER_MB
+            if size_mb <= max_mb:
+                beside.replace(file)
+        finally:
+            beside.unlink(missing_ok=True)
+        return size_mb
+
+    def drop(self) -> None:
+        """End it and keep nothing."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None

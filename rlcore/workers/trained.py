@@ -1,0 +1,81 @@
+"""What the policy and the critic share on one rank: a trained model, its optimizer and its two kinds of passes."""
+
+import math
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlcore.algos.objective import Statistics
+from rlcore.config.algo import OptimConfig
+from rlcore.models.optim import build_optimizer, clip_grad_norm
+from rlcore.models.parallel import forget_failed_pass, shard
+from rlcore.models.policy import PackedTrunk
+from rlcore.types import TrainBatch
+from rlcore.workers.device import Place, on_all_ranks
+from rlcore.workers.passes import Micro, Parts, PassBudget, ranks_of, to_device, total
+
+Model = TypeVar("Model", bound=PackedTrunk)
+S = TypeVar("S", bound=Statistics)
+
+
+class TrainedModel(Generic[Model]):
+    """Float32 master weights (sharded where there is a mesh), their optimizer, and a budget for each kind of pass.
+
+    Args:
+        passes: names of the update and of the forward pass, for messages.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        optim: OptimConfig,
+        place: Place,
+        mesh: DeviceMesh | None,
+        world_size: int,
+        *,
+        passes: tuple[str, str],
+    ) -> None:
+        self._optim = optim
+        self._place = place
+        self._world_size = world_size
+        self.model = model if mesh is None else shard(model, mesh=mesh, dtype=place.dtype)
+        self.optimizer = build_optimizer(self.model, optim, device=place.device)
+        ranks = ranks_of(self.model, world_size=world_size, device=place.device)
+        self.update_pass, self.forward_pass = (PassBudget(name, recover=self._recover, ranks=ranks) for name in passes)
+
+    def release_gradients(self) -> None:
+        """Free the gradients' memory, which the update of another model may need."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _recover(self) -> None:
+        forget_failed_pass(self.model)
+        self.release_gradients()
+
+    def accumulate(
+        self, batch: TrainBatch, parts: Parts, objective: Callable[[Micro[TrainBatch]], tuple[Tensor, S]]
+    ) -> S:
+        """Gradient of a mini-batch, from zero; the sum of its statistics, on the CPU."""
+        self.release_gradients()
+        statistics: list[S] = []
+        for part in parts:
+            loss, found = objective(to_device(batch, part, self._place.device))
+            # FSDP averages gradients over ranks; the denominator counts all ranks already, so undo the average.
+            (loss * self._world_size).backward()
+            statistics.append(found)
+        return total(statistics)
+
+    def clip(self, statistics: Statistics) -> tuple[float, bool]:
+        """Clip the gradient; its norm before, and whether it and the statistics are finite on all ranks."""
+        norm = clip_grad_norm(self.model.parameters(), self._optim.grad_clip).item()
+        finite = math.isfinite(norm) and bool(torch.isfinite(statistics.stack()).all())
+        return norm, on_all_ranks(finite, world_size=self._world_size, device=self._place.device)
+
+    def step(self, lr: float) -> None:
+        """One optimizer step with the gradient there is."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.release_gradients()
