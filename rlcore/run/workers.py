@@ -21,9 +21,8 @@ from rlcore.run.record import RunRecord
 from rlcore.run.watchdog import Watchdog
 from rlcore.runtime.local import start_workers
 from rlcore.storage.publish import write_json_atomically
-from rlcore.trainer.experience import Decode
 from rlcore.trainer.clock import EnterPhase
-from rlcore.trainer.experience import Experience, ExperienceCollector
+from rlcore.trainer.experience import Decode, Experience, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.trainer.validate import validate
 from rlcore.workers.canary import NUM_PROMPTS
