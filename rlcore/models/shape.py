@@ -173,10 +173,10 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
     return None if config is None else known_shape(config)
 
 
-def known_shape(config: Mapping[str, Any]) -> ModelShape | None:
+def known_shape(config: object) -> ModelShape | None:
     """The shape by the content of a `config.json`; None where it is not of these families."""
     try:
-        return ModelShape.of_config(config)
+        return ModelShape.of_config(config) if isinstance(config, Mapping) else None
     except (KeyError, TypeError, ValueError):
         return None
 

@@ -80,7 +80,7 @@ def test_first_update_on_fresh_rollouts_is_reinforce(name: str, aggregation: Agg
         policy,
         torch.zeros(num_tokens, dtype=torch.float64),
         policy.detach().clone(),
-        torch.zeros(0, dtype=torch.float64),
+        None,
         advantages,
         torch.ones(num_tokens, dtype=torch.float64),
         rows.mask,

@@ -69,7 +69,7 @@ def test_a_variant_takes_one_function_and_one_yaml_line() -> None:
         policy,
         torch.zeros_like(old),
         old,
-        torch.zeros(0, dtype=torch.float64),
+        None,
         advantages,
         torch.ones_like(old),
         RAGGED.mask,

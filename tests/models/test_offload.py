@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rlcore.checkpoint.shards import load_shards
-from rlcore.config.algo import OptimConfig
+from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
 from rlcore.models import optim
 from rlcore.models.optim import MOMENTS, OffloadedAdamW, build_optimizer, pieces
 from tests.checkpoint.small import SmallModel, assert_same, save_shards, state_of, train
@@ -85,6 +85,6 @@ def test_a_checkpoint_does_not_know_where_the_moments_were(first: bool, second: 
 
 
 def test_the_plan_counts_the_piece_that_the_optimizer_takes() -> None:
-    assert memory.OFFLOAD_PIECE_BYTES == optim.PIECE_BYTES
+    assert optim.PIECE_BYTES == OFFLOAD_PIECE_BYTES
     one = nn.Parameter(torch.zeros(10))
     assert [len(piece) for piece in pieces([one] * 5, 160)] == [2, 2, 1]
