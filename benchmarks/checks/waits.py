@@ -4,10 +4,12 @@ import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.checks.command import ROOT
 from benchmarks.checks.rig import Rig, Verdict
 from rlcore.workers.worker import Worker
 
@@ -46,4 +48,4 @@ def _counted(verb: Any, places: Counter[str]) -> Iterator[None]:
             yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    places.update(f"{one.filename}:{one.lineno}" for one in told if _MARK in str(one.message))
+    places.update(f"{Path(one.filename).relative_to(ROOT)}:{one.lineno}" for one in told if _MARK in str(one.message))

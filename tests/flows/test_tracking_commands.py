@@ -226,7 +226,7 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     """A root whose stack keeps its metrics in a database of its own, as with PostgreSQL, and a client of its server."""
     root, databases = tmp_path / "root", Databases("", f"sqlite:///{tmp_path / 'own.db'}")
     root.mkdir()
-    recipe = mlflow_recipe(root, databases, free_port(), print, StackState())
+    recipe = mlflow_recipe(root, databases, free_port(), StackState())
     server = start(root, recipe)
     for name, value in mlflow_client(login_of(root)).items():
         monkeypatch.setenv(name, value)

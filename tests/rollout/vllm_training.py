@@ -97,7 +97,7 @@ def importance_facts(folder: Path) -> dict[str, Any]:
         facts[mode] = {
             "pg_loss": metrics["actor/pg_loss"],
             "difference": metrics["training/rollout_probs_diff_mean"],
-            "old": batch.old_logprobs[mask].tolist() if batch.old_logprobs.numel() else [],
+            "old": [] if batch.old_logprobs is None else batch.old_logprobs[mask].tolist(),
             "behavior": batch.packed.behavior_logprobs[mask].tolist(),
             "advantages": batch.advantages[mask].tolist(),
         }
