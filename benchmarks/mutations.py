@@ -191,6 +191,7 @@ def main() -> None:
         for name in listed.stdout.splitlines():
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, checkout / name)
+        counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for one in mutations:
             source = (ROOT / one.file).read_text()
             (checkout / one.file).write_text(one.apply(source))
@@ -199,10 +200,8 @@ def main() -> None:
             print(
                 f"{one.file}:{one.start[0]}: {one.old!r} -> {one.new!r}: {one.noticed_by or 'NOT NOTICED'}", flush=True
             )
-            counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-            for each in mutations[: mutations.index(one) + 1]:
-                counts[each.folder][0] += each.noticed_by is not None
-                counts[each.folder][1] += 1
+            counts[one.folder][0] += one.noticed_by is not None
+            counts[one.folder][1] += 1
             result = {"seed": chosen.seed, "noticed_of": counts, "mutations": [asdict(m) for m in mutations]}
             chosen.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -22,6 +22,10 @@ class DataError(MillraceError, ValueError):
     """A dataset file, column or row breaks the schema; names file, column or row and the remedy."""
 
 
+class UnwritableError(DataError, OSError):
+    """A folder cannot be written, for want of permission."""
+
+
 class ModelError(MillraceError, ValueError):
     """A model directory is missing, incomplete or of a kind that cannot be trained here."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlcore.config import CheckpointConfig
-from rlcore.errors import DataError, DiskSpaceError, MillraceError
+from rlcore.errors import DiskSpaceError, MillraceError, UnwritableError
 
 BYTES_PER_GB = 1e9
 # float32 master weights and the two float32 moments of AdamW.
@@ -55,7 +55,7 @@ def is_out_of_room(error: BaseException | None) -> bool:
     return False
 
 
-def unwritable(folder: Path, reason: OSError, error: type[MillraceError] = DataError) -> MillraceError:
+def unwritable(folder: Path, reason: OSError, error: type[MillraceError] = UnwritableError) -> MillraceError:
     """The error for a folder in which nothing can be written."""
     return error(f"{folder}: cannot be written ({reason}). Make the folder writable, or choose another paths.root.")
 

@@ -190,7 +190,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 
     Raises:
         DiskSpaceError: no room; the old file is untouched.
-        DataError: the folder cannot be written.
+        UnwritableError: the folder cannot be written.
     """
     temporary = temporary_beside(path)
     try:

@@ -250,13 +250,12 @@ class Delivery:
 
     def _send_cuts(self, known: int) -> None:
         """Send the lines that were cut off since attempt `known`, each value of a step once."""
-        cuts = self._history.cuts
-        for number in (number for number in cuts if number > known):
-            earlier = self._values_cut_off({each: name for each, name in cuts.items() if each < number})
-            points = [
-                point for record in _records(self._run_dir / cuts[number]) for point in self._points(record, earlier)
-            ]
-            self._send(points)
+        earlier: frozenset[tuple[int, str]] = frozenset()
+        for number, name in sorted(self._history.cuts.items()):
+            if number > known:
+                records = _records(self._run_dir / name)
+                self._send([point for record in records for point in self._points(record, earlier)])
+            earlier |= self._values_cut_off({number: name})
 
     def _send_journal(self) -> None:
         """Send the whole lines after the cursor, and move it with each batch."""

@@ -18,8 +18,8 @@ NUM_SEQUENCES = 16
 UNSCORED = (2, 5, 8, 11)
 """Answers that the scorer failed on: their gradient is none."""
 RELATIVE = 4e-6
-"""Of the largest entry of each tensor, in float32. Sums of another order differ by up to 1.1e-6 on processors that have
-no AVX-512; a wrong denominator or mask differs by more than 1e-3."""
+"""Of the largest entry of each tensor, in float32. Sums of another order differ by 1.1e-6 on a processor without
+AVX-512."""
 
 
 def random_batch(rng: np.random.Generator) -> dict[str, Tensor]:
