@@ -85,11 +85,11 @@ class _Watch:
     def _look(self) -> None:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(self._flow_run_id).state
-            if state is not None and state.is_crashed() and state.message == NO_HEARTBEAT:
+            if state is None:
+                return
+            if state.is_crashed() and state.message == NO_HEARTBEAT:
                 state = Running(message="Its process goes on: the server was away for longer than 90 s.")
                 client.set_flow_run_state(self._flow_run_id, state, force=True)
-        if state is None:
-            return
         if state.is_paused() and state.name == "Suspended":
             self._suspended = state
         if state.type not in OVER:

@@ -25,6 +25,10 @@ from rlcore.tracking.models import find_garbage, remove_garbage
 if TYPE_CHECKING:
     from rlcore.report import ReportFiles
 
+log = logging.getLogger(__name__)
+
+FOLDER = "comparisons"
+"""Of a run's artifacts in MLflow."""
 MOST_NAMES = 8
 """Run ids in a message at most."""
 
@@ -57,12 +61,6 @@ def _named(name: str, root: Path) -> Path:
         f"{name}: {problem}; under {root / 'runs'} there are: {names}. Name one of them, or another root (--root, or "
         "paths.root)."
     )
-
-
-log = logging.getLogger(__name__)
-
-FOLDER = "comparisons"
-"""Of a run's artifacts in MLflow."""
 
 
 @dataclass(frozen=True, slots=True)
