@@ -85,10 +85,9 @@ types: $(VENV)/.installed-dev
 imports: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
-# conf/_resolved, docs/settings.md, docs/metrics.md and README's tree are written by what they describe; tests compare.
+# conf/_resolved, docs/settings.md and README's tree are written by what they describe; tests compare.
 generated: $(VENV)/.installed-dev
 	$(BIN)/python -m rlcore.config.documents
-	$(BIN)/python -m rlcore.tracking.catalog
 	$(BIN)/python -m tests.readme_tree
 
 # Keeps .venv and artifacts/: the one costs minutes, the other is your runs.

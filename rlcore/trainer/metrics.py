@@ -1,4 +1,4 @@
-"""A step's metrics under the field's names (docs/metrics.md defines each)."""
+"""A step's metrics under the field's names (rlcore/tracking/metrics.md defines each)."""
 
 from collections.abc import Mapping, Sequence
 
