@@ -1,7 +1,16 @@
 """How a model did on held-out problems: results as they are kept, and their statistics with intervals. No torch."""
 
-from rlcore.evaluation.breakdown import Comparison, DifficultyRow, by_difficulty, compare, pass_curve
-from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult, core_name, per_problem, vote
+from rlcore.evaluation.result import (
+    Answer,
+    Comparison,
+    ProblemResult,
+    ValidationResult,
+    compare,
+    core_name,
+    pass_curve,
+    per_problem,
+    vote,
+)
 from rlcore.evaluation.stats import (
     Interval,
     PairedDifference,
@@ -16,14 +25,12 @@ from rlcore.evaluation.stats import (
 __all__ = [
     "Answer",
     "Comparison",
-    "DifficultyRow",
     "Interval",
     "PairedDifference",
     "ProblemResult",
     "ValidationResult",
     "bootstrap_interval",
     "bootstrap_intervals",
-    "by_difficulty",
     "compare",
     "core_name",
     "majority",

@@ -1,23 +1,35 @@
 """Answers to held-out problems and a validation made of them, as `validation/<name>.json` of a run holds it."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from rlcore.config import ValidationConfig
 from rlcore.errors import DataError
-from rlcore.evaluation.stats import Array, Interval, bootstrap_intervals, majority, pass_all_at_k, pass_at_k
+from rlcore.evaluation.stats import (
+    Array,
+    Interval,
+    PairedDifference,
+    bootstrap_intervals,
+    majority,
+    paired_difference,
+    pass_all_at_k,
+    pass_at_k,
+)
 from rlcore.storage.publish import write_json_atomically
 
 FORMAT_VERSION = 1
 FULL_MARKS = 1.0
 """Score of a solved problem where the scorer names no part `correct`."""
+
+K = TypeVar("K", int, str)
 
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
@@ -179,6 +191,11 @@ class ValidationResult:
         return num_samples_of(self.problems)
 
     @property
+    def reward_statistic(self) -> str:
+        """The statistic that stands for the held-out reward: the samples' mean, else the greedy answer's score."""
+        return f"reward/mean@{self.num_samples}" if self.num_samples else "reward/greedy"
+
+    @property
     def with_figures(self) -> "ValidationResult":
         """The result over the problems that figures are made of: those with a score."""
         return replace(self, problems=tuple(problem for problem in self.problems if problem.has_figures))
@@ -202,14 +219,19 @@ class ValidationResult:
         """Each statistic with its bootstrap interval over problems, by its name below `val-core/<data_source>/`."""
         return self.intervals_of(per_problem(self.with_figures.problems))
 
-    def by_source(self) -> tuple["ValidationResult", ...]:
+    def by_source(self) -> dict[str, "ValidationResult"]:
         """The result of each data source, in the order of their names; empty where there is only one."""
-        groups: dict[str, list[ProblemResult]] = {}
-        for problem in self.problems:
-            groups.setdefault(problem.data_source, []).append(problem)
-        if len(groups) < 2:
-            return ()
-        return tuple(replace(self, data_source=name, problems=tuple(groups[name])) for name in sorted(groups))
+        parts = self._parts(lambda problem: problem.data_source)
+        return {name: replace(part, data_source=name) for name, part in parts.items()} if len(parts) > 1 else {}
+
+    def by_difficulty(self) -> dict[int, "ValidationResult"]:
+        """The result of each difficulty, easiest first, over the problems that figures are made of."""
+        return self.with_figures._parts(lambda problem: problem.difficulty)
+
+    def _parts(self, key: Callable[[ProblemResult], K]) -> dict[K, "ValidationResult"]:
+        """The result of the problems of each key, in order of the keys."""
+        ordered = sorted(self.problems, key=key)  # a stable sort: problems of a part stay in their order
+        return {value: replace(self, problems=tuple(group)) for value, group in groupby(ordered, key)}
 
     def summary(self) -> Mapping[str, float]:
         """The figures of this validation under their metric names, each with `/ci_low` and `/ci_high`.
@@ -220,7 +242,7 @@ class ValidationResult:
         are figures of each, and of all problems as `val-core/all/...`. `val-aux/<data_source>/num_unscored` counts
         answers without a score, where there are any.
         """
-        summary = {name: value for part in self.by_source() for name, value in part.summary().items()}
+        summary = {name: value for part in self.by_source().values() for name, value in part.summary().items()}
         for statistic, interval in self.intervals.items():
             name = core_name(self.data_source, statistic)
             summary |= {name: interval.value, f"{name}/ci_low": interval.low, f"{name}/ci_high": interval.high}
@@ -273,3 +295,66 @@ def _first_line(error: Exception) -> str:
         return str(error)
     detail = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(map(str, detail['loc'])) or 'content'}: {detail['msg']}"
+
+
+# ------------------------------------------------------------------ figures by number of answers, and two validations
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One statistic of two validations on the problems that both have; differences are `second - first`."""
+
+    statistic: str
+    num_problems: int
+    first: Interval
+    second: Interval
+    paired: PairedDifference
+
+
+def pass_curve(result: ValidationResult) -> dict[int, Interval]:
+    """pass@k for k = 1, 2, 4, ... and all samples, each with its interval."""
+    result = result.with_figures
+    num_samples = result.num_samples
+    if not num_samples:
+        return {}
+    ks = sorted({*(2**power for power in range(num_samples.bit_length()) if 2**power <= num_samples), num_samples})
+    right = [problem.num_solved for problem in result.problems]
+    answers = [len(problem.scored) for problem in result.problems]
+    found = result.intervals_of({str(k): pass_at_k(answers, right, np.minimum(k, answers)) for k in ks})
+    return {int(k): interval for k, interval in found.items()}
+
+
+def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparison, ...]:
+    """Every statistic that both validations have, paired over the problems that both have.
+
+    Raises:
+        DataError: they share no problem, or a problem of the same id asks for something else.
+    """
+    first, second = _common(first, second)
+    first_values, second_values = per_problem(first.problems), per_problem(second.problems)
+    confidence, num_resamples = second.settings.confidence, second.settings.num_resamples
+    found = []
+    for name in (name for name in first_values if name in second_values):
+        values = first_values[name], second_values[name]
+        paired = paired_difference(*values, confidence=confidence, num_resamples=num_resamples)
+        found.append(Comparison(name, len(first.problems), first.intervals[name], second.intervals[name], paired))
+    return tuple(found)
+
+
+def _common(first: ValidationResult, second: ValidationResult) -> tuple[ValidationResult, ValidationResult]:
+    """Both results over the problems that both have, in the same order."""
+    first, second = first.with_figures, second.with_figures
+    known = {problem.prompt_id: problem for problem in second.problems}
+    pairs = [(problem, known[problem.prompt_id]) for problem in first.problems if problem.prompt_id in known]
+    if not pairs:
+        raise DataError(f"validations {first.name} and {second.name}: share no problem, so nothing can be paired")
+    for one, other in pairs:
+        if one.ground_truth_json != other.ground_truth_json or first.data_source != second.data_source:
+            raise DataError(
+                f"validations {first.name} and {second.name}: problem {one.prompt_id} is not the same in both; "
+                "compare validations of the same dataset"
+            )
+    return (
+        replace(first, problems=tuple(one for one, _ in pairs)),
+        replace(second, problems=tuple(other for _, other in pairs)),
+    )

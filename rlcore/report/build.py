@@ -1,7 +1,7 @@
 """The report of a run: its key figures, sections and head picture; written as HTML, JSON and pictures."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,6 @@ from rlcore.report.document import (
     Code,
     Column,
     Gallery,
-    Picture,
     Prose,
     Report,
     Section,
@@ -93,32 +92,22 @@ def _headed(record: RunRecord, sections: tuple[Section, ...] = ()) -> Report:
 
 def report_json(report: Report) -> dict[str, JsonValue]:
     """All of a report for programs: values as they are in the inputs, not as they are shown."""
+    fields = ("topic", "verdict", "statement", "rule", "numbers")
     return {
         "format_version": FORMAT_VERSION,
         "genre": report.genre,
         "title": report.title,
         "state": report.state,
         "missing": list(report.missing),
-        "findings": [
-            {
-                "topic": finding.topic,
-                "verdict": finding.verdict,
-                "statement": finding.statement,
-                "rule": finding.rule,
-                "numbers": dict(finding.numbers),
+        "findings": [{name: getattr(finding, name) for name in fields} for finding in report.findings],
+        "tables": {
+            found.name: {
+                "title": found.title,
+                "columns": [column.title for column in found.columns],
+                "rows": [[cell.value for cell in row] for row in found.rows],
             }
-            for finding in report.findings
-        ],
-        "tables": {table.name: table_json(table) for table in report.tables()},
-    }
-
-
-def table_json(table: Table) -> dict[str, JsonValue]:
-    """A table's columns, and its rows as values."""
-    return {
-        "title": table.title,
-        "columns": [column.title for column in table.columns],
-        "rows": [[cell.value for cell in row] for row in table.rows],
+            for found in report.tables()
+        },
     }
 
 
@@ -132,31 +121,19 @@ def summary_markdown(run_dir: Path) -> str:
     return page.markdown_of(_headed(record), [measures.curve_table(record)])
 
 
-_SPEED = frozenset({"phases", "timeline", "throughput"})
-_CRITIC_ONLY = frozenset({"critic", "value_loss"})
-
-
 def sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
     """All chapters; pictures are drawn and written into `figures`."""
-    drawn = [(chart, render(chart, figures)) for chart in curves.charts(record)]
-    learning = [(chart, picture) for chart, picture in drawn if chart.name not in _SPEED]
-    if record.config.critic is None:
-        learning = [(chart, picture) for chart, picture in learning if chart.name not in _CRITIC_ONLY]
-    speed = [(chart, picture) for chart, picture in drawn if chart.name in _SPEED]
+    shown = "The same held-out problems before and after, by the greedy answer or the first sample: the first of each "
+    learning, speed = (gallery_of(found, figures) for found in (curves.charts(record), curves.speed_charts(record)))
     return (
-        Section("curves", "Curves", (gallery_of(learning), measures.curve_table(record))),
+        Section("curves", "Curves", (learning, measures.curve_table(record))),
         _held_out(record, figures),
-        Section(
-            "answers",
-            "Answers",
-            (held_out.samples_of(record.before, record.after),),
-            "The same held-out problems before and after, by the greedy answer or the first sample: the first of each "
-            "kind by id, not the best.",
-        ),
+        Section("answers", "Answers", (held_out.samples_of(record.before, record.after),),
+                f"{shown}kind by id, not the best."),
         Section("convergence", "Convergence",
                 (measures.convergence_table(record), measures.check_table(record))),
         Section("performance", "Performance",
-                (gallery_of(speed), measures.phase_table(record), measures.performance_table(record),
+                (speed, measures.phase_table(record), measures.performance_table(record),
                  measures.efficiency_table(record), measures.cost_table(record))),
         Section("memory", "Memory", memory_blocks(record)),
         Section("configuration", "Configuration", settings_tables(record.config)),
@@ -166,10 +143,11 @@ def sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
     )  # fmt: skip
 
 
-def gallery_of(drawn: Sequence[tuple[Chart, Picture | None]]) -> Gallery:
-    """The pictures, and the titles of those that had nothing to show."""
-    absent = tuple(chart.title for chart, picture in drawn if picture is None)
-    return Gallery(tuple(picture for _, picture in drawn if picture is not None), absent)
+def gallery_of(charts: Sequence[Chart], figures: Path) -> Gallery:
+    """The pictures, drawn and written into `figures`, and the titles of those that had nothing to show."""
+    drawn = {chart.title: render(chart, figures) for chart in charts}
+    pictures = tuple(picture for picture in drawn.values() if picture is not None)
+    return Gallery(pictures, tuple(title for title, picture in drawn.items() if picture is None))
 
 
 def _held_out(record: RunRecord, figures: Path) -> Section:
@@ -186,10 +164,9 @@ def _held_out(record: RunRecord, figures: Path) -> Section:
         blocks.append(held_out.result_table(record.paired))
     elif results:
         blocks.append(held_out.single_table(results[0][1]))
-    drawn = [(chart, render(chart, figures)) for chart in held_out.charts(record)]
     if results:
         blocks += [
-            gallery_of(drawn),
+            gallery_of(held_out.charts(record), figures),
             held_out.source_table(record),
             held_out.difficulty_table(record),
             held_out.pass_table(record),
@@ -199,28 +176,23 @@ def _held_out(record: RunRecord, figures: Path) -> Section:
 
 
 def _reproduce(record: RunRecord) -> tuple[Block, ...]:
-    blocks: list[Block] = []
     typed = record.lineage.command if record.lineage is not None else ()
-    if typed:
-        blocks += [Prose("As it was started:"), Code(" ".join(typed))]
     command = reproduce_command(record.config)
-    if command is not None:
-        blocks += [Prose("The same settings, complete, from this version of Millrace:"), Code(command)]
-    else:
-        blocks.append(
-            Prose(
-                "No command line of this version composes to these settings (a model path that is not on this machine "
-                "is a usual reason); settings.json in the run's folder holds all of them."
-            )
-        )
-    blocks.append(
-        Prose(
-            f"Seed {record.config.seed} fixes data, initial weights, order of prompts and every sampled token. The "
-            "same versions of torch and transformers, the same kind of device and the same number of threads give the "
-            "same numbers; others differ in the last digits, which sampling turns into other answers."
-        )
+    elsewhere = (
+        "No command line of this version composes to these settings (a model path that is not on this machine "
+        "is a usual reason); settings.json in the run's folder holds all of them."
     )
-    return tuple(blocks)
+    complete = "The same settings, complete, from this version of Millrace:"
+    same = (
+        f"Seed {record.config.seed} fixes data, initial weights, order of prompts and every sampled token. The "
+        "same versions of torch and transformers, the same kind of device and the same number of threads give the "
+        "same numbers; others differ in the last digits, which sampling turns into other answers."
+    )
+    return (
+        *((Prose("As it was started:"), Code(" ".join(typed))) if typed else ()),
+        *((Prose(complete), Code(command)) if command is not None else (Prose(elsewhere),)),
+        Prose(same),
+    )
 
 
 def _lineage(record: RunRecord) -> tuple[Block, ...]:
@@ -228,38 +200,34 @@ def _lineage(record: RunRecord) -> tuple[Block, ...]:
     if record.lineage is not None:
         blocks += _lineage_tables(record.lineage)
     if record.checkpoints:
-        rows = tuple((doc.text(note.name), doc.number(note.size_bytes / 1e6, "MB")) for note in record.checkpoints)
-        blocks.append(
-            Table("checkpoints", "Checkpoints on disk", (Column("Name", "code"), Column("Size", "number")), rows)
-        )
+        rows = [(info.name, doc.cell(info.size_bytes / 1e6, unit="MB")) for info in record.checkpoints]
+        columns = (Column("Name", "code"), Column("Size", "number"))
+        blocks.append(doc.table("checkpoints", "Checkpoints on disk", columns, rows))
     return tuple(blocks) or (Prose("Nothing is recorded of where this run comes from."),)
 
 
-def _lineage_tables(lineage: Lineage) -> list[Block]:
-    blocks: list[Block] = []
+def _lineage_tables(lineage: Lineage) -> Iterator[Table]:
     if lineage.stages:
-        rows = tuple(
-            (doc.text(stage.name), doc.text(stage.fingerprint), doc.text(stage.path),
+        rows = [
+            (stage.name, stage.fingerprint, stage.path,
              Cell(", ".join(f"{key} {value}" for key, value in stage.facts.items()), dict(stage.facts)))
             for stage in lineage.stages
-        )  # fmt: skip
+        ]  # fmt: skip
         columns = (Column("Stage"), Column("Fingerprint", "code"), Column("Path", "code"), Column("Facts"))
-        blocks.append(Table("stages", "Stages", columns, rows))
+        yield doc.table("stages", "Stages", columns, rows)
     facts = dict(lineage.environment)
     if lineage.git_commit:
         facts = {"git commit": lineage.git_commit + (" + changes" if lineage.git_dirty else ""), **facts}
     if facts:
-        pairs = tuple((doc.text(key), doc.text(value)) for key, value in facts.items())
-        blocks.append(Table("environment", "Code and packages", (Column("What"), Column("Version", "code")), pairs))
-    return blocks
+        pairs = (Column("What"), Column("Version", "code"))
+        yield doc.table("environment", "Code and packages", pairs, list(facts.items()))
 
 
 def _events(record: RunRecord) -> Table:
-    rows = tuple(
-        (doc.number(event.step), doc.text(event.name), doc.text(json.dumps(event.data, ensure_ascii=False)))
-        for event in record.events
+    rows = [(event.step, event.name, json.dumps(event.data, ensure_ascii=False)) for event in record.events]
+    return doc.table(
+        "events", "Events", (Column("Step", "number"), Column("Event", "code"), Column("Data", "code")), rows
     )
-    return Table("events", "Events", (Column("Step", "number"), Column("Event", "code"), Column("Data", "code")), rows)
 
 
 ALGORITHMS = {
@@ -322,12 +290,11 @@ def tiles_of(record: RunRecord) -> tuple[Tile, ...]:
 
 
 def _gain(label: str, row: Comparison) -> Tile:
-    gain = row.paired.difference
-    tone: Tone = "" if not gain.excludes_zero else "good" if gain.value > 0 else "bad"
+    gain = doc.cell(row.paired.difference, "difference")
     shown = f"{numbers.fixed(row.first.value)} → {numbers.fixed(row.second.value)}"
     unit = row.statistic.partition("/")[2]
     title = label if unit == label or label == "Greedy answer" else f"{label} ({unit})"
-    return Tile(title, shown, numbers.signed_interval(gain), tone)
+    return Tile(title, shown, gain.text, gain.tone)
 
 
 def _without_pairs(record: RunRecord) -> list[Tile]:

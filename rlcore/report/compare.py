@@ -1,8 +1,8 @@
 """Several runs in one report: settings that differ, curves over one another, figures with intervals, costs, seeds."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +14,12 @@ from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.evaluation import Comparison, compare
 from rlcore.evaluation.stats import Array, Interval
-from rlcore.report import document as doc
 from rlcore.report import numbers
 from rlcore.report.build import ReportFiles, algorithm_of, gallery_of, write_files
 from rlcore.report.curves import FEW_POINTS, MOST_POINTS
-from rlcore.report.document import Cell, Column, Finding, Report, Section, Table, Tile
+from rlcore.report.document import Cell, Column, Finding, Kind, Report, Section, Table, Tile, Value, table
 from rlcore.report.measures import cost_of, levels_of
-from rlcore.report.page import CYCLE, LIGHT, Chart, legend, render, tidy
+from rlcore.report.page import CYCLE, LIGHT, Chart, legend, tidy
 from rlcore.report.record import RunRecord, read_run
 from rlcore.report.series import Series, make_series
 from rlcore.report.settings import meaning, plain_text, settings_of
@@ -102,21 +101,17 @@ def _labels(groups: Sequence[Sequence[RunRecord]]) -> list[str]:
     """What tells the groups apart: one or two settings, else their names, else their run ids."""
     firsts = [group[0] for group in groups]
     differing = {key: row for key, row in differing_settings(firsts).items() if key != "seed"}
-    candidates: list[list[str]] = []
     if 1 <= len(differing) <= MOST_KEYS_IN_A_LABEL:
-        candidates.append(
-            [", ".join(f"{key}={plain_text(row[i])}" for key, row in differing.items()) for i in range(len(firsts))]
-        )
-    candidates.append([run.config.name for run in firsts])
-    candidates.append([run.run_id for run in firsts])
-    candidates.append([str(run.run_dir) for run in firsts])
-    return next(labels for labels in candidates if len(set(labels)) == len(labels) or labels is candidates[-1])
+        pairs = [[f"{key}={plain_text(value)}" for value in row] for key, row in differing.items()]
+        return [", ".join(each) for each in zip(*pairs, strict=True)]
+    names = [run.config.name for run in firsts]
+    return names if len(set(names)) == len(names) else [label for label, _ in labelled(firsts)]
 
 
-def run_labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A name for each run: its id, or its folder where two have the same id."""
-    ids = [run.run_id for run in runs]
-    return ids if len(set(ids)) == len(ids) else [str(run.run_dir) for run in runs]
+def labelled(runs: Sequence[RunRecord]) -> list[tuple[str, RunRecord]]:
+    """Each run with its name: its id, or its folder where two have the same id."""
+    unique = len({run.run_id for run in runs}) == len(runs)
+    return [(run.run_id if unique else str(run.run_dir), run) for run in runs]
 
 
 def spread_of(values: Sequence[float]) -> Spread:
@@ -166,12 +161,10 @@ def final_scores(group: Group) -> dict[str, list[float]]:
     return found
 
 
-def last_values(run: RunRecord) -> Mapping[str, float]:
-    """Each metric's last value, as MLflow shows it."""
-    found: dict[str, float] = {}
-    for record in run.steps:
-        found |= record.metrics
-    return found
+def reward_of(group: Group) -> Spread | None:
+    """The last held-out reward over the group's seeds; None where none was judged."""
+    values = final_scores(group).get(group.runs[0].reward_statistic)
+    return spread_of(values) if values else None
 
 
 Find = Callable[[RunRecord], Series | None]
@@ -192,34 +185,32 @@ _METRICS: tuple[tuple[str, str, str], ...] = (
 
 def charts(groups: Sequence[Group]) -> tuple[Chart, ...]:
     """Held-out and training reward against steps, tokens and seconds; other metrics against steps."""
-    found = []
     kinds: tuple[tuple[str, str, Find], ...] = (
         ("held_out", "Held-out reward", held_out_series),
-        ("training", "Training reward", lambda run: _smoothed(run.series("critic/score/mean"))),
+        ("training", "Training reward", partial(_metric, "critic/score/mean")),
     )
-    for name, title, find in kinds:
-        for axis, how, label, totals in _AXES:
-            draw = partial(_draw, groups, find, totals, label, "score")
-            found.append(Chart(f"{name}_by_{axis}", f"{title} {how}", "", draw))
-    for metric, title, unit in _METRICS:
-        draw = partial(_draw, groups, partial(_metric, metric), _AXES[0][3], _AXES[0][2], unit)
-        found.append(Chart(metric.replace("/", "_"), title, "", draw))
-    return tuple(found)
+    rewards = [
+        Chart(f"{name}_by_{axis}", f"{title} {how}", "", partial(_draw, groups, find, totals, label, "score"))
+        for name, title, find in kinds
+        for axis, how, label, totals in _AXES
+    ]
+    _, _, label, totals = _AXES[0]
+    others = [
+        Chart(name.replace("/", "_"), title, "", partial(_draw, groups, partial(_metric, name), totals, label, unit))
+        for name, title, unit in _METRICS
+    ]
+    return (*rewards, *others)
 
 
 def held_out_series(run: RunRecord) -> Series | None:
     """The held-out reward over its steps."""
-    return make_series(
-        run.reward_statistic, [(step, found.value) for step, found in run.held_out(run.reward_statistic)]
-    )
+    name = run.reward_statistic
+    return make_series(name, [(step, found.value) for step, found in run.held_out(name)])
 
 
 def _metric(name: str, run: RunRecord) -> Series | None:
-    return _smoothed(run.series(name))
-
-
-def _smoothed(series: Series | None) -> Series | None:
-    """The moving mean: lines of several runs over each other are not to be read in their noise."""
+    """Its moving mean: lines of several runs over each other are not to be read in their noise."""
+    series = run.series(name)
     if series is None or len(series) <= FEW_POINTS:
         return series
     return Series(series.name, series.steps, series.smooth).thinned(MOST_POINTS)
@@ -288,19 +279,20 @@ def compare_runs(run_dirs: Sequence[Path], *, target: Path | None = None) -> Rep
 def comparison_of(runs: Sequence[RunRecord], figures: Path) -> Report:
     """The comparison before it is written; pictures are written into `figures`."""
     groups = groups_of(runs)
-    drawn = [(chart, render(chart, figures)) for chart in charts(groups)]
     return Report(
         genre="comparison",
         title=_title(groups),
         subtitle=f"{len(runs)} runs, {len(groups)} setting{'s' if len(groups) > 1 else ''}",
         state="" if all(run.is_complete for run in runs) else "some runs are not finished",
         state_tone="watch",
-        tiles=_tiles(groups),
+        tiles=tuple(map(_tile, groups)),
         findings=(_best(groups), _paired(runs)),
-        missing=_missing(runs),
+        missing=tuple(
+            f"{label}: {text}" for label, run in labelled(runs) for text in run.missing if "lineage" not in text
+        ),
         sections=(
             Section("runs", "Runs", (run_table(runs, groups), settings_table(runs))),
-            Section("curves", "Curves", (gallery_of(drawn),), how_to_read(groups)),
+            Section("curves", "Curves", (gallery_of(charts(groups), figures),), how_to_read(groups)),
             Section("figures", "Figures",
                     (held_out_table(runs), paired_table(runs), seed_table(groups))),
             Section("costs", "Costs", (cost_table(runs),)),
@@ -315,146 +307,119 @@ def _title(groups: Sequence[Group]) -> str:
     return " · ".join(group.label for group in groups)
 
 
-def _tiles(groups: Sequence[Group]) -> tuple[Tile, ...]:
-    """The held-out reward of each setting."""
-    tiles = []
-    for group in groups:
-        values = final_scores(group).get(group.runs[0].reward_statistic)
-        if not values:
-            tiles.append(Tile(group.label, numbers.NOTHING, "no validation"))
-            continue
-        found = spread_of(values)
-        ends = f"{numbers.fixed(found.lowest)} to {numbers.fixed(found.highest)}, {found.num_runs} seeds"
-        tiles.append(Tile(group.label, numbers.fixed(found.mean.value), ends if found.num_runs > 1 else "1 seed"))
-    return tuple(tiles)
+def _tile(group: Group) -> Tile:
+    """The held-out reward of a setting."""
+    found = reward_of(group)
+    if found is None:
+        return Tile(group.label, numbers.NOTHING, "no validation")
+    ends = f"{numbers.fixed(found.lowest)} to {numbers.fixed(found.highest)}, {found.num_runs} seeds"
+    return Tile(group.label, numbers.fixed(found.mean.value), ends if found.num_runs > 1 else "1 seed")
 
 
 def _best(groups: Sequence[Group]) -> Finding:
     """Which setting is best over seeds, if that can be said."""
+    topic = "Best setting"
     rule = (
         "The setting with the highest mean of the last held-out reward over seeds; better than another if its lowest "
         "seed is above the other's highest, with two seeds each at least."
     )
-    found = {
-        group.label: spread_of(values)
-        for group in groups
-        if (values := final_scores(group).get(group.runs[0].reward_statistic))
-    }
+    found = {group.label: spread for group in groups if (spread := reward_of(group)) is not None}
     if len(found) < FEWEST_RUNS:
         text = "Fewer than two settings have been judged on held-out problems."
-        return Finding("Best setting", "not known", "muted", text, rule, {})
+        return Finding(topic, "not known", "muted", text, rule, {})
     (first, best), (second, next_best), *_ = sorted(found.items(), key=lambda pair: -pair[1].mean.value)
-    means: dict[str, JsonValue] = {label: doc.interval_value(spread.mean) for label, spread in found.items()}
+    means: dict[str, JsonValue] = {label: asdict(spread.mean) for label, spread in found.items()}
     said = f"{first} has {numbers.fixed(best.mean.value)}, {second} {numbers.fixed(next_best.mean.value)}"
     if min(best.num_runs, next_best.num_runs) < FEWEST_RUNS:
         text = f"{said}; with one seed of a setting nothing is said about the setting."
-        return Finding("Best setting", "one seed is too few", "watch", text, rule, means)
+        return Finding(topic, "one seed is too few", "watch", text, rule, means)
     if best.lowest > next_best.highest:
-        return Finding("Best setting", first, "good", f"{said}; no seed overlaps.", rule, means)
-    return Finding("Best setting", "not told apart", "watch", f"{said}; their seeds overlap.", rule, means)
+        return Finding(topic, first, "good", f"{said}; no seed overlaps.", rule, means)
+    return Finding(topic, "not told apart", "watch", f"{said}; their seeds overlap.", rule, means)
 
 
 def _paired(runs: Sequence[RunRecord]) -> Finding:
     """Which runs differ from the first one on the same problems."""
+    topic = "Against the first run"
     rule = "Paired difference of the held-out reward from the first run; told apart if its 95% interval excludes 0."
-    labels, parts = run_labels(runs), []
-    for label, run in zip(labels[1:], runs[1:], strict=True):
-        rows, _ = paired_rows(runs[0], run)
-        gain = next((row.paired.difference for row in rows if row.statistic == run.reward_statistic), None)
-        if gain is not None:
-            parts.append((label, gain))
-    if not parts:
+    (base, first), *others = labelled(runs)
+    gains = {
+        label: row.paired.difference
+        for label, run in others
+        for row in paired_rows(first, run)[0]
+        if row.statistic == run.reward_statistic
+    }
+    if not gains:
         text = "No other run was judged on the same problems as the first one."
-        return Finding("Against the first run", "not known", "muted", text, rule, {})
-    apart = sum(gain.excludes_zero for _, gain in parts)
-    text = f"From {labels[0]}: " + "; ".join(f"{label} {numbers.signed_interval(gain)}" for label, gain in parts) + "."
-    verdict = f"{apart} of {len(parts)} told apart"
-    values = {label: doc.interval_value(gain) for label, gain in parts}
-    return Finding("Against the first run", verdict, "" if apart else "watch", text, rule, dict(values))
-
-
-def _missing(runs: Sequence[RunRecord]) -> tuple[str, ...]:
-    return tuple(
-        f"{label}: {text}"
-        for label, run in zip(run_labels(runs), runs, strict=True)
-        for text in run.missing
-        if "lineage" not in text
-    )
+        return Finding(topic, "not known", "muted", text, rule, {})
+    apart = sum(gain.excludes_zero for gain in gains.values())
+    text = f"From {base}: " + "; ".join(f"{name} {numbers.signed_interval(gain)}" for name, gain in gains.items()) + "."
+    verdict = f"{apart} of {len(gains)} told apart"
+    return Finding(topic, verdict, "" if apart else "watch", text, rule,
+                   {label: asdict(gain) for label, gain in gains.items()})  # fmt: skip
 
 
 def run_table(runs: Sequence[RunRecord], groups: Sequence[Group]) -> Table:
     """Each run in a row."""
     setting = {id(run): group.label for group in groups for run in group.runs}
-    rows = []
-    for label, run in zip(run_labels(runs), runs, strict=True):
-        held_out = run.held_out(run.reward_statistic)
+    rows: list[tuple[Value, ...]] = []
+    for label, run in labelled(runs):
+        held_out: Sequence[Interval | None] = [found for _, found in run.held_out(run.reward_statistic)] or [None]
+        steps = Cell(f"{run.last_step} of {run.config.trainer.total_steps}", run.last_step)
+        totals = [None if series is None else series.last for series in (run.tokens, run.seconds)]
         rows.append(
-            (
-                doc.text(label),
-                doc.text(setting[id(run)]),
-                doc.text(algorithm_of(run)),
-                doc.number(run.config.seed),
-                Cell(f"{run.last_step} of {run.config.trainer.total_steps}", run.last_step),
-                doc.interval(held_out[0][1] if held_out else None),
-                doc.interval(held_out[-1][1] if held_out else None),
-                doc.number(run.tokens.last if run.tokens else None),
-                doc.seconds(run.seconds.last if run.seconds else None),
-            )
+            (label, setting[id(run)], algorithm_of(run), run.config.seed, steps, held_out[0], held_out[-1], *totals)
         )
     columns = (Column("Run", "code"), Column("Setting"), Column("Algorithm"), Column("Seed", "number"),
                Column("Steps", "number"), Column("Held-out reward, first", "number"), Column("last", "number"),
-               Column("Tokens", "number"), Column("Training time", "number"))  # fmt: skip
-    return Table("runs", "Runs", columns, tuple(rows))
+               Column("Tokens", "number"), Column("Training time", "seconds"))  # fmt: skip
+    return table("runs", "Runs", columns, rows)
 
 
 def settings_table(runs: Sequence[RunRecord]) -> Table:
     """Settings that differ, a column a run."""
-    rows = tuple(
-        (doc.text(key), *(Cell(plain_text(value), value) for value in values), doc.text(meaning(key)))
+    rows: list[tuple[Value, ...]] = [
+        (key, *(Cell(plain_text(value), value) for value in values), meaning(key))
         for key, values in differing_settings(runs).items()
-    )
-    columns = (Column("Setting", "code"), *(Column(label, "code") for label in run_labels(runs)), Column("Meaning"))
+    ]
+    columns = (Column("Setting", "code"), *_columns(runs, "code"), Column("Meaning"))
     note = "All other settings are the same; names, tags, paths and tracking are not compared."
-    return Table("settings", "Settings that differ", columns, rows, note)
+    return table("settings", "Settings that differ", columns, rows, note)
+
+
+def _columns(runs: Sequence[RunRecord], kind: Kind) -> list[Column]:
+    return [Column(label, kind) for label, _ in labelled(runs)]
 
 
 def held_out_table(runs: Sequence[RunRecord]) -> Table:
     """The last held-out figures with their intervals, a column a run."""
     statistics = dict.fromkeys(statistic for run in runs for statistic in run.core_statistics)
-    rows = []
-    for statistic in statistics:
-        curves = [run.held_out(statistic) for run in runs]
-        if any(curves):
-            rows.append((doc.text(statistic), *(doc.interval(curve[-1][1] if curve else None) for curve in curves)))
-    columns = (Column("Figure", "code"), *(Column(label, "number") for label in run_labels(runs)))
+    curves = {statistic: [run.held_out(statistic) for run in runs] for statistic in statistics}
+    rows: list[tuple[Value, ...]] = [
+        (name, *(found[-1][1] if found else None for found in each)) for name, each in curves.items() if any(each)
+    ]
     note = "At each run's last validation; intervals are over problems, within the run."
-    return Table("held_out", "Held-out figures at the end", columns, tuple(rows), note)
+    columns = (Column("Figure", "code"), *_columns(runs, "number"))
+    return table("held_out", "Held-out figures at the end", columns, rows, note)
 
 
 def paired_table(runs: Sequence[RunRecord]) -> Table:
     """Each run after training against the first one, on the same held-out problems."""
-    rows = []
-    labels = run_labels(runs)
-    for label, run in zip(labels[1:], runs[1:], strict=True):
-        found, why = paired_rows(runs[0], run)
+    rows: list[tuple[Value, ...]] = []
+    (base, first), *others = labelled(runs)
+    for label, run in others:
+        found, why = paired_rows(first, run)
         if not found:
-            rows.append((doc.text(label), Cell("–"), Cell(why, why, "muted"), Cell(""), Cell(""), Cell("")))
+            rows.append((label, Cell("–"), Cell(why, why, "muted"), Cell(""), Cell(""), Cell("")))
         rows += [
-            (
-                doc.text(label),
-                doc.text(row.statistic),
-                doc.difference(row.paired.difference),
-                doc.number(row.paired.wins),
-                doc.number(row.paired.losses),
-                doc.number(row.num_problems),
-            )
+            (label, row.statistic, row.paired.difference, row.paired.wins, row.paired.losses, row.num_problems)
             for row in found
             if row.statistic in run.core_statistics
         ]
-    columns = (Column("Run", "code"), Column("Figure", "code"), Column(f"Difference from {labels[0]}", "number"),
+    columns = (Column("Run", "code"), Column("Figure", "code"), Column(f"Difference from {base}", "difference"),
                Column("Better on", "number"), Column("Worse on", "number"), Column("Problems", "number"))  # fmt: skip
     note = "Paired over problems: how hard each one is cancels. One run each: what another seed would do is not in it."
-    return Table("paired", "The same problems, run against run", columns, tuple(rows), note)
+    return table("paired", "The same problems, run against run", columns, rows, note)
 
 
 def paired_rows(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, ...], str]:
@@ -469,51 +434,36 @@ def paired_rows(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, 
 
 def seed_table(groups: Sequence[Group]) -> Table:
     """Held-out figures over the seeds of each setting."""
-    rows = []
+    rows: list[tuple[Value, ...]] = []
     for group in groups:
         for statistic, values in final_scores(group).items():
             found = spread_of(values)
-            several = found.num_runs > 1
-            rows.append(
-                (
-                    doc.text(group.label),
-                    doc.text(statistic),
-                    doc.number(found.num_runs),
-                    doc.interval(found.mean) if several else doc.score(found.mean.value),
-                    doc.score(found.deviation) if several else Cell(numbers.NOTHING, None, "muted"),
-                    doc.score(found.lowest),
-                    doc.score(found.highest),
-                )
-            )
-    columns = (Column("Setting"), Column("Figure", "code"), Column("Seeds", "number"), Column("Mean", "number"),
-               Column("Deviation", "number"), Column("Lowest", "number"), Column("Highest", "number"))  # fmt: skip
+            mean, deviation = (found.mean, found.deviation) if found.num_runs > 1 else (found.mean.value, None)
+            rows.append((group.label, statistic, found.num_runs, mean, deviation, found.lowest, found.highest))
+    columns = (Column("Setting"), Column("Figure", "code"), Column("Seeds", "number"), Column("Mean", "score"),
+               Column("Deviation", "score"), Column("Lowest", "score"), Column("Highest", "score"))  # fmt: skip
     note = "Over runs that differ by their seed alone: mean with the 95% interval of Student's t over seeds."
-    return Table("seeds", "Over seeds", columns, tuple(rows), note)
+    return table("seeds", "Over seeds", columns, rows, note)
 
 
 def cost_table(runs: Sequence[RunRecord]) -> Table:
     """What each level of the held-out reward cost each run."""
-    labels = run_labels(runs)
-    rows = []
+    never = Cell("not reached", None, "muted")
+    rows: list[tuple[Value, ...]] = []
     for level in levels_of(*runs):
-        for label, run in zip(labels, runs, strict=True):
+        for label, run in labelled(runs):
             cost = cost_of(run, level)
-            if cost is None:
-                never = Cell("not reached", None, "muted")
-                rows.append((Cell(f"{level:.1f}", level), doc.text(label), never, never, never))
-                continue
-            rows.append((Cell(f"{level:.1f}", level), doc.text(label), doc.number(cost.step), doc.number(cost.tokens),
-                         doc.seconds(cost.seconds)))  # fmt: skip
+            rows.append((level, label, *((never,) * 3 if cost is None else (cost.step, cost.tokens, cost.seconds))))
     columns = (Column("Held-out reward", "number"), Column("Run", "code"), Column("Step", "number"),
-               Column("Tokens", "number"), Column("Training time", "number"))  # fmt: skip
+               Column("Tokens", "number"), Column("Training time", "seconds"))  # fmt: skip
     note = "The first validation at or above the level; finer than the steps between two validations it cannot be."
-    return Table("cost", "What a score cost", columns, tuple(rows), note)
+    return table("cost", "What a score cost", columns, rows, note)
 
 
 def metric_table(runs: Sequence[RunRecord]) -> Table:
-    """Every metric's last value, a column a run."""
-    found = [last_values(run) for run in runs]
+    """Every metric's last value, as MLflow shows it, a column a run."""
+    found = [{name: value for record in run.steps for name, value in record.metrics.items()} for run in runs]
     names = sorted({name for values in found for name in values})
-    rows = tuple((doc.text(name), *(doc.number(values.get(name)) for values in found)) for name in names)
-    columns = (Column("Metric", "code"), *(Column(label, "number") for label in run_labels(runs)))
-    return Table("metrics", f"Every metric's last value ({len(names)})", columns, rows, folded=True)
+    rows = [(name, *(values.get(name) for values in found)) for name in names]
+    columns = (Column("Metric", "code"), *_columns(runs, "number"))
+    return table("metrics", f"Every metric's last value ({len(names)})", columns, rows, folded=True)

@@ -27,10 +27,18 @@ Draw = Callable[[RunRecord, "Figure"], bool]
 
 
 def charts(record: RunRecord) -> tuple[Chart, ...]:
-    """Every curve that a run can have, in the order of the report."""
+    """Every curve of learning that a run can have, in the order of the report."""
+    return _of(record, _LEARNING if record.config.critic is None else _LEARNING + _CRITIC)
+
+
+def speed_charts(record: RunRecord) -> tuple[Chart, ...]:
+    """Where the time goes."""
+    return _of(record, _SPEED)
+
+
+def _of(record: RunRecord, rows: "tuple[Row, ...]") -> tuple[Chart, ...]:
     return tuple(
-        Chart(name, title, caption, partial(draw, record), height_in)
-        for name, title, caption, draw, height_in in _CHARTS
+        Chart(name, title, caption, partial(draw, record), height_in) for name, title, caption, draw, height_in in rows
     )
 
 
@@ -236,8 +244,12 @@ def phase_seconds(record: RunRecord) -> tuple[Array, dict[str, Array]]:
     whole = record.series("timing_s/step")
     if whole is None:
         return np.empty(0), {}
-    found = {name: _aligned(record.series(f"timing_s/{name}"), whole) for name in PHASES}
-    present = {name: values for name, values in found.items() if values.any()}
+    present: dict[str, Array] = {}
+    for name in PHASES:
+        series = record.series(f"timing_s/{name}")
+        at = {} if series is None else dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+        if any(at.values()):
+            present[name] = np.array([at.get(step, 0.0) for step in whole.steps.tolist()])
     rest = whole.values - sum(present.values(), np.zeros(len(whole)))
     present[OTHER] = np.clip(rest, 0.0, None)
     return whole.steps.astype(float), present
@@ -246,17 +258,6 @@ def phase_seconds(record: RunRecord) -> tuple[Array, dict[str, Array]]:
 def title_of(name: str) -> str:
     """A phase's name for people."""
     return PHASES.get(name) or BESIDE.get(name) or "Between phases"
-
-
-def _aligned(series: Series | None, whole: Series) -> Array:
-    """Values at the steps of `whole`, 0 where there is none."""
-    values = np.zeros(len(whole))
-    if series is not None:
-        at = np.searchsorted(whole.steps, series.steps)
-        inside = at < len(whole)
-        inside[inside] = whole.steps[at[inside]] == series.steps[inside]
-        values[at[inside]] = series.values[inside]
-    return values
 
 
 SMALLEST_GAP = 0.002
@@ -338,7 +339,10 @@ def _rows(axes: "Axes", labels: list[str], x: str) -> None:
     axes.grid(visible=True, axis="x")
 
 
-_CHARTS: tuple[tuple[str, str, str, Draw, float], ...] = (
+Row = tuple[str, str, str, Draw, float]
+"""A chart's name, title, caption, drawing and height in inches."""
+
+_LEARNING: tuple[Row, ...] = (
     ("reward", "Reward", "Score of training answers, and of answers to held-out problems with 95% intervals.",
      _reward, 2.9),
     ("validation", "Held-out problems", "Each held-out figure with its interval over problems.", _validation, 2.9),
@@ -355,10 +359,14 @@ _CHARTS: tuple[tuple[str, str, str, Draw, float], ...] = (
      _lengths, 3.2),
     ("groups", "Groups of equal score", "Prompts whose answers all scored the same teach a group method nothing.",
      partial(_one, lines=(("reward/equal_group_share", "teal", "equal groups"),), unit="share of prompts"), 2.5),
+)  # fmt: skip
+_CRITIC: tuple[Row, ...] = (
     ("critic", "Critic", "Explained variance of the returns (1 is perfect, 0 is no better than their mean).",
      partial(_one, lines=(("critic/vf_explained_var", "orange", "explained variance"),), unit="share"), 2.5),
     ("value_loss", "Value loss", "Half the squared error, clipped.",
      partial(_one, lines=(("critic/vf_loss", "orange", "value loss"),), unit="loss"), 2.5),
+)  # fmt: skip
+_SPEED: tuple[Row, ...] = (
     ("phases", "Where a step's time goes", "Wall seconds of each phase, stacked.", _phases, 3.2),
     ("timeline", "Phase timeline", "A mean step from its first phase to its last; below, the run by the clock.",
      draw_timeline, 3.6),

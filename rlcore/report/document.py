@@ -1,7 +1,7 @@
 """A report before it is HTML or JSON: sections of tables, pictures, texts and answers."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from pydantic import JsonValue
@@ -21,12 +21,22 @@ class Cell:
     tone: Tone = ""
 
 
+Kind = Literal["text", "code", "number", "score", "share", "seconds", "signed", "difference"]
+Value = Cell | Interval | str | float | None
+"""What a row has in a column."""
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A table's column. Numbers are set to the right, code in its own type."""
+    """A table's column. `kind` says how its values are shown; a `difference` is an interval that is toned."""
 
     title: str
-    kind: Literal["text", "number", "code"] = "text"
+    kind: Kind = "text"
+
+    @property
+    def style(self) -> str:
+        """Numbers are set to the right, code in its own type."""
+        return self.kind if self.kind in ("text", "code") else "number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,47 +159,45 @@ class Report:
         return [block for section in self.sections for block in section.blocks if isinstance(block, Table)]
 
 
-def text(value: str, tone: Tone = "") -> Cell:
-    """A cell of words."""
-    return Cell(value, value, tone)
+def table(
+    name: str,
+    title: str,
+    columns: Sequence[Column],
+    rows: Iterable[Sequence[Value]],
+    note: str = "",
+    *,
+    folded: bool = False,
+) -> Table:
+    """A table whose values are shown as their columns say."""
+    cells = tuple(tuple(cell(value, column.kind) for value, column in zip(row, columns, strict=True)) for row in rows)
+    return Table(name, title, tuple(columns), cells, note, folded)
 
 
-def number(value: float | None, unit: str = "") -> Cell:
-    """A cell with a number and, if it has one, its unit."""
-    if value is None:
-        return Cell(numbers.NOTHING, None, "muted")
-    shown = numbers.compact(value)
-    return Cell(f"{shown} {unit}" if unit else shown, value)
+def cell(value: Value, kind: Kind = "number", unit: str = "") -> Cell:
+    """A value as a cell: words and cells as they are, others by the kind, None as a dash.
+
+    >>> cell(0.25, "share"), cell(3.0, unit="GB").text, cell(None).text
+    (Cell(text='25%', value=0.25, tone=''), '3 GB', '–')
+    """
+    match value:
+        case Cell():
+            return value
+        case str():
+            return Cell(value, value)
+        case None:
+            return Cell(numbers.NOTHING, None, "muted")
+        case Interval() if kind == "difference":
+            tone: Tone = "" if not value.excludes_zero else "good" if value.value > 0 else "bad"
+            return Cell(numbers.signed_interval(value), asdict(value), tone)
+        case Interval():
+            return Cell(numbers.interval(value), asdict(value))
+    show = _SHOWN.get(kind, numbers.compact)
+    return Cell(f"{show(value)} {unit}" if unit else show(value), value)
 
 
-def score(value: float | None) -> Cell:
-    """A cell with a score."""
-    return Cell(numbers.fixed(value), value)
-
-
-def share(value: float | None, decimals: int = 0) -> Cell:
-    """A cell with a share as per cent."""
-    return Cell(numbers.percent(value, decimals), value)
-
-
-def seconds(value: float | None) -> Cell:
-    """A cell with a duration."""
-    return Cell(numbers.duration(value), value)
-
-
-def interval(found: Interval | None) -> Cell:
-    """A cell with a score and its interval."""
-    if found is None:
-        return Cell(numbers.NOTHING, None, "muted")
-    return Cell(numbers.interval(found), interval_value(found))
-
-
-def difference(found: Interval) -> Cell:
-    """A cell with a gain or loss and its interval; toned where the interval excludes 0."""
-    tone: Tone = "" if not found.excludes_zero else "good" if found.value > 0 else "bad"
-    return Cell(numbers.signed_interval(found), interval_value(found), tone)
-
-
-def interval_value(found: Interval) -> dict[str, JsonValue]:
-    """An interval as JSON."""
-    return {"value": found.value, "low": found.low, "high": found.high}
+_SHOWN: Mapping[Kind, Callable[[float], str]] = {
+    "score": numbers.fixed,
+    "share": numbers.percent,
+    "seconds": numbers.duration,
+    "signed": numbers.signed,
+}

@@ -1,14 +1,15 @@
 """Conclusions from a run's numbers, by rules that are printed beside each, and the checks of stability."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 from pydantic import JsonValue
 
 from rlcore.report import numbers
 from rlcore.report.curves import mean_phases
-from rlcore.report.document import Finding, interval_value
+from rlcore.report.document import Finding, Tone
 from rlcore.report.record import RunRecord
 from rlcore.report.series import FEWEST_STEPS, Series, trend_of
 
@@ -40,23 +41,22 @@ def learned(record: RunRecord) -> Finding:
     if found is None:
         return _unknown("Learned", rule, "There are no two validations of the same held-out problems to compare.")
     gain = found.paired.difference
-    rose = f"from {numbers.interval(found.first)} to {numbers.interval(found.second)}"
+    ends = f"from {numbers.interval(found.first)} to {numbers.interval(found.second)}"
     wins = f"better on {found.paired.wins}, worse on {found.paired.losses} of {found.num_problems} problems"
     values: dict[str, JsonValue] = {
-        "difference": interval_value(gain),
+        "difference": asdict(gain),
         "wins": found.paired.wins,
         "losses": found.paired.losses,
         "num_problems": found.num_problems,
     }
-    shift = numbers.signed_interval(gain)
+    went, verdict, end = "rose", "yes", ""
+    tone: Tone = "good"
     if not gain.excludes_zero or found.num_problems < FEWEST_PROBLEMS:
-        text = f"The held-out reward went {rose}: {shift} could be chance; {wins}."
-        return Finding("Learned", "no change found", "watch", text, rule, values)
-    if gain.value < 0:
-        text = f"The held-out reward fell {rose}: {shift}; {wins}."
-        return Finding("Learned", "got worse", "bad", text, rule, values)
-    text = f"The held-out reward rose {rose}: {shift}; {wins}."
-    return Finding("Learned", "yes", "good", text, rule, values)
+        went, verdict, tone, end = "went", "no change found", "watch", " could be chance"
+    elif gain.value < 0:
+        went, verdict, tone = "fell", "got worse", "bad"
+    text = f"The held-out reward {went} {ends}: {numbers.signed_interval(gain)}{end}; {wins}."
+    return Finding("Learned", verdict, tone, text, rule, values)
 
 
 def converged(record: RunRecord) -> Finding:
@@ -70,16 +70,15 @@ def converged(record: RunRecord) -> Finding:
     if trend is None:
         return _unknown("Converged", rule, f"A trend needs {FEWEST_STEPS} steps in the last third of the run.")
     change, smallest = trend.change, SMALLEST_CHANGE * score_range(record)
-    values: dict[str, JsonValue] = {"change": interval_value(change), "num_steps": trend.num_steps}
+    values: dict[str, JsonValue] = {"change": asdict(change), "num_steps": trend.num_steps}
     shown = f"{numbers.signed_interval(change)} over the last {trend.num_steps} steps"
+    tone: Tone = "watch"
+    verdict, text = "still rising", f"was still rising: {shown}. More steps would likely help"
     if not change.excludes_zero or abs(change.value) < smallest:
-        text = f"The training reward no longer moves: {shown}."
-        return Finding("Converged", "yes", "good", text, rule, values)
-    if change.value > 0:
-        text = f"The training reward was still rising: {shown}. More steps would likely help."
-        return Finding("Converged", "still rising", "watch", text, rule, values)
-    text = f"The training reward was falling: {shown}."
-    return Finding("Converged", "falling", "bad", text, rule, values)
+        verdict, tone, text = "yes", "good", f"no longer moves: {shown}"
+    elif change.value < 0:
+        verdict, tone, text = "falling", "bad", f"was falling: {shown}"
+    return Finding("Converged", verdict, tone, f"The training reward {text}.", rule, values)
 
 
 def stable(record: RunRecord) -> Finding:
@@ -184,67 +183,75 @@ class Check:
     ok: bool | None
 
 
-def stability_checks(record: RunRecord) -> tuple[Check, ...]:
-    """All checks, in the order of the report."""
-    return (*(_checked(record, *rule) for rule in _checks(record)), _nonfinite(record))
-
-
 Judgement = tuple[str, float, bool]
-Judge = Callable[[Series], Judgement]
+Rule = tuple[str, str, str, Callable[[Series, RunRecord], Judgement]]
+"""A check's name, its metric, the rule in words, and the rule itself: what was measured, as text and number; passed."""
 
 
-def _checks(record: RunRecord) -> Iterable[tuple[str, str, str, Judge]]:
-    yield (
-        "Reward holds",
-        "critic/score/mean",
-        f"smoothed, the end is at most {LARGEST_FALL:g} of the range of scores below the best stretch",
-        lambda series: _fall(series, record),
-    )
-    yield (
-        "Gradient has no spikes",
-        "actor/grad_norm",
-        f"largest ≤ {GRAD_SPIKE:g} × median",
-        lambda series: _ratio(series.values.max(), float(np.median(series.values)), GRAD_SPIKE, "× median"),
-    )
-    yield (
-        "Policy moves in small steps",
-        "actor/ppo_kl",
-        f"largest size ≤ {LARGEST_PPO_KL:g} nats/token",
-        lambda series: _at_most(np.abs(series.values).max(), LARGEST_PPO_KL, " nats/token"),
-    )
-    yield (
-        "Few tokens are clipped",
-        "actor/pg_clipfrac",
-        f"mean over the last third ≤ {LARGEST_CLIP_SHARE:.0%}",
-        lambda series: _share_at_most(series.tail(LATE).mean(), LARGEST_CLIP_SHARE),
-    )
-    yield (
-        "Entropy is alive",
-        "actor/token_entropy" if record.names("actor/token_entropy") else "actor/entropy",
-        f"last third ≥ {SMALLEST_ENTROPY:g} nats/token and ≤ {ENTROPY_GROWTH:g} × the first tenth",
-        _entropy,
-    )
-    yield (
-        "Answers end by themselves",
-        "response_length/clip_ratio",
-        f"cut answers in the last third ≤ {LARGEST_CUT_SHARE:.0%}",
-        lambda series: _share_at_most(series.tail(LATE).mean(), LARGEST_CUT_SHARE),
-    )
-    if record.config.critic is not None:
-        yield (
-            "Critic explains returns",
-            "critic/vf_explained_var",
-            "mean over the last third > 0",
-            lambda series: _more_than_zero(series.tail(LATE).mean()),
-        )
+def _at_most(value: float, limit: float, shown: str) -> Judgement:
+    return shown, float(value), bool(value <= limit)
 
 
-def _checked(record: RunRecord, name: str, metric: str, rule: str, judge: Judge) -> Check:
-    series = record.series(metric)
-    if series is None:
-        return Check(name, metric, rule, "not measured", None, None)
-    measured, value, ok = judge(series)
-    return Check(name, metric, rule, measured, value, ok)
+def _fall(series: Series, record: RunRecord) -> Judgement:
+    fall = float(series.smooth.max() - series.smooth[-1])
+    return _at_most(fall, LARGEST_FALL * score_range(record), f"{numbers.fixed(fall)} below the best")
+
+
+def _spike(series: Series, record: RunRecord) -> Judgement:
+    median = float(np.median(series.values))
+    spike = float(series.values.max()) / median if median > 0 else 1.0
+    return _at_most(spike, GRAD_SPIKE, f"{numbers.compact(spike, 3)} × median")
+
+
+def _largest(series: Series, record: RunRecord) -> Judgement:
+    size = float(np.abs(series.values).max())
+    return _at_most(size, LARGEST_PPO_KL, f"{numbers.compact(size, 3)} nats/token")
+
+
+def _late_share(limit: float, series: Series, record: RunRecord) -> Judgement:
+    share = series.tail(LATE).mean()
+    return _at_most(share, limit, numbers.percent(share, 1))
+
+
+def _entropy(series: Series, record: RunRecord) -> Judgement:
+    begin, end = float(series.head(0.1).mean()), series.tail(LATE).mean()
+    grown = begin > 0 and end > ENTROPY_GROWTH * begin
+    measured = f"{numbers.compact(begin, 3)} → {numbers.compact(end, 3)} nats/token"
+    return measured, end, end >= SMALLEST_ENTROPY and not grown
+
+
+def _explained(series: Series, record: RunRecord) -> Judgement:
+    share = series.tail(LATE).mean()
+    return numbers.fixed(share), share, share > 0
+
+
+_RULES: tuple[Rule, ...] = (
+    ("Reward holds", "critic/score/mean",
+     f"smoothed, the end is at most {LARGEST_FALL:g} of the range of scores below the best stretch", _fall),
+    ("Gradient has no spikes", "actor/grad_norm", f"largest ≤ {GRAD_SPIKE:g} × median", _spike),
+    ("Policy moves in small steps", "actor/ppo_kl", f"largest size ≤ {LARGEST_PPO_KL:g} nats/token", _largest),
+    ("Few tokens are clipped", "actor/pg_clipfrac", f"mean over the last third ≤ {LARGEST_CLIP_SHARE:.0%}",
+     partial(_late_share, LARGEST_CLIP_SHARE)),
+    ("Entropy is alive", "actor/entropy",
+     f"last third ≥ {SMALLEST_ENTROPY:g} nats/token and ≤ {ENTROPY_GROWTH:g} × the first tenth", _entropy),
+    ("Answers end by themselves", "response_length/clip_ratio",
+     f"cut answers in the last third ≤ {LARGEST_CUT_SHARE:.0%}", partial(_late_share, LARGEST_CUT_SHARE)),
+    ("Critic explains returns", "critic/vf_explained_var", "mean over the last third > 0", _explained),
+)  # fmt: skip
+
+
+def stability_checks(record: RunRecord) -> tuple[Check, ...]:
+    """All checks, in the order of the report; that of the critic where there is one."""
+    checks = []
+    for name, metric, rule, judge in _RULES:
+        if metric.startswith("critic/vf") and record.config.critic is None:
+            continue
+        if metric == "actor/entropy" and record.series("actor/token_entropy") is not None:
+            metric = "actor/token_entropy"
+        series = record.series(metric)
+        judged = ("not measured", None, None) if series is None else judge(series, record)
+        checks.append(Check(name, metric, rule, *judged))
+    return (*checks, _nonfinite(record))
 
 
 def _nonfinite(record: RunRecord) -> Check:
@@ -253,37 +260,6 @@ def _nonfinite(record: RunRecord) -> Check:
     measured = f"{', '.join(names)} at {len(steps)} steps, first {steps[0][0]}" if steps else "none"
     rule = "no metric is NaN or infinite at any step"
     return Check("Numbers are finite", "all", rule, measured, float(len(steps)), not steps if record.steps else None)
-
-
-def _fall(series: Series, record: RunRecord) -> Judgement:
-    best = float(series.smooth.max())
-    fall = best - float(series.smooth[-1])
-    limit = LARGEST_FALL * score_range(record)
-    return f"{numbers.fixed(fall)} below the best", fall, fall <= limit
-
-
-def _ratio(value: float, base: float, limit: float, unit: str) -> Judgement:
-    found = float(value) / base if base > 0 else 1.0
-    return f"{numbers.compact(found, 3)} {unit}", found, found <= limit
-
-
-def _at_most(value: float, limit: float, unit: str) -> Judgement:
-    return f"{numbers.compact(float(value), 3)}{unit}", float(value), bool(value <= limit)
-
-
-def _share_at_most(value: float, limit: float) -> Judgement:
-    return numbers.percent(value, 1), value, value <= limit
-
-
-def _more_than_zero(value: float) -> Judgement:
-    return numbers.fixed(value), value, value > 0
-
-
-def _entropy(series: Series) -> Judgement:
-    begin, end = float(series.head(0.1).mean()), series.tail(LATE).mean()
-    grown = begin > 0 and end > ENTROPY_GROWTH * begin
-    measured = f"{numbers.compact(begin, 3)} → {numbers.compact(end, 3)} nats/token"
-    return measured, end, end >= SMALLEST_ENTROPY and not grown
 
 
 def score_range(record: RunRecord) -> float:

@@ -4,26 +4,18 @@ import base64
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import JsonValue
 
 from rlcore.errors import DataError
-from rlcore.evaluation import (
-    Answer,
-    Comparison,
-    DifficultyRow,
-    ProblemResult,
-    ValidationResult,
-    by_difficulty,
-    pass_curve,
-)
-from rlcore.report import document as doc
-from rlcore.report import numbers, page
-from rlcore.report.document import Cell, Column, SamplePair, Samples, Table, Tone
+from rlcore.evaluation import Answer, Comparison, Interval, ProblemResult, ValidationResult, pass_curve
+from rlcore.report import page
+from rlcore.report.document import Column, SamplePair, Samples, Table, Tone, table
 from rlcore.report.numbers import score_parts, truth_text
 from rlcore.report.page import LIGHT, Chart, legend, tidy
 from rlcore.report.record import RunRecord, read_run
@@ -47,27 +39,20 @@ _MEANING: Mapping[str, str] = {
 
 def result_table(comparisons: Sequence[Comparison]) -> Table:
     """Every statistic before and after, paired."""
-    rows = tuple(
-        (
-            doc.text(row.statistic),
-            doc.interval(row.first),
-            doc.interval(row.second),
-            doc.difference(row.paired.difference),
-            doc.number(row.paired.wins),
-            doc.number(row.paired.losses),
-            doc.text(_meaning(row.statistic)),
-        )
+    rows = [
+        (row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses,
+         _meaning(row.statistic))
         for row in comparisons
-    )
+    ]  # fmt: skip
     columns = (Column("Figure", "code"), Column("Before", "number"), Column("After", "number"),
-               Column("Paired difference", "number"), Column("Better on", "number"), Column("Worse on", "number"),
+               Column("Paired difference", "difference"), Column("Better on", "number"), Column("Worse on", "number"),
                Column("Meaning"))  # fmt: skip
     count = comparisons[0].num_problems if comparisons else 0
     note = (
         f"{count} held-out problems; bootstrap intervals over problems. reward is the scorer's total, acc counts "
         "full marks only."
     )
-    return Table("held_out", "Held-out problems", columns, rows, note if rows else "")
+    return table("held_out", "Held-out problems", columns, rows, note if rows else "")
 
 
 def _meaning(statistic: str) -> str:
@@ -77,90 +62,82 @@ def _meaning(statistic: str) -> str:
 
 def single_table(result: ValidationResult) -> Table:
     """The figures of one validation, where there is no second one to compare it with."""
-    rows = tuple(
-        (doc.text(name), doc.interval(found), doc.text(_meaning(name))) for name, found in result.intervals.items()
-    )
+    rows = [(name, found, _meaning(name)) for name, found in result.intervals.items()]
     columns = (Column("Figure", "code"), Column(f"{result.name}, step {result.step}", "number"), Column("Meaning"))
-    return Table("held_out", "Held-out problems", columns, rows, f"{len(result.problems)} held-out problems.")
+    return table("held_out", "Held-out problems", columns, rows, f"{len(result.problems)} held-out problems.")
+
+
+Curves = Mapping[str, Mapping[Any, Interval]]
+"""Column title, then key of the row."""
+
+
+def _grid(name: str, title: str, key: Column, curves: Curves, note: str = "") -> Table:
+    """A row a key, a column a curve."""
+    keys = sorted({each for curve in curves.values() for each in curve})
+    rows = [(each, *(curve.get(each) for curve in curves.values())) for each in keys]
+    return table(name, title, (key, *(Column(column, "number") for column in curves)), rows, note)
 
 
 def progress_table(record: RunRecord) -> Table:
     """The held-out figures at every validation."""
-    curves = {name: dict(found) for name in record.core_statistics if (found := record.held_out(name))}
-    steps = sorted({step for curve in curves.values() for step in curve})
-    rows = tuple((doc.number(step), *(doc.interval(curve.get(step)) for curve in curves.values())) for step in steps)
-    columns = (Column("Step", "number"), *(Column(name.removeprefix("reward/"), "number") for name in curves))
-    return Table("progress", "Held-out figures on the way", columns, rows, folded=len(rows) > 12)
-
-
-def difficulty_table(record: RunRecord) -> Table | None:
-    """Reward, pass@k and greedy by difficulty, before and after; None where the task has one difficulty."""
-    rows_of = {label: {row.difficulty: row for row in by_difficulty(result)} for label, result in judged(record)}
-    levels = sorted({level for rows in rows_of.values() for level in rows})
-    if len(levels) < 2:
-        return None
-    k = record.num_samples
-    titles = (f"mean@{k}", f"pass@{k}", "greedy") if k else ("greedy",)
-    columns = (Column("Difficulty", "number"), Column("Problems", "number"),
-               *(Column(f"{title}, {label}", "number") for title in titles for label in rows_of))  # fmt: skip
-    rows = tuple(
-        (
-            doc.number(level),
-            doc.number(next(rows[level].num_problems for rows in rows_of.values() if level in rows)),
-            *(_part(rows.get(level), title) for title in titles for rows in rows_of.values()),
-        )
-        for level in levels
-    )
-    note = "Difficulty is the task's own measure; for countdown the fewest operations that reach the target."
-    return Table("difficulty", "By difficulty", columns, rows, note)
-
-
-def source_table(record: RunRecord) -> Table | None:
-    """Reward and greedy score of each data source, before and after; None where there is one."""
-    found = {label: {part.data_source: part for part in result.by_source()} for label, result in judged(record)}
-    sources = sorted({source for parts in found.values() for source in parts})
-    if not sources:
-        return None
-    k = record.num_samples
-    statistics = (f"reward/mean@{k}", "reward/greedy") if k else ("reward/greedy",)
-    columns = (Column("Source", "code"), Column("Problems", "number"),
-               *(Column(f"{name.removeprefix('reward/')}, {label}", "number")
-                 for name in statistics for label in found))  # fmt: skip
-    rows = tuple(
-        (
-            doc.text(source),
-            doc.number(next(len(parts[source].problems) for parts in found.values() if source in parts)),
-            *(
-                doc.interval(parts[source].intervals.get(name) if source in parts else None)
-                for name in statistics
-                for parts in found.values()
-            ),
-        )
-        for source in sources
-    )
-    return Table("source", "By data source", columns, rows, "Each dataset of the mixture, scored by its own scorer.")
-
-
-def _part(row: DifficultyRow | None, title: str) -> Cell:
-    if row is None:
-        return doc.interval(None)
-    if title == "greedy":
-        return doc.interval(row.greedy)
-    return doc.interval(row.reward if title.startswith("mean") else row.pass_at_k)
+    curves = {
+        name.removeprefix("reward/"): dict(found) for name in record.core_statistics if (found := record.held_out(name))
+    }
+    grid = _grid("progress", "Held-out figures on the way", Column("Step", "number"), curves)
+    return replace(grid, folded=len(grid.rows) > 12)
 
 
 def pass_table(record: RunRecord) -> Table | None:
     """pass@k over k, before and after; None without several samples."""
-    curves = {label: pass_curve(result) for label, result in judged(record)}
-    ks = sorted({k for curve in curves.values() for k in curve})
-    if len(ks) < 2:
-        return None
-    rows = tuple((doc.number(k), *(doc.interval(curve.get(k)) for curve in curves.values())) for k in ks)
-    columns = (Column("k", "number"), *(Column(f"pass@k, {label}", "number") for label in curves))
+    curves = {f"pass@k, {label}": pass_curve(result) for label, result in judged(record)}
     note = (
         "Where pass@k of many samples stays while pass@1 rises, training has sharpened what the model could do already."
     )
-    return Table("pass_at_k", "pass@k", columns, rows, note)
+    found = _grid("pass_at_k", "pass@k", Column("k", "number"), curves, note)
+    return found if len(found.rows) > 1 else None
+
+
+def difficulty_table(record: RunRecord) -> Table | None:
+    """Reward, pass@k and greedy by difficulty, before and after; None where the task has one difficulty."""
+    parts = {label: result.by_difficulty() for label, result in judged(record)}
+    note = "Difficulty is the task's own measure; for countdown the fewest operations that reach the target."
+    return _parts_table(record, "difficulty", "By difficulty", Column("Difficulty", "number"), parts, note)
+
+
+def source_table(record: RunRecord) -> Table | None:
+    """The same of each data source; None where there is one."""
+    parts = {label: result.by_source() for label, result in judged(record)}
+    note = "Each dataset of the mixture, scored by its own scorer."
+    return _parts_table(record, "source", "By data source", Column("Source", "code"), parts, note)
+
+
+Parts = Mapping[str, Mapping[Any, ValidationResult]]
+"""Before or after, then key of the row."""
+
+
+def _parts_table(record: RunRecord, name: str, title: str, key: Column, parts: Parts, note: str) -> Table | None:
+    """Problems and main figures of each part, before and after; None of fewer than two parts."""
+    first = {each: part for found in reversed(list(parts.values())) for each, part in found.items()}
+    if len(first) < 2:
+        return None
+    k = record.num_samples
+    statistics = (f"reward/mean@{k}", f"reward/pass@{k}", "reward/greedy") if k else ("reward/greedy",)
+    columns = (key, Column("Problems", "number"),
+               *(Column(f"{statistic.removeprefix('reward/')}, {label}", "number")
+                 for statistic in statistics for label in parts))  # fmt: skip
+    rows = [
+        (
+            each,
+            len(first[each].problems),
+            *(
+                found[each].intervals.get(statistic) if each in found else None
+                for statistic in statistics
+                for found in parts.values()
+            ),
+        )
+        for each in sorted(first)
+    ]
+    return table(name, title, columns, rows, note)
 
 
 def samples_of(before: ValidationResult | None, after: ValidationResult | None) -> Samples:
@@ -168,37 +145,30 @@ def samples_of(before: ValidationResult | None, after: ValidationResult | None) 
     if before is None or after is None:
         return Samples(())
     later = {problem.prompt_id: problem for problem in after.problems}
-    kinds: dict[str, list[SamplePair]] = {"newly solved": [], "lost": [], "still unsolved": [], "solved both times": []}
-    tones: Mapping[str, Tone] = {"newly solved": "good", "lost": "bad"}
+    kinds: dict[str, list[SamplePair]] = {kind: [] for kind, _ in _KINDS.values()}
     for problem in sorted(before.problems, key=lambda problem: problem.prompt_id):
         other = later.get(problem.prompt_id)
-        if other is None:
+        if other is None or (was := shown_answer(problem)) is None or (became := shown_answer(other)) is None:
             continue
-        kind = _kind(problem, other)
-        if len(kinds[kind]) < SAMPLES_OF_A_KIND and (pair := _pair(kind, tones.get(kind, ""), problem, other)):
+        kind, tone = _KINDS[was.solved, became.solved]
+        if len(kinds[kind]) < SAMPLES_OF_A_KIND:
+            truth = truth_text(problem.ground_truth_json)
+            pair = SamplePair(kind, tone, problem.prompt_text, truth, was, became, _solved(problem), _solved(other))
             kinds[kind].append(pair)
     return Samples(tuple(pair for pairs in kinds.values() for pair in pairs))
 
 
-def _kind(before: ProblemResult, after: ProblemResult) -> str:
-    was, became = (shown_answer(problem) for problem in (before, after))
-    solved = (was is not None and was.solved, became is not None and became.solved)
-    return {(False, True): "newly solved", (True, False): "lost", (False, False): "still unsolved"}.get(
-        solved, "solved both times"
-    )
+_KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
+    (False, True): ("newly solved", "good"),
+    (True, False): ("lost", "bad"),
+    (False, False): ("still unsolved", ""),
+    (True, True): ("solved both times", ""),
+}
 
 
 def shown_answer(problem: ProblemResult) -> Answer | None:
     """The greedy answer, else the first sample: not the best one."""
     return problem.greedy or next(iter(problem.samples), None)
-
-
-def _pair(kind: str, tone: Tone, before: ProblemResult, after: ProblemResult) -> SamplePair | None:
-    was, became = shown_answer(before), shown_answer(after)
-    if was is None or became is None:
-        return None
-    return SamplePair(kind, tone, before.prompt_text, numbers.truth_text(before.ground_truth_json), was, became,
-                      _solved(before), _solved(after))  # fmt: skip
 
 
 def _solved(problem: ProblemResult) -> str:
@@ -271,14 +241,15 @@ def _lengths(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> bool:
 
 
 def _difficulty(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> bool:
-    rows = [by_difficulty(result) for _, result in results]
-    levels = sorted({row.difficulty for found in rows for row in found})
+    parts = [result.by_difficulty() for _, result in results]
+    levels = sorted({level for found in parts for level in found})
     if len(levels) < 2:
         return False
-    for place, ((label, _), found) in enumerate(zip(results, rows, strict=True)):
-        at = np.array([levels.index(row.difficulty) for row in found]) + (place - 0.5) * _BAR * (len(results) > 1)
-        values = np.array([row.reward.value for row in found])
-        ends = np.array([[row.reward.value - row.reward.low, row.reward.high - row.reward.value] for row in found]).T
+    for place, ((label, _), found) in enumerate(zip(results, parts, strict=True)):
+        rewards = [part.intervals[part.reward_statistic] for part in found.values()]
+        at = np.array([levels.index(level) for level in found]) + (place - 0.5) * _BAR * (len(results) > 1)
+        values = np.array([reward.value for reward in rewards])
+        ends = np.array([[reward.value - reward.low, reward.high - reward.value] for reward in rewards]).T
         axes.bar(at, values, _BAR, color=LIGHT[COLOURS[place]], label=label)
         axes.errorbar(
             at, values, yerr=np.clip(ends, 0, None), fmt="none", color=LIGHT["ink"], elinewidth=0.9, capsize=2.5

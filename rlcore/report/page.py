@@ -296,7 +296,7 @@ def _table_lines(table: Table) -> list[str]:
     if not table.rows:
         return [*lines, "Nothing here.", ""]
     lines.append(f"| {' | '.join(escape(column.title) for column in table.columns)} |")
-    lines.append("|" + "".join("---:|" if column.kind == "number" else "---|" for column in table.columns))
+    lines.append("|" + "".join("---:|" if column.style == "number" else "---|" for column in table.columns))
     lines += [
         "| " + " | ".join(_cell(cell, column) for cell, column in zip(row, table.columns, strict=True)) + " |"
         for row in table.rows
@@ -306,6 +306,6 @@ def _table_lines(table: Table) -> list[str]:
 
 
 def _cell(cell: Cell, column: Column) -> str:
-    if column.kind == "code" and cell.text:
+    if column.style == "code" and cell.text:
         return code(cell.text)
     return escape(cell.text)

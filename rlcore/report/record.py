@@ -70,14 +70,6 @@ _LINEAGE = TypeAdapter(Lineage)
 _INPUTS = TypeAdapter(dict[str, Path])
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointNote:
-    """A checkpoint that lies in the run's folder."""
-
-    name: str
-    size_bytes: int
-
-
 @dataclass(frozen=True)
 class RunRecord:
     """A run as read from its folder. `missing` names the parts that are not there, one sentence each."""
@@ -88,7 +80,7 @@ class RunRecord:
     events: tuple[EventRecord, ...]
     validations: Mapping[str, ValidationResult]
     lineage: Lineage | None
-    checkpoints: tuple[CheckpointNote, ...]
+    checkpoints: tuple[CheckpointInfo, ...]
     missing: tuple[str, ...]
 
     @property
@@ -227,7 +219,7 @@ def read_run(run_dir: Path) -> RunRecord:
         journal.events,
         validations,
         _read_lineage(run_dir, missing),
-        tuple(CheckpointNote(info.name, info.size_bytes) for info in checkpoints),
+        checkpoints,
         (),
     )
     return replace(record, missing=(*missing, *_gaps(record)))

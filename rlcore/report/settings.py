@@ -13,8 +13,7 @@ from rlcore.config import CriticConfig, LoraConfig, RunConfig
 from rlcore.config.base import leaves
 from rlcore.config.run import all_keys
 from rlcore.errors import ConfigError
-from rlcore.report import document as doc
-from rlcore.report.document import Cell, Column, Table
+from rlcore.report.document import Cell, Column, Table, table
 
 _BARE = re.compile(r"[A-Za-z_./][A-Za-z0-9_./:@%-]*")
 _NULL_SECTIONS: Mapping[str, type[CriticConfig | LoraConfig]] = {"critic": CriticConfig, "model.lora": LoraConfig}
@@ -46,18 +45,16 @@ def settings_tables(config: RunConfig) -> tuple[Table, Table]:
     defaults, settings = defaults_of(config), settings_of(config)
     changed = set(changed_keys(config))
     columns = (Column("Setting", "code"), Column("Value", "code"), Column("Default", "code"), Column("Meaning"))
-    differing = tuple(
-        (Cell(key, key), _cell(value), _cell(defaults[key]) if key in defaults else Cell("–"), doc.text(meaning(key)))
+    differing = [
+        (key, _cell(value), _cell(defaults[key]) if key in defaults else Cell("–"), meaning(key))
         for key, value in settings.items()
         if key in changed
-    )
-    same = tuple(
-        (Cell(key, key), _cell(value), doc.text(meaning(key))) for key, value in settings.items() if key not in changed
-    )
+    ]
+    same = [(key, _cell(value), meaning(key)) for key, value in settings.items() if key not in changed]
     rest = (Column("Setting", "code"), Column("Value", "code"), Column("Meaning"))
     return (
-        Table("settings_changed", "Settings that differ from the defaults", columns, differing),
-        Table("settings_default", f"Settings at their defaults ({len(same)})", rest, same, folded=True),
+        table("settings_changed", "Settings that differ from the defaults", columns, differing),
+        table("settings_default", f"Settings at their defaults ({len(same)})", rest, same, folded=True),
     )
 
 

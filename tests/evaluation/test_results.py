@@ -11,7 +11,6 @@ from rlcore.evaluation import (
     Answer,
     ProblemResult,
     ValidationResult,
-    by_difficulty,
     compare,
     pass_at_k,
     pass_curve,
@@ -52,7 +51,7 @@ def test_answers_without_a_score_are_in_no_figure_and_counted(tmp_path):
     assert found["val-core/countdown/reward/greedy"] == 0.5
     assert found["val-aux/countdown/num_unscored"] == 7.0
     assert pass_curve(judged)[1].value == pytest.approx(0.5)
-    assert [row.num_problems for row in by_difficulty(judged)] == [1, 1]
+    assert [len(part.problems) for part in judged.by_difficulty().values()] == [1, 1]
     (pair, *_) = compare(result([problem(number, [0.0] * 4) for number in range(1, 5)]), judged)
     assert pair.num_problems == 2
     file = tmp_path / "after.json"
@@ -63,7 +62,7 @@ def test_answers_without_a_score_are_in_no_figure_and_counted(tmp_path):
 def test_where_the_scorer_always_failed_there_is_no_figure():
     judged = result([problem(1, [FAILED, FAILED]), problem(2, [FAILED, FAILED])])
     assert judged.summary() == {"val-aux/countdown/num_unscored": 4.0}
-    assert (pass_curve(judged), by_difficulty(judged)) == ({}, ())
+    assert (pass_curve(judged), judged.by_difficulty()) == ({}, {})
 
 
 def test_every_figure_has_its_interval_and_a_name_that_mlflow_takes():
@@ -199,16 +198,18 @@ def test_another_name_changes_nothing_else():
 
 
 def test_difficulties_are_rows_of_their_own():
-    rows = by_difficulty(result([problem(1, [1.0, 1.0], greedy=1.0, difficulty=1),
-                                 problem(2, [1.0, 0.0], greedy=0.0, difficulty=3),
-                                 problem(3, [0.0, 0.0], greedy=0.0, difficulty=3)]))  # fmt: skip
-    assert [(row.difficulty, row.num_problems, row.reward.value, row.pass_at_k.value) for row in rows] == [
-        (1, 1, 1.0, 1.0),
-        (3, 2, 0.25, 0.5),
-    ]
-    assert rows[1].greedy is not None
-    assert rows[1].greedy.value == 0.0
-    assert by_difficulty(result([problem(1, [])])) == ()
+    parts = result(
+        [
+            problem(1, [1.0, 1.0], greedy=1.0, difficulty=1),
+            problem(2, [1.0, 0.0], greedy=0.0, difficulty=3),
+            problem(3, [0.0, 0.0], greedy=0.0, difficulty=3),
+        ]
+    ).by_difficulty()
+    found = {
+        level: (len(part.problems), *(part.intervals[f"reward/{name}"].value for name in ("mean@2", "pass@2", "greedy")))
+        for level, part in parts.items()
+    }
+    assert found == {1: (1, 1.0, 1.0, 1.0), 3: (2, 0.25, 0.5, 0.0)}
 
 
 def test_the_pass_curve_goes_from_the_mean_to_pass_at_k():

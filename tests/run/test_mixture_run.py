@@ -40,4 +40,4 @@ def test_a_mixture_is_trained_judged_by_source_and_resumed_with_the_same_numbers
     summary = result.summary()
     easy, times, both = (summary[f"val-core/{name}/reward/greedy"] for name in ("easy", "multiplication", "all"))
     assert abs(both - (12 * easy + 8 * times) / 20) < 1e-12
-    assert [part.data_source for part in result.by_source()] == ["easy", "multiplication"]
+    assert list(result.by_source()) == ["easy", "multiplication"]
