@@ -206,7 +206,10 @@ def test_difficulties_are_rows_of_their_own():
         ]
     ).by_difficulty()
     found = {
-        level: (len(part.problems), *(part.intervals[f"reward/{name}"].value for name in ("mean@2", "pass@2", "greedy")))
+        level: (
+            len(part.problems),
+            *(part.intervals[f"reward/{name}"].value for name in ("mean@2", "pass@2", "greedy")),
+        )
         for level, part in parts.items()
     }
     assert found == {1: (1, 1.0, 1.0, 1.0), 3: (2, 0.25, 0.5, 0.0)}
