@@ -28,8 +28,7 @@ from rlcore.config import ModelConfig, RunConfig
 from rlcore.config.data import FilterConfig
 from rlcore.config.rollout import RolloutConfig
 from rlcore.models.load import load_policy
-from rlcore.rollout.build import build_engine
-from rlcore.rollout.engine import SamplingRequest, requests_for
+from rlcore.rollout.engine import SamplingRequest, build_engine, requests_for
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.canary import mean_difference, packed_probe
 

@@ -9,7 +9,7 @@ import torch
 from benchmarks.checks.rig import Rig, Verdict
 from benchmarks.harness import watched_memory
 from rlcore.models.shape import shape_of
-from rlcore.rollout.vllm.pool import engine_pool_bytes
+from rlcore.rollout.vllm import engine_pool_bytes
 from rlcore.run import memory as planning
 from rlcore.run.memory import device_of
 from rlcore.workers.worker import Worker

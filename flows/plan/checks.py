@@ -17,8 +17,8 @@ from rlcore.config import CountdownData, CustomData, Gsm8kData, RunConfig
 from rlcore.config.data import TaskData, parts_of
 from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError
 from rlcore.models.hub import require_reachable
-from rlcore.rollout.requirements import require_vllm
 from rlcore.rollout.scoring import ScoringPool, require_scorer
+from rlcore.rollout.vllm import require_vllm
 from rlcore.run.inputs import require_whole_model
 from rlcore.run.layout import RunLayout
 from rlcore.run.memory import require_fit

@@ -25,8 +25,7 @@ from rlcore.models.load import load_policy, load_tokenizer
 from rlcore.models.memory import release_cached_memory
 from rlcore.models.optim import build_optimizer, clip_grad_norm
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
-from rlcore.rollout.build import build_engine
-from rlcore.rollout.engine import WARM_START_STREAM, requests_for
+from rlcore.rollout.engine import WARM_START_STREAM, build_engine, requests_for
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.inputs import RunInputs, find_start_model, is_given, planned_start_model
 from rlcore.run.problems import read_parts, spread

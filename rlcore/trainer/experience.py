@@ -14,8 +14,7 @@ from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, requests_for
-from rlcore.rollout.scoring import ScoringPool
-from rlcore.rollout.scoring_process import ScoringJob
+from rlcore.rollout.scoring import ScoringJob, ScoringPool
 from rlcore.trainer.clock import PhaseClock
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup

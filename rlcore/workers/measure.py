@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from rlcore.rollout.vllm.pool import engine_pool_bytes
+from rlcore.rollout.vllm import engine_pool_bytes
 from rlcore.workers.passes import Shortage
 
 BYTES_PER_GB = 1e9

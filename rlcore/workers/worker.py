@@ -24,8 +24,7 @@ from rlcore.errors import EngineError
 from rlcore.models.memory import release_cached_memory
 from rlcore.models.policy import CausalPolicy, ValueModel
 from rlcore.models.shape import ModelShape, known_shape, peak_flops
-from rlcore.rollout.build import build_engine, engine_dtype
-from rlcore.rollout.engine import RolloutEngine, SamplingRequest
+from rlcore.rollout.engine import RolloutEngine, SamplingRequest, build_engine, engine_dtype
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers import canary
 from rlcore.workers.actor import Actor, PolicyUpdate

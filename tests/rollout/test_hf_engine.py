@@ -14,8 +14,7 @@ from rlcore.errors import DeviceMemoryError, EngineError
 from rlcore.models.load import end_of_text_ids, load_policy, load_tokenizer
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
-from rlcore.rollout.build import build_engine
-from rlcore.rollout.engine import SamplingRequest, answer_seed, requests_for
+from rlcore.rollout.engine import SamplingRequest, answer_seed, build_engine, requests_for
 from rlcore.rollout.hf import HfEngine, sample
 from rlcore.types import Prompt, Score
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlcore.errors import EngineError
-from rlcore.rollout.requirements import require_vllm
+from rlcore.rollout.vllm import require_vllm
 from rlcore.rollout.vllm.start import unsupported_dtype
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from rlcore.config import RewardConfig
 from rlcore.errors import ConfigError, EngineError
-from rlcore.rollout import scoring_process
+from rlcore.rollout import scoring
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.score import Score
 
@@ -103,7 +103,7 @@ def test_what_a_scorer_imports_at_its_first_call_is_no_answers_time(tmp_path, mo
 
 @pytest.mark.parametrize("how", ["hang", "exit"])
 def test_a_scorer_that_does_not_come_back_from_its_first_call_scores_the_other_answers(monkeypatch, how):
-    monkeypatch.setattr(scoring_process, "_START_DEADLINE_S", 10)
+    monkeypatch.setattr(scoring, "_START_DEADLINE_S", 10)
     name = "tests.rollout.odd_scorers:nothing_in_an_empty_answer"
     with ScoringPool(name, RewardConfig(num_processes=1, deadline_s=5)) as pool:
         assert pool.score(["one", "four"], [json.dumps({"value": how})] * 2) == [Score(3.0, {}), Score(4.0, {})]
@@ -125,7 +125,7 @@ def test_a_process_killed_from_outside_is_replaced_and_costs_no_answer():
 
 def test_an_idle_process_that_is_stopped_from_outside_holds_up_nobody(monkeypatch):
     """More answers than the socket holds: the pool waited for ever, to send, then with no process to hear from."""
-    monkeypatch.setattr(scoring_process, "_SEND_DEADLINE_S", 0.5)
+    monkeypatch.setattr(scoring, "_SEND_DEADLINE_S", 0.5)
     responses = ["x" * 100_000 for _ in range(8)]
     with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
         (before,) = worker_pids(pool)

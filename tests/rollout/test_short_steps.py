@@ -27,6 +27,8 @@ CHECKS = (
     "a_step_that_fails_leaves_vllm_as_it_was",
     "an_unknown_release_keeps_its_own_way",
     "what_short_steps_cannot_do_is_named",
+    "names_that_a_release_lacks_are_told",
+    "a_scheduler_that_lacks_a_name_orders_its_own_steps",
 )
 
 pytestmark = real_vllm(timeout_s=600)

@@ -22,8 +22,8 @@ from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError
 from rlcore.models.load import load_policy
 from rlcore.rollout.engine import SamplingRequest, requests_for
-from rlcore.rollout.vllm import VllmEngine
-from rlcore.rollout.vllm.short.obstacle import obstacle, runner_of
+from rlcore.rollout.vllm.engine import VllmEngine
+from rlcore.rollout.vllm.short import runner_obstacle, runner_of
 from rlcore.rollout.vllm.start import EngineShape
 from rlcore.rollout.vllm.weights import SentWeights
 from rlcore.types import Prompt, Rollout
@@ -216,10 +216,10 @@ def short_runner_facts(engine: VllmEngine) -> dict[str, Any]:
     facts = {
         "asked_for": SETTINGS.short_steps,
         "own": engine.short_runner is None and not {"execute_model", "sample_tokens"} & vars(runner).keys(),
-        "obstacle": obstacle(runner),
+        "obstacle": runner_obstacle(runner),
     }
     release, vllm.__version__ = vllm.__version__, "0.99.1"
-    facts["obstacle_to_another_release"] = obstacle(runner)
+    facts["obstacle_to_another_release"] = runner_obstacle(runner)
     vllm.__version__ = release
     return facts
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlcore.rollout.vllm.pool import engine_pool_bytes
+from rlcore.rollout.vllm import engine_pool_bytes
 from rlcore.workers.measure import Bytes, MemoryMeter
 
 MB = 1_000_000

@@ -1,3 +1,31 @@
-"""vLLM in the worker's process; the only package that imports vllm."""
+"""vLLM in the worker's process; the only package that imports vllm. This module itself loads neither vllm nor torch."""
 
-from rlcore.rollout.vllm.engine import VllmEngine as VllmEngine
+import sys
+from importlib.util import find_spec
+
+from rlcore.errors import EngineError
+
+
+def require_vllm() -> None:
+    """Check that vLLM is installed, without loading it.
+
+    Raises:
+        EngineError: it is not installed.
+    """
+    if find_spec("vllm") is None:
+        raise EngineError(missing_vllm())
+
+
+def missing_vllm(detail: str = "") -> str:
+    """Message for a vLLM that cannot be imported."""
+    return (
+        f"rollout.engine: vllm is not installed here{f' ({detail})' if detail else ''}. On a GPU: pip install "
+        "'millrace[vllm]'; on a CPU, in a checkout: make install-vllm; or use rollout=hf."
+    )
+
+
+def engine_pool_bytes() -> int:
+    """Bytes of device memory that vLLM maps by itself and can unmap in sleep; 0 without a vLLM in this process."""
+    module = sys.modules.get("vllm.device_allocator.cumem")
+    allocator = None if module is None else module.CuMemAllocator.instance
+    return 0 if allocator is None else int(allocator.get_current_usage())

@@ -2,6 +2,10 @@
 
 Requests go in as token ids, each with its seed; answers come out one by one as they end. The answers to one prompt
 share its prefill through the prefix cache.
+
+Ranks may share an engine (`rollout.tensor_parallel_size`): each holds a part of every matrix, all answer all. Every
+rank runs vLLM's scheduler for itself; requests, order and seeds are the same on each, so all decisions are the same and
+none is sent. The ranks of an engine are neighbours: with two, 0 and 1, 2 and 3, and so on.
 """
 
 import itertools
@@ -12,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlcore.config.rollout import RolloutConfig, SamplingConfig
@@ -20,9 +25,8 @@ from rlcore.models.load import parameter_names
 from rlcore.models.memory import release_cached_memory
 from rlcore.rollout.engine import SamplingRequest, TakenWeights
 from rlcore.rollout.vllm import weights as handover
-from rlcore.rollout.vllm.head import give_float32_logits
-from rlcore.rollout.vllm.span import Span
-from rlcore.rollout.vllm.start import EngineShape, start_vllm
+from rlcore.rollout.vllm.short import shorten_runner
+from rlcore.rollout.vllm.start import EngineShape, give_float32_logits, start_vllm
 from rlcore.types import Rollout
 
 log = logging.getLogger(__name__)
@@ -31,13 +35,37 @@ _MOST_IDLE_STEPS = 10_000
 """Steps of vLLM in a row that give nothing while answers are missing."""
 
 
-def _shortened(engine: Any, shape: EngineShape, settings: RolloutConfig) -> Any:
-    """What does the short steps of vLLM's runner (`rlcore.rollout.vllm.short`); None: vLLM does them all."""
+class Span:
+    """The ranks of this rank's engine; `size` 1: it alone. Made after vLLM has started, in whose group they talk."""
+
+    def __init__(self, size: int) -> None:
+        self._group = None
+        self._size, self._rank = size, 0
+        if size > 1:
+            from vllm.distributed.parallel_state import get_tp_group
+
+            ranks = get_tp_group()
+            self._group, self._rank = ranks.cpu_group, ranks.rank_in_group
+            ranks.mq_broadcaster = None  # shared memory for messages between ranks; a killed worker leaves it
+
+    def gather(self, requests: Sequence[SamplingRequest]) -> tuple[Sequence[SamplingRequest], range]:
+        """The requests of all ranks in the order of the ranks, and which of them are this rank's.
+
+        A collective: every rank calls it as often as the others.
+        """
+        if self._group is None:
+            return requests, range(len(requests))
+        shares: list[Sequence[SamplingRequest]] = [()] * self._size
+        dist.all_gather_object(shares, list(requests), group=self._group)
+        before = sum(map(len, shares[: self._rank]))
+        return [one for share in shares for one in share], range(before, before + len(requests))
+
+
+def _short_runner(engine: Any, shape: EngineShape, settings: RolloutConfig) -> Any:
+    """The short steps of vLLM's runner; None where it keeps its own."""
     if shape.device.type != "cuda" or not settings.asks_for_short_steps:
         return None
-    from rlcore.rollout.vllm.short.check import shorten
-
-    found = shorten(engine)
+    found = shorten_runner(engine)
     if isinstance(found, str):
         log.warning("rollout.short_steps: vLLM's own steps are used: %s", found)
         return None
@@ -74,7 +102,7 @@ class VllmEngine:
         self._span = Span(settings.tensor_parallel_size)
         if shape.dtype != torch.float32:
             give_float32_logits(self.model)
-        self.short_runner = _shortened(self._engine, shape, settings)
+        self.short_runner = _short_runner(self._engine, shape, settings)
 
     @property
     def policy_version(self) -> int:
@@ -99,8 +127,8 @@ class VllmEngine:
     ) -> Iterator[tuple[int, Rollout]]:
         """(index of the request, its rollout) as answers end. Where ranks share an engine every one of them comes here,
         one without a request too, and stays to the end."""
-        everyones = self._span.gather(requests)
-        if not everyones.requests:
+        everyones, mine = self._span.gather(requests)
+        if not everyones:
             return
         if self._version < 0:
             raise EngineError(
@@ -114,7 +142,7 @@ class VllmEngine:
         num_idle = 0
         most_idle = _MOST_IDLE_STEPS + max_response_tokens  # short steps keep their tokens until an answer ends
         try:
-            for index, prepared in enumerate(self._prepared(everyones.requests, sampling, max_response_tokens)):
+            for index, prepared in enumerate(self._prepared(everyones, sampling, max_response_tokens)):
                 core.add_request(prepared)
                 writing[prepared.request_id] = _Answer(index, [], [])
             while writing:
@@ -129,8 +157,8 @@ class VllmEngine:
                     answer.take(output)
                     if output.finish_reason is not None:
                         del writing[output.request_id]
-                        if answer.index in everyones.mine:
-                            index = answer.index - everyones.mine.start
+                        if answer.index in mine:
+                            index = answer.index - mine.start
                             yield index, self._rollout(requests[index], answer, str(output.finish_reason))
         finally:
             if writing:  # the caller stopped, or a step failed: nothing of it may show up in the next call

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError
+from rlcore.models.head import float32_logits
 from rlcore.models.library import AutoConfig
-from rlcore.rollout.requirements import missing_vllm, require_vllm
-from rlcore.rollout.vllm.decode import decode_scheduler
+from rlcore.rollout.vllm import missing_vllm, require_vllm
+from rlcore.rollout.vllm.short import shortened_scheduler
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the weights
@@ -64,7 +67,7 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
             current_platform.simple_compile_backend = "eager"
         config = EngineArgs(**engine_arguments(shape, settings)).create_engine_config(UsageContext.ENGINE_CONTEXT)
         schedule = config.scheduler_config
-        schedule.scheduler_cls = decode_scheduler(schedule.get_scheduler_cls())
+        schedule.scheduler_cls = shortened_scheduler(schedule.get_scheduler_cls())
         executor = Executor.get_class(config)
         if shape.device.type == "cpu" and settings.tensor_parallel_size > 1:
             executor = _through_torch(executor)
@@ -198,3 +201,25 @@ def _cpu_cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int:
     wanted = settings.max_num_seqs * (shape.max_model_len + block) * per_token
     share = int(settings.memory_share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return int(max(min(wanted, share), 1))
+
+
+def give_float32_logits(model: nn.Module) -> None:
+    """Let the head's product come out in float32, as the trainer's does (`rlcore.models.head`).
+
+    vLLM rounds logits to the model's type. In bfloat16 one of 20 is then off by up to 0.06, and with it the
+    log-probability of every token that a trained model is sure of. A head that is not a plain matrix stays as it is.
+    """
+    head = getattr(model, "lm_head", None)
+    method = getattr(head, "quant_method", None)
+    if head is not None and type(method).__name__ == "UnquantizedEmbeddingMethod":
+        head.quant_method = _float32_method(type(method))()
+
+
+def _float32_method(base: Any) -> Any:
+    class Float32Method(base):  # type: ignore[misc]
+        def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            weight: Any = layer.weight
+            logits = float32_logits(x, weight) if x.is_cuda else F.linear(x.float(), weight.float())
+            return logits if bias is None else logits + bias.float()
+
+    return Float32Method

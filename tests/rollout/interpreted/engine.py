@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from rlcore.rollout.vllm.decode import decode_scheduler
+from rlcore.rollout.vllm.short import shortened_scheduler
 from rlcore.rollout.vllm.short.runner import ShortRunner
 from tests.rollout.interpreted.machine import BLOCK, MAX_LENGTH, MAX_REQUESTS, MAX_TOKENS, SPEC, VOCABULARY, new_runner
 
@@ -71,7 +71,7 @@ class Engine:
         )
         config.scheduler_config.async_scheduling = True
         cache.block_size, cache.num_gpu_blocks = BLOCK, num_blocks
-        self.scheduler = decode_scheduler(AsyncScheduler)(
+        self.scheduler = shortened_scheduler(AsyncScheduler)(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], SPEC)]),
             structured_output_manager=StructuredOutputManager(config),

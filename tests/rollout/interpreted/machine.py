@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler  # noqa: E402
 from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 from vllm.v1.worker.utils import AttentionGroup  # noqa: E402
 
-from rlcore.rollout.vllm.short import graphs as short_graphs  # noqa: E402
+from rlcore.rollout.vllm.short import runner as short_runner  # noqa: E402
 
 CPU = torch.device("cpu")
 VOCABULARY, BLOCK, WIDTH = 700, 4, 8
@@ -58,7 +58,7 @@ def replace_the_gpus_own() -> None:
     torch.cuda.Event = Event  # type: ignore[misc, assignment]
     torch.cuda.Stream = lambda *_: None  # type: ignore[misc, assignment]
     torch.cuda.graph_pool_handle = lambda: None  # type: ignore[assignment]
-    short_graphs.captured = _done_at_once
+    short_runner.captured = _done_at_once
     async_utils.stream = lambda *_: contextlib.nullcontext()
     model_runner.set_forward_context = lambda *_, **__: contextlib.nullcontext()
     buffer_utils.UvaBuffer = _Unpinned

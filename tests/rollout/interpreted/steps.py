@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import vllm
 
-from rlcore.rollout.vllm.short import check
-from rlcore.rollout.vllm.short.check import disagreement, shorten
-from rlcore.rollout.vllm.short.graphs import BLOCKS, COLUMNS, SEEDS
-from rlcore.rollout.vllm.short.obstacle import obstacle
-from rlcore.rollout.vllm.short.runner import ShortRunner
+from rlcore.rollout.vllm import short as door
+from rlcore.rollout.vllm.short import runner as short_runner
+from rlcore.rollout.vllm.short import runner_obstacle, shorten_runner
+from rlcore.rollout.vllm.short.check import disagreement
+from rlcore.rollout.vllm.short.runner import BLOCKS, COLUMNS, SEEDS, ShortRunner
 from tests.rollout.interpreted.engine import Engine, some_requests, write_config
 from tests.rollout.interpreted.machine import new_runner
 
@@ -62,7 +62,7 @@ def _books(runner: Any) -> dict[str, Any]:
 def an_engine_is_shortened_after_its_check() -> None:
     runner = new_runner()
     slots = list(runner.req_states.free_indices)
-    short = shorten(_engine(runner))
+    short = shorten_runner(_engine(runner))
     assert isinstance(short, ShortRunner), short
     assert runner.execute_model == short.execute_model
     assert sorted(runner.req_states.free_indices) == sorted(slots), "the check leaves no request behind"
@@ -109,8 +109,8 @@ def a_step_that_fails_leaves_vllm_as_it_was() -> None:
                 raise RuntimeError("no more")
             return super().sample_tokens(grammar_output)
 
-    with _instead(check, ShortRunner=Failing):
-        assert shorten(_engine(runner)) == "RuntimeError: no more"
+    with _instead(short_runner, ShortRunner=Failing):
+        assert shorten_runner(_engine(runner)) == "RuntimeError: no more"
     assert "execute_model" not in vars(runner)
     assert not runner.req_states.req_id_to_index
 
@@ -118,14 +118,14 @@ def a_step_that_fails_leaves_vllm_as_it_was() -> None:
 def an_unknown_release_keeps_its_own_way() -> None:
     runner = new_runner()
     with _instead(vllm, __version__="0.99.1"):
-        found = shorten(_engine(runner))
+        found = shorten_runner(_engine(runner))
     assert found == "vLLM 0.99.1 is not one of 0.25.1, 0.32.0"
     assert "execute_model" not in vars(runner)
 
 
 def what_short_steps_cannot_do_is_named() -> None:
     runner = new_runner()
-    assert obstacle(runner) is None
+    assert runner_obstacle(runner) is None
     group = runner.kv_cache_config.kv_cache_groups[0]
     for reason, owner, change in (
         ("it needs one GPU", runner.parallel_config, {"world_size": 2}),
@@ -143,7 +143,24 @@ def what_short_steps_cannot_do_is_named() -> None:
         ("it needs no sampler.trace_replay_state", runner.sampler, {"trace_replay_state": object()}),
     ):
         with _instead(owner, **change):
-            assert obstacle(runner) == reason, f"{obstacle(runner)}, expected {reason}"
+            assert runner_obstacle(runner) == reason, f"{runner_obstacle(runner)}, expected {reason}"
+
+
+def names_that_a_release_lacks_are_told() -> None:
+    runner = new_runner()
+    expected = f"vLLM {vllm.__version__} has no runner.no_such_name, runner.sampler.no_such_state"
+    names = {**door.RUNNER_NAMES, "": "device no_such_name", "sampler": "no_such_state"}
+    with _instead(door, RUNNER_NAMES=names):
+        assert shorten_runner(_engine(runner)) == expected
+    assert "execute_model" not in vars(runner)
+
+
+def a_scheduler_that_lacks_a_name_orders_its_own_steps() -> None:
+    with tempfile.TemporaryDirectory() as folder, _instead(door, REQUEST_NAMES="request_id no_such_name"):
+        engine = Engine(write_config(Path(folder)), short=False, num_blocks=40)
+        assert door.scheduler_obstacle(engine.scheduler) == f"vLLM {vllm.__version__} has no request.no_such_name"
+    assert len(engine.answers(some_requests(3, 6)).ends) == 3
+    assert engine.scheduler.num_short_steps == 0
 
 
 class _NoPlanner:
@@ -176,4 +193,6 @@ CHECKS = (
     a_step_that_fails_leaves_vllm_as_it_was,
     an_unknown_release_keeps_its_own_way,
     what_short_steps_cannot_do_is_named,
+    names_that_a_release_lacks_are_told,
+    a_scheduler_that_lacks_a_name_orders_its_own_steps,
 )

@@ -11,30 +11,11 @@ import torch
 from vllm import SamplingParams, envs
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
-from rlcore.rollout.vllm.short.obstacle import obstacle, runner_of
 from rlcore.rollout.vllm.short.runner import ShortRunner
 
 _NAME = "_short_step_check_"
 _LOGPROB_BOUND = 0.02
 """The head's product may be another kernel in a padded batch; the logits are rounded to their type."""
-
-
-def shorten(engine: Any) -> ShortRunner | str:
-    """Short steps for this `vllm.LLMEngine` from now on, if they are known to serve it; else why not, and it is left
-    as it is. Before its first request, and after whatever changes its head."""
-    runner = runner_of(engine)
-    try:
-        reason = obstacle(runner)
-        if reason is not None:
-            return reason
-        short = ShortRunner(runner)
-        reason = disagreement(short, runner)
-    except Exception as error:  # other internals than those known: vLLM's own way serves
-        return f"{type(error).__name__}: {error}"
-    if reason is not None:
-        return reason
-    short.install()
-    return short
 
 
 def disagreement(short: ShortRunner, runner: Any) -> str | None:
