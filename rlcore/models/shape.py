@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlcore.config.gguf import gguf_config, is_gguf
 from rlcore.config.model import PUBLISHED, LoraConfig, ModelConfig, ScratchModel
 from rlcore.models.hub import cached_config
 
@@ -165,6 +166,8 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
     families."""
     if model.path is None:
         return ModelShape.of_scratch(model.scratch)
+    if is_gguf(model.path):
+        return known_shape(gguf_config(model.path) or PUBLISHED.get(model.path))
     file = config_file(model.path)
     try:
         config = PUBLISHED.get(model.path) if file is None else json.loads(file.read_text(encoding="utf-8"))

@@ -12,7 +12,9 @@ from typing import TypeVar
 
 from rlcore.config import CheckpointConfig, RunConfig
 from rlcore.config.data import CountdownData, CustomData
+from rlcore.config.gguf import is_gguf
 from rlcore.errors import DiskSpaceError, StopRequestedError
+from rlcore.run.inputs import given_model
 from rlcore.run.layout import RunLayout
 from rlcore.runtime.cluster import ray_folder
 from rlcore.storage.disk import DiskNeed, RoomReport, check_room, reserve_bytes
@@ -170,6 +172,8 @@ def disk_needs(
     ]
     if config.model.path is None:
         needs.append(DiskNeed("start model", layout.root / "models", weights))
+    elif is_gguf(config.model.path) and not given_model(config).is_dir():
+        needs.append(DiskNeed("model from GGUF", layout.root / "models", weights))
     if config.tracking.enabled:
         needs.append(DiskNeed("MLflow's database and artifacts", layout.root, journal + weights))
     if config.runtime.backend == "ray" and config.runtime.ray_address is None:

@@ -4,14 +4,20 @@ Fingerprints name folders under `paths.root`; none of these functions loads torc
 """
 
 from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
+
+from pydantic import JsonValue
 
 from rlcore.config import RunConfig
 from rlcore.config.data import parts_of
 from rlcore.config.fingerprint import fingerprint
-from rlcore.errors import DataError, ModelError
+from rlcore.config.gguf import gguf_file, installation, is_gguf, known_package, read_header
+from rlcore.errors import DataError, DiskSpaceError, ModelError
 from rlcore.run.layout import RunLayout
-from rlcore.storage.documents import parse_json, read_ordinary
+from rlcore.storage.disk import check_room
+from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 from rlcore.storage.finished import FINGERPRINT, finished, finished_or_set_aside
 from rlcore.storage.manifest import Manifest, part_directories
 from rlcore.storage.publish import published_directory, write_json_atomically
@@ -72,11 +78,91 @@ class RunInputs:
         return tuple(part / "validation.parquet" for part in self.parts)
 
 
+def gguf_folder(path: str, root: str) -> Path:
+    """Folder of the model that is made from the GGUF file of a `model.path`, named by the file's digest.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    if (package := known_package(path)) is not None:
+        digest = package[1]
+    else:
+        file = Path(path).expanduser()
+        try:
+            digest = _digest(file, file.stat().st_size, file.stat().st_mtime_ns)
+        except OSError as error:
+            raise ModelError(
+                f"model.path: must be a readable GGUF file; got {file} ({error}). Check the path"
+            ) from None
+    return Path(root).resolve() / "models" / f"gguf-{digest[:16]}"
+
+
+@lru_cache(maxsize=8)
+def _digest(file: Path, size: int, changed_ns: int) -> str:
+    """Of a file that has this size and time of change."""
+    return sha256_of(file)
+
+
+def given_model(config: RunConfig) -> Path:
+    """Where the model of `model.path`, which must be set, is read: itself, or the folder made from a GGUF file."""
+    assert config.model.path is not None
+    path = config.model.path
+    return gguf_folder(path, config.paths.root) if is_gguf(path) else Path(path)
+
+
+def require_gguf(path: str, root: str) -> None:
+    """The folder of a GGUF file is there, or what is needed to make it.
+
+    Raises:
+        ModelError: its package or the package `gguf` is not installed, or the package carries another file.
+        DiskSpaceError: too little room for the folder.
+    """
+    folder, file, package = gguf_folder(path, root), gguf_file(path), known_package(path)
+    if folder.is_dir():
+        return
+    if file is None or find_spec("gguf") is None:
+        what = "the package gguf, which reads it, is" if file else "it, or the file in it, is"
+        raise ModelError(
+            f"model.path: must be on this machine; got {path}, and {what} not installed. Install: {installation(path)}"
+        )
+    if package is not None and (digest := sha256_of(file)) != package[1]:
+        raise ModelError(
+            f"model.path: {file} must have the sha256 {package[1][:16]}..., got {digest[:16]}.... Install it again: "
+            f"{installation(path)}"
+        )
+    room = check_room(folder.parent, read_header(file).float32_bytes)
+    if not room.enough:
+        raise DiskSpaceError(
+            f"model.path: {path} is converted once, and {room.problem}. Free some room, or set paths.root to a larger "
+            "disk."
+        )
+
+
+def ensure_given_model(config: RunConfig) -> Path:
+    """The folder of `given_model`, made from the GGUF file unless it is there and whole.
+
+    Raises:
+        ModelError, DiskSpaceError: as `require_gguf`, or the file's tensors are not those of its architecture.
+    """
+    folder, path = given_model(config), str(config.model.path)
+    if not is_gguf(path) or finished_or_set_aside(folder, error=ModelError) is not None:
+        return folder
+    require_gguf(path, config.paths.root)
+    from rlcore.models.gguf import write_model
+
+    file = gguf_file(path)
+    assert file is not None
+    facts: dict[str, JsonValue] = {"kind": "model", "source": path, "reward": 0.0, "steps": 0, FINGERPRINT: folder.name}
+    with published_directory(folder, facts, error=ModelError) as temporary:
+        write_model(file, temporary)
+    return folder
+
+
 def planned_tokenizer(config: RunConfig) -> Path:
     """The tokenizer's folder: that of a model directory, or the one that `ensure_tokenizer` makes."""
     path = config.model.path
-    if path is not None and Path(path).is_dir():
-        return Path(path)
+    if path is not None and (is_gguf(path) or Path(path).is_dir()):
+        return given_model(config)
     payload: dict[str, object] = {"format": MODEL_FORMAT}
     if path is not None:
         payload["hub_id"] = path
@@ -92,8 +178,10 @@ def ensure_tokenizer(config: RunConfig) -> Path:
     Raises:
         ModelError: `model.path` is no directory, and no hub id that can be reached.
     """
-    directory = planned_tokenizer(config)
     path = config.model.path
+    if path is not None and is_gguf(path):
+        return ensure_given_model(config)
+    directory = planned_tokenizer(config)
     if (path is not None and Path(path).is_dir()) or finished_or_set_aside(directory) is not None:
         return directory
     from rlcore.models.load import load_tokenizer
@@ -112,7 +200,10 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
 
     A warm start ends at a sampled reward, so how answers are drawn and scored decides after how many steps.
     """
-    payload: dict[str, object] = {"format": MODEL_FORMAT, "seed": config.seed, "path": config.model.path}
+    path = config.model.path
+    if path is not None and is_gguf(path):
+        path = given_model(config).name
+    payload: dict[str, object] = {"format": MODEL_FORMAT, "seed": config.seed, "path": path}
     if config.model.path is None:
         payload["scratch"] = config.model.scratch.model_dump(mode="json")
     if config.warm_start.enabled:
@@ -131,7 +222,7 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
 def planned_start_model(config: RunConfig, filtered_directory: Path) -> Path:
     """Folder of the model of step 0."""
     if config.model.path is not None and not config.warm_start.enabled:
-        return Path(config.model.path)
+        return given_model(config)
     return Path(config.paths.root).resolve() / "models" / start_model_fingerprint(config, filtered_directory)
 
 
@@ -148,7 +239,8 @@ def find_start_model(config: RunConfig, filtered_directory: Path) -> Manifest | 
 
 def is_given(config: RunConfig) -> bool:
     """Whether training starts from a model as it is, so nothing has to be built before step 1."""
-    return config.model.path is not None and not config.warm_start.enabled
+    path = config.model.path
+    return path is not None and not is_gguf(path) and not config.warm_start.enabled
 
 
 def require_whole_model(key: str, path: str | None) -> Manifest | None:

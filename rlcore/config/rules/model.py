@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.data import CountdownData, CustomData, MixtureData
+from rlcore.config.gguf import PACKAGE, PACKAGES, gguf_config, gguf_file, gguf_problem, is_gguf, known_package
 from rlcore.config.model import PUBLISHED
 from rlcore.config.problems import Problem
 from rlcore.config.rules.registry import Rule, rule
@@ -112,14 +113,26 @@ def integers_are_tokens(config: RunConfig) -> Problem | None:
 
 @rule("model.path")
 def local_model_is_there(config: RunConfig) -> Problem | None:
-    """A path that cannot be a hub id is a transformers directory."""
-    return _missing_model("model.path", config.model.path)
+    """A path that cannot be a hub id is a transformers directory, or a GGUF file of a kind that is trained here. (A
+    package need not be installed for a plan.)"""
+    path = config.model.path
+    if path is None or not is_gguf(path):
+        return _missing_model("model.path", path)
+    if path.startswith(PACKAGE) and known_package(path) is None:
+        names = ", ".join(PACKAGE + package.partition("==")[0] for package in PACKAGES)
+        return Problem("model.path", "must name a package that carries a model", path, f"Known: {names}")
+    file = gguf_file(path)
+    return None if file is None else gguf_problem("model.path", file)
 
 
 @rule("critic.path")
 def local_critic_is_there(config: RunConfig) -> Problem | None:
     """The critic's path is one too; otherwise it would fail after policy and engine have been loaded."""
-    return None if config.critic is None else _missing_model("critic.path", config.critic.path)
+    path = None if config.critic is None else config.critic.path
+    if path is None or not is_gguf(path):
+        return _missing_model("critic.path", path)
+    remedy = "Set model.path to it and critic.path=null: the critic starts from the same weights"
+    return Problem("critic.path", "must be a transformers model directory", f"{path}, a GGUF file", remedy)
 
 
 def _missing_model(key: str, path: str | None) -> Problem | None:
@@ -169,6 +182,8 @@ def _number(config: RunConfig, name: str, of_scratch: int | None) -> int | None:
 
 def _shape(path: str) -> Mapping[str, Any]:
     """The decoder's part of a model's config.json, local or published; empty where neither is there."""
+    if is_gguf(path):
+        return gguf_config(path) or PUBLISHED.get(path, {})
     if path in PUBLISHED and not Path(path).is_dir():
         return PUBLISHED[path]
     try:
