@@ -87,20 +87,13 @@ def gguf_folder(path: str, root: str) -> Path:
     if (package := known_package(path)) is not None:
         digest = package[1]
     else:
-        file = Path(path).expanduser()
         try:
-            digest = _digest(file, file.stat().st_size, file.stat().st_mtime_ns)
+            digest = content_digest(Path(path))
         except OSError as error:
             raise ModelError(
                 f"model.path: must be a readable GGUF file; got {file} ({error}). Check the path"
             ) from None
     return Path(root).resolve() / "models" / f"gguf-{digest[:16]}"
-
-
-@lru_cache(maxsize=8)
-def _digest(file: Path, size: int, changed_ns: int) -> str:
-    """Of a file that has this size and time of change."""
-    return sha256_of(file)
 
 
 def given_model(config: RunConfig) -> Path:
@@ -217,6 +210,18 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
         ]
         payload["dtype"] = config.model.dtype
     return fingerprint("start-model", payload)
+
+
+def content_digest(file: Path) -> str:
+    """sha256 of a file, which is read again only where its size or its time has changed."""
+    path = file.expanduser().resolve()
+    seen = path.stat()
+    return _digest(path, seen.st_size, seen.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _digest(path: Path, size: int, time_ns: int) -> str:
+    return sha256_of(path)
 
 
 def planned_start_model(config: RunConfig, filtered_directory: Path) -> Path:
