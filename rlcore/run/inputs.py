@@ -91,7 +91,7 @@ def gguf_folder(path: str, root: str) -> Path:
             digest = content_digest(Path(path))
         except OSError as error:
             raise ModelError(
-                f"model.path: must be a readable GGUF file; got {file} ({error}). Check the path"
+                f"model.path: must be a readable GGUF file; got {path} ({error}). Check the path"
             ) from None
     return Path(root).resolve() / "models" / f"gguf-{digest[:16]}"
 
