@@ -69,9 +69,15 @@ def make_rows(config: RunConfig, do: RunStage) -> Rows:
 
 
 def make_start_model(run: OpenRun, inputs: RunInputs, do: RunStage) -> StartModel:
-    """Make the model of step 0."""
-    work = partial(stages.warm_start, run, inputs)
-    return do(Stage("warm-start", f"warm-start {run.title}", work, lambda model: f"warm start: {model}", run))
+    """Make the model of step 0, by supervised steps in chunks. How many there are is known when they end."""
+    title, size, start = f"warm-start {run.title}", run.config.warm_start.steps_per_chunk, 0
+    while True:
+        work = partial(stages.warm_start, run, inputs, start + size)
+        made = do(Stage("warm-start", title, work, lambda model: f"warm start: {model}", run))
+        if made.is_over:
+            return made
+        start += size
+        title = f"warm-start {run.title} from step {start}"
 
 
 def train(run: OpenRun, inputs: RunInputs, do: RunStage, to_step: int | None = None) -> None:

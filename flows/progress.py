@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 PLAIN_EVERY_S = 10.0
 """Seconds between two progress lines in a log."""
-REWARD_NAMES = ("critic/score/mean", "reward")
+REWARD_NAMES = ("critic/score/mean", "sft/reward")
 """The reward of a training step, and of a measurement in the warm start."""
+LOSS_NAMES = {"sft/loss": "loss", "sft/held_out_loss": "held-out loss"}
+"""Losses of supervised steps, as a line says them."""
 
 
 HEADLINE = re.compile(r"/reward/(mean@\d+|pass@\d+|greedy)$")
@@ -131,7 +133,7 @@ def describe(event: Event) -> str:
 
 def figures(progress: Progress) -> str:
     """Reward, speed and time left, as far as they are known."""
-    parts = []
+    parts = [f"{word} {progress.metrics[name]:.3f}" for name, word in LOSS_NAMES.items() if name in progress.metrics]
     reward = next((progress.metrics[name] for name in REWARD_NAMES if name in progress.metrics), None)
     if reward is not None:
         parts.append(f"reward {reward:.3f}")

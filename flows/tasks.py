@@ -29,7 +29,7 @@ from flows.progress import describe, display
 from flows.server.watch import end_if_cancelled, end_if_suspended, show_paused, show_running, told_to_end, watched
 from flows.work.open_run import OpenRun, open_run
 from flows.work.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
-from flows.work.results import Judgement
+from flows.work.results import Judgement, StartModel
 from rlcore.errors import WorkerLostError
 from rlcore.run.disk import PAUSED
 
@@ -81,6 +81,8 @@ def as_task(stage: Stage[R]) -> R:
             tell(line)
         if isinstance(result, Judgement) and stage.run is not None:
             show_validation(stage.run, result)
+        if isinstance(result, StartModel) and stage.run is not None:
+            show_start_model(stage.run, result)
         return result
 
     task = Task(
@@ -104,6 +106,8 @@ def is_worth_a_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any])
     return True
 
 
+WARM_START = "warm-start"
+"""The stage in progress events."""
 UPDATE_EVERY_S = 5.0
 """Between two updates of the progress artifact; one costs 15 ms."""
 SUMMARY_EVERY_S = 20.0
@@ -111,6 +115,12 @@ SUMMARY_EVERY_S = 20.0
 LOG_EVERY_S = 30.0
 """Between two progress lines in the flow run's log."""
 _LEVELS = (("CRITICAL", logging.CRITICAL), ("ERROR", logging.ERROR), ("WARNING", logging.WARNING))
+
+
+def show_start_model(run: OpenRun, model: StartModel) -> None:
+    """The bar of a warm start is full at its end, which may come before its last step."""
+    if model.is_over and WARM_START in run.shown.progress:
+        show_progress(run, WARM_START, 100.0, f"{model}  done")
 
 
 class RunReporter:
@@ -163,10 +173,8 @@ class RunReporter:
         self._log.log(level, "%s", line)
 
     def end(self) -> None:
-        """The stage is done: a warm start that has learned enough stops before its last step."""
+        """The stage is done."""
         last = self._progress_now
-        if last is not None and last.to_step is None:
-            show_progress(self._run, last.stage, 100.0, f"{describe(last)}  done")
         if last is not None and last.to_step == last.total_steps:
             self._look_at_all(now=True)
 

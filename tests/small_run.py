@@ -1,16 +1,22 @@
 """A run small enough for a test, made of the real parts: data, filter, tokenizer, model, workers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from data import build_dataset, filter_dataset
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
+from rlcore.errors import MillraceError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.inputs import RunInputs, ensure_tokenizer
 from rlcore.run.layout import RunLayout
 from rlcore.run.problems import Problems
-from rlcore.run.warm_start import ensure_start_model
+from rlcore.run.session import locked_run
+from rlcore.run.stop import StopFlag
+from rlcore.run.supervised import WarmStart, WarmStartResult
+from rlcore.run.watchdog import Watchdog
 from rlcore.trainer.experience import ExperienceCollector
 from rlcore.trainer.metrics import Metrics, repeatable
 from rlcore.trainer.step import LoopState, Trainer
@@ -38,8 +44,29 @@ def prepare(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
     tokenizer = ensure_tokenizer(config)
     filtered = filter_dataset(dataset.directory, tokenizer, config.filter, root=root)
     inputs = RunInputs(filtered.directory, tokenizer)
-    model = ensure_start_model(config, inputs, lambda progress: None)
-    return SmallRun(config, inputs, model.directory)
+    return SmallRun(config, inputs, warm_start(config, inputs).directory)
+
+
+def warm_start(config: RunConfig, inputs: RunInputs, to_step: int | None = None) -> WarmStartResult:
+    """The model of step 0, or the warm start as far as `to_step`, in this process."""
+
+    def report(event: Mapping[str, object]) -> None:
+        pass
+
+    def give_up(error: MillraceError) -> None:
+        raise error
+
+    tracking = config.tracking.model_copy(update={"enabled": False})
+    config = config.model_copy(update={"tracking": tracking})
+    layout, stop = RunLayout.of(config), StopFlag(lambda: None)
+    guard = Watchdog(config, layout, stop_asked_s=stop.asked_s, report=report, give_up=give_up, step=lambda: 0)
+    with guard:
+        locked = partial(locked_run, report=report, stop=stop)
+        stage = WarmStart(config, inputs, guard, report=report, stop=stop, locked=locked)
+        try:
+            return stage.to(to_step)
+        finally:
+            stage.close(failed=False)
 
 
 def train(run: SmallRun, group: WorkerGroup, num_steps: int) -> list[Metrics]:

@@ -12,7 +12,9 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.models.load import load_tokenizer
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.run.warm_start import ensure_start_model
+from rlcore.run.layout import RunLayout
+from rlcore.run.session import Session
+from rlcore.run.stop import StopFlag
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.validate import validate
 from rlcore.types import Prompt
@@ -25,7 +27,10 @@ def prepare_demo(arguments: argparse.Namespace, side: str, folder: Path, *, seed
     """The demo's data and warm-started model of a seed, made once, and what this side is told."""
     config = _config(arguments, seed, shared)
     inputs = stages.prepare_inputs(config)
-    model = ensure_start_model(config, inputs, lambda _: None).directory
+    layout = RunLayout.of(config)
+    inputs.write(layout)
+    with Session(config, layout, report=lambda _: None, stop=StopFlag(lambda: None)) as session:
+        model = Path(str(session.warm_start()["directory"]))
     steps = arguments.steps or 60
     count = (arguments.warm_up + steps) * config.trainer.batch_size
     prompts = PromptStream(_prompts(inputs.train_parquets), seed=seed).take(0, count)

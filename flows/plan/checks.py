@@ -20,7 +20,7 @@ from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError
 from rlcore.models.hub import require_reachable
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.rollout.vllm import require_vllm
-from rlcore.run.inputs import require_gguf, require_whole_model
+from rlcore.run.inputs import require_gguf, require_whole_model, stage_settings
 from rlcore.run.layout import RunLayout
 from rlcore.run.memory import require_fit
 from rlcore.runtime.cluster import folder_problem, unreachable
@@ -141,6 +141,8 @@ def check_before_start(config: RunConfig, plan: RunPlan) -> None:
         _require_models(config)
     if plan.memory is not None and not plan.is_done:
         require_fit(config, plan.memory)
+    if plan.warm_start_memory is not None and not plan.is_done:
+        require_fit(stage_settings(config), plan.warm_start_memory)
     disk = plan.disk
     if not plan.is_done and not all(report.enough for report in disk.file_systems):
         short = "; ".join(report.problem for report in disk.file_systems if not report.enough)

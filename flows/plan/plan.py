@@ -14,14 +14,14 @@ from flows.work.open_run import require_same_code
 from flows.work.results import committed_step, known_judgement, known_report, report_fingerprint
 from flows.work.stages import chunk_bounds
 from rlcore.checkpoint.catalog import scan
-from rlcore.config import LoraConfig, RunConfig
+from rlcore.config import LoraConfig, RunConfig, WarmStartConfig
 from rlcore.config.fingerprint import fingerprint, run_id, settings_fingerprint
 from rlcore.config.gguf import gguf_file, is_gguf
 from rlcore.config.model import PUBLISHED
 from rlcore.errors import CheckpointError
 from rlcore.models.shape import config_file, shape_of
 from rlcore.run.disk import disk_needs
-from rlcore.run.inputs import given_model, is_given, planned_start_model, planned_tokenizer
+from rlcore.run.inputs import given_model, is_given, planned_start_model, planned_tokenizer, stage_settings
 from rlcore.run.layout import RunLayout
 from rlcore.run.memory import MemoryPlan, device_of, fitted
 from rlcore.storage.disk import (
@@ -104,6 +104,8 @@ class RunPlan:
     disk: DiskBudget
     memory: MemoryPlan | None
     """Of one rank's GPU; None where the model's shape is not known here."""
+    warm_start_memory: MemoryPlan | None
+    """The same of the supervised steps, where there will be some."""
     published_model: str | None
     """`model.path` of a model that is not on this machine, whose published shape the sizes are planned by."""
 
@@ -205,8 +207,11 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
         committed_step=committed,
         total_steps=config.trainer.total_steps,
         tokens=_tokens(config, committed),
-        disk=_disk(config, layout, count_parameters(seen)),
+        disk=_disk(config, layout, count_parameters(seen), has_start_model=stages[2].cached),
         memory=plan_memory_here(seen),
+        warm_start_memory=None
+        if stages[2].cached or not seen.warm_start.enabled
+        else plan_memory_here(stage_settings(seen)),
         published_model=_published_model(seen),
     )
 
@@ -257,9 +262,17 @@ def _start_model(config: RunConfig, filtered: StagePlan) -> StagePlan:
         return StagePlan("warm-start", None, None, False, "after the filter")
     place = planned_start_model(config, filtered.place)
     warm = config.warm_start
-    detail = f"to reward {warm.stop_at_reward:g}, at most {warm.max_steps} steps" if warm.enabled else "model only"
+    detail = _ends(warm) if warm.enabled else "model only"
     manifest, damage = finished_or_why(place)
     return StagePlan("warm-start", place.name, place, manifest is not None, _again(damage) or detail)
+
+
+def _ends(warm: WarmStartConfig) -> str:
+    """When a warm start ends."""
+    ends = [] if warm.epochs is None else [f"{warm.epochs:g} epochs"]
+    ends += [] if warm.stop_at_reward is None else [f"reward {warm.stop_at_reward:g}"]
+    ends += [] if warm.patience is None else [f"{warm.patience} measurements without a lower held-out loss"]
+    return f"to {' or '.join(ends)}, at most {warm.max_steps} steps" if ends else f"{warm.max_steps} steps"
 
 
 def _train(config: RunConfig, layout: RunLayout, chunks: tuple[ChunkPlan, ...], committed: int) -> StagePlan:
@@ -297,7 +310,7 @@ def _tokens(config: RunConfig, committed: int) -> TokenBudget:
     return TokenBudget(prompts, sequences, longest, sequences * longest, sequences * longest * left)
 
 
-def _disk(config: RunConfig, layout: RunLayout, count: ParameterCount | None) -> DiskBudget:
+def _disk(config: RunConfig, layout: RunLayout, count: ParameterCount | None, *, has_start_model: bool) -> DiskBudget:
     known = scan(layout.checkpoints).checkpoints
     size: int | None = None
     if known:
@@ -318,6 +331,7 @@ def _disk(config: RunConfig, layout: RunLayout, count: ParameterCount | None) ->
         checkpoints_bytes=more,
         num_weights=0 if count is None else count.policy,
         steps_left=max(0, trainer.total_steps - committed),
+        has_start_model=has_start_model,
     )
     reports = check_needs(needs, reserve)
     return DiskBudget(size, number, reserve, more + reserve, free_bytes(layout.checkpoints), reports)

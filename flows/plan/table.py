@@ -35,6 +35,9 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
         print("memory: no plan: the model's config.json is not on this machine, or of a kind that is not counted")
     else:
         show_memory(plan.memory)
+    if plan.warm_start_memory is not None:
+        for note in memory_notes(plan.warm_start_memory):
+            console.print(f"warm start: {note}", markup=False, soft_wrap=True)
 
 
 def show_memory(plan: MemoryPlan) -> None:

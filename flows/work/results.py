@@ -1,7 +1,7 @@
 """What the stages of a run have left on disk, and whether it is done: by files alone, without Prefect and MLflow."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,20 +43,29 @@ def describe_rows(result: StageResult) -> str:
     return f"{counts} rows{skipped(result.cached)} ({result.directory})"
 
 
+SHOWN = ("reward", "held_out_loss")
+"""Figures of a warm start that stand in its line."""
+
+
 @dataclass(frozen=True, slots=True)
 class StartModel:
-    """The model of step 0. `reward`: sampled on training problems after `steps` supervised steps."""
+    """The model of step 0, once the stage `is_over`. `figures` after `steps` supervised steps: `loss`, `accuracy`,
+    `held_out_loss`, `held_out_accuracy`, and `reward` where it was sampled."""
 
     directory: Path
     cached: bool
-    reward: float
     steps: int
+    figures: Mapping[str, float] = field(default_factory=dict)
+    is_over: bool = True
 
     def __str__(self) -> str:
         """The line for people."""
+        if not self.is_over:
+            return f"step {self.steps} is saved"
         if not self.steps:
             return f"no supervised steps: training starts from {self.directory}"
-        return f"reward {self.reward:.3f} after {self.steps} steps{skipped(self.cached)} ({self.directory})"
+        shown = [f"{name.replace('_', '-')} {self.figures[name]:.3f}" for name in SHOWN if name in self.figures]
+        return f"{', '.join(shown)} after {self.steps} steps{skipped(self.cached)} ({self.directory})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +198,8 @@ def known_start_model(config: RunConfig, inputs: RunInputs) -> StartModel | None
         return None
     values = {} if manifest is None else manifest.values  # somebody else's model has no manifest of ours
     directory = planned_start_model(config, inputs.filtered_directory)
-    return StartModel(directory, True, float(values.get("reward", 0.0)), int(values.get("steps", 0)))
+    figures = {name: float(values[name]) for name in SHOWN if name in values}
+    return StartModel(directory, True, int(values.get("steps", 0)), figures)
 
 
 def checkpoint_store(config: RunConfig) -> CheckpointStore:

@@ -86,13 +86,15 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
     return inputs_of(config, make_dataset(config), filter_rows(config))
 
 
-def warm_start(run: OpenRun, inputs: RunInputs) -> StartModel:
-    """Make the model of step 0, or find it."""
+def warm_start(run: OpenRun, inputs: RunInputs, to_step: int) -> StartModel:
+    """Make the model of step 0, or find it: the supervised steps to `to_step`, or to their end."""
     inputs.write(run.layout)
     if (known := known_start_model(run.config, inputs)) is not None:
         return known
-    result = run.trainer.call("warm_start")
-    return StartModel(Path(result["directory"]), bool(result["cached"]), float(result["reward"]), int(result["steps"]))
+    result = run.trainer.call("warm_start", to_step=to_step)
+    return StartModel(
+        Path(result["directory"]), bool(result["cached"]), int(result["steps"]), result["figures"], result["is_over"]
+    )
 
 
 # ---------------------------------------------------------------------- training, validation, weights

@@ -93,6 +93,18 @@ class PolicyStatistics(Statistics):
 
 
 @dataclass(frozen=True, slots=True)
+class SupervisedStatistics(Statistics):
+    """Sums over answer tokens: `nll`, negative log-likelihood in nats; `num_correct`, tokens that are the likeliest."""
+
+    nll: Float[Tensor, ""]
+    num_correct: Float[Tensor, ""]
+
+    def means(self) -> dict[str, float]:
+        """`loss` and `accuracy`; nothing where no token has a loss. Waits for the device."""
+        return self.per_token({"loss": self.nll, "accuracy": self.num_correct})
+
+
+@dataclass(frozen=True, slots=True)
 class ValueStatistics(Statistics):
     """Sums over a micro-batch. `vf_loss`: share of the mini-batch's loss. `vpred`: sum of the values."""
 
@@ -213,3 +225,17 @@ def explained_variance(
         return masked((wide - wide.sum() / count.clamp(min=1)).square(), mask).sum() / (count - 1).clamp(min=1)
 
     return (1 - variance(returns - values) / (variance(returns) + 1e-5)).to(values.dtype)
+
+
+def supervised_objective(
+    logprobs: Float[Tensor, "T"],
+    is_top: Float[Tensor, "T"],
+    mask: Bool[Tensor, "T"],
+    *,
+    num_tokens: int,
+) -> tuple[Float[Tensor, ""], SupervisedStatistics]:
+    """`-1 / num_tokens  sum_{t: m_t} logprob_t`, over the answer tokens of the whole batch, on all ranks."""
+    nll = -masked_sum(logprobs, mask)
+    with torch.no_grad():
+        counts = (mask.sum(dtype=torch.float64), nll.double(), masked(is_top, mask).sum(dtype=torch.float64))
+    return nll / num_tokens, SupervisedStatistics(*counts)

@@ -15,17 +15,21 @@ prompts, so a share is exact to one prompt at every block's end; within a block 
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from rlcore.errors import DataError
 from rlcore.types import Prompt
 
+T = TypeVar("T")
 
-class PromptStream:
-    """All prompts, epoch after epoch. Streams of the same seed and another `part` have orders of their own."""
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, part: int | None = None) -> None:
+class PromptStream(Generic[T]):
+    """All prompts (or demonstrations), epoch after epoch. Streams of the same seed and another `part` have orders of
+    their own."""
+
+    def __init__(self, prompts: Sequence[T], *, seed: int, part: int | None = None) -> None:
         if not prompts:
             raise DataError("The training set has no prompt left; loosen the filter or make a larger dataset.")
         self._prompts = tuple(prompts)
@@ -42,11 +46,11 @@ class PromptStream:
         """Epoch of the prompt at `position`, counted from 0."""
         return position // len(self._prompts)
 
-    def take(self, position: int, count: int) -> tuple[Prompt, ...]:
+    def take(self, position: int, count: int) -> tuple[T, ...]:
         """The `count` prompts from `position` on."""
         return tuple(self._at(index) for index in range(position, position + count))
 
-    def _at(self, position: int) -> Prompt:
+    def _at(self, position: int) -> T:
         epoch, offset = divmod(position, len(self._prompts))
         if epoch != self._epoch:
             self._order = np.random.default_rng((*self._seed, epoch)).permutation(len(self._prompts))

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rlcore.batching.prompts import Demonstration
 from rlcore.types import PackedBatch, Rollout, Score, TrainBatch
 
 
@@ -49,6 +50,35 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
         scores=torch.tensor([score.total for score in scores], dtype=torch.float32),
         score_mask=torch.from_numpy(score_mask),
         group_ids=torch.tensor(list(group_ids), dtype=torch.int64),
+    )
+
+
+def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
+    """N demonstrations -> one `PackedBatch` of T tokens, in the order given, with a loss on their answers' tokens.
+
+    >>> batch = pack_demonstrations([Demonstration((7, 8, 1, 2), (False, False, True, True))])
+    >>> batch.target_ids.tolist(), batch.loss_mask.int().tolist()
+    ([8, 1, 2, 0], [0, 1, 1, 0])
+    """
+    lengths = torch.tensor([len(each.token_ids) for each in demonstrations], dtype=torch.int64)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(lengths, dim=0)])
+    ids = np.concatenate([np.asarray(each.token_ids, dtype=np.int64) for each in demonstrations])
+    token_ids = torch.from_numpy(ids)
+    is_answer = torch.from_numpy(np.concatenate([np.asarray(each.is_answer, dtype=bool) for each in demonstrations]))
+    target_ids, loss_mask = token_ids.roll(-1), is_answer.roll(-1)
+    target_ids[cu_seqlens[1:] - 1] = 0  # the last token of a sequence predicts nothing
+    loss_mask[cu_seqlens[1:] - 1] = False
+    count = len(demonstrations)
+    return PackedBatch(
+        token_ids=token_ids,
+        position_ids=torch.arange(len(token_ids)) - torch.repeat_interleave(cu_seqlens[:-1], lengths),
+        cu_seqlens=cu_seqlens,
+        target_ids=target_ids,
+        loss_mask=loss_mask,
+        behavior_logprobs=torch.zeros(len(token_ids)),
+        scores=torch.zeros(count),
+        score_mask=torch.ones(count, dtype=torch.bool),
+        group_ids=torch.arange(count),
     )
 
 

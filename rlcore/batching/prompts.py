@@ -1,5 +1,6 @@
 """Reads filtered rows: token ids made once by the filter, never again at training time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +16,19 @@ _REMEDY = "Give a file that the filter has written (filtered/<fingerprint>/<spli
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A prompt with an answer that reaches the target, and one that reaches another (empty where there is none).
-
-    Both answers end with the end-of-sequence token.
+    """Tokens of a whole conversation; `is_answer` is True for those that the model shall learn to write, each answer's
+    end token among them. `misdirected`: the same prompt with an answer that reaches another target, where there is one.
     """
 
-    prompt_ids: tuple[int, ...]
-    solution_ids: tuple[int, ...]
-    distractor_ids: tuple[int, ...]
+    token_ids: Sequence[int]
+    is_answer: Sequence[bool]
+    misdirected: "Demonstration | None" = None
+
+    @classmethod
+    def of(cls, prompt: list[int], answer: list[int], distractor: list[int] | None = None) -> "Demonstration":
+        """A prompt with one answer, and perhaps another one that is beside the target."""
+        wrong = cls.of(prompt, distractor) if distractor else None
+        return cls(prompt + answer, [False] * len(prompt) + [True] * len(answer), wrong)
 
 
 def read_prompts(parquet: Path) -> list[Prompt]:
@@ -31,7 +37,8 @@ def read_prompts(parquet: Path) -> list[Prompt]:
     Raises:
         DataError: no such file, a damaged one, or one without the filter's columns.
     """
-    table = _read(parquet, {"prompt_ids": _INTEGERS, "ground_truth_json": "string"})
+    kinds = {"prompt_ids": _INTEGERS, "ground_truth_json": "string", "data_source": "string", "extra_info": "struct"}
+    table = _read(parquet, kinds)
     extra = table.column("extra_info").combine_chunks()
     indices = _field(extra, "index", parquet)
     has_difficulty = extra.type.get_field_index("difficulty") >= 0
@@ -49,7 +56,7 @@ def read_prompts(parquet: Path) -> list[Prompt]:
     ]
 
 
-def read_demonstrations(parquet: Path) -> list[Demonstration]:
+def read_solutions(parquet: Path) -> list[Demonstration]:
     """All rows of a filtered file that have a solution, in its order.
 
     Raises:
@@ -58,11 +65,27 @@ def read_demonstrations(parquet: Path) -> list[Demonstration]:
     names = ("prompt_ids", "solution_ids", "distractor_ids")
     table = _read(parquet, dict.fromkeys(names, _INTEGERS))
     columns = (table.column(name).to_pylist() for name in names)
-    return [
-        Demonstration(tuple(prompt), tuple(solution), tuple(distractor))
-        for prompt, solution, distractor in zip(*columns, strict=True)
-        if solution
-    ]
+    return [Demonstration.of(*row) for row in zip(*columns, strict=True) if row[1]]
+
+
+def read_demonstrations(parquet: Path) -> list[Demonstration]:
+    """All rows of a file of tokenized demonstrations (`data.demonstrations`), in its order.
+
+    Raises:
+        DataError: no such file, a damaged one, or one without its columns.
+    """
+    table = _read(parquet, {"token_ids": _INTEGERS, "answer_lengths": _INTEGERS})
+    rows = zip(table.column("token_ids").to_pylist(), table.column("answer_lengths").to_pylist(), strict=True)
+    return [Demonstration(ids, _alternating(lengths)) for ids, lengths in rows]
+
+
+def _alternating(lengths: list[int]) -> list[bool]:
+    """Runs of tokens that are no answer's and of an answer's, in turn.
+
+    >>> _alternating([2, 1, 1])
+    [False, False, True, False]
+    """
+    return [bool(place % 2) for place, length in enumerate(lengths) for _ in range(length)]
 
 
 def _read(parquet: Path, expected: dict[str, str]) -> pa.Table:
@@ -70,13 +93,13 @@ def _read(parquet: Path, expected: dict[str, str]) -> pa.Table:
         raise DataError(f"{parquet}: no such file. {_REMEDY}")
     try:
         schema = pq.read_schema(parquet)
-        for name, kind in {**expected, "data_source": "string", "extra_info": "struct"}.items():
+        for name, kind in expected.items():
             found = schema.field(name).type if name in schema.names else None
             if found is None or not _fits(found, kind):
                 raise DataError(
                     f"{parquet}: column {name}: expected {kind}, got {'nothing' if found is None else found}. {_REMEDY}"
                 )
-        return pq.read_table(parquet, columns=[*expected, "data_source", "extra_info"])
+        return pq.read_table(parquet, columns=[*expected])
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{parquet}: cannot be read as parquet ({error}); it is damaged or cut short. {_REMEDY}"

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"^step-(?P<step>\d{6,})$")
 VALIDATION_SCORE = re.compile(r"^val-core/(?!all/).+/reward/mean@\d+$")
 """Of each data source; `all`, over the problems of several, is none of them."""
+HELD_OUT_LOSS = "sft/held_out_loss"
 KIND = "checkpoint"
 Verdict = Literal["verified", "not verified", "broken"]
 
@@ -43,7 +44,10 @@ class CheckpointInfo:
 
     @property
     def score(self) -> float | None:
-        """The mean of the held-out rewards `val-core/<data_source>/reward/mean@k`; None where none was measured."""
+        """The mean of the held-out rewards `val-core/<data_source>/reward/mean@k`, or of a supervised step the held-out
+        loss, negative; None where none was measured."""
+        if (loss := self.metrics.get(HELD_OUT_LOSS)) is not None:
+            return -loss
         scores = [value for name, value in sorted(self.metrics.items()) if VALIDATION_SCORE.match(name)]
         return sum(scores) / len(scores) if scores else None
 

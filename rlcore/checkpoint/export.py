@@ -1,8 +1,10 @@
 """Trained weights for others: a plain transformers directory, published whole."""
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -40,11 +42,18 @@ def export_checkpoint(info: CheckpointInfo, config: RunConfig, start_model: str 
 
 
 def export_transformers(
-    policy_state: Mapping[str, Tensor], model_dir_for_config: str | Path, target: Path, *, step: int | None = None
+    policy_state: Mapping[str, Tensor],
+    model_dir_for_config: str | Path,
+    target: Path,
+    *,
+    step: int | None = None,
+    facts: Mapping[str, JsonValue] = MappingProxyType({}),
+    beside: Sequence[Path] = (),
 ) -> Path:
     """Write weights under transformers' names, with config, generation config and tokenizer of the start model.
 
     AutoModelForCausalLM and vLLM load the directory. An earlier export at `target` is replaced in one operation.
+    `facts` go into its manifest, copies of the files of `beside` into the folder.
 
     Raises:
         DiskSpaceError: no room; an earlier export stays.
@@ -52,7 +61,7 @@ def export_transformers(
         ModelError: the start model's tokenizer cannot be read.
     """
     source = str(model_dir_for_config)
-    values: dict[str, JsonValue] = {"kind": "model"}
+    values: dict[str, JsonValue] = {"kind": "model", **facts}
     if step is not None:
         values["step"] = step
     earlier = (target / MANIFEST).is_file()
@@ -65,4 +74,6 @@ def export_transformers(
         with suppress(OSError):  # not every model has a generation config
             GenerationConfig.from_pretrained(source).save_pretrained(folder)
         load_tokenizer(source).save_pretrained(folder)
+        for file in beside:
+            shutil.copyfile(file, folder / file.name)
     return target

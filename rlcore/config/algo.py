@@ -114,13 +114,13 @@ class OptimConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up: linear and cosine fall to `min_lr_ratio` x lr at `trainer.total_steps`."""
+    """Shape after the warm-up: linear and cosine fall to `min_lr_ratio` x lr at the last step."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Lowest rate as a share of lr."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warm-up."""
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1)
-    """Warm-up as a share of `trainer.total_steps`, used where `warmup_steps` is 0."""
+    """Warm-up as a share of all steps, used where `warmup_steps` is 0."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the first moment."""
     beta2: float = Field(default=0.999, ge=0, lt=1)

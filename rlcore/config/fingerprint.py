@@ -29,6 +29,8 @@ MAY_CHANGE: tuple[str, ...] = (
     "algo.kl.offload",
     "optim.offload",
     "critic.optim.offload",
+    "warm_start.optim.offload",
+    "warm_start.steps_per_chunk",
     "model.attention",
     "model.compile",
     "model.gradient_checkpointing",

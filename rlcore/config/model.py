@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlcore.config.base import Section
+from rlcore.config.algo import OptimConfig
+from rlcore.config.base import Bound, Section
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -89,21 +90,39 @@ class ModelConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised steps on solver-made answers before the reinforcement learning."""
+    """Supervised steps on demonstrations before the reinforcement learning. They train all weights, adapters or not."""
 
     enabled: bool = False
     """Whether the stage runs. Off: training starts from `model.path`."""
-    batch_size: int = Field(default=256, ge=1)
+    demonstrations: str | None = None
+    """A jsonl or parquet file of conversations (column `messages`) or of texts (`prompt`, `completion`). None: the
+    solutions that the task's rows have."""
+    max_tokens: int = Field(default=2_048, ge=2)
+    """Longest demonstration, prompt and answers together. Longer ones are dropped, and counted."""
+    batch_size: int = Field(default=64, ge=1)
     """Demonstrations a step."""
-    lr: float = Field(default=3e-3, gt=0)
-    """Learning rate."""
+    optim: OptimConfig = OptimConfig(lr=2e-5, weight_decay=0.0)
+    """Its optimizer; the schedule ends where the stage does at the latest."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the demonstrations after which the stage ends. None: `max_steps` alone ends it."""
     max_steps: int = Field(default=1_200, ge=1)
     """Steps after which the stage ends in any case."""
-    stop_at_reward: float = Field(default=0.30, gt=0, le=1)
-    """Sampled reward on training problems at which the stage ends."""
-    check_every: int = Field(default=20, ge=1)
-    """Steps between two measurements of the sampled reward."""
+    steps_per_chunk: int = Field(default=100, ge=1)
+    """Steps between two checkpoints. A chunk is the unit that Prefect retries."""
+    check_every: Annotated[int, Bound("divide", "warm_start.steps_per_chunk", only_with="warm_start.enabled")] = Field(
+        default=20, ge=1
+    )
+    """Steps between two measurements: held-out loss, and the sampled reward where `stop_at_reward` asks for it."""
+    held_out_rows: int = Field(default=256, ge=0)
+    """Demonstrations held out, at most a tenth of a file's; of a task's solutions those of its validation rows. 0: no
+    held-out loss."""
+    patience: int | None = Field(default=None, ge=1)
+    """Measurements in a row without a lower held-out loss after which the stage ends. None: it goes on. In either case
+    the checkpoint with the lowest held-out loss is the result, unless `stop_at_reward` is given."""
+    stop_at_reward: float | None = Field(default=None, gt=0, le=1)
+    """Sampled reward on training problems at which the stage ends, with the last weights. None: none is sampled."""
     check_problems: int = Field(default=256, ge=1)
-    """Training problems sampled for a measurement."""
-    misdirected_share: float = Field(default=0.5, ge=0, lt=1)
-    """Share of demonstrations whose equation reaches another target than the one in the prompt."""
+    """Training problems sampled for a measurement, 16 at least."""
+    misdirected_share: float = Field(default=0.0, ge=0, lt=1)
+    """Share of demonstrations whose equation reaches another target than the one in the prompt: the model learns to
+    write equations and half learns to aim, which is left to the reinforcement learning."""

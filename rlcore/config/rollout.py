@@ -19,8 +19,9 @@ class SamplingConfig(Section):
 class RolloutConfig(Section):
     """The engine that writes answers."""
 
-    engine: Literal["hf", "vllm"] = "hf"
-    """hf: transformers, slow and obvious. vllm: vLLM in the worker's process."""
+    engine: Literal["hf", "vllm", "none"] = "hf"
+    """hf: transformers, slow and obvious. vllm: vLLM in the worker's process. none: no answers, for the workers of a
+    warm start; a run needs one of the others."""
     samples_per_prompt: int = Field(default=8, ge=1)
     """Answers to each prompt: the group size of GRPO."""
     max_response_tokens: int = Field(default=1_024, ge=1)

@@ -136,6 +136,7 @@ class RuntimeConfig(Section):
         int,
         Bound("divide", "trainer.mini_batch_size x rollout.samples_per_prompt"),
         Bound("be at most", "trainer.batch_size", "Use fewer workers or more prompts"),
+        Bound("divide", "warm_start.batch_size", only_with="warm_start.enabled"),
     ] = Field(default=1, ge=1)
     """Ranks of data parallelism; one GPU each on a GPU machine."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

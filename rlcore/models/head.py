@@ -24,10 +24,12 @@ _GPU_BLOCK_ELEMENTS = 1 << 25
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Float32[n] each: log-probability of the target and entropy of the distribution, in nats. No entropy asked: 0."""
+    """Float32[n] each: log-probability of the target and entropy of the distribution, in nats (0 where no entropy was
+    asked for), and 1 where no other token is likelier than the target (0 where that was not asked for)."""
 
     logprobs: Float[Tensor, "n"]
     entropy: Float[Tensor, "n"]
+    is_top: Float[Tensor, "n"]
 
 
 def token_logprobs_and_entropy(
@@ -38,6 +40,7 @@ def token_logprobs_and_entropy(
     temperature: float,
     chunk_tokens: int,
     entropy: EntropyMode,
+    with_top: bool = False,
     compiled: bool = False,
 ) -> TokenLogprobs:
     """Log-probability of each target and entropy, of softmax(hidden weight^T / temperature), in float32.
@@ -50,10 +53,10 @@ def token_logprobs_and_entropy(
     """
     if temperature <= 0:
         raise ValueError(f"temperature: must be above 0 for log-probabilities, got {temperature}")
-    apply = cast(Callable[..., tuple[Tensor, Tensor]], _ChunkedHead.apply)
-    settings = _Settings(temperature, chunk_tokens, entropy, compiled)
-    logprobs, entropies = apply(hidden, weight, targets, settings)
-    return TokenLogprobs(logprobs, entropies if entropy == "grad" else entropies.detach())
+    apply = cast(Callable[..., tuple[Tensor, Tensor, Tensor]], _ChunkedHead.apply)
+    settings = _Settings(temperature, chunk_tokens, entropy, with_top, compiled)
+    logprobs, entropies, is_top = apply(hidden, weight, targets, settings)
+    return TokenLogprobs(logprobs, entropies if entropy == "grad" else entropies.detach(), is_top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class _Settings:
     temperature: float
     chunk_tokens: int
     mode: EntropyMode
+    with_top: bool
     compiled: bool
 
 
@@ -70,27 +74,30 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: _Settings
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         statistics = _compiled(_fused_statistics) if settings.compiled else _statistics
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         log_norms = torch.empty_like(logprobs)
-        entropies = torch.zeros_like(logprobs)
+        entropies, is_top = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
         for rows in _slices(len(hidden), settings.chunk_tokens):
             logits = _logits(hidden[rows], weight, settings.temperature)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0]
+            if settings.with_top:
+                is_top[rows] = (logprobs[rows] >= logits.amax(dim=1)).float()
             log_norms[rows], entropies[rows] = statistics(logits, settings.mode != "none")
             del logits  # before the next chunk's are made
         logprobs -= log_norms
         ctx.save_for_backward(hidden, weight, targets, log_norms, entropies)
         ctx.settings = settings
-        return logprobs, entropies
+        ctx.mark_non_differentiable(is_top)
+        return logprobs, entropies, is_top
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, targets, log_norms, entropies = ctx.saved_tensors
         settings: _Settings = ctx.settings
         gradient = _compiled(_fused_gradient) if settings.compiled else _gradient
-        grad_logprobs, grad_entropies = grads
+        grad_logprobs, grad_entropies, _ = grads
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None

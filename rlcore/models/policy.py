@@ -163,8 +163,10 @@ class CausalPolicy(PackedTrunk):
         *,
         temperature: float,
         entropy: EntropyMode,
+        with_top: bool = False,
     ) -> TokenLogprobs:
-        """Log-probability of each target and entropy, Float32[T], 0 where `loss_mask` is False.
+        """Log-probability of each target, entropy and whether it is the likeliest, Float32[T], 0 where `loss_mask` is
+        False.
 
         The head runs at the masked positions alone and by chunks. Temperature 0 (greedy) counts as 1, as in the
         engines. With `cu_seqlens` and `loss_mask` as arrays of the host nothing here waits for the device.
@@ -180,11 +182,12 @@ class CausalPolicy(PackedTrunk):
             temperature=temperature or 1.0,
             chunk_tokens=self.head_chunk_tokens,
             entropy=entropy,
+            with_top=with_top,
             compiled=self._compiled_head,
         )
         empty = torch.zeros(len(token_ids), dtype=torch.float32, device=token_ids.device)
         return TokenLogprobs(
-            empty.index_copy(0, positions, found.logprobs), empty.index_copy(0, positions, found.entropy)
+            *(empty.index_copy(0, positions, each) for each in (found.logprobs, found.entropy, found.is_top))
         )
 
     @contextmanager

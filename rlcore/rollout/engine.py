@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
+from rlcore.errors import EngineError
 from rlcore.models.load import end_of_text_ids, load_policy
 from rlcore.types import Prompt, Rollout
 
@@ -98,6 +99,37 @@ class RolloutEngine(Protocol):
         ...
 
 
+class NoEngine:
+    """In place of an engine where nobody asks for answers."""
+
+    policy_version = -1
+
+    def generate(
+        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
+    ) -> list[Rollout]:
+        """Raise EngineError."""
+        raise EngineError("rollout.engine: is none, so these workers write no answers")
+
+    def stream(
+        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
+    ) -> Iterator[tuple[int, Rollout]]:
+        """Raise EngineError."""
+        yield from enumerate(self.generate(requests, sampling, max_response_tokens))
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
+        """Take part in the gathering of the weights, and keep none."""
+        self.policy_version = version
+        for _ in weights:
+            pass
+        return TakenWeights()
+
+    def sleep(self) -> None:
+        """Hold nothing."""
+
+    def close(self) -> None:
+        """Release nothing."""
+
+
 def engine_dtype(config: RunConfig, computing: torch.dtype) -> torch.dtype:
     """`rollout.dtype`, or the type in which the trainer computes."""
     return {"auto": computing, "float32": torch.float32, "bfloat16": torch.bfloat16}[config.rollout.dtype]
@@ -109,6 +141,8 @@ def build_engine(config: RunConfig, model_directory: str, *, device: torch.devic
     Raises:
         EngineError: vLLM is missing, or cannot run this model with these settings.
     """
+    if config.rollout.engine == "none":
+        return NoEngine()
     end_of_text = end_of_text_ids(model_directory)
     if config.rollout.engine == "vllm":
         from rlcore.rollout.vllm.engine import VllmEngine

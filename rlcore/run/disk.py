@@ -17,7 +17,14 @@ from rlcore.errors import DiskSpaceError, StopRequestedError
 from rlcore.run.inputs import given_model
 from rlcore.run.layout import RunLayout
 from rlcore.runtime.cluster import ray_folder
-from rlcore.storage.disk import DiskNeed, RoomReport, check_room, reserve_bytes
+from rlcore.storage.disk import (
+    DiskNeed,
+    RoomReport,
+    check_room,
+    checkpoint_bytes,
+    num_checkpoints_at_once,
+    reserve_bytes,
+)
 
 PAUSED, GOES_ON = "paused_for_disk", "disk_room"
 """Events between which the run waits for room on a disk."""
@@ -150,7 +157,13 @@ class _Shortage:
 
 
 def disk_needs(
-    config: RunConfig, layout: RunLayout, *, checkpoints_bytes: int, num_weights: int, steps_left: int
+    config: RunConfig,
+    layout: RunLayout,
+    *,
+    checkpoints_bytes: int,
+    num_weights: int,
+    steps_left: int,
+    has_start_model: bool,
 ) -> tuple[DiskNeed, ...]:
     """Everything from the dataset to the export. `checkpoints_bytes`: what checkpoints will take more than now."""
     weights = BYTES_PER_WEIGHT * num_weights
@@ -170,10 +183,17 @@ def disk_needs(
             "dataset and its filtered rows", layout.root / "datasets", 2 * (num_train + num_held_out) * BYTES_PER_ROW
         ),
     ]
-    if config.model.path is None:
+    warm = config.warm_start
+    if not has_start_model:
         needs.append(DiskNeed("start model", layout.root / "models", weights))
-    elif is_gguf(config.model.path) and not given_model(config).is_dir():
+    if is_gguf(config.model.path) and not given_model(config).is_dir():
         needs.append(DiskNeed("model from GGUF", layout.root / "models", weights))
+    if not has_start_model and warm.enabled:
+        number = num_checkpoints_at_once(
+            config.checkpoint, total_steps=warm.max_steps, steps_per_chunk=warm.steps_per_chunk
+        )
+        taken = number * checkpoint_bytes(num_weights)  # gone when it ends
+        needs.append(DiskNeed("checkpoints of the warm start", layout.root / "warm-starts", taken))
     if config.tracking.enabled:
         needs.append(DiskNeed("MLflow's database and artifacts", layout.root, journal + weights))
     if config.runtime.backend == "ray" and config.runtime.ray_address is None:

@@ -3,6 +3,7 @@
 Fingerprints name folders under `paths.root`; none of these functions loads torch until something has to be built.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from rlcore.config import RunConfig
+from rlcore.config import AlgoConfig, MixtureData, RolloutConfig, RunConfig, ValidationConfig
 from rlcore.config.data import parts_of
 from rlcore.config.fingerprint import fingerprint
 from rlcore.config.gguf import gguf_file, installation, is_gguf, known_package, read_header
@@ -23,7 +24,7 @@ from rlcore.storage.manifest import Manifest, part_directories
 from rlcore.storage.publish import published_directory, write_json_atomically
 from rlcore.user_code import code_for
 
-MODEL_FORMAT = 1
+MODEL_FORMAT = 2
 """Raise it when a model made from nothing or its warm start changes for the same settings."""
 
 
@@ -34,6 +35,8 @@ class RunInputs:
     filtered_directory: Path
     tokenizer_directory: Path
     dataset_directory: Path | None = None
+    demonstrations_directory: Path | None = None
+    """Tokenized demonstrations, where the warm start has its own."""
 
     def write(self, layout: RunLayout) -> None:
         """Keep them with the run."""
@@ -59,7 +62,8 @@ class RunInputs:
         Raises:
             DataError: names the file that is damaged.
         """
-        for directory in dict.fromkeys((self.filtered_directory, *self.parts, self.tokenizer_directory)):
+        folders = [self.filtered_directory, *self.parts, self.tokenizer_directory, self.demonstrations_directory]
+        for directory in dict.fromkeys(folder for folder in folders if folder is not None):
             finished(directory)
 
     @property
@@ -191,7 +195,7 @@ def ensure_tokenizer(config: RunConfig) -> Path:
 def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
     """Fingerprint of the model of step 0: its shape, the seed, the warm start and the data that it saw.
 
-    A warm start ends at a sampled reward, so how answers are drawn and scored decides after how many steps.
+    Where a warm start ends at a sampled reward, how answers are drawn and scored decides after how many steps.
     """
     path = config.model.path
     if path is not None and is_gguf(path):
@@ -199,16 +203,20 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
     payload: dict[str, object] = {"format": MODEL_FORMAT, "seed": config.seed, "path": path}
     if config.model.path is None:
         payload["scratch"] = config.model.scratch.model_dump(mode="json")
-    if config.warm_start.enabled:
-        payload["warm_start"] = config.warm_start.model_dump(mode="json")
+    warm = config.warm_start
+    if warm.enabled:
+        payload["warm_start"] = warm.model_dump(mode="json", exclude={"demonstrations": True, "optim": {"offload"}})
         payload["filtered"] = filtered_directory.name
+        payload["dtype"] = config.model.dtype
+    if warm.enabled and warm.demonstrations is not None:
+        payload["demonstrations"] = content_digest(Path(warm.demonstrations))
+    if warm.enabled and warm.stop_at_reward is not None:
         payload["max_response_tokens"] = config.rollout.max_response_tokens
         payload["sampling"] = config.rollout.sampling.model_dump(mode="json")
         scorers = [part.data.scorer for part in parts_of(config.data)]
         payload["scorers"] = [
             {"name": scorer, "code": {source.name: source.sha256 for source in code_for(scorer)}} for scorer in scorers
         ]
-        payload["dtype"] = config.model.dtype
     return fingerprint("start-model", payload)
 
 
@@ -229,6 +237,63 @@ def planned_start_model(config: RunConfig, filtered_directory: Path) -> Path:
     if config.model.path is not None and not config.warm_start.enabled:
         return given_model(config)
     return Path(config.paths.root).resolve() / "models" / start_model_fingerprint(config, filtered_directory)
+
+
+def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
+    """Folder of the stage, which runs of equal settings share."""
+    root = Path(config.paths.root).resolve()
+    name = planned_start_model(config, filtered_directory).name
+    return RunLayout(root, root / "warm-starts" / f"warm-start-{name}")
+
+
+def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
+    """Settings of the stage as of a training: what it does not depend on has its default, so that runs share it."""
+    warm, data = config.warm_start, config.data
+    total = warm.max_steps
+    if warm.epochs is not None and num_demonstrations is not None:
+        total = min(total, math.ceil(warm.epochs * num_demonstrations / warm.batch_size))
+    if isinstance(data, MixtureData):  # all demonstrations are shown, whatever the weights of their parts
+        data = data.model_copy(update={"parts": tuple(part.model_copy(update={"weight": 1.0}) for part in data.parts)})
+    filtered = config.filter
+    if warm.demonstrations is not None:  # they may be longer than what is sampled, and memory is planned by that
+        longest = max(filtered.max_prompt_tokens, warm.max_tokens - config.rollout.max_response_tokens)
+        filtered = filtered.model_copy(update={"max_prompt_tokens": longest})
+    trainer = config.trainer.model_copy(
+        update={
+            "total_steps": total,
+            "steps_per_chunk": warm.steps_per_chunk,
+            "batch_size": warm.batch_size,
+            "mini_batch_size": warm.batch_size,
+            "epochs_per_batch": 1,
+            "old_logprobs": "auto",
+        }
+    )
+    rollout = RolloutConfig(
+        engine="none" if warm.stop_at_reward is None else "hf",
+        samples_per_prompt=1,
+        max_response_tokens=config.rollout.max_response_tokens,
+        sampling=config.rollout.sampling,
+        max_num_seqs=config.rollout.max_num_seqs,
+        dtype=config.rollout.dtype,
+    )
+    is_alone = config.runtime.num_workers == 1 and config.runtime.ray_address is None
+    changes: dict[str, object] = {
+        "name": "warm-start",
+        "data": data,
+        "filter": filtered,
+        "model": config.model.model_copy(update={"lora": None}),
+        "algo": AlgoConfig(),
+        "optim": warm.optim,
+        "critic": None,
+        "rollout": rollout,
+        "validation": ValidationConfig(),
+        "trainer": trainer,
+        "checkpoint": config.checkpoint.model_copy(update={"keep_best": 1, "keep_every_steps": 0}),
+        "warm_start": warm.model_copy(update={"demonstrations": None}),  # its content counts, not its place
+        "runtime": config.runtime.model_copy(update={"backend": "local"}) if is_alone else config.runtime,
+        "tracking": config.tracking.model_copy(update={"log_best": False, "registered_model": None}),
+    }
+    return config.model_copy(update=changes)
 
 
 def find_start_model(config: RunConfig, filtered_directory: Path) -> Manifest | None:

@@ -174,6 +174,8 @@ def gathered_bytes(layer_parameters: int, root_parameters: int, itemsize: int) -
 def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
     """The awake engine: vLLM's share of the device (all it could use, where that is unknown); the hf engine's weights
     and cache, and what is larger, all prompts in one pass or a token drawn for each answer (`rlcore.rollout.hf`)."""
+    if config.rollout.engine == "none":
+        return 0
     if config.rollout.engine == "vllm":
         if device.total_bytes is not None:
             return round(config.rollout.memory_share * device.total_bytes)
@@ -321,6 +323,8 @@ def _trained(config: RunConfig, shape: ModelShape) -> int:
 
 def asleep_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
     """What the engine keeps while training runs."""
+    if config.rollout.engine == "none":
+        return 0
     if config.rollout.engine == "hf":
         return shape.policy_parameters * device.itemsize
     awake = engine_bytes(config, shape, device)
@@ -420,7 +424,7 @@ def suggestion(config: RunConfig) -> str:
         found.append("model.gradient_checkpointing=true")
     if config.rollout.engine == "vllm":
         found.append(f"a rollout.memory_share below {config.rollout.memory_share:g}")
-    else:
+    elif config.rollout.engine == "hf":
         found.append(f"a rollout.max_num_seqs below {config.rollout.max_num_seqs}")
     found.append("more workers (runtime.num_workers), LoRA (model.lora.rank=32) or a smaller model")
     return f"Set {', '.join(found)}."

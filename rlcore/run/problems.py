@@ -22,7 +22,7 @@ class Problems:
     """Training prompts in their order, held-out prompts, and how answers become text."""
 
     config: RunConfig
-    stream: PromptStream | MixedStream
+    stream: PromptStream[Prompt] | MixedStream
     validation: tuple[Prompt, ...]
     decode: Decode
 

@@ -4,7 +4,7 @@
 
 With the descriptors it serves commands, one JSON object a line, and answers in the same form:
 
-    {"command": "warm_start"}
+    {"command": "warm_start", "to_step": 100}                 # or its end, which its result says
     {"command": "train", "to_step": 40}                       # "at_most": 80: not one step beyond, not even meanwhile
     {"command": "validate", "checkpoint": "start" | "last" | "best" | "step-000040", "name": "before"}
     {"command": "export", "checkpoint": "last"}
@@ -88,7 +88,7 @@ class Channel:
 def handlers(session: Session) -> dict[str, Callable[[Mapping[str, Any]], Mapping[str, object]]]:
     """What each command does."""
     return {
-        "warm_start": lambda _: session.warm_start(),
+        "warm_start": lambda command: session.warm_start(int(command["to_step"])),
         "train": lambda command: session.train(int(command["to_step"]), at_most=command.get("at_most")),
         "validate": lambda command: session.validate(str(command["checkpoint"]), str(command["name"])),
         "export": lambda command: session.export(str(command["checkpoint"])),

@@ -26,8 +26,9 @@ from rlcore.run.faults import read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.documents import sha256_of
+from rlcore.tracking.attempts import FinalStatus
 from rlcore.tracking.journal import load_journal, missing_steps
-from rlcore.tracking.tracker import Tracker
+from rlcore.tracking.tracker import CLOSE_TIMEOUT_S, Tracker
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import LoopState, StepResult
 from rlcore.workers.passes import Shortage
@@ -35,7 +36,10 @@ from rlcore.workers.passes import Shortage
 R = TypeVar("R")
 Report = Callable[[Mapping[str, object]], None]
 
-HEADLINE = ("critic/score/mean", "actor/entropy", "response_length/mean", "actor/grad_norm", "perf/throughput")
+HEADLINE = (
+    *("critic/score/mean", "actor/entropy", "response_length/mean", "actor/grad_norm", "perf/throughput"),
+    *("sft/loss", "sft/accuracy", "sft/held_out_loss", "sft/reward"),
+)
 """Metrics that travel with a progress event; all of them are in the journal."""
 
 log = logging.getLogger("rlcore.run.record")
@@ -61,11 +65,13 @@ class RunRecord:
         report: Report,
         stop: Callable[[], bool],
         phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+        tags: Mapping[str, str] | None = None,
     ) -> None:
-        """`report` takes events for the flow; `phase` wraps what waits for a disk."""
+        """`report` takes events for the flow; `phase` wraps what waits for a disk; `tags`: in MLflow, besides the
+        settings' own."""
         self.config, self.layout, self.report = config, layout, report
         self.store = CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
-        self._tracker = Tracker(layout.run_dir, config, tags=config.tags)
+        self._tracker = Tracker(layout.run_dir, config, tags={**config.tags, **(tags or {})})
         self.room = Room(config.checkpoint, happened=self.happened, stop=stop, prune=lambda: self.saves.prune())
         self.saves = CheckpointSaver(self.store, self.room, self._tracker.commit, partial(phase, "commit"))
         self._first_save_bytes = 0
@@ -186,13 +192,15 @@ class RunRecord:
             return state
         return replace(state, best_score=score, best_step=result.step)
 
-    def finish(self, *, failed: bool) -> None:
-        """Commit what is under way, if that needs no waiting for room, and record how the run ended."""
+    def finish(self, *, failed: bool, is_over: bool = False) -> None:
+        """Commit what is under way, if that needs no waiting for room, and record how the run ended; `is_over`: before
+        its last step, and finished all the same, with another training to follow that need not wait for MLflow."""
         try:
             self.saves.settle_now()
         except Exception as reason:
             log.warning("the checkpoint that was being written is given up: %s", reason)
-        self._tracker.finish("FAILED" if failed else "FINISHED" if self._is_finished else "KILLED")
+        status: FinalStatus = "FAILED" if failed else "FINISHED" if is_over or self._is_finished else "KILLED"
+        self._tracker.finish(status, None if is_over else CLOSE_TIMEOUT_S)
 
     @property
     def _is_finished(self) -> bool:
@@ -207,28 +215,34 @@ class RunRecord:
 
 
 class Pace:
-    """Mean seconds a step over the last steps of this process."""
+    """Mean seconds a step over the last steps. The first step of a process, which compiles and warms up, is left out:
+    it happens once.
+
+    `is_warm`: the process has taken a step before.
+    """
 
     WINDOW_STEPS = 20
 
-    def __init__(self) -> None:
-        self._ends: deque[float] = deque([time.monotonic()], maxlen=self.WINDOW_STEPS + 1)
+    def __init__(self, *, is_warm: bool) -> None:
+        self._ends: deque[float] = deque([time.monotonic()] if is_warm else [], maxlen=self.WINDOW_STEPS + 1)
 
     def tick(self) -> None:
         """A step has ended."""
         self._ends.append(time.monotonic())
 
     def eta_s(self, steps_left: int) -> float:
-        """Seconds until `steps_left` more steps are done, at the present pace."""
+        """Seconds until `steps_left` more steps are done, at the present pace; NaN while that is not known."""
         taken = len(self._ends) - 1
-        return steps_left * (self._ends[-1] - self._ends[0]) / taken if taken else float("nan")
+        if not steps_left:
+            return 0.0
+        return steps_left * (self._ends[-1] - self._ends[0]) / taken if taken > 0 else float("nan")
 
 
 class RunEvents:
     """Reports one run's steps to its flow and its log, and to its journal what should last."""
 
-    def __init__(self, record: RunRecord) -> None:
-        self._record = record
+    def __init__(self, record: RunRecord, stage: str) -> None:
+        self._record, self._stage = record, stage
         self._report = record.report
         self._total_steps = record.config.trainer.total_steps
         self._alarms_on: set[str] = set()
@@ -242,7 +256,7 @@ class RunEvents:
         self._report(
             {
                 "event": "progress",
-                "stage": "train",
+                "stage": self._stage,
                 "step": step,
                 "to_step": to_step,
                 "total_steps": self._total_steps,

@@ -5,10 +5,12 @@ rebuilt from it.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,8 +23,8 @@ from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
 from rlcore.run.record import Report, RunRecord
 from rlcore.run.stop import StopFlag
-from rlcore.run.training import Training
-from rlcore.run.warm_start import WarmStartProgress, ensure_start_model
+from rlcore.run.supervised import WarmStart
+from rlcore.run.training import RunTraining
 from rlcore.run.watchdog import Watchdog
 from rlcore.run.workers import RunWorkers
 from rlcore.storage.locks import RunLock
@@ -69,15 +71,25 @@ class Session:
                 stop_asked_s=self._stop.asked_s,
                 report=report,
                 give_up=self._give_up,
-                step=lambda: self._training.step,
+                step=lambda: (self._warm_start.training or self._training).step,
             )
             self._guard = opened.enter_context(guard)
             self.inputs = RunInputs.read(layout)
             self._record = RunRecord(config, layout, report=report, stop=self._stop, phase=guard.phase)
-            guard.watch.aside = lambda: self._record.saves.at
+            guard.watch.aside = lambda: self._warm_start.saving or self._record.saves.at
+            self._warm_start = WarmStart(
+                config,
+                self.inputs,
+                guard,
+                report=report,
+                stop=self._stop,
+                locked=partial(locked_run, report=report, stop=self._stop, wait_s=math.inf),
+                after_start=self._stop.install,
+            )
+            opened.callback(lambda: self._warm_start.close(failed=self._has_failed))
             workers = RunWorkers(self._record, self.inputs, guard, after_start=self._stop.install)
             self._workers = opened.enter_context(workers)
-            self._training = Training(self._record, workers, stop=self._stop)
+            self._training = RunTraining(self._record, workers, stop=self._stop)
             self._resources = opened.pop_all()  # the block gives all back where something failed
         return self
 
@@ -90,25 +102,14 @@ class Session:
 
     # ------------------------------------------------------------------ commands
 
-    def warm_start(self) -> Mapping[str, object]:
-        """Make the model of step 0, unless it is there."""
+    def warm_start(self, to_step: int | None = None) -> Mapping[str, object]:
+        """Make the model of step 0, unless it is there: the warm start's steps to a checkpoint of `to_step` (None: the
+        last), or its end, whichever comes first.
 
-        def show(progress: WarmStartProgress) -> None:
-            self._report(
-                {
-                    "event": "progress",
-                    "stage": "warm-start",
-                    "step": progress.step,
-                    "total_steps": progress.max_steps,
-                    "metrics": {"loss": progress.loss, "reward": progress.reward},
-                }
-            )
-            if self._stop():
-                raise StopRequestedError(
-                    f"stopped after {progress.step} steps of the warm start, which begins anew at the next start"
-                )
-
-        result = ensure_start_model(self._config, self.inputs, show)
+        Raises:
+            StopRequestedError: a stop was asked for; the last finished step is saved.
+        """
+        result = self._warm_start.to(to_step)
         return {**asdict(result), "directory": str(result.directory)}
 
     def train(self, to_step: int, *, at_most: int | None = None) -> Mapping[str, object]:
@@ -150,7 +151,7 @@ class Session:
 
     def save_finished(self) -> str:
         """Save the last finished step, if it is not: a stop was asked for between two commands. Says what is saved."""
-        return self._training.save_finished()
+        return self._warm_start.save_finished() or self._training.save_finished()
 
     def fail(self) -> None:
         """Have the run recorded as failed when the session ends."""
@@ -162,14 +163,14 @@ class Session:
 
 
 @contextmanager
-def locked_run(run_dir: Path, report: Report, stop: Callable[[], bool]) -> Iterator[None]:
+def locked_run(run_dir: Path, report: Report, stop: Callable[[], bool], wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
     """Hold the run's lock inside the block. If another process has it, reports that at once, and waits.
 
     Raises:
-        RunInUseError: it is still held after `LOCK_WAIT_S`; names process, host and since when.
+        RunInUseError: it is still held after `wait_s`; names process, host and since when.
         StopRequestedError: a stop was asked for meanwhile.
     """
-    deadline = time.monotonic() + LOCK_WAIT_S
+    deadline = time.monotonic() + wait_s
     told = False
     with ExitStack() as held:
         while True:
@@ -181,7 +182,8 @@ def locked_run(run_dir: Path, report: Report, stop: Callable[[], bool]) -> Itera
                     raise
                 if not told:
                     told = True
-                    text = f"{reason}. Waiting up to {LOCK_WAIT_S:g} s: it may be saving"
+                    how_long = "until it ends" if math.isinf(wait_s) else f"up to {wait_s:g} s: it may be saving"
+                    text = f"{reason}. Waiting {how_long}"
                     log.warning("%s", text)
                     report({"event": "note", "text": text})
             if stop():

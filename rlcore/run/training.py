@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from rlcore.checkpoint.catalog import name_of
 from rlcore.checkpoint.save import Saved
@@ -14,7 +15,7 @@ from rlcore.errors import AlarmError, StopRequestedError, WorkerLostError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.record import Pace, RunEvents, RunRecord, TrackedState
 from rlcore.run.watchdog import StepAbandonedError
-from rlcore.run.workers import RunWorkers
+from rlcore.run.workers import RunWorkers, TrainingWorkers
 from rlcore.tracking.lineage import SystemSampler
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import StepResult
@@ -22,14 +23,20 @@ from rlcore.trainer.step import StepResult
 SEE_ALARMS = "See its metrics, then change the settings, or alarms.*, which may change when a run goes on"
 
 
-class Training:
+W = TypeVar("W", bound=TrainingWorkers[Any])
+
+
+class Training(Generic[W]):
     """Goes from one checkpoint to the next, and keeps the last finished step between two calls."""
 
-    def __init__(self, record: RunRecord, workers: RunWorkers, *, stop: Callable[[], bool]) -> None:
+    STAGE = "train"
+    """Its name in events."""
+
+    def __init__(self, record: RunRecord, workers: W, *, stop: Callable[[], bool]) -> None:
         self._config, self._layout = record.config, record.layout
         self._record = record
         self._workers = workers
-        self._events = RunEvents(record)
+        self._events = RunEvents(record, self.STAGE)
         self._stop = stop
         self._system = SystemSampler(record.layout.run_dir)
         self._state: TrackedState | None = None
@@ -46,8 +53,10 @@ class Training:
         """Train until a checkpoint of `to_step` is committed; see `Session.train`."""
         state = self._begin()
         self._record.wait_for_room(state.loop.step, self.settle_save)
-        pace = Pace()
+        pace = Pace(is_warm=bool(self._metrics))
         end = self._config.trainer.total_steps if at_most is None else at_most
+        if self._is_over(state, self._metrics):
+            end = state.loop.step
         while (saved := self._saved) is None or saved.step < min(to_step, end):
             if state.loop.step == end:
                 if self._record.saves.state is None:  # it was reached on the way to the chunk before, and ends no chunk
@@ -62,9 +71,15 @@ class Training:
                     f"{given_up}; step {state.loop.step} is saved; start again to go on"
                 ) from given_up
             self._saving(self._record.saves.poll)
+            if self._is_over(state, self._metrics):
+                end = min(end, state.loop.step)
             if self._stop():
                 raise StopRequestedError(self.save_finished())
         return saved
+
+    def _is_over(self, state: TrackedState, metrics: Mapping[str, float]) -> bool:
+        """Whether the training ends with this step, before the last one that it may take."""
+        return False
 
     def settle_save(self) -> None:
         """Wait for the checkpoint under way, if there is one."""
@@ -100,9 +115,9 @@ class Training:
 
     def _record_start(self, state: TrackedState) -> TrackedState:
         """Step 0: the held-out score before any training."""
-        result = self.judge(name_of(0), 0)
-        self._record.log_step(0, dict(result.summary()))
-        return self._record.with_score(state, result)
+        metrics, state = self._measured(state)
+        self._record.log_step(0, metrics)
+        return state
 
     # ------------------------------------------------------------------ a step
 
@@ -132,15 +147,12 @@ class Training:
         step = result.state.step
         metrics = dict(result.metrics)
         after = replace(state, loop=result.state)
-        every = self._config.validation.every_steps
-        last = step == self._config.trainer.total_steps
-        if last or (every and step % every == 0):
+        if step == self._config.trainer.total_steps or (self._every and step % self._every == 0):
             begun = time.perf_counter()
-            judged = self.judge(name_of(step), step)
+            found, after = self._measured(after)
             metrics["timing_s/testing"] = time.perf_counter() - begun
-            metrics |= judged.summary()
-            after = self._record.with_score(after, judged)
-            self._record.room.hold(lambda: self._workers.write_samples(result), step=step, path=self._layout.samples)
+            metrics |= found
+            self._keep_samples(result)
         metrics |= self._system.sample() | self._record.room_metrics()
         if self._events.num_faults:
             metrics["fault/num_retries"] = float(self._events.num_faults)
@@ -174,6 +186,65 @@ class Training:
         return self._state
 
     # ------------------------------------------------------------------ held-out problems
+
+    @property
+    def _every(self) -> int:
+        """Steps between two measurements; 0: only before the first step and after the last."""
+        return self._config.validation.every_steps
+
+    def _measured(self, state: TrackedState) -> tuple[Mapping[str, float], TrackedState]:
+        """The model of this state on held-out problems, and the state with its score."""
+        raise NotImplementedError
+
+    def _keep_samples(self, result: StepResult) -> None:
+        """Keep some answers of a measured step, where it has any."""
+
+    # ------------------------------------------------------------------ saves
+
+    def _begin_save(self, state: TrackedState) -> None:
+        """Begin a checkpoint of this state, when the one under way is committed."""
+        self.settle_save()
+        self._saving(lambda: self._record.begin_save(state, self._metrics, self._workers.savers()))
+
+    def _save_before(self, state: TrackedState) -> None:
+        """Save the last finished step: the one after it was given up before it changed anything."""
+        self._workers.holds = name_of(state.loop.step)
+        self.settle_save()
+        newest = self._record.newest()
+        if state.loop.step > (0 if newest is None else newest.step):
+            self._begin_save(state)
+            self.settle_save()
+
+    def _end_of_chunk(self, step: int) -> int:
+        size = self._config.trainer.steps_per_chunk
+        return min(-(-step // size) * size, self._config.trainer.total_steps)
+
+    def _saving(self, advance: Callable[[], Saved | None]) -> None:
+        """Go on with the save under way; the time in which the loop stands still for it stands in a step's line."""
+        begun = time.perf_counter()
+        try:
+            saved = advance()
+        except WorkerLostError:
+            self._record.saves.abandon()
+            raise
+        finally:
+            self._seconds_for_saves += time.perf_counter() - begun
+        if saved is not None:
+            self._saved = saved
+            self._events.saved(saved)
+
+
+class RunTraining(Training[RunWorkers]):
+    """The reinforcement learning of a run, judged by answers to held-out problems."""
+
+    def _measured(self, state: TrackedState) -> tuple[Mapping[str, float], TrackedState]:
+        step = state.loop.step
+        result = self.judge(name_of(step), step)
+        return dict(result.summary()), self._record.with_score(state, result)
+
+    def _keep_samples(self, result: StepResult) -> None:
+        step = result.state.step
+        self._record.room.hold(lambda: self._workers.write_samples(result), step=step, path=self._layout.samples)
 
     def judge(self, name: str, step: int) -> ValidationResult:
         """Judge what the workers hold, and keep the result under this name."""
@@ -209,37 +280,3 @@ class Training:
             return None
         result = ValidationResult.read(file)
         return result if result.settings == self._config.validation else None
-
-    # ------------------------------------------------------------------ saves
-
-    def _begin_save(self, state: TrackedState) -> None:
-        """Begin a checkpoint of this state, when the one under way is committed."""
-        self.settle_save()
-        self._saving(lambda: self._record.begin_save(state, self._metrics, self._workers.savers()))
-
-    def _save_before(self, state: TrackedState) -> None:
-        """Save the last finished step: the one after it was given up before it changed anything."""
-        self._workers.holds = name_of(state.loop.step)
-        self.settle_save()
-        newest = self._record.newest()
-        if state.loop.step > (0 if newest is None else newest.step):
-            self._begin_save(state)
-            self.settle_save()
-
-    def _end_of_chunk(self, step: int) -> int:
-        size = self._config.trainer.steps_per_chunk
-        return min(-(-step // size) * size, self._config.trainer.total_steps)
-
-    def _saving(self, advance: Callable[[], Saved | None]) -> None:
-        """Go on with the save under way; the time in which the loop stands still for it stands in a step's line."""
-        begun = time.perf_counter()
-        try:
-            saved = advance()
-        except WorkerLostError:
-            self._record.saves.abandon()
-            raise
-        finally:
-            self._seconds_for_saves += time.perf_counter() - begun
-        if saved is not None:
-            self._saved = saved
-            self._events.saved(saved)

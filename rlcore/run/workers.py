@@ -1,10 +1,10 @@
 """The workers of a run, with the data that they work on and the checkpoint whose weights they hold."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Concatenate, Self
+from typing import Concatenate, Generic, Self, TypeVar
 
 from pydantic import JsonValue
 from torch import Tensor
@@ -25,6 +25,7 @@ from rlcore.trainer.clock import EnterPhase
 from rlcore.trainer.experience import Decode, Experience, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.trainer.validate import validate
+from rlcore.types import Prompt
 from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.group import P, R, WorkerGroup
 from rlcore.workers.worker import Worker
@@ -77,15 +78,16 @@ class ProfileWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Started:
-    """`config`: the run's settings, fitted to this host's memory."""
+class Started:
+    """Workers at work. `config`: the training's settings, fitted to this host's memory."""
 
     config: RunConfig
     group: WorkerGroup
-    problems: Problems
-    scoring: ScoringPool
-    trainer: Trainer
+    take_step: Callable[[LoopState], StepResult]
     profile: ProfileWindow
+
+
+S = TypeVar("S", bound=Started)
 
 
 class RankSavers:
@@ -101,23 +103,23 @@ class RankSavers:
             return self._group.each(Worker.save, verb, *args, **kwargs)
 
 
-class RunWorkers:
-    """Use as a context manager. Workers are started at their first use and kept.
+class TrainingWorkers(Generic[S]):
+    """The ranks of a training. Use as a context manager. Workers are started at their first use and kept.
 
     `after_start` is called when workers have been started.
     """
 
     def __init__(
-        self, record: RunRecord, inputs: RunInputs, guard: Watchdog, *, after_start: Callable[[], None]
+        self, record: RunRecord, guard: Watchdog, start_model: Path, *, after_start: Callable[[], None]
     ) -> None:
         self._config, self._layout, self._report = record.config, record.layout, record.report
         self._record = record
-        self._inputs = inputs
         self._guard = guard
         self._after_start = after_start
         self._open = ExitStack()
-        self._parts: _Started | None = None
+        self._parts: S | None = None
         self._version = 0
+        self.start_model = start_model
         self.holds: str | None = None
         """Name of the checkpoint whose weights the workers hold; `MID_STEP`; None before any was loaded."""
 
@@ -128,11 +130,6 @@ class RunWorkers:
     def __exit__(self, *error: object) -> None:
         """End the workers and the scorers."""
         self._open.close()
-
-    @property
-    def start_model(self) -> Path:
-        """Folder of the model of step 0."""
-        return planned_start_model(self._config, self._inputs.filtered_directory)
 
     def start(self) -> None:
         """Start the workers, if they are not."""
@@ -146,7 +143,7 @@ class RunWorkers:
     @property
     def unscored(self) -> tuple[int, str]:
         """See `ScoringPool.unscored`."""
-        return self._started().scoring.unscored
+        raise NotImplementedError
 
     # ------------------------------------------------------------------ weights
 
@@ -166,11 +163,15 @@ class RunWorkers:
             version = saved.policy_version
             with self._guard.phase("load"):
                 workers.each(Worker.load, str(found.path))
+        self.hand_over(version)
+        self.holds, self._version = name, version
+
+    def hand_over(self, version: int) -> None:
+        """Give the engines the weights."""
         with self._guard.phase("update_weights"):
-            handed_over = workers.each(Worker.hand_over, version)[0]
+            handed_over = self._started().group.each(Worker.hand_over, version)[0]
         if handed_over.warning:
             self._report({"event": "note", "text": handed_over.warning})
-        self.holds, self._version = name, version
 
     def full_weights(self) -> Mapping[str, Tensor]:
         """What the workers hold, whole and on the host."""
@@ -184,18 +185,70 @@ class RunWorkers:
     # ------------------------------------------------------------------ work
 
     def step(self, state: LoopState) -> StepResult:
-        """One step of the algorithm. Whoever records it says what the workers hold then."""
+        """One step. Whoever records it says what the workers hold then."""
         parts = self._started()
         self.holds = MID_STEP
         profiled = parts.profile.holds(state.step + 1)
         if profiled:
             parts.profile.begin()
-        result = parts.trainer.step(state, epoch=parts.problems.epoch_at(state.num_prompts_drawn))
+        result = parts.take_step(state)
         if profiled:
             with self._guard.phase("profile"):
                 parts.profile.end(state.step + 1)
         self._version = result.state.policy_version
         return result
+
+    # ------------------------------------------------------------------ start
+
+    def _started(self) -> S:
+        if self._parts is None:
+            self._parts = self._start()
+            self.holds = None
+        return self._parts
+
+    def _start(self) -> S:
+        """Read the data, then start the workers."""
+        raise NotImplementedError
+
+    def _start_group(self, config: RunConfig, probe: Sequence[Prompt] = ()) -> tuple[WorkerGroup, ProfileWindow]:
+        """The ranks, whose hand-overs are judged by the prompts of `probe`."""
+        try:
+            with self._guard.phase("start"):
+                group = start_workers(config, str(self.start_model))
+                self._open.callback(group.close)
+                group.each(Worker.probe_with, probe)
+                info = group.each(Worker.info)[0]
+        finally:
+            self._after_start()
+        self._record.expect(info.num_trained)
+        text = (
+            f"{group.world_size} worker(s) on {info.device_name}: {info.num_parameters:,} parameters, {info.dtype}, "
+            f"attention {info.attention}"
+        )
+        self._report({"event": "note", "text": text})
+        return group, ProfileWindow(config.runtime.profile, self._layout.profile, group, self._report)
+
+
+@dataclass(frozen=True, slots=True)
+class _RunStarted(Started):
+    problems: Problems
+    scoring: ScoringPool
+
+
+class RunWorkers(TrainingWorkers[_RunStarted]):
+    """The ranks of a run, with its problems."""
+
+    def __init__(
+        self, record: RunRecord, inputs: RunInputs, guard: Watchdog, *, after_start: Callable[[], None]
+    ) -> None:
+        start_model = planned_start_model(record.config, inputs.filtered_directory)
+        super().__init__(record, guard, start_model, after_start=after_start)
+        self._inputs = inputs
+
+    @property
+    def unscored(self) -> tuple[int, str]:
+        """See `ScoringPool.unscored`."""
+        return self._started().scoring.unscored
 
     def validate(self, name: str, step: int) -> ValidationResult:
         """Held-out problems by the weights that the workers hold; all of them, or while training those set aside."""
@@ -214,39 +267,22 @@ class RunWorkers:
 
     def write_samples(self, result: StepResult) -> None:
         """Keep some answers of a step, to be read."""
+        assert result.experience is not None, "a step of reinforcement learning has answers"
         write_samples(self._layout.samples, result.state.step, result.experience, self._started().problems.decode)
 
-    # ------------------------------------------------------------------ start
-
-    def _started(self) -> _Started:
-        if self._parts is None:
-            self._parts = self._start()
-            self.holds = None
-        return self._parts
-
-    def _start(self) -> _Started:
+    def _start(self) -> _RunStarted:
         config = fit_run(self._config, self._layout.run_dir, self._report)
         problems = Problems.read(config, self._inputs)
         scoring = self._open.enter_context(problems.scoring_pool())
-        try:
-            with self._guard.phase("start"):
-                group = start_workers(config, str(self.start_model))
-                self._open.callback(group.close)
-                group.each(Worker.probe_with, problems.held_out(in_training=True)[:NUM_PROMPTS])
-                info = group.each(Worker.info)[0]
-        finally:
-            self._after_start()
-        self._record.expect(info.num_trained)
-        text = (
-            f"{group.world_size} worker(s) on {info.device_name}: {info.num_parameters:,} parameters, {info.dtype}, "
-            f"attention {info.attention}"
-        )
-        self._report({"event": "note", "text": text})
+        group, profile = self._start_group(config, problems.held_out(in_training=True)[:NUM_PROMPTS])
         collector = ExperienceCollector(config, group, problems.stream, scoring, problems.decode)
         failures, phase = self._layout.failures, self._guard.phase
         trainer = Trainer(config, group, collector, failures=failures, enter_phase=phase)
-        profile = ProfileWindow(config.runtime.profile, self._layout.profile, group, self._report)
-        return _Started(config, group, problems, scoring, trainer, profile)
+
+        def take_step(state: LoopState) -> StepResult:
+            return trainer.step(state, epoch=problems.epoch_at(state.num_prompts_drawn))
+
+        return _RunStarted(config, group, take_step, profile, problems, scoring)
 
 
 def write_samples(directory: Path, step: int, experience: Experience, decode: Decode) -> Path:

@@ -179,8 +179,9 @@ class Tracker:
         self._attempts.add(Commit(step, self._checkpoint_bytes))
         self._carry()
 
-    def finish(self, status: FinalStatus, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        """End the attempt. The only call that waits, at most so long, for MLflow to have everything.
+    def finish(self, status: FinalStatus, timeout_s: float | None = CLOSE_TIMEOUT_S) -> bool:
+        """End the attempt. The only call that waits, at most so long, for MLflow to have everything. None: it does not,
+        and the delivery goes on beside the trainer.
 
         Returns:
             Whether MLflow has everything. If not, nothing is lost: `millrace sync` delivers it later.
@@ -192,7 +193,7 @@ class Tracker:
         self._attempts.add(Finish(status, size, round(time.time(), 3)))
         self._attempts.close()
         companion = self._carry()
-        if companion is None:
+        if companion is None or timeout_s is None:
             return False
         delivered = companion.close(timeout_s)
         if not delivered:

@@ -124,7 +124,7 @@ class ExperienceCollector:
         self,
         config: RunConfig,
         group: WorkerGroup,
-        stream: PromptStream | MixedStream,
+        stream: PromptStream[Prompt] | MixedStream,
         scoring: ScoringPool,
         decode: Decode,
     ) -> None:

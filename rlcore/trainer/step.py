@@ -43,12 +43,12 @@ class LoopState:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a step: the state after it, its metrics, the answers that it learned from, alarms, and the passes that
-    ran out of memory on any rank and were repeated."""
+    """Result of a step: the state after it, its metrics, the answers that it learned from (None: a supervised step),
+    alarms, and the passes that ran out of memory on any rank and were repeated."""
 
     state: LoopState
     metrics: Metrics
-    experience: Experience
+    experience: Experience | None = None
     alarms: tuple[Alarm, ...] = ()
     shortages: tuple[Shortage, ...] = ()
 

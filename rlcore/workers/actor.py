@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlcore.algos.aggregation import Denominator
-from rlcore.algos.objective import PolicyStatistics, policy_objective
+from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, policy_objective, supervised_objective
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.models.load import load_policy
@@ -20,7 +20,7 @@ from rlcore.models.parallel import full_state
 from rlcore.models.policy import CausalPolicy
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import Place
-from rlcore.workers.passes import Micro, Parts, restore_order, to_device
+from rlcore.workers.passes import Micro, Parts, restore_order, to_device, total
 from rlcore.workers.trained import TrainedModel
 
 
@@ -33,6 +33,14 @@ class PolicyUpdate:
     grad_norm: float
     logprobs: Float[Tensor, "T"]
     applied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedUpdate:
+    """Result of one supervised optimizer step on one rank; the statistics are those before the step."""
+
+    stats: SupervisedStatistics
+    grad_norm: float
 
 
 class Actor(TrainedModel[CausalPolicy]):
@@ -157,6 +165,52 @@ class Actor(TrainedModel[CausalPolicy]):
             kl_coef=kl_coef,
         )
         return loss, statistics, output.logprobs.detach()
+
+    def supervise(self, batch: PackedBatch, num_micro: int, num_tokens: int, *, lr: float) -> SupervisedUpdate:
+        """One optimizer step on the negative log-likelihood of this rank's share of the answer tokens, which are
+        `num_tokens` over all ranks.
+
+        Raises:
+            NonFiniteError: the loss or the gradient is not finite; the weights are as before.
+        """
+
+        def objective(micro: Micro[PackedBatch]) -> tuple[Tensor, SupervisedStatistics]:
+            return self._likelihood(micro, num_tokens)
+
+        summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch, num_micro)
+        grad_norm, is_finite = self.clip(summed)
+        if not is_finite:
+            self.release_gradients()
+            raise NonFiniteError(
+                f"the supervised loss is {summed.means().get('loss')} and its gradient norm {grad_norm}: no step was "
+                "taken. A lower warm_start.optim.lr, or a longer warm-up, often helps."
+            )
+        self.step(lr)
+        return SupervisedUpdate(summed, grad_norm)
+
+    @torch.no_grad()
+    def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
+        """Sums over the answer tokens of a batch, without gradient and without the adapters' dropout."""
+
+        def work(parts: Parts) -> SupervisedStatistics:
+            return total([self._likelihood(to_device(batch, part, self._place.device), 1)[1] for part in parts])
+
+        with self._without_dropout():
+            return self.forward_pass.run(work, batch, num_micro)
+
+    def _likelihood(self, micro: Micro[PackedBatch], num_tokens: int) -> tuple[Tensor, SupervisedStatistics]:
+        packed = micro.device
+        output = self.model(
+            packed.token_ids,
+            packed.position_ids,
+            micro.host.cu_seqlens.numpy(),
+            packed.target_ids,
+            micro.host.loss_mask.numpy(),
+            temperature=1.0,
+            entropy="none",
+            with_top=True,
+        )
+        return supervised_objective(output.logprobs, output.is_top, packed.loss_mask, num_tokens=num_tokens)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights under their transformers names, gathered one by one; every rank must iterate."""

@@ -13,9 +13,8 @@ from rlcore.config.algo import OptimConfig
 from rlcore.models.optim import build_optimizer, clip_grad_norm
 from rlcore.models.parallel import forget_failed_pass, shard
 from rlcore.models.policy import PackedTrunk
-from rlcore.types import TrainBatch
 from rlcore.workers.device import Place, on_all_ranks
-from rlcore.workers.passes import Micro, Parts, PassBudget, ranks_of, to_device, total
+from rlcore.workers.passes import Batch, Micro, Parts, PassBudget, ranks_of, to_device, total
 
 Model = TypeVar("Model", bound=PackedTrunk)
 S = TypeVar("S", bound=Statistics)
@@ -54,9 +53,7 @@ class TrainedModel(Generic[Model]):
         forget_failed_pass(self.model)
         self.release_gradients()
 
-    def accumulate(
-        self, batch: TrainBatch, parts: Parts, objective: Callable[[Micro[TrainBatch]], tuple[Tensor, S]]
-    ) -> S:
+    def accumulate(self, batch: Batch, parts: Parts, objective: Callable[[Micro[Batch]], tuple[Tensor, S]]) -> S:
         """Gradient of a mini-batch, from zero; the sum of its statistics, on the CPU."""
         self.release_gradients()
         statistics: list[S] = []

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlcore.algos.aggregation import Denominator
+from rlcore.algos.objective import SupervisedStatistics
 from rlcore.checkpoint.shards import RankSaver, load_shards
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
@@ -27,7 +28,7 @@ from rlcore.models.shape import ModelShape, known_shape, peak_flops
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, build_engine, engine_dtype
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers import canary
-from rlcore.workers.actor import Actor, PolicyUpdate
+from rlcore.workers.actor import Actor, PolicyUpdate, SupervisedUpdate
 from rlcore.workers.canary import HandOver
 from rlcore.workers.critic import Critic, CriticUpdate
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks, keep_freed_memory, let_segments_grow
@@ -219,6 +220,16 @@ class Worker:
         self._rest_engine()
         return self._critic.update(batch, num_micro, denominator, lr=lr)
 
+    def supervise(self, batch: PackedBatch, num_micro: int, num_tokens: int, lr: float) -> SupervisedUpdate:
+        """One supervised optimizer step of the policy; `num_tokens`: answer tokens of the batch on all ranks."""
+        self._rest_engine()
+        return self._actor.supervise(batch, num_micro, num_tokens, lr=lr)
+
+    def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
+        """Negative log-likelihood of answers under the policy as it is now."""
+        self._rest_engine()
+        return self._actor.likelihood(batch, num_micro)
+
     def probe_with(self, prompts: Sequence[Prompt]) -> None:
         """Prompts of the run, by which each hand-over is judged; without them random tokens are."""
         self._probe = tuple(prompts)
@@ -238,7 +249,7 @@ class Worker:
             raise EngineError(
                 f"the engine is at policy version {self._engine.policy_version} after hand-over {version}"
             )
-        if self._config.rollout.engine == "hf":
+        if self._config.rollout.engine != "vllm":
             return HandOver(0.0)
         observed = canary.Observed(taken, self._probed_difference())
         return self._canary.judge(version, self._from_all_ranks(observed))

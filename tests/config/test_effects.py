@@ -27,7 +27,7 @@ CASES = [
     ("", "optim.schedule=cosine", "optim.min_lr_ratio=0.1"),
     ("critic={}", "critic.optim.schedule=linear", "critic.optim.min_lr_ratio=0.1"),
     ("", "model.path=null", "model.scratch.num_layers=2"),
-    ("", "warm_start.enabled=true", "warm_start.lr=0.1"),
+    ("", "warm_start.enabled=true", "warm_start.optim.lr=0.1"),
     *[("", "rollout.engine=vllm", f"rollout.{word}") for word in ("memory_share=0.3", "canary_bound=1",
                                                                  "sleep_level=1", "tensor_parallel_size=1")],
     ("rollout.engine=vllm runtime.device=cpu", "rollout.engine=vllm", "rollout.enforce_eager=true"),
@@ -103,6 +103,8 @@ def test_a_file_is_told_of_what_it_says_in_vain_but_not_of_what_an_override_swit
     assert [line.partition("=")[0] for line in lines] == ["algo.importance.cap", "rollout.memory_share"]
     words.append("rollout=hf")
     assert [line.partition("=")[0] for line in idle_settings(load_config(words), words)] == ["algo.importance.cap"]
-    words.append("+warm_start={lr: 0.1, batch_size: 8}")
-    assert idle_settings(load_config(words), words)[1].startswith("warm_start.batch_size=8, warm_start.lr=0.1: have no")
+    words.append("+warm_start={max_steps: 9, batch_size: 8}")
+    assert idle_settings(load_config(words), words)[1].startswith(
+        "warm_start.batch_size=8, warm_start.max_steps=9: have no"
+    )
     assert idle_settings(load_config(["experiment=debug", "~tags"]), ["experiment=debug", "~tags"]) == []

@@ -36,6 +36,7 @@ def settings(words: str, base: str = HELD) -> RunConfig:
     return RunConfig.model_validate(nested)
 
 
+CHECK_EVERY = "warm_start.check_every must divide warm_start.steps_per_chunk"
 MICRO_BATCH = (
     "trainer.max_tokens_per_micro_batch must be at least filter.max_prompt_tokens + rollout.max_response_tokens"
 )
@@ -64,8 +65,26 @@ CASES = [
         "data.scorer=data.math:score",
         "data.scorer=data.math:score reward.num_processes=1",
     ),
-    ("warm_start_has_demonstrations", "data.task=gsm8k warm_start.enabled=true", "data.task=gsm8k"),
-    ("warm_start_has_demonstrations", "data.task=gsm8k warm_start.enabled=true", "warm_start.enabled=true"),
+    *[
+        (name, f"warm_start.enabled=true warm_start.{wrong}", f"warm_start.enabled={enabled} warm_start.{right}")
+        for name, wrong, right, enabled in (
+            ("demonstrations_are_there", "demonstrations=no/such.jsonl", "demonstrations=null", "true"),
+            ("demonstrations_are_there", "demonstrations=pyproject.toml", "demonstrations=no/such.jsonl", "false"),
+            ("warm_start_warmup_fits", "optim.warmup_steps=1200", "optim.warmup_steps=1199", "true"),
+            (
+                "warm_start.check_every must divide warm_start.steps_per_chunk",
+                "check_every=30",
+                "check_every=25",
+                "true",
+            ),
+        )
+    ],
+    ("a_run_has_an_engine", "rollout.engine=none", "rollout.engine=hf"),
+    (
+        "runtime.num_workers must divide warm_start.batch_size",
+        "runtime.backend=ray runtime.num_workers=4 warm_start.enabled=true warm_start.batch_size=6",
+        "runtime.backend=ray runtime.num_workers=4 warm_start.batch_size=6",
+    ),
     (
         "trainer.mini_batch_size must divide trainer.batch_size",
         "trainer.mini_batch_size=48",

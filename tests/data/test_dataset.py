@@ -8,7 +8,7 @@ import pytest
 
 import data
 from data.schema import provenance, require_row_schema, row_schema
-from rlcore.batching.prompts import read_demonstrations, read_prompts
+from rlcore.batching.prompts import read_prompts, read_solutions
 from rlcore.config import CountdownData, FilterConfig
 from rlcore.config.model import ScratchModel
 from rlcore.errors import DataError
@@ -83,7 +83,7 @@ def test_the_filter_tokenizes_prompts_and_demonstrations(dataset, tokenizer, art
     assert found.counts == {"train": 60, "validation": 20}
     rows = pq.read_table(found.directory / "train.parquet").to_pylist()
     prompts = read_prompts(found.directory / "train.parquet")
-    demonstrations = read_demonstrations(found.directory / "train.parquet")
+    demonstrations = read_solutions(found.directory / "train.parquet")
     assert len(rows) == len(prompts) == len(demonstrations) == 60
     vocabulary = json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
     for row, prompt, demonstration in zip(rows, prompts, demonstrations, strict=True):

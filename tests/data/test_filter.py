@@ -14,7 +14,7 @@ import data
 from data import filter as filter_module
 from data.tokenizer import PieceEncoder, PromptTokenizer
 from data.write import write_splits
-from rlcore.batching.prompts import read_demonstrations, read_prompts
+from rlcore.batching.prompts import read_prompts, read_solutions
 from rlcore.config import CountdownData, FilterConfig, ParquetData
 from rlcore.errors import DataError, DiskSpaceError
 from tests.data.conftest import CHAT_TEMPLATE, saved
@@ -395,7 +395,7 @@ def test_foreign_arrow_types_are_taken(chat_tokenizer, artifacts_root, tmp_path)
         "prompt_ids", "solution_ids", "distractor_ids", "ground_truth_json"
     ]  # fmt: skip
     assert {prompt.data_source for prompt in read_prompts(found.directory / "train.parquet")} == {"mine"}
-    assert read_demonstrations(found.directory / "train.parquet") == []
+    assert read_solutions(found.directory / "train.parquet") == []
 
 
 def test_a_template_that_writes_the_day_gives_the_same_prompt_every_day(trained_bpe, tmp_path):

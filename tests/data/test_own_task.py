@@ -9,7 +9,7 @@ import pytest
 
 import data
 from data import multiplication
-from rlcore.batching.prompts import read_demonstrations, read_prompts
+from rlcore.batching.prompts import read_prompts, read_solutions
 from rlcore.config import CustomData, FilterConfig, MappedData, RewardConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError
@@ -24,7 +24,7 @@ def test_multiplication_end_to_end(scratch_tokenizer, artifacts_root):
     found = data.filter_dataset(dataset.directory, scratch_tokenizer, FilterConfig(), root=artifacts_root)
     prompts = read_prompts(found.directory / "train.parquet")
     assert all(len(prompt.token_ids) == 4 for prompt in prompts)
-    assert len(read_demonstrations(found.directory / "train.parquet")) == 200
+    assert len(read_solutions(found.directory / "train.parquet")) == 200
     solutions = [row["extra_info"]["solution"] for row in pq.read_table(found.directory / "train.parquet").to_pylist()]
     with ScoringPool(TIMES.scorer, RewardConfig(num_processes=1)) as pool:
         truths = [prompt.ground_truth_json for prompt in prompts]

@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 HERE = Path("here")
 MADE: dict[str, Any] = {
-    "warm-start": StartModel(HERE, cached=False, reward=0.4, steps=30),
+    "warm-start": StartModel(HERE, cached=False, steps=30, figures={"reward": 0.4}),
     "train-chunk": Chunk(0, 1, HERE, skipped=False, metrics={"critic/score/mean": 0.25}),
     "export": Export(HERE, 2, cached=True),
     "validate": Judgement("after", 2, HERE, cached=False, summary={"val-core/countdown/reward/greedy": 0.5}),

@@ -102,7 +102,10 @@ def main() -> None:
         mine = select_train(batch, shares.sequences[rank])
         denominator = Denominator(batch.packed.num_loss_tokens, int(batch.packed.score_mask.sum()), 8)
         seen = watch_gradients(worker._actor.optimizer, worker.policy_model())
-        worker.update_policy(mine, shares.num_micro, denominator, LR, 0.01)
+        if case["supervised"]:
+            worker.supervise(mine.packed, shares.num_micro, denominator.num_tokens, LR)
+        else:
+            worker.update_policy(mine, shares.num_micro, denominator, LR, 0.01)
         found = {f"policy.{name}": value for name, value in seen.items()}
         assert not has_gradients(worker.policy_model()), "they would lie beside the next model's update"
         if config.critic is not None:

@@ -17,6 +17,8 @@ from tests.small_run import prepare
 NUM_SEQUENCES = 16
 UNSCORED = (2, 5, 8, 11)
 """Answers that the scorer failed on: their gradient is none."""
+ALGORITHMS = ("grpo", "ppo", "sft")
+"""sft: the supervised loss on the same answers."""
 RELATIVE = 4e-6
 """Of the largest entry of each tensor, in float32. Sums of another order differ by 1.1e-6 on a processor without
 AVX-512."""
@@ -62,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(random_batch(np.random.default_rng(7)), folder / "batch.safetensors")
     straight, shuffled = list(range(NUM_SEQUENCES)), np.random.default_rng(1).permutation(NUM_SEQUENCES).tolist()
     cases = []
-    for algo in ("grpo", "ppo"):
+    for algo in ALGORITHMS:
         for name, order, max_tokens, checkpointing in [
             ("whole", straight, 10_000, False),
             ("split", straight, 30, False),
@@ -74,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             kl = ["algo.kl.where=loss"] if algo == "grpo" else []
             run = prepare(
                 folder,
-                f"algo={algo}",
+                f"algo={'grpo' if algo == 'sft' else algo}",
                 "algo.entropy_coef=0.01",
                 "optim.grad_clip=1000.0",
                 f"model.gradient_checkpointing={checkpointing}",
@@ -84,6 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             cases.append(
                 {
                     "name": f"{algo}-{name}",
+                    "supervised": algo == "sft",
                     "config": run.config.model_dump(mode="json"),
                     "model": str(run.model_directory),
                     "order": order,
@@ -99,7 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("case", ["whole", "split", "single", "shuffled", "scored-alone", "checkpointed"])
-@pytest.mark.parametrize("algo", ["grpo", "ppo"])
+@pytest.mark.parametrize("algo", ALGORITHMS)
 def test_the_gradient_does_not_depend_on_how_it_is_computed(
     folder: Path, algo: str, case: str, world_size: int
 ) -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlcore.config.data import ALL_SOURCES, CountdownData, CustomData, MixtureData, ParquetData
+from rlcore.config.data import ALL_SOURCES, CountdownData, MixtureData, ParquetData
 from rlcore.config.problems import Problem
 from rlcore.config.rules.registry import Rule, row, rule
 from rlcore.config.run import RunConfig
@@ -60,10 +60,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: not isinstance(c.data, MixtureData) or c.data.scorer == _MIXTURE_SCORER,
         "Leave it out, and set `scorer` in the data of a part"),
     a_mixture_has_parts,
-    row("warm_start_has_demonstrations", "warm_start.enabled", "data.task",
-        "needs demonstrations, which task countdown alone has",
-        lambda c: not c.warm_start.enabled or isinstance(c.data, CountdownData | CustomData | MixtureData),
-        "Set warm_start.enabled=false, and model.path to a model that answers such questions now and then"),
+    row("demonstrations_are_there", "warm_start.demonstrations", "", "must be a .jsonl or .parquet file that exists",
+        lambda c: not c.warm_start.enabled or c.warm_start.demonstrations is None
+        or (Path(c.warm_start.demonstrations).suffix in (".jsonl", ".parquet")
+            and Path(c.warm_start.demonstrations).expanduser().is_file()),
+        "Give its path, or leave it out: a task's own solutions are shown then"),
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.base import covers, leaves
+from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import shown
 from rlcore.config.rules.training import DISCOUNTED_ADVANTAGES
 from rlcore.config.run import RunConfig, value_at
@@ -62,6 +63,7 @@ _VLLMS = tuple(
                  "max_batched_tokens", "prefix_caching", "canary_bound")
 )  # fmt: skip
 _KL = tuple(f"algo.kl.{name}" for name in ("estimator", "coef", "adaptive", "target", "horizon", "offload"))
+_WARM_START = tuple(f"warm_start.{name}" for name in WarmStartConfig.model_fields if name != "enabled")
 _ACTIONS = tuple(f"alarms.{name}" for name in ("non_finite", "grad_norm", "entropy", "equal_scores", "kl", "length"))
 
 EFFECTS: tuple[Effect, ...] = (
@@ -85,9 +87,11 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("critic.optim.min_lr_ratio",), ("critic.optim.schedule",), _none_of("constant"),
            "Set critic.optim.schedule=linear or cosine"),
     Effect(("model.scratch",), ("model.path",), _off, "Set model.path=null"),
-    Effect(tuple(f"warm_start.{name}" for name in ("batch_size", "lr", "max_steps", "stop_at_reward", "check_every",
-                                                   "check_problems", "misdirected_share")),
-           ("warm_start.enabled",), _on, "Set warm_start.enabled=true"),
+    Effect(_WARM_START, ("warm_start.enabled",), _on, "Set warm_start.enabled=true"),
+    Effect(("warm_start.check_problems",), ("warm_start.stop_at_reward",), _on, "Set warm_start.stop_at_reward"),
+    Effect(("warm_start.patience",), ("warm_start.held_out_rows",), _on, "Set warm_start.held_out_rows=256"),
+    Effect(("warm_start.optim.min_lr_ratio",), ("warm_start.optim.schedule",), _none_of("constant"),
+           "Set warm_start.optim.schedule=linear or cosine"),
     Effect(_VLLMS, ("rollout.engine",), _one_of("vllm"), "Set rollout.engine=vllm"),
     Effect(("rollout.sleep_level", "rollout.enforce_eager", "rollout.short_steps"), ("runtime.device",),
            _none_of("cpu"), "Set runtime.device=auto"),

@@ -80,14 +80,21 @@ def critic_warmup_fits(config: RunConfig) -> Problem | None:
     return None if config.critic is None else _warmup("critic.optim", config.critic.optim, config.trainer.total_steps)
 
 
-def _warmup(section: str, optim: OptimConfig, total_steps: int) -> Problem | None:
+@rule("warm_start")
+def warm_start_warmup_fits(config: RunConfig) -> Problem | None:
+    """The warm start's learning rate reaches its peak before the stage ends."""
+    warm = config.warm_start
+    return _warmup("warm_start.optim", warm.optim, warm.max_steps, "warm_start.max_steps") if warm.enabled else None
+
+
+def _warmup(section: str, optim: OptimConfig, total_steps: int, key: str = "trainer.total_steps") -> Problem | None:
     steps, ratio = optim.warmup_steps, optim.warmup_ratio
     if steps > 0 and ratio > 0:
         got = f"warmup_steps {steps} and warmup_ratio {ratio}"
         return Problem(f"{section}.warmup_ratio", "must be 0 where warmup_steps is given", got, "Set one of the two")
     if steps >= total_steps > 1 or steps > total_steps:
-        got = f"{steps} with total_steps {total_steps}"
-        return Problem(f"{section}.warmup_steps", "must be under trainer.total_steps", got, "Warm up for fewer steps")
+        got = f"{steps} with {key.rpartition('.')[2]} {total_steps}"
+        return Problem(f"{section}.warmup_steps", f"must be under {key}", got, "Warm up for fewer steps")
     return None
 
 
@@ -97,6 +104,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.runtime.backend == "ray" or c.runtime.num_workers == 1, "Set runtime.backend=ray"),
     policy_warmup_fits,
     critic_warmup_fits,
+    warm_start_warmup_fits,
     policy_loss_is_known,
     own_loss_is_found,
     row("groups_have_members", "rollout.samples_per_prompt", "algo.advantage",
@@ -130,6 +138,8 @@ RULES: tuple[Rule, ...] = (
         "must be 1 with validation.sampling.temperature=0",
         lambda c: c.validation.sampling.temperature > 0 or c.validation.samples_per_problem == 1,
         "Set it to 1, or sample at temperature 1; validation.greedy judges a greedy answer as well"),
+    row("a_run_has_an_engine", "rollout.engine", "", "must be hf or vllm: training needs answers",
+        lambda c: c.rollout.engine != "none", "Set rollout.engine=vllm, or hf where there is no vLLM"),
     row("tensor_parallel_is_vllms", "rollout.tensor_parallel_size", "rollout.engine", "must be 1 without vLLM",
         lambda c: c.rollout.engine == "vllm" or c.rollout.tensor_parallel_size == 1, "Set rollout.engine=vllm, or 1"),
     # vLLM gives log-probabilities before temperature, or after temperature and top_p; the trainer needs those between.

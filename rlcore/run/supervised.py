@@ -1,0 +1,421 @@
+"""The warm start: a training of its own that makes the model of step 0, by the machinery of a run.
+
+It has a folder like a run's (`warm-starts/warm-start-<fingerprint>`) with journal and checkpoints, so it goes on where
+it was, and settings that follow from those of the run. Its result is published under `models/<fingerprint>`, where runs
+of equal settings find it; its journal goes with it.
+
+A share of the demonstrations may reach another target than the one asked (the row's distractor): the model learns to
+write valid equations over the right numbers but only in part to aim, which is left to the reinforcement learning.
+"""
+
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from pydantic import JsonValue
+
+from rlcore.batching.loader import PromptStream
+from rlcore.batching.prompts import Demonstration, read_demonstrations, read_solutions
+from rlcore.checkpoint.catalog import HELD_OUT_LOSS, CheckpointInfo
+from rlcore.checkpoint.export import export_transformers
+from rlcore.checkpoint.save import UnderWay
+from rlcore.config import RunConfig
+from rlcore.errors import DataError
+from rlcore.models.load import load_tokenizer
+from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
+from rlcore.rollout.engine import WARM_START_STREAM, requests_for
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.run.inputs import (
+    RunInputs,
+    find_start_model,
+    is_given,
+    planned_start_model,
+    stage_layout,
+    stage_settings,
+)
+from rlcore.run.memory import fit_run
+from rlcore.run.problems import Problems, read_parts, spread
+from rlcore.run.record import Report, RunRecord, TrackedState
+from rlcore.run.training import Training
+from rlcore.run.watchdog import Watchdog
+from rlcore.run.workers import Started, TrainingWorkers
+from rlcore.storage.finished import FINGERPRINT, finished_or_set_aside
+from rlcore.storage.manifest import Manifest
+from rlcore.storage.publish import published_directory, write_text_atomically
+from rlcore.trainer.experience import generate
+from rlcore.trainer.step import LoopState, StepResult
+from rlcore.trainer.supervised import SupervisedTrainer
+from rlcore.types import Prompt
+from rlcore.workers.group import WorkerGroup
+
+MIN_CHECK_PROBLEMS = 16
+"""Fewer sampled answers say nothing about a reward."""
+LOSS, ACCURACY, REWARD = "sft/loss", "sft/accuracy", "sft/reward"
+FIGURES = (LOSS, ACCURACY, HELD_OUT_LOSS, "sft/held_out_accuracy", REWARD)
+"""Metrics that the result's manifest keeps, by what follows the slash."""
+
+
+# ---------------------------------------------------------------------- data
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """Demonstrations in the order in which they are shown, and those held out."""
+
+    shown: PromptStream[Demonstration]
+    held_out: tuple[Demonstration, ...]
+    misdirected_share: float
+    seed: int
+    num_dropped: int
+
+    @classmethod
+    def read(cls, config: RunConfig, inputs: RunInputs) -> "Lessons":
+        """Read the tokenized demonstrations; nothing is tokenized again.
+
+        Raises:
+            DataError: there is none.
+        """
+        warm, own = config.warm_start, inputs.demonstrations_directory
+        if own is not None:
+            rows, held_out = (read_demonstrations(own / f"{split}.parquet") for split in ("train", "validation"))
+        else:
+            rows = [row for file in inputs.train_parquets for row in read_solutions(file)]
+            held_out = [row for file in inputs.validation_parquets for row in read_solutions(file)]
+        fitting = [row for row in rows if len(row.token_ids) <= warm.max_tokens]
+        if not fitting:
+            longest = f": all {len(rows):,} are longer than warm_start.max_tokens={warm.max_tokens}" if rows else ""
+            raise DataError(
+                f"{own or inputs.filtered_directory}: warm_start.enabled needs demonstrations, and there is none"
+                f"{longest}. Set warm_start.enabled=false, name a file (warm_start.demonstrations), or use a task that "
+                "writes extra_info.solution"
+            )
+        kept = [row for row in held_out if len(row.token_ids) <= warm.max_tokens][: warm.held_out_rows]
+        stream = PromptStream(fitting, seed=config.seed, part=WARM_START_STREAM)
+        return cls(stream, tuple(kept), warm.misdirected_share, config.seed, len(rows) - len(fitting))
+
+    def draw(self, position: int, step: int, count: int) -> list[Demonstration]:
+        """Those of a step; some of them misdirected."""
+        rng = np.random.default_rng((self.seed, WARM_START_STREAM, step))
+        wrong = (rng.random(count) < self.misdirected_share).tolist()
+        chosen = self.shown.take(position, count)
+        return [
+            row.misdirected if beside and row.misdirected is not None else row
+            for row, beside in zip(chosen, wrong, strict=True)
+        ]
+
+
+# ---------------------------------------------------------------------- workers and steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Started(Started):
+    trainer: SupervisedTrainer
+    check: "RewardCheck | None"
+
+
+class SupervisedWorkers(TrainingWorkers[_Started]):
+    """The ranks of a warm start, with its demonstrations."""
+
+    def __init__(
+        self,
+        record: RunRecord,
+        inputs: RunInputs,
+        lessons: Lessons,
+        guard: Watchdog,
+        start_model: Path,
+        *,
+        after_start: Callable[[], None],
+    ) -> None:
+        super().__init__(record, guard, start_model, after_start=after_start)
+        self._inputs = inputs
+        self._lessons = lessons
+
+    @property
+    def unscored(self) -> tuple[int, str]:
+        """Answers that the scorer failed on are left out of the sampled reward; see `RewardCheck`."""
+        return 0, ""
+
+    def hand_over(self, version: int) -> None:
+        """Engines get the weights where answers are asked for, right before."""
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Held-out loss, and the sampled reward where it ends the stage."""
+        parts = self._started()
+        with self._guard.phase("testing"):
+            metrics = parts.trainer.held_out(self._lessons.held_out)
+        if parts.check is not None and step:
+            super().hand_over(step)
+            with self._guard.phase("testing"):
+                metrics[REWARD] = parts.check.reward(parts.group, step)
+        return metrics
+
+    def _start(self) -> _Started:
+        config, lessons = fit_run(self._config, self._layout.run_dir, self._report), self._lessons
+        check = None
+        if config.warm_start.stop_at_reward is not None:
+            check = RewardCheck.of(config, self._inputs, self._open)
+        group, profile = self._start_group(config)
+        size = config.warm_start.batch_size
+        trainer = SupervisedTrainer(
+            config, group, lambda drawn, step: lessons.draw(drawn, step, size), enter_phase=self._guard.phase
+        )
+
+        def take_step(state: LoopState) -> StepResult:
+            return trainer.step(state, epoch=lessons.shown.epoch_at(state.num_prompts_drawn))
+
+        return _Started(config, group, take_step, profile, trainer, check)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCheck:
+    """Samples an answer to each of some training problems, and scores it."""
+
+    config: RunConfig
+    prompts: Sequence[Prompt]
+    problems: Problems
+    scoring: ScoringPool
+
+    @classmethod
+    def of(cls, config: RunConfig, inputs: RunInputs, opened: ExitStack) -> "RewardCheck":
+        """The first problems of each part; `opened` ends the scoring processes."""
+        problems = Problems.read(config, inputs)
+        number = max(MIN_CHECK_PROBLEMS, config.warm_start.check_problems)
+        prompts = spread(read_parts(config, inputs.train_parquets))[:number]
+        return cls(config, prompts, problems, opened.enter_context(problems.scoring_pool()))
+
+    def reward(self, group: WorkerGroup, step: int) -> float:
+        """Mean score over those answers that the scorer did not fail on.
+
+        Raises:
+            DataError: it failed on all.
+        """
+        config = self.config
+        requests = requests_for(self.prompts, 1, run_seed=config.seed, stream=WARM_START_STREAM, step=step)
+        limit = config.rollout.max_response_tokens
+        rollouts = generate(group, requests, config.rollout.sampling, limit, policy_version=step)
+        texts = self.problems.decode([rollout.response_ids for rollout in rollouts])
+        scores = self.scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts])
+        totals = [score.total for score in scores if score.failure is None]
+        if not totals:
+            raise DataError(
+                f"data.scorer: {config.data.scorer} failed on all {len(scores)} answers of the warm start, the last "
+                f"time: {scores[-1].failure}. Repair it, or set warm_start.enabled=false"
+            )
+        return sum(totals) / len(totals)
+
+
+class SupervisedTraining(Training[SupervisedWorkers]):
+    """Supervised steps until one of the ends that the settings name."""
+
+    STAGE = "warm-start"
+
+    @property
+    def _every(self) -> int:
+        return self._config.warm_start.check_every
+
+    def _measured(self, state: TrackedState) -> tuple[Mapping[str, float], TrackedState]:
+        step = state.loop.step
+        metrics = self._workers.measure(step)
+        score = -metrics.get(HELD_OUT_LOSS, math.inf)
+        return metrics, replace(state, best_score=score, best_step=step) if score > state.best_score else state
+
+    def _is_over(self, state: TrackedState, metrics: Mapping[str, float]) -> bool:
+        return has_learned(self._config, state.loop.step, state.best_step, metrics)
+
+
+def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[str, float]) -> bool:
+    """Whether the sampled reward is reached, or the held-out loss has not fallen for as long as `patience` says."""
+    warm = config.warm_start
+    if warm.stop_at_reward is not None and metrics.get(REWARD, -math.inf) >= warm.stop_at_reward:
+        return True
+    is_measured = HELD_OUT_LOSS in metrics
+    return warm.patience is not None and is_measured and step - best_step >= warm.patience * warm.check_every
+
+
+# ---------------------------------------------------------------------- the stage
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartResult:
+    """Where the stage stands: `figures` of the model of step 0 once it `is_over`, after so many `steps`."""
+
+    directory: Path
+    cached: bool
+    is_over: bool
+    steps: int = 0
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, directory: Path, manifest: Manifest | None, *, cached: bool) -> "WarmStartResult":
+        """That of a model which is there; somebody else's has no manifest."""
+        values = {} if manifest is None else manifest.values
+        figures = {name.partition("/")[2]: 0.0 for name in FIGURES}
+        found = {name: float(values[name]) for name in figures if isinstance(values.get(name), int | float)}
+        return cls(directory, cached, is_over=True, steps=int(values.get("steps", 0)), figures=found)
+
+
+class WarmStart:
+    """Makes the model of step 0, chunk by chunk; between two chunks it holds its folder's lock and its workers.
+
+    Args:
+        locked: holds the lock of a folder inside its block.
+        after_start: called when workers have been started.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        inputs: RunInputs,
+        guard: Watchdog,
+        *,
+        report: Report,
+        stop: Callable[[], bool],
+        locked: Callable[[Path], AbstractContextManager[None]],
+        after_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._config, self._inputs, self._guard = config, inputs, guard
+        self._report, self._stop = report, stop
+        self._locked, self._after_start = locked, after_start
+        self._directory = planned_start_model(config, inputs.filtered_directory)
+        self._layout = stage_layout(config, inputs.filtered_directory)
+        self._open = ExitStack()
+        self._record: RunRecord | None = None
+        self._is_over = False
+        self.training: SupervisedTraining | None = None
+
+    def to(self, to_step: int | None) -> WarmStartResult:
+        """Train until a checkpoint of `to_step` (None: the last) is committed or the stage is over, which publishes the
+        model of step 0. Does nothing where that is there.
+
+        Raises:
+            StopRequestedError: a stop was asked for; the last finished step is saved.
+        """
+        if (known := self._known()) is not None:
+            return known
+        if not self._config.warm_start.enabled:
+            with published_directory(self._directory, {FINGERPRINT: self._directory.name}) as folder:
+                build_model(self._config, folder)
+            return WarmStartResult(self._directory, cached=False, is_over=True)
+        if self.training is None:
+            self._begin()
+            if (known := self._known()) is not None:  # made by another run while this one waited for the lock
+                self.close(failed=False)
+                return known
+        record, training = self._record, self.training
+        assert record is not None, "`_begin` makes it"
+        assert training is not None, "`_begin` makes it"
+        end = record.config.trainer.total_steps
+        newest = record.newest()
+        if newest is None or not self._has_ended(record, newest):
+            goal = end if to_step is None else min(to_step, end)
+            if newest is None or newest.step < goal:
+                training.to(goal, None)
+            newest = record.newest()
+            assert newest is not None, "training has committed one"
+        if not self._has_ended(record, newest):
+            return WarmStartResult(self._directory, cached=False, is_over=False, steps=newest.step)
+        self._publish(record, training, newest)
+        return WarmStartResult.of(self._directory, finished_or_set_aside(self._directory), cached=False)
+
+    def save_finished(self) -> str | None:
+        """Save the last finished step, if the stage is under way: a stop was asked for. Says what is saved."""
+        return None if self.training is None else self.training.save_finished()
+
+    @property
+    def saving(self) -> UnderWay | None:
+        """What its save is at."""
+        return None if self._record is None else self._record.saves.at
+
+    def close(self, *, failed: bool) -> None:
+        """End the workers and give the folder back."""
+        record, self._record, self.training = self._record, None, None
+        with self._open:
+            if record is not None:
+                record.finish(failed=failed, is_over=self._is_over)
+
+    def _known(self) -> WarmStartResult | None:
+        manifest = find_start_model(self._config, self._inputs.filtered_directory)
+        if manifest is None and not is_given(self._config):
+            return None
+        return WarmStartResult.of(self._directory, manifest, cached=True)
+
+    def _begin(self) -> None:
+        layout = self._layout
+        layout.run_dir.mkdir(parents=True, exist_ok=True)
+        self._open.enter_context(self._locked(layout.run_dir))
+        layout.require_kinds()
+        if self._known() is not None:
+            return
+        lessons = Lessons.read(self._config, self._inputs)
+        settings = stage_settings(self._config, len(lessons.shown))
+        if lessons.num_dropped:
+            limit = f"longer than warm_start.max_tokens={self._config.warm_start.max_tokens}"
+            text = f"{lessons.num_dropped:,} demonstrations are {limit}, and left out"
+            self._report({"event": "note", "text": text})
+        write_text_atomically(layout.settings_json, settings.model_dump_json(indent=2) + "\n")
+        tags = {"stage": "warm-start"}
+        phase = self._guard.phase
+        record = RunRecord(settings, layout, report=self._report, stop=self._stop, phase=phase, tags=tags)
+        workers = SupervisedWorkers(
+            record, self._inputs, lessons, self._guard, self._source(), after_start=self._after_start
+        )
+        self._workers = self._open.enter_context(workers)
+        self._record = record
+        self.training = SupervisedTraining(record, workers, stop=self._stop)
+
+    def _source(self) -> Path:
+        """The model that is taught."""
+        if self._config.model.path is not None:
+            return Path(self._config.model.path)
+        folder = self._layout.run_dir / "untaught"
+        if finished_or_set_aside(folder) is None:
+            with published_directory(folder, {"kind": "model"}) as made:
+                build_model(self._config, made)
+        return folder
+
+    def _has_ended(self, record: RunRecord, newest: CheckpointInfo) -> bool:
+        best = record.store.load_state(newest).best_step
+        is_last = newest.step >= record.config.trainer.total_steps
+        return is_last or has_learned(record.config, newest.step, best, newest.metrics)
+
+    def _publish(self, record: RunRecord, training: SupervisedTraining, newest: CheckpointInfo) -> None:
+        """The checkpoint with the lowest held-out loss as a model's folder, the last where a reward was wanted."""
+        training.settle_save()
+        wants_reward = self._config.warm_start.stop_at_reward is not None
+        taken = newest if wants_reward else record.store.best() or newest
+        self._workers.load(taken.name)
+        weights = self._workers.full_weights()
+        facts: dict[str, JsonValue] = {
+            FINGERPRINT: self._directory.name,
+            "steps": taken.step,
+            "steps_taken": newest.step,
+        }
+        facts |= {name.partition("/")[2]: taken.metrics[name] for name in FIGURES if name in taken.metrics}
+
+        def write() -> None:
+            with self._guard.phase("export"):
+                source, beside = self._workers.start_model, (self._layout.journal,)
+                export_transformers(weights, source, self._directory, facts=facts, beside=beside)
+
+        record.room.hold(write, step=newest.step, path=self._directory)
+        self._is_over = True
+        self.close(failed=False)
+        shutil.rmtree(self._layout.checkpoints, ignore_errors=True)  # the journal stays
+
+
+def build_model(config: RunConfig, folder: Path) -> None:
+    """Write a model made from nothing, with its tokenizer, into a folder."""
+    build_scratch_tokenizer(config.model.scratch, folder)
+    tokenizer = load_tokenizer(folder)
+    build_scratch_model(
+        config.model.scratch,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        seed=config.seed,
+        directory=folder,
+    )

@@ -1,0 +1,101 @@
+"""One supervised step: the negative log-likelihood of the demonstrations' answers, lowered."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from rlcore.algos.objective import SupervisedStatistics
+from rlcore.algos.schedules import lr_at
+from rlcore.batching.balance import Shares, rank_tokens, share_out
+from rlcore.batching.pack import pack_demonstrations, select
+from rlcore.batching.prompts import Demonstration
+from rlcore.config import RunConfig
+from rlcore.errors import NonFiniteError
+from rlcore.trainer.clock import EnterPhase, PhaseClock, unwatched
+from rlcore.trainer.metrics import Metrics, balance_metrics, memory_metrics, mfu_metrics, timing_metrics
+from rlcore.trainer.step import LoopState, StepResult
+from rlcore.types import PackedBatch
+from rlcore.workers.group import WorkerGroup
+from rlcore.workers.worker import Worker, WorkerInfo
+
+Draw = Callable[[int, int], Sequence[Demonstration]]
+"""(demonstrations drawn before, number of the step) -> those of the step."""
+
+
+class SupervisedTrainer:
+    """Runs supervised steps on a group of workers. Holds no state: that is the `LoopState` given and returned, whose
+    prompts drawn are demonstrations here."""
+
+    def __init__(
+        self, config: RunConfig, group: WorkerGroup, draw: Draw, *, enter_phase: EnterPhase = unwatched
+    ) -> None:
+        self._config = config
+        self._group = group
+        self._draw = draw
+        self._enter_phase = enter_phase
+
+    def step(self, state: LoopState, *, epoch: int) -> StepResult:
+        """Draw, update."""
+        config, clock, number = self._config, PhaseClock(self._enter_phase), state.step + 1
+        packed = pack_demonstrations(self._draw(state.num_prompts_drawn, number))
+        shares = self._share_out(packed)
+        lr = lr_at(state.step, optim=config.optim, total_steps=config.trainer.total_steps)
+        answer_tokens = packed.num_loss_tokens
+        with clock.phase("update_actor"):
+            arguments = [(select(packed, mine), shares.num_micro, answer_tokens, lr) for mine in shares.sequences]
+            try:
+                updates = self._group.scatter(Worker.supervise, arguments)
+            except NonFiniteError as failure:
+                raise NonFiniteError(f"step {number} of the warm start: {failure}") from failure
+        stats: SupervisedStatistics = functools.reduce(operator.add, (update.stats for update in updates))
+        seconds = clock.seconds()
+        lengths, num_devices = packed.sequence_lengths().tolist(), self._group.world_size
+        peaks = self._group.each(Worker.memory_peak)
+        metrics: Metrics = {
+            "training/global_step": float(number),
+            "training/epoch": float(epoch),
+            **{f"sft/{name}": value for name, value in stats.means().items()},
+            "sft/grad_norm": updates[0].grad_norm,
+            "sft/lr": lr,
+            "sft/answer_tokens": float(answer_tokens),
+            **balance_metrics(packed, rank_tokens(packed, shares)),
+            **mfu_metrics(seconds, lengths, self._worker_info, num_epochs=1, num_devices=num_devices),
+            **timing_metrics(seconds, packed, num_answer_tokens=answer_tokens, num_devices=num_devices),
+            **memory_metrics(peaks),
+        }
+        after = replace(
+            state,
+            step=number,
+            policy_version=number,
+            num_prompts_drawn=state.num_prompts_drawn + packed.num_sequences,
+            num_tokens=state.num_tokens + packed.num_tokens,
+        )
+        return StepResult(after, metrics, shortages=tuple(shortage for peak in peaks for shortage in peak.shortages))
+
+    def held_out(self, demonstrations: Sequence[Demonstration]) -> Metrics:
+        """Loss and accuracy on demonstrations that no step draws; nothing where there are none."""
+        if not demonstrations:
+            return {}
+        missing = -len(demonstrations) % self._group.world_size  # ranks get equal numbers; these count nowhere
+        last = demonstrations[-1]
+        silent = Demonstration(last.token_ids, [False] * len(last.token_ids))
+        packed = pack_demonstrations([*demonstrations, *[silent] * missing])
+        shares = self._share_out(packed)
+        arguments = [(select(packed, mine), shares.num_micro) for mine in shares.sequences]
+        found = functools.reduce(operator.add, self._group.scatter(Worker.likelihood, arguments))
+        return {f"sft/held_out_{name}": value for name, value in found.means().items()}
+
+    def _share_out(self, packed: PackedBatch) -> Shares:
+        return share_out(
+            packed,
+            range(packed.num_sequences),
+            num_ranks=self._group.world_size,
+            max_tokens=self._config.trainer.max_tokens_per_micro_batch,
+        )
+
+    @cached_property
+    def _worker_info(self) -> WorkerInfo:
+        """What rank 0 found at its start."""
+        return self._group.each(Worker.info)[0]

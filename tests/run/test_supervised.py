@@ -1,0 +1,212 @@
+"""The warm start: a supervised training on the workers, with checkpoints, held-out loss and its ends."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rlcore.batching.pack import pack_demonstrations
+from rlcore.batching.prompts import Demonstration
+from rlcore.errors import ConfigError, DataError
+from rlcore.models.policy import CausalPolicy
+from rlcore.run.supervised import Lessons, stage_layout
+from rlcore.storage.manifest import read_manifest
+from rlcore.tracking.journal import read_journal
+from rlcore.trainer.metrics import repeatable
+from tests.run.running import WAIT_S, disturb, said, small
+from tests.small_run import SmallRun, prepare, warm_start
+
+THREE_STEPS = ("warm_start.max_steps=3", "warm_start.stop_at_reward=null", "warm_start.held_out_rows=0")
+JOURNAL = "metrics.jsonl"
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Device and number of tokens of each forward pass."""
+    seen: list[tuple[str, int]] = []
+    forward = CausalPolicy.forward
+
+    def noting(self: CausalPolicy, token_ids: torch.Tensor, *args: Any, **named: Any) -> Any:
+        seen.append((token_ids.device.type, len(token_ids)))
+        return forward(self, token_ids, *args, **named)
+
+    monkeypatch.setattr(CausalPolicy, "forward", noting)
+    return seen
+
+
+def steps_of(run: SmallRun) -> list[dict[str, float]]:
+    """The steps of the warm start, as its journal beside the model has them."""
+    return [repeatable(record.metrics) for record in read_journal(run.model_directory / JOURNAL)]
+
+
+def test_the_gradient_does_not_depend_on_the_cut(tmp_path: Path, passes: list[tuple[str, int]]) -> None:
+    whole = prepare(tmp_path / "whole", *THREE_STEPS, "runtime.device=cpu")
+    assert len(passes) == 3
+    num_tokens = [count for _, count in passes]
+    passes.clear()
+    cut = prepare(tmp_path / "cut", *THREE_STEPS, "runtime.device=cpu", "trainer.max_tokens_per_micro_batch=128")
+    assert max(count for _, count in passes) <= 128
+    assert sum(count for _, count in passes) == sum(num_tokens)
+    expected, found = (load_file(run.model_directory / "model.safetensors") for run in (whole, cut))
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_it_uses_the_device_that_the_workers_will_use(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"runtime\.device is cuda, but torch sees no GPU here"):
+        prepare(tmp_path, *THREE_STEPS, "runtime.device=cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_it_trains_there(tmp_path: Path, passes: list[tuple[str, int]]) -> None:
+    prepare(tmp_path, *THREE_STEPS)
+    assert {device for device, _ in passes} == {"cuda"}
+
+
+# ---------------------------------------------------------------- the numbers
+
+OPTIM = ("warm_start.optim.schedule=cosine", "warm_start.optim.warmup_steps=2", "warm_start.optim.weight_decay=0.1")
+
+
+def test_losses_are_those_of_a_plain_transformers_loop(tmp_path: Path) -> None:
+    run = prepare(tmp_path, "warm_start.max_steps=6", "warm_start.stop_at_reward=null", "model.dtype=float32", *OPTIM)
+    lessons, config = Lessons.read(run.config, run.inputs), run.config.warm_start
+    untaught = stage_layout(run.config, run.inputs.filtered_directory).run_dir / "untaught"
+    model = AutoModelForCausalLM.from_pretrained(untaught, dtype=torch.float32)
+    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
+    vectors = [weight for weight in model.parameters() if weight.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.optim.lr)
+    found = steps_of(run)
+    assert [step["training/global_step"] for step in found[1:]] == [1, 2, 3, 4, 5, 6]
+    for number, step in enumerate(found[1:]):
+        rows = lessons.draw(number * config.batch_size, number + 1, config.batch_size)
+        total, correct = sum(sum(row.is_answer) for row in rows), 0
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for row in rows:
+            ids = torch.tensor([row.token_ids])
+            logits = model(ids).logits[0, :-1]
+            wanted = torch.tensor(row.is_answer[1:])
+            targets = ids[0, 1:][wanted]
+            loss = loss + torch.nn.functional.cross_entropy(logits[wanted], targets, reduction="sum") / total
+            correct += int((logits[wanted].argmax(dim=1) == targets).sum())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        rate = (number + 1) / 2 if number < 2 else (1 + math.cos(math.pi * (number - 2) / 4)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = config.optim.lr * rate
+        optimizer.step()
+        assert step["sft/loss"] == pytest.approx(loss.item(), abs=1e-4)
+        assert step["sft/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+        assert step["sft/accuracy"] == pytest.approx(correct / total, abs=2 / total)
+        assert step["sft/lr"] == pytest.approx(config.optim.lr * rate)
+
+
+def test_the_loss_is_on_answers_alone_wherever_they_stand() -> None:
+    first = Demonstration([5, 6, 7, 8, 9], [False, True, True, False, True])
+    batch = pack_demonstrations([first, Demonstration([3, 4], [False, True])])
+    assert batch.target_ids[batch.loss_mask].tolist() == [6, 7, 9, 4]
+    assert batch.token_ids[batch.loss_mask].tolist() == [5, 6, 8, 3]
+
+
+# ---------------------------------------------------------------- its ends
+
+
+def test_it_ends_after_epochs_and_publishes_the_lowest_held_out_loss(tmp_path: Path) -> None:
+    run = prepare(
+        tmp_path, "warm_start.epochs=1.5", "warm_start.stop_at_reward=null", "warm_start.check_every=4",
+        "warm_start.steps_per_chunk=4", "warm_start.optim.lr=1.0",
+    )  # fmt: skip
+    steps = steps_of(run)
+    assert len(steps) == 1 + 12, "1.5 x 512 rows by 64"
+    measured = {
+        int(step["training/global_step"]): step["sft/held_out_loss"]
+        for step in steps[1:]
+        if "sft/held_out_loss" in step
+    }
+    assert sorted(measured) == [4, 8, 12]
+    manifest = read_manifest(run.model_directory)
+    assert manifest is not None
+    assert manifest.values["held_out_loss"] == min(measured.values())
+    assert measured[manifest.values["steps"]] == min(measured.values())
+    assert not stage_layout(run.config, run.inputs.filtered_directory).checkpoints.exists()
+
+
+def test_patience_ends_it_early(tmp_path: Path) -> None:
+    run = prepare(
+        tmp_path, "warm_start.stop_at_reward=null", "warm_start.check_every=2", "warm_start.steps_per_chunk=100",
+        "warm_start.optim.lr=1.0", "warm_start.patience=2", "warm_start.max_steps=100",
+    )  # fmt: skip
+    steps = steps_of(run)
+    losses = {
+        int(step.get("training/global_step", 0)): step["sft/held_out_loss"]
+        for step in steps
+        if "sft/held_out_loss" in step
+    }
+    best = min(losses, key=losses.__getitem__)
+    assert max(losses) == best + 4 < 100
+
+
+def test_rows_without_solutions_are_one_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"all 512 are longer than warm_start\.max_tokens=4\. Set warm_start\.enabled"):
+        prepare(tmp_path, *THREE_STEPS, "warm_start.max_tokens=4")
+
+
+# ---------------------------------------------------------------- going on
+
+
+def test_chunk_by_chunk_it_is_the_same(tmp_path: Path) -> None:
+    """Each chunk by workers of its own, which read the checkpoint before."""
+    settings = (
+        "warm_start.max_steps=6",
+        "warm_start.steps_per_chunk=2",
+        "warm_start.check_every=2",
+        "warm_start.stop_at_reward=null",
+    )
+    whole = prepare(tmp_path / "whole", *settings)
+    parts = prepare(tmp_path / "parts", *settings)
+    shutil.rmtree(parts.model_directory)
+    shutil.rmtree(stage_layout(parts.config, parts.inputs.filtered_directory).run_dir)
+    found = [warm_start(parts.config, parts.inputs, to_step) for to_step in (2, 4, 6)]
+    assert [result.is_over for result in found] == [False, False, True]
+    assert steps_of(parts) == steps_of(whole)
+    assert (parts.model_directory / "model.safetensors").read_bytes() == (
+        whole.model_directory / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(WAIT_S + 40)
+def test_killed_and_started_again_it_is_the_same(tmp_path: Path) -> None:
+    settings = (
+        "warm_start.max_steps=8",
+        "warm_start.steps_per_chunk=2",
+        "warm_start.check_every=2",
+        "warm_start.stop_at_reward=1.0",
+    )
+    run = small(tmp_path, *settings, steps=1)
+    stage = stage_layout(run.config, run.inputs.filtered_directory)
+    undisturbed = steps_of(run), (run.model_directory / "model.safetensors").read_bytes()
+    shutil.rmtree(run.model_directory)
+    shutil.rmtree(stage.run_dir)
+
+    def at(moment: str, signal: str, nth: int) -> dict[str, Any]:
+        return {"at": moment, "nth": nth, "signals": [signal]}
+
+    killed, stopped, killed_saving, done = disturb(
+        run, at("warm-start", "SIGKILL", 4), at("warm-start", "SIGTERM", 2), at("publish", "SIGKILL", 1), None
+    )
+    assert [one["code"] for one in (killed, stopped, killed_saving, done)] == [-9, 75, -9, 0], said(run)
+    first = [event["step"] for event in stopped["events"] if event.get("stage") == "warm-start"]
+    assert min(first) > 1, "the second start began anew"
+    assert steps_of(run) == undisturbed[0]
+    assert (run.model_directory / "model.safetensors").read_bytes() == undisturbed[1]
