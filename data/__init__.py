@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from data.demonstrations import tokenize_demonstrations as tokenize_demonstrations
     from data.filter import filter_dataset as filter_dataset
     from data.filter import filter_fingerprint as filter_fingerprint
     from data.filter import filtered_directory as filtered_directory
@@ -27,6 +28,7 @@ _HOME = {
     "filter_fingerprint": "data.filter",
     "filtered_directory": "data.filter",
     "inspect_dataset": "data.inspect",
+    "tokenize_demonstrations": "data.demonstrations",
     "tokenizer_fingerprint": "data.tokenizer",
 }
 

@@ -119,14 +119,24 @@ class PromptTokenizer:
             )
         self._backend = self._tokenizer.backend_tokenizer
         self._pieces = PieceEncoder.of(self._backend) if short_way else None
-        self._frame = ChatFrame.of(self._tokenizer.chat_template, self._render) if chat and short_way else None
+        self._frame = ChatFrame.of(self._tokenizer.chat_template, self.render) if chat and short_way else None
         self._end = to_bytes([self._tokenizer.eos_token_id])
         # Special tokens that the tokenizer puts around plain text, such as a beginning-of-sequence token.
         self._around = (b"", b"") if chat else self._find_special_tokens()
 
     def texts(self, prompts: Sequence[Messages]) -> list[str]:
         """Each prompt as text: the chat template with the assistant's turn opened, or the messages as they are."""
-        return [self._render(messages) for messages in prompts]
+        return [self.render(messages) for messages in prompts]
+
+    @property
+    def backend(self) -> Any:
+        """The `tokenizers.Tokenizer`."""
+        return self._backend
+
+    @property
+    def end_of_text(self) -> int:
+        """Id of the end-of-sequence token."""
+        return int(self._tokenizer.eos_token_id)
 
     def texts_of_user_messages(self, contents: Sequence[str]) -> list[str]:
         """`texts` of prompts that are a single user message each."""
@@ -138,7 +148,7 @@ class PromptTokenizer:
         for index, content in enumerate(contents):
             framed = self._frame.text(content)
             if framed is None or index % _CHECK_EVERY == 0:
-                rendered = self._render([{"role": "user", "content": content}])
+                rendered = self.render([{"role": "user", "content": content}])
                 if framed is not None and framed != rendered:
                     raise ShortWayError(content)
                 framed = rendered
@@ -184,7 +194,8 @@ class PromptTokenizer:
                 "a model made from nothing)"
             )
 
-    def _render(self, messages: Messages) -> str:
+    def render(self, messages: Messages, *, opened: bool = True) -> str:
+        """Messages as text; `opened`: with the assistant's turn begun, for a prompt."""
         if not self.chat:
             return "".join(message["content"] for message in messages)
         try:
@@ -192,7 +203,7 @@ class PromptTokenizer:
                 self._tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
                     tokenize=False,
-                    add_generation_prompt=True,
+                    add_generation_prompt=opened,
                     strftime_now=_TODAY.strftime,
                 )
             )

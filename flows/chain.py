@@ -61,11 +61,15 @@ def make_dataset(config: RunConfig, do: RunStage) -> StageResult:
 
 
 def make_rows(config: RunConfig, do: RunStage) -> Rows:
-    """Make the dataset, then tokenize and filter it."""
+    """Make the dataset, tokenize and filter it, and tokenize demonstrations where a file of them is named."""
     dataset = make_dataset(config, do)
     work, title = partial(stages.filter_rows, config), f"filter to {config.filter.max_prompt_tokens} tokens"
     filtered = do(Stage("filter", title, work, lambda rows: f"filter: {describe_rows(rows)}"))
-    return Rows(dataset, filtered, stages.inputs_of(config, dataset, filtered))
+    shown: StageResult | None = None
+    if stages.has_demonstrations(config):
+        work, title = partial(stages.tokenize_demonstrations, config), f"demonstrations {config.name}"
+        shown = do(Stage("demonstrations", title, work, lambda rows: f"demonstrations: {describe_rows(rows)}"))
+    return Rows(dataset, filtered, stages.inputs_of(config, dataset, filtered, shown))
 
 
 def make_start_model(run: OpenRun, inputs: RunInputs, do: RunStage) -> StartModel:

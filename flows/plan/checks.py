@@ -37,6 +37,9 @@ FIRST_CALL_S = 60.0
 ANY_ANSWER = "0"
 """Where a task has no solution to score."""
 
+NUM_TRIED = 256
+"""Demonstrations of a file that are tokenized before a start."""
+
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
 """In /dev where there is a GPU: NVIDIA's, one under WSL, AMD's. Its management library may be missing."""
 
@@ -177,6 +180,11 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
                 _try_scorer(data.scorer, row, config)
     if is_tokenizer_tried:
         _try_tokenizer(model, rows)
+    warm = config.warm_start
+    if warm.enabled and warm.demonstrations is not None and model.is_dir() and not plan.stage("warm-start").cached:
+        from data.demonstrations import try_demonstrations
+
+        try_demonstrations(warm, model, NUM_TRIED)
     if ":" in config.algo.policy_loss:
         _try_loss(config)
 

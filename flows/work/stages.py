@@ -76,14 +76,30 @@ def _show_rows(split: str, done: int, total: int) -> None:
         display().event(Progress(f"filter, rows of {split}", done, total, {}))
 
 
-def inputs_of(config: RunConfig, dataset: StageResult, filtered: StageResult) -> RunInputs:
+def has_demonstrations(config: RunConfig) -> bool:
+    """Whether the warm start shows a file of demonstrations."""
+    return config.warm_start.enabled and config.warm_start.demonstrations is not None
+
+
+def tokenize_demonstrations(config: RunConfig) -> StageResult:
+    """Tokenize the file of demonstrations, or find the result."""
+    from data import tokenize_demonstrations
+
+    return tokenize_demonstrations(config.warm_start, ensure_tokenizer(config), seed=config.seed, root=_root(config))
+
+
+def inputs_of(
+    config: RunConfig, dataset: StageResult, filtered: StageResult, demonstrations: StageResult | None = None
+) -> RunInputs:
     """What the training takes from the stages before it."""
-    return RunInputs(filtered.directory, ensure_tokenizer(config), dataset.directory)
+    shown = None if demonstrations is None else demonstrations.directory
+    return RunInputs(filtered.directory, ensure_tokenizer(config), dataset.directory, shown)
 
 
 def prepare_inputs(config: RunConfig) -> RunInputs:
     """The same, made now as far as it is missing."""
-    return inputs_of(config, make_dataset(config), filter_rows(config))
+    dataset, filtered = make_dataset(config), filter_rows(config)
+    return inputs_of(config, dataset, filtered, tokenize_demonstrations(config) if has_demonstrations(config) else None)
 
 
 def warm_start(run: OpenRun, inputs: RunInputs, to_step: int) -> StartModel:

@@ -8,6 +8,7 @@ A share of the demonstrations may reach another target than the one asked (the r
 write valid equations over the right numbers but only in part to aim, which is left to the reinforcement learning.
 """
 
+import gc
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from rlcore.checkpoint.save import UnderWay
 from rlcore.config import RunConfig
 from rlcore.errors import DataError
 from rlcore.models.load import load_tokenizer
+from rlcore.models.memory import release_cached_memory
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
 from rlcore.rollout.engine import WARM_START_STREAM, requests_for
 from rlcore.rollout.scoring import ScoringPool
@@ -282,8 +284,10 @@ class WarmStart:
         self._locked, self._after_start = locked, after_start
         self._directory = planned_start_model(config, inputs.filtered_directory)
         self._layout = stage_layout(config, inputs.filtered_directory)
+        self._untaught = self._layout.run_dir / "untaught"
         self._open = ExitStack()
         self._record: RunRecord | None = None
+        self._workers: SupervisedWorkers | None = None
         self._is_over = False
         self.training: SupervisedTraining | None = None
 
@@ -294,6 +298,13 @@ class WarmStart:
         Raises:
             StopRequestedError: a stop was asked for; the last finished step is saved.
         """
+        result = self._advance(to_step)
+        if result.is_over:
+            gc.collect()
+            release_cached_memory()  # the workers that follow may be other processes
+        return result
+
+    def _advance(self, to_step: int | None) -> WarmStartResult:
         if (known := self._known()) is not None:
             return known
         if not self._config.warm_start.enabled:
@@ -332,7 +343,7 @@ class WarmStart:
 
     def close(self, *, failed: bool) -> None:
         """End the workers and give the folder back."""
-        record, self._record, self.training = self._record, None, None
+        record, self._record, self._workers, self.training = self._record, None, None, None
         with self._open:
             if record is not None:
                 record.finish(failed=failed, is_over=self._is_over)
@@ -371,11 +382,10 @@ class WarmStart:
         """The model that is taught."""
         if self._config.model.path is not None:
             return Path(self._config.model.path)
-        folder = self._layout.run_dir / "untaught"
-        if finished_or_set_aside(folder) is None:
-            with published_directory(folder, {"kind": "model"}) as made:
+        if finished_or_set_aside(self._untaught) is None:
+            with published_directory(self._untaught, {"kind": "model"}) as made:
                 build_model(self._config, made)
-        return folder
+        return self._untaught
 
     def _has_ended(self, record: RunRecord, newest: CheckpointInfo) -> bool:
         best = record.store.load_state(newest).best_step
@@ -384,11 +394,13 @@ class WarmStart:
 
     def _publish(self, record: RunRecord, training: SupervisedTraining, newest: CheckpointInfo) -> None:
         """The checkpoint with the lowest held-out loss as a model's folder, the last where a reward was wanted."""
+        workers = self._workers
+        assert workers is not None, "`_begin` makes them"
         training.settle_save()
         wants_reward = self._config.warm_start.stop_at_reward is not None
         taken = newest if wants_reward else record.store.best() or newest
-        self._workers.load(taken.name)
-        weights = self._workers.full_weights()
+        workers.load(taken.name)
+        weights = workers.full_weights()
         facts: dict[str, JsonValue] = {
             FINGERPRINT: self._directory.name,
             "steps": taken.step,
@@ -398,13 +410,14 @@ class WarmStart:
 
         def write() -> None:
             with self._guard.phase("export"):
-                source, beside = self._workers.start_model, (self._layout.journal,)
+                source, beside = workers.start_model, (self._layout.journal,)
                 export_transformers(weights, source, self._directory, facts=facts, beside=beside)
 
         record.room.hold(write, step=newest.step, path=self._directory)
         self._is_over = True
         self.close(failed=False)
-        shutil.rmtree(self._layout.checkpoints, ignore_errors=True)  # the journal stays
+        for folder in (self._layout.checkpoints, self._untaught):  # the journal stays
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def build_model(config: RunConfig, folder: Path) -> None:

@@ -40,7 +40,7 @@ def test_a_stop_in_each_phase_saves_and_leaves_nothing_behind(undisturbed: Small
     shutil.rmtree(run.model_directory)  # the trainer makes it again: the warm start is a phase too
     plan = [
         at("warm-start", "SIGTERM"),
-        at("start", "SIGTERM"),
+        at("start", "SIGTERM", nth=2),  # the first is that of the warm start, which goes on
         at("gen", "SIGTERM"),
         at("reward", "SIGINT"),
         at("testing", "SIGTERM"),

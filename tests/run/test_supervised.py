@@ -14,7 +14,8 @@ from rlcore.batching.pack import pack_demonstrations
 from rlcore.batching.prompts import Demonstration
 from rlcore.errors import ConfigError, DataError
 from rlcore.models.policy import CausalPolicy
-from rlcore.run.supervised import Lessons, stage_layout
+from rlcore.run.inputs import stage_layout
+from rlcore.run.supervised import Lessons, build_model
 from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.journal import read_journal
 from rlcore.trainer.metrics import repeatable
@@ -79,7 +80,9 @@ OPTIM = ("warm_start.optim.schedule=cosine", "warm_start.optim.warmup_steps=2", 
 def test_losses_are_those_of_a_plain_transformers_loop(tmp_path: Path) -> None:
     run = prepare(tmp_path, "warm_start.max_steps=6", "warm_start.stop_at_reward=null", "model.dtype=float32", *OPTIM)
     lessons, config = Lessons.read(run.config, run.inputs), run.config.warm_start
-    untaught = stage_layout(run.config, run.inputs.filtered_directory).run_dir / "untaught"
+    untaught = tmp_path / "untaught"
+    untaught.mkdir()
+    build_model(run.config, untaught)
     model = AutoModelForCausalLM.from_pretrained(untaught, dtype=torch.float32)
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     vectors = [weight for weight in model.parameters() if weight.ndim < 2]

@@ -1,0 +1,317 @@
+"""Demonstrations of one's own for the warm start, tokenized once: conversations, or prompts with completions.
+
+A row of the file (a line of .jsonl, a row of .parquet) is one of
+
+    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}
+    {"prompt": "plain text", "completion": "plain text"}
+
+Each turn of the assistant is learned, with the end token after it, and nothing else. A chat template may write a turn
+otherwise once another follows (some cut out what was thought): then what is learned is not what is sampled, so each
+prefix of a conversation must keep its tokens. The result has, for training and held out,
+
+    token_ids        list<int32>   the whole conversation
+    answer_lengths   list<int32>   runs of tokens that are no answer's and of an answer's, in turn
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from data.schema import ROWS_PER_GROUP, open_parquet, read_batches
+from data.stage import StageResult, source_digest
+from data.tokenizer import ID_BYTES, PromptTokenizer, encode_whole, tokenizer_fingerprint
+from data.write import RowWriter
+from rlcore.config import WarmStartConfig
+from rlcore.config.fingerprint import fingerprint
+from rlcore.errors import DataError
+from rlcore.run.inputs import content_digest
+from rlcore.storage.finished import finished_or_set_aside
+from rlcore.storage.publish import published_directory
+
+DEMONSTRATIONS_FORMAT = 1
+"""Raise it when the columns of tokenized demonstrations change."""
+ROLES = ("system", "user", "assistant")
+MOST_HELD_OUT = 10
+"""One row in so many is held out, at most."""
+_SOURCE = ("data.demonstrations", "data.tokenizer")
+_IDS = pa.list_(pa.int32())
+_SCHEMA = pa.schema([("token_ids", _IDS), ("answer_lengths", _IDS)])
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """A row: its ids as bytes, and runs of tokens in turn, see `answer_lengths`."""
+
+    ids: bytes
+    lengths: tuple[int, ...]
+
+
+def demonstrations_fingerprint(config: WarmStartConfig, tokenizer_dir: Path, *, seed: int) -> str:
+    """Fingerprint of the tokenized demonstrations of `warm_start.demonstrations`."""
+    payload = {
+        "format": DEMONSTRATIONS_FORMAT,
+        "file": content_digest(Path(config.demonstrations or "")),
+        "tokenizer": tokenizer_fingerprint(tokenizer_dir),
+        "max_tokens": config.max_tokens,
+        "held_out_rows": config.held_out_rows,
+        "seed": seed,
+        "source": source_digest(*_SOURCE),
+    }
+    return fingerprint("demonstrations", payload)
+
+
+def tokenize_demonstrations(
+    config: WarmStartConfig,
+    tokenizer_dir: Path,
+    *,
+    seed: int,
+    root: Path,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> StageResult:
+    """Tokenize a file of demonstrations, unless that has been done, and hold out some of them.
+
+    Counts are rows of `train` and `validation`, and of what was left out: `overlong`, `empty` (an answer without text),
+    `duplicate`. `on_progress` is called with the rows done.
+
+    Raises:
+        DataError: a row that breaks the form, an answer that the template changes, or no row left.
+        DiskSpaceError: no room. Nothing is left behind.
+    """
+    digest = demonstrations_fingerprint(config, tokenizer_dir, seed=seed)
+    directory = root / "demonstrations" / digest
+    if (manifest := finished_or_set_aside(directory)) is not None:
+        return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
+    file = Path(config.demonstrations or "").expanduser()
+    counts: Counter[str] = Counter()
+    kept = _fitting(file, tokenizer_dir, config.max_tokens, counts, on_progress)
+    if len(kept) < 2:
+        reasons = ", ".join(f"{count:,} {name}" for name, count in counts.items()) or "the file has too few rows"
+        raise DataError(
+            f"{file}: two demonstrations at least must be left, {len(kept)} are ({reasons}). Raise "
+            f"warm_start.max_tokens (now {config.max_tokens}), or check the file"
+        )
+    num_held_out = min(config.held_out_rows, len(kept) // MOST_HELD_OUT)
+    order = np.random.default_rng(seed).permutation(len(kept))
+    held_out = set(order[:num_held_out].tolist())
+    splits = {
+        "train": [row for place, row in enumerate(kept) if place not in held_out],
+        "validation": [row for place, row in enumerate(kept) if place in held_out],
+    }
+    counts.update({split: len(rows) for split, rows in splits.items()})
+    facts: dict[str, Any] = {"kind": "demonstrations", "fingerprint": digest, "file": str(file)}
+    facts["counts"] = dict(sorted(counts.items()))
+    with published_directory(directory, facts) as folder:
+        for split, rows in splits.items():
+            _write(folder / f"{split}.parquet", rows, facts)
+    return StageResult(directory, digest, cached=False, counts=facts["counts"])
+
+
+def try_demonstrations(config: WarmStartConfig, tokenizer_dir: Path, num_rows: int) -> None:
+    """Tokenize the first rows, as the stage will.
+
+    Raises:
+        DataError: one of them breaks the form, or the template changes an answer.
+    """
+    file = Path(config.demonstrations or "").expanduser()
+    rows = list(islice(_rows(file), num_rows))
+    if rows:
+        _encoder(file, tokenizer_dir, rows[0])(rows)
+
+
+def _fitting(
+    file: Path, tokenizer_dir: Path, max_tokens: int, counts: Counter[str], on_progress: Callable[[int], None]
+) -> list[Tokenized]:
+    """The rows that are left, in the file's order; the others are counted."""
+    rows, kept, seen = _rows(file), [], set()
+    encode: Callable[[Sequence[_Row]], list[Tokenized | None]] | None = None
+    done = 0
+    while batch := list(islice(rows, ROWS_PER_GROUP)):
+        encode = encode or _encoder(file, tokenizer_dir, batch[0])
+        for found in encode(batch):
+            if found is None:
+                counts["empty"] += 1
+            elif len(found.ids) > max_tokens * ID_BYTES:
+                counts["overlong"] += 1
+            elif (key := hash((found.ids, found.lengths))) in seen:
+                counts["duplicate"] += 1
+            else:
+                seen.add(key)
+                kept.append(found)
+        done += len(batch)
+        on_progress(done)
+    return kept
+
+
+def _write(target: Path, rows: Sequence[Tokenized], facts: Mapping[str, Any]) -> None:
+    with RowWriter(target, _SCHEMA) as writer:
+        for start in range(0, len(rows), ROWS_PER_GROUP):
+            batch = rows[start : start + ROWS_PER_GROUP]
+            ids = [np.frombuffer(row.ids, dtype=np.int32) for row in batch]
+            arrays = [pa.array(ids, _IDS), pa.array([list(row.lengths) for row in batch], _IDS)]
+            writer.write(pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA))
+        writer.describe({**facts, "split": target.stem})
+
+
+# ---------------------------------------------------------------------- rows of the file
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row, and where it stands, for messages."""
+
+    where: str
+    values: Mapping[str, Any]
+
+
+def _rows(file: Path) -> Iterator[_Row]:
+    if file.suffix == ".parquet":
+        number = 0
+        for batch in read_batches(open_parquet(file), file, ROWS_PER_GROUP):
+            for values in batch.to_pylist():
+                yield _Row(f"{file}: row {number}", values)
+                number += 1
+        return
+    with file.open(encoding="utf-8") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _Row(f"{file}: line {number}", _parsed(line, f"{file}: line {number}"))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file}: must be UTF-8 text ({error}); convert it") from error
+
+
+def _parsed(line: str, where: str) -> Mapping[str, Any]:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: must be a JSON object, got {line[:80]!r} ({error}); repair or remove it") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{where}: must be a JSON object, got {line[:80]!r}; repair or remove it")
+    return values
+
+
+def _messages(row: _Row) -> list[dict[str, str]]:
+    """The row's messages, checked."""
+    messages = row.values.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise DataError(
+            f"{row.where}: messages must be a list of messages with role and content, got {messages!r:.80}; repair or "
+            "remove it"
+        )
+    for number, message in enumerate(messages):
+        role, content = (message.get(name) if isinstance(message, dict) else None for name in ("role", "content"))
+        if role not in ROLES:
+            raise DataError(
+                f"{row.where}: message {number}: role must be one of {', '.join(ROLES)}, got {role!r}; rename it, or "
+                "remove the row"
+            )
+        if not isinstance(content, str):
+            raise DataError(f"{row.where}: message {number}: content must be text, got {content!r:.80}; repair it")
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles[1:] or roles[0] == "assistant":
+        raise DataError(
+            f"{row.where}: an assistant's turn must follow another one's, got the roles {', '.join(roles)}; there is "
+            "nothing to learn: repair or remove it"
+        )
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+# ---------------------------------------------------------------------- rows to tokens
+
+
+def _encoder(file: Path, tokenizer_dir: Path, first: _Row) -> Callable[[Sequence[_Row]], list[Tokenized | None]]:
+    """How the rows of a file are tokenized, by the form of the first: None for one without text to learn."""
+    if "messages" in first.values:
+        return _Conversations(tokenizer_dir).encode
+    if {"prompt", "completion"} <= first.values.keys():
+        tokenizer = PromptTokenizer(tokenizer_dir, chat=False, short_way=False)
+        return lambda rows: _completions(rows, tokenizer)
+    columns = ", ".join(map(str, first.values)) or "none"
+    raise DataError(
+        f"{first.where}: must have messages, or prompt and completion, got the columns {columns}; rename them"
+    )
+
+
+def _completions(rows: Sequence[_Row], tokenizer: PromptTokenizer) -> list[Tokenized | None]:
+    for row in rows:
+        for name in ("prompt", "completion"):
+            if not isinstance(found := row.values.get(name), str):
+                raise DataError(f"{row.where}: {name} must be text, got {found!r:.80}; repair it")
+    prompts = tokenizer.encode_prompts([row.values["prompt"] for row in rows])
+    answers = tokenizer.encode_answers([row.values["completion"] for row in rows])
+    return [
+        Tokenized(prompt + answer, (len(prompt) // ID_BYTES, len(answer) // ID_BYTES)) if prompt and answer else None
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+class _Conversations:
+    """Tokenizes conversations by the chat template."""
+
+    def __init__(self, tokenizer_dir: Path) -> None:
+        self._name = str(tokenizer_dir)
+        self._tokenizer = PromptTokenizer(tokenizer_dir, chat=True, short_way=False)
+
+    def encode(self, rows: Sequence[_Row]) -> list[Tokenized | None]:
+        """Ids and answers of each row; all prefixes of all rows are tokenized together."""
+        conversations = [_messages(row) for row in rows]
+        prefixes = [self._prefixes(messages) for messages in conversations]
+        ids = iter(encode_whole(self._tokenizer.backend, [text for texts in prefixes for text in texts]))
+        return [
+            self._tokenized(row.where, messages, list(islice(ids, len(texts))), texts)
+            for row, messages, texts in zip(rows, conversations, prefixes, strict=True)
+        ]
+
+    def _prefixes(self, messages: list[dict[str, str]]) -> list[str]:
+        """Up to each answer's first token, up to its end, and the whole: each begins with the one before."""
+        render, found = self._tokenizer.render, []
+        for place, message in enumerate(messages):
+            if message["role"] == "assistant":
+                found += [render(messages[:place]), render(messages[: place + 1], opened=False)]
+        return [*found, render(messages, opened=False)]
+
+    def _tokenized(
+        self, where: str, messages: list[dict[str, str]], ids: list[bytes], texts: list[str]
+    ) -> Tokenized | None:
+        answers = [message["content"].strip() for message in messages if message["role"] == "assistant"]
+        if not all(answers):
+            return None
+        lengths: list[int] = []
+        for number, answer in enumerate(answers):
+            before, after, following = (2 * number, 2 * number + 1, 2 * number + 2)
+            written = texts[after][len(texts[before]) :]
+            if not texts[after].startswith(texts[before]) or answer not in written:
+                raise DataError(self._changed(where, number, "does not write it as it is"))
+            if not (ids[after].startswith(ids[before]) and ids[following].startswith(ids[after])):
+                raise DataError(self._changed(where, number, "writes what came before it otherwise afterwards"))
+            end = self._end_of_answer(ids[after], len(ids[before]), where)
+            lengths += [len(ids[before]) // ID_BYTES - sum(lengths), 0]
+            lengths[-1] = end // ID_BYTES - sum(lengths)
+        lengths.append(len(ids[-1]) // ID_BYTES - sum(lengths))
+        return Tokenized(ids[-1], tuple(lengths))
+
+    def _end_of_answer(self, ids: bytes, start: int, where: str) -> int:
+        """Right after the end token: what a template writes behind it is never sampled."""
+        tokens = np.frombuffer(ids[start:], dtype=np.int32)
+        ends = np.flatnonzero(tokens == self._tokenizer.end_of_text)
+        if not len(ends):
+            raise DataError(
+                f"{where}: the chat template of {self._name} ends the assistant's turn without the tokenizer's "
+                f"eos_token {self._tokenizer.end_of_text}, so nothing would teach the model to stop; set eos_token to "
+                "the token that ends a turn"
+            )
+        return start + (int(ends[-1]) + 1) * ID_BYTES
+
+    def _changed(self, where: str, number: int, how: str) -> str:
+        return (
+            f"{where}: the chat template of {self._name} drops or changes answer {number} of the conversation (it "
+            f"{how}), so what is learned would not be what is sampled. Cut the conversation after that answer, or use "
+            "a template that keeps every turn"
+        )

@@ -1,0 +1,147 @@
+"""Demonstrations of one's own: tokenized once, with a loss on the assistant's turns alone."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from data.demonstrations import tokenize_demonstrations, try_demonstrations
+from data.stage import StageResult
+from rlcore.batching.prompts import read_demonstrations
+from rlcore.config import WarmStartConfig
+from rlcore.errors import DataError
+from tests.data.conftest import CHAT_TEMPLATE, saved
+
+
+def chat(*contents: str, system: str = "") -> dict[str, Any]:
+    """A conversation that a user begins."""
+    first = [{"role": "system", "content": system}] if system else []
+    roles = ("user", "assistant")
+    return {"messages": first + [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]}
+
+
+def written(file: Path, rows: Iterable[Any]) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def tokenized(file: Path, tokenizer: Path, **settings: Any) -> StageResult:
+    config = WarmStartConfig(demonstrations=str(file), **{"held_out_rows": 0, **settings})
+    return tokenize_demonstrations(config, tokenizer, seed=1, root=file.parent)
+
+
+TALKS = [
+    chat("What is 2 + 2?", "It is 4."),
+    chat("Hello", "Hi, ask me.", "import os?", "A module.\n\nOf Python."),
+    chat("And now", "you know", "more", system="Be short."),
+]
+
+
+def test_answers_alone_are_learned_and_every_turn_keeps_its_tokens(chat_tokenizer: Path, tmp_path: Path) -> None:
+    found = tokenized(written(tmp_path / "talks.jsonl", TALKS), chat_tokenizer)
+    assert found.counts == {"train": 3, "validation": 0}
+    tokenizer = AutoTokenizer.from_pretrained(chat_tokenizer)
+    rows = read_demonstrations(found.directory / "train.parquet")
+    for row, talk in zip(rows, TALKS, strict=True):
+        messages = talk["messages"]
+        assert list(row.token_ids) == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+        learned = [token for token, is_answer in zip(row.token_ids, row.is_answer, strict=True) if is_answer]
+        answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        end = tokenizer.eos_token
+        assert tokenizer.decode(learned) == "".join(answer + end for answer in answers)
+
+
+def test_the_same_again_is_found_and_another_tokenizer_or_limit_is_another(
+    chat_tokenizer: Path, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "talks.jsonl", TALKS)
+    first = tokenized(file, chat_tokenizer)
+    assert tokenized(file, chat_tokenizer).cached
+    assert tokenized(file, chat_tokenizer, max_tokens=1_000).fingerprint != first.fingerprint
+    copy = tmp_path / "elsewhere.jsonl"
+    copy.write_bytes(file.read_bytes())
+    assert tokenized(copy, chat_tokenizer).fingerprint == first.fingerprint, "the content counts, not the place"
+
+
+def test_prompts_with_completions_of_a_parquet_file(base_tokenizer: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{a} plus {b} is", "completion": f" {a + b}."} for a in range(5) for b in range(5)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "sums.parquet")
+    found = tokenized(tmp_path / "sums.parquet", base_tokenizer, held_out_rows=256)
+    assert found.counts == {"train": 23, "validation": 2}, "at most a tenth is held out"
+    tokenizer = AutoTokenizer.from_pretrained(base_tokenizer)
+    row = read_demonstrations(found.directory / "train.parquet")[0]
+    learned = [token for token, is_answer in zip(row.token_ids, row.is_answer, strict=True) if is_answer]
+    assert tokenizer.decode(row.token_ids) == f"<|endoftext|>0 plus 0 is 0.{tokenizer.eos_token}"
+    assert tokenizer.decode(learned) == f" 0.{tokenizer.eos_token}"
+
+
+def test_what_is_left_out_is_counted_by_reason(chat_tokenizer: Path, tmp_path: Path) -> None:
+    rows = [*TALKS, TALKS[0], chat("Well?", " "), chat("Long?", "word " * 300)]
+    found = tokenized(written(tmp_path / "talks.jsonl", rows), chat_tokenizer, max_tokens=120)
+    assert found.counts == {"train": 3, "validation": 0, "duplicate": 1, "empty": 1, "overlong": 1}
+    with pytest.raises(DataError, match=r"must be left, 0 are \(.*Raise warm_start\.max_tokens \(now 2\)"):
+        tokenized(tmp_path / "talks.jsonl", chat_tokenizer, max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"messages": [{"role": "human", "content": "a"}]},
+            r"message 0: role must be one of system, user, assistant, got 'human'",
+        ),
+        (
+            chat("a", "b") | {"messages": [{"role": "user", "content": None}]},
+            r"message 0: content must be text, got None",
+        ),
+        (chat("only a question"), r"an assistant's turn must follow another one's, got the roles user"),
+        ({"messages": []}, r"messages must be a list of messages with role and content, got \[\]"),
+        ({"messages": "a"}, r"messages must be a list"),
+        ([1], r"must be a JSON object, got '\[1\]"),
+    ],
+)
+def test_a_bad_row_is_refused_with_file_line_rule_and_remedy(
+    chat_tokenizer: Path, tmp_path: Path, row: Any, said: str
+) -> None:
+    file = written(tmp_path / "talks.jsonl", [TALKS[0], row])
+    for call in (
+        lambda: tokenized(file, chat_tokenizer),
+        lambda: try_demonstrations(WarmStartConfig(demonstrations=str(file)), chat_tokenizer, 10),
+    ):
+        with pytest.raises(DataError, match=rf"talks\.jsonl: line 2: {said}.*(repair|rename)"):
+            call()
+    assert not list((tmp_path / "demonstrations").glob("*"))
+
+
+def test_a_file_of_another_form_is_refused(chat_tokenizer: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"line 1: must have messages, or prompt and completion, got the columns text"):
+        tokenized(written(tmp_path / "texts.jsonl", [{"text": "a"}]), chat_tokenizer)
+
+
+FORGETFUL = CHAT_TEMPLATE.replace("for m in messages", "for m in messages[-2:]")
+SILENT = CHAT_TEMPLATE.replace("m.content", "(m.content if m.role == 'user' else '')")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            FORGETFUL,
+            r"line 2: the chat template of .* drops or changes answer 0 .*came before it otherwise",
+        ),
+        (SILENT, r"line 1: the chat template of .* drops or changes answer 0 .*does not write it as it is"),
+    ],
+)
+def test_a_template_that_drops_a_turn_is_refused(
+    trained_bpe: Tokenizer, tmp_path: Path, template: str, said: str
+) -> None:
+    assert template != CHAT_TEMPLATE
+    tokenizer = saved(trained_bpe, tmp_path / "tokenizer", chat_template=template)
+    with pytest.raises(DataError, match=said):
+        tokenized(written(tmp_path / "talks.jsonl", TALKS), tokenizer)
