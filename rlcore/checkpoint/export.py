@@ -1,7 +1,6 @@
 """Trained weights for others: a plain transformers directory, published whole."""
 
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -48,12 +47,11 @@ def export_transformers(
     *,
     step: int | None = None,
     facts: Mapping[str, JsonValue] = MappingProxyType({}),
-    beside: Sequence[Path] = (),
 ) -> Path:
     """Write weights under transformers' names, with config, generation config and tokenizer of the start model.
 
     AutoModelForCausalLM and vLLM load the directory. An earlier export at `target` is replaced in one operation.
-    `facts` go into its manifest, copies of the files of `beside` into the folder.
+    `facts` go into its manifest.
 
     Raises:
         DiskSpaceError: no room; an earlier export stays.
@@ -74,6 +72,4 @@ def export_transformers(
         with suppress(OSError):  # not every model has a generation config
             GenerationConfig.from_pretrained(source).save_pretrained(folder)
         load_tokenizer(source).save_pretrained(folder)
-        for file in beside:
-            shutil.copyfile(file, folder / file.name)
     return target

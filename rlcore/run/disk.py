@@ -183,10 +183,10 @@ def disk_needs(
             "dataset and its filtered rows", layout.root / "datasets", 2 * (num_train + num_held_out) * BYTES_PER_ROW
         ),
     ]
-    warm = config.warm_start
-    if not has_start_model:
+    warm, path = config.warm_start, config.model.path
+    if not has_start_model and (warm.enabled or path is None):
         needs.append(DiskNeed("start model", layout.root / "models", weights))
-    if is_gguf(config.model.path) and not given_model(config).is_dir():
+    if path is not None and is_gguf(path) and not given_model(config).is_dir():
         needs.append(DiskNeed("model from GGUF", layout.root / "models", weights))
     if not has_start_model and warm.enabled:
         number = num_checkpoints_at_once(

@@ -2,7 +2,7 @@
 
 It has a folder like a run's (`warm-starts/warm-start-<fingerprint>`) with journal and checkpoints, so it goes on where
 it was, and settings that follow from those of the run. Its result is published under `models/<fingerprint>`, where runs
-of equal settings find it; its journal goes with it.
+of equal settings find it; its journal stays where it is.
 
 A share of the demonstrations may reach another target than the one asked (the row's distractor): the model learns to
 write valid equations over the right numbers but only in part to aim, which is left to the reinforcement learning.
@@ -33,7 +33,9 @@ from rlcore.rollout.engine import WARM_START_STREAM, requests_for
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.inputs import (
     RunInputs,
+    ensure_given_model,
     find_start_model,
+    given_model,
     is_given,
     planned_start_model,
     stage_layout,
@@ -305,6 +307,8 @@ class WarmStart:
         return result
 
     def _advance(self, to_step: int | None) -> WarmStartResult:
+        if self._config.model.path is not None:
+            ensure_given_model(self._config)
         if (known := self._known()) is not None:
             return known
         if not self._config.warm_start.enabled:
@@ -381,7 +385,7 @@ class WarmStart:
     def _source(self) -> Path:
         """The model that is taught."""
         if self._config.model.path is not None:
-            return Path(self._config.model.path)
+            return given_model(self._config)
         if finished_or_set_aside(self._untaught) is None:
             with published_directory(self._untaught, {"kind": "model"}) as made:
                 build_model(self._config, made)
@@ -410,8 +414,7 @@ class WarmStart:
 
         def write() -> None:
             with self._guard.phase("export"):
-                source, beside = workers.start_model, (self._layout.journal,)
-                export_transformers(weights, source, self._directory, facts=facts, beside=beside)
+                export_transformers(weights, workers.start_model, self._directory, facts=facts)
 
         record.room.hold(write, step=newest.step, path=self._directory)
         self._is_over = True

@@ -28,6 +28,13 @@ CASES = [
     ("critic={}", "critic.optim.schedule=linear", "critic.optim.min_lr_ratio=0.1"),
     ("", "model.path=null", "model.scratch.num_layers=2"),
     ("", "warm_start.enabled=true", "warm_start.optim.lr=0.1"),
+    ("warm_start.enabled=true", "warm_start.enabled=true warm_start.stop_at_reward=0.5", "warm_start.check_problems=9"),
+    ("warm_start.enabled=true warm_start.held_out_rows=0", "warm_start.enabled=true", "warm_start.patience=2"),
+    (
+        "warm_start.enabled=true",
+        "warm_start.enabled=true warm_start.optim.schedule=cosine",
+        "warm_start.optim.min_lr_ratio=0.1",
+    ),
     *[("", "rollout.engine=vllm", f"rollout.{word}") for word in ("memory_share=0.3", "canary_bound=1",
                                                                  "sleep_level=1", "tensor_parallel_size=1")],
     ("rollout.engine=vllm runtime.device=cpu", "rollout.engine=vllm", "rollout.enforce_eager=true"),

@@ -23,7 +23,6 @@ from tests.run.running import WAIT_S, disturb, said, small
 from tests.small_run import SmallRun, prepare, warm_start
 
 THREE_STEPS = ("warm_start.max_steps=3", "warm_start.stop_at_reward=null", "warm_start.held_out_rows=0")
-JOURNAL = "metrics.jsonl"
 
 
 @pytest.fixture
@@ -41,8 +40,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
 
 def steps_of(run: SmallRun) -> list[dict[str, float]]:
-    """The steps of the warm start, as its journal beside the model has them."""
-    return [repeatable(record.metrics) for record in read_journal(run.model_directory / JOURNAL)]
+    """The steps of the warm start, as its journal has them."""
+    journal = stage_layout(run.config, run.inputs.filtered_directory).journal
+    return [repeatable(record.metrics) for record in read_journal(journal)]
 
 
 def test_the_gradient_does_not_depend_on_the_cut(tmp_path: Path, passes: list[tuple[str, int]]) -> None:

@@ -60,7 +60,8 @@ RULES: tuple[Rule, ...] = (
         lambda c: not isinstance(c.data, MixtureData) or c.data.scorer == _MIXTURE_SCORER,
         "Leave it out, and set `scorer` in the data of a part"),
     a_mixture_has_parts,
-    row("demonstrations_are_there", "warm_start.demonstrations", "", "must be a .jsonl or .parquet file that exists",
+    row("demonstrations_are_there", "warm_start.demonstrations", "warm_start.enabled",
+        "must be a .jsonl or .parquet file that exists",
         lambda c: not c.warm_start.enabled or c.warm_start.demonstrations is None
         or (Path(c.warm_start.demonstrations).suffix in (".jsonl", ".parquet")
             and Path(c.warm_start.demonstrations).expanduser().is_file()),
