@@ -279,6 +279,8 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
     is_alone = config.runtime.num_workers == 1 and config.runtime.ray_address is None
     changes: dict[str, object] = {
         "name": "warm-start",
+        "run_id": None,
+        "tags": {},
         "data": data,
         "filter": filtered,
         "model": config.model.model_copy(update={"lora": None}),

@@ -49,7 +49,7 @@ from rlcore.run.watchdog import Watchdog
 from rlcore.run.workers import Started, TrainingWorkers
 from rlcore.storage.finished import FINGERPRINT, finished_or_set_aside
 from rlcore.storage.manifest import Manifest
-from rlcore.storage.publish import published_directory, write_text_atomically
+from rlcore.storage.publish import published_directory, remove_stale_temporaries, write_text_atomically
 from rlcore.trainer.experience import generate
 from rlcore.trainer.step import LoopState, StepResult
 from rlcore.trainer.supervised import SupervisedTrainer
@@ -363,6 +363,7 @@ class WarmStart:
         layout.run_dir.mkdir(parents=True, exist_ok=True)
         self._open.enter_context(self._locked(layout.run_dir))
         layout.require_kinds()
+        remove_stale_temporaries(layout.run_dir)
         if self._known() is not None:
             return
         lessons = Lessons.read(self._config, self._inputs)
@@ -404,7 +405,7 @@ class WarmStart:
         wants_reward = self._config.warm_start.stop_at_reward is not None
         taken = newest if wants_reward else record.store.best() or newest
         workers.load(taken.name)
-        weights = workers.full_weights()
+        weights = workers.full_weights("start_model")
         facts: dict[str, JsonValue] = {
             FINGERPRINT: self._directory.name,
             "steps": taken.step,
@@ -413,7 +414,7 @@ class WarmStart:
         facts |= {name.partition("/")[2]: taken.metrics[name] for name in FIGURES if name in taken.metrics}
 
         def write() -> None:
-            with self._guard.phase("export"):
+            with self._guard.phase("start_model"):
                 export_transformers(weights, workers.start_model, self._directory, facts=facts)
 
         record.room.hold(write, step=newest.step, path=self._directory)

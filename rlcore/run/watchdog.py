@@ -45,11 +45,13 @@ DEADLINE_OF = {
     "adv": "forward_s",
     "update_critic": "update_s",
     "update_actor": "update_s",
+    "supervise": "update_s",
     "update_weights": "hand_over_s",
     "testing": "validate_s",
     "save_checkpoint": "save_s",
     "commit": "save_s",
     "export": "save_s",
+    "start_model": "save_s",
     "profile": "save_s",
     "load": "load_s",
 }

@@ -173,9 +173,9 @@ class TrainingWorkers(Generic[S]):
         if handed_over.warning:
             self._report({"event": "note", "text": handed_over.warning})
 
-    def full_weights(self) -> Mapping[str, Tensor]:
+    def full_weights(self, phase: str = "export") -> Mapping[str, Tensor]:
         """What the workers hold, whole and on the host."""
-        with self._guard.phase("export"):
+        with self._guard.phase(phase):
             return self._started().group.each(Worker.full_weights)[0]
 
     def savers(self) -> "RankSavers":

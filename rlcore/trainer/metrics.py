@@ -24,7 +24,7 @@ Metrics = dict[str, float]
 
 BYTES_PER_GB = 1e9
 
-PER_TOKEN_PHASES = ("ref", "values", "adv", "update_critic", "update_actor", "old_log_prob")
+PER_TOKEN_PHASES = ("ref", "values", "adv", "update_critic", "update_actor", "old_log_prob", "supervise")
 """Phases whose time is divided by all tokens; generation is divided by answer tokens."""
 
 

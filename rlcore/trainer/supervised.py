@@ -43,7 +43,7 @@ class SupervisedTrainer:
         shares = self._share_out(packed)
         lr = lr_at(state.step, optim=config.optim, total_steps=config.trainer.total_steps)
         answer_tokens = packed.num_loss_tokens
-        with clock.phase("update_actor"):
+        with clock.phase("supervise"):
             arguments = [(select(packed, mine), shares.num_micro, answer_tokens, lr) for mine in shares.sequences]
             try:
                 updates = self._group.scatter(Worker.supervise, arguments)
@@ -51,6 +51,7 @@ class SupervisedTrainer:
                 raise NonFiniteError(f"step {number} of the warm start: {failure}") from failure
         stats: SupervisedStatistics = functools.reduce(operator.add, (update.stats for update in updates))
         seconds = clock.seconds()
+        update_s = {"update_actor": seconds["supervise"]}
         lengths, num_devices = packed.sequence_lengths().tolist(), self._group.world_size
         peaks = self._group.each(Worker.memory_peak)
         metrics: Metrics = {
@@ -61,7 +62,13 @@ class SupervisedTrainer:
             "sft/lr": lr,
             "sft/answer_tokens": float(answer_tokens),
             **balance_metrics(packed, rank_tokens(packed, shares)),
-            **mfu_metrics(seconds, lengths, self._worker_info, num_epochs=1, num_devices=num_devices),
+            **mfu_metrics(
+                {"update_actor": seconds["supervise"]},
+                lengths,
+                self._worker_info,
+                num_epochs=1,
+                num_devices=num_devices,
+            ),
             **timing_metrics(seconds, packed, num_answer_tokens=answer_tokens, num_devices=num_devices),
             **memory_metrics(peaks),
         }
