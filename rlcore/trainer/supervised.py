@@ -62,13 +62,7 @@ class SupervisedTrainer:
             "sft/lr": lr,
             "sft/answer_tokens": float(answer_tokens),
             **balance_metrics(packed, rank_tokens(packed, shares)),
-            **mfu_metrics(
-                {"update_actor": seconds["supervise"]},
-                lengths,
-                self._worker_info,
-                num_epochs=1,
-                num_devices=num_devices,
-            ),
+            **mfu_metrics(update_s, lengths, self._worker_info, num_epochs=1, num_devices=num_devices),
             **timing_metrics(seconds, packed, num_answer_tokens=answer_tokens, num_devices=num_devices),
             **memory_metrics(peaks),
         }
