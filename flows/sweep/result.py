@@ -175,7 +175,7 @@ def finish_in_mlflow(sweep: Sweep, run: str | None, points: Sequence[PointRecord
             store.log_metrics(run, 0, {f"best/{metric}": result.best_score}, time.time())
         for file in (result.folder / SWEEP_FILE, result.best_experiment, result.comparison):
             if file is not None:
-                store.log_artifact(run, file, "sweep")
+                store.client.log_artifact(run, str(file), "sweep")
         store.set_status(run, "FAILED" if result.failed else "FINISHED")
     except Exception as error:
         get_run_logger().warning("MLflow did not take all of the sweep: %s", error)

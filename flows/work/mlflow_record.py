@@ -37,7 +37,7 @@ from rlcore.tracking import (
     read_journal,
 )
 from rlcore.tracking.attempts import FinalStatus, has_begun
-from rlcore.tracking.models import Alias, load_ahead, log_checkpoint, log_model_directory, name_models
+from rlcore.tracking.models import Alias, load_ahead, log_model, name_models
 from rlcore.user_code import code_of
 
 log = logging.getLogger(__name__)
@@ -73,10 +73,10 @@ def log_start(page: Page, tags: Mapping[str, str], dataset: StageResult, filtere
     facts = {f"env.{name}": value for name, value in environment_facts().items()}
     store.set_tags(mlflow_run, {**facts, **tags, "code_fingerprint": code_of(config).fingerprint})
     store.log_params(mlflow_run, config.model_dump(mode="json"))
-    store.log_settings_yaml(mlflow_run, (page.layout.run_dir / "settings.yaml").read_text())
-    store.log_artifacts(mlflow_run, page.layout.code, "lineage/code")
+    store.client.log_artifact(mlflow_run, str(page.layout.run_dir / "settings.yaml"), "config")
+    store.client.log_artifacts(mlflow_run, str(page.layout.code), "lineage/code")
     if diff := code_diff():
-        store.log_text(mlflow_run, diff, f"lineage/{DIFF_FILE}")
+        store.client.log_text(mlflow_run, diff, f"lineage/{DIFF_FILE}")
     task = config.data.task
     for name, result, split, context in (
         (task, dataset, "train", "training"),
@@ -105,13 +105,13 @@ def log_result(page: Page, report: Report | None) -> None:
     """Summary, report with its pictures and sample browser, answers, lineage: once the run is over."""
     store, mlflow_run, layout = page.store, page.mlflow_run, page.layout
     if report is not None:
-        store.log_artifacts(mlflow_run, report.html.parent, "report")
+        store.client.log_artifacts(mlflow_run, str(report.html.parent), "report")
     for folder in (layout.samples, layout.validation):
         if folder.is_dir():
-            store.log_artifacts(mlflow_run, folder, folder.name)
+            store.client.log_artifacts(mlflow_run, str(folder), folder.name)
     for name in ("lineage.json", DIFF_FILE):
         if (layout.run_dir / name).is_file():
-            store.log_artifact(mlflow_run, layout.run_dir / name, "lineage")
+            store.client.log_artifact(mlflow_run, str(layout.run_dir / name), "lineage")
     _log_summary(page)
 
 
@@ -132,10 +132,12 @@ def log_models(page: Page, last: Export, best: Export) -> None:
     tags = {"settings_fingerprint": settings_fingerprint(config)}
     for info in scan(layout.checkpoints).checkpoints:
         metrics, time_s = _scores(records.get(info.step))
-        log_checkpoint(
+        log_model(
             page.store,
             page.mlflow_run,
             info.path,
+            kind="checkpoint",
+            name=info.path.name,
             step=info.step,
             metrics=metrics,
             time_s=time_s,
@@ -151,10 +153,11 @@ def log_models(page: Page, last: Export, best: Export) -> None:
 
 def _log_weights(page: Page, export: Export, record: StepRecord | None, tags: Mapping[str, str]) -> str:
     metrics, time_s = _scores(record)
-    return log_model_directory(
+    return log_model(
         page.store,
         page.mlflow_run,
         export.directory,
+        kind="transformers",
         name=f"weights-{export.step:06d}",
         step=export.step,
         metrics=metrics,

@@ -122,7 +122,7 @@ def _keep(folders: Sequence[Path], files: "ReportFiles", root: Path) -> str:
     try:
         for store, (_, run_id) in zip(stores, known, strict=True):
             for file in (files.html, files.json):
-                store.log_artifact(run_id, file, f"{FOLDER}/{files.html.parent.name}")
+                store.client.log_artifact(run_id, str(file), f"{FOLDER}/{files.html.parent.name}")
         if len(known) > 1 and len({store.uri for store in stores}) == 1:
             return compare_url(stores[0], [run_id for _, run_id in known])
     except Exception as error:

@@ -11,12 +11,13 @@ and it is never shortened: the delivery to MLflow, at once or a week later, foll
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import psutil
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from rlcore.storage.documents import open_ordinary
 from rlcore.tracking.journal import LineFile, iter_json
@@ -80,7 +81,7 @@ class Attempt:
     steps of these lines come again with other settings: an alarm rolled the run back.
     """
 
-    number: int
+    number: Annotated[int, Field(alias="attempt")]
     step: int
     journal_bytes: int
     abandoned: str | None
@@ -94,7 +95,7 @@ class Attempt:
 class Commit:
     """Lines up to `journal_bytes` belong to a checkpoint that is published."""
 
-    step: int
+    step: Annotated[int, Field(alias="commit")]
     journal_bytes: int
 
 
@@ -102,12 +103,13 @@ class Commit:
 class Finish:
     """The attempt's end, when the journal had `journal_bytes`."""
 
-    status: FinalStatus
+    status: Annotated[FinalStatus, Field(alias="finish")]
     journal_bytes: int
     time: float
 
 
 Act = Attempt | Commit | Finish
+_ACT: TypeAdapter[Act] = TypeAdapter(Act)
 
 
 class AttemptLog(LineFile):
@@ -115,23 +117,18 @@ class AttemptLog(LineFile):
 
     def add(self, act: Act) -> None:
         """Add a line."""
-        match act:
-            case Attempt():
-                line = asdict(act)
-                self.append({"attempt": line.pop("number"), **line})
-            case Commit(step, journal_bytes):
-                self.append({"commit": step, "journal_bytes": journal_bytes})
-            case Finish(status, journal_bytes, time):
-                self.append({"finish": status, "journal_bytes": journal_bytes, "time": time})
+        self.append(_ACT.dump_python(act, by_alias=True))
 
 
 def read_acts(path: Path, start: int = 0) -> list[tuple[Act, int]]:
     """The acts from a byte on, each with the byte after its line. No file: none. Unreadable lines are left out."""
-    if not path.exists():
-        return []
-    with open_ordinary(path) as file:
-        parsed = [(_parse(value), end) for value, end in iter_json(file.fileno(), start)]
-    return [(act, end) for act, end in parsed if act is not None]
+    acts: list[tuple[Act, int]] = []
+    if path.exists():
+        with open_ordinary(path) as file:
+            for value, end in iter_json(file.fileno(), start):
+                with suppress(ValidationError):
+                    acts.append((_ACT.validate_python(value), end))
+    return acts
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,20 +178,3 @@ def read_history(path: Path) -> History:
             case Finish() if attempts:
                 ends[attempts[-1].number] = act
     return History(tuple(attempts), ends, line, cuts, acts[-1][1] if acts else 0)
-
-
-def _parse(value: object) -> Act | None:
-    try:
-        match value:
-            case {"attempt": number, **rest}:
-                return _ATTEMPT.validate_python({"number": number, **rest})
-            case {"commit": step, **rest}:
-                return _COMMIT.validate_python({"step": step, **rest})
-            case {"finish": status, **rest}:
-                return _FINISH.validate_python({"status": status, **rest})
-    except ValidationError:
-        return None
-    return None
-
-
-_ATTEMPT, _COMMIT, _FINISH = TypeAdapter(Attempt), TypeAdapter(Commit), TypeAdapter(Finish)

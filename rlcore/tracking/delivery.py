@@ -261,14 +261,14 @@ class Delivery:
         """Send the whole lines after the cursor, and move it with each batch."""
         points: list[Metric] = []
         end = self._state.main_bytes
-        for line in iter_lines(self._journal_fd, end):
-            more = self._points(line.record, self._repeated)
+        for record, next_end in iter_lines(self._journal_fd, end):
+            more = self._points(record, self._repeated)
             if points and len(points) + len(more) > self._batch_size:
                 self._send(points)
                 self._save(main_bytes=end)
                 points = []
             points += more
-            end = line.end
+            end = next_end
         if end > self._state.main_bytes:
             self._send(points)
             self._save(main_bytes=end)
@@ -319,7 +319,7 @@ def _records(path: Path) -> Iterator[Record]:
     """The readable lines of a file; none if it is missing."""
     if path.exists():
         with open_ordinary(path) as file:
-            yield from (line.record for line in iter_lines(file.fileno(), 0) if line.record is not None)
+            yield from (record for record, _ in iter_lines(file.fileno(), 0) if record is not None)
 
 
 def _values(record: Record) -> Iterator[tuple[str, float]]:

@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from rlcore.errors import DiskSpaceError, TrackingError
 from rlcore.storage.disk import free_bytes, is_out_of_room, out_of_room
@@ -123,9 +122,7 @@ class LineFile:
     def __enter__(self) -> "LineFile":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def truncate(self, to_bytes: int) -> Path | None:
@@ -250,14 +247,6 @@ Record = StepRecord | EventRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A whole line of a journal; `record` is None if it is unreadable, `end` is the byte after its newline."""
-
-    record: Record | None
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
 class JournalContents:
     """A whole journal. Lines of the same step are one record.
 
@@ -312,9 +301,9 @@ def load_journal(path: Path) -> JournalContents:
     events: list[EventRecord] = []
     end = num_damaged = 0
     with open_ordinary(path) as file:
-        for line in iter_lines(file.fileno(), 0):
-            end = line.end
-            match line.record:
+        for line, line_end in iter_lines(file.fileno(), 0):
+            end = line_end
+            match line:
                 case StepRecord() as record:
                     steps[record.step] = _joined(steps.get(record.step), record)
                 case EventRecord() as event:
@@ -334,10 +323,12 @@ def missing_steps(contents: JournalContents, up_to: int) -> str:
     return f"{'step' if len(absent) == 1 else 'steps'} {', '.join(spans)}" if absent else ""
 
 
-def iter_lines(fd: int, start: int) -> Iterator[Line]:
-    """The whole lines of an open journal from a byte on. A line that is still being written is not among them."""
-    for value, end in iter_json(fd, start):
-        yield Line(parse_record(value), end)
+def iter_lines(fd: int, start: int) -> Iterator[tuple[Record | None, int]]:
+    """The whole lines of an open journal from a byte on: record (None if unreadable) and the byte after it.
+
+    A line that is still being written is not among them.
+    """
+    return ((parse_record(value), end) for value, end in iter_json(fd, start))
 
 
 def parse_record(value: object) -> Record | None:

@@ -118,37 +118,18 @@ class MlflowStore:
         runs = self.client.search_runs([self.ensure_experiment()], conditions, order_by=["attributes.start_time ASC"])
         return [run for run in runs if SUPERSEDED_TAG not in run.data.tags]
 
-    def find_run(self, run_id: str) -> str | None:
-        """The MLflow id of a Millrace run, by its tag; None if it has none yet."""
-        runs = self.find_runs({RUN_ID_TAG: run_id})
-        return runs[0].info.run_id if runs else None
-
-    def create_run(
-        self, run_name: str, tags: Mapping[str, str], parent: str | None = None, start_time_s: float | None = None
-    ) -> str:
-        """The MLflow id of a new run. `parent`: the run above it; `start_time_s`: seconds since the epoch or now."""
-        all_tags = dict(tags) if parent is None else {**tags, PARENT_TAG: parent}
+    def create_run(self, run_name: str, tags: Mapping[str, str], start_time_s: float | None = None) -> str:
+        """The MLflow id of a new run. `start_time_s`: seconds since the epoch or now."""
         start_ms = None if start_time_s is None else milliseconds(start_time_s)
-        short = {key: _cut(value, MAX_TAG_CHARACTERS) for key, value in _taken(all_tags).items()}
+        short = {key: _cut(value, MAX_TAG_CHARACTERS) for key, value in _taken(tags).items()}
         return str(self.client.create_run(self.ensure_experiment(), start_ms, short, run_name).info.run_id)
 
-    def start_or_resume_run(
-        self, run_name: str, run_id: str | None, tags: Mapping[str, str], parent: str | None = None
-    ) -> str:
-        """The MLflow id of a run that is now RUNNING: the one given, or the one with the same tag, or a new one.
-
-        Args:
-            run_name: shown in MLflow's lists.
-            run_id: the MLflow id to continue, where it is known.
-            tags: set on the run; `millrace.run_id` among them is how a run is found again.
-            parent: the MLflow id of the run above it (a sweep).
-        """
-        if run_id is None and RUN_ID_TAG in tags:
-            run_id = self.find_run(tags[RUN_ID_TAG])
+    def start_or_resume_run(self, run_name: str, run_id: str | None, tags: Mapping[str, str]) -> str:
+        """The MLflow id of a run that is now RUNNING: the one given, or a new one of this name."""
         if run_id is None:
-            return self.create_run(run_name, tags, parent)
+            return self.create_run(run_name, tags)
         self.client.update_run(run_id, status="RUNNING")
-        self.set_tags(run_id, dict(tags) if parent is None else {**tags, PARENT_TAG: parent})
+        self.set_tags(run_id, tags)
         return run_id
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
@@ -178,10 +159,6 @@ class MlflowStore:
         changed = {key: value for key, value in params.items() if known.get(key, value) != value}
         self.set_tags(run_id, {f"changed.{key}": value for key, value in changed.items()})
         return tuple(changed)
-
-    def log_settings_yaml(self, run_id: str, text: str, artifact: str = "config/settings.yaml") -> None:
-        """Keep the resolved settings as a file."""
-        self.client.log_text(run_id, text, artifact)
 
     def log_metrics(self, run_id: str, step: int, metrics: Mapping[str, float], time_s: float) -> None:
         """Write values of one step, for stages without a journal (a validation on its own, a sweep's summary)."""
@@ -227,18 +204,6 @@ class MlflowStore:
             InputTag("fingerprint", fingerprint[:MAX_INPUT_TAG_CHARACTERS]),
         ]
         self.client.log_inputs(run_id, [DatasetInput(dataset, tags)])
-
-    def log_text(self, run_id: str, text: str, artifact: str) -> None:
-        """Write a text as an artifact."""
-        self.client.log_text(run_id, text, artifact)
-
-    def log_artifact(self, run_id: str, path: Path, folder: str | None = None) -> None:
-        """Upload one file."""
-        self.client.log_artifact(run_id, str(path), folder)
-
-    def log_artifacts(self, run_id: str, path: Path, folder: str | None = None) -> None:
-        """Upload a directory."""
-        self.client.log_artifacts(run_id, str(path), folder)
 
     def log_samples_table(self, run_id: str, rows: Sequence[Mapping[str, object]], artifact: str) -> None:
         """Write rows as a table that MLflow shows, in the place of the table of that name (`samples/step-20.json`).

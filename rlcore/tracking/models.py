@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 Alias = Literal["best", "last"]
 ALIASES: tuple[Alias, ...] = ("best", "last")
 
-CHECKPOINT = "checkpoint"
+Kind = Literal["checkpoint", "transformers"]
+CHECKPOINT: Kind = "checkpoint"
 """MLflow's model type of a checkpoint, which stays where it is: shards and optimizer are no model that it can load."""
+
+WEIGHTS: Kind = "transformers"
+"""MLflow's model type of a transformers directory."""
 
 EXTERNAL = "mlflow.model.isExternal"
 """MLflow's own tag of a model whose files are elsewhere; its page says so."""
@@ -36,33 +40,12 @@ RUNS_AT_A_TIME = 200
 """Deleted runs in one page of a search."""
 
 
-def log_checkpoint(
+def log_model(
     store: MlflowStore,
     run_id: str,
     path: Path,
     *,
-    step: int,
-    metrics: Mapping[str, float],
-    time_s: float,
-    tags: Mapping[str, str],
-) -> str:
-    """Note a checkpoint, which stays where it is, as an output of the run at a step.
-
-    `metrics` are the scores of the validation that judged it, and `time_s` the time of their line in the journal: they
-    are linked to the points of the run's own curves. A checkpoint that MLflow has already is not noted again.
-
-    Returns:
-        The model's id.
-    """
-    tags = {**tags, "path": str(path.absolute()), EXTERNAL: "true"}
-    return _log_model(store, run_id, path.name, CHECKPOINT, step, metrics, time_s, tags)
-
-
-def log_model_directory(
-    store: MlflowStore,
-    run_id: str,
-    path: Path,
-    *,
+    kind: Kind,
     name: str,
     step: int,
     metrics: Mapping[str, float],
@@ -70,11 +53,14 @@ def log_model_directory(
     tags: Mapping[str, str],
     max_bytes: int | None = None,
 ) -> str:
-    """Keep a transformers directory as a logged model, an output of the run at a step.
+    """Note a checkpoint or keep a transformers directory as an output of the run at a step.
 
-    The weights are copied as they are, never loaded, and can be read by `mlflow.transformers.load_model` and (the
-    folder `model` in it) by `AutoModelForCausalLM`. Over `max_bytes` only the place is recorded. A model of the same
-    name and step that is complete is not written again. `metrics` and `time_s` as for `log_checkpoint`.
+    A checkpoint stays where it is. Weights are copied as they are, never loaded, and can be read by
+    `mlflow.transformers.load_model` and (the folder `model` in it) by `AutoModelForCausalLM`; over `max_bytes` only
+    the place is recorded. A complete model of the same name and step is not written again.
+
+    `metrics` are the scores of the validation that judged it, and `time_s` the time of their line in the journal: they
+    are linked to the points of the run's own curves.
 
     Returns:
         The model's id: its address is `models:/<id>`.
@@ -82,37 +68,28 @@ def log_model_directory(
     Raises:
         TrackingError: `path` is not a transformers directory.
     """
-    if not (path / "config.json").is_file():
-        raise TrackingError(f"{path}: holds no config.json, so it is no transformers model; export the weights first.")
-    num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    uploaded = path if max_bytes is None or num_bytes <= max_bytes else None
-    tags = {**tags, "path": str(path.absolute()), "size_bytes": str(num_bytes)}
-    return _log_model(store, run_id, name, "transformers", step, metrics, time_s, tags, uploaded)
-
-
-def _log_model(
-    store: MlflowStore,
-    run_id: str,
-    name: str,
-    kind: str,
-    step: int,
-    metrics: Mapping[str, float],
-    time_s: float,
-    tags: Mapping[str, str],
-    upload: Path | None = None,
-) -> str:
-    """The id of the complete model of this name and step, which is made if it is missing."""
     from mlflow.entities import LoggedModelOutput
 
+    tags = {**tags, "path": str(path.absolute()), "step": str(step)}
+    upload = kind == WEIGHTS
+    if upload:
+        if not (path / "config.json").is_file():
+            raise TrackingError(
+                f"{path}: holds no config.json, so it is no transformers model; export the weights first."
+            )
+        num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        upload = max_bytes is None or num_bytes <= max_bytes
+        tags["size_bytes"] = str(num_bytes)
+    else:
+        tags[EXTERNAL] = "true"
     client, experiment_id = store.client, store.ensure_experiment()
     for model in models_of(client, experiment_id, run_id):
         if (model.name, model.tags.get("step")) == (name, str(step)):
             return str(model.model_id)
-    tags = {**tags, "step": str(step)}
     made = client.create_logged_model(experiment_id, name=name, source_run_id=run_id, tags=tags, model_type=kind)
     model_id = str(made.model_id)
-    if upload is not None:
-        _upload(client, model_id, upload)
+    if upload:
+        _upload(client, model_id, path)
     client.finalize_logged_model(model_id, "READY")
     client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
     if metrics:

@@ -80,9 +80,7 @@ def client_of(root: Path) -> MlflowClient:
 
 def run_of(root: Path, run_id: str) -> Run:
     store = MlflowStore(TrackingConfig(), root)
-    found = store.find_run(run_id)
-    assert found is not None
-    return store.client.get_run(found)
+    return store.find_runs({"millrace.run_id": run_id})[0]
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +155,7 @@ def test_gc_removes_what_deleted_runs_have_left_and_nothing_else(
     runs = []
     for name in ("thrown away", "registered", "kept"):
         run_id = store.create_run(name, {})
-        store.log_text(run_id, "x" * 1_000, "notes/a.txt")
+        store.client.log_text(run_id, "x" * 1_000, "notes/a.txt")
         model = client.create_logged_model(store.ensure_experiment(), name=name.replace(" ", "-"), source_run_id=run_id)
         client.log_model_artifact(model.model_id, str(tmp_path / "model" / "config.json"))
         client.finalize_logged_model(model.model_id, "READY")
@@ -262,11 +260,9 @@ def test_under_a_stack_with_a_database_of_its_own_upkeep_goes_there(
     assert "bytes of the journal delivered; the run is FINISHED" in said
     assert "1 files, 0.0 MB removed" in said
     store = MlflowStore(TrackingConfig(uri=client.tracking_uri), root)
-    found = store.find_run(SECOND)
-    assert found is not None
-    run = client.get_run(found)
+    (run,) = store.find_runs({"millrace.run_id": SECOND})
     assert (run.info.status, run.data.params["trainer.total_steps"]) == ("FINISHED", "2")
-    assert client.get_metric_history(found, "critic/score/mean")[-1].step == 2
+    assert client.get_metric_history(run.info.run_id, "critic/score/mean")[-1].step == 2
     assert client.list_artifacts(deleted) == []
     assert "nothing was missing" in millrace(root, "sync").out
     assert "nothing was missing" in millrace(root, "sync", "--uri", client.tracking_uri).out

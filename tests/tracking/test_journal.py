@@ -167,10 +167,10 @@ def test_a_reader_that_has_the_old_journal_open_reads_on_undisturbed(path: Path)
         for step in (1, 2, 3):
             journal.append_step(step, {"a": float(step)})
         with path.open("rb") as reader:
-            end = next(iter_lines(reader.fileno(), 0)).end
+            _, end = next(iter_lines(reader.fileno(), 0))
             journal.truncate(end)
             journal.append_step(9, {"a": 9.0})
-            seen = [line.record for line in iter_lines(reader.fileno(), end)]
+            seen = [record for record, _ in iter_lines(reader.fileno(), end)]
     assert [record.step for record in seen if record is not None] == [2, 3]
     assert [record.step for record in read_journal(path)] == [1, 9]
 

@@ -18,7 +18,8 @@ from rlcore.tracking import MlflowStore, ensure_mlflow_run, lineage_tags
 from rlcore.tracking.connection import explain, has_store, resolve_uri
 from rlcore.tracking.delivery import read_state
 from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
-from rlcore.tracking.models import log_checkpoint, log_model_directory, model_of, models_of, name_models
+from rlcore.tracking.mlflow_store import PARENT_TAG
+from rlcore.tracking.models import log_model, model_of, models_of, name_models
 from tests.tracking.reading import client_of, main_run, main_runs, points
 
 
@@ -57,11 +58,11 @@ def test_a_root_of_any_name_holds_its_store(tmp_path: Path, empty_store: Path, m
 
 def test_artifacts_lie_under_the_root(store: MlflowStore, run_id: str, root: Path, tmp_path: Path):
     (tmp_path / "report.md").write_text("# Report")
-    store.log_artifact(run_id, tmp_path / "report.md", "report")
+    store.client.log_artifact(run_id, str(tmp_path / "report.md"), "report")
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "a.txt").write_text("a")
-    store.log_artifacts(run_id, tmp_path / "samples", "samples")
-    store.log_settings_yaml(run_id, "seed: 1\n")
+    store.client.log_artifacts(run_id, str(tmp_path / "samples"), "samples")
+    store.client.log_text(run_id, "seed: 1\n", "config/settings.yaml")
     (folder,) = (root / "mlartifacts").glob("*/artifacts")
     found = {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
     assert found == {"report/report.md": "# Report", "samples/a.txt": "a", "config/settings.yaml": "seed: 1\n"}
@@ -70,17 +71,17 @@ def test_artifacts_lie_under_the_root(store: MlflowStore, run_id: str, root: Pat
 def test_a_run_is_made_once_and_found_again_by_its_tag(store: MlflowStore, run_id: str, root: Path):
     store.set_status(run_id, "KILLED", 7.0)
     again = MlflowStore(TrackingConfig(), root)
-    assert again.start_or_resume_run("run-1", None, {"millrace.run_id": "run-1", "attempts": "2"}) == run_id
+    (found,) = again.find_runs({"millrace.run_id": "run-1"})
+    assert again.start_or_resume_run("run-1", found.info.run_id, {"attempts": "2"}) == run_id
     run = main_run(client_of(root))
     assert run.info.status == "RUNNING"
     assert run.data.tags["attempts"] == "2"
     assert run.data.tags["stage"] == "train"
-    assert again.find_run("another") is None
+    assert again.find_runs({"millrace.run_id": "another"}) == []
 
 
 def test_a_sweeps_run_is_below_its_parent(store: MlflowStore, run_id: str):
-    child = store.create_run("child", {"millrace.run_id": "child"}, parent=run_id, start_time_s=12.5)
-    assert store.start_or_resume_run("child", None, {"millrace.run_id": "child"}, parent=run_id) == child
+    child = store.create_run("child", {"millrace.run_id": "child", PARENT_TAG: run_id}, start_time_s=12.5)
     run = store.client.get_run(child)
     assert run.data.tags["mlflow.parentRunId"] == run_id
     assert run.info.start_time == 12_500
@@ -292,10 +293,11 @@ def test_a_model_directory_is_kept_and_loads_in_a_fresh_process(store: MlflowSto
     store.log_metrics(run_id, 20, {"val-core/x/reward/mean@4": 0.5}, 3.25)
 
     def keep() -> str:
-        return log_model_directory(
+        return log_model(
             store,
             run_id,
             model_directory,
+            kind="transformers",
             name="best",
             step=20,
             metrics={"val-core/x/reward/mean@4": 0.5},
@@ -321,9 +323,9 @@ def test_of_a_model_over_the_limit_only_the_place_is_kept(store: MlflowStore, ru
     (tmp_path / "big").mkdir()
     (tmp_path / "big" / "config.json").write_text("{}")
     (tmp_path / "big" / "model.safetensors").write_bytes(b"0" * 1000)
-    model_id = log_model_directory(
-        store, run_id, tmp_path / "big", name="last", step=3, metrics={}, time_s=1.0, tags={}, max_bytes=999
-    )
+    place = tmp_path / "big"
+    model_id = log_model(store, run_id, place, kind="transformers", name="last", step=3, metrics={}, time_s=1.0,
+                         tags={}, max_bytes=999)  # fmt: skip
     model = store.client.get_logged_model(model_id)
     assert model.tags["path"] == str(tmp_path / "big")
     assert model.tags["size_bytes"] == "1002"
@@ -332,7 +334,7 @@ def test_of_a_model_over_the_limit_only_the_place_is_kept(store: MlflowStore, ru
 
 def test_a_folder_that_is_no_model_is_refused(store: MlflowStore, run_id: str, tmp_path: Path):
     with pytest.raises(TrackingError, match=r"holds no config\.json"):
-        log_model_directory(store, run_id, tmp_path, name="last", step=3, metrics={}, time_s=1.0, tags={})
+        log_model(store, run_id, tmp_path, kind="transformers", name="last", step=3, metrics={}, time_s=1.0, tags={})
 
 
 MAKES_A_STORE = "import sys; from rlcore.tracking.connection import connect; connect(sys.argv[1])"
@@ -366,11 +368,11 @@ def test_checkpoints_and_weights_are_linked_to_their_scores_and_found_by_alias(
     for step, value in ((20, 0.5), (40, 0.25)):
         store.log_metrics(run_id, step, {score: value}, float(step))
         for _ in range(2):  # a retried stage
-            log_checkpoint(store, run_id, tmp_path / f"step-0000{step}", step=step, metrics={score: value},
-                                 time_s=step + 0.5, tags={"size_bytes": "9"})  # fmt: skip
+            log_model(store, run_id, tmp_path / f"step-0000{step}", kind="checkpoint", name=f"step-0000{step}",
+                      step=step, metrics={score: value}, time_s=step + 0.5, tags={"size_bytes": "9"})  # fmt: skip
     weights = {
-        step: log_model_directory(store, run_id, model_directory, name=f"weights-{step}", step=step,
-                                        metrics={score: value}, time_s=float(step), tags={}, max_bytes=1)
+        step: log_model(store, run_id, model_directory, kind="transformers", name=f"weights-{step}", step=step,
+                        metrics={score: value}, time_s=float(step), tags={}, max_bytes=1)
         for step, value in ((20, 0.5), (40, 0.25))
     }  # fmt: skip
     by_name = {model.name: model for model in store.client.search_logged_models([store.ensure_experiment()])}
