@@ -272,25 +272,23 @@ class ValidationResult:
         """
         try:
             document = _DOCUMENT.validate_json(path.read_bytes())
+            version = document.pop("format_version", None)
+            if version == FORMAT_VERSION:
+                return _RESULT.validate_python(document)
         except (OSError, ValidationError) as error:
-            raise DataError(f"{path}: is no validation result ({_first_line(error)}); validate again") from error
-        version = document.pop("format_version", None)
-        if version != FORMAT_VERSION:
-            raise DataError(
-                f"{path}: format_version must be {FORMAT_VERSION}, got {version!r}; read it with the version of "
-                "Millrace that wrote it, or validate again"
-            )
-        try:
-            return _RESULT.validate_python(document)
-        except ValidationError as error:
-            raise DataError(f"{path}: is no validation result ({_first_line(error)}); validate again") from error
+            raise DataError(f"{path}: is no validation result ({first_problem(error)}); validate again") from error
+        raise DataError(
+            f"{path}: format_version must be {FORMAT_VERSION}, got {version!r}; read it with the version of "
+            "Millrace that wrote it, or validate again"
+        )
 
 
 _DOCUMENT = TypeAdapter(dict[str, Any])
 _RESULT = TypeAdapter(ValidationResult)
 
 
-def _first_line(error: Exception) -> str:
+def first_problem(error: Exception) -> str:
+    """What is wrong with a file, in a line: of a ValidationError the first place and its message."""
     if not isinstance(error, ValidationError):
         return str(error)
     detail = error.errors(include_url=False, include_input=False)[0]

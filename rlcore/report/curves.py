@@ -171,8 +171,8 @@ def _phases(record: RunRecord, figure: "Figure") -> bool:
         return False
     axes = figure.subplots()
     thin = [Series(name, steps.astype(np.int64), values).thinned(MOST_POINTS // 4) for name, values in seconds.items()]
-    colours = [LIGHT[COLOURS[series.name]] for series in thin]
-    labels = [title_of(series.name) for series in thin]
+    colours = [LIGHT[PHASES[series.name][1]] for series in thin]
+    labels = [PHASES[series.name][0] for series in thin]
     if len(steps) == 1:
         floor = 0.0
         for series, colour, label in zip(thin, colours, labels, strict=True):
@@ -187,35 +187,22 @@ def _phases(record: RunRecord, figure: "Figure") -> bool:
     return True
 
 
-PHASES: Mapping[str, str] = {
-    "gen": "Generation",
-    "reward": "Scoring",
-    "old_log_prob": "Old log-probabilities",
-    "ref": "Reference pass",
-    "values": "Values",
-    "adv": "Advantages",
-    "update_critic": "Critic update",
-    "update_actor": "Policy update",
-    "update_weights": "Weight hand-over",
+PHASES: Mapping[str, tuple[str, str]] = {
+    "gen": ("Generation", "blue"),
+    "reward": ("Scoring", "orange"),
+    "old_log_prob": ("Old log-probabilities", "teal"),
+    "ref": ("Reference pass", "purple"),
+    "values": ("Values", "pink"),
+    "adv": ("Advantages", "muted"),
+    "update_critic": ("Critic update", "red"),
+    "update_actor": ("Policy update", "green"),
+    "update_weights": ("Weight hand-over", "sand"),
+    "other": ("Between phases", "grey"),
 }
-"""Phases that lie inside a step, by their name in `timing_s/<name>`."""
+"""Title and colour of phases that lie inside a step, by their name in `timing_s/<name>`."""
 
 BESIDE: Mapping[str, str] = {"save_checkpoint": "Checkpoint", "testing": "Validation"}
 """Phases that happen after some steps and are not counted to them."""
-
-COLOURS: Mapping[str, str] = {
-    "gen": "blue",
-    "reward": "orange",
-    "old_log_prob": "teal",
-    "ref": "purple",
-    "values": "pink",
-    "adv": "muted",
-    "update_critic": "red",
-    "update_actor": "green",
-    "update_weights": "sand",
-    "other": "grey",
-}
-"""A phase has the same colour in every picture."""
 
 OTHER = "other"
 """What is left of a step: the time between the phases."""
@@ -236,7 +223,7 @@ def mean_phases(record: RunRecord) -> tuple[Phase, ...]:
     if not steps.size:
         return ()
     kept = slice(1, None) if steps.size > 1 else slice(None)
-    return tuple(Phase(name, title_of(name), float(values[kept].mean())) for name, values in seconds.items())
+    return tuple(Phase(name, PHASES[name][0], float(values[kept].mean())) for name, values in seconds.items())
 
 
 def phase_seconds(record: RunRecord) -> tuple[Array, dict[str, Array]]:
@@ -255,23 +242,14 @@ def phase_seconds(record: RunRecord) -> tuple[Array, dict[str, Array]]:
     return whole.steps.astype(float), present
 
 
-def title_of(name: str) -> str:
-    """A phase's name for people."""
-    return PHASES.get(name) or BESIDE.get(name) or "Between phases"
-
-
 SMALLEST_GAP = 0.002
 """Parts of the run that are nearer to each other than this share of it are drawn as one: the gap cannot be seen."""
 
 ROWS = (("training", "green"), ("validation", "blue"), ("checkpoint", "orange"))
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """From one second of the run to another."""
-
-    start: float
-    end: float
+Span = tuple[float, float]
+"""From one second of the run to another."""
 
 
 def run_spans(record: RunRecord) -> dict[str, list[Span]]:
@@ -282,32 +260,32 @@ def run_spans(record: RunRecord) -> dict[str, list[Span]]:
     """
     found: dict[str, list[Span]] = {name: [] for name, _ in ROWS}
     earlier = 0.0
-    for record_ in record.steps:
-        metrics, end = record_.metrics, record_.time
+    for line in record.steps:
+        metrics, end = line.metrics, line.time
         testing = metrics.get("timing_s/testing", 0.0)
         if "timing_s/step" in metrics:
-            found["training"].append(Span(end - testing - metrics["timing_s/step"], end - testing))
+            found["training"].append((end - testing - metrics["timing_s/step"], end - testing))
         if testing:
-            found["validation"].append(Span(end - testing, end))
+            found["validation"].append((end - testing, end))
         if (save := metrics.get("timing_s/save_checkpoint")) and earlier:
-            found["checkpoint"].append(Span(earlier, earlier + save))
+            found["checkpoint"].append((earlier, earlier + save))
         earlier = end
-    begun = min((span.start for spans in found.values() for span in spans), default=0.0)
-    return {name: [Span(span.start - begun, span.end - begun) for span in spans] for name, spans in found.items()}
+    begun = min((start for spans in found.values() for start, _ in spans), default=0.0)
+    return {name: [(start - begun, end - begun) for start, end in spans] for name, spans in found.items()}
 
 
 def joined(spans: list[Span], gap_s: float) -> list[Span]:
     """Spans that overlap or are nearer than `gap_s` as one.
 
-    >>> joined([Span(0, 1), Span(1.1, 2), Span(5, 6)], 0.5)
-    [Span(start=0, end=2), Span(start=5, end=6)]
+    >>> joined([(0, 1), (1.1, 2), (5, 6)], 0.5)
+    [(0, 2), (5, 6)]
     """
     merged: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.start):
-        if merged and span.start - merged[-1].end <= gap_s:
-            merged[-1] = Span(merged[-1].start, max(merged[-1].end, span.end))
+    for start, end in sorted(spans):
+        if merged and start - merged[-1][1] <= gap_s:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            merged.append(span)
+            merged.append((start, end))
     return merged
 
 
@@ -319,13 +297,13 @@ def draw_timeline(record: RunRecord, figure: "Figure") -> bool:
     upper, lower = figure.subplots(2, 1, height_ratios=(len(phases) + 1, len(ROWS) + 2))
     at = 0.0
     for place, phase in enumerate(phases):
-        upper.barh(place, phase.seconds, left=at, height=0.7, color=LIGHT[COLOURS[phase.name]])
+        upper.barh(place, phase.seconds, left=at, height=0.7, color=LIGHT[PHASES[phase.name][1]])
         at += phase.seconds
     _rows(upper, [f"{phase.title}, {numbers.duration(phase.seconds)}" for phase in phases], "seconds of a mean step")
     spans = run_spans(record)
-    end = max((span.end for each in spans.values() for span in each), default=0.0)
+    last = max((end for each in spans.values() for _, end in each), default=0.0)
     for place, (name, colour) in enumerate(ROWS):
-        bars = [(span.start, span.end - span.start) for span in joined(spans[name], SMALLEST_GAP * end)]
+        bars = [(start, end - start) for start, end in joined(spans[name], SMALLEST_GAP * last)]
         lower.broken_barh(bars, (place - 0.35, 0.7), color=LIGHT[colour])
     _rows(lower, [name for name, _ in ROWS], "seconds since the first step began; gaps: the run stood still")
     return True

@@ -59,7 +59,6 @@ class Picture:
     title: str
     caption: str
     svg: str
-    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)

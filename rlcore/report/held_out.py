@@ -307,27 +307,22 @@ def browser_data(results: Sequence[ValidationResult], max_problems: int) -> tupl
         for problem in result.problems:
             answers.setdefault(problem.prompt_id, {})[index] = problem
     kept = sorted(answers.values(), key=lambda seen: (-abs(_change(seen)), _first(seen).prompt_id))[:max_problems]
-    texts = _Texts()
+    texts: Texts = {}
     problems: list[JsonValue] = [_problem(seen, len(results), texts) for seen in kept]
     data: dict[str, JsonValue] = {
         "validations": [{"name": result.name, "step": result.step} for result in results],
         "problems": problems,
-        "texts": texts.in_order(),
+        "texts": list(texts),
     }
     return data, len(kept), len(answers) - len(kept)
 
 
-class _Texts:
-    """Texts by number: an answer that is given a hundred times is in the file once."""
+Texts = dict[str, int]
+"""Texts by number: an answer that is given a hundred times is in the file once."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
 
-    def __call__(self, text: str) -> int:
-        return self._numbers.setdefault(text, len(self._numbers))
-
-    def in_order(self) -> list[JsonValue]:
-        return list(self._numbers)
+def _number(texts: Texts, text: str) -> int:
+    return texts.setdefault(text, len(texts))
 
 
 def _first(seen: Mapping[int, ProblemResult]) -> ProblemResult:
@@ -345,20 +340,20 @@ def _score(problem: ProblemResult) -> float:
     return problem.greedy.score if problem.greedy is not None else 0.0
 
 
-def _problem(seen: Mapping[int, ProblemResult], num_validations: int, texts: _Texts) -> dict[str, JsonValue]:
+def _problem(seen: Mapping[int, ProblemResult], num_validations: int, texts: Texts) -> dict[str, JsonValue]:
     first = _first(seen)
     return {
         "id": first.prompt_id,
         "difficulty": first.difficulty,
-        "prompt": texts(first.prompt_text),
-        "truth": texts(truth_text(first.ground_truth_json)),
+        "prompt": _number(texts, first.prompt_text),
+        "truth": _number(texts, truth_text(first.ground_truth_json)),
         "first": _score(first),
         "last": _score(seen[max(seen)]),
         "at": [_judged(seen[index], texts) if index in seen else None for index in range(num_validations)],
     }
 
 
-def _judged(problem: ProblemResult, texts: _Texts) -> dict[str, JsonValue]:
+def _judged(problem: ProblemResult, texts: Texts) -> dict[str, JsonValue]:
     return {
         "score": _score(problem),
         "greedy": _answer(problem.greedy, texts) if problem.greedy is not None else None,
@@ -366,9 +361,9 @@ def _judged(problem: ProblemResult, texts: _Texts) -> dict[str, JsonValue]:
     }
 
 
-def _answer(answer: Answer, texts: _Texts) -> dict[str, JsonValue]:
+def _answer(answer: Answer, texts: Texts) -> dict[str, JsonValue]:
     return {
-        "text": texts(answer.text),
+        "text": _number(texts, answer.text),
         "score": answer.score,
         "parts": dict(answer.parts),
         "tokens": answer.num_tokens,

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlcore.errors import DataError
 from rlcore.report import numbers
-from rlcore.report.curves import BESIDE, mean_phases, title_of
+from rlcore.report.curves import BESIDE, mean_phases
 from rlcore.report.document import Block, Cell, Column, Prose, Table, Value, cell, table
 from rlcore.report.findings import LATE, stability_checks
 from rlcore.report.record import RunRecord
@@ -167,13 +167,13 @@ def phase_table(record: RunRecord) -> Table:
     ]
     if phases:
         rows.append(("Step", total, 1.0, "timing_s/step"))
-    for name in BESIDE:
+    for name, title in BESIDE.items():
         series = record.series(f"timing_s/{name}")
         if series is not None:
             times = "once" if len(series) == 1 else f"{len(series)} times"
             if name == "save_checkpoint":  # every step has this metric, and it is 0 at most of them
                 times = f"mean over {len(series)} steps"
-            rows.append((f"{title_of(name)} ({times}, not in the step)", series.mean(), "", series.name))
+            rows.append((f"{title} ({times}, not in the step)", series.mean(), "", series.name))
     columns = (Column("Phase"), Column("Mean", "seconds"), Column("Share", "share"), Column("Metric", "code"))
     return table("phases", "Phases of a step", columns, rows, "The first step is left out: it warms up.")
 

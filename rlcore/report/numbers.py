@@ -29,8 +29,7 @@ def compact(value: float | None, digits: int = 4) -> str:
     if value == 0 or (value == round(value) and abs(value) < 1e15):
         return f"{value:,.0f}"
     if abs(value) < _SCIENTIFIC_BELOW:
-        mantissa, exponent = f"{value:.{min(digits, 3) - 1}e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+        return _scientific(value, min(digits, 3) - 1)
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
@@ -46,42 +45,43 @@ def tick(value: float) -> str:
         if abs(value) >= limit:
             scale = 1e3 if letter == "k" else limit
             return f"{value / scale:.3g}{letter}"
-    if value and abs(value) < _SCIENTIFIC_BELOW:
-        mantissa, exponent = f"{value:.1e}".split("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    return f"{value:.4g}"
+    return _scientific(value, 1) if value and abs(value) < _SCIENTIFIC_BELOW else f"{value:.4g}"
 
 
-def fixed(value: float | None, decimals: int = 3) -> str:
-    """A score with the same number of decimals everywhere, so that columns compare at a glance."""
-    return NOTHING if value is None or math.isnan(value) else f"{value:,.{decimals}f}"
+def _scientific(value: float, decimals: int) -> str:
+    mantissa, exponent = f"{value:.{decimals}e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
-def signed(value: float, decimals: int = 3) -> str:
+def fixed(value: float | None) -> str:
+    """A score with three decimals everywhere, so that columns compare at a glance."""
+    return NOTHING if value is None or math.isnan(value) else f"{value:,.3f}"
+
+
+def signed(value: float) -> str:
     """With its sign, also where it is positive.
 
     >>> signed(0.25), signed(-0.25), signed(0.0)
     ('+0.250', '−0.250', '0.000')
     """
-    text = fixed(abs(value), decimals)
+    text = fixed(abs(value))
     if float(text.replace(",", "")) == 0.0:
         return text
     return f"{'+' if value > 0 else '−'}{text}"
 
 
-def interval(found: Interval, decimals: int = 3) -> str:
+def interval(found: Interval) -> str:
     """A score and its interval.
 
     >>> interval(Interval(0.5, 0.41, 0.59))
     '0.500 [0.410, 0.590]'
     """
-    return f"{fixed(found.value, decimals)} [{fixed(found.low, decimals)}, {fixed(found.high, decimals)}]"
+    return f"{fixed(found.value)} [{fixed(found.low)}, {fixed(found.high)}]"
 
 
-def signed_interval(found: Interval, decimals: int = 3) -> str:
+def signed_interval(found: Interval) -> str:
     """A difference and its interval, with signs."""
-    low, high = signed(found.low, decimals), signed(found.high, decimals)
-    return f"{signed(found.value, decimals)} [{low}, {high}]"
+    return f"{signed(found.value)} [{signed(found.low)}, {signed(found.high)}]"
 
 
 def percent(share: float | None, decimals: int = 0) -> str:

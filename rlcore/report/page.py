@@ -25,39 +25,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LIGHT: Mapping[str, str] = {
-    "surface": "#ffffff",
-    "ink": "#1b1f26",
-    "muted": "#5c6675",
-    "grid": "#e5e8ed",
-    "blue": "#2b6cd9",
-    "orange": "#d4690f",
-    "green": "#1d8a5a",
-    "purple": "#7a4fd0",
-    "red": "#c8372d",
-    "teal": "#0f8b96",
-    "pink": "#bf3f8a",
-    "sand": "#a8842c",
-    "grey": "#8b95a5",
+_COLOURS: Mapping[str, tuple[str, str]] = {
+    "surface": ("#ffffff", "#12161c"),
+    "ink": ("#1b1f26", "#e8ecf2"),
+    "muted": ("#5c6675", "#9ba6b6"),
+    "grid": ("#e5e8ed", "#2a313c"),
+    "blue": ("#2b6cd9", "#74a9ff"),
+    "orange": ("#d4690f", "#f2a25c"),
+    "green": ("#1d8a5a", "#50c893"),
+    "purple": ("#7a4fd0", "#b598f7"),
+    "red": ("#c8372d", "#ff7d73"),
+    "teal": ("#0f8b96", "#52c7d2"),
+    "pink": ("#bf3f8a", "#ef8fc8"),
+    "sand": ("#a8842c", "#d9b45f"),
+    "grey": ("#8b95a5", "#7d8898"),
 }
-"""Colours by role. Each hex value occurs once: the page finds a role by it."""
+"""Colours by role, on a light and on a dark page. Each light one occurs once: the page finds a role by it."""
 
-DARK: Mapping[str, str] = {
-    "surface": "#12161c",
-    "ink": "#e8ecf2",
-    "muted": "#9ba6b6",
-    "grid": "#2a313c",
-    "blue": "#74a9ff",
-    "orange": "#f2a25c",
-    "green": "#50c893",
-    "purple": "#b598f7",
-    "red": "#ff7d73",
-    "teal": "#52c7d2",
-    "pink": "#ef8fc8",
-    "sand": "#d9b45f",
-    "grey": "#7d8898",
-}
-"""The same roles on a dark page."""
+LIGHT, DARK = ({role: pair[side] for role, pair in _COLOURS.items()} for side in (0, 1))
 
 CYCLE = ("blue", "orange", "green", "purple", "red", "teal", "pink", "sand")
 """Colours of lines, in order."""
@@ -114,7 +99,6 @@ class Chart:
     caption: str
     draw: "Callable[[Figure], bool]"
     height_in: float = 2.7
-    wide: bool = False
 
 
 @contextmanager
@@ -131,7 +115,7 @@ def render(chart: Chart, folder: Path) -> Picture | None:
     from matplotlib.figure import Figure
 
     with house_style():
-        figure = Figure(figsize=(WIDTH_IN * (2 if chart.wide else 1), chart.height_in), layout="constrained")
+        figure = Figure(figsize=(WIDTH_IN, chart.height_in), layout="constrained")
         if not chart.draw(figure):
             return None
         svg = _svg(figure)
@@ -139,7 +123,7 @@ def render(chart: Chart, folder: Path) -> Picture | None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{chart.name}.svg").write_text(svg, encoding="utf-8")
         figure.savefig(folder / f"{chart.name}.png", dpi=_PNG_DPI, facecolor=LIGHT["surface"], metadata={})
-    return Picture(chart.name, chart.title, chart.caption, for_page(svg, chart.name, chart.title), chart.wide)
+    return Picture(chart.name, chart.title, chart.caption, for_page(svg, chart.name, chart.title))
 
 
 def _svg(figure: "Figure") -> str:
@@ -233,6 +217,9 @@ def _environment() -> "Environment":
     )
     environment.globals["kind"] = lambda block: type(block).__name__
     environment.globals["parts"] = numbers.score_parts
+    # Markdown: a page's own escaping is not for it.
+    environment.filters["md"] = lambda text: trusted(escape(text))
+    environment.globals["md_cell"] = lambda cell, column: trusted(_cell(cell, column))
     # Only what `for_page` made of matplotlib's own output goes through here.
     environment.globals["svg_of"] = lambda picture: trusted(picture.svg)
     return environment
@@ -265,44 +252,7 @@ def code(text: str) -> str:
 
 def markdown_of(report: Report, tables: Iterable[Table]) -> str:
     """A report's title, key figures and conclusions, then these tables."""
-    lines = [f"# {escape(report.title)}", "", f"{escape(report.subtitle)} · **{escape(report.state)}**", ""]
-    lines += _head_lines(report)
-    for table in tables:
-        lines += _table_lines(table)
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _head_lines(report: Report) -> list[str]:
-    """Key figures, what is missing, and the conclusions."""
-    lines = _rows(("", "", ""), [(tile.label, f"**{tile.text}**", tile.detail) for tile in report.tiles])
-    if report.missing:
-        lines += ["**Missing**", "", *(f"- {escape(text)}" for text in report.missing), ""]
-    lines += ["## What was learned", ""]
-    for finding in report.findings:
-        lines.append(f"- **{escape(finding.topic)}: {escape(finding.verdict)}.** {escape(finding.statement)}")
-        lines.append(f"  <br><sub>Rule: {escape(finding.rule)}</sub>")
-    return [*lines, ""]
-
-
-def _rows(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    """A table of words that are safe already or made of numbers."""
-    body = [f"| {' | '.join(row)} |" for row in rows]
-    return [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}", *body, ""] if body else []
-
-
-def _table_lines(table: Table) -> list[str]:
-    """A table with its title and note."""
-    lines = [f"### {escape(table.title)}", ""]
-    if not table.rows:
-        return [*lines, "Nothing here.", ""]
-    lines.append(f"| {' | '.join(escape(column.title) for column in table.columns)} |")
-    lines.append("|" + "".join("---:|" if column.style == "number" else "---|" for column in table.columns))
-    lines += [
-        "| " + " | ".join(_cell(cell, column) for cell, column in zip(row, table.columns, strict=True)) + " |"
-        for row in table.rows
-    ]
-    lines.append("")
-    return [*lines, f"{escape(table.note)}", ""] if table.note else lines
+    return page("summary.md.j2", report=report, tables=list(tables)).rstrip() + "\n"
 
 
 def _cell(cell: Cell, column: Column) -> str:

@@ -17,6 +17,7 @@ from rlcore.config import RunConfig
 from rlcore.config.data import ALL_SOURCES
 from rlcore.errors import CheckpointError, DataError, MillraceError
 from rlcore.evaluation import Comparison, Interval, ValidationResult, compare, core_name
+from rlcore.evaluation.result import first_problem
 from rlcore.report.series import Series, make_series, series_of
 from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically
@@ -212,16 +213,8 @@ def read_run(run_dir: Path) -> RunRecord:
     missing += _journal_gaps(run_dir / JOURNAL_FILE, journal, checkpoints)
     validations = _read_validations(run_dir / "validation", missing)
     steps = tuple(sorted(journal.steps, key=lambda record: record.step))
-    record = RunRecord(
-        run_dir,
-        config,
-        steps,
-        journal.events,
-        validations,
-        _read_lineage(run_dir, missing),
-        checkpoints,
-        (),
-    )
+    lineage = _read_lineage(run_dir, missing)
+    record = RunRecord(run_dir, config, steps, journal.events, validations, lineage, checkpoints, ())
     return replace(record, missing=(*missing, *_gaps(record)))
 
 
@@ -234,10 +227,9 @@ def _read_settings(run_dir: Path) -> RunConfig:
             f"{file}: cannot be read ({error.strerror}); name the folder of a run, such as artifacts/runs/<run id>"
         ) from error
     except ValidationError as error:
-        detail = error.errors(include_url=False, include_input=False)[0]
         raise DataError(
-            f"{file}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}; the settings are of another version of "
-            "Millrace, or damaged. Make the report with the version that ran it"
+            f"{file}: {first_problem(error)}; the settings are of another version of Millrace, or damaged. Make the "
+            "report with the version that ran it"
         ) from error
 
 
@@ -299,10 +291,14 @@ def _read_validation(file: Path, changed_ns: int, size: int) -> ValidationResult
 
 
 def _read_lineage(run_dir: Path, missing: list[str]) -> Lineage | None:
+    """What `Lineage.write` wrote; without it the stages of the run's inputs; None without either."""
+    file = run_dir / LINEAGE_FILE
+    if not file.is_file():
+        return _from_inputs(run_dir)
     try:
-        return read_lineage(run_dir)
-    except DataError as error:
-        missing.append(str(error))
+        return _LINEAGE.validate_json(file.read_bytes())
+    except (OSError, ValidationError) as error:
+        missing.append(f"{file}: cannot be read as a lineage ({first_problem(error)}); the report goes on without it")
         return None
 
 
@@ -340,23 +336,6 @@ def _running_total(series: Series | None) -> Series | None:
     return make_series(series.name, list(zip(series.steps.tolist(), np.cumsum(series.values).tolist(), strict=True)))
 
 
-def read_lineage(run_dir: Path) -> Lineage | None:
-    """What `Lineage.write` wrote; without it the stages of the run's inputs; None without either.
-
-    Raises:
-        DataError: the file is there and cannot be read.
-    """
-    file = run_dir / LINEAGE_FILE
-    if not file.is_file():
-        return _from_inputs(run_dir)
-    try:
-        return _LINEAGE.validate_json(file.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise DataError(
-            f"{file}: cannot be read as a lineage ({_reason(error)}); the report goes on without it"
-        ) from error
-
-
 def _from_inputs(run_dir: Path) -> Lineage | None:
     """The folders that the run was started with, each described by its manifest."""
     try:
@@ -374,20 +353,9 @@ def stage_of(name: str, folder: Path) -> Stage:
         manifest = None
     facts: dict[str, Fact] = {}
     if manifest is not None:
-        values = {**manifest.values, **_counts(manifest.values)}
+        counts = manifest.values.get("counts")  # rows by split and the like, which stand one level down
+        below = {f"{key} rows": value for key, value in counts.items()} if isinstance(counts, Mapping) else {}
+        values = {**manifest.values, **below}
         facts = {key: value for key, value in values.items() if isinstance(value, str | int | float | bool)}
         facts["size_bytes"] = manifest.size_bytes
     return Stage(name.removesuffix("_directory"), folder.name, str(folder), facts)
-
-
-def _counts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rows by split and the like, which stand one level down."""
-    counts = values.get("counts")
-    return {f"{key} rows": value for key, value in counts.items()} if isinstance(counts, Mapping) else {}
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        detail = error.errors(include_url=False, include_input=False)[0]
-        return f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}"
-    return str(error)

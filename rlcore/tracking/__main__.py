@@ -64,10 +64,7 @@ class Carrier:
     def _turn(self, gone: bool) -> bool:
         """Deliver once; whether MLflow has all and the end. One warning when MLflow begins to fail, one at its end."""
         try:
-            self._delivery.deliver()
-            status = self._delivery.status or ("KILLED" if gone else None)
-            if status is not None:
-                self._delivery.settle(status)
+            status = self._delivery.catch_up(trainer_is_gone=gone)
         except ReplacedError:
             raise
         except Exception as error:

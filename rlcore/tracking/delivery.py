@@ -38,6 +38,7 @@ from rlcore.tracking.attempts import (
     Commit,
     Destination,
     FinalStatus,
+    Finish,
     History,
     read_acts,
     read_history,
@@ -156,13 +157,6 @@ class Delivery:
         """What has been delivered so far."""
         return self._state
 
-    @property
-    def status(self) -> FinalStatus | None:
-        """How the attempt ended: by its trainer's own record, or KILLED if its process is gone without one."""
-        if self._history.end is not None:
-            return self._history.end.status
-        return "KILLED" if self._attempt.owner.is_gone() else None
-
     def close(self) -> None:
         """Close the journal."""
         os.close(self._journal_fd)
@@ -186,17 +180,24 @@ class Delivery:
             raise
         self._batch_size = min(MAX_METRICS_PER_BATCH, self._batch_size * 2)
 
-    def settle(self, status: FinalStatus) -> None:
-        """Give the MLflow run the attempt's end, if it has another. Call after a `deliver` that went well."""
-        if self._state.settled_status == status:
-            return
-        run_id, end = self._main_run_id(), self._history.end
-        end_time = time.time() if end is None else end.time
+    def catch_up(self, *, trainer_is_gone: bool = False) -> FinalStatus | None:
+        """Send all that is new, then the attempt's end, if it has ended and MLflow has another; returns that end.
+
+        The end is what the trainer wrote, or KILLED if its process is gone without a word.
+        """
+        self.deliver()
+        end = self._history.end
+        if end is None and (trainer_is_gone or self._attempt.owner.is_gone()):
+            end = Finish("KILLED", self._state.main_bytes, time.time())
+        if end is None or self._state.settled_status == end.status:
+            return None if end is None else end.status
+        run_id = self._main_run_id()
         self._upload_events(run_id)
         self._remove_strays(run_id)
-        self._store.set_tags(run_id, attempt_tags(self._history, (status, end_time)))
-        self._store.set_status(run_id, status, end_time)
-        self._save(settled_status=status)
+        self._store.set_tags(run_id, attempt_tags(self._history, end))
+        self._store.set_status(run_id, end.status, end.time)
+        self._save(settled_status=end.status)
+        return end.status
 
     def has_ended(self) -> bool:
         """Whether the attempt has ended, or another has begun, since the last `deliver`. Reads only the file's end."""
@@ -338,20 +339,18 @@ def event_metric(name: str) -> str:
     return f"events/{re.sub(r'[^A-Za-z0-9_-]', '_', name)}"
 
 
-def attempt_tags(history: History, end: tuple[FinalStatus, float] | None = None) -> dict[str, str]:
-    """The record of a run's attempts as tags of its MLflow run. `end`: status and time of the newest one's end.
+def attempt_tags(history: History, end: Finish | None = None) -> dict[str, str]:
+    """The record of a run's attempts as tags of its MLflow run. `end`: that of the newest one, where it has no record.
 
     {"attempts": "2", "attempt.1": "from step 0, 2026-11-22 10:00:00 UTC, node7 process 411, lost", ...}
     """
     newest = len(history.attempts)
     tags = {"attempts": str(newest)}
     for position, attempt in enumerate(history.attempts, 1):
-        finish = history.ends.get(attempt.number)
-        ended = (finish.status, finish.time) if finish is not None else end if position == newest else None
-        words = [f"from step {attempt.step}", _utc(attempt.time)]
-        words += [f"{attempt.owner.host} process {attempt.owner.pid}"]
-        if ended is not None:
-            words.append(f"{ended[0]} {_utc(ended[1])}")
+        finish = history.ends.get(attempt.number, end if position == newest else None)
+        words = [f"from step {attempt.step}", _utc(attempt.time), f"{attempt.owner.host} process {attempt.owner.pid}"]
+        if finish is not None:
+            words.append(f"{finish.status} {_utc(finish.time)}")
         elif position < newest:
             words.append("lost")
         tags[f"attempt.{attempt.number}"] = ", ".join(words)
@@ -474,10 +473,7 @@ def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:
         with closing(delivery):
             before = delivery.state.main_bytes
             try:
-                delivery.deliver()
-                status = delivery.status
-                if status is not None:
-                    delivery.settle(status)
+                status = delivery.catch_up()
             except TrackingError:
                 raise
             except Exception as error:

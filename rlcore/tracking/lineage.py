@@ -7,7 +7,7 @@ import platform
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,11 +167,16 @@ def gpu_facts() -> dict[str, str]:
     if nvml is None:
         return {}
     facts = {"nvidia_driver": str(nvml.nvmlSystemGetDriverVersion())}
+    return facts | {
+        f"gpu_{index}": f"{name}, {size / BYTES_PER_GB:.1f} GB" for index, (name, size) in enumerate(_gpus(nvml))
+    }
+
+
+def _gpus(nvml: Any) -> Iterator[tuple[str, int]]:
+    """Name and bytes of memory of each GPU."""
     for index in range(nvml.nvmlDeviceGetCount()):
         gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-        memory_gb = nvml.nvmlDeviceGetMemoryInfo(gpu).total / BYTES_PER_GB
-        facts[f"gpu_{index}"] = f"{nvml.nvmlDeviceGetName(gpu)}, {memory_gb:.1f} GB"
-    return facts
+        yield str(nvml.nvmlDeviceGetName(gpu)), int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)
 
 
 def first_gpu() -> tuple[str, int] | None:
@@ -179,9 +184,8 @@ def first_gpu() -> tuple[str, int] | None:
 
     Unlike torch it puts nothing on the GPU."""
     nvml = _start_nvml()
-    if nvml is not None and nvml.nvmlDeviceGetCount():
-        gpu = nvml.nvmlDeviceGetHandleByIndex(0)
-        return str(nvml.nvmlDeviceGetName(gpu)), int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)
+    if nvml is not None and (gpu := next(_gpus(nvml), None)) is not None:
+        return gpu
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
