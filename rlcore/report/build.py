@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import JsonValue
 
-from rlcore.evaluation import Comparison
+from rlcore.evaluation.result import Comparison
 from rlcore.report import curves, held_out, measures, numbers, page
 from rlcore.report import document as doc
 from rlcore.report.curves import plot_held_out, plot_series

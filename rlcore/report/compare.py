@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
-from rlcore.evaluation import Comparison, compare
+from rlcore.evaluation.result import Comparison, compare
 from rlcore.evaluation.stats import Array, Interval
 from rlcore.report import numbers
 from rlcore.report.build import ReportFiles, algorithm_of, gallery_of, write_files

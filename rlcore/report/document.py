@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from rlcore.evaluation import Answer, Interval
+from rlcore.evaluation.result import Answer
+from rlcore.evaluation.stats import Interval
 from rlcore.report import numbers
 
 Tone = Literal["", "good", "bad", "watch", "muted"]

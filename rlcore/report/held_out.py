@@ -13,7 +13,8 @@ import numpy as np
 from pydantic import JsonValue
 
 from rlcore.errors import DataError
-from rlcore.evaluation import Answer, Comparison, Interval, ProblemResult, ValidationResult, pass_curve
+from rlcore.evaluation.result import Answer, Comparison, ProblemResult, ValidationResult, pass_curve
+from rlcore.evaluation.stats import Interval
 from rlcore.report import page
 from rlcore.report.document import Column, SamplePair, Samples, Table, Tone, table
 from rlcore.report.numbers import score_parts, truth_text

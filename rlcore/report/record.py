@@ -16,8 +16,8 @@ from rlcore.checkpoint.state import STATE, TrainerState, journal_problem
 from rlcore.config import RunConfig
 from rlcore.config.data import ALL_SOURCES
 from rlcore.errors import CheckpointError, DataError, MillraceError
-from rlcore.evaluation import Comparison, Interval, ValidationResult, compare, core_name
-from rlcore.evaluation.result import first_problem
+from rlcore.evaluation.result import Comparison, ValidationResult, compare, core_name, first_problem
+from rlcore.evaluation.stats import Interval
 from rlcore.report.series import Series, make_series, series_of
 from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically

@@ -9,7 +9,7 @@ import data
 from data.gsm8k import reference_number, score, score_numeric
 from rlcore.config import Gsm8kData
 from rlcore.errors import DataError
-from rlcore.evaluation import Answer, ProblemResult, per_problem
+from rlcore.evaluation.result import Answer, ProblemResult, per_problem
 
 HUNDRED = {"answer": "1000"}
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlcore.config import ValidationConfig
-from rlcore.evaluation import Answer, ProblemResult, ValidationResult
+from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
 
 FAILED = -1.0
 """In place of a score: the scorer failed."""

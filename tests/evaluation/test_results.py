@@ -7,15 +7,8 @@ import pickle
 import pytest
 
 from rlcore.errors import DataError
-from rlcore.evaluation import (
-    Answer,
-    ProblemResult,
-    ValidationResult,
-    compare,
-    pass_at_k,
-    pass_curve,
-    vote,
-)
+from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult, compare, pass_curve, vote
+from rlcore.evaluation.stats import pass_at_k
 from rlcore.tracking.connection import mlflow_name
 from tests.evaluation.results import FAILED, answer, problem, random_result, result
 

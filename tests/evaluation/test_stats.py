@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.evaluation import (
+from rlcore.evaluation.stats import (
     bootstrap_interval,
     bootstrap_intervals,
     majority,

@@ -22,7 +22,7 @@ from flows.stack.recipes import free_port, mlflow_recipe
 from flows.stack.services import end_server, start, wait_until_ready
 from flows.stack.state import Databases, StackState, write_stack
 from rlcore.config import TrackingConfig
-from rlcore.evaluation import ValidationResult
+from rlcore.evaluation.result import ValidationResult
 from rlcore.tracking import MlflowStore, Tracker, explain, mlflow_name, read_journal
 from rlcore.tracking.models import models_of, name_models
 from tests.flows.attempts import Attempt

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rlcore.config import RunConfig
-from rlcore.evaluation import ValidationResult
+from rlcore.evaluation.result import ValidationResult
 from rlcore.report.record import RunRecord
 from rlcore.tracking.journal import StepRecord
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
-from rlcore.evaluation import Answer, ProblemResult, ValidationResult
+from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
 from rlcore.tracking.journal import JOURNAL_FILE, Journal
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rlcore.errors import DataError
-from rlcore.evaluation import Answer, ValidationResult
+from rlcore.evaluation.result import Answer, ValidationResult
 from rlcore.report import build_sample_browser
 from rlcore.report.held_out import at_each_step, embedded_json
 from tests.report.chromium import PROGRAM, open_tab

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlcore.errors import DataError
-from rlcore.evaluation import ValidationResult, compare
+from rlcore.evaluation.result import ValidationResult, compare
 from rlcore.report import compare_runs
 from rlcore.report.compare import against, band_of, differing_settings, groups_of, spread_of, t_quantile
 from rlcore.report.measures import cost_of

@@ -14,7 +14,8 @@ from markdown_it import MarkdownIt
 
 from rlcore.config.compose import experiment_names, load_config
 from rlcore.errors import DataError
-from rlcore.evaluation import Interval, ValidationResult, compare
+from rlcore.evaluation.result import ValidationResult, compare
+from rlcore.evaluation.stats import Interval
 from rlcore.report import answer_rows, build_report, hero_png, numbers, summary_markdown
 from rlcore.report.curves import run_spans
 from rlcore.report.document import Cell, Column, Report, Table

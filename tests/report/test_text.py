@@ -28,7 +28,7 @@ def test_examples_in_docstrings_are_true(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-@pytest.mark.parametrize("statement", ["import rlcore.evaluation", "import rlcore.report"])
+@pytest.mark.parametrize("statement", ["import rlcore.evaluation.result", "import rlcore.report"])
 def test_nothing_heavy_is_loaded_before_it_is_needed(statement):
     heavy = {"torch", "transformers", "ray", "prefect", "vllm", "mlflow", "matplotlib", "jinja2", "hydra", "pyarrow"}
     assert not heavy & loaded_by(statement)
