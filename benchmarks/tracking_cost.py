@@ -32,9 +32,9 @@ import psutil
 import torch
 
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
-from rlcore.tracking import Tracker
 from rlcore.tracking.delivery import read_state
 from rlcore.tracking.journal import JOURNAL_FILE
+from rlcore.tracking.tracker import Tracker
 
 STEPS_PER_CHECKPOINT = 20
 STEPS_PER_TURN = 5

@@ -33,8 +33,8 @@ import torch
 
 from benchmarks.tracking_cost import calibrate, free_port, shippers, wait_for, wait_until, work
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
-from rlcore.tracking import Tracker
 from rlcore.tracking.delivery import read_state
+from rlcore.tracking.tracker import Tracker
 
 STEPS_PER_CHECKPOINT = 20
 SLOW_S = 10.0

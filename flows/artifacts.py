@@ -21,7 +21,7 @@ from flows.work.open_run import OpenRun
 from flows.work.results import Judgement
 from flows.work.runs import Comparison
 from rlcore.checkpoint.catalog import scan
-from rlcore.tracking import read_journal
+from rlcore.tracking.journal import read_journal
 
 BYTES_PER_MB = 1e6
 NUM_VALIDATIONS = 4

@@ -21,9 +21,8 @@ from flows.work.runs import Outcome, all_runs, find_runs, named_runs
 from flows.work.runs import compare as compare_runs
 from rlcore.config import TrackingConfig
 from rlcore.errors import MillraceError
-from rlcore.tracking import MlflowStore
 from rlcore.tracking.connection import has_store
-from rlcore.tracking.mlflow_store import LOCAL_UI
+from rlcore.tracking.mlflow_store import LOCAL_UI, MlflowStore
 
 
 def compare(runs: Sequence[str], *, search: str, root: Path, tracking: TrackingConfig) -> None:

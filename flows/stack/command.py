@@ -9,7 +9,7 @@ from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, how_to_log_in
 from flows.stack import control
 from flows.stack.state import stack_store
 from rlcore.config import TrackingConfig
-from rlcore.tracking import MlflowStore
+from rlcore.tracking.mlflow_store import MlflowStore
 
 
 def up(root: Path, wishes: control.Wishes) -> None:

@@ -21,7 +21,7 @@ from rlcore.config.sweep_load import Sweep
 from rlcore.errors import MillraceError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import write_json_atomically
-from rlcore.tracking import read_journal
+from rlcore.tracking.journal import read_journal
 
 FORMAT_VERSION = 1
 SWEEP_FILE = "sweep.json"

@@ -22,7 +22,7 @@ from rlcore.config.documents import experiment_text
 from rlcore.config.sweep_load import Sweep
 from rlcore.errors import is_stop
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
-from rlcore.tracking import MlflowStore
+from rlcore.tracking.mlflow_store import MlflowStore
 
 BEST_FILE = "best.yaml"
 FEWEST_TO_COMPARE = 2

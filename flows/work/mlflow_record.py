@@ -26,17 +26,12 @@ from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import is_stop
 from rlcore.run.layout import RunLayout
 from rlcore.storage.manifest import part_directories
-from rlcore.tracking import (
-    MlflowStore,
-    StepRecord,
-    code_diff,
-    ensure_mlflow_run,
-    environment_facts,
-    explain,
-    lineage_tags,
-    read_journal,
-)
 from rlcore.tracking.attempts import FinalStatus, has_begun
+from rlcore.tracking.connection import explain
+from rlcore.tracking.delivery import ensure_mlflow_run
+from rlcore.tracking.journal import StepRecord, read_journal
+from rlcore.tracking.lineage import code_diff, environment_facts, lineage_tags
+from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import Alias, load_ahead, log_model, name_models
 from rlcore.user_code import code_of
 

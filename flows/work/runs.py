@@ -15,11 +15,10 @@ from rlcore.config import RunConfig, TrackingConfig
 from rlcore.errors import DataError, MillraceError, RunInUseError, TrackingError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import HeldLock
-from rlcore.tracking import MlflowStore, explain, sync_run
 from rlcore.tracking.attempts import has_begun
-from rlcore.tracking.connection import has_store, resolve_uri
-from rlcore.tracking.delivery import read_state
-from rlcore.tracking.mlflow_store import compare_url, search_run_ids
+from rlcore.tracking.connection import explain, has_store, resolve_uri
+from rlcore.tracking.delivery import read_state, sync_run
+from rlcore.tracking.mlflow_store import MlflowStore, compare_url, search_run_ids
 from rlcore.tracking.models import find_garbage, remove_garbage
 
 if TYPE_CHECKING:

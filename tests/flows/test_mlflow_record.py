@@ -11,7 +11,7 @@ from flows.work.open_run import open_run
 from flows.work.results import Recorded
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError, StopRequestedError
-from rlcore.tracking import MlflowStore
+from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.user_code import code_of
 
 

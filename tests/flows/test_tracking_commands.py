@@ -23,8 +23,11 @@ from flows.stack.services import end_server, start, wait_until_ready
 from flows.stack.state import Databases, StackState, write_stack
 from rlcore.config import TrackingConfig
 from rlcore.evaluation.result import ValidationResult
-from rlcore.tracking import MlflowStore, Tracker, explain, mlflow_name, read_journal
+from rlcore.tracking.connection import explain, mlflow_name
+from rlcore.tracking.journal import read_journal
+from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import models_of, name_models
+from rlcore.tracking.tracker import Tracker
 from tests.flows.attempts import Attempt
 from tests.flows.conftest import REPOSITORY, SMALL, WAIT_S, Finished, Millrace, Reference, ended
 from tests.report.chromium import PROGRAM, Tab, open_tab

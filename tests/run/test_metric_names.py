@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlcore.tracking import read_journal
 from rlcore.tracking.catalog import describe, reference_log
+from rlcore.tracking.journal import read_journal
 from tests.run.sessions import session_of
 from tests.small_run import prepare
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from rlcore.tracking import read_journal
+from rlcore.tracking.journal import read_journal
 
 
 def client_of(root: Path) -> MlflowClient:

@@ -13,9 +13,9 @@ import pytest
 
 from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
-from rlcore.tracking import Tracker, sync_run
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
-from rlcore.tracking.delivery import Delivery, ReplacedError, delivery_lock, open_delivery, read_state
+from rlcore.tracking.delivery import Delivery, ReplacedError, delivery_lock, open_delivery, read_state, sync_run
+from rlcore.tracking.tracker import Tracker
 from tests.tracking.reading import (
     all_runs,
     client_of,
@@ -106,7 +106,7 @@ def test_time_stamps_are_the_journals(begin: Begin, run_dir: Path, root: Path):
     deliver(run_dir)
     client = client_of(root)
     history = client.get_metric_history(main_run(client).info.run_id, "test/m0")
-    from rlcore.tracking import read_journal
+    from rlcore.tracking.journal import read_journal
 
     assert [metric.timestamp / 1e3 for metric in history] == [r.time for r in read_journal(run_dir / "metrics.jsonl")]
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import psutil
 
 from rlcore.config import RunConfig
-from rlcore.tracking import sync_run
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
-from rlcore.tracking.delivery import STATE_FILE, delivery_lock, read_state
+from rlcore.tracking.delivery import STATE_FILE, delivery_lock, read_state, sync_run
 from tests.tracking.conftest import wait_until
 from tests.tracking.reading import client_of, journal_points, main_run, points, values
 
@@ -20,7 +19,7 @@ TRAINER = """
 import sys, time
 from pathlib import Path
 from rlcore.config import RunConfig
-from rlcore.tracking import Tracker
+from rlcore.tracking.tracker import Tracker
 from tests.tracking.reading import values
 
 run_dir, root, start, journal_bytes, last = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])

@@ -12,8 +12,8 @@ import pytest
 
 from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
-from rlcore.tracking import Tracker, sync_run
-from rlcore.tracking.delivery import read_state
+from rlcore.tracking.delivery import read_state, sync_run
+from rlcore.tracking.tracker import Tracker
 from tests.storage.small_disk import fill, small_disk
 from tests.tracking.conftest import Server, held_port, wait_until
 from tests.tracking.reading import journal_points, main_run, points, values

@@ -14,11 +14,10 @@ import pytest
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import TrackingError
-from rlcore.tracking import MlflowStore, ensure_mlflow_run, lineage_tags
 from rlcore.tracking.connection import explain, has_store, resolve_uri
-from rlcore.tracking.delivery import read_state
-from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
-from rlcore.tracking.mlflow_store import PARENT_TAG
+from rlcore.tracking.delivery import ensure_mlflow_run, read_state
+from rlcore.tracking.lineage import code_diff, code_revision, environment_facts, lineage_tags
+from rlcore.tracking.mlflow_store import PARENT_TAG, MlflowStore
 from rlcore.tracking.models import log_model, model_of, models_of, name_models
 from tests.tracking.reading import client_of, main_run, main_runs, points
 

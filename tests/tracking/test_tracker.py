@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from rlcore.config import RunConfig
-from rlcore.tracking import SystemSampler, Tracker, load_journal, read_journal
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, Commit, Finish, read_acts
 from rlcore.tracking.catalog import describe
 from rlcore.tracking.connection import mlflow_name
 from rlcore.tracking.delivery import STATE_FILE, read_state
-from rlcore.tracking.tracker import Companion
+from rlcore.tracking.journal import load_journal, read_journal
+from rlcore.tracking.lineage import SystemSampler
+from rlcore.tracking.tracker import Companion, Tracker
 from tests.test_imports import loaded_by
 from tests.tracking.conftest import wait_until
 from tests.tracking.reading import client_of, main_run, points
@@ -29,7 +30,7 @@ def acts_of(run_dir: Path) -> list[object]:
 
 def test_from_the_first_step_to_the_end_without_mlflow_in_the_trainers_process(root: Path, run_dir: Path):
     code = (
-        "from pathlib import Path; from rlcore.config import RunConfig; from rlcore.tracking import Tracker; "
+        "from pathlib import Path; from rlcore.config import RunConfig; from rlcore.tracking.tracker import Tracker; "
         f"t = Tracker(Path({str(run_dir)!r}), RunConfig(paths={{'root': {str(root)!r}}}), tags={{'stage': 'train'}}); "
         "t.resume_at(0, 0); [t.log_step(step, {'a': step / 7}) for step in range(1, 21)]; "
         "assert t.journal_bytes; t.commit(20); assert t.finish('FINISHED', timeout_s=240)"
