@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from rlcore.evaluation.result import Comparison
 from rlcore.report import curves, held_out, measures, numbers, page
 from rlcore.report import document as doc
-from rlcore.report.curves import plot_held_out, plot_series
+from rlcore.report.curves import plot_reward
 from rlcore.report.document import (
     Block,
     Cell,
@@ -28,7 +28,7 @@ from rlcore.report.document import (
 )
 from rlcore.report.findings import findings_of
 from rlcore.report.measures import memory_blocks
-from rlcore.report.page import LIGHT, Chart, house_style, legend, render, tidy
+from rlcore.report.page import LIGHT, Chart, house_style, render
 from rlcore.report.record import Lineage, RunRecord, read_run
 from rlcore.report.settings import reproduce_command, settings_tables
 from rlcore.storage.publish import temporary_beside, write_json_atomically, write_text_atomically
@@ -362,16 +362,9 @@ def _title(figure: "Figure", record: RunRecord) -> None:
 
 def _curve(figure: "SubFigure", record: RunRecord) -> None:
     axes = figure.add_axes((0.085, 0.125, 0.885, 0.62))
-    train, held_out = record.series("critic/score/mean"), record.held_out(record.reward_statistic)
-    greedy = record.held_out("reward/greedy")
-    if train is not None:
-        plot_series(axes, train, "grey", "training reward")
-    if greedy and greedy != held_out:
-        plot_held_out(axes, greedy, "orange", "held-out, greedy")
-    if held_out:
-        plot_held_out(axes, held_out, "blue", "held-out, sampled (95% interval)")
-    tidy(axes, y="score")
-    legend(axes, 3)
+    greedy = [("reward/greedy", "orange", "held-out, greedy")] if record.reward_statistic != "reward/greedy" else []
+    sampled = (record.reward_statistic, "blue", "held-out, sampled (95% interval)")
+    plot_reward(axes, record, "training reward", [*greedy, sampled])
 
 
 def _figures(figure: "SubFigure", tiles: tuple[Tile, ...]) -> None:

@@ -91,14 +91,21 @@ def _one(record: RunRecord, figure: "Figure", *, lines: Sequence[tuple[str, str,
 
 def _reward(record: RunRecord, figure: "Figure") -> bool:
     axes = figure.subplots()
-    train, held_out = record.series("critic/score/mean"), record.held_out(record.reward_statistic)
+    held_out = [(record.reward_statistic, "blue", f"held-out {record.reward_statistic.removeprefix('reward/')}")]
+    plot_reward(axes, record, "training", held_out)
+    return axes.has_data()
+
+
+def plot_reward(axes: "Axes", record: RunRecord, training: str, held_out: Sequence[tuple[str, str, str]]) -> None:
+    """The training reward under this label, and held-out statistics of (name, colour, label)."""
+    train = record.series("critic/score/mean")
     if train is not None:
-        plot_series(axes, train, "grey", "training")
-    if held_out:
-        plot_held_out(axes, held_out, "blue", f"held-out {record.reward_statistic.removeprefix('reward/')}")
+        plot_series(axes, train, "grey", training)
+    for statistic, colour, label in held_out:
+        if found := record.held_out(statistic):
+            plot_held_out(axes, found, colour, label)
     tidy(axes, y="score")
     legend(axes)
-    return train is not None or bool(held_out)
 
 
 def _validation(record: RunRecord, figure: "Figure") -> bool:

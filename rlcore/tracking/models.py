@@ -225,7 +225,7 @@ def find_garbage(uri: str) -> list[Garbage]:
         files = list(_files(partial(client.list_artifacts, run_id)))
         found.append(_garbage(run_id, name, "", str(run.info.artifact_uri), files, ""))
         kept = _registered(client, run_id)
-        for model in _models(client, run):
+        for model in client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'"):
             model_id = str(model.model_id)
             files = list(_files(partial(client.list_logged_model_artifacts, model_id)))
             location = str(model.artifact_location)
@@ -267,10 +267,6 @@ def _deleted_runs(client: "MlflowClient") -> "Iterator[Run]":
         token = page.token
         if not token:
             return
-
-
-def _models(client: "MlflowClient", run: "Run") -> "list[LoggedModel]":
-    return list(client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"))
 
 
 def _registered(client: "MlflowClient", run_id: str) -> dict[str, str]:
