@@ -70,12 +70,8 @@ def write_files(report: Report, folder: Path, stem: str, in_summary: Collection[
     return files
 
 
-def report_of(record: RunRecord, figures: Path) -> Report:
-    """The report before it is written; pictures are written into `figures`."""
-    return _headed(record, sections_of(record, figures))
-
-
-def _headed(record: RunRecord, sections: tuple[Section, ...] = ()) -> Report:
+def report_of(record: RunRecord, figures: Path | None) -> Report:
+    """The report before it is written; pictures are written into `figures`. None: its head alone."""
     state, tone = state_of(record)
     return Report(
         genre="run report",
@@ -86,7 +82,7 @@ def _headed(record: RunRecord, sections: tuple[Section, ...] = ()) -> Report:
         tiles=tiles_of(record),
         findings=findings_of(record),
         missing=record.missing,
-        sections=sections,
+        sections=() if figures is None else sections_of(record, figures),
     )
 
 
@@ -118,7 +114,7 @@ def summary_markdown(run_dir: Path) -> str:
         DataError: the folder holds no run.
     """
     record = read_run(run_dir)
-    return page.markdown_of(_headed(record), [measures.curve_table(record)])
+    return page.markdown_of(report_of(record, None), [measures.curve_table(record)])
 
 
 def sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
