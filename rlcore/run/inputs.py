@@ -14,7 +14,15 @@ from pydantic import JsonValue
 from rlcore.config import AlgoConfig, MixtureData, RolloutConfig, RunConfig, ValidationConfig
 from rlcore.config.data import parts_of
 from rlcore.config.fingerprint import fingerprint
-from rlcore.config.gguf import gguf_file, installation, is_gguf, known_package, read_header
+from rlcore.config.gguf import (
+    INSTALL_READER,
+    INSTALL_SMOLLM2,
+    SMOLLM2,
+    SMOLLM2_SHA256,
+    gguf_file,
+    is_gguf,
+    read_header,
+)
 from rlcore.errors import DataError, DiskSpaceError, ModelError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.disk import check_room
@@ -88,15 +96,10 @@ def gguf_folder(path: str, root: str) -> Path:
     Raises:
         ModelError: the file cannot be read.
     """
-    if (package := known_package(path)) is not None:
-        digest = package[1]
-    else:
-        try:
-            digest = content_digest(Path(path))
-        except OSError as error:
-            raise ModelError(
-                f"model.path: must be a readable GGUF file; got {path} ({error}). Check the path"
-            ) from None
+    try:
+        digest = SMOLLM2_SHA256 if path == SMOLLM2 else content_digest(Path(path))
+    except OSError as error:
+        raise ModelError(f"model.path: must be a readable GGUF file; got {path} ({error}). Check the path") from None
     return Path(root).resolve() / "models" / f"gguf-{digest[:16]}"
 
 
@@ -114,19 +117,16 @@ def require_gguf(path: str, root: str) -> None:
         ModelError: its package or the package `gguf` is not installed, or the package carries another file.
         DiskSpaceError: too little room for the folder.
     """
-    folder, file, package = gguf_folder(path, root), gguf_file(path), known_package(path)
+    folder, file = gguf_folder(path, root), gguf_file(path)
     if folder.is_dir():
         return
+    remedy = f"Install: {INSTALL_SMOLLM2 if path == SMOLLM2 else INSTALL_READER}"
     if file is None or find_spec("gguf") is None:
         what = "the package gguf, which reads it, is" if file else "it, or the file in it, is"
-        raise ModelError(
-            f"model.path: must be on this machine; got {path}, and {what} not installed. Install: {installation(path)}"
-        )
-    if package is not None and (digest := sha256_of(file)) != package[1]:
-        raise ModelError(
-            f"model.path: {file} must have the sha256 {package[1][:16]}..., got {digest[:16]}.... Install it again: "
-            f"{installation(path)}"
-        )
+        raise ModelError(f"model.path: must be on this machine; got {path}, and {what} not installed. {remedy}")
+    if path == SMOLLM2 and (digest := content_digest(file)) != SMOLLM2_SHA256:
+        rule = f"{file} must have the sha256 {SMOLLM2_SHA256[:16]}..."
+        raise ModelError(f"model.path: {rule}; got {digest[:16]}.... {remedy}")
     room = check_room(folder.parent, read_header(file).float32_bytes)
     if not room.enough:
         raise DiskSpaceError(

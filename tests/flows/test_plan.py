@@ -1,6 +1,7 @@
 """The plan says what is true on disk."""
 
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from flows.plan.table import show_plan
 from flows.work.stages import prepare_inputs
 from rlcore.config import ScratchModel
 from rlcore.config.compose import experiment_names, load_config
+from rlcore.config.gguf import INSTALL_SMOLLM2
 from rlcore.errors import ConfigError, DiskSpaceError
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
 from rlcore.models.shape import shape_of
@@ -113,10 +115,18 @@ def test_a_model_of_unknown_shape_has_no_known_size(artifacts_root: Path, capsys
 
 @pytest.mark.parametrize("experiment", experiment_names())
 def test_every_experiment_has_a_plan_of_memory_and_disk_on_a_machine_without_its_model(
-    experiment: str, artifacts_root: Path, capsys: pytest.CaptureFixture[str], gsm8k_files: Path
+    experiment: str,
+    artifacts_root: Path,
+    capsys: pytest.CaptureFixture[str],
+    gsm8k_files: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def none_is_installed(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("rlcore.config.gguf.distribution", none_is_installed)
     overrides = [f"experiment={experiment}", f"paths.root={artifacts_root}"]
-    if experiment.startswith("verl"):
+    if "gsm8k" in experiment:
         overrides.append(f"data.source={gsm8k_files}")
     config = load_config(overrides)
     plan = make_plan(config)
@@ -124,7 +134,9 @@ def test_every_experiment_has_a_plan_of_memory_and_disk_on_a_machine_without_its
     assert plan.disk.checkpoint_bytes is not None
     show_plan(plan, as_json=False)
     told = f"model: {config.model.path} is not on this machine; sizes are planned by its published config.json"
-    assert (told in capsys.readouterr().out) == (config.model.path is not None)
+    out = capsys.readouterr().out
+    assert (told in out) == (config.model.path is not None)
+    assert (INSTALL_SMOLLM2 in out) == experiment.startswith("smollm2")
 
 
 def test_a_checkpoint_of_tinyzeros_policy_and_critic_is_planned_by_their_published_shape(artifacts_root: Path) -> None:

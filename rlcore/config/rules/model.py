@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.data import CountdownData, CustomData, MixtureData
-from rlcore.config.gguf import PACKAGE, PACKAGES, gguf_config, gguf_file, gguf_problem, is_gguf, known_package
+from rlcore.config.gguf import PACKAGE, SMOLLM2, gguf_config, gguf_file, gguf_problem, is_gguf
 from rlcore.config.model import PUBLISHED
 from rlcore.config.problems import Problem
 from rlcore.config.rules.registry import Rule, rule
@@ -118,11 +118,10 @@ def local_model_is_there(config: RunConfig) -> Problem | None:
     path = config.model.path
     if path is None or not is_gguf(path):
         return _missing_model("model.path", path)
-    if path.startswith(PACKAGE) and known_package(path) is None:
-        names = ", ".join(PACKAGE + package.partition("==")[0] for package in PACKAGES)
-        return Problem("model.path", "must name a package that carries a model", path, f"Known: {names}")
+    if path.startswith(PACKAGE) and path != SMOLLM2:
+        return Problem("model.path", "must name a package that carries a model", path, f"Known: {SMOLLM2}")
     file = gguf_file(path)
-    return None if file is None else gguf_problem("model.path", file)
+    return None if file is None else gguf_problem(file)
 
 
 @rule("critic.path")
