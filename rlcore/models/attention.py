@@ -152,7 +152,7 @@ _SERVED = {_FLASH_3: (9,), _FLASH_4: (9, 10, 11, 12)}
 _FLASH_FUNCTION = "flash_attn_varlen_func"
 # How an import fails: no such package, a wheel built for another torch or CUDA, another version of it.
 _NO_KERNEL = (ImportError, OSError, RuntimeError, AttributeError)
-# Largest head that the flash kernels hold in registers, and the multiple that their loads want.
+# Largest head that the flash kernels hold in registers, and the multiple that their loads need.
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE = 8
 
@@ -228,7 +228,7 @@ class _Kernel:
     takes_groups: bool
 
 
-# Filled by `choose_attention`. A plain table and no cached function: the compiler looks through it.
+# Filled by `choose_attention`. A plain table and no cached function, which the compiler could not trace.
 _KERNELS: dict[Backend, _Kernel] = {}
 
 
@@ -244,7 +244,7 @@ def _load(name: Backend) -> None:
     parameters = inspect.signature(function).parameters
     window = parameters.get("window_size")
     if module == _FLASH_4:
-        function = torch.compiler.disable(function)  # the compiler cannot look into another compiler's work
+        function = torch.compiler.disable(function)  # the compiler cannot trace another compiler's kernels
     no_window = None if window is None else window.default
     _KERNELS[name] = _Kernel(function, module, no_window, takes_groups="enable_gqa" in parameters)
 
@@ -407,7 +407,7 @@ def _by_length(
 def _group_rows(part: Tensor, group: LengthGroup) -> Tensor:
     """The group's tokens [H, tokens, D] as [sequences, H, length, D]; shorter sequences end in zeros."""
     if not group.is_exact:
-        # Zeros stand after the last token, where causal attention never looks. index_copy and not a gather with
+        # Zeros stand after the last token, which causal attention never reads. index_copy and not a gather with
         # repeated indices: its gradient is a plain selection, which is the same in every run.
         padded = part.new_zeros(part.shape[0], group.num_sequences * group.length, part.shape[2])
         part = padded.index_copy(1, group.slots, part)

@@ -39,7 +39,7 @@ def build_optimizer(model: nn.Module, optim: OptimConfig, *, device: torch.devic
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
     """Scale gradients so that their global 2-norm is at most `max_norm`; the norm before, over all ranks.
 
-    Works on plain and on FSDP2-sharded parameters. A norm that is not finite leaves NaN gradients behind: look at the
+    Works on plain and on FSDP2-sharded parameters. A norm that is not finite leaves NaN gradients behind: check the
     norm before the optimizer steps.
     """
     norm = nn.utils.clip_grad_norm_(list(parameters), max_norm)
@@ -75,7 +75,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
         if any(parameter.device.type == "cuda" for parameter in gradients):
-            torch.cuda.current_stream().synchronize()  # whoever saves reads the host's copy without asking the device
+            torch.cuda.current_stream().synchronize()  # a save reads the host's copy without waiting for the device
 
     def _step_piece(self, piece: list[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor]) -> None:
         home: dict[tuple[nn.Parameter, str], Tensor] = {}
@@ -161,7 +161,7 @@ def _host_memory(shape: torch.Size, dtype: torch.dtype, *, locked: bool) -> Tens
     if locked:
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
-        except RuntimeError as reason:  # a limit of a container, say
+        except RuntimeError as reason:  # for example a container's limit
             log.warning(
                 "no page-locked memory for what waits on the host (%s); the way to the GPU takes longer", reason
             )

@@ -6,7 +6,7 @@ middle, out of memory, the others would wait for its part for ever.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,7 @@ def forget_failed_pass(model: PackedTrunk) -> None:
     if not state._state_ctx.all_states:  # no pass has begun yet
         return
     model.zero_grad(set_to_none=True)
-    # What FSDP does itself at the end of a backward: shard every parameter again, forget what is under way.
+    # What FSDP does itself at the end of a backward: shard every parameter again, drop what is under way.
     state._root_post_backward_final_callback()
     state._state_ctx.iter_forward_root = None
 
@@ -131,30 +131,21 @@ class CountedCollectives:
         return sent
 
 
-class _CountedAllGather(DefaultAllGather):
+class _Counted:
+    """A collective of FSDP2, sent through the counter."""
+
     def __init__(self, counter: CountedCollectives) -> None:
         super().__init__()
         self._counter = counter
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        call = super().__call__
-        return self._counter.order(lambda: call(output_tensor, input_tensor, group, async_op))
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        call: Callable[..., dist.Work | None] = super().__call__  # type: ignore[misc]  # of the class after this one
+        return self._counter.order(lambda: call(*args, **kwargs))
 
 
-class _CountedReduceScatter(DefaultReduceScatter):
-    def __init__(self, counter: CountedCollectives) -> None:
-        super().__init__()
-        self._counter = counter
+class _CountedAllGather(_Counted, DefaultAllGather):
+    pass
 
-    def __call__(  # type: ignore[override]  # FSDP2 orders it without async_op, where torch gives None too
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        call = super().__call__
-        return self._counter.order(lambda: call(output_tensor, input_tensor, group, op, async_op))
+
+class _CountedReduceScatter(_Counted, DefaultReduceScatter):  # type: ignore[misc]  # `_Counted` takes any arguments
+    pass

@@ -1,6 +1,6 @@
 """A small model and its tokenizer made from nothing: no download, the same bytes for the same settings.
 
-The tokenizer knows arithmetic only: one token for every integer up to a limit and one for each operator. A whole
+The tokenizer holds arithmetic only: one token for every integer up to a limit and one for each operator. A whole
 countdown answer is then a dozen tokens, which is why half a million parameters can learn the task on two CPU cores.
 """
 
@@ -26,7 +26,7 @@ EOS_TOKEN = "<eos>"
 UNK_TOKEN = "<unk>"
 OPERATORS = ("+", "-", "*", "/", "(", ")", "=", ":", ">", ",")
 
-# Messages one after another, nothing around them: a model made from nothing has no roles to tell apart.
+# Messages one after another, nothing around them: a model made from nothing has no roles.
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% if not loop.last %} {% endif %}{% endfor %}"
 
 

@@ -1,4 +1,4 @@
-"""Scores answers in processes that a model's output cannot hang.
+"""Scoring of answers in processes that a model's output cannot hang.
 
 Each process has one answer at a time under its deadline. One that overruns is killed and replaced; its answer gets no
 score (`Score.failure` says why) and is counted. So does an answer at which the scorer raises. Results come in the order
@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -35,17 +34,17 @@ log = logging.getLogger(__name__)
 # Answers sent to a process in one message: large enough to hide the way there, small enough to share out evenly.
 _MAX_ANSWERS_PER_MESSAGE = 32
 _MAX_FAILED_STARTS = 3
-# Errors told in the log; beyond these only the count goes on.
-_MAX_TOLD = 5
+# Errors that are logged; later ones are only counted.
+_MAX_LOGGED = 5
 _START_DEADLINE_S = 120.0
-"""Importing a scorer's module, and what its first call imports, may be slow on a busy machine: no answer's fault."""
+"""For importing a scorer's module, and what its first call imports, on a busy machine."""
 _SEND_DEADLINE_S = 10.0
-"""An idle process takes answers in at once. One that does not (stopped from outside) would hold up the pool."""
+"""An idle process reads answers at once; one that does not (stopped from outside) would hold up the pool."""
 
 
 @dataclass(slots=True)
 class ScoringJob:
-    """Answers on their way through the pool. Give it to `ScoringPool.collect`."""
+    """Answers submitted together, for `ScoringPool.collect`."""
 
     scores: list[Score]
     missing: int
@@ -72,7 +71,7 @@ class Answer:
 
 
 class ScoringProcess:
-    """One scoring process and the answers that it has, the running one first."""
+    """One scoring process: its answers (the running one first), its deadline, and how it is ended."""
 
     def __init__(self, scorer: str, config: RewardConfig, *, first_call: bool) -> None:
         ours, theirs = socket.socketpair()
@@ -80,17 +79,9 @@ class ScoringProcess:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(1e6 * rest)))
         # No standard stream of ours goes in: a child that holds them keeps a dead run's log open.
         with theirs:
+            arguments = (str(theirs.fileno()), scorer, str(config.deadline_s), str(int(first_call)))
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "rlcore.rollout.scoring_worker",
-                    str(theirs.fileno()),
-                    scorer,
-                    str(config.deadline_s),
-                    str(int(first_call)),
-                ],
+                [sys.executable, "-P", "-m", "rlcore.rollout.scoring_worker", *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -108,19 +99,19 @@ class ScoringProcess:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits for answers."""
+        """Whether it is ready and has no answers."""
         return self.ready and not self.answers
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal from outside has stopped it: then the answer is not to blame."""
+        """Whether a signal from outside has stopped it; its answer is not counted as overdue then."""
         try:
             return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
         except psutil.Error:
             return False
 
     def give(self, answers: Sequence[Answer]) -> None:
-        """Send answers. Raises OSError where the process is gone, or takes nothing in."""
+        """Send answers. Raises OSError where the process has ended or does not read."""
         self.answers.extend(answers)
         self.connection.send_bytes(
             json.dumps([(answer.response, answer.ground_truth_json) for answer in answers]).encode()
@@ -128,7 +119,7 @@ class ScoringProcess:
         self._wait()
 
     def take(self) -> Any:
-        """The next message. Raises EOFError or OSError where the process is gone."""
+        """Read the next message. Raises EOFError or OSError where the process has ended."""
         message = json.loads(self.connection.recv_bytes())
         if isinstance(message, dict):
             self.ready, self.warm = "failed" not in message, message.get("warm", self.warm)
@@ -177,8 +168,10 @@ class ScoringPool:
         self._function = require_scorer(scorer)
         self._scorer = scorer
         self._config = config
-        self._timeouts = 0
-        self._errors = 0
+        self.timeouts = 0
+        """Answers so far that overran the deadline."""
+        self.errors = 0
+        """Answers so far for which the scorer raised, returned no finite score, or took its process down."""
         self._last_failure = ""
         self._queue: deque[Answer] = deque()
         self._lock = threading.Lock()
@@ -191,40 +184,28 @@ class ScoringPool:
         self._thread: threading.Thread | None = None
         if config.num_processes:
             # A byte through this pair wakes the thread when there is something to do.
-            self._bell, self._ear = socket.socketpair()
-            self._bell.setblocking(False)
+            self._wakes, self._woken = socket.socketpair()
+            self._wakes.setblocking(False)
             self._thread = threading.Thread(target=self._run, name="scoring", daemon=True)
             self._thread.start()
 
     def __enter__(self) -> "ScoringPool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-    @property
-    def timeouts(self) -> int:
-        """Answers so far that overran the deadline."""
-        return self._timeouts
-
-    @property
-    def errors(self) -> int:
-        """Answers so far for which the scorer raised, returned no finite score, or took its process down."""
-        return self._errors
 
     @property
     def unscored(self) -> tuple[int, str]:
         """Answers so far that have no score since the scorer failed on them, and what happened last."""
-        return self._errors + self._timeouts, self._last_failure
+        return self.errors + self.timeouts, self._last_failure
 
     def score(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> list[Score]:
         """One score for each answer, in their order."""
         return self.collect(self.submit(responses, ground_truths_json))
 
     def submit(self, responses: Sequence[str], ground_truths_json: Sequence[str]) -> ScoringJob:
-        """Start to score and return at once (with no processes: after it is done)."""
+        """Start to score and return at once; with no processes return when all are scored."""
         pairs = list(zip(responses, ground_truths_json, strict=True))
         job = ScoringJob([_unscored("not scored yet")] * len(pairs), len(pairs))
         if not pairs:
@@ -237,7 +218,7 @@ class ScoringPool:
                 if self._closing:
                     raise self._failure or EngineError("the scoring pool is closed; it takes no more answers")
                 self._queue.extend(Answer(job, index, *pair) for index, pair in enumerate(pairs))
-            self._ring()
+            self._wake()
         return job
 
     def collect(self, job: ScoringJob) -> list[Score]:
@@ -256,10 +237,10 @@ class ScoringPool:
         with self._lock:
             self._closing = True
         if self._thread is not None:
-            self._ring()
+            self._wake()
             self._thread.join()
-            self._bell.close()
-            self._ear.close()
+            self._wakes.close()
+            self._woken.close()
 
     # ------------------------------------------------------------ in this process
 
@@ -270,41 +251,41 @@ class ScoringPool:
             return self._error(describe(error), response)
 
     def _error(self, what: str, response: str) -> Score:
-        """Count and tell an error of the scorer; what its answer gets."""
-        self._errors += 1
+        """Count and log an error of the scorer; returns its answer's score."""
+        self.errors += 1
         self._last_failure = what
-        if self._errors <= _MAX_TOLD:
+        if self.errors <= _MAX_LOGGED:
             log.warning("scorer %s failed, the answer has no score: %s; answer %.200r", self._scorer, what, response)
         return _unscored(what)
 
     # ------------------------------------------------------------ the thread that feeds the processes
 
-    def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # it is ringing already, or nobody listens any more
-            self._bell.send(b"!")
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full of such bytes already, or closed
+            self._wakes.send(b"!")
 
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._keep_staff()
-                self._hand_out()
-                self._keep_staff()  # one may have been found dead at that: without any the wait would have no end
-                self._listen()
+                self._start_missing()
+                self._distribute()
+                self._start_missing()  # sending finds ended processes; with none left the wait would have no end
+                self._wait_for_events()
         except EngineError as error:
             self._failure = error
         except Exception as error:
             log.exception("the scoring pool stopped")
             self._failure = EngineError(f"the scoring pool stopped: {describe(error)}")
         finally:
-            self._give_up(self._failure or EngineError("the pool was closed before these answers were scored"))
+            self._fail_waiting(self._failure or EngineError("the pool was closed before these answers were scored"))
             for worker in self._workers:
                 worker.kill()
 
-    def _keep_staff(self) -> None:
+    def _start_missing(self) -> None:
         while len(self._workers) < self._config.num_processes:
             self._workers.append(ScoringProcess(self._scorer, self._config, first_call=self._first_call))
 
-    def _hand_out(self) -> None:
+    def _distribute(self) -> None:
         for worker in [worker for worker in self._workers if worker.is_idle]:
             with self._lock:
                 share = len(self._queue) // (4 * self._config.num_processes)
@@ -315,34 +296,31 @@ class ScoringPool:
             try:
                 worker.give(answers)
             except OSError as error:
-                self._bury(worker, describe(error))
+                self._replace_ended(worker, describe(error))
 
-    def _listen(self) -> None:
-        """Wait until a process speaks, is overdue, or the bell rings; deal with it."""
+    def _wait_for_events(self) -> None:
+        """Wait for a result, a deadline or `_wake`, and handle it."""
         busy = [worker.overdue_at for worker in self._workers if not worker.is_idle]
         timeout = max(0.0, min(busy) - time.monotonic()) if busy else None
-        heard = set(wait([self._ear, *(worker.connection for worker in self._workers)], timeout))
-        if self._ear in heard:
-            self._ear.recv(4_096)
+        ready = set(wait([self._woken, *(worker.connection for worker in self._workers)], timeout))
+        if self._woken in ready:
+            self._woken.recv(4_096)
         now = time.monotonic()
         for worker in list(self._workers):
-            if worker.connection in heard:
-                self._hear(worker)
+            if worker.connection in ready:
+                self._read_results(worker)
             elif not worker.is_idle and now >= worker.overdue_at:
                 self._end_overdue(worker)
 
-    def _hear(self, worker: ScoringProcess) -> None:
+    def _read_results(self, worker: ScoringProcess) -> None:
         try:
-            message = worker.take()
-            while True:
-                self._understand(worker, message)
-                if not worker.connection.poll():
-                    return
-                message = worker.take()
+            self._handle(worker, worker.take())
+            while worker.connection.poll():
+                self._handle(worker, worker.take())
         except (EOFError, OSError) as error:
-            self._bury(worker, describe(error))
+            self._replace_ended(worker, describe(error))
 
-    def _understand(self, worker: ScoringProcess, message: Any) -> None:
+    def _handle(self, worker: ScoringProcess, message: Any) -> None:
         if isinstance(message, dict):
             if "failed" in message:
                 raise EOFError(message["failed"])
@@ -355,31 +333,34 @@ class ScoringPool:
 
     def _end_overdue(self, worker: ScoringProcess) -> None:
         if worker.is_stopped:
-            self._bury(worker, "it was stopped from outside")
+            self._replace_ended(worker, "it was stopped from outside")
             return
         if worker.answers and worker.warm:
             answer = worker.answers.popleft()
-            self._timeouts += 1
-            self._last_failure = f"an answer took longer than {self._config.deadline_s:g} s (reward.deadline_s)"
-            if self._timeouts <= _MAX_TOLD:
-                limit = self._config.deadline_s
+            self.timeouts += 1
+            limit = self._config.deadline_s
+            self._last_failure = f"an answer took longer than {limit:g} s (reward.deadline_s)"
+            if self.timeouts <= _MAX_LOGGED:
                 text = "scorer %s overran reward.deadline_s=%g, the answer has no score: %.200r"
                 log.warning(text, self._scorer, limit, answer.response)
             answer.job.put(answer.index, _unscored(self._last_failure))
-        self._dismiss(worker, "it took too long")
+        self._remove(worker, "it took too long")
 
-    def _bury(self, worker: ScoringProcess, why: str) -> None:
-        """A process that ended by itself. Once is bad luck (killed from outside): the answer is tried again. Twice is
-        the answer's doing, and counts as an error."""
+    def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
+        """Replace a process that ended by itself.
+
+        The first time its answer is tried again, since it may have been killed from outside; the second time the answer
+        counts as an error.
+        """
         if worker.answers and worker.warm:
             answer = worker.answers[0]
             answer.num_deaths += 1
             if answer.num_deaths > 1:
                 worker.answers.popleft()
                 answer.job.put(answer.index, self._error(f"its process ended ({why})", answer.response))
-        self._dismiss(worker, why)
+        self._remove(worker, why)
 
-    def _dismiss(self, worker: ScoringProcess, why: str) -> None:
+    def _remove(self, worker: ScoringProcess, why: str) -> None:
         with self._lock:
             self._queue.extendleft(reversed(worker.answers))
         self._workers.remove(worker)
@@ -395,8 +376,8 @@ class ScoringPool:
                     "reward.num_processes=0, which scores in the trainer's process"
                 )
 
-    def _give_up(self, failure: EngineError) -> None:
-        """Tell everyone who waits."""
+    def _fail_waiting(self, failure: EngineError) -> None:
+        """Fail every job that has answers waiting."""
         with self._lock:
             self._closing = True
             left = [*self._queue, *(answer for worker in self._workers for answer in worker.answers)]

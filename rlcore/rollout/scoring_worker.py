@@ -1,10 +1,10 @@
 """One scoring process: `python -m rlcore.rollout.scoring_worker FD SCORER DEADLINE_S FIRST_CALL`.
 
-It speaks JSON over a socket, so nothing that a model wrote is ever unpickled, and imports the scorer's module and
-little else. First it says that it is ready or why it cannot be, then it takes lists of [answer, ground truth] and
-sends one result for each answer as soon as it has it. Before the first of them (in a mixture: the first of each part)
-the scorer is called on an empty answer and the result dropped, so that what a scorer imports or builds at its first
-call is no answer's time; not where FIRST_CALL is 0.
+Messages are JSON over a socket, so nothing that a model wrote is ever unpickled; it imports the scorer's module and
+little else. It first sends {"ready": true} or {"failed": reason}, then receives lists of [answer, ground truth] and
+sends a result for each answer as it comes. Before the first answer (in a mixture: the first of each part) the scorer is
+called on an empty answer and the result dropped, so that what a scorer imports or builds at its first call counts for
+no answer's deadline; not where FIRST_CALL is 0.
 """
 
 import ctypes

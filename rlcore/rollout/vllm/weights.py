@@ -28,8 +28,7 @@ def load(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, Tenso
     """Copy all weights into vLLM's model, cast to its type.
 
     On a GPU each tensor is copied straight into its place, which CUDA graphs hold by address. A CPU keeps matrices
-    packed for its kernels, so each layer is packed again; vLLM forgets a tied head there, which would go on with the
-    old weights without a word.
+    packed for its kernels, so each layer is packed again; vLLM does not pack a tied head again, so that is done here.
 
     Raises:
         EngineError: a tensor is unknown or was not sent.

@@ -90,8 +90,8 @@ def _found_wrong(wrong: Any) -> str:
     runner = new_runner()
 
     class Wrong(ShortRunner):
-        def _tell(self, *args: Any) -> None:
-            super()._tell(*args)
+        def _update_table(self, *args: Any) -> None:
+            super()._update_table(*args)
             wrong(self._graphs.table)
 
     found = disagreement(Wrong(runner), runner)

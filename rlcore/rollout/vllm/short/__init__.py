@@ -129,7 +129,7 @@ def shorten_runner(engine: Any) -> Any:
 
         short = ShortRunner(runner)
         reason = disagreement(short, runner)
-    except Exception as error:  # other internals than those known: vLLM's own way serves
+    except Exception as error:  # vLLM differs in something that is not checked above
         return f"{type(error).__name__}: {error}"
     if reason is not None:
         return reason

@@ -1,7 +1,7 @@
-"""Whether the short way writes what vLLM's own runner writes: a few answers both ways, at an engine's start.
+"""Comparison of short steps with vLLM's own at an engine's start: a few answers written both ways.
 
-Told straight to the runner, as vLLM's own warm-up does before there is a request: four prompts, then steps over the end
-of a cache block, the last of them with three answers in a graph of four.
+The steps are ordered from the runner directly, as in vLLM's warm-up: four prompts, then steps over the end of a cache
+block, the last of them with three answers in a graph of four.
 """
 
 from collections.abc import Iterator
@@ -34,14 +34,14 @@ def disagreement(short: ShortRunner, runner: Any) -> str | None:
     was, before = short.enabled, short.num_short_steps
     try:
         with torch.inference_mode():
-            # The short way first: what it leaves out must not be there from vLLM's own.
+            # Short steps first: what they leave out must not be there from vLLM's own.
             short.enabled = True
             found = list(_written(short, runner, lengths, steps, room))
             short.enabled = False
             expected = list(_written(short, runner, lengths, steps, room))
     finally:
         short.enabled = was
-        _forget(runner)
+        _remove_requests(runner)
     if short.num_short_steps - before != steps:
         return f"{short.num_short_steps - before} of {steps} steps were short ones"
     for number, (one, other) in enumerate(zip(expected, found, strict=True)):
@@ -96,12 +96,12 @@ def _written(
             order.num_scheduled_tokens[name] = 1
         order.total_num_scheduled_tokens = len(running)
         yield _step(short, runner, order)
-    yield {f"{name} of {own}": value for own, _, _ in running for name, value in _books(runner, own).items()}
-    _forget(runner)
+    yield {f"{name} of {own}": value for own, _, _ in running for name, value in _records(runner, own).items()}
+    _remove_requests(runner)
 
 
-def _forget(runner: Any) -> None:
-    """Whatever became of the check, its requests take no place."""
+def _remove_requests(runner: Any) -> None:
+    """Remove the check's requests, also after a failure."""
     order = SchedulerOutput.make_empty()
     order.finished_req_ids = {name for name in runner.req_states.req_id_to_index if name.startswith(_NAME)}
     runner.finish_requests(order)
@@ -141,8 +141,8 @@ def _inputs(runner: Any, count: int) -> dict[str, Any]:
     return {name: tensor.clone() for name, tensor in read.items()}
 
 
-def _books(runner: Any, name: str) -> dict[str, Any]:
-    """What vLLM keeps of a request, for steps to come."""
+def _records(runner: Any, name: str) -> dict[str, Any]:
+    """vLLM's records of a request that later steps read."""
     states = runner.req_states
     slot = states.req_id_to_index[name]
     length = int(states.total_len.gpu[slot])

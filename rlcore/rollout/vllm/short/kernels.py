@@ -1,7 +1,7 @@
 """Triton kernels of a short step: what vLLM's runner does around its model for answers that grow by one token.
 
 Shapes: a step has `count` answers in the first rows of a batch; the rows after them, up to the size of the CUDA graph,
-are padding. `rows_ptr` says for each row which of vLLM's request slots it is.
+are padding. `rows_ptr` holds each row's request slot of vLLM.
 """
 
 from vllm.triton_utils import tl, triton
@@ -108,7 +108,7 @@ def prepare_kernel(
     column = tl.load(columns_ptr + row).to(tl.int32)
     new_block = tl.load(blocks_ptr + row).to(tl.int32)
     tl.store(table_ptr + column, new_block, mask=column >= 0)
-    # What this program has just stored another of its threads may not see yet: so `where`.
+    # `where`: other threads of this program may not see yet what it has just stored.
     last = computed // BLOCK_TOKENS
     block = tl.where(last == column, new_block, tl.load(table_ptr + last))
     tl.store(slots_ptr + row, block.to(tl.int64) * BLOCK_TOKENS + computed % BLOCK_TOKENS)

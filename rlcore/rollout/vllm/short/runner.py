@@ -1,11 +1,11 @@
-"""vLLM's model runner, with a short way for the steps in which every answer grows by one token.
+"""Short steps of vLLM's model runner: steps in which every answer grows by one token.
 
 Around its CUDA graph of the model vLLM's own runner launches some 35 small kernels and copies from Python in every step
-(inputs before it; logits, the draw, the log-probability and its own books after it), which takes the host three times
-as long as the GPU needs for a small model. Here those kernels are CUDA graphs too, one before the model and one after
-it for each size that vLLM has captured: a step is three replays and one copy to the host.
+(inputs before it; logits, the draw, the log-probability and its records of requests after it), which takes the host
+three times as long as the GPU needs for a small model. Here those kernels are CUDA graphs too, one before the model and
+one after it for each size that vLLM has captured: a step is three replays and one copy to the host.
 
-The first graph writes the inputs where vLLM's graph reads them, and keeps to vLLM's own books of a request (tokens
+The first graph writes the inputs where vLLM's graph reads them, and reads vLLM's records of a request (tokens
 computed, last token, block table), so any step can be of either kind. Steps with a prompt, a preemption, grammars,
 penalties, a temperature, top-k or top-p are vLLM's own. An answer's draw is by its seed and position alone, with vLLM's
 own function of both.
@@ -28,7 +28,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from rlcore.rollout.vllm.short.kernels import draw_kernel, prepare_kernel, take_kernel
 
 COUNT, ROWS, SEEDS, COLUMNS, BLOCKS = range(5)
-"""Rows of the table that the kernels are told: answers in the batch; of each its slot in vLLM's books, its seed, where
+"""Rows of the table that the kernels read: answers in the batch; of each its slot in vLLM's records, its seed, where
 in its block table a new block goes (-1: nowhere), and that block."""
 _VOCABULARY_TILE = 1_024
 _TABLE_TILE = 256
@@ -48,7 +48,7 @@ class GraphSet:
 
     Attributes:
         size: most answers of a short step.
-        table: int64 [5, size] on the device, what the kernels are told.
+        table: int64 [5, size] on the device, what the kernels read.
         found: int32 [size, 2] on the device, tokens and the bits of their float32 log-probabilities.
     """
 
@@ -106,15 +106,15 @@ class GraphSet:
 
     def _inputs(self, size: int) -> Callable[[], None]:
         """The model's inputs, in the buffers that vLLM's graph reads."""
-        buffers, tables, told = self._buffers, self._block_tables, self.table
+        buffers, tables, table = self._buffers, self._block_tables, self.table
         own = tables.block_tables[0].gpu
 
         def work() -> None:
             prepare_kernel[(size,)](
-                told[COUNT],
-                told[ROWS],
-                told[COLUMNS],
-                told[BLOCKS],
+                table[COUNT],
+                table[ROWS],
+                table[COLUMNS],
+                table[BLOCKS],
                 self._states.num_computed_tokens.gpu,
                 self._states.last_sampled_tokens,
                 own,
@@ -154,17 +154,17 @@ class GraphSet:
         return work
 
     def _after(self, size: int) -> Callable[[], None]:
-        """The work after the model: logits, draw, log-probability, vLLM's books."""
+        """The work after the model: logits, draw, log-probability, vLLM's records."""
         hidden = self._runner.cudagraph_manager.hidden_states[:size]
-        told, states = self.table, self._states
+        table, states = self.table, self._states
         all_tokens = states.all_token_ids.gpu
 
         def work() -> None:
             logits = self._runner.model.compute_logits(hidden)
             draw_kernel[(size, self._num_parts)](
-                told[COUNT],
+                table[COUNT],
                 self._identity,
-                told[SEEDS],
+                table[SEEDS],
                 self._ones,
                 self._buffers.positions,
                 logits,
@@ -179,8 +179,8 @@ class GraphSet:
                 USE_FP64=self._sampler.use_fp64_gumbel,
             )
             take_kernel[(size,)](
-                told[COUNT],
-                told[ROWS],
+                table[COUNT],
+                table[ROWS],
                 logits,
                 logits.stride(0),
                 self._best,
@@ -232,7 +232,7 @@ _AT_ONCE = 3
 class _Slot:
     """Host memory of one step under way, in use until its tokens are read."""
 
-    table: Any  # pinned int64 [5, size]: what the kernels are told
+    table: Any  # pinned int64 [5, size]: what the kernels read
     found: Any  # pinned int32 [size, 2]: tokens and log-probabilities
     event: Any
 
@@ -270,7 +270,7 @@ class ShortOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
 
 
 class ShortRunner:
-    """Takes the place of two methods of vLLM's runner; see the module."""
+    """Replaces two methods of vLLM's runner; see the module."""
 
     def __init__(self, runner: Any) -> None:
         self.enabled = True
@@ -296,19 +296,19 @@ class ShortRunner:
         return _Slot.new(self._graphs.size, self._graphs.table.is_cuda)
 
     def install(self) -> None:
-        """From now on the runner's steps come here first."""
+        """Put these two methods in the place of the runner's."""
         self._runner.execute_model = self.execute_model
         self._runner.sample_tokens = self.sample_tokens
 
     def remove(self) -> None:
-        """The runner is as it was: it may end, and give back its memory."""
+        """Restore the runner's own methods, so that it can release its memory."""
         del self._runner.execute_model, self._runner.sample_tokens
 
     def execute_model(self, order: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Inputs and model of one step; None: `sample_tokens` is to be asked for its tokens."""
+        """Inputs and model of one step; None: `sample_tokens` returns its tokens."""
         plan = None
         if self.enabled and intermediate_tensors is None and not args and not kwargs:
-            plan = self._known(order)
+            plan = self._plan_of(order)
         if plan is None:
             self._req_ids = None
             self.num_other_steps += 1
@@ -317,7 +317,7 @@ class ShortRunner:
         if order.finished_req_ids:
             self._runner.finish_requests(order)
         slot = self._free.pop() if self._free else self._new_slot()
-        self._tell(order, slots_of_rows, slot)
+        self._update_table(order, slots_of_rows, slot)
         graphs.before()
         self._manager.run_fullgraph(graphs.model)
         self._under_way = graphs, slot
@@ -336,7 +336,7 @@ class ShortRunner:
         slot.event.record()
         return ShortOutput(slot, self._req_ids, self._req_id_to_index, self._free)
 
-    def _known(self, order: Any) -> tuple[StepGraphs, Any] | None:
+    def _plan_of(self, order: Any) -> tuple[StepGraphs, Any] | None:
         """The graphs for this step, and the request slot of each row if they are others than before. None: it is
         vLLM's. Changes nothing."""
         cached = order.scheduled_cached_reqs
@@ -366,15 +366,15 @@ class ShortRunner:
             and (sampling.top_p.np[slots] == 1.0).all()
             and not sampling.min_p.np[slots].any()
             and not sampling.num_logprobs[slots].any()  # 0: of the token alone
-            and not any(told[slots].any() for told in self._processed)
+            and not any(flags[slots].any() for flags in self._processed)
             and not sampler.logprob_token_ids_state.num_token_ids.np[slots].any()
             and not self._runner.prompt_logprobs_worker.uses_prompt_logprobs[slots].any()
         )
 
-    def _tell(self, order: Any, slots: Any, slot: _Slot) -> None:
-        """Bring the device's table up to date, where anything but lengths has changed since the step before.
+    def _update_table(self, order: Any, slots: Any, slot: _Slot) -> None:
+        """Copy the table to the device, where anything but lengths has changed since the step before.
 
-        A new block that stays in it is written again to the place where it is.
+        A new block that stays in the table is written again to its place.
         """
         table = self._table
         cached = order.scheduled_cached_reqs
@@ -401,7 +401,7 @@ class ShortRunner:
 
 
 def _processed(sampler: Any) -> tuple[Any, ...]:
-    """What says of each request slot whether vLLM changes its logits before the draw."""
+    """Flags of each request slot: whether vLLM changes its logits before the draw."""
     at_once = getattr(sampler, "needs_logits_processing", None)
     if at_once is not None:
         return (at_once,)

@@ -1,11 +1,11 @@
-"""vLLM's scheduler, with a short way for the steps in which every answer grows by one token.
+"""Short steps of vLLM's scheduler: steps in which no request can start and every running answer gets one token.
 
 vLLM's own `schedule` and `update_from_output` go through every request in general Python: 30 to 40 microseconds a
 token, more than the GPU needs for it once a batch holds hundreds of answers of a small model. Nearly all steps of a
-rollout are of one kind: no request waits that could start, and each running one gets a token. Those are done here with
-as much work as such a step needs; any other step, and every end of an answer, is vLLM's own.
+rollout are short ones, which are ordered and taken in here with as much work as they need; any other step, and every
+end of an answer, is vLLM's own.
 
-Tokens of short steps are kept and come out together with the answer's next output of vLLM's own making.
+Tokens of short steps are kept here until vLLM next makes an output of their answer, and are put before it.
 """
 
 import logging
@@ -25,7 +25,7 @@ _Scheduler: Any = object
 
 
 class _Kept:
-    """Tokens of one answer that have not been given out, with their log-probabilities."""
+    """Tokens of one answer that no output has carried yet, with their log-probabilities."""
 
     __slots__ = ("logprobs", "token_ids")
 
@@ -54,7 +54,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         self._kept: dict[str, _Kept] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's order for the next step."""
+        """Order the next step."""
         if self._example is not None and not self._room_for_waiting():
             order = self._one_token_each()
             if order is not None:
@@ -62,7 +62,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return self._general(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """What the step has brought: with a short step only the answers that may have ended."""
+        """Take in a step's tokens; the outputs of a short step are those of the answers that may have ended."""
         if self._short_steps and self._short_steps[0][0] is scheduler_output:
             _, preempting = self._short_steps.popleft()
             if preempting == self.num_preempting_steps and model_runner_output.sampled_token_ids:
@@ -70,7 +70,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return self._with_kept(super().update_from_output(scheduler_output, model_runner_output))
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """End requests from outside; what they had written is forgotten."""
+        """End requests from outside and drop their kept tokens."""
         for request_id in (request_ids,) if isinstance(request_ids, str) else request_ids or list(self._kept):
             self._kept.pop(request_id, None)
         return super().finish_requests(request_ids, *args, **kwargs)
@@ -80,29 +80,29 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return len(self.requests) > len(self.running) and len(self.running) < limit
 
     def _general(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's own step. A plain one serves as the example of the short ones after it."""
+        """vLLM's own step. One that could have been short becomes the example of the short ones after it."""
         self._example = None
-        if self._hashes_behind:  # which vLLM keeps with every token, and wants at the end of a block
+        if self._hashes_behind:  # vLLM adds them with every token, and reads them at the end of a block
             for request in self.running:
                 request.update_block_hashes()
             self._hashes_behind = False
         seen = self.running[0] if self.short_steps_allowed and self.running else None
-        books = None if seen is None or self._placeholders is not None else (dict(vars(seen)), _plain(vars(self)))
+        before = None if seen is None or self._placeholders is not None else (dict(vars(seen)), _plain(vars(self)))
         order = super().schedule(*args, **kwargs)
         if order.preempted_req_ids:
             self.num_preempting_steps += 1
         if seen is None or not self._one_token_to_each(order) or seen.request_id not in order.num_scheduled_tokens:
             return order
-        if books is not None:
-            # Another release may keep more books than these: then its own way is the only one.
+        if before is not None:
+            # Another release may keep more records than these: then all its steps are its own.
             if (
-                _changed(books[0], vars(seen)) - REQUEST_CHANGES
-                or _changed(books[1], _plain(vars(self))) - SCHEDULER_CHANGES
+                _changed(before[0], vars(seen)) - REQUEST_CHANGES
+                or _changed(before[1], _plain(vars(self))) - SCHEDULER_CHANGES
             ):
                 self.short_steps_allowed = False
                 return order
-            self._placeholders = seen.num_output_placeholders - books[0]["num_output_placeholders"]
-            self._counts_in_flight = "num_in_flight_tokens" in books[0]
+            self._placeholders = seen.num_output_placeholders - before[0]["num_output_placeholders"]
+            self._counts_in_flight = "num_in_flight_tokens" in before[0]
         self._example = order
         return order
 
@@ -118,14 +118,14 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         )
 
     def _one_token_each(self) -> Any:
-        """The short way's order: one token for each running request; None where that is not possible."""
+        """Order of a short step: one token for each running request; None where that is not possible."""
         ready: list[Any] = []
         request_ids, computed_tokens, output_tokens = [], [], []
         crossing: list[int] = []
         for request in self.running:
             computed = request.num_computed_tokens
             placeholders = request.num_output_placeholders
-            # With a token under way that must be the last there is nothing to ask for.
+            # Nothing to order where a token that must be the last is under way.
             if placeholders and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
                 continue
             if computed % self._block_tokens == 0:
@@ -173,7 +173,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return order
 
     def _take(self, order: Any, output: Any) -> Any:
-        """Keep what each answer got; those which may have ended go vLLM's own way."""
+        """Keep the token of each answer; vLLM takes in those of answers that may have ended."""
         rows = output.req_id_to_index
         sampled = output.sampled_token_ids
         logprobs = None if output.logprobs is None else output.logprobs.logprobs[:, 0].tolist()
@@ -214,7 +214,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return self._with_kept(super().update_from_output(replace(order, num_scheduled_tokens=ending), output))
 
     def _with_kept(self, outputs: Any) -> Any:
-        """What was kept goes before what vLLM gives out."""
+        """Put the kept tokens before those of vLLM's outputs."""
         for group in outputs.values():
             for output in group.outputs:
                 piece = self._kept.pop(output.request_id, None)
@@ -235,5 +235,5 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    """Names whose value is another one; a list that was added to counts as the same."""
+    """Names whose value differs; a list that has grown counts as the same."""
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
