@@ -7,17 +7,11 @@ All that they rely on in vLLM is in this module: releases, names, records and se
 `runner_obstacle` check it when an engine starts; where anything differs vLLM's own steps are used, and one warning
 gives the reason. `check.py` then compares a few answers written both ways.
 
-For a new release of vLLM: install it and run `tests/rollout/test_vllm_engine.py` and `test_short_steps.py`. Correct
-the names here that it no longer has, read in its `v1/worker/gpu/model_runner.py` what `execute_model` and
-`sample_tokens` do around the CUDA graph beside `runner.py`, run
-`python -m benchmarks.device_checks --only short_steps` on a GPU, and add it to `RUNNER_RELEASES`.
+`docs/rollout.md` ("A new release of vLLM") lists the steps to take in another release.
 """
 
-import logging
 from collections.abc import Mapping
 from typing import Any
-
-log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------- vLLM's scheduler
 
@@ -98,7 +92,7 @@ RUNNER_NAMES = {
     "prompt_logprobs_worker": "uses_prompt_logprobs",
 }
 """Attributes of the runner that `runner.py` and `check.py` use, by the object that has them."""
-_UNUSED_PARTS = (
+UNUSED_PARTS = (
     "pcp_manager",
     "ubatch_runner",
     "adaptive_verification",
@@ -172,7 +166,7 @@ def runner_obstacle(runner: Any) -> str | None:
         "one size of blocks": runner.kernel_block_sizes == runner.block_tables.block_sizes,
         "full CUDA graphs": bool(manager.graphs) and manager.hidden_states is not None,
         "no auxiliary states": not runner.use_aux_hidden_state_outputs,
-        **{f"no {name}": _part(runner, name) in (None, False) for name in _UNUSED_PARTS},
+        **{f"no {name}": _part(runner, name) in (None, False) for name in UNUSED_PARTS},
     }
     return _unmet(needs)
 
