@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ class SentWeights:
         compared: list[_Sent] = []
         unknown = list(self._unknown)
         whole: tuple[str, str, Tensor | None] = ("", "", None)  # q, k and v lie in one matrix: unpack it once
-        for one in sorted(self._sent, key=lambda one: (one.path, one.kind)):
+        for one in [*sorted(self._sent, key=lambda one: (one.path, one.kind)), *self._tied_head()]:
             if whole[:2] != (one.path, one.kind):
                 whole = (one.path, one.kind, _held(self._modules[one.path], one.kind))
             part = _rows(whole[2], one)
@@ -134,9 +134,6 @@ class SentWeights:
                 continue
             compared.append(one)
             held.append(digest(part))
-        heads = self._tied_heads(unknown)
-        compared += [head for head, _ in heads]
-        held += [digest(used) for _, used in heads]
         if not compared:
             return TakenWeights((), tuple(unknown))
         equal = (torch.stack(held) == torch.stack([one.digest for one in compared])).tolist()
@@ -144,21 +141,13 @@ class SentWeights:
             tuple(one.name for one, same in zip(compared, equal, strict=True) if not same), tuple(unknown)
         )
 
-    def _tied_heads(self, unknown: list[str]) -> list[tuple[_Sent, Tensor]]:
-        """The head, where it was sent as the embedding, and what it computes with."""
-        if any(one.path.rpartition(".")[2] == "lm_head" for one in self._sent) or "lm_head" not in self._modules:
+    def _tied_head(self) -> list[_Sent]:
+        """The head, where its weights were sent as the embedding's."""
+        leaves = {one.path.rpartition(".")[2]: one for one in self._sent}
+        embedding = leaves.get("embed_tokens")
+        if embedding is None or "lm_head" in leaves or "lm_head" not in self._modules:
             return []
-        found = []
-        for one in self._sent:
-            if one.path.rpartition(".")[2] != "embed_tokens":
-                continue
-            head = _Sent(f"the head, tied to {one.name}", "lm_head", "weight", None, one.shape, one.digest)
-            used = _rows(_held(self._modules["lm_head"], "weight"), head)
-            if used is None:
-                unknown.append(head.name)
-            else:
-                found.append((head, used))
-        return found
+        return [replace(embedding, name=f"the head, tied to {embedding.name}", path="lm_head")]
 
 
 def _rows(held: Tensor | None, sent: _Sent) -> Tensor | None:
