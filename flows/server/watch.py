@@ -69,6 +69,12 @@ class _Watch:
         if since is not None and time.monotonic() - since >= CANCEL_AFTER_S:
             raise FlowCancelledError(TOLD_TO_END)
 
+    def is_cancelled(self) -> bool:
+        """Whether the server has the flow run as cancelled, now; False where it is away."""
+        with suppress(Exception), few_retries():
+            self._look()
+        return self._cancelled_at is not None
+
     def end_if_suspended(self) -> None:
         """Raise what Prefect's own listener raises between two tasks."""
         if self._suspended is not None:
@@ -140,7 +146,8 @@ def end_if_cancelled() -> None:
 @contextmanager
 def told_to_end() -> Iterator[None]:
     """A signal inside the block is a cancellation. Prefect takes SIGINT for a crash, and at SIGTERM ends the process
-    before it has told the server. Of a deployed run its worker, or the next `millrace up`, says what becomes of it.
+    before it has told the server, or calls the task crashed. A deployed run that nobody cancelled lost its worker:
+    the next `millrace up` says what becomes of it.
 
     Raises:
         FlowCancelledError: in place of what a signal to us, or to the trainer, has raised.
@@ -148,7 +155,7 @@ def told_to_end() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, TerminationSignal, StopRequestedError) as ended:
-        if _watch is None or _watch.is_deployed:
+        if _watch is None or (_watch.is_deployed and not _watch.is_cancelled()):
             raise
         raise FlowCancelledError(str(ended) if isinstance(ended, StopRequestedError) else TOLD_TO_END) from ended
 

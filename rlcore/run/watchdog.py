@@ -231,6 +231,7 @@ class Watchdog:
         self._step = step
         self._stop_deadline_s = config.runtime.stop_deadline_s
         self._last_phase = ""
+        self._has_hung = False
         self._open = ExitStack()
         self.watch = Watch(
             config.runtime.deadlines,
@@ -262,11 +263,13 @@ class Watchdog:
         """Record an error that ends this process; the error as one of ours, where it is a known fault."""
         ours = as_ours(error, self._last_phase)
         found = fault_of(ours, self._last_phase, self._step())
-        # The others may still wait for a rank that is lost: their stacks say where.
-        self._record(self._with_stacks(found) if isinstance(ours, WorkerLostError) else found)
+        if not self._has_hung:  # what is ended after a hang raises here, and is no fault of its own
+            # The others may still wait for a rank that is lost: their stacks say where.
+            self._record(self._with_stacks(found) if isinstance(ours, WorkerLostError) else found)
         return ours
 
     def _hangs(self, overdue: Overdue) -> None:
+        self._has_hung = True
         where = f"in {overdue.phase} after step {self._step()}"
         message = f"{overdue.key}: hang {where}: no end after {overdue.seconds:.0f} s{self._of_save()}"
         found = [Fault(FaultKind.HANG, overdue.phase, self._step(), message)]
