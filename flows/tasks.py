@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from shlex import join
 from typing import Any, TypeVar
 
@@ -141,8 +142,9 @@ class RunReporter:
                 self._progress(event)
             case CheckpointSaved(step, path):
                 self._log.info("%s", describe(event))
-                self._emit("checkpoint.saved", {"step": step, "path": path})
-                self._look_at_all()
+                if Path(path).is_relative_to(self._run.layout.run_dir):  # the warm start's are not the run's
+                    self._emit("checkpoint.saved", {"step": step, "path": path})
+                    self._look_at_all()
             case Validated(name, step, summary):
                 self._log.info("%s", describe(event))
                 if name.startswith("step-"):
