@@ -70,7 +70,7 @@ def other_value(key: str, value: Any) -> list[Any]:
         return [not value]
     if isinstance(value, int | float):
         return [value + 1, value / 2, value - 1, value + 0.5]
-    return ["other"] if "str" in str(annotation) else [3.5, 100_000]
+    return ["other"] if "str" in str(annotation) else [3.5, 100_000, 0.5]
 
 
 def changed(base: dict[str, Any], key: str) -> RunConfig:

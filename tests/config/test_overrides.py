@@ -164,7 +164,7 @@ def test_unknown_keys(sign, wrong, right):
         ("optim.lr=nan", "must be a finite number; got nan"),
         ("algo.lam=1.5", "must be less than or equal to 1; got 1.5"),
         ("algo.lam=-0.1", "must be greater than or equal to 0; got -0.1"),
-        ("rollout.engine=vlm", "must be 'hf' or 'vllm'; got vlm. Did you mean vllm?"),
+        ("rollout.engine=vlm", "must be 'hf', 'vllm' or 'none'; got vlm. Did you mean vllm?"),
         ("algo.advantage=gea", "got gea. Did you mean gae?"),
         ("name='no spaces'", "must match pattern"),
         ("data.operations=[+,x]", "must be '+', '-', '*' or '/'; got x"),
