@@ -88,11 +88,13 @@ def test_the_filter_tokenizes_prompts_and_demonstrations(dataset, tokenizer, art
     vocabulary = json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
     for row, prompt, demonstration in zip(rows, prompts, demonstrations, strict=True):
         words = row["prompt"][0]["content"].split()
-        assert prompt.token_ids == demonstration.prompt_ids == tuple(vocabulary[word] for word in words)
+        assert prompt.token_ids == tuple(vocabulary[word] for word in words)
         assert json.loads(prompt.ground_truth_json) == row["reward_model"]["ground_truth"]
         solution = row["extra_info"]["solution"].replace("(", "( ").replace(")", " )").split()
-        assert demonstration.solution_ids == (*(vocabulary[word] for word in solution), vocabulary["<eos>"])
-        assert bool(demonstration.distractor_ids) == bool(row["extra_info"]["distractor"])
+        answer = (*(vocabulary[word] for word in solution), vocabulary["<eos>"])
+        assert tuple(demonstration.token_ids) == (*prompt.token_ids, *answer)
+        assert list(demonstration.is_answer) == [False] * len(prompt.token_ids) + [True] * len(answer)
+        assert bool(demonstration.misdirected) == bool(row["extra_info"]["distractor"])
         assert (prompt.prompt_id, prompt.data_source, prompt.difficulty) == (row["extra_info"]["index"], "countdown", 2)
 
 
