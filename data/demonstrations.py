@@ -13,9 +13,8 @@ prefix of a conversation must keep its tokens. The result has, for training and 
     answer_lengths   list<int32>   runs of tokens that are no answer's and of an answer's, in turn
 """
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,7 +23,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from data.schema import ROWS_PER_GROUP, open_parquet, read_batches
+from data.schema import ROWS_PER_GROUP
+from data.sources import Record, records_of
 from data.stage import StageResult, source_digest
 from data.tokenizer import ID_BYTES, PromptTokenizer, encode_whole, tokenizer_fingerprint
 from data.write import RowWriter
@@ -40,7 +40,7 @@ DEMONSTRATIONS_FORMAT = 1
 ROLES = ("system", "user", "assistant")
 MOST_HELD_OUT = 10
 """One row in so many is held out, at most."""
-_SOURCE = ("data.demonstrations", "data.tokenizer")
+_SOURCE = ("data.demonstrations", "data.sources", "data.tokenizer")
 _IDS = pa.list_(pa.int32())
 _SCHEMA = pa.schema([("token_ids", _IDS), ("answer_lengths", _IDS)])
 
@@ -120,7 +120,7 @@ def try_demonstrations(config: WarmStartConfig, tokenizer_dir: Path, num_rows: i
         DataError: one of them breaks the form, or the template changes an answer.
     """
     file = Path(config.demonstrations or "").expanduser()
-    rows = list(islice(_rows(file), num_rows))
+    rows = list(islice(records_of(file), num_rows))
     if rows:
         _encoder(file, tokenizer_dir, rows[0])(rows)
 
@@ -129,8 +129,8 @@ def _fitting(
     file: Path, tokenizer_dir: Path, max_tokens: int, counts: Counter[str], on_progress: Callable[[int], None]
 ) -> list[Tokenized]:
     """The rows that are left, in the file's order; the others are counted."""
-    rows, kept, seen = _rows(file), [], set()
-    encode: Callable[[Sequence[_Row]], list[Tokenized | None]] | None = None
+    rows, kept, seen = records_of(file), [], set()
+    encode: Callable[[Sequence[Record]], list[Tokenized | None]] | None = None
     done = 0
     while batch := list(islice(rows, ROWS_PER_GROUP)):
         encode = encode or _encoder(file, tokenizer_dir, batch[0])
@@ -162,42 +162,7 @@ def _write(target: Path, rows: Sequence[Tokenized], facts: Mapping[str, Any]) ->
 # ---------------------------------------------------------------------- rows of the file
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A row, and where it stands, for messages."""
-
-    where: str
-    values: Mapping[str, Any]
-
-
-def _rows(file: Path) -> Iterator[_Row]:
-    if file.suffix == ".parquet":
-        number = 0
-        for batch in read_batches(open_parquet(file), file, ROWS_PER_GROUP):
-            for values in batch.to_pylist():
-                yield _Row(f"{file}: row {number}", values)
-                number += 1
-        return
-    with file.open(encoding="utf-8") as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _Row(f"{file}: line {number}", _parsed(line, f"{file}: line {number}"))
-        except UnicodeDecodeError as error:
-            raise DataError(f"{file}: must be UTF-8 text ({error}); convert it") from error
-
-
-def _parsed(line: str, where: str) -> Mapping[str, Any]:
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: must be a JSON object, got {line[:80]!r} ({error}); repair or remove it") from error
-    if not isinstance(values, dict):
-        raise DataError(f"{where}: must be a JSON object, got {line[:80]!r}; repair or remove it")
-    return values
-
-
-def _messages(row: _Row) -> list[dict[str, str]]:
+def _messages(row: Record) -> list[dict[str, str]]:
     """The row's messages, checked."""
     messages = row.values.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -226,7 +191,7 @@ def _messages(row: _Row) -> list[dict[str, str]]:
 # ---------------------------------------------------------------------- rows to tokens
 
 
-def _encoder(file: Path, tokenizer_dir: Path, first: _Row) -> Callable[[Sequence[_Row]], list[Tokenized | None]]:
+def _encoder(file: Path, tokenizer_dir: Path, first: Record) -> Callable[[Sequence[Record]], list[Tokenized | None]]:
     """How the rows of a file are tokenized, by the form of the first: None for one without text to learn."""
     if "messages" in first.values:
         return _Conversations(tokenizer_dir).encode
@@ -239,7 +204,7 @@ def _encoder(file: Path, tokenizer_dir: Path, first: _Row) -> Callable[[Sequence
     )
 
 
-def _completions(rows: Sequence[_Row], tokenizer: PromptTokenizer) -> list[Tokenized | None]:
+def _completions(rows: Sequence[Record], tokenizer: PromptTokenizer) -> list[Tokenized | None]:
     for row in rows:
         for name in ("prompt", "completion"):
             if not isinstance(found := row.values.get(name), str):
@@ -259,7 +224,7 @@ class _Conversations:
         self._name = str(tokenizer_dir)
         self._tokenizer = PromptTokenizer(tokenizer_dir, chat=True, short_way=False)
 
-    def encode(self, rows: Sequence[_Row]) -> list[Tokenized | None]:
+    def encode(self, rows: Sequence[Record]) -> list[Tokenized | None]:
         """Ids and answers of each row; all prefixes of all rows are tokenized together."""
         conversations = [_messages(row) for row in rows]
         prefixes = [self._prefixes(messages) for messages in conversations]

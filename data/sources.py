@@ -98,7 +98,12 @@ def records(source: str, split: str, subset: str = "", revision: str = "") -> It
         yield from _from_hub(source, subset, split, revision)
         return
     for path in files[split]:
-        yield from _from_jsonl(path) if path.suffix == ".jsonl" else _from_parquet(path)
+        yield from records_of(path)
+
+
+def records_of(path: Path) -> Iterator[Record]:
+    """All records of a .jsonl or .parquet file, in order. Raises DataError where one cannot be read."""
+    return _from_jsonl(path) if path.suffix == ".jsonl" else _from_parquet(path)
 
 
 def _from_jsonl(path: Path) -> Iterator[Record]:
@@ -112,7 +117,7 @@ def _from_jsonl(path: Path) -> Iterator[Record]:
             except ValueError as error:
                 raise DataError(f"{where}: is no JSON ({error}); repair or remove the line") from error
             if not isinstance(values, dict):
-                raise DataError(f"{where}: must be a JSON object, got {str(values)[:80]}; repair or remove the line")
+                raise DataError(f"{where}: must be a JSON object, got {str(values)[:80]!r}; repair or remove the line")
             yield Record(where, values)
 
 

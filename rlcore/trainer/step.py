@@ -53,8 +53,31 @@ class StepResult:
     shortages: tuple[Shortage, ...] = ()
 
 
-class Trainer:
-    """Runs steps on a group of workers. Holds no state of the run: that is the `LoopState` given and returned."""
+class GroupTrainer:
+    """What every kind of step needs: settings, a group of workers, and the phases of its time. Holds no state of the
+    run: that is the `LoopState` that a step is given and returns."""
+
+    def __init__(self, config: RunConfig, group: WorkerGroup, enter_phase: EnterPhase) -> None:
+        self._config = config
+        self._group = group
+        self._enter_phase = enter_phase
+
+    def _share_out(self, packed: PackedBatch) -> Shares:
+        return share_out(
+            packed,
+            range(packed.num_sequences),
+            num_ranks=self._group.world_size,
+            max_tokens=self._config.trainer.max_tokens_per_micro_batch,
+        )
+
+    @cached_property
+    def _worker_info(self) -> WorkerInfo:
+        """What rank 0 found at its start."""
+        return self._group.each(Worker.info)[0]
+
+
+class Trainer(GroupTrainer):
+    """Runs steps of reinforcement learning on a group of workers."""
 
     def __init__(
         self,
@@ -65,10 +88,8 @@ class Trainer:
         failures: Path,
         enter_phase: EnterPhase = unwatched,
     ) -> None:
-        self._config = config
-        self._enter_phase = enter_phase
+        super().__init__(config, group, enter_phase)
         self._failures = failures
-        self._group = group
         self._collector = collector
 
     def step(self, state: LoopState, *, epoch: int) -> StepResult:
@@ -162,16 +183,3 @@ class Trainer:
             num_tokens=state.num_tokens + packed.num_tokens,
             kl_coef=kl_coef,
         )
-
-    def _share_out(self, packed: PackedBatch) -> Shares:
-        return share_out(
-            packed,
-            range(packed.num_sequences),
-            num_ranks=self._group.world_size,
-            max_tokens=self._config.trainer.max_tokens_per_micro_batch,
-        )
-
-    @cached_property
-    def _worker_info(self) -> WorkerInfo:
-        """What rank 0 found at its start."""
-        return self._group.each(Worker.info)[0]

@@ -4,37 +4,32 @@ import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from rlcore.algos.objective import SupervisedStatistics
 from rlcore.algos.schedules import lr_at
-from rlcore.batching.balance import Shares, rank_tokens, share_out
+from rlcore.batching.balance import rank_tokens
 from rlcore.batching.pack import pack_demonstrations, select
 from rlcore.batching.prompts import Demonstration
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import EnterPhase, PhaseClock, unwatched
 from rlcore.trainer.metrics import Metrics, balance_metrics, memory_metrics, mfu_metrics, timing_metrics
-from rlcore.trainer.step import LoopState, StepResult
-from rlcore.types import PackedBatch
+from rlcore.trainer.step import GroupTrainer, LoopState, StepResult
 from rlcore.workers.group import WorkerGroup
-from rlcore.workers.worker import Worker, WorkerInfo
+from rlcore.workers.worker import Worker
 
 Draw = Callable[[int, int], Sequence[Demonstration]]
 """(demonstrations drawn before, number of the step) -> those of the step."""
 
 
-class SupervisedTrainer:
-    """Runs supervised steps on a group of workers. Holds no state: that is the `LoopState` given and returned, whose
-    prompts drawn are demonstrations here."""
+class SupervisedTrainer(GroupTrainer):
+    """Runs supervised steps on a group of workers. The prompts drawn of its `LoopState` are demonstrations."""
 
     def __init__(
         self, config: RunConfig, group: WorkerGroup, draw: Draw, *, enter_phase: EnterPhase = unwatched
     ) -> None:
-        self._config = config
-        self._group = group
+        super().__init__(config, group, enter_phase)
         self._draw = draw
-        self._enter_phase = enter_phase
 
     def step(self, state: LoopState, *, epoch: int) -> StepResult:
         """Draw, update."""
@@ -87,16 +82,3 @@ class SupervisedTrainer:
         arguments = [(select(packed, mine), shares.num_micro) for mine in shares.sequences]
         found = functools.reduce(operator.add, self._group.scatter(Worker.likelihood, arguments))
         return {f"sft/held_out_{name}": value for name, value in found.means().items()}
-
-    def _share_out(self, packed: PackedBatch) -> Shares:
-        return share_out(
-            packed,
-            range(packed.num_sequences),
-            num_ranks=self._group.world_size,
-            max_tokens=self._config.trainer.max_tokens_per_micro_batch,
-        )
-
-    @cached_property
-    def _worker_info(self) -> WorkerInfo:
-        """What rank 0 found at its start."""
-        return self._group.each(Worker.info)[0]
