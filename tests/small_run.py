@@ -1,9 +1,11 @@
 """A run small enough for a test, made of the real parts: data, filter, tokenizer, model, workers."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from data import build_dataset, filter_dataset
 from rlcore.config import RunConfig
@@ -58,9 +60,11 @@ def warm_start(config: RunConfig, inputs: RunInputs, to_step: int | None = None)
 
     tracking = config.tracking.model_copy(update={"enabled": False})
     config = config.model_copy(update={"tracking": tracking})
-    layout, stop = RunLayout.of(config), StopFlag(lambda: None)
-    guard = Watchdog(config, layout, stop_asked_s=stop.asked_s, report=report, give_up=give_up, step=lambda: 0)
-    with guard:
+    stop = StopFlag(lambda: None)
+    with TemporaryDirectory() as folder, ExitStack() as watched:  # the run's own folder is made by the run
+        layout = RunLayout(Path(config.paths.root), Path(folder))
+        guard = Watchdog(config, layout, stop_asked_s=stop.asked_s, report=report, give_up=give_up, step=lambda: 0)
+        watched.enter_context(guard)
         locked = partial(locked_run, report=report, stop=stop)
         stage = WarmStart(config, inputs, guard, report=report, stop=stop, locked=locked)
         try:

@@ -113,6 +113,8 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "test"):
         row = {"q": f"What is 12 * 12, {split}?", "a": "144", "question": f"{split}?", "answer": "#### 144"}
         (folder / "rows" / f"{split}.jsonl").write_text(json.dumps(row))
+    talk = {"messages": [{"role": "user", "content": "Is 4 even?"}, {"role": "assistant", "content": "Yes."}]}
+    (folder / "talks.jsonl").write_text(json.dumps(talk))
     return folder
 
 
