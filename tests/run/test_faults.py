@@ -142,9 +142,9 @@ def test_lost_and_stopped_ranks_and_a_host_without_memory(two_ranks: SmallRun, t
 @pytest.mark.lengthy
 @pytest.mark.needs_ray
 def test_a_cluster_that_is_lost_or_hangs_at_its_start(two_ranks: SmallRun, tmp_path: Path) -> None:
+    run = small(tmp_path, *RAY, steps=STEPS)  # before the short deadline: both share its warm start
     impatient = small(tmp_path, *RAY, "runtime.deadlines.start_s=15", steps=STEPS)
     (hung,) = disturb(impatient, at("start", "SIGSTOP", to="gcs_server", aside=True))
-    run = small(tmp_path, *RAY, steps=STEPS)
     lost, done = disturb(run, at("start", "SIGKILL", to="raylet", aside=True), None)
     assert [one["code"] for one in (hung, lost, done)] == [FAILED, FAILED, 0], said(run)
     assert [one["left"] for one in (hung, lost, done)] == [[], [], []]
