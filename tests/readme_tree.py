@@ -34,7 +34,8 @@ def main() -> None:
         for path in sorted(path for path in paths if path.rstrip("/") == top or path.startswith(f"{top}/")):
             is_top = path.rstrip("/") == top
             name = path if is_top else "  " + path.removeprefix(f"{top}/")
-            lines.append(f"{name:<{WIDTH}}{known.get(path) or meaning_of(path)}"[:LONGEST].rstrip())
+            line = f"{name:<{WIDTH}}{known.get(path) or meaning_of(path)}"
+            lines.append(line if len(line) <= LONGEST else line[: LONGEST + 1].rsplit(" ", 1)[0])
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     before, after = text.split(f"\n{HEADING}\n")
     head, _, tail = after.split("```", 2)
