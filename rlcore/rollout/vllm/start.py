@@ -164,6 +164,11 @@ def refusal(error: BaseException, shape: EngineShape, settings: RolloutConfig) -
             f"filter.max_prompt_tokens + rollout.max_response_tokens: must be no more than the model's longest "
             f"sequence, got {shape.max_model_len}: {detail}. Lower one of the two, or use another model."
         )
+    if "error in memory profiling" in lower:
+        return (
+            "rollout.engine: vLLM measures the GPU's free memory at its start, and another process freed some "
+            f"meanwhile: {detail}. Start again, or begin runs that share a GPU one after the other."
+        )
     if "memory" in lower or "kv cache" in lower:
         free = ""
         if shape.device.type == "cuda":
