@@ -206,7 +206,7 @@ def test_killed_and_started_again_it_is_the_same(tmp_path: Path) -> None:
         return {"at": moment, "nth": nth, "signals": [signal]}
 
     killed, stopped, killed_saving, done = disturb(
-        run, at("warm-start", "SIGKILL", 4), at("warm-start", "SIGTERM", 2), at("publish", "SIGKILL", 1), None
+        run, at("warm-start", "SIGKILL", 6), at("warm-start", "SIGTERM", 2), at("publish", "SIGKILL", 1), None
     )
     assert [one["code"] for one in (killed, stopped, killed_saving, done)] == [-9, 75, -9, 0], said(run)
     first = [event["step"] for event in stopped["events"] if event.get("stage") == "warm-start"]
