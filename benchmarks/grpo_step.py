@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.harness import PHASES, describe_lengths, draw_lengths, has, run_steps
 from benchmarks.limits import Work, as_json, least_seconds, measure_rates
-from benchmarks.shapes import SHAPES, model_of
+from benchmarks.shapes import SHAPES, matrix_weights, model_of
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.trainer.step import StepResult
@@ -119,14 +119,12 @@ def figures(arguments: argparse.Namespace, config: RunConfig, results: Sequence[
 def work_of(shape: str, result: StepResult, config: RunConfig) -> Work:
     """What one step computes."""
     known = SHAPES[shape]
-    heads, hidden, layers = known["num_attention_heads"], known["hidden_size"], known["num_hidden_layers"]
-    head_dim = known.get("head_dim", hidden // heads)
-    projections = hidden * head_dim * (2 * heads + 2 * known["num_key_value_heads"])
-    body = layers * (projections + 3 * hidden * known["intermediate_size"])
+    heads = known["num_attention_heads"]
+    body, head = matrix_weights(shape)
     lengths = [len(one.prompt.token_ids) + len(one.response_ids) for one in result.experience.rollouts]
     return Work(
         body=body,
-        head=known["vocab_size"] * hidden,
+        head=head,
         tokens=sum(lengths),
         answer_tokens=sum(len(one.response_ids) for one in result.experience.rollouts),
         longest_answer=max(len(one.response_ids) for one in result.experience.rollouts),
@@ -134,8 +132,8 @@ def work_of(shape: str, result: StepResult, config: RunConfig) -> Work:
         reference=config.algo.kl.where != "off",
         old_pass=has(result, "old_log_prob"),
         attended=sum(length * (length + 1) // 2 for length in lengths),
-        width=heads * head_dim,
-        layers=layers,
+        width=heads * known.get("head_dim", known["hidden_size"] // heads),
+        layers=known["num_hidden_layers"],
     )
 
 

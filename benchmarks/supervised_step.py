@@ -12,7 +12,6 @@ import json
 import platform
 import statistics
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from benchmarks.grpo_step import PROMPT_TOKENS
 from benchmarks.harness import describe_lengths, draw_lengths
 from benchmarks.limits import measure_rates
-from benchmarks.shapes import SHAPES, model_of
+from benchmarks.shapes import SHAPES, matrix_weights, model_of
 from rlcore.batching.prompts import Demonstration
 from rlcore.config.compose import load_config
 from rlcore.run.inputs import stage_settings
@@ -70,19 +69,10 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "overrides": arguments.overrides, "steps": len(measured), "tokens": tokens, "step_s": step_s,
         "tokens_per_s": tokens / step_s,
         # 6 x weights (tied embeddings once) x tokens, of the matrix rate that this device shows
-        "mfu": 6.0 * sum_of_weights(SHAPES[arguments.shape]) * tokens / step_s / measure_rates(device).matrix_flops,
+        "mfu": 6.0 * sum(matrix_weights(arguments.shape)) * tokens / step_s / measure_rates(device).matrix_flops,
         "mfu_of_peak": measured[0].get("perf/mfu/actor"),
         "peak_reserved_gb": measured[-1].get("perf/max_memory_reserved_gb"),
     }  # fmt: skip
-
-
-def sum_of_weights(shape: Mapping[str, Any]) -> int:
-    """Weights of the matrix products: layers and head."""
-    heads, hidden = shape["num_attention_heads"], shape["hidden_size"]
-    head_dim = shape.get("head_dim", hidden // heads)
-    projections = hidden * head_dim * (2 * heads + 2 * shape["num_key_value_heads"])
-    body: int = shape["num_hidden_layers"] * (projections + 3 * hidden * shape["intermediate_size"])
-    return body + shape["vocab_size"] * hidden
 
 
 def main() -> None:
