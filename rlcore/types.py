@@ -7,7 +7,9 @@ A sequence of prompt `p0 p1` and answer `a b c` lies in the flat tensors as
     target_ids    p1 a  b  c  0      the token that position t predicts
     loss_mask     0  1  1  1  0      1 where that token belongs to the answer (0 all along without a score)
 
-so every per-token quantity (log-probability, entropy, value, advantage, loss) stands at the position that predicts
+In an episode of several turns `loss_mask` is 0 again at targets that the environment wrote.
+
+Every per-token quantity (log-probability, entropy, value, advantage, loss) stands at the position that predicts
 the token. The shift is made once, in `rlcore.batching.pack`.
 """
 
@@ -45,6 +47,9 @@ class Rollout:
     """One sampled answer. `response_ids` includes the end-of-sequence token where the answer ended by itself.
 
     `behavior_logprobs` Float[len(response_ids)]: log-probability of each sampled token when it was drawn.
+
+    `is_sampled` Bool[len(response_ids)]: in an episode of several turns, False for tokens that an environment or a
+    template wrote. They are context: without a loss, a log-probability (0) or an advantage. None: all were sampled.
     """
 
     prompt: Prompt
@@ -53,6 +58,7 @@ class Rollout:
     behavior_logprobs: np.ndarray
     finish_reason: FinishReason
     policy_version: int
+    is_sampled: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

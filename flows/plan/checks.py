@@ -18,7 +18,7 @@ from rlcore.config.data import TaskData, parts_of
 from rlcore.config.gguf import is_gguf
 from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError
 from rlcore.models.hub import require_reachable
-from rlcore.rollout.scoring import ScoringPool, require_scorer
+from rlcore.rollout.scoring import ScoringPool, require_environment, require_scorer
 from rlcore.rollout.vllm import require_vllm
 from rlcore.run.inputs import require_gguf, require_whole_model, stage_settings
 from rlcore.run.layout import RunLayout
@@ -84,6 +84,8 @@ def check_before_plan(config: RunConfig) -> None:
 
 def _require_functions(config: RunConfig) -> None:
     """What `data.build` and a scorer of one's own name: a run asks for the scorer after all of its data is made."""
+    if config.data.environment:
+        require_environment(config.data.environment)
     for part in parts_of(config.data):
         if isinstance(part.data, CustomData):
             build_function(part.data)
@@ -169,7 +171,7 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
     for data in (part.data for part in parts_of(config.data)):
         if isinstance(data, CountdownData) and not plan.stage("dataset").cached:
             _require_problems(data, config.seed)
-        is_scorer_tried = _may_not_fit(data)
+        is_scorer_tried = _may_not_fit(data) and not config.data.environment
         if not (is_scorer_tried or is_tokenizer_tried):
             continue
         from data.custom import first_row

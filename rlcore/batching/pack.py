@@ -12,7 +12,8 @@ from rlcore.types import PackedBatch, Rollout, Score, TrainBatch
 
 
 def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequence[int]) -> PackedBatch:
-    """N rollouts -> one `PackedBatch` of T tokens, in the order given. An answer without a score has no loss tokens.
+    """N rollouts -> one `PackedBatch` of T tokens, in the order given. Without a loss: answers that have
+    no score, and tokens that an environment wrote.
 
     >>> from rlcore.types import Prompt
     >>> prompt = Prompt(0, (7, 8), "countdown", "{}")
@@ -34,7 +35,7 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
         first_answer = start + len(rollout.prompt.token_ids)
         token_ids[start:first_answer] = rollout.prompt.token_ids
         token_ids[first_answer:stop] = rollout.response_ids
-        loss_mask[first_answer - 1 : stop - 1] = scored
+        loss_mask[first_answer - 1 : stop - 1] = scored if rollout.is_sampled is None else scored & rollout.is_sampled
         behavior[first_answer - 1 : stop - 1] = rollout.behavior_logprobs
     target_ids = np.zeros(num_tokens, dtype=np.int64)
     target_ids[:-1] = token_ids[1:]

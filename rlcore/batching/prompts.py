@@ -1,5 +1,6 @@
 """Reads filtered rows: token ids made once by the filter, never again at training time."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,12 @@ def read_prompts(parquet: Path) -> list[Prompt]:
         Prompt(index, tuple(ids), source, truth, difficulty or 0)
         for index, ids, source, truth, difficulty in zip(*columns, strict=True)
     ]
+
+
+def is_chat(parquet: Path) -> bool:
+    """Whether the filter rendered a filtered file's prompts by the tokenizer's chat template."""
+    document = json.loads((pq.read_metadata(parquet).metadata or {}).get(b"millrace", b"{}"))
+    return bool(document.get("origin", {}).get("prompt_form") != "text")
 
 
 def read_solutions(parquet: Path) -> list[Demonstration]:

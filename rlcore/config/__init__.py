@@ -13,7 +13,7 @@ from rlcore.config.data import (
     ParquetData,
 )
 from rlcore.config.model import LoraConfig, ModelConfig, ScratchModel, WarmStartConfig
-from rlcore.config.rollout import RewardConfig, RolloutConfig, SamplingConfig, ValidationConfig
+from rlcore.config.rollout import EpisodeConfig, RewardConfig, RolloutConfig, SamplingConfig, ValidationConfig
 from rlcore.config.run import RunConfig
 from rlcore.config.trainer import CheckpointConfig, PathsConfig, RuntimeConfig, TrackingConfig, TrainerConfig
 
@@ -24,6 +24,7 @@ __all__ = [
     "CriticConfig",
     "CustomData",
     "DataConfig",
+    "EpisodeConfig",
     "FilterConfig",
     "Gsm8kData",
     "KlConfig",

@@ -44,6 +44,9 @@ class CountdownData(Section):
     """Wording of the prompt. `bare` is numbers and target only, for models made from nothing."""
     scorer: str = "data.countdown:score"
     """`module:function` that scores an answer text against a ground truth."""
+    environment: str = ""
+    """`module:Class` that replies to the model's turns and rewards them in place of the scorer (docs/environments.md);
+    '' for answers of one turn."""
 
 
 class Gsm8kData(Section):
@@ -59,6 +62,9 @@ class Gsm8kData(Section):
     """chat: the tokenizer's chat template is applied. text: the question alone, for base models."""
     scorer: str = "data.gsm8k:score"
     """`module:function` that scores an answer text against a ground truth."""
+    environment: str = ""
+    """`module:Class` that replies to the model's turns and rewards them in place of the scorer (docs/environments.md);
+    '' for answers of one turn."""
 
 
 class ParquetData(Section):
@@ -75,6 +81,9 @@ class ParquetData(Section):
     file's own provenance, chat without one."""
     scorer: str = "data.countdown:score"
     """`module:function` that scores an answer text against a ground truth."""
+    environment: str = ""
+    """`module:Class` that replies to the model's turns and rewards them in place of the scorer (docs/environments.md);
+    '' for answers of one turn."""
 
 
 class MappedData(Section):
@@ -106,6 +115,9 @@ class MappedData(Section):
     """chat: the tokenizer's chat template is applied. text: question and instruction alone."""
     scorer: str = "data.math:score"
     """`module:function` that scores an answer text against a ground truth."""
+    environment: str = ""
+    """`module:Class` that replies to the model's turns and rewards them in place of the scorer (docs/environments.md);
+    '' for answers of one turn."""
 
 
 class CustomData(Section):
@@ -123,6 +135,9 @@ class CustomData(Section):
     """Further words for the function."""
     scorer: str = "data.multiplication:score"
     """`module:function` that scores an answer text against a ground truth."""
+    environment: str = ""
+    """`module:Class` that replies to the model's turns and rewards them in place of the scorer (docs/environments.md);
+    '' for answers of one turn."""
 
 
 TaskData = Annotated[CountdownData | Gsm8kData | ParquetData | MappedData | CustomData, Field(discriminator="task")]
@@ -148,6 +163,9 @@ class MixtureData(Section):
     """Two or more: `[{weight: 3, data: {task: countdown, ...}}, {weight: 1, name: x, data: {task: gsm8k, ...}}]`."""
     scorer: str = "rlcore.rollout.by_part:score"
     """Hands each answer to the scorer of its part."""
+    environment: str = ""
+    """`module:Class` that replies to the model's turns and rewards them in place of the scorer (docs/environments.md);
+    '' for answers of one turn."""
 
 
 DataConfig = Annotated[

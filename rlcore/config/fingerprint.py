@@ -26,6 +26,8 @@ MAY_CHANGE: tuple[str, ...] = (
     # Where and how fast the same numbers are computed: set after an out-of-memory, or on another machine.
     "runtime",
     "reward",
+    "episode.deadline_s",
+    "episode.num_processes",
     "algo.kl.offload",
     "optim.offload",
     "critic.optim.offload",

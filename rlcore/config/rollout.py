@@ -71,6 +71,26 @@ class RewardConfig(Section):
     """Seconds for one answer; over it, its process is killed and replaced and the answer has no score."""
 
 
+class EpisodeConfig(Section):
+    """Answers of several turns, with an environment's replies between them (`data.environment`).
+
+    `rollout.max_response_tokens` is the length of a whole episode, replies included: a turn that reaches it is the
+    last, and a reply that leaves no token after it is dropped, which ends the episode.
+    """
+
+    max_turns: int = Field(default=8, ge=1)
+    """Most turns of the model. The last one is judged too; what the environment replies to it is dropped."""
+    max_turn_tokens: int = Field(default=0, ge=0)
+    """Longest turn of the model, in tokens: one that reaches it ends there, and the episode goes on. 0: no limit."""
+    max_tool_tokens: int = Field(default=256, ge=1)
+    """Longest reply of the environment, in tokens, and in characters 16 times that: what is beyond is cut off."""
+    deadline_s: float = Field(default=10.0, gt=0)
+    """Seconds for one reply. Over it the environment's process is killed and replaced, and the episode has no score and
+    no part in training; other episodes of that process are repeated in the new one."""
+    num_processes: int = Field(default=2, ge=1)
+    """Processes of the environments; each has one turn at a time."""
+
+
 class ValidationConfig(Section):
     """How a model is judged on held-out problems."""
 

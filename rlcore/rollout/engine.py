@@ -16,18 +16,21 @@ from rlcore.types import Prompt, Rollout
 
 TRAINING_STREAM, VALIDATION_STREAM, WARM_START_STREAM = 1, 2, 3
 """First word of a seed: no two purposes share random numbers."""
+_ENVIRONMENT = 2**32 - 1
+"""In place of an answer's number, beyond all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest:
     """One answer to be drawn. Everything random about it comes from `seed`, so it does not depend on what is drawn
     beside it, in which order, or on how many ranks. `max_tokens`: a limit of this answer's own, below the run's; 0:
-    none."""
+    none. `environment_seed`: of what is random in an environment, the same for all answers to a prompt."""
 
     prompt: Prompt
     sample_index: int
     seed: int
     max_tokens: int = 0
+    environment_seed: int = 0
 
     def limit(self, max_response_tokens: int) -> int:
         """Longest answer to this request, in tokens."""
@@ -40,13 +43,21 @@ def answer_seed(run_seed: int, stream: int, step: int, group: int, sample_index:
     return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+def turn_seed(seed: int, turn: int) -> int:
+    """Seed of one turn of an answer, counted from 0: the answer's own for the first, a 63-bit hash for later ones."""
+    if turn == 0:
+        return seed
+    return int(np.random.SeedSequence((seed, turn)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
 def requests_for(
     prompts: Sequence[Prompt], num_samples: int, *, run_seed: int, stream: int, step: int, first_group: int = 0
 ) -> list[SamplingRequest]:
     """`num_samples` requests for each prompt, the answers to one prompt side by side: P x G."""
     return [
-        SamplingRequest(prompt, sample, answer_seed(run_seed, stream, step, group, sample))
+        SamplingRequest(prompt, sample, answer_seed(run_seed, stream, step, group, sample), environment_seed=shared)
         for group, prompt in enumerate(prompts, start=first_group)
+        for shared in (answer_seed(run_seed, stream, step, group, _ENVIRONMENT),)
         for sample in range(num_samples)
     ]
 

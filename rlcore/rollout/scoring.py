@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -26,6 +27,7 @@ import psutil
 
 from rlcore.config.rollout import RewardConfig
 from rlcore.errors import MODULES_ARE_FOUND, ConfigError, EngineError
+from rlcore.rollout.environment import resolve_environment
 from rlcore.rollout.scoring_worker import describe, resolve_scorer, score_one
 from rlcore.score import Score, Scorer
 
@@ -130,9 +132,10 @@ class ScoringProcess:
         self.overdue_at = time.monotonic() + (self.deadline_s if self.warm else _START_DEADLINE_S)
 
     def kill(self) -> None:
-        """End the process now and reap it."""
+        """End the process and what it has started (its process group) now, and reap it."""
         self.connection.close()
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
@@ -155,19 +158,36 @@ def require_scorer(name: str) -> Scorer:
         ) from error
 
 
+def require_environment(name: str) -> None:
+    """There is a class at `module:Class`.
+
+    Raises:
+        ConfigError: there is none, or it lacks a method.
+    """
+    try:
+        resolve_environment(name)
+    except Exception as error:  # importing its module can raise anything
+        raise ConfigError(
+            f"data.environment: must name a class as module:Class, got {name!r} ({describe(error)}). "
+            f"{MODULES_ARE_FOUND}."
+        ) from error
+
+
 class ScoringPool:
     """Scores answers by `scorer`, a `module:function`; see `rlcore.score.Scorer`.
 
-    With `num_processes` 0 it scores in this process, without a deadline: for scorers known to be bounded.
+    With `num_processes` 0 it scores in this process, without a deadline: for scorers known to be bounded. `section`:
+    that of the settings, for messages.
 
     Raises:
         ConfigError: there is no such function.
     """
 
-    def __init__(self, scorer: str, config: RewardConfig) -> None:
+    def __init__(self, scorer: str, config: RewardConfig, *, section: str = "reward") -> None:
         self._function = require_scorer(scorer)
         self._scorer = scorer
         self._config = config
+        self._section = section
         self.timeouts = 0
         """Answers so far that overran the deadline."""
         self.errors = 0
@@ -339,10 +359,10 @@ class ScoringPool:
             answer = worker.answers.popleft()
             self.timeouts += 1
             limit = self._config.deadline_s
-            self._last_failure = f"an answer took longer than {limit:g} s (reward.deadline_s)"
+            self._last_failure = f"an answer took longer than {limit:g} s ({self._section}.deadline_s)"
             if self.timeouts <= _MAX_LOGGED:
-                text = "scorer %s overran reward.deadline_s=%g, the answer has no score: %.200r"
-                log.warning(text, self._scorer, limit, answer.response)
+                text = "scorer %s overran %s.deadline_s=%g, the answer has no score: %.200r"
+                log.warning(text, self._scorer, self._section, limit, answer.response)
             answer.job.put(answer.index, _unscored(self._last_failure))
         self._remove(worker, "it took too long")
 

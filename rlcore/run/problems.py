@@ -5,14 +5,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlcore.batching.loader import MixedStream, PromptStream
-from rlcore.batching.prompts import read_prompts
+from rlcore.batching.prompts import is_chat, read_prompts
 from rlcore.config import MixtureData, RunConfig
 from rlcore.config.data import parts_of
 from rlcore.errors import DataError
 from rlcore.models.load import load_tokenizer
 from rlcore.rollout.by_part import with_scorer
 from rlcore.rollout.scoring import ScoringPool, require_scorer
+from rlcore.rollout.turns import TurnTokens
 from rlcore.run.inputs import RunInputs
+from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import Decode
 from rlcore.types import Prompt
 
@@ -55,6 +57,21 @@ class Problems:
     def epoch_at(self, position: int) -> int:
         """Epoch of the next prompt, from 0."""
         return self.stream.epoch_at(position)
+
+    def episodes(self, inputs: RunInputs) -> Episodes | None:
+        """The processes of `data.environment`; None without one.
+
+        Raises:
+            ConfigError: there is no such class, or the chat template cannot append turns.
+        """
+        if not self.config.data.environment:
+            return None
+        forms = {is_chat(file) for file in inputs.train_parquets}
+        if len(forms) > 1:
+            raise DataError("data.parts: with data.environment all parts must be chats, or all plain text")
+        tokenizer = load_tokenizer(inputs.tokenizer_directory)
+        limit = self.config.episode.max_tool_tokens
+        return Episodes(self.config, TurnTokens(tokenizer, chat=forms.pop(), max_reply_tokens=limit), self.decode)
 
     def scoring_pool(self) -> ScoringPool:
         """Processes that score answers by the task's scorer."""

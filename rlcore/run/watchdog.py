@@ -39,6 +39,7 @@ DEADLINE_OF = {
     "start": "start_s",
     "gen": "generate_s",
     "reward": "score_s",
+    "environment": "score_s",
     "old_log_prob": "forward_s",
     "ref": "forward_s",
     "values": "forward_s",
@@ -56,7 +57,7 @@ DEADLINE_OF = {
     "load": "load_s",
 }
 """Phase -> its key in `runtime.deadlines`. Phases of a step have the names of their `timing_s` metrics."""
-BEFORE_THE_UPDATE = frozenset({"gen", "reward", "old_log_prob", "ref", "values", "adv"})
+BEFORE_THE_UPDATE = frozenset({"gen", "environment", "reward", "old_log_prob", "ref", "values", "adv"})
 """Phases that change nothing: a step that is given up in them leaves the weights of the step before."""
 
 SLOW_AFTER_S = 120.0

@@ -22,6 +22,7 @@ from rlcore.run.watchdog import Watchdog
 from rlcore.runtime.local import start_workers
 from rlcore.storage.publish import write_json_atomically
 from rlcore.trainer.clock import EnterPhase
+from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import Decode, Experience, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.trainer.validate import validate
@@ -233,6 +234,7 @@ class TrainingWorkers(Generic[S]):
 class _RunStarted(Started):
     problems: Problems
     scoring: ScoringPool
+    episodes: Episodes | None
 
 
 class RunWorkers(TrainingWorkers[_RunStarted]):
@@ -248,7 +250,8 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
     @property
     def unscored(self) -> tuple[int, str]:
         """See `ScoringPool.unscored`."""
-        return self._started().scoring.unscored
+        parts = self._started()
+        return (parts.episodes or parts.scoring).unscored
 
     def validate(self, name: str, step: int) -> ValidationResult:
         """Held-out problems by the weights that the workers hold; all of them, or while training those set aside."""
@@ -263,6 +266,7 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
                 name=name,
                 step=step,
                 policy_version=self._version,
+                episodes=parts.episodes,
             )
 
     def write_samples(self, result: StepResult) -> None:
@@ -274,15 +278,18 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
         config = fit_run(self._config, self._layout.run_dir, self._report)
         problems = Problems.read(config, self._inputs)
         scoring = self._open.enter_context(problems.scoring_pool())
+        episodes = problems.episodes(self._inputs)
+        if episodes is not None:
+            self._open.enter_context(episodes)
         group, profile = self._start_group(config, problems.held_out(in_training=True)[:NUM_PROMPTS])
-        collector = ExperienceCollector(config, group, problems.stream, scoring, problems.decode)
+        collector = ExperienceCollector(config, group, problems.stream, scoring, problems.decode, episodes)
         failures, phase = self._layout.failures, self._guard.phase
         trainer = Trainer(config, group, collector, failures=failures, enter_phase=phase)
 
         def take_step(state: LoopState) -> StepResult:
             return trainer.step(state, epoch=problems.epoch_at(state.num_prompts_drawn))
 
-        return _RunStarted(config, group, take_step, profile, problems, scoring)
+        return _RunStarted(config, group, take_step, profile, problems, scoring, episodes)
 
 
 def write_samples(directory: Path, step: int, experience: Experience, decode: Decode) -> Path:

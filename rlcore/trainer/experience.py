@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,9 @@ from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 
+if TYPE_CHECKING:
+    from rlcore.trainer.episodes import Episodes
+
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 """Token ids of many answers -> their texts, without special tokens."""
 Take = Callable[[Sequence[tuple[int, Rollout]]], None]
@@ -34,13 +38,15 @@ def generate(
     *,
     policy_version: int,
     take: Take | None = None,
+    shares: Sequence[Sequence[int]] | None = None,
 ) -> list[Rollout]:
-    """Answers in the order of the requests, shared out over the ranks by prompt length, whole prompts together.
+    """Answers in the order of the requests. `shares`: indices of the requests for each rank; without it they are shared
+    out by prompt length, whole prompts together.
 
     Raises:
         EngineError: an engine answered with other weights than `policy_version`.
     """
-    indices = _shared_out(requests, group.world_size)
+    indices = shared_out(requests, group.world_size) if shares is None else shares
     arguments = [([requests[i] for i in mine], sampling, max_response_tokens) for mine in indices]
     ordered: dict[int, Rollout] = {}
 
@@ -60,7 +66,7 @@ def generate(
     return [ordered[index] for index in range(len(requests))]
 
 
-def _shared_out(requests: Sequence[SamplingRequest], world_size: int) -> list[list[int]]:
+def shared_out(requests: Sequence[SamplingRequest], world_size: int) -> list[list[int]]:
     """Indices of the requests for each rank."""
     by_prompt = [list(same) for _, same in itertools.groupby(range(len(requests)), key=lambda i: requests[i].prompt)]
     num_parts = min(world_size, len(by_prompt))
@@ -127,12 +133,14 @@ class ExperienceCollector:
         stream: PromptStream[Prompt] | MixedStream,
         scoring: ScoringPool,
         decode: Decode,
+        episodes: "Episodes | None" = None,
     ) -> None:
         self._config = config
         self._group = group
         self._stream = stream
         self._scoring = scoring
         self._decode = decode
+        self._episodes = episodes
 
     def collect(self, *, step: int, position: int, policy_version: int, clock: PhaseClock) -> Experience:
         """The experience of one step, from prompt number `position` of the stream on."""
@@ -173,12 +181,8 @@ class ExperienceCollector:
             return None
         unique = list(dict.fromkeys(prompts))
         requests = [SamplingRequest(prompt, sample_index=-1, seed=0) for prompt in unique]
-        limit = self._config.rollout.max_response_tokens
-        with clock.phase("gen"):
-            rollouts = generate(self._group, requests, SamplingConfig(temperature=0), limit, policy_version=version)
-        with clock.phase("reward"):
-            scores = self._with_overlong_penalty(rollouts, self._score(rollouts)[0])
-            found = dict(zip(unique, scores, strict=True))
+        answers = self._written(requests, SamplingConfig(temperature=0), early=None, version=version, clock=clock)
+        found = dict(zip(unique, (score for _, score, _ in answers), strict=True))
         return tuple(found[prompt].total if found[prompt].failure is None else math.nan for prompt in prompts)
 
     def _answer(
@@ -194,15 +198,25 @@ class ExperienceCollector:
             first_group=first_group,
         )
         early = EarlyScores(self._scoring, self._decode) if config.reward.num_processes else None
+        return self._written(requests, config.rollout.sampling, early=early, version=version, clock=clock)
+
+    def _written(
+        self,
+        requests: Sequence[SamplingRequest],
+        sampling: SamplingConfig,
+        *,
+        early: EarlyScores | None,
+        version: int,
+        clock: PhaseClock,
+    ) -> list[tuple[Rollout, Score, str]]:
+        """Answers, scores and texts in the order of the requests. `early`: scores answers while others are written."""
+        if self._episodes is not None:
+            played = self._episodes.play(self._group, requests, sampling, policy_version=version, clock=clock)
+            rollouts, scores, texts = played
+            return list(zip(rollouts, self._with_overlong_penalty(rollouts, scores), texts, strict=True))
+        limit, take = self._config.rollout.max_response_tokens, None if early is None else early.take
         with clock.phase("gen"):
-            rollouts = generate(
-                self._group,
-                requests,
-                config.rollout.sampling,
-                config.rollout.max_response_tokens,
-                policy_version=version,
-                take=None if early is None else early.take,
-            )
+            rollouts = generate(self._group, requests, sampling, limit, policy_version=version, take=take)
         with clock.phase("reward"):
             scores, texts = self._score(rollouts) if early is None else early.collect()
             scores = self._with_overlong_penalty(rollouts, scores)

@@ -151,7 +151,9 @@ def length_metrics(experience: Experience, *, max_prompt_tokens: int, max_respon
     prompts = torch.tensor([len(rollout.prompt.token_ids) for rollout in experience.rollouts])
     responses = torch.tensor([len(rollout.response_ids) for rollout in experience.rollouts])
     cut = torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts])
+    read = [int((~one.is_sampled).sum()) for one in experience.rollouts if one.is_sampled is not None]
     return {
+        **spread("environment_length", torch.tensor(read)),
         **spread("prompt_length", prompts),
         "prompt_length/clip_ratio": (prompts >= max_prompt_tokens).float().mean().item(),
         **spread("response_length", responses),

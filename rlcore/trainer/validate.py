@@ -13,6 +13,8 @@ from rlcore.config.data import ALL_SOURCES
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
 from rlcore.rollout.engine import VALIDATION_STREAM, requests_for
 from rlcore.rollout.scoring import ScoringPool
+from rlcore.trainer.clock import PhaseClock
+from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import Decode, generate
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
@@ -28,15 +30,21 @@ def validate(
     name: str,
     step: int,
     policy_version: int,
+    episodes: Episodes | None = None,
 ) -> ValidationResult:
     """Answers to all `prompts` and their scores."""
     settings = config.validation
-    sampled = _answers(config, group, prompts, settings.samples_per_problem, settings.sampling, policy_version)
-    greedy = (
-        _answers(config, group, prompts, 1, SamplingConfig(temperature=0.0), policy_version) if settings.greedy else []
-    )
-    answers = _scored(sampled, scoring, decode)
-    greedy_answers = _scored(greedy, scoring, decode)
+
+    def answered(num_samples: int, sampling: SamplingConfig) -> list[Answer]:
+        requests = requests_for(prompts, num_samples, run_seed=config.seed, stream=VALIDATION_STREAM, step=0)
+        if episodes is not None:
+            clock = PhaseClock()
+            return _with_scores(*episodes.play(group, requests, sampling, policy_version=policy_version, clock=clock))
+        limit = config.rollout.max_response_tokens
+        return _scored(generate(group, requests, sampling, limit, policy_version=policy_version), scoring, decode)
+
+    answers = answered(settings.samples_per_problem, settings.sampling)
+    greedy_answers = answered(1, SamplingConfig(temperature=0.0)) if settings.greedy else []
     texts = decode([prompt.token_ids for prompt in prompts])
     count = settings.samples_per_problem
     problems = tuple(
@@ -62,21 +70,13 @@ def validate(
     )
 
 
-def _answers(
-    config: RunConfig,
-    group: WorkerGroup,
-    prompts: Sequence[Prompt],
-    num_samples: int,
-    sampling: SamplingConfig,
-    policy_version: int,
-) -> list[Rollout]:
-    requests = requests_for(prompts, num_samples, run_seed=config.seed, stream=VALIDATION_STREAM, step=0)
-    return generate(group, requests, sampling, config.rollout.max_response_tokens, policy_version=policy_version)
-
-
 def _scored(rollouts: Sequence[Rollout], scoring: ScoringPool, decode: Decode) -> list[Answer]:
     texts = decode([rollout.response_ids for rollout in rollouts])
-    scores: list[Score] = scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts])
+    scores = scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts])
+    return _with_scores(rollouts, scores, texts)
+
+
+def _with_scores(rollouts: Sequence[Rollout], scores: Sequence[Score], texts: Sequence[str]) -> list[Answer]:
     return [
         Answer(
             text=text,

@@ -18,7 +18,7 @@ Wish = Callable[[Any], bool]
 
 
 def _on(value: Any) -> bool:
-    return value not in (None, False, 0, "off")
+    return value not in (None, False, 0, "off", "")
 
 
 def _off(value: Any) -> bool:
@@ -99,6 +99,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("rollout.short_steps",), ("rollout.tensor_parallel_size",), _one_of(1),
            "Set rollout.tensor_parallel_size=1"),
     Effect(("reward.deadline_s",), ("reward.num_processes",), _on, "Set reward.num_processes=1 or more"),
+    Effect(("episode",), ("data.environment",), _on, "Set data.environment"),
     Effect(("validation.sampling.top_p",), ("validation.sampling.temperature",), _on,
            "Set validation.sampling.temperature=1"),
     Effect(("alarms.grad_norm_above",), ("alarms.grad_norm",), _on, "Set alarms.grad_norm=tell"),

@@ -1,0 +1,54 @@
+"""An environment in one file: guess a number from 1 to 7, told after each guess whether it is higher or lower.
+
+    millrace run experiment=number_guessing
+
+The words are those of a model made from nothing: `+` is higher, `-` is lower, `:` is no guess. A prompt is `<game> >`;
+the game's number means nothing, since the number to guess comes from the episode's seed.
+"""
+
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from data.rows import Message, Row, TaskRows
+from rlcore.rollout.environment import Turn
+
+if TYPE_CHECKING:
+    from rlcore.config.data import CustomData
+
+HIGHEST = 7
+"""By halving, 17 / 7 = 2.43 guesses are needed on average: 1 for the middle, 2 for 2 numbers, 3 for 4."""
+WRONG = -0.1
+"""Reward of each wrong guess; the right one earns 1."""
+
+
+def build(settings: "CustomData", seed: int) -> TaskRows:
+    """Games that differ in their number alone; the held-out ones come first."""
+    held_out, total = settings.validation_size, settings.validation_size + settings.train_size
+    splits = {"validation": range(held_out), "train": range(held_out, total)}
+    return TaskRows(
+        data_source="number_guessing",
+        ability="search",
+        prompt_form="text",
+        splits={
+            split: [Row(prompt=(Message("user", f"{game} >"),), ground_truth={"game": game}) for game in games]
+            for split, games in splits.items()
+        },
+    )
+
+
+class Game:
+    """One game."""
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """Draw the number."""
+        self._number = random.Random(row["seed"]).randint(1, HIGHEST)
+
+    def step(self, text: str) -> Turn:
+        """Compare a guess."""
+        guess = int(text) if text.strip().isdigit() else None
+        if guess == self._number:
+            return Turn(done=True, reward=1.0, parts={"correct": 1.0})
+        return Turn(
+            ":" if guess is None else "+" if guess < self._number else "-", reward=WRONG, parts={"correct": 0.0}
+        )

@@ -1,0 +1,161 @@
+"""What an environment is, and how a turn of an episode is played in a process of its own.
+
+A turn is played by the scoring pool's processes (`rlcore.rollout.scoring`): it has a deadline, and a process that hangs
+or dies is killed and replaced. An environment lives in one process from turn to turn. If that process is lost, another
+one makes the environment anew and repeats the turns so far, so its replies must follow from its row and the texts
+alone: a repeated turn with another reply is an error. This module loads no torch.
+"""
+
+import asyncio
+import inspect
+import json
+from collections import OrderedDict
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pkgutil import resolve_name
+from typing import Any, Protocol, TypeVar, cast
+
+from rlcore.score import Score
+
+PLAY = "rlcore.rollout.environment:play"
+"""Name of `play` for the pool."""
+_MAX_KEPT = 1_024
+"""Environments that a process keeps between turns; one dropped earlier is made again by repeating its turns."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An environment's reply to one turn of the model.
+
+    `reply` is what the model reads next; without effect in the last turn. `reward` is added to the episode's score.
+    `parts` are named components for metrics; a later turn's value replaces an earlier one's.
+    """
+
+    reply: str = ""
+    done: bool = False
+    reward: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One episode's other side. A new object is made for every episode; both methods may be `async`."""
+
+    def reset(self, row: Mapping[str, Any]) -> str | Awaitable[str | None] | None:
+        """Begin. `row`: the row's ground truth, and `seed`, a number for whatever is random, which all answers to one
+        prompt in a step share.
+
+        Returns a first message after the prompt, or None.
+        """
+        ...
+
+    def step(self, text: str) -> Turn | Awaitable[Turn]:
+        """Reply to what the model wrote in one turn."""
+        ...
+
+
+@dataclass(slots=True)
+class Episode:
+    """An episode so far: `replies[0]` is the first message, `replies[i]` the reply to `texts[i - 1]`."""
+
+    name: str
+    environment: str
+    row: Mapping[str, Any]
+    max_characters: int
+    texts: list[str] = field(default_factory=list)
+    replies: list[str] = field(default_factory=list)
+
+    def asked(self) -> str:
+        """The JSON text that `play` takes."""
+        return json.dumps(
+            {"name": self.name, "max_characters": self.max_characters, "texts": self.texts, "replies": self.replies}
+        )
+
+    def truth(self) -> str:
+        """The ground truth that `play` takes, as JSON."""
+        return json.dumps({"environment": self.environment, "row": self.row})
+
+
+def turn_of(score: Score) -> Turn:
+    """The turn that `play` has made a score of."""
+    reply, done = json.loads(score.said or '["", true]')
+    return Turn(reply, done, score.total, score.parts)
+
+
+def resolve_environment(name: str) -> type[Environment]:
+    """The class at `module:Class`. Raises ImportError, AttributeError or ValueError where there is none."""
+    found = resolve_name(name)
+    if not (callable(getattr(found, "reset", None)) and callable(getattr(found, "step", None))):
+        raise ValueError(f"{name} has no methods reset(row) and step(text)")
+    return cast(type[Environment], found)
+
+
+@dataclass(slots=True)
+class _Kept:
+    environment: Environment
+    texts: Sequence[str]
+
+
+_kept: OrderedDict[str, _Kept] = OrderedDict()
+
+
+def play(response: str, ground_truth: Mapping[str, object]) -> Score:
+    """The last turn of an `Episode` as a score: `said` holds reply and end as JSON. An empty response only imports."""
+    kind = resolve_environment(str(ground_truth["environment"]))
+    if not response:
+        return Score(0.0, {})
+    asked = json.loads(response)
+    texts, replies, limit = asked["texts"], asked["replies"], asked["max_characters"]
+    kept = _kept.pop(asked["name"], None)
+    if kept is None or not texts or kept.texts != texts[:-1]:
+        kept = _Kept(kind(), ())
+        first = _finished(kept.environment.reset(cast(Mapping[str, Any], ground_truth["row"])))
+        turn = Turn(_cut(first or "", limit))
+        for text, expected in zip(texts, replies, strict=True):
+            _require_same(turn, expected)
+            turn = _stepped(kept.environment, text, limit)
+    else:
+        turn = _stepped(kept.environment, texts[-1], limit)
+    if not turn.done:
+        kept.texts = texts
+        _kept[asked["name"]] = kept
+        if len(_kept) > _MAX_KEPT:
+            _kept.popitem(last=False)
+    return Score(turn.reward, turn.parts, json.dumps([turn.reply, turn.done]))
+
+
+def _stepped(environment: Environment, text: str, limit: int) -> Turn:
+    turn = _finished(environment.step(text))
+    if not isinstance(turn, Turn):
+        raise TypeError(f"step returns rlcore.rollout.environment.Turn, got {type(turn).__name__}")
+    return Turn(_cut(turn.reply, limit), bool(turn.done), turn.reward, turn.parts)
+
+
+def _require_same(turn: Turn, expected: str) -> None:
+    if turn.reply != expected or turn.done:
+        raise ValueError(
+            f"a repeated turn got the reply {turn.reply[:80]!r} in place of {expected[:80]!r}: the replies of an "
+            "environment must follow from its row, its seed and the texts alone"
+        )
+
+
+def _cut(reply: object, limit: int) -> str:
+    """Reject what is no text; lone surrogates have no UTF-8 and no tokens."""
+    if not isinstance(reply, str):
+        raise TypeError(f"a reply is a text, got {type(reply).__name__}")
+    return reply[:limit].encode("utf-8", "replace").decode()
+
+
+def _finished(value: T | Awaitable[T]) -> T:
+    """The value, awaited if it has to be."""
+    if inspect.isawaitable(value):
+        return _loop().run_until_complete(cast(Coroutine[Any, Any, T], value))
+    return value
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One loop for all episodes of the process, so that clients which an environment opens live on."""
+    return asyncio.new_event_loop()

@@ -1,0 +1,99 @@
+"""The tokens between two turns of the model: the end of its turn, the environment's message, a new turn's beginning.
+
+They are appended to the tokens that the model has read and written; nothing is ever tokenized again. So the template
+has to render a conversation as the beginning of every longer one, which is checked once with marked messages.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlcore.errors import ConfigError
+
+_ASK, _ANSWERS, _REPLIES = "MillraceAsk", ("MillraceFirst", "MillraceSecond"), ("MillraceOne", "MillraceTwo")
+
+
+class TurnTokens:
+    """Token ids of environment messages, by a tokenizer's chat template or (`chat` False) as plain text.
+
+    Raises:
+        ConfigError: the template cannot render turns after the first, or drops or changes earlier turns.
+    """
+
+    def __init__(self, tokenizer: Any, *, chat: bool, max_reply_tokens: int, role: str = "user") -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._max_reply_tokens = max_reply_tokens
+        self._role = role
+        if not chat:
+            return
+        try:
+            start = self._render([self._user(_ASK)]) + _ANSWERS[0]
+            one = self._conversation(1)
+            two = self._conversation(2)
+        except Exception as error:  # jinja's own classes, and what a template raises
+            raise ConfigError(
+                f"data.environment: the tokenizer's chat template cannot render a second turn ({type(error).__name__}: "
+                f"{error}). Mend chat_template.jinja, or choose another model"
+            ) from error
+        if not (one.startswith(start) and two.startswith(one + _ANSWERS[1]) and _REPLIES[1] in two):
+            raise ConfigError(
+                "data.environment: the tokenizer's chat template drops or changes earlier turns of a conversation, so "
+                "tokens that the model wrote could not be kept. Use a template that keeps every turn (chat_template"
+                ".jinja beside the tokenizer)"
+            )
+        self._head = len(start)
+
+    def between(self, last_token: int, reply: str) -> tuple[str, list[int]]:
+        """The reply cut to its limit, and the ids from after `last_token` to where the model goes on.
+
+        The template's end of the model's turn is left out where `last_token` is that end already.
+        """
+        reply = self._cut(reply)
+        if not self._chat:
+            return reply, self._ids(reply)
+        shown = [self._user(_ASK), {"role": "assistant", "content": _ANSWERS[0]}, self._message(reply)]
+        ids = self._ids(self._render(shown)[self._head :])
+        return reply, ids[1:] if ids[:1] == [last_token] else ids
+
+    def opening(self, prompt: Sequence[int], message: str) -> tuple[str, tuple[int, ...], list[int]]:
+        """A first message after the prompt: the message cut to its limit, the prompt without the beginning of the
+        model's turn, and the ids that follow it.
+
+        Raises:
+            ConfigError: the prompt does not end with the template's beginning of a turn.
+        """
+        message = self._cut(message)
+        if not self._chat:
+            return message, tuple(prompt), self._ids(message)
+        closed, opened = self._render([self._user(_ASK)], opened=False), self._render([self._user(_ASK)])
+        begin = self._ids(opened[len(closed) :])
+        both = self._render([self._user(_ASK), self._message(message)])
+        kept = len(prompt) - len(begin)
+        if not (opened.startswith(closed) and both.startswith(closed) and list(prompt[kept:]) == begin and kept > 0):
+            raise ConfigError(
+                "data.environment: reset returned a first message, and the chat template has no place for it after the "
+                "prompt. Put it into the row's prompt, and return None"
+            )
+        return message, tuple(prompt[:kept]), self._ids(both[len(closed) :])
+
+    def _cut(self, reply: str) -> str:
+        ids = self._ids(reply)
+        return reply if len(ids) <= self._max_reply_tokens else self._tokenizer.decode(ids[: self._max_reply_tokens])
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _conversation(self, num_turns: int) -> str:
+        messages = [self._user(_ASK)]
+        for answer, reply in list(zip(_ANSWERS, _REPLIES, strict=True))[:num_turns]:
+            messages += [{"role": "assistant", "content": answer}, self._message(reply)]
+        return self._render(messages)
+
+    def _message(self, text: str) -> Mapping[str, str]:
+        return {"role": self._role, "content": text}
+
+    def _user(self, text: str) -> Mapping[str, str]:
+        return {"role": "user", "content": text}
+
+    def _render(self, messages: Sequence[Mapping[str, str]], *, opened: bool = True) -> str:
+        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened))

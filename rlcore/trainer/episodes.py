@@ -1,0 +1,233 @@
+"""Episodes: answers of several turns, with an environment's messages between them.
+
+Played in rounds. All open episodes write a turn; each turn is handed to its environment as it ends, while others are
+still being written; the next round begins when every environment has replied, failed, or overrun its deadline. So what
+the engine gets in a round depends on tokens alone, never on time. A round's requests are the tokens so far, which the
+engine's prefix cache holds where it has one: an episode stays on its rank.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rlcore.config import RewardConfig, RunConfig
+from rlcore.config.rollout import SamplingConfig
+from rlcore.rollout.engine import SamplingRequest, turn_seed
+from rlcore.rollout.environment import PLAY, Episode, turn_of
+from rlcore.rollout.scoring import ScoringJob, ScoringPool, require_environment
+from rlcore.rollout.turns import TurnTokens
+from rlcore.trainer.clock import PhaseClock
+from rlcore.trainer.experience import Decode, generate, shared_out
+from rlcore.types import FinishReason, Prompt, Rollout, Score
+from rlcore.workers.group import WorkerGroup
+
+_CHARACTERS_PER_TOKEN = 16
+"""A reply is cut to so many characters for each token allowed before it leaves its process."""
+
+
+@dataclass(slots=True)
+class _Playing:
+    """An episode in the making: of which request, its tokens so far, and what the environment has said."""
+
+    request: SamplingRequest
+    prompt: Prompt
+    limit: int
+    said: Episode
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    is_sampled: list[bool] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    reward: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
+    finish_reason: FinishReason = "stop"
+    is_open: bool = True
+
+    def next_request(self, turn: int, max_turn_tokens: int) -> SamplingRequest:
+        """The next turn, after all tokens so far."""
+        left = self.limit - len(self.token_ids)
+        prompt = replace(self.prompt, token_ids=(*self.prompt.token_ids, *self.token_ids))
+        tokens = min(left, max_turn_tokens) if max_turn_tokens else left
+        return SamplingRequest(prompt, self.request.sample_index, turn_seed(self.request.seed, turn), tokens)
+
+    def write(self, rollout: Rollout, text: str) -> None:
+        """Add what the model has written in a turn."""
+        self._add(rollout.response_ids, rollout.behavior_logprobs.tolist(), sampled=True)
+        self.said.texts.append(text)
+        self.lines.append(text)
+        if rollout.finish_reason == "length" and len(self.token_ids) >= self.limit:
+            self._end("length")
+
+    def read(self, reply: str, ids: Sequence[int]) -> bool:
+        """Add the environment's message, or end where it leaves no token to the model; whether it was added."""
+        if len(self.token_ids) + len(ids) >= self.limit:
+            self._end("length")
+            return False
+        self._add(ids, [0.0] * len(ids), sampled=False)
+        self.lines.append(f"[environment] {reply}")
+        return True
+
+    def reward_turn(self, score: Score, *, last: bool) -> str:
+        """Count a turn's reward; returns the reply. A failed turn ends the episode, which has no score then."""
+        if score.failure is not None:
+            self.failure, self.is_open = score.failure, False
+            return ""
+        turn = turn_of(score)
+        self.reward += turn.reward
+        self.parts |= turn.parts
+        self.said.replies.append(turn.reply)
+        if turn.done or last:
+            self.is_open = False
+        return turn.reply
+
+    def rollout(self, version: int) -> Rollout:
+        """All tokens after the prompt as one answer."""
+        return Rollout(
+            prompt=self.prompt,
+            sample_index=self.request.sample_index,
+            response_ids=tuple(self.token_ids),
+            behavior_logprobs=np.array(self.logprobs, dtype=np.float32),
+            finish_reason=self.finish_reason,
+            policy_version=version,
+            is_sampled=np.array(self.is_sampled, dtype=bool),
+        )
+
+    def score(self) -> Score:
+        """The sum of the turns' rewards, with the parts and the number of turns."""
+        if self.failure is not None:
+            return Score(0.0, {}, failure=self.failure)
+        return Score(self.reward, {**self.parts, "turns": float(len(self.said.texts))})
+
+    def _add(self, ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
+        self.token_ids += ids
+        self.logprobs += logprobs
+        self.is_sampled += [sampled] * len(ids)
+
+    def _end(self, reason: FinishReason) -> None:
+        self.finish_reason, self.is_open = reason, False
+
+
+class Episodes:
+    """Plays episodes with the environment of `data.environment`. Use as a context manager.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+
+    def __init__(self, config: RunConfig, tokens: TurnTokens, decode: Decode) -> None:
+        self._environment = config.data.environment
+        require_environment(self._environment)
+        self._config, self._tokens, self._decode = config, tokens, decode
+        self._open = ExitStack()
+        # A pool for each process: an episode's turns all go to the process that holds its environment.
+        settings = RewardConfig(num_processes=1, deadline_s=config.episode.deadline_s)
+        self._pools = [
+            self._open.enter_context(ScoringPool(PLAY, settings, section="episode"))
+            for _ in range(config.episode.num_processes)
+        ]
+        self._num_played = 0
+
+    def __enter__(self) -> "Episodes":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+
+    @property
+    def unscored(self) -> tuple[int, str]:
+        """Episodes so far that were lost with their environment, and what happened last."""
+        found = [pool.unscored for pool in self._pools]
+        return sum(number for number, _ in found), next((why for number, why in found if number), "")
+
+    def play(
+        self,
+        group: WorkerGroup,
+        requests: Sequence[SamplingRequest],
+        sampling: SamplingConfig,
+        *,
+        policy_version: int,
+        clock: PhaseClock,
+    ) -> tuple[list[Rollout], list[Score], list[str]]:
+        """Rollouts, scores and texts in the order of the requests, each of an episode from its reset to its end.
+
+        Raises:
+            EngineError: an engine answered with other weights than `policy_version`, or no environment can be started.
+        """
+        playing = [self._begun(request) for request in requests]
+        with clock.phase("environment"):
+            self._reset(playing)
+        homes = shared_out(requests, group.world_size)
+        for turn in range(self._config.episode.max_turns):
+            indices = [index for index, one in enumerate(playing) if one.is_open]
+            if not indices:
+                break
+            self._round(group, playing, turn, sampling, homes, policy_version=policy_version, clock=clock)
+        texts = ["\n".join(one.lines) for one in playing]
+        return [one.rollout(policy_version) for one in playing], [one.score() for one in playing], texts
+
+    def _begun(self, request: SamplingRequest) -> _Playing:
+        self._num_played += 1
+        settings = self._config.episode
+        truth = json.loads(request.prompt.ground_truth_json)
+        said = Episode(
+            name=str(self._num_played),
+            environment=self._environment,
+            row={**(truth if isinstance(truth, dict) else {"answer": truth}), "seed": request.environment_seed},
+            max_characters=_CHARACTERS_PER_TOKEN * settings.max_tool_tokens,
+        )
+        return _Playing(request, request.prompt, request.limit(self._config.rollout.max_response_tokens), said)
+
+    def _reset(self, playing: Sequence[_Playing]) -> None:
+        jobs = [self._asked(index, one) for index, one in enumerate(playing)]
+        for index, (one, job) in enumerate(zip(playing, jobs, strict=True)):
+            message = one.reward_turn(self._collected(index, job), last=False)
+            if one.is_open and message:
+                shown, prompt, ids = self._tokens.opening(one.prompt.token_ids, message)
+                one.prompt = replace(one.prompt, token_ids=prompt)
+                if not one.read(shown, ids):
+                    one.failure = "the first message leaves no token to the model (rollout.max_response_tokens)"
+
+    def _round(
+        self,
+        group: WorkerGroup,
+        playing: Sequence[_Playing],
+        turn: int,
+        sampling: SamplingConfig,
+        homes: Sequence[Sequence[int]],
+        *,
+        policy_version: int,
+        clock: PhaseClock,
+    ) -> None:
+        """One turn of every open episode."""
+        settings = self._config.episode
+        indices = [index for index, one in enumerate(playing) if one.is_open]
+        place_of = {index: place for place, index in enumerate(indices)}
+        shares = [[place_of[index] for index in home if index in place_of] for home in homes]
+        jobs: dict[int, ScoringJob] = {}
+
+        def take(some: Sequence[tuple[int, Rollout]]) -> None:
+            texts = self._decode([rollout.response_ids for _, rollout in some])
+            for (place, rollout), text in zip(some, texts, strict=True):
+                one = playing[indices[place]]
+                one.write(rollout, text)
+                jobs[indices[place]] = self._asked(indices[place], one)
+
+        with clock.phase("gen"):
+            asked = [playing[index].next_request(turn, settings.max_turn_tokens) for index in indices]
+            limit = self._config.rollout.max_response_tokens
+            generate(group, asked, sampling, limit, policy_version=policy_version, take=take, shares=shares)
+        with clock.phase("environment"):
+            for index in indices:
+                one = playing[index]
+                reply = one.reward_turn(self._collected(index, jobs[index]), last=turn + 1 == settings.max_turns)
+                if one.is_open:
+                    one.read(*self._tokens.between(one.token_ids[-1], reply))
+
+    def _asked(self, index: int, one: _Playing) -> ScoringJob:
+        return self._pools[index % len(self._pools)].submit([one.said.asked()], [one.said.truth()])
+
+    def _collected(self, index: int, job: ScoringJob) -> Score:
+        return self._pools[index % len(self._pools)].collect(job)[0]

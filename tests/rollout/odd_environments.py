@@ -1,0 +1,73 @@
+"""Environments for the tests of episodes: one that counts, and some that misbehave at a game's number."""
+
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlcore.rollout.environment import Turn
+
+
+class Counting:
+    """Replies with the number of turns, and ends at the fourth. Its reward depends on what was written."""
+
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        self.turns, self.row = 0, row
+        return None
+
+    async def step(self, text: str) -> Turn:
+        await asyncio.sleep(0)
+        self.turns += 1
+        return Turn(f"{self.turns} +", self.turns == 4, reward=len(text) + self.row["seed"] % 7, parts={"even": 1.0})
+
+
+class Greeting(Counting):
+    """Begins with a message."""
+
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        super().reset(row)
+        return "1 + 1"
+
+
+class Odd(Counting):
+    """Misbehaves in the second turn, by the number of the game."""
+
+    async def step(self, text: str) -> Turn:
+        turn, game = await super().step(text), self.row["game"] % 8
+        if self.turns != 2 or game > 4:
+            return turn
+        if game == 0:
+            subprocess.Popen(["sleep", "3417"])
+            time.sleep(3_600)
+        if game == 1:
+            os._exit(3)
+        if game == 2:
+            raise RuntimeError("no")
+        return Turn("7 " * 50_000_000 if game == 3 else 3)  # type: ignore[arg-type]
+
+
+class KilledOnce(Counting):
+    """Ends its process by SIGKILL at the first third turn of all, as an outsider might."""
+
+    async def step(self, text: str) -> Turn:
+        turn = await super().step(text)
+        mark = Path(os.environ["KILLED_ONCE"])
+        if self.turns == 3 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), 9)
+        return turn
+
+
+class Fickle(Counting):
+    """Does not reply the same again."""
+
+    async def step(self, text: str) -> Turn:
+        turn = await super().step(text)
+        mark = Path(os.environ["KILLED_ONCE"])
+        if self.turns == 3 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), 9)
+        return Turn(f"{os.getpid() % 50}", turn.done)

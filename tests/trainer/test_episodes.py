@@ -1,0 +1,292 @@
+"""Episodes: tokens appended and never tokenized again, no gradient to the environment's, and lost environments."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from rlcore.algos.aggregation import Denominator
+from rlcore.algos.objective import policy_objective
+from rlcore.batching.pack import pack
+from rlcore.config.algo import GROUP_ADVANTAGES, AlgoConfig, KlConfig
+from rlcore.config.rollout import SamplingConfig
+from rlcore.errors import ConfigError
+from rlcore.rollout.engine import SamplingRequest, requests_for, turn_seed
+from rlcore.rollout.hf import HfEngine
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.rollout.turns import TurnTokens
+from rlcore.run.problems import Problems
+from rlcore.runtime.local import LocalGroup
+from rlcore.trainer.clock import PhaseClock
+from rlcore.trainer.estimate import Estimate, Passes, estimate
+from rlcore.trainer.experience import ExperienceCollector
+from rlcore.trainer.metrics import repeatable
+from rlcore.trainer.step import LoopState, Trainer
+from rlcore.types import Prompt, Rollout, Score
+from rlcore.workers.worker import Worker
+from tests.small_run import SmallRun, prepare
+
+ODD = "tests.rollout.odd_environments"
+SMALL = ("trainer.batch_size=8", "trainer.mini_batch_size=8", "rollout.samples_per_prompt=2", "episode.max_turns=5",
+         "rollout.max_response_tokens=24", "episode.max_turn_tokens=3", "episode.max_tool_tokens=2",
+         "filter.max_prompt_tokens=8")  # fmt: skip
+Found = tuple[list[Rollout], list[Score], list[str]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    return prepare(tmp_path_factory.mktemp("artifacts"), *SMALL, experiment="number_guessing")
+
+
+@pytest.fixture(scope="module")
+def group(run: SmallRun) -> LocalGroup:
+    group = LocalGroup(run.config, str(run.model_directory))
+    group.each(Worker.hand_over, 0)
+    return group
+
+
+def of(run: SmallRun, environment: str, **episode: Any) -> SmallRun:
+    config = run.config
+    data = config.data.model_copy(update={"environment": f"{ODD}:{environment}"})
+    changed = config.model_copy(update={"data": data, "episode": config.episode.model_copy(update=episode)})
+    return replace(run, config=changed)
+
+
+def played(run: SmallRun, group: LocalGroup) -> Found:
+    problems = Problems.read(run.config, run.inputs)
+    requests = requests_for(problems.stream.take(0, 8), 2, run_seed=1, stream=1, step=1)
+    episodes = problems.episodes(run.inputs)
+    assert episodes is not None
+    with episodes:
+        return episodes.play(group, requests, SamplingConfig(), policy_version=0, clock=PhaseClock())
+
+
+def same(one: Found, other: Found) -> bool:
+    tokens = [[(r.response_ids, r.behavior_logprobs.tolist()) for r in found[0]] for found in (one, other)]
+    return tokens[0] == tokens[1] and one[1:] == other[1:]
+
+
+@pytest.mark.parametrize("environment", ["Counting", "Greeting"])
+def test_what_the_engine_read_and_wrote_is_what_is_trained_on(
+    run: SmallRun, group: LocalGroup, environment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[tuple[SamplingRequest, Rollout]] = []
+    stream = HfEngine.stream
+
+    def streaming(self: HfEngine, requests: Sequence[SamplingRequest], *args: Any) -> Any:
+        for index, rollout in stream(self, requests, *args):
+            turns.append((requests[index], rollout))
+            yield index, rollout
+
+    monkeypatch.setattr(HfEngine, "stream", streaming)
+    rollouts, scores, texts = played(of(run, environment), group)
+    assert len({request.seed for request, _ in turns}) == len(turns), "each turn draws by a seed of its own"
+    by_seed = {request.seed: (request, rollout) for request, rollout in turns}
+    problems = Problems.read(run.config, run.inputs)
+    requests = requests_for(problems.stream.take(0, 8), 2, run_seed=1, stream=1, step=1)
+    for request, rollout, score, text in zip(requests, rollouts, scores, texts, strict=True):
+        whole = rollout.prompt.token_ids + rollout.response_ids
+        assert rollout.is_sampled is not None
+        sampled = np.array([False] * len(rollout.prompt.token_ids) + rollout.is_sampled.tolist())
+        assert score.failure is None
+        for turn in range(int(score.parts["turns"])):
+            asked, wrote = by_seed[turn_seed(request.seed, turn)]
+            start = len(asked.prompt.token_ids)
+            stop = start + len(wrote.response_ids)
+            assert whole[:start] == asked.prompt.token_ids
+            assert whole[start:stop] == wrote.response_ids
+            assert sampled[start:stop].all()
+            sampled[start:stop] = False
+        assert not sampled.any(), "nothing else counts as sampled"
+        assert score.parts["turns"] == 4 or rollout.finish_reason == "length"
+        assert text.count("[environment]") >= 1
+    packed = pack(rollouts, scores, [index // 2 for index in range(len(rollouts))])
+    logprobs = group.each(Worker.old_logprobs, packed, 1)[0]
+    mask = packed.loss_mask
+    assert 0 < int(mask.sum()) == sum(int(r.is_sampled.sum()) for r in rollouts if r.is_sampled is not None)
+    torch.testing.assert_close(packed.behavior_logprobs[mask], logprobs[mask], rtol=1e-5, atol=1e-5)
+
+
+def test_neither_the_number_of_processes_nor_a_killed_one_changes_an_episode(
+    run: SmallRun, group: LocalGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = played(of(run, "Counting", num_processes=1), group)
+    assert same(plain, played(of(run, "Counting", num_processes=3), group))
+    monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "killed"))
+    assert same(plain, played(of(run, "KilledOnce", num_processes=1), group))
+    assert (tmp_path / "killed").exists()
+
+
+def test_an_environment_that_replies_otherwise_when_repeated_has_no_score(
+    run: SmallRun, group: LocalGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "killed"))
+    _, scores, _ = played(of(run, "Fickle", num_processes=1), group)
+    failures = {score.failure.partition("'")[0] for score in scores if score.failure}
+    assert failures == {"ValueError: a repeated turn got the reply "}
+
+
+def test_lost_environments_cost_their_episodes_and_nothing_else(run: SmallRun, group: LocalGroup) -> None:
+    odd = of(run, "Odd", deadline_s=8.0)
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    rollouts, scores, _ = played(odd, group)
+    plain, plain_scores, _ = played(of(run, "Counting"), group)
+    for rollout, score, whole, expected in zip(rollouts, scores, plain, plain_scores, strict=True):
+        game = rollout.prompt.token_ids and int(eval_game(rollout.prompt))
+        if game % 8 in (0, 1, 2, 4) and expected.parts["turns"] > 1:
+            assert score.failure is not None
+        else:
+            assert score.failure is None
+        if game % 8 > 4:
+            assert rollout.response_ids == whole.response_ids
+            assert score == expected
+    why = " ".join(score.failure or "" for score in scores)
+    for words in ("episode.deadline_s", "its process ended", "RuntimeError: no", "a reply is a text, got int"):
+        assert words in why
+    packed = pack(rollouts, scores, [index // 2 for index in range(len(rollouts))])
+    lost = torch.tensor([score.failure is not None for score in scores])
+    assert not packed.loss_mask[lost[packed.sequence_ids()]].any()
+    left = [process for process in psutil.Process().children(recursive=True) if process.pid not in before]
+    assert left == []
+    assert not [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "3417"]]
+
+
+def eval_game(prompt: Prompt) -> str:
+    return prompt.ground_truth_json.strip('{}"game: ')
+
+
+def test_training_on_episodes_is_repeatable_and_counts_what_was_lost(run: SmallRun) -> None:
+    def steps() -> list[dict[str, float]]:
+        odd = of(run, "Odd", deadline_s=8.0)
+        workers = LocalGroup(odd.config, str(odd.model_directory))
+        problems = Problems.read(odd.config, odd.inputs)
+        episodes = problems.episodes(odd.inputs)
+        assert episodes is not None
+        with ScoringPool(odd.config.data.scorer, odd.config.reward) as scoring, episodes:
+            collector = ExperienceCollector(odd.config, workers, problems.stream, scoring, problems.decode, episodes)
+            trainer = Trainer(odd.config, workers, collector, failures=odd.layout.failures)
+            workers.each(Worker.hand_over, 0)
+            state, found = LoopState(0, 0, 0, 0, odd.config.algo.kl.coef), []
+            for _ in range(2):
+                result = trainer.step(state, epoch=0)
+                state = result.state
+                found.append(dict(repeatable(result.metrics)))
+            assert episodes.unscored[0] > 0
+        workers.close()
+        return found
+
+    first = steps()
+    assert first == steps()
+    assert all(0 < step["reward/unscored_share"] < 1 and step["environment_length/mean"] > 0 for step in first)
+    assert first[0]["actor/grad_norm"] > 0
+
+
+# ---------------------------------------------------------------------- the mask, by a naive twin
+
+
+def ragged(with_environment: bool) -> tuple[list[Rollout], list[np.ndarray]]:
+    """Twelve answers with holes; `with_environment` False: the same without the tokens of the environment."""
+    rng = np.random.default_rng(5)
+    rollouts, values = [], []
+    for index in range(12):
+        prompt = Prompt(index // 4, (5,) * int(rng.integers(1, 4)), "a", "{}")
+        length = int(rng.integers(2, 9))
+        sampled = rng.random(length) < 0.6
+        sampled[0] = sampled[-1] = True
+        ids, per_token = rng.integers(3, 60, size=length), rng.standard_normal((4, length))
+        if not with_environment:
+            ids, per_token = ids[sampled], per_token[:, sampled]
+        mask = sampled if with_environment else None
+        behavior = per_token[0].astype(np.float32)
+        rollouts.append(Rollout(prompt, index % 4, tuple(ids.tolist()), behavior, "stop", 0, mask))
+        values.append(per_token)
+    return rollouts, values
+
+
+def estimated(algo: AlgoConfig, with_environment: bool) -> Estimate:
+    rollouts, values = ragged(with_environment)
+    scores = [Score(float(index % 5), {}) for index in range(12)]
+    packed = pack(rollouts, scores, [index // 4 for index in range(12)])
+    flat = torch.zeros(3, packed.num_tokens)
+    for index, start in enumerate(packed.cu_seqlens[:-1].tolist()):
+        first = start + len(rollouts[index].prompt.token_ids) - 1
+        flat[:, first : first + len(rollouts[index].response_ids)] = torch.from_numpy(values[index][1:]).float()
+    passes = Passes(flat[0], flat[1], flat[2] if algo.advantage == "gae" else None)
+    return estimate(packed, passes, None, algo=algo, kl_coef=0.1)
+
+
+@pytest.mark.parametrize("method", [*sorted(GROUP_ADVANTAGES), "gae", "reinforce_pp"])
+def test_the_environments_tokens_have_no_advantage_and_change_none(method: str) -> None:
+    gamma = 0.9 if method in ("gae", "reinforce_pp") else 1.0
+    algo = AlgoConfig(advantage=method, kl=KlConfig(where="reward"), gamma=gamma)
+    found, twin = estimated(algo, True), estimated(algo, False)
+    mask = found.batch.packed.loss_mask
+    assert (
+        int(mask.sum()) == int(twin.batch.packed.loss_mask.sum()) < int((found.batch.packed.sequence_lengths()).sum())
+    )
+    torch.testing.assert_close(found.batch.advantages[mask], twin.batch.advantages[twin.batch.packed.loss_mask])
+    torch.testing.assert_close(found.returns[mask], twin.returns[twin.batch.packed.loss_mask])
+    assert not found.batch.advantages[~mask].any()
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_the_gradient_at_the_environments_tokens_is_exactly_zero(aggregation: Any) -> None:
+    algo = AlgoConfig(aggregation=aggregation, entropy_coef=0.1, kl=KlConfig(where="loss", estimator="low_var_kl"))
+    batch = estimated(algo.model_copy(update={"kl": KlConfig(where="off")}), True).batch
+    packed, rng = batch.packed, np.random.default_rng(1)
+    noise = [torch.from_numpy(rng.standard_normal(packed.num_tokens)).float() for _ in range(4)]
+    logprobs, entropy = (-noise[0].abs()).requires_grad_(True), noise[1].requires_grad_(True)
+    loss, _ = policy_objective(
+        logprobs, entropy, noise[2], noise[3], batch.advantages + noise[3], batch.importance_weights,
+        packed.loss_mask, packed.sequence_ids(), packed.num_sequences,
+        settings=algo, denominator=Denominator(packed.num_loss_tokens, packed.num_sequences, 24), kl_coef=0.1,
+    )  # fmt: skip
+    loss.backward()
+    for leaf in (logprobs, entropy):
+        assert leaf.grad is not None
+        assert not leaf.grad[~packed.loss_mask].any()
+        assert leaf.grad[packed.loss_mask].all()
+
+
+# ---------------------------------------------------------------------- the tokens between two turns
+
+
+class Letters:
+    """A tokenizer of one token a character, with a chat template in Python."""
+
+    def __init__(self, keep: int = 99) -> None:
+        self._keep = keep
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+    def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
+        shown = [f"<{one['role'][0]}>{one['content'].strip()}$\n" for one in messages[-self._keep :]]
+        return "".join(shown) + "<a>" * add_generation_prompt
+
+
+def test_turns_are_the_suffix_of_the_templates_rendering() -> None:
+    tokens = TurnTokens(Letters(), chat=True, max_reply_tokens=5)
+    assert tokens.between(ord("$"), "hi") == ("hi", [*map(ord, "\n<u>hi$\n<a>")]), "the turn has ended already"
+    assert tokens.between(ord("x"), "hi") == ("hi", [*map(ord, "$\n<u>hi$\n<a>")]), "the turn was cut off"
+    assert tokens.between(ord("$"), "0123456789")[1] == [*map(ord, "\n<u>01234$\n<a>")]
+    prompt = [*map(ord, "<u>any$\n<a>")]
+    assert tokens.opening(prompt, "go") == ("go", tuple(map(ord, "<u>any$\n")), [*map(ord, "<u>go$\n<a>")])
+    with pytest.raises(ConfigError, match="no place for it after the prompt"):
+        tokens.opening(prompt[:-1], "go")
+    plain = TurnTokens(Letters(), chat=False, max_reply_tokens=5)
+    assert plain.between(ord("$"), "0123456789") == ("01234", [*map(ord, "01234")])
+
+
+def test_a_template_that_drops_turns_is_refused() -> None:
+    with pytest.raises(ConfigError, match="drops or changes earlier turns"):
+        TurnTokens(Letters(keep=3), chat=True, max_reply_tokens=5)
