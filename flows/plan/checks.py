@@ -1,7 +1,8 @@
 """What is checked before anything expensive: each mistake ends the run in a second, not after the model has loaded.
 
-First the settings and folders, then what only a try can show: the scorer on a row, the loss on a few tokens, the
-tokenizer. Code of one's own runs in processes with a deadline. What a run has done already is not tried again.
+First the settings and folders, then what only a try can show: the scorer or environment on a row, the loss on a few
+tokens, the tokenizer. Code of one's own runs in processes with a deadline. What a run has done already is not tried
+again.
 """
 
 import os
@@ -13,17 +14,19 @@ from typing import TYPE_CHECKING
 from data.custom import build_function
 from flows.parameters import RunSettings
 from flows.plan.plan import RunPlan, make_plan
-from rlcore.config import CountdownData, CustomData, Gsm8kData, RunConfig
+from rlcore.config import CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.data import TaskData, parts_of
 from rlcore.config.gguf import is_gguf
 from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError
 from rlcore.models.hub import require_reachable
+from rlcore.rollout.environment import PLAY, Episode, turn_of
 from rlcore.rollout.scoring import ScoringPool, require_environment, require_scorer
 from rlcore.rollout.vllm import require_vllm
 from rlcore.run.inputs import require_gguf, require_whole_model, stage_settings
 from rlcore.run.layout import RunLayout
 from rlcore.run.memory import require_fit
 from rlcore.runtime.cluster import folder_problem, unreachable
+from rlcore.score import Score
 from rlcore.storage.disk import nearest_existing
 from rlcore.tracking.lineage import first_gpu
 
@@ -172,7 +175,7 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
         if isinstance(data, CountdownData) and not plan.stage("dataset").cached:
             _require_problems(data, config.seed)
         is_scorer_tried = _may_not_fit(data) and not config.data.environment
-        if not (is_scorer_tried or is_tokenizer_tried):
+        if not (is_scorer_tried or is_tokenizer_tried or config.data.environment):
             continue
         from data.custom import first_row
 
@@ -180,8 +183,10 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
             rows.append(row)
             if is_scorer_tried:
                 _try_scorer(data.scorer, row, config)
+    if config.data.environment and rows:
+        _try_environment(rows[0], config)
     if is_tokenizer_tried:
-        _try_tokenizer(model, rows)
+        _try_tokenizer(model, rows, config)
     warm = config.warm_start
     if warm.enabled and warm.demonstrations is not None and model.is_dir() and not plan.stage("warm-start").cached:
         from data.demonstrations import try_demonstrations
@@ -205,30 +210,55 @@ def _may_not_fit(data: TaskData) -> bool:
 
 def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
     answer = row.solution or ANY_ANSWER
-    with ScoringPool(scorer, config.reward.model_copy(update={"num_processes": 1})) as pool:
-        job = pool.submit([answer], [row.ground_truth_json])
-        if job.done.wait(config.reward.deadline_s + FIRST_CALL_S):
-            try:
-                pool.collect(job)
-            except EngineError as error:
-                raise ConfigError(str(error)) from error
-            failures, why = pool.unscored
-        else:
-            failures, why = 1, "it did not come back"
-    if failures:
+    _, why = _tried(scorer, (answer, row.ground_truth_json), config.reward.deadline_s, "reward")
+    if why:
         raise ConfigError(
             f"data.scorer: must score any text; got {scorer}, which failed on the answer {answer[:80]!r} to the task's "
             f"first row, with ground truth {row.ground_truth_json[:200]}: {why}. docs/data.md says what it returns"
         )
 
 
-def _try_tokenizer(directory: Path, rows: "list[FirstRow]") -> None:
+def _try_environment(row: "FirstRow", config: RunConfig) -> None:
+    """Reset it on the task's first row, then step it once."""
+    episode = Episode.begun("tried", config, row.ground_truth_json, config.seed)
+    begun, why = _tried(PLAY, (episode.asked(), episode.truth()), config.episode.deadline_s, "episode")
+    if begun and not why:
+        episode.replies.append(turn_of(begun).reply)
+        episode.texts.append(ANY_ANSWER)
+        _, why = _tried(PLAY, (episode.asked(), episode.truth()), config.episode.deadline_s, "episode")
+    if why:
+        raise ConfigError(
+            f"data.environment: must begin with any row and reply to any text; got {config.data.environment}, which "
+            f"failed in {'step' if episode.texts else 'reset'} on the task's first row, {row.ground_truth_json[:200]}: "
+            f"{why}. docs/environments.md says what they return"
+        )
+
+
+def _tried(scorer: str, answer: tuple[str, str], deadline_s: float, section: str) -> tuple[Score | None, str]:
+    """The score of an answer, given with its ground truth as JSON, and why there is none."""
+    settings = RewardConfig(num_processes=1, deadline_s=deadline_s)
+    with ScoringPool(scorer, settings, section=section) as pool:
+        job = pool.submit([answer[0]], [answer[1]])
+        if not job.done.wait(deadline_s + FIRST_CALL_S):
+            return None, "it did not come back"
+        try:
+            return pool.collect(job)[0], pool.unscored[1]
+        except EngineError as error:
+            raise ConfigError(str(error)) from error
+
+
+def _try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) -> None:
     """Load it, and render and tokenize a prompt, as the filter will."""
     from data.tokenizer import PromptTokenizer
 
     for form in dict.fromkeys(row.prompt_form for row in rows):
         tokenizer = PromptTokenizer(directory, chat=form == "chat")
         tokenizer.encode_prompts(tokenizer.texts([row.prompt for row in rows if row.prompt_form == form]))
+        if config.data.environment:
+            from rlcore.models.load import load_tokenizer
+            from rlcore.rollout.turns import TurnTokens
+
+            TurnTokens(load_tokenizer(directory), chat=form == "chat", max_reply_tokens=1)
 
 
 def _try_loss(config: RunConfig) -> None:

@@ -16,12 +16,15 @@ from functools import cache
 from pkgutil import resolve_name
 from typing import Any, Protocol, TypeVar, cast
 
+from rlcore.config import RunConfig
 from rlcore.score import Score
 
 PLAY = "rlcore.rollout.environment:play"
 """Name of `play` for the pool."""
 _MAX_KEPT = 1_024
 """Environments that a process keeps between turns; one dropped earlier is made again by repeating its turns."""
+_CHARACTERS_PER_TOKEN = 16
+"""A reply is cut to so many characters for each token allowed before it leaves its process."""
 
 T = TypeVar("T")
 
@@ -66,6 +69,17 @@ class Episode:
     max_characters: int
     texts: list[str] = field(default_factory=list)
     replies: list[str] = field(default_factory=list)
+
+    @classmethod
+    def begun(cls, name: str, config: RunConfig, ground_truth_json: str, seed: int) -> "Episode":
+        """An episode of `data.environment` before its first turn; `row` is the ground truth with the seed."""
+        truth = json.loads(ground_truth_json)
+        return cls(
+            name=name,
+            environment=config.data.environment,
+            row={**(truth if isinstance(truth, dict) else {"answer": truth}), "seed": seed},
+            max_characters=_CHARACTERS_PER_TOKEN * config.episode.max_tool_tokens,
+        )
 
     def asked(self) -> str:
         """The JSON text that `play` takes."""

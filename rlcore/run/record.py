@@ -279,12 +279,13 @@ class RunEvents:
         self._alarms_on = {alarm.name for alarm in alarms}
 
     def unscored(self, step: int, num_answers: int, reason: str) -> None:
-        """Report answers that the scorer failed on, at the first of them and whenever their number has doubled."""
+        """Report answers without a score, at the first of them and whenever their number has doubled."""
         if num_answers < self._tell_unscored_at:
             return
         self._tell_unscored_at = 2 * num_answers
+        which = "environment" if self._record.config.data.environment else "scorer"
         text = (
-            f"data.scorer failed on {num_answers:,} answer(s) so far, which are left out of training and of held-out "
+            f"data.{which} failed on {num_answers:,} answer(s) so far, which are left out of training and of held-out "
             f"figures; the last time: {reason}"
         )
         self._record.happened("scorer_failed", step, {"num_answers": num_answers, "reason": reason, "text": text})

@@ -6,7 +6,6 @@ the engine gets in a round depends on tokens alone, never on time. A round's req
 engine's prefix cache holds where it has one: an episode stays on its rank.
 """
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -23,9 +22,6 @@ from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.experience import Decode, generate, shared_out
 from rlcore.types import FinishReason, Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
-
-_CHARACTERS_PER_TOKEN = 16
-"""A reply is cut to so many characters for each token allowed before it leaves its process."""
 
 
 @dataclass(slots=True)
@@ -170,15 +166,9 @@ class Episodes:
 
     def _begun(self, request: SamplingRequest) -> _Playing:
         self._num_played += 1
-        settings = self._config.episode
-        truth = json.loads(request.prompt.ground_truth_json)
-        said = Episode(
-            name=str(self._num_played),
-            environment=self._environment,
-            row={**(truth if isinstance(truth, dict) else {"answer": truth}), "seed": request.environment_seed},
-            max_characters=_CHARACTERS_PER_TOKEN * settings.max_tool_tokens,
-        )
-        return _Playing(request, request.prompt, request.limit(self._config.rollout.max_response_tokens), said)
+        prompt = request.prompt
+        said = Episode.begun(str(self._num_played), self._config, prompt.ground_truth_json, request.environment_seed)
+        return _Playing(request, prompt, request.limit(self._config.rollout.max_response_tokens), said)
 
     def _reset(self, playing: Sequence[_Playing]) -> None:
         jobs = [self._asked(index, one) for index, one in enumerate(playing)]

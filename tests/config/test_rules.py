@@ -28,8 +28,9 @@ def settings(words: str, base: str = HELD) -> RunConfig:
         inner = nested
         for part in key.split(".")[:-1]:
             inner = inner.setdefault(part, {})
-        # A mapping in braces needs a space after its colons, and words have none.
-        inner[key.rpartition(".")[2]] = yaml.safe_load(value.replace(":", ": ") if "{" in value else value)
+        # A mapping in braces needs a space after its colons, and words have none; `::` is a colon of a value.
+        spaced = value.replace("::", "\0").replace(":", ": ").replace("\0", ":")
+        inner[key.rpartition(".")[2]] = yaml.safe_load(spaced if "{" in value else value)
     if nested["data"]["task"] != "countdown":
         own = ("task", "train_file", "validation_file", "parts", "scorer")
         nested["data"] = {name: value for name, value in nested["data"].items() if name in own}
@@ -60,6 +61,14 @@ CASES = [
     ("validation_file_is_there", f"data.task=parquet {FILES} data.validation_file=''", f"data.task=parquet {FILES}"),
     *[("scorer_is_a_function", f"data.scorer={s}", "data.scorer=a.b:c") for s in ("''", "a.b", "a/b:c")],
     *[("scorer_is_a_function", f"data.scorer={s}", "data.scorer=b:c") for s in ("':c'", "'a.b:'", "a:c:d", "a..b:c")],
+    ("environment_is_a_class", "data.environment=a.b", "data.environment=a.b:C"),
+    ("an_environment_of_all_parts", MIXTURE % (",environment:a::B", ""), MIXTURE % ("", "") + " data.environment=a:B"),
+    (
+        "a_warm_start_is_scored",
+        "data.environment=a:B warm_start.enabled=true warm_start.stop_at_reward=0.5",
+        "data.environment=a:B warm_start.enabled=true",
+    ),
+    ("a_game_is_played_once", "data.environment=a:B algo.advantage=remax", "data.environment=a:B algo.advantage=rloo"),
     (
         "mathematics_is_scored_apart",
         "data.scorer=data.math:score",

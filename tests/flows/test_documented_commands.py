@@ -130,7 +130,7 @@ def as_a_reader(readers_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
         yield
     commit_of.cache_clear()
     for name in set(sys.modules) - modules:
-        if name.partition(".")[0] in ("my_task", "my_reward", "my_lab"):
+        if name.partition(".")[0] in ("my_task", "my_reward", "my_lab", "count_on"):
             del sys.modules[name]
 
 

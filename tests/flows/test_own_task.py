@@ -1,8 +1,11 @@
-"""A task of somebody's own, found in the folder that the command is started in."""
+"""A task or an environment of somebody's own, found in the folder that the command is started in."""
 
+import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,8 +26,10 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(project: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    settings = ["experiment=debug", "data=custom", "data.train_size=20", "data.validation_size=5"]
+DEBUG = ("experiment=debug", "data=custom", "data.train_size=20", "data.validation_size=5")
+
+
+def run(project: Path, *words: str, settings: Sequence[str] = DEBUG) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-P", "-c", MILLRACE, *words[0].split(), *settings, *words[1:]],
         cwd=project,
@@ -64,3 +69,25 @@ def test_the_trainer_finds_it_too(project: Path, monkeypatch: pytest.MonkeyPatch
     command = [*TRAINER[: TRAINER.index("-m")], "-c", program]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(SOURCE_FOLDER / "data" / "__init__.py"), str(project / "products.py")]
+
+
+def test_the_environment_of_the_page_is_played_from_an_empty_folder(tmp_path: Path) -> None:
+    page = (SOURCE_FOLDER / "docs" / "environments.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(# count_on\.py\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(block.splitlines()) < 40
+    (tmp_path / "count_on.py").write_text(block)
+    settings = [
+        "experiment=number_guessing", "data.build=count_on:build", "data.train_size=40", "data.validation_size=8",
+        "episode.max_tool_tokens=2", "tracking.enabled=false",
+        "trainer.total_steps=2", "trainer.steps_per_chunk=2", "validation.every_steps=2",
+    ]  # fmt: skip
+    named = "data.environment=count_on:CountOn"
+    missing = run(tmp_path, "train", *settings, "data.environment=count_on:CountUp", settings=())
+    assert "data.environment: must name a class as module:Class, got 'count_on:CountUp'" in missing.stderr
+    done = run(tmp_path, "train", *settings, named, settings=())
+    assert done.returncode == 0, done.stderr
+    (journal,) = (tmp_path / "artifacts" / "runs").glob("*/metrics.jsonl")
+    metrics = [line["metrics"] for line in map(json.loads, journal.read_text().splitlines()) if "metrics" in line]
+    assert 0 <= metrics[-1]["reward/right/mean"] <= 1
+    assert metrics[-1]["reward/turns/mean"] == 3
+    assert metrics[-1]["environment_length/mean"] == 4, "two replies of two tokens"

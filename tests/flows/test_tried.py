@@ -30,6 +30,15 @@ def wants_more(response, truth):
 def loss(policy_logprobs, old_logprobs, advantages):
     return policy_logprobs
 
+class NoReset:
+    def reset(self, row):
+        raise LookupError("no such game")
+    def step(self, text):
+        return "more"
+class NoTurn(NoReset):
+    def reset(self, row):
+        return None
+
 def seven(settings, seed):
     rows = [Row((Message("user", "what"),), 7, 1, "7")]
     return TaskRows("own", "math", "text", {"train": rows, "validation": rows})
@@ -141,3 +150,15 @@ def test_what_is_made_already_is_not_made_again(artifacts_root: Path, monkeypatc
     monkeypatch.setattr(custom, "_by_process", lambda config, seed: pytest.fail("made again"))
     assert first_row(settings, 1, artifacts_root) == row
     assert dataset.counts == {"train": 20, "validation": 5}
+
+
+@pytest.mark.parametrize(
+    ("environment", "why"),
+    [
+        ("NoReset", r"failed in reset on the task's first row, {\"target\".*LookupError: .?no such game"),
+        ("NoTurn", r"failed in step .*TypeError: step returns rlcore\.rollout\.environment\.Turn, got str"),
+    ],
+)
+def test_an_environment_that_fails_on_a_row_of_the_task(dry_run: Try, environment: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.environment: must .* got tried_out:{environment}, which {why}"):
+        dry_run(f"data.environment=tried_out:{environment}", "warm_start.enabled=false")
