@@ -1,5 +1,6 @@
 """What every test shares: no telemetry, one thread, live shape checks, a folder for what a run writes."""
 
+import gc
 import os
 import signal
 from importlib.util import find_spec
@@ -31,6 +32,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
+gc.disable()  # until all tests are collected: a third of that time went into garbage that imports do not make
+
 # How fast examples are made says how busy the machine is.
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
@@ -51,12 +54,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in long)
 
 
+def pytest_collection_finish() -> None:
+    """What is imported stays, and is not looked at again."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture
 def artifacts_root(tmp_path: Path) -> Path:
     """An empty folder to use as `paths.root`."""
     root = tmp_path / "artifacts"
     root.mkdir()
     return root
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sqlite file with MLflow's tables. Making them takes seconds; a copy takes none."""
+    from rlcore.tracking.connection import connect
+
+    database = tmp_path_factory.mktemp("store") / "mlflow.db"
+    connect(f"sqlite:///{database}")
+    return database
 
 
 @pytest.fixture(scope="session")

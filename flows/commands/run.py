@@ -22,6 +22,7 @@ from flows.work.open_run import OpenRun, open_run
 from flows.work.results import PipelineResult, checkpoint_name, finished, step_of
 from rlcore.config import RunConfig
 from rlcore.errors import StopRequestedError
+from rlcore.start import uncollected
 
 
 def run(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
@@ -41,7 +42,8 @@ def run(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -
         show_memory(plan.memory)
     api = start_prefect(Path(config.paths.root), verbose=verbose)
     print(f"run {plan.run_id} in {plan.run_dir}", flush=True)
-    from flows.pipeline import run_checked  # imports Prefect, while the server comes up
+    with uncollected():
+        from flows.pipeline import run_checked  # imports Prefect, while the server comes up
 
     with flow_of_a_command(api, verbose=verbose):
         result = run_checked(settings)

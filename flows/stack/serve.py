@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from flows.stack.state import LOOPBACK, MLFLOW_DATABASE
+from rlcore.start import uncollected
 
 if TYPE_CHECKING:
     from flows.server.guard import Guard
@@ -24,7 +25,8 @@ def main() -> None:
     import uvicorn
 
     name, port = sys.argv[1:]
-    app = _mlflow() if name == "mlflow" else _prefect()
+    with uncollected():
+        app = _mlflow() if name == "mlflow" else _prefect()
     uvicorn.run(app, host=LOOPBACK, port=int(port), log_level="warning", lifespan="on")
 
 

@@ -35,11 +35,14 @@ from typing import Any
 
 from rlcore.config import RunConfig
 from rlcore.errors import EXIT_RESUMABLE, MillraceError, StopRequestedError, WorkerLostError
-from rlcore.run.layout import RunLayout
-from rlcore.run.session import Session
-from rlcore.run.stop import StopFlag
-from rlcore.run.watchdog import end_at_once, say_and_end
+from rlcore.start import uncollected
 from rlcore.user_code import working_by
+
+with uncollected():
+    from rlcore.run.layout import RunLayout
+    from rlcore.run.session import Session
+    from rlcore.run.stop import StopFlag
+    from rlcore.run.watchdog import end_at_once, say_and_end
 
 EXIT_DONE, EXIT_FAILED = 0, 1
 LEFT = -1

@@ -162,8 +162,9 @@ def reference(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def millrace(prefect_server: LocalServer, reference: Reference, artifacts_root: Path) -> Millrace:
-    """The command line on a root that has data and start model, and no run."""
+def millrace(prefect_server: LocalServer, reference: Reference, artifacts_root: Path, empty_store: Path) -> Millrace:
+    """The command line on a root that has data, start model and an empty MLflow store, and no run."""
+    shutil.copy(empty_store, artifacts_root / "mlflow.db")
     for stage in ("datasets", "filtered", "models", "tokenizers"):
         shutil.copytree(reference.millrace.root / stage, artifacts_root / stage)
     return under(prefect_server, artifacts_root)

@@ -29,6 +29,8 @@ PIPELINE = {"name": {"any_": ["pipeline"]}}
 HELD = Path(__file__).parent / "held"
 OF_RUNS = "select status from runs where name not like 'warm-start-%'"
 """A warm start, which other runs may share, has a run of its own."""
+UNTRACKED = (*SMALL, "tracking.enabled=false")
+"""Where nothing is looked for in MLflow: to import and feed it takes a run 10 s of a core."""
 STAGE_WORDS = ("dataset:", "filter:", "warm start:", "train:", "validation:", "weights:", "report:")
 
 
@@ -223,7 +225,7 @@ def test_training_without_prefect_gives_the_same_numbers_even_if_mlflow_refuses_
 @pytest.mark.lengthy
 def test_a_hang_without_prefect_is_found_and_retried(millrace: Millrace, reference: Reference, tmp_path: Path) -> None:
     hangs_once = ("algo.policy_loss=tests.run.harmful:hangs", "runtime.deadlines.update_s=20")
-    done = Millrace(millrace.root, {HARM: str(tmp_path)})("train", *SMALL, *hangs_once)
+    done = Millrace(millrace.root, {HARM: str(tmp_path)})("train", *UNTRACKED, *hangs_once)
     assert done.code == 0, done.err
     assert "hang in update_actor after step" in done.out
     assert "trying again from the last checkpoint (1 of 2)" in done.out
@@ -234,7 +236,7 @@ def test_a_hang_without_prefect_is_found_and_retried(millrace: Millrace, referen
 def test_after_its_last_retry_the_run_ends_and_the_same_command_goes_on(
     millrace: Millrace, reference: Reference, tmp_path: Path
 ) -> None:
-    settings = (*SMALL, "algo.policy_loss=tests.run.harmful:kills", "runtime.max_chunk_retries=1")
+    settings = (*UNTRACKED, "algo.policy_loss=tests.run.harmful:kills", "runtime.max_chunk_retries=1")
     command = Millrace(millrace.root, {HARM: str(tmp_path)})
     failed = command("train", *settings)
     assert failed.code == 1
@@ -255,7 +257,7 @@ def test_a_killed_trainer_is_started_again_and_the_numbers_are_the_same(
     low = "alarms.entropy_below=50"  # every model gives the alarm
     exporting = tmp_path / "exporting"
     hold = {"HOLD_PHASE": "export", "HOLD_FILE": str(exporting), "PYTHONPATH": str(HELD)}
-    process = replace(millrace, environment=millrace.environment | hold).start("run", *SMALL, low)
+    process = replace(millrace, environment=millrace.environment | hold).start("run", *UNTRACKED, low)
     wait_for_step(millrace, 25)
     second = {"name": {"any_": ["train/debug step 20-40"]}, "state": {"type": {"any_": ["RUNNING"]}}}
     wait_until(lambda: bool(api.filter("task_runs", task_runs=second)), "the second chunk")
@@ -328,22 +330,22 @@ def test_a_cancellation_reaches_a_run_that_no_worker_has_started(millrace: Millr
 
 
 def test_a_killed_flow_takes_its_trainer_along_and_the_run_goes_on(millrace: Millrace, reference: Reference) -> None:
-    process = millrace.start("run", *SMALL)
+    process = millrace.start("run", *UNTRACKED)
     wait_for_step(millrace, 22)
     trainer = trainer_of(process)
     assert trainer is not None
     os.killpg(process.pid, signal.SIGKILL)
     ended(process)
-    done = millrace("run", *SMALL)  # at once: the trainer that is left may still be saving
+    done = millrace("run", *UNTRACKED)  # at once: the trainer that is left may still be saving
     assert done.code == 0, done.err
     assert not trainer.is_running()
     assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
 
 
 def test_a_run_in_use_is_refused_at_once(millrace: Millrace) -> None:
-    process = millrace.start("train", *SMALL)
+    process = millrace.start("train", *UNTRACKED)
     wait_for_step(millrace, 1)
-    second = millrace("train", *SMALL)
+    second = millrace("train", *UNTRACKED)
     process.send_signal(signal.SIGTERM)
     first = ended(process)
     assert first.code == 75, first.err
@@ -387,7 +389,7 @@ def test_a_full_disk_pauses_the_flow_run_until_there_is_room(
 ) -> None:
     runs = millrace.root / "runs"
     with mounted(runs, size_mib=32):
-        process = millrace.start("run", *SMALL)
+        process = millrace.start("run", *UNTRACKED)
         wait_for_step(millrace, 2)
         ballast = fill(runs)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
-from rlcore.tracking.connection import connect
 
 SERVER_START_S = 200.0
 
@@ -76,14 +75,6 @@ def held_port() -> socket.socket:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
     return held
-
-
-@pytest.fixture(scope="session")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sqlite file with MLflow's tables. Making them takes seconds; a copy takes none."""
-    database = tmp_path_factory.mktemp("store") / "mlflow.db"
-    connect(f"sqlite:///{database}")
-    return database
 
 
 @pytest.fixture
