@@ -35,6 +35,7 @@ from data.write import SPLITS, RowWriter, as_svg, summarize, write_filter_card
 from rlcore.config.data import FilterConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
+from rlcore.rollout.tools import tool_schemas
 from rlcore.storage.finished import finished, finished_or_set_aside
 from rlcore.storage.manifest import part_directories
 from rlcore.storage.publish import published_directory
@@ -54,7 +55,9 @@ Progress = Callable[[str, int, int], None]
 """Called after each batch of rows with the split, the rows done and all its rows."""
 
 
-def filter_fingerprint(dataset: str, tokenizer: str, config: FilterConfig, *, chat: bool | None = None) -> str:
+def filter_fingerprint(
+    dataset: str, tokenizer: str, config: FilterConfig, *, chat: bool | None = None, tools: Sequence[str] = ()
+) -> str:
     """Fingerprint of the filtered rows; `dataset` and `tokenizer` are fingerprints too."""
     payload = {
         "format": FILTER_FORMAT,
@@ -63,6 +66,7 @@ def filter_fingerprint(dataset: str, tokenizer: str, config: FilterConfig, *, ch
         "settings": config,
         "chat": chat,
         "source": source_digest(*_SOURCE),
+        **({"tools": tool_schemas(tools)} if tools else {}),
     }
     return fingerprint("filter", payload)
 
@@ -79,11 +83,13 @@ def filter_dataset(
     *,
     root: Path,
     chat: bool | None = None,
+    tools: Sequence[str] = (),
     on_progress: Progress | None = None,
 ) -> StageResult:
     """Tokenize and filter a published dataset, unless that has been done; a mixture part by part.
 
-    `chat` is whether the tokenizer's chat template is applied; None: by the form of the dataset's prompts.
+    `chat` is whether the tokenizer's chat template is applied; None: by the form of the dataset's prompts. `tools` are
+    those of `episode.tools`, which the template shows.
     Counts are rows of `train` and `validation`, and of what was left out: `train/overlong`, `train/duplicate`, ...
 
     Raises:
@@ -94,11 +100,12 @@ def filter_dataset(
     if dataset is None:
         raise DataError(f"{dataset_dir}: is no finished dataset (no manifest.json); make it with `millrace run`")
     tokenizer_print = tokenizer_fingerprint(tokenizer_dir)
-    digest = filter_fingerprint(dataset.values["fingerprint"], tokenizer_print, config, chat=chat)
+    digest = filter_fingerprint(dataset.values["fingerprint"], tokenizer_print, config, chat=chat, tools=tools)
     directory = filtered_directory(digest, root)
     if (parts := part_directories(dataset_dir)) != (dataset_dir,):
         found = [
-            filter_dataset(part, tokenizer_dir, config, root=root, chat=chat, on_progress=on_progress) for part in parts
+            filter_dataset(part, tokenizer_dir, config, root=root, chat=chat, tools=tools, on_progress=on_progress)
+            for part in parts
         ]
         if finished_or_set_aside(directory) is None:
             _require_no_leak([part.directory for part in found])
@@ -112,7 +119,14 @@ def filter_dataset(
         "settings": config.model_dump(mode="json"),
     }
     facts: dict[str, Any] = {"kind": "filtered", **document}
-    job = _Job(dataset_dir, tokenizer_dir, config, chat, on_progress or (lambda split, done, total: None))
+    job = _Job(
+        dataset_dir,
+        tokenizer_dir,
+        config,
+        chat,
+        tool_schemas(tools) if tools else (),
+        on_progress or (lambda split, done, total: None),
+    )
     with published_directory(directory, facts) as folder:
         try:
             tally = job.run(folder, {**document, "format_version": FILTER_FORMAT}, short_way=True)
@@ -162,6 +176,7 @@ class _Job:
     tokenizer_dir: Path
     config: FilterConfig
     chat: bool | None
+    tools: Sequence[Mapping[str, Any]]
     on_progress: Progress
 
     def run(self, folder: Path, document: Mapping[str, Any], *, short_way: bool) -> _Tally:
@@ -173,7 +188,7 @@ class _Job:
             origin = provenance(source)
             chat = origin.get("prompt_form") != "text" if self.chat is None else self.chat
             if chat not in tokenizers:
-                tokenizers[chat] = PromptTokenizer(self.tokenizer_dir, chat=chat, short_way=short_way)
+                tokenizers[chat] = PromptTokenizer(self.tokenizer_dir, chat=chat, short_way=short_way, tools=self.tools)
             work = _Split(source, split, self.config, tokenizers[chat], watch, tally)
             self._write(work, folder / source.name, {**document, "split": split, "origin": origin})
         return tally

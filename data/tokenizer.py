@@ -103,11 +103,15 @@ def load_tokenizer(directory: Path) -> Any:
 class PromptTokenizer:
     """Renders and tokenizes prompts and answers. The short way is checked on a sample of the texts.
 
+    `tools`: JSON schemas of functions that the chat template shows to the model.
+
     Raises:
-        DataError: no tokenizer, or prompts are chats and it has no chat template.
+        DataError: no tokenizer, or prompts are chats and it has no chat template, or one that shows no tools.
     """
 
-    def __init__(self, directory: Path, *, chat: bool, short_way: bool = True) -> None:
+    def __init__(
+        self, directory: Path, *, chat: bool, short_way: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         self._name = str(directory)
         self._tokenizer = load_tokenizer(directory)
         self.chat = chat
@@ -117,6 +121,15 @@ class PromptTokenizer:
                 "put a chat_template.jinja beside the tokenizer, or choose a prompt that is plain text "
                 "(data.template=base for countdown, data.template=text for gsm8k)"
             )
+        self._tools = None
+        if chat and tools:
+            asked = [{"role": "user", "content": _MARK}]
+            without, self._tools = self.render(asked), list(tools)
+            if self.render(asked) == without:
+                raise DataError(
+                    f"{directory}: its chat template shows no tools to the model (episode.tools). Take a model whose "
+                    "template does, or put a chat_template.jinja that renders `tools` beside the tokenizer"
+                )
         self._backend = self._tokenizer.backend_tokenizer
         self._pieces = PieceEncoder.of(self._backend) if short_way else None
         self._frame = ChatFrame.of(self._tokenizer.chat_template, self.render) if chat and short_way else None
@@ -202,6 +215,7 @@ class PromptTokenizer:
             return str(
                 self._tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
+                    tools=self._tools,
                     tokenize=False,
                     add_generation_prompt=opened,
                     strftime_now=_TODAY.strftime,

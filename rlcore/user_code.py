@@ -112,12 +112,13 @@ def kept_code(folder: Path) -> Code | None:
 
 
 def named_functions(config: "RunConfig") -> tuple[str, ...]:
-    """Every `module:function` of the settings: scorers, builders of datasets, the environment, the loss."""
+    """Every `module:function` of the settings: scorers, builders of datasets, environment, tools, loss."""
     from rlcore.config.data import CustomData, parts_of
 
     named = [part.data.scorer for part in parts_of(config.data)]
     named += [part.data.build for part in parts_of(config.data) if isinstance(part.data, CustomData)]
     named += [config.data.environment] if config.data.environment else []
+    named += config.episode.tools
     return tuple(dict.fromkeys([*named, *([config.algo.policy_loss] if ":" in config.algo.policy_loss else [])]))
 
 

@@ -44,7 +44,7 @@ def prepare(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
     config = load_config([f"experiment={experiment}", f"paths.root={root}", *overrides])
     dataset = build_dataset(config.data, seed=config.seed, root=root)
     tokenizer = ensure_tokenizer(config)
-    filtered = filter_dataset(dataset.directory, tokenizer, config.filter, root=root)
+    filtered = filter_dataset(dataset.directory, tokenizer, config.filter, root=root, tools=config.episode.tools)
     inputs = RunInputs(filtered.directory, tokenizer)
     return SmallRun(config, inputs, warm_start(config, inputs).directory)
 
@@ -77,8 +77,10 @@ def train(run: SmallRun, group: WorkerGroup, num_steps: int) -> list[Metrics]:
     """Steps from the start model; each step's metrics without those of the machine."""
     config = run.config
     problems = Problems.read(config, run.inputs)
-    with ScoringPool(config.data.scorer, config.reward) as scoring:
-        collector = ExperienceCollector(config, group, problems.stream, scoring, problems.decode)
+    with ScoringPool(config.data.scorer, config.reward) as scoring, ExitStack() as opened:
+        if (episodes := problems.episodes(run.inputs)) is not None:
+            opened.enter_context(episodes)
+        collector = ExperienceCollector(config, group, problems.stream, scoring, problems.decode, episodes)
         trainer = Trainer(config, group, collector, failures=run.layout.failures)
         group.each(Worker.hand_over, 0)
         state = LoopState(0, 0, 0, 0, config.algo.kl.coef)

@@ -21,6 +21,7 @@ from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError
 from rlcore.models.hub import require_reachable
 from rlcore.rollout.environment import PLAY, Episode, turn_of
 from rlcore.rollout.scoring import ScoringPool, require_environment, require_scorer
+from rlcore.rollout.tools import tool_schemas
 from rlcore.rollout.vllm import require_vllm
 from rlcore.run.inputs import require_gguf, require_whole_model, stage_settings
 from rlcore.run.layout import RunLayout
@@ -89,6 +90,8 @@ def _require_functions(config: RunConfig) -> None:
     """What `data.build` and a scorer of one's own name: a run asks for the scorer after all of its data is made."""
     if config.data.environment:
         require_environment(config.data.environment)
+    if config.episode.tools:
+        tool_schemas(config.episode.tools)
     for part in parts_of(config.data):
         if isinstance(part.data, CustomData):
             build_function(part.data)
@@ -251,14 +254,16 @@ def _try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) -
     """Load it, and render and tokenize a prompt, as the filter will."""
     from data.tokenizer import PromptTokenizer
 
+    tools = tool_schemas(config.episode.tools) if config.episode.tools else []
     for form in dict.fromkeys(row.prompt_form for row in rows):
-        tokenizer = PromptTokenizer(directory, chat=form == "chat")
+        tokenizer = PromptTokenizer(directory, chat=form == "chat", tools=tools)
         tokenizer.encode_prompts(tokenizer.texts([row.prompt for row in rows if row.prompt_form == form]))
         if config.data.environment:
             from rlcore.models.load import load_tokenizer
             from rlcore.rollout.turns import TurnTokens
 
-            TurnTokens(load_tokenizer(directory), chat=form == "chat", max_reply_tokens=1)
+            role = "tool" if tools else "user"
+            TurnTokens(load_tokenizer(directory), chat=form == "chat", max_reply_tokens=1, role=role)
 
 
 def _try_loss(config: RunConfig) -> None:

@@ -240,7 +240,9 @@ def _data_stages(config: RunConfig, root: Path) -> tuple[StagePlan, StagePlan]:
     damage = finished_or_why(tokenizer)[1]
     if damage or not tokenizer.is_dir():
         return dataset, StagePlan("filter", None, None, False, _again(damage) or "after its tokenizer is made")
-    filter_digest = filter_fingerprint(digest, tokenizer_fingerprint(tokenizer), config.filter)
+    filter_digest = filter_fingerprint(
+        digest, tokenizer_fingerprint(tokenizer), config.filter, tools=config.episode.tools
+    )
     filtered = filtered_directory(filter_digest, root)
     manifest, damage = finished_or_why(filtered)
     detail = _again(damage) if manifest is None else _rows(manifest.values["counts"])

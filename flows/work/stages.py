@@ -67,7 +67,8 @@ def filter_rows(config: RunConfig) -> StageResult:
 
     root = _root(config)
     tokenizer = ensure_tokenizer(config)
-    return filter_dataset(_dataset(config), tokenizer, config.filter, root=root, on_progress=_show_rows)
+    tools = config.episode.tools
+    return filter_dataset(_dataset(config), tokenizer, config.filter, root=root, tools=tools, on_progress=_show_rows)
 
 
 def _show_rows(split: str, done: int, total: int) -> None:

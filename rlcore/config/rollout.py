@@ -78,6 +78,9 @@ class EpisodeConfig(Section):
     last, and a reply that leaves no token after it is dropped, which ends the episode.
     """
 
+    tools: tuple[str, ...] = ()
+    """Functions that the model may call, each as `module:function`, for data.environment=rlcore.rollout.tools:Tools. A
+    chat template shows them to the model, so each needs type hints and a docstring with `Args:`."""
     max_turns: int = Field(default=8, ge=1)
     """Most turns of the model. The last one is judged too; what the environment replies to it is dropped."""
     max_turn_tokens: int = Field(default=0, ge=0)

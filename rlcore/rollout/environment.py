@@ -44,7 +44,11 @@ class Turn:
 
 
 class Environment(Protocol):
-    """One episode's other side. A new object is made for every episode; both methods may be `async`."""
+    """One episode's other side. A new object is made for every episode; both methods may be `async`.
+
+    With `episode.tools` the class is called with `tools` and `scorer`, as `rlcore.rollout.tools.Tools` is; else without
+    arguments.
+    """
 
     def reset(self, row: Mapping[str, Any]) -> str | Awaitable[str | None] | None:
         """Begin. `row`: the row's ground truth, and `seed`, a number for whatever is random, which all answers to one
@@ -61,10 +65,14 @@ class Environment(Protocol):
 
 @dataclass(slots=True)
 class Episode:
-    """An episode so far: `replies[0]` is the first message, `replies[i]` the reply to `texts[i - 1]`."""
+    """An episode so far: `replies[0]` is the first message, `replies[i]` the reply to `texts[i - 1]`.
+
+    `options`: arguments of the environment's class.
+    """
 
     name: str
     environment: str
+    options: Mapping[str, Any]
     row: Mapping[str, Any]
     max_characters: int
     texts: list[str] = field(default_factory=list)
@@ -77,6 +85,7 @@ class Episode:
         return cls(
             name=name,
             environment=config.data.environment,
+            options={"tools": config.episode.tools, "scorer": config.data.scorer} if config.episode.tools else {},
             row={**(truth if isinstance(truth, dict) else {"answer": truth}), "seed": seed},
             max_characters=_CHARACTERS_PER_TOKEN * config.episode.max_tool_tokens,
         )
@@ -89,7 +98,7 @@ class Episode:
 
     def truth(self) -> str:
         """The ground truth that `play` takes, as JSON."""
-        return json.dumps({"environment": self.environment, "row": self.row})
+        return json.dumps({"environment": self.environment, "options": self.options, "row": self.row})
 
 
 def turn_of(score: Score) -> Turn:
@@ -116,16 +125,19 @@ _kept: OrderedDict[str, _Kept] = OrderedDict()
 
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """The last turn of an `Episode` as a score: `said` holds reply and end as JSON. An empty response only imports."""
+    """The last turn of an `Episode` as a score: `said` holds reply and end as JSON. An empty response only imports and
+    makes an environment, which no deadline counts."""
     kind = resolve_environment(str(ground_truth["environment"]))
+    options = cast(Mapping[str, Any], ground_truth["options"])
     if not response:
+        kind(**options)
         return Score(0.0, {})
     asked = json.loads(response)
     texts, replies, limit = asked["texts"], asked["replies"], asked["max_characters"]
     kept = _kept.pop(asked["name"], None)
     if kept is None or not texts or kept.texts != texts[:-1]:
-        kept = _Kept(kind(), ())
-        first = _finished(kept.environment.reset(cast(Mapping[str, Any], ground_truth["row"])))
+        kept = _Kept(kind(**options), ())
+        first = completed(kept.environment.reset(cast(Mapping[str, Any], ground_truth["row"])))
         turn = Turn(_cut(first or "", limit))
         for text, expected in zip(texts, replies, strict=True):
             _require_same(turn, expected)
@@ -141,7 +153,7 @@ def play(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 
 def _stepped(environment: Environment, text: str, limit: int) -> Turn:
-    turn = _finished(environment.step(text))
+    turn = completed(environment.step(text))
     if not isinstance(turn, Turn):
         raise TypeError(f"step returns rlcore.rollout.environment.Turn, got {type(turn).__name__}")
     return Turn(_cut(turn.reply, limit), bool(turn.done), turn.reward, turn.parts)
@@ -162,7 +174,7 @@ def _cut(reply: object, limit: int) -> str:
     return reply[:limit].encode("utf-8", "replace").decode()
 
 
-def _finished(value: T | Awaitable[T]) -> T:
+def completed(value: T | Awaitable[T]) -> T:
     """The value, awaited if it has to be."""
     if inspect.isawaitable(value):
         return _loop().run_until_complete(cast(Coroutine[Any, Any, T], value))

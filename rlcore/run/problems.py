@@ -71,7 +71,9 @@ class Problems:
             raise DataError("data.parts: with data.environment all parts must be chats, or all plain text")
         tokenizer = load_tokenizer(inputs.tokenizer_directory)
         limit = self.config.episode.max_tool_tokens
-        return Episodes(self.config, TurnTokens(tokenizer, chat=forms.pop(), max_reply_tokens=limit), self.decode)
+        role = "tool" if self.config.episode.tools else "user"
+        turns = TurnTokens(tokenizer, chat=forms.pop(), max_reply_tokens=limit, role=role)
+        return Episodes(self.config, turns, self.decode)
 
     def scoring_pool(self) -> ScoringPool:
         """Processes that score answers by the task's scorer."""

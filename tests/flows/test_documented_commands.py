@@ -107,7 +107,7 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer_object=Tokenizer(models.WordLevel({"?": 0, "end": 1}, unk_token="?")),
         unk_token="?",
         eos_token="end",
-        chat_template="{{ messages[0].content }}",
+        chat_template="{% for m in messages %}{{ m.content }} {% endfor %}{{ tools or '' }}",
     ).save_pretrained(folder / "model")
     (folder / "rows").mkdir()
     for split in ("train", "test"):
@@ -130,7 +130,7 @@ def as_a_reader(readers_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
         yield
     commit_of.cache_clear()
     for name in set(sys.modules) - modules:
-        if name.partition(".")[0] in ("my_task", "my_reward", "my_lab", "count_on"):
+        if name.partition(".")[0] in ("my_task", "my_reward", "my_lab", "count_on", "my_tools"):
             del sys.modules[name]
 
 

@@ -71,3 +71,15 @@ class Fickle(Counting):
             mark.touch()
             os.kill(os.getpid(), 9)
         return Turn(f"{os.getpid() % 50}", turn.done)
+
+
+class KillsTheRun(Counting):
+    """Kills the trainer once, after its third step has been noted, in the middle of an episode."""
+
+    async def step(self, text: str) -> Turn:
+        turn = await super().step(text)
+        mark, journal = Path(os.environ["KILLED_ONCE"]), Path(os.environ["JOURNAL"])
+        if self.turns == 3 and not mark.exists() and journal.exists() and journal.read_bytes().count(b"\n") >= 4:
+            mark.touch()
+            os.kill(os.getppid(), 9)
+        return turn

@@ -189,6 +189,15 @@ def test_a_training_run_goes_through_and_repeats(folder: Path) -> None:
     assert training["first"] == training["second"]
     for metrics in training["first"]:
         assert metrics["training/rollout_probs_diff_mean"] < 1e-4
+
+
+def test_episodes_of_several_turns_repeat(folder: Path) -> None:
+    episodes = facts_of(folder, "episodes")
+    assert episodes["first"] == episodes["second"]
+    for metrics in episodes["first"]:
+        assert metrics["training/rollout_probs_diff_mean"] < 1e-4, "each turn's tokens are those of one packed forward"
+        assert metrics["reward/turns/mean"] > 2
+        assert metrics["reward/correct/mean"] > 0
         assert metrics["training/canary_logprob_diff"] < 1e-4
         assert metrics["reward/format/mean"] > 0.3
         assert metrics["critic/score/mean"] > 0

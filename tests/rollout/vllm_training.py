@@ -72,6 +72,17 @@ def training_facts(folder: Path) -> dict[str, Any]:
     return {"first": found[0], "second": found[1]}
 
 
+def episode_facts(folder: Path) -> dict[str, Any]:
+    """Steps of number guessing, its turns one by one, and the same again."""
+    run = _run(folder, experiment="number_guessing")
+    found = []
+    for _ in range(2):
+        group = _group(run)
+        found.append(train(run, group, 2))
+        group.close()
+    return {"first": found[0], "second": found[1]}
+
+
 def importance_facts(folder: Path) -> dict[str, Any]:
     """One step under each correction, the engine in bfloat16 and the trainer in float32: loss and its parts."""
     facts: dict[str, Any] = {}

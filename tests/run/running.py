@@ -17,11 +17,12 @@ WAIT_S = 560
 Plan = dict[str, Any] | None
 
 
-def small(root: Path, *overrides: str, steps: int) -> SmallRun:
+def small(root: Path, *overrides: str, steps: int, experiment: str = "debug") -> SmallRun:
     """A run of a few steps with a validation and a checkpoint every two, and time to save where a disk is busy."""
     given = any(word.startswith("runtime.stop_deadline_s=") for word in overrides)
     patience = () if given else ("runtime.stop_deadline_s=200",)
-    return prepare(root, *OVERRIDES, *patience, f"trainer.total_steps={steps}", *overrides)
+    words = (*OVERRIDES, *patience, f"trainer.total_steps={steps}", *overrides)
+    return prepare(root, *words, experiment=experiment)
 
 
 def write_settings(run: SmallRun) -> Path:

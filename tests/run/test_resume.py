@@ -1,5 +1,6 @@
 """A run that is killed anywhere and started again ends with the numbers of one that was not."""
 
+import contextlib
 import os
 import random
 import signal
@@ -36,7 +37,8 @@ def kill_all(process: BaseProcess) -> None:
     """SIGKILL to the process and everything that it started."""
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for member in family:
-        member.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # one may end with the one before it
+            member.kill()
     process.join(30)
     psutil.wait_procs(family, timeout=30)
 

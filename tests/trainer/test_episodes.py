@@ -1,5 +1,6 @@
 """Episodes: tokens appended and never tokenized again, no gradient to the environment's, and lost environments."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,18 +19,17 @@ from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import ConfigError
 from rlcore.rollout.engine import SamplingRequest, requests_for, turn_seed
 from rlcore.rollout.hf import HfEngine
-from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.turns import TurnTokens
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.estimate import Estimate, Passes, estimate
-from rlcore.trainer.experience import ExperienceCollector
-from rlcore.trainer.metrics import repeatable
-from rlcore.trainer.step import LoopState, Trainer
+from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.worker import Worker
-from tests.small_run import SmallRun, prepare
+from tests.forked import run_module
+from tests.run.running import small, steps_of, write_settings
+from tests.small_run import SmallRun, prepare, train
 
 ODD = "tests.rollout.odd_environments"
 SMALL = ("trainer.batch_size=8", "trainer.mini_batch_size=8", "rollout.samples_per_prompt=2", "episode.max_turns=5",
@@ -161,22 +161,10 @@ def eval_game(prompt: Prompt) -> str:
 
 
 def test_training_on_episodes_is_repeatable_and_counts_what_was_lost(run: SmallRun) -> None:
-    def steps() -> list[dict[str, float]]:
+    def steps() -> Sequence[Metrics]:
         odd = of(run, "Odd", deadline_s=8.0)
         workers = LocalGroup(odd.config, str(odd.model_directory))
-        problems = Problems.read(odd.config, odd.inputs)
-        episodes = problems.episodes(odd.inputs)
-        assert episodes is not None
-        with ScoringPool(odd.config.data.scorer, odd.config.reward) as scoring, episodes:
-            collector = ExperienceCollector(odd.config, workers, problems.stream, scoring, problems.decode, episodes)
-            trainer = Trainer(odd.config, workers, collector, failures=odd.layout.failures)
-            workers.each(Worker.hand_over, 0)
-            state, found = LoopState(0, 0, 0, 0, odd.config.algo.kl.coef), []
-            for _ in range(2):
-                result = trainer.step(state, epoch=0)
-                state = result.state
-                found.append(dict(repeatable(result.metrics)))
-            assert episodes.unscored[0] > 0
+        found = train(odd, workers, 2)
         workers.close()
         return found
 
@@ -184,6 +172,22 @@ def test_training_on_episodes_is_repeatable_and_counts_what_was_lost(run: SmallR
     assert first == steps()
     assert all(0 < step["reward/unscored_share"] < 1 and step["environment_length/mean"] > 0 for step in first)
     assert first[0]["actor/grad_norm"] > 0
+
+
+@pytest.mark.multiprocess
+def test_a_run_that_is_killed_in_the_middle_of_an_episode_ends_the_same(tmp_path: Path) -> None:
+    settings = (*SMALL, f"data.environment={ODD}:KillsTheRun")
+    (tmp_path / "killed").touch()
+    whole = small(tmp_path / "whole", *settings, steps=4, experiment="number_guessing")
+    killed = small(tmp_path / "cut", *settings, steps=4, experiment="number_guessing")
+    for run, mark, ends in ((whole, "killed", [0]), (killed, "not yet", [-9, 0])):
+        file, log = write_settings(run), tmp_path / f"{mark}.log"
+        variables = {**os.environ, "KILLED_ONCE": str(tmp_path / mark), "JOURNAL": str(run.layout.journal)}
+        for end in ends:
+            words = ["--settings", str(file)]
+            code = run_module("rlcore.run.process", words, output=log, environment=variables, timeout_s=240)
+            assert code == end, log.read_text()
+    assert steps_of(killed) == steps_of(whole)
 
 
 # ---------------------------------------------------------------------- the mask, by a naive twin

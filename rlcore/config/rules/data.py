@@ -61,6 +61,10 @@ RULES: tuple[Rule, ...] = (
         "Leave it out, and set `scorer` in the data of a part"),
     row("environment_is_a_class", "data.environment", "", "must be `module:Class`, or ''",
         lambda c: not c.data.environment or _names_a_function(c.data.environment), "Such as data.number_guessing:Game"),
+    row("tools_are_functions", "episode.tools", "", "must be a list of `module:function`, each name once",
+        lambda c: all(map(_names_a_function, c.episode.tools))
+        and len({tool.partition(":")[2] for tool in c.episode.tools}) == len(c.episode.tools),
+        "Such as [data.calculator:calculate]"),
     row("an_environment_of_all_parts", "data.parts", "data.environment", "must not name an environment each",
         lambda c: not isinstance(c.data, MixtureData) or not any(part.data.environment for part in c.data.parts),
         "Set data.environment, which is that of all parts"),

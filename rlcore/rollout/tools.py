@@ -1,0 +1,131 @@
+"""Tools: functions that the model calls in the middle of its answer, as an environment.
+
+    data.environment=rlcore.rollout.tools:Tools episode.tools=[my_tools:search]
+
+A tool is a plain function with type hints and a docstring that describes its arguments; transformers makes its JSON
+schema, and the chat template shows it to the model. A call is JSON in the model's own format:
+
+    <tool_call>{"name": "search", "arguments": {"text": "..."}}</tool_call>     Qwen, Hermes; several in a turn
+    {"name": "search", "parameters": {"text": "..."}}                           Llama; the whole turn
+
+The model reads a call's result, or what was wrong with the call. A turn without a call ends the episode. The score is
+that of `data.scorer` for all that the model wrote, tool results left out.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any
+
+from rlcore.errors import ConfigError
+from rlcore.rollout.environment import Turn, completed
+from rlcore.rollout.scoring_worker import describe, resolve_scorer, score_one
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call as the model wrote it; `problem` says what is wrong with its form."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    problem: str = ""
+
+
+class Tools:
+    """Runs the calls of each turn; see the module. `tools`, `scorer`: `module:function`."""
+
+    def __init__(self, tools: Sequence[str], scorer: str) -> None:
+        self._tools = {name.rpartition(":")[2]: resolve_name(name) for name in tools}
+        self._scorer = resolve_scorer(scorer)
+        self._num_calls = self._num_errors = 0
+        self._total = 0.0
+        self._texts: list[str] = []
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """Keep the ground truth."""
+        self._truth = json.dumps({name: value for name, value in row.items() if name != "seed"})
+
+    def step(self, text: str) -> Turn:
+        """Answer the turn's calls. The reward is what the turn has changed in the score of all turns so far."""
+        calls = calls_in(text)
+        replies = [self._called(call) for call in calls]
+        self._texts.append(text)
+        score = score_one(self._scorer, "\n".join(self._texts), self._truth)
+        reward, self._total = score.total - self._total, score.total
+        self._num_calls += len(calls)
+        parts = {**score.parts, "tool_calls": self._num_calls, "tool_errors": self._num_errors}
+        return Turn("\n".join(replies), done=not calls, reward=reward, parts=parts)
+
+    def _called(self, call: Call) -> str:
+        problem = call.problem
+        if not problem and call.name not in self._tools:
+            problem = f"there is no tool {call.name[:80]!r}, only {', '.join(self._tools)}"
+        if not problem:
+            function = self._tools[call.name]
+            try:
+                arguments = inspect.signature(function).bind(**call.arguments)
+                return str(completed(function(*arguments.args, **arguments.kwargs)))
+            except Exception as error:  # whatever a tool raises is for the model to read
+                problem = describe(error)
+        self._num_errors += 1
+        return f"error: {problem}"
+
+
+def calls_in(text: str) -> list[Call]:
+    """The calls of a turn, in order. Linear in the length of the text.
+
+    >>> calls_in('so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    [Call(name='add', arguments={'a': 1}, problem='')]
+    >>> calls_in('{"name": "add", "parameters": {"a": 1}}')[0].arguments
+    {'a': 1}
+    >>> [calls_in(bad)[0].problem for bad in ("<tool_call>{}", '<tool_call>{"name": "add"}</tool_call>')]
+    ['the call has no </tool_call>', 'a call is JSON with "name" and "arguments"']
+    >>> calls_in("nothing"), calls_in("{no call}")
+    ([], [])
+    """
+    if _OPEN in text:
+        return [_call(*part.partition(_CLOSE)[:2]) for part in text.split(_OPEN)[1:]]
+    whole = text.strip()
+    if not whole.startswith("{"):
+        return []
+    call = _call(whole, _CLOSE)
+    return [] if call.problem else [call]
+
+
+def _call(body: str, close: str) -> Call:
+    if not close:
+        return Call("", {}, f"the call has no {_CLOSE}")
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return Call("", {}, f"the call is no JSON ({describe(error)[:200]})")
+    named = found if isinstance(found, dict) else {}
+    arguments = named.get("arguments", named.get("parameters"))
+    if not isinstance(named.get("name"), str) or not isinstance(arguments, dict):
+        return Call("", {}, 'a call is JSON with "name" and "arguments"')
+    return Call(named["name"], arguments)
+
+
+def tool_schemas(names: Sequence[str]) -> list[dict[str, Any]]:
+    """What a chat template shows of each tool, made by transformers from its type hints and docstring.
+
+    Raises:
+        ConfigError: there is no such function, or it lacks a hint or a description.
+    """
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    found = []
+    for name in names:
+        try:
+            function: Callable[..., Any] = resolve_name(name)
+            found.append(get_json_schema(function))
+        except Exception as error:  # importing its module can raise anything
+            raise ConfigError(
+                f"episode.tools: must name functions as module:function, each with type hints, a docstring and a line "
+                f"for each argument under `Args:`; got {name!r} ({describe(error)})"
+            ) from error
+    return found

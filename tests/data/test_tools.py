@@ -1,0 +1,172 @@
+"""Tools: calls as the model writes them, results and errors as it reads them, and templates that show tools."""
+
+import json
+import time
+
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+import data
+from data.calculator import calculate
+from rlcore.config import CountdownData, FilterConfig, RewardConfig
+from rlcore.config.compose import load_config
+from rlcore.errors import ConfigError, DataError
+from rlcore.rollout.environment import PLAY, Episode, turn_of
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.rollout.tools import Tools, calls_in, tool_schemas
+from rlcore.rollout.turns import TurnTokens
+from tests.data.conftest import CHAT_TEMPLATE, saved
+
+CALCULATOR = "data.calculator:calculate"
+CHAT = CountdownData(train_size=40, validation_size=8, template="chat")
+SHOWN = "{%- if tools %}{{ '<|im_start|>system\\n' }}{{ tools | tojson }}{{ '<|im_end|>\\n' }}{%- endif %}"
+TURNS = (
+    "{%- for m in messages %}{%- if m.role == 'tool' %}{{ '<|im_start|>ROLE\\n' + (RESULT) + '<|im_end|>\\n' }}"
+    "{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+RESULTS = {
+    "qwen": ("user", "'<tool_response>\\n' + m.content + '\\n</tool_response>'"),
+    "llama": ("ipython", "m.content | tojson"),
+}
+TEMPLATES = {
+    name: SHOWN + TURNS.replace("ROLE", role).replace("RESULT", result) for name, (role, result) in RESULTS.items()
+}
+
+
+def tagged(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def looks_up(word: str) -> int:
+    """Find a word.
+
+    Args:
+        word: Any word.
+    """
+    return {"one": 1}[word]
+
+
+async def waits(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: How long.
+    """
+    time.sleep(seconds)
+    return "waited"
+
+
+def undescribed(word):
+    return word
+
+
+def test_the_model_reads_results_and_what_was_wrong_with_a_call():
+    tools = Tools([CALCULATOR, f"{__name__}:looks_up", f"{__name__}:waits"], "data.countdown:score")
+    tools.reset({"target": 14, "numbers": [2, 3, 4], "seed": 5})
+    for text, reply in (
+        (f"Let me see. {tagged('calculate', expression='(2 + 3) * 4')} and {tagged('waits', seconds=0)}", "20\nwaited"),
+        (json.dumps({"name": "calculate", "parameters": {"expression": "2 + 3 * 4"}}), "14"),
+        (tagged("calculator", expression="1"), "error: there is no tool 'calculator', only calculate, looks_up, waits"),
+        (tagged("calculate", text="1"), "error: TypeError: missing a required argument: 'expression'"),
+        (tagged("calculate", expression="2 ** 3"), "error: ValueError: an expression is whole numbers"),
+        (tagged("looks_up", word="two"), "error: KeyError: 'two'"),
+        ("<tool_call>{'name'}</tool_call>", "error: the call is no JSON (JSONDecodeError"),
+        (f"<tool_call>{'[' * 100_000}</tool_call>", "error: the call is no JSON (RecursionError"),
+        ('<tool_call>{"name": "calculate", "arguments": [1]}</tool_call>', 'error: a call is JSON with "name" and'),
+        ("<tool_call>", "error: the call has no </tool_call>"),
+    ):
+        turn = tools.step(text)
+        assert turn.reply.startswith(reply)
+        assert (turn.done, turn.reward) == (False, 0.0)
+    last = tools.step("<answer> 2 + 3 * 4 </answer>")
+    assert (last.done, last.reward) == (True, 1.0)
+    assert last.parts == {"correct": 1.0, "format": 1.0, "tool_calls": 11, "tool_errors": 8}
+
+
+def test_the_rewards_of_the_turns_add_up_to_the_score_of_all_of_them():
+    tools = Tools([CALCULATOR], "data.countdown:score")
+    tools.reset({"target": 14, "numbers": [2, 3, 4], "seed": 5})
+    first = tools.step(f"<answer> 2 + 3 </answer>{tagged('calculate', expression='2 + 3')}")
+    assert (first.done, first.reward, first.parts["correct"]) == (False, 0.1, 0.0)
+    second = tools.step("<answer> 2 + 3 * 4 </answer>")
+    assert second.done
+    assert first.reward + second.reward == 1.0
+
+
+def test_many_calls_without_an_end_take_no_longer_than_their_length():
+    assert len(calls_in("<tool_call>" * 100_000)) == 100_000
+
+
+def test_calls_in_a_process_of_their_own_are_repeated_after_it_was_lost_and_end_at_the_deadline():
+    config = load_config(
+        ["experiment=debug", "warm_start.enabled=false", "data.environment=rlcore.rollout.tools:Tools",
+         f"episode.tools=[{CALCULATOR},{__name__}:waits]"]
+    )  # fmt: skip
+    episode = Episode.begun("one", config, '{"target": 14, "numbers": [2, 3, 4]}', 7)
+    with ScoringPool(PLAY, RewardConfig(num_processes=1, deadline_s=5.0), section="episode") as pool:
+
+        def played(*texts):
+            for text in texts:
+                episode.texts.append(text)
+                [score] = pool.score([episode.asked()], [episode.truth()])
+                episode.replies.append("" if score.failure else turn_of(score).reply)
+            return score
+
+        pool.score([episode.asked()], [episode.truth()])
+        episode.replies.append("")
+        played(tagged("calculate", expression="2 + 3"), tagged("calculate", expression="5 * 4"))
+        assert episode.replies[1:] == ["5", "20"]
+        lost = Episode.begun("two", config, '{"target": 14, "numbers": [2, 3, 4]}', 7)
+        lost.replies.append("")
+        lost.texts.append(tagged("waits", seconds=600))
+        [score] = pool.score([lost.asked()], [lost.truth()])
+        assert score.failure is not None
+        assert "episode.deadline_s" in score.failure
+        last = played("<answer> 2 + 3 * 4 </answer>")
+        assert last.failure is None
+        assert turn_of(last).done
+        assert last.parts["tool_calls"] == 2
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompts_show_the_tools_and_turns_are_appended_as_the_template_renders_them(
+    name, trained_bpe, tmp_path, artifacts_root
+):
+    folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=TEMPLATES[name])
+    dataset = data.build_dataset(CHAT, seed=1, root=artifacts_root)
+    plain, shown = (
+        data.filter_dataset(
+            dataset.directory, folder, FilterConfig(max_prompt_tokens=2_000), root=artifacts_root, tools=tools
+        )
+        for tools in ((), (CALCULATOR,))
+    )
+    assert plain.directory != shown.directory
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for row in pq.read_table(shown.directory / "validation.parquet").to_pylist():
+        conversation = [*row["prompt"]]
+        ids = list(row["prompt_ids"])
+        turns = TurnTokens(tokenizer, chat=True, max_reply_tokens=50, role="tool")
+        for said, reply in ((tagged("calculate", expression="1 + 2"), "3"), ("Let me see", "error: no"), ("So", "12")):
+            ids += [*tokenizer.encode(said), tokenizer.eos_token_id]
+            ids += turns.between(ids[-1], reply)[1]
+            conversation += [{"role": "assistant", "content": said}, {"role": "tool", "content": reply}]
+        rendered = tokenizer.apply_chat_template(
+            conversation, tools=[calculate], tokenize=False, add_generation_prompt=True
+        )
+        assert tokenizer.decode(ids) == rendered
+        assert "Whole numbers with + - * / and parentheses, such as" in rendered
+
+
+def test_a_template_that_shows_no_tools_is_refused(trained_bpe, tmp_path, artifacts_root):
+    folder = saved(trained_bpe, tmp_path / "tokenizer", chat_template=CHAT_TEMPLATE)
+    dataset = data.build_dataset(CHAT, seed=1, root=artifacts_root)
+    with pytest.raises(DataError, match=r"its chat template shows no tools to the model \(episode\.tools\)"):
+        data.filter_dataset(dataset.directory, folder, FilterConfig(), root=artifacts_root, tools=(CALCULATOR,))
+
+
+@pytest.mark.parametrize("name", ["data.calculator:calculates", f"{__name__}:undescribed"])
+def test_a_tool_that_cannot_be_shown_is_refused(name):
+    with pytest.raises(ConfigError, match=r"episode\.tools: must name functions .* got '"):
+        tool_schemas([name])
