@@ -2,8 +2,8 @@
 
     millrace run experiment=number_guessing
 
-The words are those of a model made from nothing: `+` is higher, `-` is lower, `:` is no guess. A prompt is `<game> >`;
-the game's number means nothing, since the number to guess comes from the episode's seed.
+The words are those of a model made from nothing: `+` is higher, `-` is lower, `:` is no guess. A prompt is the
+game's number in two digits of base 8, which means nothing, since the number to guess comes from the episode's seed.
 """
 
 import random
@@ -31,7 +31,10 @@ def build(settings: "CustomData", seed: int) -> TaskRows:
         ability="search",
         prompt_form="text",
         splits={
-            split: [Row(prompt=(Message("user", f"{game} >"),), ground_truth={"game": game}) for game in games]
+            split: [
+                Row(prompt=(Message("user", f"{game // 8} {game % 8} >"),), ground_truth={"game": game})
+                for game in games
+            ]
             for split, games in splits.items()
         },
     )

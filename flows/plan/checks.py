@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from data.custom import build_function
 from flows.parameters import RunSettings
 from flows.plan.plan import RunPlan, make_plan
+from rlcore import sandbox
 from rlcore.config import CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.data import TaskData, parts_of
 from rlcore.config.gguf import is_gguf
@@ -92,6 +93,8 @@ def _require_functions(config: RunConfig) -> None:
         require_environment(config.data.environment)
     if config.episode.tools:
         tool_schemas(config.episode.tools)
+        if "data.code:run_python" in config.episode.tools:
+            sandbox.require_sandbox(config.sandbox)
     for part in parts_of(config.data):
         if isinstance(part.data, CustomData):
             build_function(part.data)
@@ -213,6 +216,7 @@ def _may_not_fit(data: TaskData) -> bool:
 
 def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
     answer = row.solution or ANY_ANSWER
+    sandbox.use(config.sandbox)
     _, why = _tried(scorer, (answer, row.ground_truth_json), config.reward.deadline_s, "reward")
     if why:
         raise ConfigError(

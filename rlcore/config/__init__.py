@@ -13,7 +13,14 @@ from rlcore.config.data import (
     ParquetData,
 )
 from rlcore.config.model import LoraConfig, ModelConfig, ScratchModel, WarmStartConfig
-from rlcore.config.rollout import EpisodeConfig, RewardConfig, RolloutConfig, SamplingConfig, ValidationConfig
+from rlcore.config.rollout import (
+    EpisodeConfig,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+    SandboxConfig,
+    ValidationConfig,
+)
 from rlcore.config.run import RunConfig
 from rlcore.config.trainer import CheckpointConfig, PathsConfig, RuntimeConfig, TrackingConfig, TrainerConfig
 
@@ -41,6 +48,7 @@ __all__ = [
     "RunConfig",
     "RuntimeConfig",
     "SamplingConfig",
+    "SandboxConfig",
     "ScratchModel",
     "TrackingConfig",
     "TrainerConfig",

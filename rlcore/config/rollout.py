@@ -71,6 +71,22 @@ class RewardConfig(Section):
     """Seconds for one answer; over it, its process is killed and replaced and the answer has no score."""
 
 
+class SandboxConfig(Section):
+    """Limits of a program that a model wrote: an answer (`data.code:score`) or a call (`data.code:run_python`)."""
+
+    time_s: float = Field(default=5.0, gt=0, le=600)
+    """Seconds of wall time for one program; it is killed then. `reward.deadline_s` is for all tests of an answer."""
+    memory_mb: int = Field(default=512, ge=64)
+    """Address space of the program, which is one process."""
+    file_mb: int = Field(default=16, ge=1)
+    """Room in its /tmp, and the longest file or output."""
+    output_kb: int = Field(default=64, ge=1)
+    """Output that is kept; the rest is cut off."""
+    allow_weak: bool = False
+    """Run programs where they cannot be shut in (no bubblewrap, no user namespaces): under limits of time, memory and
+    files alone, with the network and all files of this user in reach."""
+
+
 class EpisodeConfig(Section):
     """Answers of several turns, with an environment's replies between them (`data.environment`).
 

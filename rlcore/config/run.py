@@ -10,7 +10,7 @@ from rlcore.config.algo import AlgoConfig, CriticConfig, OptimConfig
 from rlcore.config.base import Key, Section, keys_of
 from rlcore.config.data import CountdownData, DataConfig, FilterConfig
 from rlcore.config.model import ModelConfig, WarmStartConfig
-from rlcore.config.rollout import EpisodeConfig, RewardConfig, RolloutConfig, ValidationConfig
+from rlcore.config.rollout import EpisodeConfig, RewardConfig, RolloutConfig, SandboxConfig, ValidationConfig
 from rlcore.config.trainer import (
     AlarmConfig,
     CheckpointConfig,
@@ -43,6 +43,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     episode: EpisodeConfig = EpisodeConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     validation: ValidationConfig = ValidationConfig()
     trainer: TrainerConfig = TrainerConfig()
     alarms: AlarmConfig = AlarmConfig()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlcore import sandbox
 from rlcore.batching.loader import MixedStream, PromptStream
 from rlcore.batching.prompts import is_chat, read_prompts
 from rlcore.config import MixtureData, RunConfig
@@ -69,6 +70,7 @@ class Problems:
         forms = {is_chat(file) for file in inputs.train_parquets}
         if len(forms) > 1:
             raise DataError("data.parts: with data.environment all parts must be chats, or all plain text")
+        sandbox.use(self.config.sandbox)
         tokenizer = load_tokenizer(inputs.tokenizer_directory)
         limit = self.config.episode.max_tool_tokens
         role = "tool" if self.config.episode.tools else "user"
@@ -79,6 +81,7 @@ class Problems:
         """Processes that score answers by the task's scorer."""
         for part in parts_of(self.config.data):
             require_scorer(part.data.scorer)
+        sandbox.use(self.config.sandbox)
         return ScoringPool(self.config.data.scorer, self.config.reward)
 
 

@@ -70,6 +70,8 @@ def other_value(key: str, value: Any) -> list[Any]:
         return [not value]
     if isinstance(value, int | float):
         return [value + 1, value / 2, value - 1, value + 0.5]
+    if isinstance(value, tuple | list):
+        return [["a.b:c"]]
     return ["other"] if "str" in str(annotation) else [3.5, 100_000, 0.5]
 
 

@@ -109,8 +109,11 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token="end",
         chat_template="{% for m in messages %}{{ m.content }} {% endfor %}{{ tools or '' }}",
     ).save_pretrained(folder / "model")
+    (folder / "problems").mkdir()
     (folder / "rows").mkdir()
     for split in ("train", "test"):
+        problem = {"question": f"Print 1, {split}.", "tests": [{"stdin": "", "stdout": "1"}], "solution": "print(1)"}
+        (folder / "problems" / f"{split}.jsonl").write_text(json.dumps(problem))
         row = {"q": f"What is 12 * 12, {split}?", "a": "144", "question": f"{split}?", "answer": "#### 144"}
         (folder / "rows" / f"{split}.jsonl").write_text(json.dumps(row))
     talk = {"messages": [{"role": "user", "content": "Is 4 even?"}, {"role": "assistant", "content": "Yes."}]}

@@ -78,7 +78,8 @@ def test_the_environment_of_the_page_is_played_from_an_empty_folder(tmp_path: Pa
     (tmp_path / "count_on.py").write_text(block)
     settings = [
         "experiment=number_guessing", "data.build=count_on:build", "data.train_size=40", "data.validation_size=8",
-        "episode.max_tool_tokens=2", "tracking.enabled=false",
+        "episode.max_tool_tokens=2", "model.scratch.max_integer=63",
+        "tracking.enabled=false",
         "trainer.total_steps=2", "trainer.steps_per_chunk=2", "validation.every_steps=2",
     ]  # fmt: skip
     named = "data.environment=count_on:CountOn"

@@ -1,0 +1,124 @@
+"""Programs as answers: problems with tests from jsonl files; an answer's program runs in the sandbox.
+
+    millrace run ... data=code 'data.options=[FOLDER]'
+
+The folder holds `train.jsonl` and `test.jsonl`. A line has a `question`, perhaps a `solution`, and `tests`: of each
+either what the program reads and prints (`{"stdin": "3 4", "stdout": "7"}`; white space at the ends of lines does not
+count), or Python that runs after it (`"assert add(3, 4) == 7"`). The score is the share of tests that pass.
+
+A program that exits before the lines of its test does not pass it. One that looks for the test in its own process can
+find it there: keep what must not be guessed in `stdin` and `stdout`, of which the program never sees the second.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from data.rows import Message, Row, TaskRows
+from data.sources import Record, records
+from rlcore.errors import DataError
+from rlcore.sandbox import Ran
+from rlcore.sandbox import run_python as run_in_sandbox
+from rlcore.score import Score
+
+if TYPE_CHECKING:
+    from rlcore.config.data import CustomData
+
+_INSTRUCTION = "Answer with one Python program in a block that begins with ```python and ends with ```."
+_BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
+_BROKEN = re.compile(r"^(SyntaxError|IndentationError|TabError): ", re.MULTILINE)
+_SPLITS = {"train": "train", "validation": "test"}
+
+
+def build(settings: "CustomData", seed: int) -> TaskRows:
+    """The problems of both files, at most `data.train_size` and `data.validation_size`. Raises DataError by line."""
+    if len(settings.options) != 1:
+        raise DataError(f"data.options: must name the folder of train.jsonl and test.jsonl; got {settings.options}")
+    most = {"train": settings.train_size, "validation": settings.validation_size}
+    return TaskRows(
+        data_source="code",
+        ability="code",
+        prompt_form="chat",
+        splits={split: _rows(settings.options[0], name, most[split]) for split, name in _SPLITS.items()},
+    )
+
+
+def _rows(folder: str, name: str, most: int) -> Iterator[Row]:
+    for number, record in enumerate(records(folder, name)):
+        if number == most:
+            return
+        solution = record.values.get("solution")
+        yield Row(
+            prompt=(Message("user", f"{record.text('question')}\n\n{_INSTRUCTION}"),),
+            ground_truth={"tests": json.dumps(_tests_of(record))},
+            solution=f"```python\n{solution}\n```" if solution else "",
+        )
+
+
+def _tests_of(record: Record) -> list[Any]:
+    tests = record.values.get("tests")
+    if isinstance(tests, list) and tests and all(map(_is_test, tests)):
+        return tests
+    raise DataError(
+        f'{record.where}: tests: must be a list of {{"stdin": ..., "stdout": ...}} or of texts with Python; got '
+        f"{json.dumps(tests)[:200]}; repair or remove the line"
+    )
+
+
+def _is_test(test: object) -> bool:
+    if isinstance(test, str):
+        return bool(test.strip())
+    return isinstance(test, dict) and all(isinstance(test.get(key), str) for key in ("stdin", "stdout"))
+
+
+def score(response: str, ground_truth: Mapping[str, object]) -> Score:
+    """The share of tests that the answer's program passes. Parts: `passed` (all) and `compiles`, each 0 or 1."""
+    program = program_of(response)
+    tests = json.loads(str(ground_truth["tests"]))
+    passed, compiles = 0, 1.0
+    for test in tests:
+        is_passed, ran = _tried(program, test)
+        passed += is_passed
+        if not is_passed and _BROKEN.search(ran.stderr):
+            compiles = 0.0
+            break  # the others cannot pass either
+    return Score(passed / len(tests), {"passed": float(passed == len(tests)), "compiles": compiles})
+
+
+def program_of(response: str) -> str:
+    """The last block of code of an answer, the whole answer without one.
+
+    >>> program_of("So:\\n```python\\nprint(1)\\n```\\nDone.")
+    'print(1)\\n'
+    """
+    found = _BLOCK.findall(response)
+    return str(found[-1]) if found else response
+
+
+def _tried(program: str, test: str | Mapping[str, str]) -> tuple[bool, Ran]:
+    if isinstance(test, str):
+        word = secrets.token_hex(8)
+        both = f"_word = input()\nexec(compile({program!r}, 'program', 'exec'))\n{test}\nprint(chr(10) + _word)\n"
+        ran = run_in_sandbox(both, word)
+        return ran.ended == "" and ran.code == 0 and ran.stdout.endswith(f"\n{word}\n"), ran
+    ran = run_in_sandbox(program, test["stdin"])
+    return ran.ended == "" and ran.code == 0 and _lines(ran.stdout) == _lines(test["stdout"]), ran
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def run_python(program: str) -> str:
+    """Run a Python program without network or files, and read what it prints.
+
+    Args:
+        program: The whole program. It has to print its result.
+    """
+    ran = run_in_sandbox(program)
+    if ran.ended == "time":
+        return f"{ran.stdout}\nerror: the program was ended after its time"
+    problem = ran.stderr.strip().splitlines()[-1:] if ran.code else []
+    return "\n".join([ran.stdout.rstrip(), *problem]).strip()

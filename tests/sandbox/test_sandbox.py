@@ -1,0 +1,168 @@
+"""Programs of a model: what they print and what ends them, their tests' score, and 300 that mean harm."""
+
+import json
+import os
+import socket
+import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+import data
+from data import code
+from data.code import run_python as tool
+from flows.plan.checks import check_before_plan
+from rlcore import sandbox
+from rlcore.config import RewardConfig, SandboxConfig
+from rlcore.config.compose import load_config
+from rlcore.errors import ConfigError, DataError
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.sandbox import require_sandbox, run_python, use
+from tests.sandbox.hostile import programs
+
+TIME_S = 3.0
+ADDS = "import sys\ndef add(a, b):\n    return a + b\n"
+SUMS = "print(sum(map(int, sys.stdin.read().split())))"
+UNSAFE_IF_WEAK = {"the host's file", "the host's accounts", "socket", "the way up"}
+shut_in = pytest.mark.skipif(
+    bool(sandbox._missing()), reason=f"the sandbox needs what is not here: {sandbox._missing()}"
+)
+
+
+def names(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_SANDBOX", "{}")
+    use(SandboxConfig(time_s=TIME_S, memory_mb=256, file_mb=8, output_kb=16))
+
+
+@shut_in
+def test_a_program_reads_prints_and_ends() -> None:
+    ran = run_python("import sys\nprint(input()[::-1])\nprint('oh', file=sys.stderr)\nsys.exit(3)", "abc\u00e9")
+    assert (ran.stdout, ran.stderr, ran.code, ran.ended) == ("\u00e9cba\n", "oh\n", 3, "")
+    assert run_python("while True: pass").ended == "time"
+    flood = run_python("print('x' * 10**6)")
+    assert (len(flood.stdout), flood.ended) == (16 * 1024, "output")
+    assert "MemoryError" in run_python("x = 'x' * 2**30").stderr
+    assert (
+        run_python("import threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()").stdout
+        == "1\n"
+    )
+
+
+@shut_in
+def test_none_of_three_hundred_hostile_programs_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret, writable = tmp_path / "secret", Path("/var/tmp")
+    secret.write_text("mine")
+    monkeypatch.setenv("TOKEN_OF_MINE", "1")
+    before = names(writable) | names(Path("/dev/shm"))
+    source, taken = Path(os.__file__).stat().st_mtime_ns, []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        places = {"secret": secret, "writable": writable, "port": server.getsockname()[1], "pid": os.getpid()}
+        every = list(programs(places))
+        assert len(every) == 300
+
+        def tried(one: tuple[str, str]) -> tuple[str, str]:
+            start = time.monotonic()
+            ran = run_python(one[1])
+            taken.append((time.monotonic() - start, one[0]))
+            return one[0], ran.stdout + ran.stderr if "ESCAPED" in ran.stdout else ""
+
+        with ThreadPoolExecutor(4) as pool:
+            found = [one for one in pool.map(tried, every) if one[1]]
+        assert found == []
+        monkeypatch.setattr(sandbox, "_missing", lambda: "nothing, but the programs are to show that they can escape")
+        use(SandboxConfig(time_s=TIME_S, allow_weak=True))
+        harmless = [one for one in every if one[0] in UNSAFE_IF_WEAK][9::10]
+        assert {kind for kind, output in map(tried, harmless) if output} == UNSAFE_IF_WEAK
+    assert secret.read_text() == "mine"
+    assert Path(os.__file__).stat().st_mtime_ns == source
+    left = [p for p in psutil.process_iter(["cmdline"]) if "/program/main.py" in (p.info["cmdline"] or ())]
+    assert left == []
+    assert not (names(writable) | names(Path("/dev/shm"))) - before
+    print(f"{len(every)} programs, longest {max(taken)[0]:.1f} s ({max(taken)[1]})")
+
+
+@shut_in
+def test_a_killed_scorer_takes_its_program_along() -> None:
+    problem = json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}])})
+    use(SandboxConfig(time_s=60))
+    with ScoringPool("data.code:score", RewardConfig(num_processes=1, deadline_s=2.0)) as pool:
+        [hung, right] = pool.score(["```python\nwhile True: pass\n```", "```python\nprint(1)\n```"], [problem, problem])
+    assert "reward.deadline_s" in str(hung.failure)
+    assert right.total == 1.0
+    deadline = time.monotonic() + 20
+    while [p for p in psutil.process_iter(["cmdline"]) if "/program/main.py" in (p.info["cmdline"] or ())]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@shut_in
+@pytest.mark.parametrize(
+    ("answer", "total", "parts"),
+    [
+        (f"```python\n{ADDS}{SUMS}\n```", 1.0, (1.0, 1.0)),
+        (f"```python\n{ADDS}print(7)\n```", 2 / 3, (0.0, 1.0)),
+        ("```python\ndef add(a, b) return\n```", 0.0, (0.0, 0.0)),
+        ("```python\nimport sys\nprint(7)\nsys.exit(0)\n```", 1 / 3, (0.0, 1.0)),
+        ("the answer is 7", 0.0, (0.0, 0.0)),
+        ("", 0.0, (0.0, 1.0)),
+    ],
+)
+def test_the_score_is_the_share_of_tests_that_pass(answer: str, total: float, parts: tuple[float, float]) -> None:
+    tests = [{"stdin": "3 4\n", "stdout": "7"}, {"stdin": "1 1\n", "stdout": "2  \n"}, "assert add(2, 2) == 4"]
+    found = code.score(answer, {"tests": json.dumps(tests)})
+    assert found.total == pytest.approx(total)
+    assert (found.parts["passed"], found.parts["compiles"]) == parts
+
+
+@shut_in
+def test_the_tool_shows_the_output_and_the_last_line_of_an_error() -> None:
+    assert tool("print(6 * 7)") == "42"
+    assert tool("print(1)\n1 / 0") == "1\nZeroDivisionError: division by zero"
+    assert tool("while True: pass").endswith("error: the program was ended after its time")
+
+
+def test_problems_come_from_files_and_a_bad_line_is_named(tmp_path: Path, artifacts_root: Path) -> None:
+    problem = {"question": "Add two numbers.", "tests": [{"stdin": "1 2", "stdout": "3"}], "solution": "print(3)"}
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({**problem, "question": name}) + "\n")
+    config = load_config(
+        ["experiment=debug", "data=code", f"data.options=[{tmp_path}]", f"paths.root={artifacts_root}"]
+    )
+    found = data.build_dataset(config.data, seed=1, root=artifacts_root)
+    assert found.counts == {"train": 1, "validation": 1}
+    (tmp_path / "train.jsonl").write_text(json.dumps({**problem, "tests": [{"stdin": "1"}]}))
+    with pytest.raises(DataError, match=r'train\.jsonl: line 1: tests: must be a list of .* got \[{"stdin": "1"}\]'):
+        data.build_dataset(config.data, seed=1, root=artifacts_root)
+
+
+def test_where_nothing_can_be_shut_in_it_is_refused_unless_weak_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, artifacts_root: Path
+) -> None:
+    broken = tmp_path / "bin" / "bwrap"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\necho 'setting up uid map: Permission denied' >&2\nexit 1\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(broken.parent))
+    sandbox._missing.cache_clear()
+    try:
+        with pytest.raises(
+            ConfigError, match=r"sandbox\.allow_weak: .* cannot be shut in .*uid map: Permission denied"
+        ):
+            require_sandbox(SandboxConfig())
+        words = ["experiment=debug", "warm_start.enabled=false", f"paths.root={artifacts_root}",
+                 "data.environment=rlcore.rollout.tools:Tools", "episode.tools=[data.code:run_python]"]  # fmt: skip
+        with pytest.raises(ConfigError, match=r"sandbox\.allow_weak: programs of a model cannot be shut in"):
+            check_before_plan(load_config(words))
+        use(SandboxConfig(time_s=TIME_S, allow_weak=True))
+        assert run_python("print(1)").stdout == "1\n"
+        assert run_python("while True: pass").ended == "time"
+    finally:
+        sandbox._missing.cache_clear()
