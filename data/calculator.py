@@ -1,4 +1,4 @@
-"""A tool for the model: exact arithmetic.
+"""Exact arithmetic as a tool for the model.
 
 data.environment=rlcore.rollout.tools:Tools episode.tools=[data.calculator:calculate]
 """

@@ -13,13 +13,14 @@ find it there: keep what must not be guessed in `stdin` and `stdout`, of which t
 import json
 import re
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from data.rows import Message, Row, TaskRows
 from data.sources import Record, records
 from rlcore.errors import DataError
-from rlcore.sandbox import Ran
+from rlcore.sandbox import Ran, in_use
 from rlcore.sandbox import run_python as run_in_sandbox
 from rlcore.score import Score
 
@@ -74,12 +75,17 @@ def _is_test(test: object) -> bool:
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:
-    """The share of tests that the answer's program passes. Parts: `passed` (all) and `compiles`, each 0 or 1."""
+    """The share of tests that the answer's program passes in `sandbox.time_s`, all tests together.
+
+    Parts: `passed` (all of them) and `compiles`, each 0 or 1.
+    """
     program = program_of(response)
     tests = json.loads(str(ground_truth["tests"]))
-    passed, compiles = 0, 1.0
+    passed, compiles, until = 0, 1.0, time.monotonic() + in_use().time_s
     for test in tests:
-        is_passed, ran = _tried(program, test)
+        if (left := until - time.monotonic()) <= 0:
+            break
+        is_passed, ran = _tried(program, test, left)
         passed += is_passed
         if not is_passed and _BROKEN.search(ran.stderr):
             compiles = 0.0
@@ -97,13 +103,13 @@ def program_of(response: str) -> str:
     return str(found[-1]) if found else response
 
 
-def _tried(program: str, test: str | Mapping[str, str]) -> tuple[bool, Ran]:
+def _tried(program: str, test: str | Mapping[str, str], time_s: float) -> tuple[bool, Ran]:
     if isinstance(test, str):
         word = secrets.token_hex(8)
         both = f"_word = input()\nexec(compile({program!r}, 'program', 'exec'))\n{test}\nprint(chr(10) + _word)\n"
-        ran = run_in_sandbox(both, word)
+        ran = run_in_sandbox(both, word, time_s)
         return ran.ended == "" and ran.code == 0 and ran.stdout.endswith(f"\n{word}\n"), ran
-    ran = run_in_sandbox(program, test["stdin"])
+    ran = run_in_sandbox(program, test["stdin"], time_s)
     return ran.ended == "" and ran.code == 0 and _lines(ran.stdout) == _lines(test["stdout"]), ran
 
 

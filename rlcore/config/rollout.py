@@ -74,8 +74,8 @@ class RewardConfig(Section):
 class SandboxConfig(Section):
     """Limits of a program that a model wrote: an answer (`data.code:score`) or a call (`data.code:run_python`)."""
 
-    time_s: float = Field(default=5.0, gt=0, le=600)
-    """Seconds of wall time for one program; it is killed then. `reward.deadline_s` is for all tests of an answer."""
+    time_s: float = Field(default=3.0, gt=0, le=600)
+    """Seconds of wall time for a program, with all its tests together; it is killed then, and the tests left fail."""
     memory_mb: int = Field(default=512, ge=64)
     """Address space of the program, which is one process."""
     file_mb: int = Field(default=16, ge=1)

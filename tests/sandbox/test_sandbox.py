@@ -91,6 +91,11 @@ def test_none_of_three_hundred_hostile_programs_escapes(tmp_path: Path, monkeypa
 
 @shut_in
 def test_a_killed_scorer_takes_its_program_along() -> None:
+    use(SandboxConfig(time_s=1.5))
+    problem = json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}] * 50)})
+    with ScoringPool("data.code:score", RewardConfig(num_processes=1, deadline_s=5.0)) as pool:
+        [hung] = pool.score(["```python\nwhile True: pass\n```"], [problem])
+    assert (hung.failure, hung.total, hung.parts["passed"]) == (None, 0.0, 0.0), "the model's fault, and no failure"
     problem = json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}])})
     use(SandboxConfig(time_s=60))
     with ScoringPool("data.code:score", RewardConfig(num_processes=1, deadline_s=2.0)) as pool:
@@ -113,6 +118,7 @@ def test_a_killed_scorer_takes_its_program_along() -> None:
         ("```python\nimport sys\nprint(7)\nsys.exit(0)\n```", 1 / 3, (0.0, 1.0)),
         ("the answer is 7", 0.0, (0.0, 0.0)),
         ("", 0.0, (0.0, 1.0)),
+        ("```python\nif input() == '3 4':\n    print(7)\nelse:\n    while True: pass\n```", 1 / 3, (0.0, 1.0)),
     ],
 )
 def test_the_score_is_the_share_of_tests_that_pass(answer: str, total: float, parts: tuple[float, float]) -> None:
