@@ -17,14 +17,28 @@ _TOKEN = re.compile(r"0|[1-9][0-9]*|[-+*/()]")
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 Rational = tuple[int, int]  # numerator, denominator; not reduced
+_Operation = tuple[Rational, str, Rational, Rational]  # left, operator, right, result
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A well-formed expression: the numbers in the order they are written, and its value (None: division by zero)."""
+    """A well-formed expression: its numbers as written, its value (None: division by zero), and each operation done."""
 
     numbers: tuple[int, ...]
     value: Fraction | None
+    operations: tuple[_Operation, ...]
+    """Left value, operator, right value and result, in the order of the computation."""
+
+    def worked(self) -> str:
+        """Every operation with its result, in order.
+
+        >>> evaluate("44 - 14 - (38 - 21)").worked()
+        '44 - 14 = 30, 38 - 21 = 17, 30 - 17 = 13'
+        """
+        return ", ".join(
+            f"{_written(left)} {operator} {_written(right)} = {_written(result)}"
+            for left, operator, right, result in self.operations
+        )
 
 
 def evaluate(text: str) -> Expression | None:
@@ -41,6 +55,7 @@ def evaluate(text: str) -> Expression | None:
         return None
     numbers: list[int] = []
     values: list[Rational] = []
+    done: list[_Operation] = []
     waiting: list[str] = []  # operators and open brackets, innermost last
     wants_operand = True
     for token in _TOKEN.findall(text):
@@ -57,32 +72,32 @@ def evaluate(text: str) -> Expression | None:
         if wants_operand:
             return None
         if token == ")":
-            if not _close(values, waiting):
+            if not _close(values, waiting, done):
                 return None
             continue
         while waiting and waiting[-1] != "(" and _PRECEDENCE[waiting[-1]] >= _PRECEDENCE[token]:
-            _apply(values, waiting.pop())
+            _apply(values, waiting.pop(), done)
         waiting.append(token)
         wants_operand = True
     if wants_operand or "(" in waiting:
         return None
     while waiting:
-        _apply(values, waiting.pop())
+        _apply(values, waiting.pop(), done)
     numerator, denominator = values[0]
-    return Expression(tuple(numbers), Fraction(numerator, denominator) if denominator else None)
+    return Expression(tuple(numbers), Fraction(numerator, denominator) if denominator else None, tuple(done))
 
 
-def _close(values: list[Rational], waiting: list[str]) -> bool:
+def _close(values: list[Rational], waiting: list[str], done: list[_Operation]) -> bool:
     """Compute back to the matching open bracket; False where there is none."""
     while waiting:
         operator = waiting.pop()
         if operator == "(":
             return True
-        _apply(values, operator)
+        _apply(values, operator, done)
     return False
 
 
-def _apply(values: list[Rational], operator: str) -> None:
+def _apply(values: list[Rational], operator: str, done: list[_Operation]) -> None:
     """Replace the last two values by their result. A denominator of 0 marks a division by zero and stays 0."""
     (c, d), (a, b) = values.pop(), values.pop()
     if b == 0 or d == 0:
@@ -95,6 +110,11 @@ def _apply(values: list[Rational], operator: str) -> None:
         values.append((a * c, b * d))
     else:
         values.append((a * d, b * c) if c else (0, 0))
+    done.append(((a, b), operator, (c, d), values[-1]))
+
+
+def _written(value: Rational) -> str:
+    return str(Fraction(*value)) if value[1] else "undefined"
 
 
 @dataclass(frozen=True, slots=True)

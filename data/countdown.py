@@ -52,9 +52,9 @@ _TEMPLATES = {"bare": _BARE, "base": _BASE, "qwen-instruct": _QWEN_INSTRUCT, "ch
 # A whole answer, as it would go on from the prompt.
 _ANSWERS = {
     "bare": "{equation}",
-    "base": " {equation} = {value} </think>\n<answer> {equation} </answer>",
-    "qwen-instruct": " {equation} = {value} </think>\n<answer> {equation} </answer>",
-    "chat": "<think> {equation} = {value} </think>\n<answer> {equation} </answer>",
+    "base": " {work} </think>\n<answer> {equation} </answer>",
+    "qwen-instruct": " {work} </think>\n<answer> {equation} </answer>",
+    "chat": "<think> {work} </think>\n<answer> {equation} </answer>",
     "few-shot": " <answer> {equation} </answer>",
 }
 
@@ -70,11 +70,11 @@ def build(settings: "CountdownData", seed: int) -> TaskRows:
         data_source="countdown",
         ability="math",
         prompt_form="chat" if settings.template == "chat" else "text",
-        splits={split: _rows(settings, found) for split, found in problems.items()},
+        splits={split: _rows(settings, found, seed) for split, found in problems.items()},
     )
 
 
-def _rows(settings: "CountdownData", problems: "Iterable[Problem]") -> Iterator[Row]:
+def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -> Iterator[Row]:
     template, answer = _TEMPLATES[settings.template], _ANSWERS[settings.template]
     operations = ", ".join(settings.operations)
     for problem in problems:
@@ -93,11 +93,23 @@ def _rows(settings: "CountdownData", problems: "Iterable[Problem]") -> Iterator[
             prompt=(Message("user", content),),
             ground_truth=ground_truth,
             difficulty=problem.difficulty,
-            solution=answer.format(equation=problem.solution, value=problem.target),
-            distractor=answer.format(equation=problem.distractor, value=problem.distractor_value)
+            solution=answer.format(work=_work(settings, problem, problem.solution, seed), equation=problem.solution),
+            distractor=answer.format(
+                work=_work(settings, problem, problem.distractor, seed), equation=problem.distractor
+            )
             if problem.distractor
             else "",
         )
+
+
+def _work(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
+    """What a solution shows before its answer: the value alone, or a search in steps that ends at the equation."""
+    last = evaluate(equation)
+    assert last is not None
+    if settings.search_tries is None:
+        return f"{equation} = {last.value}"
+    wrong = map(evaluate, problem.wrong_tries(settings.search_tries, settings.operations, seed))
+    return "".join(f"{one.worked()}, no\n" for one in wrong if one) + last.worked()
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:

@@ -10,6 +10,7 @@ standard input, and writes its problems as a line of JSON.
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,8 @@ CHUNK = 4_096
 """Equations drawn together."""
 # Each try finds one for a third of the rows; the rows left have mostly numbers that reach nothing else.
 _DISTRACTOR_TRIES = 16
+# Equations drawn for each wrong one of a search; the nearest to the target are taken.
+_TRIES_FOR_ONE = 8
 
 _TRAIN, _VALIDATION = "train", "validation"
 _SIGNS = "+-*/"
@@ -68,6 +71,28 @@ class Problem:
     def difficulty(self) -> int:
         """Fewest operations: every number must be used, so one less than there are numbers."""
         return len(self.numbers) - 1
+
+    def wrong_tries(self, most: int, operations: Sequence[str], seed: int) -> list[str]:
+        """Up to `most` equations over the numbers that miss the target; the nearest one is last.
+
+        Every value on the way is a whole number that is not negative.
+        """
+        rng = random.Random(f"{seed} {self.numbers} {self.target}")
+        wanted = rng.randint(0, most)
+        found: dict[int, str] = {}
+        for _ in range(_TRIES_FOR_ONE * wanted):
+            slots = [((number, 1), Term(str(number), 3)) for number in self.numbers]
+            while len(slots) > 1:
+                (left, a), (right, b) = (slots.pop(rng.randrange(len(slots))) for _ in range(2))
+                operation = rng.choice(operations)
+                value = _apply(left, operation, right)
+                if value is None or value[0] < 0 or value[1] > 1:
+                    break
+                slots.append((value, join(a, operation, b)))
+            else:
+                found[slots[0][0][0]] = slots[0][1].text
+        found.pop(self.target, None)
+        return [found[value] for value in sorted(found, key=lambda value: abs(value - self.target))[:wanted]][::-1]
 
     def proved(self) -> "Problem":
         """This problem, after its equation has been computed as the scorer computes it."""

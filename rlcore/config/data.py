@@ -42,6 +42,10 @@ class CountdownData(Section):
     """Equally many rows of each difficulty (fewest operations: the count of numbers less one) in both splits."""
     template: Literal["bare", "base", "qwen-instruct", "chat", "few-shot"] = "base"
     """Wording of the prompt. `bare` is numbers and target only, for models made from nothing."""
+    search_tries: int | None = Field(default=None, ge=0, le=64)
+    """Most wrong equations that a solution for the warm start tries before the right one, each worked out operation by
+    operation; how many is drawn for each row. None: a solution shows the right equation and its value alone. Only
+    templates with `<think>` show either."""
     scorer: str = "data.countdown:score"
     """`module:function` that scores an answer text against a ground truth."""
     environment: str = ""

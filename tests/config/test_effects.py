@@ -28,6 +28,8 @@ CASES = [
     ("critic={}", "critic.optim.schedule=linear", "critic.optim.min_lr_ratio=0.1"),
     ("", "model.path=null", "model.scratch.num_layers=2"),
     ("", "warm_start.enabled=true", "warm_start.optim.lr=0.1"),
+    ("", "warm_start.enabled=true", "data.search_tries=3"),
+    ("warm_start.enabled=true data.template=bare", "warm_start.enabled=true", "data.search_tries=3"),
     ("warm_start.enabled=true", "warm_start.enabled=true warm_start.stop_at_reward=0.5", "warm_start.check_problems=9"),
     ("warm_start.enabled=true warm_start.held_out_rows=0", "warm_start.enabled=true", "warm_start.patience=2"),
     (

@@ -3,6 +3,7 @@
 from collections import Counter
 from fractions import Fraction
 from itertools import combinations_with_replacement, pairwise, permutations, product
+from operator import add, mul, sub, truediv
 
 import pytest
 
@@ -167,6 +168,32 @@ def test_every_template_names_numbers_and_target_and_its_solution_scores_one(tem
         assert all(str(n) in message.content for n in [*row.ground_truth["numbers"], row.ground_truth["target"]])
         assert score(row.solution, row.ground_truth).total == 1.0
         assert not row.distractor or score(row.distractor, row.ground_truth).parts == {"correct": 0.0, "format": 1.0}
+
+
+def test_a_search_tries_wrong_equations_step_by_step_and_ends_at_the_right_one():
+    settings = LARGE.model_copy(update={"template": "chat", "search_tries": 5})
+    tries = Counter()
+    for row in build(settings, seed=1).splits["train"]:
+        *wrong, right = row.solution.removeprefix("<think> ").partition(" </think>")[0].split("\n")
+        assert score(row.solution, row.ground_truth).total == 1.0
+        assert not row.distractor or score(row.distractor, row.ground_truth).parts == {"correct": 0.0, "format": 1.0}
+        distances = []
+        for line in [one.removesuffix(", no") for one in wrong] + [right]:
+            used = Counter(row.ground_truth["numbers"])
+            for step in line.split(", "):
+                left, sign, other, equals, result = step.split(" ")
+                a, b, c = map(Fraction, (left, other, result))
+                assert equals == "="
+                assert c == {"+": add, "-": sub, "*": mul, "/": truediv}[sign](a, b)
+                used.subtract([a, b])
+                used[c] += 1
+            assert +used == {c: 1}, "each number is used once, each value on the way too"
+            distances.append(abs(c - row.ground_truth["target"]))
+        assert distances == sorted(distances, reverse=True)
+        assert distances.count(0) == 1
+        tries[len(wrong)] += 1
+    assert set(tries) == set(range(6))
+    assert min(tries.values()) > 100
 
 
 @pytest.mark.parametrize("template", ["base", "qwen-instruct"])

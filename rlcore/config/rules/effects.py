@@ -88,6 +88,8 @@ EFFECTS: tuple[Effect, ...] = (
            "Set critic.optim.schedule=linear or cosine"),
     Effect(("model.scratch",), ("model.path",), _off, "Set model.path=null"),
     Effect(_WARM_START, ("warm_start.enabled",), _on, "Set warm_start.enabled=true"),
+    Effect(("data.search_tries",), ("warm_start.enabled",), _on, "Set warm_start.enabled=true"),
+    Effect(("data.search_tries",), ("data.template",), _none_of("bare", "few-shot"), "Choose data.template=chat"),
     Effect(("warm_start.check_problems",), ("warm_start.stop_at_reward",), _on, "Set warm_start.stop_at_reward"),
     Effect(("warm_start.patience",), ("warm_start.held_out_rows",), _on, "Set warm_start.held_out_rows=256"),
     Effect(("warm_start.optim.min_lr_ratio",), ("warm_start.optim.schedule",), _none_of("constant"),
