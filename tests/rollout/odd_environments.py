@@ -39,10 +39,10 @@ class Odd(Counting):
         turn, game = await super().step(text), self.row["game"] % 8
         if self.turns != 2 or game > 4:
             return turn
-        if game == 0:
+        if self.row["game"] == 16:  # one alone: each costs its deadline
             subprocess.Popen(["sleep", "3417"])
             time.sleep(3_600)
-        if game == 1:
+        if game in (0, 1):
             os._exit(3)
         if game == 2:
             raise RuntimeError("no")

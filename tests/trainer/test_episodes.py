@@ -134,8 +134,8 @@ def test_an_environment_that_replies_otherwise_when_repeated_has_no_score(
 def test_lost_environments_cost_their_episodes_and_nothing_else(run: SmallRun, group: LocalGroup) -> None:
     odd = of(run, "Odd", deadline_s=8.0)
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    rollouts, scores, _ = played(odd, group, 40)
-    plain, plain_scores, _ = played(of(run, "Counting"), group, 40)
+    rollouts, scores, _ = played(odd, group, 48)
+    plain, plain_scores, _ = played(of(run, "Counting"), group, 48)
     for rollout, score, whole, expected in zip(rollouts, scores, plain, plain_scores, strict=True):
         game = rollout.prompt.token_ids and int(eval_game(rollout.prompt))
         if game % 8 in (0, 1, 2, 4) and expected.parts["turns"] > 1:
