@@ -323,7 +323,7 @@ def _gaps(record: RunRecord) -> Iterable[str]:
     for result in record.validations.values():
         if result.num_unscored:
             number = result.num_unscored
-            yield f"Validation {result.name}: the scorer failed on {number} answers, which are in no figure."
+            yield f"Validation {result.name}: {number} answers have no score, since their scorer or environment failed."
     if not record.is_complete:
         yield f"The run has {record.last_step} of {total} steps; figures are those of its last step so far."
     if record.lineage is None:
