@@ -34,6 +34,7 @@ TASKS: dict[str, dict[str, Any]] = {task: FULL | {"data": {"task": task}} for ta
 LITERALS = {
     "data.operations": ["*"],
     "data.options": ["x"],
+    "data.search_tries": 3,
     "data.parts": [{"data": {"task": "countdown"}}],
     "model.lora.target_modules": ["q_proj"],
     "tags": {"owner": "you"},

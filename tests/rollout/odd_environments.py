@@ -70,7 +70,7 @@ class Fickle(Counting):
         if self.turns == 3 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), 9)
-        return Turn(f"{os.getpid() % 50}", turn.done)
+        return Turn(str(os.getpid()), turn.done)
 
 
 class KillsTheRun(Counting):
