@@ -190,7 +190,10 @@ def test_unknown_keys(sign, wrong, right):
         ("~tags.owner", "there is nothing of that name to delete; got ~tags.owner."),
         ("algo=grppo", "must name a file in conf/algo; got grppo. Did you mean grpo?"),
         ("algo=[grpo,ppo]", "must name a file in conf/algo; got [grpo,ppo]"),
-        ("data=null", "must name a file in conf/data; got null. There are code, countdown, custom, gsm8k, mapped, math"),
+        (
+            "data=null",
+            "must name a file in conf/data; got null. There are code, countdown, custom, gsm8k, mapped, math",
+        ),
         ("algo=defaults", "must name a file in conf/algo; got defaults"),
     ],
 )
