@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 import data
 from rlcore.config import FilterConfig, Gsm8kData
 from rlcore.models.load import load_tokenizer
+from rlcore.rollout.turns import TurnTokens
 
 TURNS = [
     {"role": "system", "content": "Answer in one line."},
@@ -86,3 +87,24 @@ def test_gsm8k_is_filtered_by_the_real_template(
         assert len(row["prompt_ids"]) <= settings.max_prompt_tokens
         told = row["prompt_ids"] + row["solution_ids"]
         assert ids_of(tokenizer, answered)[: len(told)] == told
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_turns_appended_one_by_one_are_the_tokens_of_the_whole_conversation(
+    tokenizer: PreTrainedTokenizerBase, cut: bool
+) -> None:
+    """Also where a turn was cut at its limit: the template's end of a turn then comes with the reply."""
+    between = TurnTokens(tokenizer, chat=True, max_reply_tokens=64)
+    ids = ids_of(tokenizer, TURNS[:2], prompt=True)
+    for written, reply in ((TURNS[2], TURNS[3]), (TURNS[4], {"role": "user", "content": "#### right"})):
+        ids += tokenizer(written["content"])["input_ids"] + ([] if cut else [tokenizer.eos_token_id])
+        told, appended = between.between(ids[-1], reply["content"])
+        assert told == reply["content"]
+        ids += appended
+    assert ids == ids_of(tokenizer, [*TURNS, {"role": "user", "content": "#### right"}], prompt=True)
+
+
+def test_a_first_message_stands_between_the_prompt_and_the_models_turn(tokenizer: PreTrainedTokenizerBase) -> None:
+    prompt = ids_of(tokenizer, TURNS[:2], prompt=True)
+    told, kept, appended = TurnTokens(tokenizer, chat=True, max_reply_tokens=64).opening(prompt, "Go on.")
+    assert [*kept, *appended] == ids_of(tokenizer, [*TURNS[:2], {"role": "user", "content": told}], prompt=True)
