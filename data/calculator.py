@@ -30,23 +30,20 @@ def calculate(expression: str) -> str:
 class Countdown:
     """Countdown with a calculator: each turn is an equation, the reply its value.
 
-    An empty turn ends the episode, so the model itself decides whether a value is the target. The last equation is the
-    answer and alone is scored. The words are those of a model made from nothing: `>` comes before a value, `:` means
-    that the turn was no expression.
+    A turn that is no equation (an empty one) ends the episode, so the model itself decides whether a value is the
+    target. Its last equation is the answer, which alone is scored. A reply is `> VALUE =`, in the words of a model made
+    from nothing.
     """
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Begin without an answer."""
-        self._row, self._answer, self._total = row, "", 0.0
+        self._row, self._total = row, 0.0
 
     def step(self, text: str) -> Turn:
-        """Compute the turn. The reward is what it has changed in the score of the answer so far."""
-        done = not text.strip()
-        self._answer = self._answer if done else text
-        found = score(self._answer, self._row)
-        reward, self._total = found.total - self._total, found.total
-        try:
-            reply = f"> {calculate(text)} ="
-        except ValueError:
-            reply = ": ="
-        return Turn(reply, done=done, reward=reward, parts=found.parts)
+        """Compute an equation. The reward is what the turn has changed in the score of the last one."""
+        found = evaluate(text)
+        if found is None:
+            return Turn(done=True)
+        answer = score(text, self._row)
+        reward, self._total = answer.total - self._total, answer.total
+        return Turn(f"> {calculate(text)} =", reward=reward, parts=answer.parts)

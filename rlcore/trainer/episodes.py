@@ -23,6 +23,9 @@ from rlcore.trainer.experience import Decode, generate, shared_out
 from rlcore.types import FinishReason, Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
 
+_MARK = "[environment]"
+"""Begins each line of an environment in an episode's text; the report's pages set such lines apart."""
+
 
 @dataclass(slots=True)
 class _Playing:
@@ -63,7 +66,7 @@ class _Playing:
             self._end("length")
             return False
         self._add(ids, [0.0] * len(ids), sampled=False)
-        self.lines.append(f"[environment] {reply}")
+        self._show(reply)
         return True
 
     def reward_turn(self, score: Score, *, last: bool) -> str:
@@ -74,6 +77,8 @@ class _Playing:
         turn = turn_of(score)
         self.reward += turn.reward
         self.parts |= turn.parts
+        if turn.reward:
+            self._show(f"reward {turn.reward:.3g}")
         self.said.replies.append(turn.reply)
         if turn.done or last:
             self.is_open = False
@@ -96,6 +101,10 @@ class _Playing:
         if self.failure is not None:
             return Score(0.0, {}, failure=self.failure)
         return Score(self.reward, {**self.parts, "turns": float(len(self.said.texts))})
+
+    def _show(self, said: str) -> None:
+        """Add an environment's lines to the text that people read."""
+        self.lines += [f"{_MARK} {line}" for line in said.splitlines() or [""]]
 
     def _add(self, ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
         self.token_ids += ids

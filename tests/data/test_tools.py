@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import data
-from data.calculator import calculate
+from data.calculator import Countdown, calculate
 from rlcore.config import CountdownData, FilterConfig, RewardConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
@@ -93,6 +93,16 @@ def test_the_rewards_of_the_turns_add_up_to_the_score_of_all_of_them():
     second = tools.step("<answer> 2 + 3 * 4 </answer>")
     assert second.done
     assert first.reward + second.reward == 1.0
+
+
+def test_countdowns_calculator_computes_and_leaves_the_judging_to_the_model():
+    game = Countdown()
+    game.reset({"target": 14, "numbers": [2, 3, 4], "form": "bare", "seed": 5})
+    turns = [game.step(text) for text in ("2 + 3 - 4", "2 - 3 - 4", "2 + 3 * 4", "4 * 3 / 0", "2 + 3 * 4", "2 +")]
+    assert [turn.reply for turn in turns] == ["> 1 =", "> -5 =", "> 14 =", "> division by zero =", "> 14 =", ""]
+    assert [turn.done for turn in turns] == [False] * 5 + [True]
+    assert [turn.reward for turn in turns] == [0.0, 0.0, 1.0, -1.0, 1.0, 0.0], "only the last equation counts"
+    assert [turn.parts.get("correct") for turn in turns] == [0.0, 0.0, 1.0, 0.0, 1.0, None]
 
 
 def test_many_calls_without_an_end_take_no_longer_than_their_length():

@@ -16,11 +16,12 @@ from tests.report.runs import validation, write_run
 
 HOSTILE = '</script><script>document.title = "taken"</script><img src=x onerror="document.title=1"> & \u2028 \x00'
 NUM_PROBLEMS = 40
+EPISODE = "4\n[environment] reward -0.1\n[environment] <b>+\n6\n[environment] reward 1"
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
-    """40 problems at steps 0, 20 and 40; problem 3 is hostile, problem 5 is not judged at step 20."""
+    """40 problems at steps 0, 20 and 40; problem 3 is hostile, 5 is not judged at step 20, 7 is an episode."""
     folder = tmp_path_factory.mktemp("runs") / "browsed"
     config = write_run(folder, num_steps=1, num_problems=4, validate=False, only=("critic/score/mean",))
     for step in (0, 20, 40):
@@ -29,6 +30,7 @@ def run_dir(tmp_path_factory):
         problems[3] = dataclasses.replace(
             problems[3], prompt_text=HOSTILE, greedy=Answer(HOSTILE, 0.1, {}, 9, "length")
         )
+        problems[7] = dataclasses.replace(problems[7], greedy=Answer(EPISODE, 1.0, {"turns": 2.0}, 9, "stop"))
         if step == 20:
             del problems[5]
         dataclasses.replace(result, problems=tuple(problems)).write(folder / "validation" / f"step-{step:06d}.json")
@@ -146,6 +148,17 @@ def test_clicking_through_it(run_dir, page, tmp_path):
         assert tab.texts("#answers .mark") == [
             "right" if answer.solved else "wrong" for answer in (chosen.greedy, *chosen.samples)
         ]
+
+        # What an environment said is set apart from what the model wrote.
+        tab.click('.item[data-id="7"]')
+        assert tab.texts("#answers .verbatim")[0] == EPISODE
+        marked = tab.texts("#answers .verbatim:first-child .muted")
+        assert [line.strip() for line in marked] == [
+            "[environment] reward -0.1",
+            "[environment] <b>+",
+            "[environment] reward 1",
+        ]
+        tab.click('.item[data-id="12"]')
 
         # Keys: to the right a later step, down the next problem.
         tab.press("ArrowRight")
