@@ -58,3 +58,18 @@ def test_seven_kills_and_the_numbers_are_the_same(undisturbed: SmallRun, tmp_pat
     assert disturb(run, None)[0]["code"] == 0, said(run)
     assert steps_of(run) == steps_of(undisturbed)
     assert weights_of(run) == weights_of(undisturbed)
+
+
+@pytest.mark.parametrize("moment", ["gen", "environment"])
+def test_killed_between_the_turns_of_episodes_it_ends_the_same(moment: str, tmp_path: Path) -> None:
+    """The ninth time of a moment lies after the first step, in episodes of up to six turns."""
+    settings = ("trainer.batch_size=8", "trainer.mini_batch_size=8", "rollout.samples_per_prompt=2")
+    whole = small(tmp_path / "whole", *settings, steps=4, experiment="number_guessing")
+    assert disturb(whole, None)[0]["code"] == 0, said(whole)
+    killed = small(tmp_path / "killed", *settings, "runtime=ray", steps=4, experiment="number_guessing")
+    (found,) = disturb(killed, {"at": moment, "nth": 9, "to": "rank-0", "signals": ["SIGKILL"]})
+    assert (found["code"], found["left"]) == (FAILED, []), said(killed)
+    assert 0 < len(steps_of(killed)) < 4
+    assert disturb(killed, None)[0]["code"] == 0, said(killed)
+    assert steps_of(killed) == steps_of(whole)
+    assert weights_of(killed) == weights_of(whole)
