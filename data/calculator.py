@@ -28,22 +28,16 @@ def calculate(expression: str) -> str:
 
 
 class Countdown:
-    """Countdown with a calculator: each turn is an equation, the reply its value.
-
-    A turn that is no equation (an empty one) ends the episode, so the model itself decides whether a value is the
-    target. Its last equation is the answer, which alone is scored. A reply is `> VALUE =`, in the words of a model made
-    from nothing.
+    """Countdown with a calculator: each turn is an equation, the reply its value (`> VALUE =`, or `: =` where it is no
+    equation), in the words of a model made from nothing. The episode ends with the right one.
     """
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Begin without an answer."""
-        self._row, self._total = row, 0.0
+        """Keep the problem."""
+        self._row = row
 
     def step(self, text: str) -> Turn:
-        """Compute an equation. The reward is what the turn has changed in the score of the last one."""
-        found = evaluate(text)
-        if found is None:
-            return Turn(done=True)
-        answer = score(text, self._row)
-        reward, self._total = answer.total - self._total, answer.total
-        return Turn(f"> {calculate(text)} =", reward=reward, parts=answer.parts)
+        """Compute an equation, and score it."""
+        found = score(text, self._row)
+        reply = f"> {calculate(text)} =" if evaluate(text) else ": ="
+        return Turn(reply, done=found.parts["correct"] == 1.0, reward=found.parts["correct"], parts=found.parts)

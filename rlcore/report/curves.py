@@ -11,7 +11,7 @@ from rlcore.evaluation.stats import Array, Interval
 from rlcore.report import numbers
 from rlcore.report.page import LIGHT, Chart, legend, tidy
 from rlcore.report.record import RunRecord
-from rlcore.report.series import Series
+from rlcore.report.series import Series, series_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +28,8 @@ Draw = Callable[[RunRecord, "Figure"], bool]
 
 def charts(record: RunRecord) -> tuple[Chart, ...]:
     """Every curve of learning that a run can have, in the order of the report."""
-    return _of(record, _LEARNING if record.config.critic is None else _LEARNING + _CRITIC)
+    rows = _LEARNING if record.config.critic is None else _LEARNING + _CRITIC
+    return _of(record, rows + _SUPERVISED if record.config.warm_start.enabled else rows)
 
 
 def speed_charts(record: RunRecord) -> tuple[Chart, ...]:
@@ -121,6 +122,17 @@ def _validation(record: RunRecord, figure: "Figure") -> bool:
     tidy(axes, y="score or share solved")
     legend(axes)
     return drawn
+
+
+def _supervised(record: RunRecord, figure: "Figure") -> bool:
+    axes = figure.subplots()
+    for metric, colour, label in (("sft/loss", "grey", "training"), ("sft/held_out_loss", "blue", "held out")):
+        series = series_of(record.supervised_steps, metric)
+        if series is not None:
+            plot_series(axes, series, colour, label, smooth=False)
+    tidy(axes, y="nats/token")
+    legend(axes)
+    return axes.has_data()
 
 
 def _throughput(record: RunRecord, figure: "Figure") -> bool:
@@ -350,6 +362,10 @@ _CRITIC: tuple[Row, ...] = (
      partial(_one, lines=(("critic/vf_explained_var", "orange", "explained variance"),), unit="share"), 2.5),
     ("value_loss", "Value loss", "Half the squared error, clipped.",
      partial(_one, lines=(("critic/vf_loss", "orange", "value loss"),), unit="loss"), 2.5),
+)  # fmt: skip
+_SUPERVISED: tuple[Row, ...] = (
+    ("supervised", "Supervised stage", "Cross-entropy at the demonstrations' answers, before the steps above.",
+     _supervised, 2.5),
 )  # fmt: skip
 _SPEED: tuple[Row, ...] = (
     ("phases", "Where a step's time goes", "Wall seconds of each phase, stacked.", _phases, 3.2),

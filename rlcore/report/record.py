@@ -122,6 +122,13 @@ class RunRecord:
         """Seconds of training steps up to each step; validation and checkpoints are not counted."""
         return _running_total(self.series("timing_s/step") or self.series("perf/time_per_step"))
 
+    @cached_property
+    def supervised_steps(self) -> tuple[StepRecord, ...]:
+        """Steps of the supervised stage that made the run's start model; none where it had no such stage."""
+        stages = self.lineage.stages if self.lineage is not None else ()
+        folders = [self.run_dir.parents[1] / "warm-starts" / f"warm-start-{stage.fingerprint}" for stage in stages]
+        return next((load_journal(one / JOURNAL_FILE).steps for one in folders if (one / JOURNAL_FILE).is_file()), ())
+
     # ------------------------------------------------------------------ held-out problems
 
     @cached_property

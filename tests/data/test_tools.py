@@ -95,14 +95,15 @@ def test_the_rewards_of_the_turns_add_up_to_the_score_of_all_of_them():
     assert first.reward + second.reward == 1.0
 
 
-def test_countdowns_calculator_computes_and_leaves_the_judging_to_the_model():
+def test_countdowns_calculator_replies_with_values_and_ends_at_the_right_equation():
     game = Countdown()
     game.reset({"target": 14, "numbers": [2, 3, 4], "form": "bare", "seed": 5})
-    turns = [game.step(text) for text in ("2 + 3 - 4", "2 - 3 - 4", "2 + 3 * 4", "4 * 3 / 0", "2 + 3 * 4", "2 +")]
-    assert [turn.reply for turn in turns] == ["> 1 =", "> -5 =", "> 14 =", "> division by zero =", "> 14 =", ""]
+    turns = [game.step(text) for text in ("2 + 3 - 4", "2 - 3 - 4", "4 * 3 / 0", "2 +", "10 + 4", "2 + 3 * 4")]
+    replies = ["> 1 =", "> -5 =", "> division by zero =", ": =", "> 14 =", "> 14 ="]
+    assert [turn.reply for turn in turns] == replies
     assert [turn.done for turn in turns] == [False] * 5 + [True]
-    assert [turn.reward for turn in turns] == [0.0, 0.0, 1.0, -1.0, 1.0, 0.0], "only the last equation counts"
-    assert [turn.parts.get("correct") for turn in turns] == [0.0, 0.0, 1.0, 0.0, 1.0, None]
+    assert [turn.reward for turn in turns] == [0.0] * 5 + [1.0]
+    assert [turn.parts["format"] for turn in turns] == [1.0, 1.0, 1.0, 0.0, 1.0, 1.0]
 
 
 def test_many_calls_without_an_end_take_no_longer_than_their_length():

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from markdown_it import MarkdownIt
+from matplotlib.figure import Figure
 
 from rlcore.config.compose import experiment_names, load_config
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult, compare
 from rlcore.evaluation.stats import Interval
 from rlcore.report import answer_rows, build_report, hero_png, numbers, summary_markdown
-from rlcore.report.curves import run_spans
+from rlcore.report.curves import charts, run_spans
 from rlcore.report.document import Cell, Column, Report, Table
 from rlcore.report.measures import MemoryPlan, phase_table
 from rlcore.report.page import markdown_of
@@ -530,3 +531,33 @@ def test_answers_are_rows_of_a_table(grpo_run):
     assert (rows[0]["answer"], rows[0]["score"]) == (first.greedy.text, first.greedy.score)
     assert (rows[0]["prompt"], rows[0]["step"]) == (first.prompt_text, record.after.step)
     assert answer_rows(grpo_run.parent / grpo_run.name, 0) == []
+
+
+# ---------------------------------------------------------------- the supervised stage
+
+
+def test_the_supervised_stage_has_its_curve(tmp_path):
+    run_dir = tmp_path / "runs" / "begun"
+    write_run(run_dir, num_steps=2, num_problems=4, only=FEW)
+    Lineage((Stage("filtered", "0a", "x"), Stage("start model", "1b", "y"))).write(run_dir)
+    stage = tmp_path / "warm-starts" / "warm-start-1b"
+    chart = next(one for one in charts(read_run(run_dir)) if one.name == "supervised")
+    assert not chart.draw(Figure()), "its folder is gone"
+    stage.mkdir(parents=True)
+    losses = [4.0, 2.5, 1.25]
+    with Journal(stage / JOURNAL_FILE) as journal:
+        journal.append_step(0, {"sft/held_out_loss": 4.5})
+        for step, loss in enumerate(losses, start=1):
+            journal.append_step(step, {"sft/loss": loss})
+        journal.append_step(4, {"sft/held_out_loss": 1.5})
+    figure = Figure()
+    assert next(one for one in charts(read_run(run_dir)) if one.name == "supervised").draw(figure)
+    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].get_lines()}
+    assert drawn == {"training": ([1, 2, 3], losses), "held out": ([0, 4], [4.5, 1.5])}
+
+
+def test_a_run_without_a_supervised_stage_is_not_said_to_lack_its_curve(tmp_path):
+    write_run(
+        tmp_path / "runs" / "bare", num_steps=2, num_problems=4, only=FEW, overrides=("warm_start.enabled=false",)
+    )
+    assert "supervised" not in [one.name for one in charts(read_run(tmp_path / "runs" / "bare"))]
