@@ -126,8 +126,9 @@ class RunRecord:
     def supervised_steps(self) -> tuple[StepRecord, ...]:
         """Steps of the supervised stage that made the run's start model; none where it had no such stage."""
         stages = self.lineage.stages if self.lineage is not None else ()
-        folders = [self.run_dir.parents[1] / "warm-starts" / f"warm-start-{stage.fingerprint}" for stage in stages]
-        return next((load_journal(one / JOURNAL_FILE).steps for one in folders if (one / JOURNAL_FILE).is_file()), ())
+        beside = self.run_dir.resolve().parent.parent / "warm-starts"  # rlcore.run.inputs.stage_layout
+        files = [beside / f"warm-start-{stage.fingerprint}" / JOURNAL_FILE for stage in stages]
+        return next((_read_journal(file, []).steps for file in files if file.is_file()), ())
 
     # ------------------------------------------------------------------ held-out problems
 

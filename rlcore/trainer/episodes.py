@@ -14,6 +14,7 @@ import numpy as np
 
 from rlcore.config import RewardConfig, RunConfig
 from rlcore.config.rollout import SamplingConfig
+from rlcore.evaluation.result import vote
 from rlcore.rollout.engine import SamplingRequest, turn_seed
 from rlcore.rollout.environment import PLAY, Episode, turn_of
 from rlcore.rollout.scoring import ScoringJob, ScoringPool, require_environment
@@ -97,10 +98,11 @@ class _Playing:
         )
 
     def score(self) -> Score:
-        """The sum of the turns' rewards, with the parts and the number of turns."""
+        """The sum of the turns' rewards, with the parts and the number of turns; votes count the model's text alone."""
         if self.failure is not None:
             return Score(0.0, {}, failure=self.failure)
-        return Score(self.reward, {**self.parts, "turns": float(len(self.said.texts))})
+        parts = {**self.parts, "turns": float(len(self.said.texts))}
+        return Score(self.reward, parts, said=vote("\n".join(self.said.texts)))
 
     def _show(self, said: str) -> None:
         """Add an environment's lines to the text that people read."""

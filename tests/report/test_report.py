@@ -556,6 +556,15 @@ def test_the_supervised_stage_has_its_curve(tmp_path):
     assert drawn == {"training": ([1, 2, 3], losses), "held out": ([0, 4], [4.5, 1.5])}
 
 
+def test_a_run_may_be_named_by_a_relative_folder_and_its_stage_be_unreadable(tmp_path, monkeypatch):
+    write_run(tmp_path / "begun", num_steps=2, num_problems=4, only=FEW)
+    Lineage((Stage("start model", "1b", "y"),)).write(tmp_path / "begun")
+    (tmp_path.parent / "warm-starts" / "warm-start-1b").mkdir(parents=True)
+    (tmp_path.parent / "warm-starts" / "warm-start-1b" / JOURNAL_FILE).write_bytes(b"\x00no journal\n")
+    monkeypatch.chdir(tmp_path)
+    assert read_run(Path("begun")).supervised_steps == ()
+
+
 def test_a_run_without_a_supervised_stage_is_not_said_to_lack_its_curve(tmp_path):
     write_run(
         tmp_path / "runs" / "bare", num_steps=2, num_problems=4, only=FEW, overrides=("warm_start.enabled=false",)

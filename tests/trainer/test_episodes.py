@@ -17,6 +17,7 @@ from rlcore.batching.pack import pack
 from rlcore.config.algo import GROUP_ADVANTAGES, AlgoConfig, KlConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import ConfigError
+from rlcore.evaluation.result import vote
 from rlcore.rollout.engine import SamplingRequest, requests_for, turn_seed
 from rlcore.rollout.hf import HfEngine
 from rlcore.rollout.turns import TurnTokens
@@ -105,6 +106,8 @@ def test_what_the_engine_read_and_wrote_is_what_is_trained_on(
         assert not sampled.any(), "nothing else counts as sampled"
         assert score.parts["turns"] == 4 or rollout.finish_reason == "length"
         assert text.count("[environment]") >= 1
+        own = [line for line in text.split("\n") if not line.startswith("[environment]")]
+        assert score.said == vote("\n".join(own)), "rewards and replies have no part in majority votes"
     packed = pack(rollouts, scores, [index // 2 for index in range(len(rollouts))])
     logprobs = group.each(Worker.old_logprobs, packed, 1)[0]
     mask = packed.loss_mask
