@@ -21,8 +21,10 @@ from rlcore.config import RunConfig
 from rlcore.models.load import load_tokenizer
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.scoring import ScoringPool
+from rlcore.rollout.turns import TurnTokens
 from rlcore.runtime.local import LocalGroup
-from rlcore.trainer.experience import ExperienceCollector
+from rlcore.trainer.episodes import Episodes
+from rlcore.trainer.experience import Decode, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.canary import NUM_PROMPTS, HandOver
@@ -153,11 +155,21 @@ def training_loop(
     def decode(answers: Sequence[Sequence[int]]) -> list[str]:
         return tokenizer.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
 
-    with ScoringPool(config.data.scorer, config.reward) as scoring, tempfile.TemporaryDirectory() as failures:
+    with contextlib.ExitStack() as opened:
+        scoring = opened.enter_context(ScoringPool(config.data.scorer, config.reward))
+        failures = opened.enter_context(tempfile.TemporaryDirectory())
         group.each(Worker.probe_with, prompts[:NUM_PROMPTS])
         group.each(Worker.hand_over, 0)
-        collector = ExperienceCollector(config, group, PromptStream(prompts, seed=1), scoring, decode)
+        episodes = opened.enter_context(_episodes(config, tokenizer, decode))
+        collector = ExperienceCollector(config, group, PromptStream(prompts, seed=1), scoring, decode, episodes)
         yield Loop(Trainer(config, group, collector, failures=Path(failures)), config.algo.kl.coef)
+
+
+def _episodes(config: RunConfig, tokenizer: Any, decode: Decode) -> contextlib.AbstractContextManager[Episodes | None]:
+    if not config.data.environment:
+        return contextlib.nullcontext()
+    turns = TurnTokens(tokenizer, chat=False, max_reply_tokens=config.episode.max_tool_tokens)
+    return Episodes(config, turns, decode)
 
 
 @dataclass(frozen=True, slots=True)

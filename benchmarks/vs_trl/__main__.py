@@ -5,6 +5,7 @@
     python -m benchmarks.vs_trl --device cuda --trl-site TRL_FOLDER       # GPU: vLLM colocated in both
     python -m benchmarks.vs_trl --device cuda --only trl-fp32 --out DIR   # one side; `ours`, `trl-bf16` likewise
     python -m benchmarks.vs_trl --device cuda --combine DIR --write       # the table of what lies there
+    python -m benchmarks.vs_trl --device cuda --experiment smollm2_countdown --only trl-fp32 ours --engine-share 0.25
 
 Each side has a fresh process of its own, one after the other. TRL gets its best settings: the largest micro-batch that
 is fast, no gradient checkpointing, SDPA, fused AdamW, and no log-probability or reference pass that it does not need.
@@ -15,8 +16,8 @@ weights. TRL pads its batches, so `--lengths equal` (every answer has the mean l
 whole process, engine included. Sides: trl-fp32 (float32 master weights under bfloat16 autocast, as lr 1e-6 needs),
 trl-bf16 (bfloat16 weights and optimizer), ours (float32 master weights).
 
-CPU: the countdown demo from its warm start, transformers' generation in both, float32; and the held-out reward of the
-final weights, judged by one judge.
+`--experiment` (on a CPU: countdown_demo, transformers' generation in both, float32): both sides learn from the same
+supervised start, and one judge takes the held-out reward every 20 steps.
 """
 
 import argparse
@@ -25,8 +26,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.vs_trl.cpu import held_out, prepare_demo
 from benchmarks.vs_trl.gpu import prepare_shape
+from benchmarks.vs_trl.learning import held_out, prepare_experiment
 from benchmarks.vs_trl.run import run_side
 from benchmarks.vs_trl.table import show, summary
 
@@ -51,7 +52,8 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Every wanted side, `--repeats` times in turn; each report also goes to --out."""
     reports = []
-    prepare = prepare_shape if arguments.device == "cuda" or arguments.random else prepare_demo
+    learning = arguments.experiment or (arguments.device == "cpu" and not arguments.random)
+    prepare = prepare_experiment if learning else prepare_shape
     with tempfile.TemporaryDirectory() as scratch:
         for repeat in range(arguments.repeats):
             for side in arguments.only or SIDES[arguments.device]:
@@ -59,8 +61,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 folder.mkdir()
                 job = prepare(arguments, side, folder, seed=arguments.seed + repeat, shared=Path(scratch))
                 report = run_side(job, trl_site=arguments.trl_site) | {"seed": job.seed}
-                if job.judge:
-                    report["held_out"] = held_out(job, arguments, Path(scratch))
+                if job.judged_steps:
+                    judged = (0, *job.judged_steps)
+                    report["held_out"] = [held_out(job, arguments, Path(scratch), step) for step in judged]
                 reports.append(report)
                 if arguments.out:
                     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -83,8 +86,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--warm-up", type=int, default=2, help="batches before the measured ones")
     parser.add_argument("--steps", type=int, help="measured batches (5 on a GPU, 60 on a CPU)")
+    parser.add_argument("--experiment", help="learn this experiment from its warm start (CPU: countdown_demo)")
     parser.add_argument("--threads", type=int, help="torch threads of each side (4 beside a GPU, else 1)")
-    parser.add_argument("--root", type=Path, help="folder for the demo's data and model; kept and used again")
+    parser.add_argument("--root", type=Path, help="folder for the experiment's data and model; kept and used again")
     shape = parser.add_argument_group("with random weights")
     shape.add_argument("--random", action="store_true", help="on a CPU too: to rehearse, with --shape tiny")
     shape.add_argument("--shape", default="llama3.2-1b")

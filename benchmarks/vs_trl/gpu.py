@@ -53,7 +53,7 @@ def prepare_shape(arguments: argparse.Namespace, side: str, folder: Path, *, see
         threads=arguments.threads or (4 if arguments.device == "cuda" else 1),
         # The driver's own tool looks from outside; a thread inside costs the engine some.
         watch_memory=arguments.device == "cuda" and shutil.which("nvidia-smi") is None,
-        judge=False,
+        judged_steps=(),
         overrides=tuple(arguments.overrides),
     )
 

@@ -17,7 +17,7 @@ class Job:
 
     `precision`: fp32 (master weights; on a GPU products in bfloat16) or bf16 (weights and optimizer too, TRL alone).
     `lengths`: tokens of each answer of a step; empty: answers end by themselves. `micro_batch`: answers of one of
-    TRL's forward passes. `judge`: whether the final weights are kept, to be judged on held-out problems.
+    TRL's forward passes. `judged_steps`: after these the weights are kept, to be judged on held-out problems.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Job:
     seed: int
     threads: int
     watch_memory: bool
-    judge: bool
+    judged_steps: tuple[int, ...]
     overrides: tuple[str, ...]
 
     @property
@@ -57,6 +57,10 @@ class Job:
         """Steps in all."""
         return self.warm_up + self.steps
 
+    def weights(self, step: int) -> Path:
+        """Folder of the weights after a step."""
+        return Path(self.folder) / f"{self.name}.step-{step}"
+
     def write(self) -> Path:
         """Write it where the side reads it."""
         path = Path(self.folder) / f"{self.name}.job.json"
@@ -67,7 +71,7 @@ class Job:
     def read(cls, path: str | Path) -> "Job":
         """What `write` wrote."""
         told = json.loads(Path(path).read_text(encoding="utf-8"))
-        return cls(**(told | {name: tuple(told[name]) for name in ("lengths", "overrides")}))
+        return cls(**(told | {name: tuple(told[name]) for name in ("lengths", "judged_steps", "overrides")}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,14 +51,17 @@ def settings(job: Job) -> RunConfig:
         f"optim.lr={job.lr}", f"optim.weight_decay={WEIGHT_DECAY}", f"optim.grad_clip={GRAD_CLIP}",
         "model.gradient_checkpointing=false",
     ]  # fmt: skip
-    if job.device == "cuda":
+    if job.judged_steps:
+        overrides += ["warm_start.enabled=false"]
+    if job.device == "cpu":
+        overrides += ["model.compile=false"]
+    else:
+        overrides += [f"rollout.max_num_seqs={job.prompts * job.samples}", f"rollout.memory_share={job.engine_share}"]
+    if job.device == "cuda" and not job.judged_steps:
         overrides += [
             "model.compile=true", "trainer.max_tokens_per_micro_batch=8192", "trainer.old_logprobs=behavior",
-            f"rollout.max_num_seqs={job.prompts * job.samples}", f"rollout.memory_share={job.engine_share}",
             "rollout.sleep_level=2",
         ]  # fmt: skip
-    else:
-        overrides += ["warm_start.enabled=false", "model.compile=false"]
     given = {line.partition("=")[0] for line in job.overrides}
     overrides = [line for line in overrides if line.partition("=")[0] not in given]
     return load_config([*overrides, *job.overrides], experiment=job.experiment)
@@ -94,11 +97,11 @@ def run(job: Job) -> dict[str, Any]:
                     cpu_s.append(time.process_time() - begun)
                     state = result.state
                     results.append(result)
+                    if number + 1 in job.judged_steps:
+                        _save(job, number + 1, group.each(Worker.full_weights)[0])
                     if job.device == "cuda" or number % 10 == 9:
                         print(f"ours: batch {number + 1}: {seconds_line(result)}", flush=True)
             peak = group.each(Worker.memory_peak)[0]
-            if job.judge:
-                _save(job, group.each(Worker.full_weights)[0])
             info = group.each(Worker.info)[0]
         finally:
             group.close()
@@ -119,14 +122,14 @@ def run(job: Job) -> dict[str, Any]:
     }
 
 
-def _save(job: Job, weights: dict[str, torch.Tensor]) -> None:
+def _save(job: Job, step: int, weights: dict[str, torch.Tensor]) -> None:
     """The weights beside the model's own config and tokenizer."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     missing = model.load_state_dict(weights, strict=False).missing_keys
     assert set(missing) <= {"lm_head.weight"}, missing
-    model.save_pretrained(Path(job.folder) / f"{job.name}.weights")
+    model.save_pretrained(job.weights(step))
 
 
 if __name__ == "__main__":

@@ -26,11 +26,12 @@ from rlcore.rollout.scoring import ScoringPool
 class Clock(TrainerCallback):
     """Seconds of each batch: from before its answers are written to the end of its last optimizer step."""
 
-    def __init__(self, updates: int) -> None:
+    def __init__(self, job: Job) -> None:
         self.seconds: list[float] = []
         self.tokens: list[int] = []
         self.cpu_s: list[float] = []
-        self._updates = updates
+        self._job = job
+        self._updates = job.updates
         self._begun = self._begun_cpu = 0.0
         self._seen = 0
 
@@ -39,13 +40,15 @@ class Clock(TrainerCallback):
         if state.global_step % self._updates == 0:
             self._begun, self._begun_cpu = _now(), time.process_time()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After an optimizer step."""
         if state.global_step % self._updates == 0:
             self.seconds.append(_now() - self._begun)
             self.cpu_s.append(time.process_time() - self._begun_cpu)
             self.tokens.append(int(state.num_input_tokens_seen) - self._seen)
             self._seen = int(state.num_input_tokens_seen)
+            if len(self.seconds) in self._job.judged_steps:
+                kwargs["model"].save_pretrained(self._job.weights(len(self.seconds)))
             print(f"trl: batch {len(self.seconds)}: {self.seconds[-1]:.2f} s, {self.tokens[-1]:,} tokens", flush=True)
 
 
@@ -114,7 +117,7 @@ def run(job: Job) -> dict[str, Any]:
     torch.set_num_threads(job.threads)
     rows = read_rows(job.folder)
     data = Dataset.from_dict({"prompt": [row.text for row in rows], "ground_truth": [row.ground_truth for row in rows]})
-    clock = Clock(job.updates)
+    clock = Clock(job)
     rewards: list[float] = []
     with ScoringPool(job.scorer, RewardConfig(num_processes=job.num_scorers)) as scoring:
 
@@ -139,8 +142,6 @@ def run(job: Job) -> dict[str, Any]:
                 assert tuple(ids) == row.token_ids, f"{row.text!r} reads {ids}, not {row.token_ids}"
             trainer.train()
             device_gb = most()
-    if job.judge:
-        trainer.save_model(str(Path(job.folder) / f"{job.name}.weights"))
     figures = {
         "version": f"trl {trl_version}, transformers {_version('transformers')}, torch {torch.__version__}",
         "step_s": clock.seconds[job.warm_up :],

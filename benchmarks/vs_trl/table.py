@@ -43,7 +43,10 @@ def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
     judged = [one["held_out"] for one in runs if "held_out" in one]
     if judged:
-        row["held_out"] = {name: statistics.fmean(one[name] for one in judged) for name in judged[0]}
+        row["held_out"] = [
+            {name: statistics.fmean(one[name] for one in points) for name in points[0]}
+            for points in zip(*judged, strict=True)
+        ]
     return row
 
 
@@ -61,7 +64,7 @@ def _ratio(ours: dict[str, Any], other: dict[str, Any], name: str) -> dict[str, 
         "peak_memory": ours["peak_gb"] / other["peak_gb"],
     }
     if "held_out" in ours:
-        found["held_out_reward"] = ours["held_out"]["sampled"] - other["held_out"]["sampled"]
+        found["held_out_reward"] = ours["held_out"][-1]["sampled"] - other["held_out"][-1]["sampled"]
     return found
 
 
@@ -71,13 +74,18 @@ def show(told: dict[str, Any]) -> None:
     print(f"\n{'side':<10}{speeds}{'peak GB':>9}{'reward':>17}{'held out':>10}")
     for name, row in told["sides"].items():
         reward = f"{row['reward_first']:.3f} -> {row['reward_last']:.3f}"
-        held_out = f"{row['held_out']['sampled']:.3f}" if "held_out" in row else ""
+        held_out = f"{row['held_out'][-1]['sampled']:.3f}" if "held_out" in row else ""
         print(
             f"{name:<10}{row['batch_s']:>9.3f}{row['batch_cpu_s']:>8.3f}{row['tokens_per_s']:>11,.0f}{row['samples_per_s']:>11,.0f}"
             f"{row['peak_gb']:>9.1f}{reward:>17}{held_out:>10}"
         )
     for name, row in told["sides"].items():
         print(f"{name}: {row['what']}; answers {row['lengths']}; {row['batches']} batches")
+        for point in row.get("held_out", ()):
+            print(
+                f"  step {point['step']:.0f}: {point['sampled']:.3f} [{point['low']:.3f}, {point['high']:.3f}], "
+                f"greedy {point['greedy']:.3f}"
+            )
     for name, ratio in told["ratios"].items():
         line = f"ours / {name}: {ratio['speed']:.2f} times the speed (bar {ratio['bar']})"
         line += f", {ratio['cpu_time']:.2f} by processor time" if name == "trl" else ""

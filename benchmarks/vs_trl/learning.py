@@ -1,6 +1,7 @@
-"""The CPU's job of `benchmarks.vs_trl`: the countdown demo from its warm start, and the judge of what came of it."""
+"""The learning job of `benchmarks.vs_trl`: an experiment from its warm start, and the judge of what came of it."""
 
 import argparse
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,18 +22,25 @@ from rlcore.types import Prompt
 from rlcore.workers.worker import Worker
 
 EXPERIMENT = "countdown_demo"
+JUDGE_EVERY = 20
+"""Steps between two judgements of a learning curve."""
+MICRO_BATCH = 128
+"""Answers of TRL's micro-batch on a GPU, unless --trl-micro says otherwise."""
 
 
-def prepare_demo(arguments: argparse.Namespace, side: str, folder: Path, *, seed: int, shared: Path) -> Job:
-    """The demo's data and warm-started model of a seed, made once, and what this side is told."""
+def prepare_experiment(arguments: argparse.Namespace, side: str, folder: Path, *, seed: int, shared: Path) -> Job:
+    """The experiment's data and warm-started model of a seed, made once, and what this side is told."""
+    on_gpu = arguments.device == "cuda"
     config = _config(arguments, seed, shared)
     inputs = stages.prepare_inputs(config)
     layout = RunLayout.of(config)
     inputs.write(layout)
     with Session(config, layout, report=lambda _: None, stop=StopFlag(lambda: None)) as session:
         model = Path(str(session.warm_start()["directory"]))
-    steps = arguments.steps or 60
-    count = (arguments.warm_up + steps) * config.trainer.batch_size
+    steps = arguments.steps or 60 - arguments.warm_up
+    num_steps = arguments.warm_up + steps
+    count = num_steps * config.trainer.batch_size
+    answers = config.trainer.batch_size * config.rollout.samples_per_prompt
     prompts = PromptStream(_prompts(inputs.train_parquets), seed=seed).take(0, count)
     texts = load_tokenizer(model).batch_decode([list(prompt.token_ids) for prompt in prompts])
     write_rows(
@@ -41,14 +49,14 @@ def prepare_demo(arguments: argparse.Namespace, side: str, folder: Path, *, seed
     )
     return Job(
         name=side,
-        device="cpu",
-        engine="hf",
+        device=arguments.device,
+        engine=config.rollout.engine,
         precision="fp32",
         model=str(model),
         folder=str(folder),
-        experiment=EXPERIMENT,
+        experiment=arguments.experiment or EXPERIMENT,
         scorer=config.data.scorer,
-        num_scorers=0,
+        num_scorers=config.reward.num_processes,
         prompts=config.trainer.batch_size,
         samples=config.rollout.samples_per_prompt,
         updates=1,
@@ -57,35 +65,35 @@ def prepare_demo(arguments: argparse.Namespace, side: str, folder: Path, *, seed
         max_prompt_tokens=config.filter.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
         lengths=(),
-        micro_batch=arguments.trl_micro or config.trainer.batch_size * config.rollout.samples_per_prompt,
-        engine_share=0.0,
+        micro_batch=arguments.trl_micro or (MICRO_BATCH if on_gpu else answers),
+        engine_share=arguments.engine_share if on_gpu else 0.0,
         beta=0.0,
         lr=config.optim.lr,
         seed=seed,
-        threads=arguments.threads or 1,
-        watch_memory=False,
-        judge=True,
+        threads=arguments.threads or (4 if on_gpu else 1),
+        watch_memory=on_gpu and shutil.which("nvidia-smi") is None,
+        judged_steps=(*range(JUDGE_EVERY, num_steps, JUDGE_EVERY), num_steps),
         overrides=tuple(arguments.overrides),
     )
 
 
-def held_out(job: Job, arguments: argparse.Namespace, shared: Path) -> dict[str, float]:
-    """Reward of a side's final weights on held-out problems, sampled (4 each) and greedy."""
-    config = _config(
-        arguments, job.seed, shared, f"model.path={job.folder}/{job.name}.weights", "warm_start.enabled=false"
-    )
+def held_out(job: Job, arguments: argparse.Namespace, shared: Path, step: int) -> dict[str, float]:
+    """Reward of a side's weights after a step (0: of both sides' start) on held-out problems, sampled (4 each) and
+    greedy, with transformers' generation."""
+    weights = str(job.weights(step)) if step else job.model
+    config = _config(arguments, job.seed, shared, f"model.path={weights}", "warm_start.enabled=false", "rollout=hf")
     inputs = stages.prepare_inputs(_config(arguments, job.seed, shared))
     tokenizer = load_tokenizer(job.model)
 
     def decode(answers: Sequence[Sequence[int]]) -> list[str]:
         return tokenizer.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
 
-    group = LocalGroup(config, f"{job.folder}/{job.name}.weights")
+    group = LocalGroup(config, weights)
     try:
         group.each(Worker.hand_over, 0)
         with ScoringPool(job.scorer, config.reward) as scoring:
             found = validate(
-                config, group, _prompts(inputs.validation_parquets), scoring, decode, name="after", step=0,
+                config, group, _prompts(inputs.validation_parquets), scoring, decode, name=f"step-{step}", step=step,
                 policy_version=0,
             )  # fmt: skip
     finally:
@@ -93,6 +101,7 @@ def held_out(job: Job, arguments: argparse.Namespace, shared: Path) -> dict[str,
     figures = found.summary()
     name = f"val-core/{found.data_source}/reward"
     return {
+        "step": step,
         "sampled": figures[f"{name}/mean@{found.num_samples}"],
         "low": figures[f"{name}/mean@{found.num_samples}/ci_low"],
         "high": figures[f"{name}/mean@{found.num_samples}/ci_high"],
@@ -103,7 +112,7 @@ def held_out(job: Job, arguments: argparse.Namespace, shared: Path) -> dict[str,
 def _config(arguments: argparse.Namespace, seed: int, shared: Path, *more: str) -> RunConfig:
     root = arguments.root or shared / "root"
     told = [f"seed={seed}", f"paths.root={root}", "runtime=local", "tracking.enabled=false", *more]
-    return load_config(told, experiment=EXPERIMENT)
+    return load_config(told, experiment=arguments.experiment or EXPERIMENT)
 
 
 def _prompts(files: Sequence[Path]) -> list[Prompt]:
