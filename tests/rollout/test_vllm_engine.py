@@ -208,7 +208,7 @@ def test_what_vllm_cannot_do_is_said_with_the_setting(folder: Path) -> None:
     refusals = facts_of(folder, "refusals")
     assert refusals["no_cache"].startswith("rollout.memory_share: 1e-09")
     assert refusals["others_freed"].startswith("rollout.engine: vLLM measures the GPU's free memory at its start")
-    assert "Start again" in refusals["others_freed"]
+    assert "A run starts it again by itself" in refusals["others_freed"]
     assert "SomeoneElsesForCausalLM" in refusals["unknown_architecture"]
     assert "Use rollout=hf" in refusals["unknown_architecture"]
     assert refusals["too_long"].startswith("filter.max_prompt_tokens + rollout.max_response_tokens: must be no more")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rlcore.config.rollout import RolloutConfig
-from rlcore.errors import EngineError
+from rlcore.errors import EngineError, WorkerLostError
 from rlcore.models.head import float32_logits
 from rlcore.models.library import AutoConfig
 from rlcore.rollout.vllm import missing_vllm, require_vllm
@@ -24,6 +24,8 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 _BYTES_PER_GIB = 2**30
+_OTHERS_FREED = "error in memory profiling"
+"""In vLLM's refusal where free memory of the GPU grew while it measured its own use."""
 _LARGEST_GRAPH = 512
 """Answers in the largest CUDA graph that vLLM makes by itself."""
 
@@ -46,6 +48,7 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
 
     Raises:
         EngineError: vLLM is missing, or cannot run this model with these settings.
+        WorkerLostError: another process freed memory of the GPU meanwhile, which vLLM refuses; a new start may go well.
     """
     require_vllm()
     if shape.device.type == "cuda":
@@ -75,7 +78,8 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
     except ImportError as error:
         raise EngineError(missing_vllm(str(error))) from error
     except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as error:
-        raise EngineError(refusal(error, shape, settings)) from error
+        kind = WorkerLostError if _OTHERS_FREED in str(error).lower() else EngineError
+        raise kind(refusal(error, shape, settings)) from error
     finally:
         # On a CPU vLLM puts a function that does nothing in its place; the trainer sets its threads by it.
         torch.set_num_threads = set_num_threads
@@ -164,10 +168,11 @@ def refusal(error: BaseException, shape: EngineShape, settings: RolloutConfig) -
             f"filter.max_prompt_tokens + rollout.max_response_tokens: must be no more than the model's longest "
             f"sequence, got {shape.max_model_len}: {detail}. Lower one of the two, or use another model."
         )
-    if "error in memory profiling" in lower:
+    if _OTHERS_FREED in lower:
         return (
             "rollout.engine: vLLM measures the GPU's free memory at its start, and another process freed some "
-            f"meanwhile: {detail}. Start again, or begin runs that share a GPU one after the other."
+            f"meanwhile: {detail}. A run starts it again by itself (runtime.max_chunk_retries). Begin runs that share "
+            "a GPU one after the other."
         )
     if "memory" in lower or "kv cache" in lower:
         free = ""
