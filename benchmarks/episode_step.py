@@ -132,7 +132,7 @@ def row(turns: int, results: Sequence[tuple[StepResult, float | None]]) -> dict[
         "tokens_per_s": median("perf/total_num_tokens") / step_s,
         "written_per_s": statistics.median(written) / step_s,
         "cached": statistics.median(shares) if shares else None,
-        "probs_diff_mean": median("training/rollout_probs_diff_mean"),
+        "canary": median("training/canary_logprob_diff"),
     }
 
 
@@ -145,7 +145,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         print(
             f"| {one['turns'] or 'no environment'} | {one['step_s']:.2f} s | {one['gen_s']:.2f} s | "
             f"{one['environment_s']:.2f} s | {one['tokens_per_s']:,.0f} | {one['written_per_s']:,.0f} | {cached} | "
-            f"{one['probs_diff_mean']:.4f} |"
+            f"{one['canary']:.4f} |"
         )
 
 
@@ -163,6 +163,7 @@ def main() -> None:
     if arguments.out:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         found = {"device": device, "torch": torch.__version__, "shape": arguments.shape, "rows": rows}
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(found, indent=2) + "\n")
 
 
