@@ -4,10 +4,15 @@ Of the trainer and of everything: `tests/run/test_kill.py`.
 """
 
 import random
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rlcore.run.inputs import stage_layout
+from rlcore.run.layout import RunLayout
+from rlcore.tracking.journal import read_journal
 from tests.run.running import WAIT_S, disturb, said, small, steps_of, weights_of
 from tests.small_run import SmallRun
 
@@ -73,3 +78,30 @@ def test_killed_between_the_turns_of_episodes_it_ends_the_same(moment: str, tmp_
     assert disturb(killed, None)[0]["code"] == 0, said(killed)
     assert steps_of(killed) == steps_of(whole)
     assert weights_of(killed) == weights_of(whole)
+
+
+def test_a_warm_start_on_two_ranks_learns_as_on_one_and_goes_on_after_a_kill(tmp_path: Path) -> None:
+    settings = ("warm_start.max_steps=6", "warm_start.steps_per_chunk=2", "warm_start.check_every=2")
+    one = small(tmp_path, *settings, "warm_start.stop_at_reward=null", steps=1)
+    stage = stage_layout(one.config, one.inputs.filtered_directory)
+    losses = losses_of(stage)
+    assert len(losses) == 6
+    ranks = one.config.runtime.model_copy(update={"backend": "ray", "num_workers": 2})
+    two = replace(one, config=one.config.model_copy(update={"runtime": ranks}))
+    assert stage_layout(two.config, two.inputs.filtered_directory) == stage
+    found = []
+    for kill in ([], [{"at": "warm-start", "nth": 4, "to": "rank-1", "signals": ["SIGKILL"]}]):
+        shutil.rmtree(one.model_directory)
+        shutil.rmtree(stage.run_dir)
+        shutil.rmtree(two.layout.run_dir, ignore_errors=True)
+        *killed, done = disturb(two, *kill, None)
+        assert [one["code"] for one in killed] == [FAILED] * len(kill), said(two)
+        assert done["code"] == 0, said(two)
+        found.append(((one.model_directory / "model.safetensors").read_bytes(), losses_of(stage)))
+    assert found[0] == found[1]
+    assert found[0][1] == pytest.approx(losses, abs=1e-4)
+
+
+def losses_of(stage: RunLayout) -> list[float]:
+    """Loss of each step of a warm start, in nats a token."""
+    return [record.metrics["sft/loss"] for record in read_journal(stage.journal) if "sft/loss" in record.metrics]
