@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from data.arithmetic import evaluate
-from data.countdown import score
+from data.countdown import COMPUTED, score
 from rlcore.rollout.environment import Turn
 
 
@@ -39,5 +39,5 @@ class Countdown:
     def step(self, text: str) -> Turn:
         """Compute an equation, and score it."""
         found = score(text, self._row)
-        reply = f"> {calculate(text)} =" if evaluate(text) else ": ="
+        reply = COMPUTED.format(value=calculate(text)) if evaluate(text) else ": ="
         return Turn(reply, done=found.parts["correct"] == 1.0, reward=found.parts["correct"], parts=found.parts)

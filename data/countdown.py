@@ -49,9 +49,15 @@ _FEW_SHOT = (
 _BARE = "{spaced} : {target} ="
 
 _TEMPLATES = {"bare": _BARE, "base": _BASE, "qwen-instruct": _QWEN_INSTRUCT, "chat": _TASK, "few-shot": _FEW_SHOT}
+CALCULATOR = "data.calculator:Countdown"
+"""The environment whose turns a solution in the `bare` template shows."""
+COMPUTED = "> {value} ="
+"""What that environment replies to an equation."""
+TURN_END = "<eos>"
+"""How a turn ends in the text of a solution: the end token of the tokenizer made from nothing."""
 # A whole answer, as it would go on from the prompt.
 _ANSWERS = {
-    "bare": "{equation}",
+    "bare": "{work}{equation}",
     "base": " {work} </think>\n<answer> {equation} </answer>",
     "qwen-instruct": " {work} </think>\n<answer> {equation} </answer>",
     "chat": "<think> {work} </think>\n<answer> {equation} </answer>",
@@ -75,7 +81,7 @@ def build(settings: "CountdownData", seed: int) -> TaskRows:
 
 
 def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -> Iterator[Row]:
-    template, answer = _TEMPLATES[settings.template], _ANSWERS[settings.template]
+    template = _TEMPLATES[settings.template]
     operations = ", ".join(settings.operations)
     for problem in problems:
         numbers = problem.numbers
@@ -93,23 +99,32 @@ def _rows(settings: "CountdownData", problems: "Iterable[Problem]", seed: int) -
             prompt=(Message("user", content),),
             ground_truth=ground_truth,
             difficulty=problem.difficulty,
-            solution=answer.format(work=_work(settings, problem, problem.solution, seed), equation=problem.solution),
-            distractor=answer.format(
-                work=_work(settings, problem, problem.distractor, seed), equation=problem.distractor
-            )
-            if problem.distractor
-            else "",
+            solution=_answer(settings, problem, problem.solution, seed),
+            distractor=_answer(settings, problem, problem.distractor, seed) if problem.distractor else "",
         )
 
 
+def _answer(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
+    work = _work(settings, problem, equation, seed)
+    return _ANSWERS[settings.template].format(work=work, equation=equation)
+
+
 def _work(settings: "CountdownData", problem: "Problem", equation: str, seed: int) -> str:
-    """What a solution shows before its answer: the value alone, or a search in steps that ends at the equation."""
+    """What a solution shows before its answer: the value alone, or a search that ends at the equation. In the `bare`
+    template nothing, or the turns of an episode with a calculator: an equation, the end of a turn, the reply.
+    """
     last = evaluate(equation)
     assert last is not None
+    tries = (
+        [] if settings.search_tries is None else problem.wrong_tries(settings.search_tries, settings.operations, seed)
+    )
+    wrong = [(text, one) for text, one in zip(tries, map(evaluate, tries), strict=True) if one is not None]
+    if settings.template == "bare":
+        shown = wrong if settings.environment == CALCULATOR else []
+        return "".join(f"{text} {TURN_END} {COMPUTED.format(value=one.value)} " for text, one in shown)
     if settings.search_tries is None:
         return f"{equation} = {last.value}"
-    wrong = map(evaluate, problem.wrong_tries(settings.search_tries, settings.operations, seed))
-    return "".join(f"{one.worked()}, no\n" for one in wrong if one) + last.worked()
+    return "".join(f"{one.worked()}, no\n" for _, one in wrong) + last.worked()
 
 
 def score(response: str, ground_truth: Mapping[str, object]) -> Score:

@@ -198,7 +198,7 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
         from data.demonstrations import try_demonstrations
 
         try_demonstrations(warm, model, NUM_TRIED)
-    if ":" in config.algo.policy_loss:
+    if ":" in config.algo.policy_loss or config.algo.policy_loss_options:
         _try_loss(config)
 
 

@@ -1,16 +1,16 @@
-"""Per-token losses of the policy and the critic, and the registry by which settings name a policy loss."""
+"""Per-token losses of the policy and the critic, and how settings name a policy loss."""
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, assert_never, cast, runtime_checkable
+from typing import Annotated, Any, Protocol, assert_never, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from rlcore.algos.aggregation import masked, segment_sum, token_counts
-from rlcore.config.algo import AlgoConfig, ImportanceConfig
+from rlcore.config.algo import POLICY_LOSSES, AlgoConfig, ImportanceConfig
 from rlcore.errors import ConfigError
 
 # exp(20) = 4.9e8 is far outside every clip range and far inside fp32: the bound changes no update, only prevents inf
@@ -33,7 +33,10 @@ class PolicyLoss:
 
 @runtime_checkable
 class PolicyLossFunction(Protocol):
-    """A pure function of packed tensors. What lies under a False mask may be anything and must not be read."""
+    """A pure function of packed tensors. What lies under a False mask may be anything and must not be read.
+
+    Further keyword arguments are options, whose values `algo.policy_loss_options` gives, or one of `GIVEN` by name.
+    """
 
     def __call__(
         self,
@@ -45,38 +48,26 @@ class PolicyLossFunction(Protocol):
         num_sequences: int,
         *,
         settings: AlgoConfig,
+        **more: Any,
     ) -> PolicyLoss:
         """Loss of each answer token, 0 elsewhere; its gradient is with respect to `policy_logprobs` alone."""
         ...
 
 
-_REGISTRY: dict[str, PolicyLossFunction] = {}
-
-
-def register_policy_loss(name: str) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Give a policy loss a name, under which `algo.policy_loss` finds it. A name is given once."""
-
-    def register(function: PolicyLossFunction) -> PolicyLossFunction:
-        if name in _REGISTRY:
-            raise ValueError(f"register_policy_loss: the name {name!r} is taken; choose another")
-        _REGISTRY[name] = function
-        return function
-
-    return register
+GIVEN = ("behavior_logprobs", "entropy", "group_ids")
+"""What a policy loss is given if it has a keyword argument of that name: the engine's log-probabilities Float[T], the
+policy's entropy Float[T] without gradient, and for each sequence the number of its prompt Int[N]."""
 
 
 def resolve_policy_loss(name: str) -> PolicyLossFunction:
-    """The registered policy loss of that name, or the function that `module:function` points to.
+    """The function of a policy loss: one of `POLICY_LOSSES` by its name, else as `module:function`.
 
     Raises ConfigError if there is none.
     """
-    if name in _REGISTRY:
-        return _REGISTRY[name]
-    known = ", ".join(sorted(_REGISTRY))
-    module_name, colon, attribute = name.partition(":")
-    remedy = f"use one of {known}, or `module:function` of your own"
+    module_name, colon, attribute = POLICY_LOSSES.get(name, name).partition(":")
+    remedy = f"use one of {', '.join(sorted(POLICY_LOSSES))}, or `module:function` of your own"
     if not (colon and module_name and attribute):
-        raise ConfigError(f"algo.policy_loss: no loss is registered under {name!r}; {remedy}")
+        raise ConfigError(f"algo.policy_loss: there is no loss {name!r}; {remedy}")
     try:
         function = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
@@ -118,7 +109,6 @@ def clipped_surrogate(
     return torch.where(clipped_lower, ceiling, loss), clipped, clipped_lower
 
 
-@register_policy_loss("ppo_clip")
 def ppo_clip(
     policy_logprobs: Float[Tensor, "T"],
     old_logprobs: Float[Tensor, "T"],
@@ -139,7 +129,6 @@ def ppo_clip(
     return PolicyLoss(loss, clipped, clipped_lower, log_ratio)
 
 
-@register_policy_loss("gspo")
 def gspo(
     policy_logprobs: Float[Tensor, "T"],
     old_logprobs: Float[Tensor, "T"],
@@ -167,7 +156,6 @@ def gspo(
     return PolicyLoss(loss, clipped, clipped_lower, log_ratio)
 
 
-@register_policy_loss("cispo")
 def cispo(
     policy_logprobs: Float[Tensor, "T"],
     old_logprobs: Float[Tensor, "T"],
@@ -189,6 +177,107 @@ def cispo(
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     loss = -weight * masked(advantages, mask) * masked(policy_logprobs, mask)
     return PolicyLoss(loss, weight != ratio, torch.zeros_like(mask), log_ratio)
+
+
+def sapo(
+    policy_logprobs: Float[Tensor, "T"],
+    old_logprobs: Float[Tensor, "T"],
+    advantages: Float[Tensor, "T"],
+    mask: Bool[Tensor, "T"],
+    sequence_ids: Int[Tensor, "T"],
+    num_sequences: int,
+    *,
+    settings: AlgoConfig,
+    tau_pos: Annotated[float, Field(gt=0)] = 1.0,
+    tau_neg: Annotated[float, Field(gt=0)] = 1.05,
+) -> PolicyLoss:
+    """A soft gate in place of a clip: the further the ratio is from 1, the smaller the gradient.
+
+        l_t = -A_t (4 / tau) sigmoid(tau (r_t - 1))        tau: tau_pos where A_t > 0, else tau_neg
+
+    SAPO, Gao et al. 2025, arXiv:2511.20347. At r = 1 its gradient is REINFORCE's.
+    """
+    log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
+    advantages = masked(advantages, mask)
+    tau = tau_neg + (tau_pos - tau_neg) * (advantages > 0).to(log_ratio.dtype)
+    loss = -advantages * (4 / tau) * torch.sigmoid(tau * (log_ratio.exp() - 1))
+    return PolicyLoss(loss, torch.zeros_like(mask), torch.zeros_like(mask), log_ratio)
+
+
+def gmpo(
+    policy_logprobs: Float[Tensor, "T"],
+    old_logprobs: Float[Tensor, "T"],
+    advantages: Float[Tensor, "T"],
+    mask: Bool[Tensor, "T"],
+    sequence_ids: Int[Tensor, "T"],
+    num_sequences: int,
+    *,
+    settings: AlgoConfig,
+    log_clip: Annotated[float, Field(gt=0)] = 0.4,
+) -> PolicyLoss:
+    """The geometric mean of a sequence's clipped ratios, in the form that gives each token its own gradient.
+
+        c_t     = sign(A_t) min(sign(A_t) log r_t, log_clip)
+        log g_n = (1 / |n|) sum_{t in n} c_t
+        l_t     = -A_t exp(sg(log g_n) + c_t - sg(c_t))            sg: no gradient
+
+    GMPO, Zhao et al. 2025, arXiv:2507.20673, whose objective this is with the aggregation seq-mean-token-mean.
+    """
+    log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
+    advantages = masked(advantages, mask)
+    sign = advantages.sign()
+    signed = sign * log_ratio
+    bounded = sign * signed.clamp(max=log_clip)
+    lengths = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
+    mean = (segment_sum(bounded.detach(), sequence_ids, num_sequences) / lengths)[sequence_ids]
+    loss = -advantages * (masked(mean, mask) + (bounded - bounded.detach())).exp()
+    return PolicyLoss(loss, signed > log_clip, torch.zeros_like(mask), log_ratio)
+
+
+def gpg(
+    policy_logprobs: Float[Tensor, "T"],
+    old_logprobs: Float[Tensor, "T"],
+    advantages: Float[Tensor, "T"],
+    mask: Bool[Tensor, "T"],
+    sequence_ids: Int[Tensor, "T"],
+    num_sequences: int,
+    *,
+    settings: AlgoConfig,
+) -> PolicyLoss:
+    """The plain policy gradient, without a ratio: `l_t = -A_t log pi(t)`.
+
+    GPG, Chu et al. 2025, arXiv:2504.02546, without its factor for groups of equal scores.
+    """
+    log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask).detach()
+    logprobs = masked(policy_logprobs, mask)
+    return PolicyLoss(-masked(advantages, mask) * logprobs, torch.zeros_like(mask), torch.zeros_like(mask), log_ratio)
+
+
+def dppo(
+    policy_logprobs: Float[Tensor, "T"],
+    old_logprobs: Float[Tensor, "T"],
+    advantages: Float[Tensor, "T"],
+    mask: Bool[Tensor, "T"],
+    sequence_ids: Int[Tensor, "T"],
+    num_sequences: int,
+    *,
+    settings: AlgoConfig,
+    delta: Annotated[float, Field(gt=0, lt=1)] = 0.1,
+) -> PolicyLoss:
+    """A trust region in probability, not in its ratio: rare tokens may change by large factors.
+
+        l_t = 0                   where |pi(t) - pi_old(t)| > delta and a step would lead further away
+        l_t = -A_t r_t            elsewhere
+
+    Further away: A_t > 0 and r_t > 1, or A_t < 0 and r_t < 1. DPPO with the binary total variation, Qi et al. 2026,
+    arXiv:2602.04879. `clipped` is where the loss is 0 for that reason.
+    """
+    log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
+    advantages = masked(advantages, mask)
+    now, before = masked(policy_logprobs, mask).exp().detach(), masked(old_logprobs, mask).exp()
+    clipped = mask & ((now - before).abs() > delta) & (advantages * log_ratio.detach() > 0)
+    loss = torch.where(clipped, torch.zeros_like(log_ratio), -advantages * log_ratio.exp())
+    return PolicyLoss(loss, clipped, torch.zeros_like(mask), log_ratio)
 
 
 def value_loss(

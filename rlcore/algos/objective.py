@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rlcore.algos.aggregation import Denominator, aggregate, masked, masked_sum
 from rlcore.algos.kl import kl_estimate
-from rlcore.algos.losses import resolve_policy_loss, value_loss
+from rlcore.algos.loss_call import bind_policy_loss
+from rlcore.algos.losses import value_loss
 from rlcore.config.algo import AlgoConfig
 
 # typing.Self would read better, but beartype cannot check it on a single method
@@ -134,6 +135,8 @@ def policy_objective(
     settings: AlgoConfig,
     denominator: Denominator,
     kl_coef: float,
+    behavior_logprobs: Float[Tensor, "T"] | None = None,
+    group_ids: Int[Tensor, "N"] | None = None,
 ) -> tuple[Float[Tensor, ""], PolicyStatistics]:
     """The micro-batch's share of the policy's loss, to be differentiated, and its statistics.
 
@@ -142,7 +145,8 @@ def policy_objective(
     `l` is the policy loss that the settings name, `w` the importance weights, `agg` the aggregation (`aggregate`), `H`
     the entropy of the policy at each token, which needs a gradient only if entropy_coef is not 0. Without
     `old_logprobs` (a batch that gets one update) the policy's own are the old ones. `ref_logprobs` is read only where a
-    KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`).
+    KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`). `behavior_logprobs` and
+    `group_ids` are for losses that ask for them (`GIVEN`).
     """
     old_logprobs = policy_logprobs.detach() if old_logprobs is None else old_logprobs
 
@@ -156,8 +160,9 @@ def policy_objective(
             num_sequences=num_sequences,
         )
 
-    policy_loss = resolve_policy_loss(settings.policy_loss)(
-        policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, settings=settings
+    given = {"behavior_logprobs": behavior_logprobs, "entropy": entropy.detach(), "group_ids": group_ids}
+    policy_loss = bind_policy_loss(settings, given)(
+        policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences
     )
     pg_loss = share(policy_loss.loss * importance_weights)
     loss = pg_loss

@@ -1,5 +1,6 @@
 """Settings of the algorithm: advantages, losses, KL, optimizer, critic."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -9,6 +10,10 @@ from rlcore.config.base import Bound, Section
 Advantage = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo"]
 GROUP_ADVANTAGES: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo"})
 """Advantages that compare the answers to one prompt with each other and so need two or more of them."""
+POLICY_LOSSES: Mapping[str, str] = {
+    name: f"rlcore.algos.losses:{name}" for name in ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "gpg", "dppo")
+}
+"""Losses with a short name, and the function of each."""
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -80,7 +85,9 @@ class AlgoConfig(Section):
     lam: float = Field(default=1.0, ge=0, le=1)
     """Lambda of the generalized advantage estimate."""
     policy_loss: str = "ppo_clip"
-    """Registered loss (ppo_clip, gspo, cispo) or `module:function` of your own."""
+    """ppo_clip, gspo, cispo, sapo, gmpo, gpg, dppo, or `module:function` of your own."""
+    policy_loss_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Keyword arguments of the policy loss, such as `tau_pos` of sapo: any names that the function declares."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """Ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0)

@@ -15,7 +15,7 @@ from rlcore.config.base import covers, leaves
 from rlcore.config.data import TASKS, CountdownData
 from rlcore.config.problems import Findings, Problem, did_you_mean, nearest, shown
 from rlcore.config.rules import broken_rules
-from rlcore.config.run import RunConfig, all_keys, section_names
+from rlcore.config.run import RunConfig, all_keys, free_mappings, section_names
 
 NULLABLE_SECTIONS = ("critic", "model.lora")
 """Sections that `null` switches off."""
@@ -142,7 +142,7 @@ def _path(detail: ErrorDetails) -> list[str]:
         del loc[1]
     parts: list[str] = []
     for part in loc:
-        if isinstance(part, int) or ".".join(parts) in all_keys().keys() - {"tags"}:
+        if isinstance(part, int) or ".".join(parts) in all_keys().keys() - free_mappings():
             break
         parts.append(part)
     return parts
@@ -175,7 +175,7 @@ def _wrong_value(key: str, detail: ErrorDetails) -> Problem:
     rule = detail["msg"].replace("Input should be", "must be").replace("String should", "must")
     if detail["type"] in ("model_type", "model_attributes_type", "union_tag_invalid", "dict_type"):
         inside = sorted(name for name in all_keys() if name.startswith(f"{key}."))
-        hint = f"such as {inside[0]}" if inside else "such as tags.owner=me"
+        hint = f"such as {inside[0] if inside else f'{key}.name=value'}"
         return Problem(key, "is a section, not a value", shown(value), f"Set one of its keys, {hint}")
     remedy = ""
     if detail["type"] == "literal_error":

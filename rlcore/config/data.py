@@ -45,7 +45,8 @@ class CountdownData(Section):
     search_tries: int | None = Field(default=None, ge=0, le=64)
     """Most wrong equations that a solution for the warm start tries before the right one, each worked out operation by
     operation; how many is drawn for each row. None: a solution shows the right equation and its value alone. Only
-    templates with `<think>` show either."""
+    templates with `<think>` show either. `bare` with the environment `data.calculator:Countdown` shows a turn for each,
+    with the reply."""
     scorer: str = "data.countdown:score"
     """`module:function` that scores an answer text against a ground truth."""
     environment: str = ""

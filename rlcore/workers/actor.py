@@ -163,6 +163,8 @@ class Actor(TrainedModel[CausalPolicy]):
             settings=algo,
             denominator=denominator,
             kl_coef=kl_coef,
+            behavior_logprobs=packed.behavior_logprobs,
+            group_ids=packed.group_ids,
         )
         return loss, statistics, output.logprobs.detach()
 

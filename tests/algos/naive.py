@@ -78,6 +78,65 @@ def cispo(
     return tokens
 
 
+def sapo(
+    policy: Flat, old: Flat, advantages: Flat, answers: Positions, low: float, high: float, dual: float | None,
+    tau_pos: float = 1.0, tau_neg: float = 1.05,
+) -> dict[int, Token]:  # fmt: skip
+    tokens = {}
+    for positions in answers:
+        for t in positions:
+            tau = tau_pos if advantages[t] > 0 else tau_neg
+            log_r = log_ratio(policy[t], old[t])
+            z = tau * (math.exp(log_r) - 1)
+            gate = 1 / (1 + math.exp(-z))
+            away = math.exp(-z) / (1 + math.exp(-z)) if z < 700 else 0.0
+            slope = -advantages[t] * 4 * gate * away * math.exp(log_r)
+            tokens[t] = (-advantages[t] * 4 / tau * gate, slope * inside(policy[t], old[t]), False, False)
+    return tokens
+
+
+def gmpo(
+    policy: Flat, old: Flat, advantages: Flat, answers: Positions, low: float, high: float, dual: float | None,
+    log_clip: float = 0.4,
+) -> dict[int, Token]:  # fmt: skip
+    tokens = {}
+    for positions in answers:
+        total, is_clipped = 0.0, {}
+        for t in positions:
+            log_r = log_ratio(policy[t], old[t])
+            is_clipped[t] = log_r > log_clip if advantages[t] > 0 else log_r < -log_clip and advantages[t] < 0
+            if advantages[t] != 0:
+                total += math.copysign(log_clip, advantages[t]) if is_clipped[t] else log_r
+        for t in positions:
+            loss = -advantages[t] * math.exp(total / len(positions))
+            slope = 0.0 if is_clipped[t] else loss
+            tokens[t] = (loss, slope * inside(policy[t], old[t]), is_clipped[t], False)
+    return tokens
+
+
+def gpg(
+    policy: Flat, old: Flat, advantages: Flat, answers: Positions, low: float, high: float, dual: float | None
+) -> dict[int, Token]:
+    return {t: (-advantages[t] * policy[t], -advantages[t], False, False) for positions in answers for t in positions}
+
+
+def dppo(
+    policy: Flat, old: Flat, advantages: Flat, answers: Positions, low: float, high: float, dual: float | None,
+    delta: float = 0.1,
+) -> dict[int, Token]:  # fmt: skip
+    tokens = {}
+    for positions in answers:
+        for t in positions:
+            ratio = math.exp(log_ratio(policy[t], old[t]))
+            away = (ratio > 1 and advantages[t] > 0) or (ratio < 1 and advantages[t] < 0)
+            if away and abs(math.exp(policy[t]) - math.exp(old[t])) > delta:
+                tokens[t] = (0.0, 0.0, True, False)
+            else:
+                slope = -advantages[t] * ratio
+                tokens[t] = (slope, slope * inside(policy[t], old[t]), False, False)
+    return tokens
+
+
 def value_loss(value: float, old: float, target: float, clip: float) -> tuple[float, float, bool]:
     near = clamp(value, old - clip, old + clip)
     if (near - target) ** 2 > (value - target) ** 2:

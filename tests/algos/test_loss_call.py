@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.algos.loss_call import problem_of, require_policy_loss
+from rlcore.algos.loss_call import bind_policy_loss, problem_of, require_policy_loss
 from rlcore.algos.losses import PolicyLoss
-from rlcore.config.algo import AlgoConfig
-from rlcore.config.rules.training import POLICY_LOSSES
+from rlcore.config.algo import POLICY_LOSSES, AlgoConfig
 from rlcore.errors import ConfigError
 
 HEAD = """
@@ -70,3 +69,62 @@ def test_a_field_of_another_shape_or_type(changes: dict[str, Any], told: str) ->
     for name, value in (fields | masks | changes).items():
         object.__setattr__(found, name, value)
     assert re.search(told, problem_of(found, torch.zeros(6)))
+
+
+# ---------------------------------------------------------------- options, and what a loss may ask for
+
+OWN = """
+import torch
+from typing import Annotated
+from pydantic import Field
+from rlcore.algos.losses import PolicyLoss, ppo_clip
+def loss(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, *, settings,
+         width: Annotated[float, Field(gt=0)] = 0.5, rounds: int, behavior_logprobs, entropy, group_ids):
+    found = ppo_clip(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, settings=settings)
+    seen.append((width, rounds, behavior_logprobs, entropy, group_ids))
+    return found
+seen = []
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A loss with options and wishes, in a file of its own."""
+    (tmp_path / "own_options.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_options", raising=False)
+    return "own_options:loss"
+
+
+def test_options_and_what_is_asked_for_by_name_are_given(own: str) -> None:
+    settings = AlgoConfig(policy_loss=own, policy_loss_options={"rounds": 3})
+    tensors = [torch.zeros(6, requires_grad=True), torch.zeros(6), torch.ones(6), torch.ones(6, dtype=torch.bool)]
+    given = {"behavior_logprobs": torch.ones(6), "entropy": torch.full((6,), 2.0), "group_ids": torch.tensor([4, 4])}
+    bind_policy_loss(settings, given)(*tensors, torch.tensor([0, 0, 0, 1, 1, 1]), 2)
+    [(width, rounds, behavior, entropy, groups)] = sys.modules["own_options"].seen
+    assert (width, rounds) == (0.5, 3)
+    assert behavior is given["behavior_logprobs"]
+    assert entropy is given["entropy"]
+    assert groups is given["group_ids"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, r"algo\.policy_loss_options\.rounds: Field required\. own_options:loss has width, rounds"),
+        ({"rounds": 1.5}, r"policy_loss_options\.rounds: must be a valid integer.*; got 1\.5"),
+        ({"rounds": 1, "width": -1}, r"policy_loss_options\.width: must be greater than 0; got -1"),
+        ({"rounds": 1, "widht": 1}, r"policy_loss_options\.widht: there is no such option; got 1.* has width, rounds"),
+    ],
+)
+def test_a_wrong_option_is_told(options: dict[str, Any], told: str, own: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        require_policy_loss(AlgoConfig(policy_loss=own, policy_loss_options=options))
+
+
+def test_an_option_of_ours_changes_the_loss_and_a_strange_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"options\.tau: there is no such option.*sapo has tau_pos, tau_neg"):
+        require_policy_loss(AlgoConfig(policy_loss="sapo", policy_loss_options={"tau": 1.0}))
+    with pytest.raises(ConfigError, match="ppo_clip has no options"):
+        require_policy_loss(AlgoConfig(policy_loss="ppo_clip", policy_loss_options={"tau": 1.0}))
+    require_policy_loss(AlgoConfig(policy_loss="sapo", policy_loss_options={"tau_pos": 0.9}))

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.algos.losses import PolicyLoss, cispo, gspo, ppo_clip, value_loss
-from rlcore.config.algo import AlgoConfig
+from rlcore.algos.losses import PolicyLoss, resolve_policy_loss, value_loss
+from rlcore.config.algo import POLICY_LOSSES, AlgoConfig
 from tests.algos import naive
 from tests.algos.compare import assert_flags, assert_tokens
 from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, grad_of, leaf, row
 
-LOSSES = {"ppo_clip": (ppo_clip, naive.ppo_clip), "gspo": (gspo, naive.gspo), "cispo": (cispo, naive.cispo)}
+LOSSES = {name: (resolve_policy_loss(name), getattr(naive, name)) for name in POLICY_LOSSES}
 SIDES = ("policy", "old", "advantages")
 CLIPS = [(0.2, 0.2, 3.0), (0.2, 0.28, None), (0.1, 0.4, 1.5), (0.9, 5.0, 1.1)]
 
@@ -40,7 +40,24 @@ def test_value_gradient_and_flags_are_those_of_the_naive_twin(
         assert_tokens(grad_of(policy), {t: token[1] for t, token in twin.items()})
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("sapo", {"tau_pos": 0.5, "tau_neg": 3.0}), ("gmpo", {"log_clip": 0.05}), ("dppo", {"delta": 0.01})],
+)
+def test_options_are_those_of_the_naive_twin(name: str, options: dict[str, float]) -> None:
+    function, twin = LOSSES[name]
+    policy, old, advantages = leaf(floats(RAGGED, 1)), floats(RAGGED, 2), floats(RAGGED, 3)
+    arguments = (RAGGED.mask, RAGGED.sequence_ids, RAGGED.num_sequences)
+    result = function(policy, old, advantages, *arguments, settings=AlgoConfig(), **options)
+    lists = policy.tolist(), old.tolist(), advantages.tolist(), RAGGED.answers()
+    expected = twin(*lists, 0.2, 0.2, None, **options)
+    assert_tokens(result.loss, {t: token[0] for t, token in expected.items()})
+    result.loss.sum().backward()
+    assert_tokens(grad_of(policy), {t: token[1] for t, token in expected.items()})
+    assert any(token[0] != twin(*lists, 0.2, 0.2, None)[t][0] for t, token in expected.items())
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "gmpo", "dppo"])
 def test_every_branch_is_reached_by_the_twin_tests(name: str) -> None:
     """The comparison above would be empty if no token were clipped: say so if the random numbers ever stop doing it."""
     settings = AlgoConfig(clip_low=0.1, clip_high=0.4, dual_clip=1.5)
@@ -51,7 +68,7 @@ def test_every_branch_is_reached_by_the_twin_tests(name: str) -> None:
     clipped = torch.cat([r.clipped for r in results])
     assert clipped.any()
     assert not clipped[RAGGED.mask.repeat(5)].all()
-    if name != "cispo":  # it has no dual clip
+    if name in ("ppo_clip", "gspo"):  # the others have no dual clip
         assert torch.cat([r.clipped_lower for r in results]).any()
 
 

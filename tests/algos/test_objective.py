@@ -16,13 +16,13 @@ from rlcore.algos.objective import (
     policy_objective,
     value_objective,
 )
-from rlcore.config.algo import Aggregation, AlgoConfig, KlConfig
+from rlcore.config.algo import POLICY_LOSSES, Aggregation, AlgoConfig, KlConfig
 from tests.algos import naive
 from tests.algos.compare import assert_tokens
 from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, grad_of, leaf
 from tests.algos.test_aggregation import denominator, partitions
 
-NAIVE = {"ppo_clip": naive.ppo_clip, "gspo": naive.gspo, "cispo": naive.cispo}
+NAIVE = {name: getattr(naive, name) for name in POLICY_LOSSES}
 NUM_FIELDS = 6
 
 

@@ -16,6 +16,8 @@ CASES = [
     ("", "algo.advantage=reinforce_pp", "algo.gamma=1"),
     ("", "algo.advantage=gae critic={}", "algo.value_clip=0.2"),
     ("algo.policy_loss=cispo", "algo.policy_loss=gspo", "algo.dual_clip=2"),
+    *[(f"algo.policy_loss={name}", "", f"algo.{key}") for name in ("sapo", "gmpo", "gpg", "dppo")
+      for key in ("clip_low=0.1", "dual_clip=2")],
     *[("", "algo.kl.where=loss", f"algo.kl.{word}") for word in ("estimator=k2", "coef=0.001", "offload=true")],
     ("algo.kl.where=loss", "algo.kl.where=reward", "algo.kl.estimator=k1"),
     *[("algo.kl.where=reward", "algo.kl.where=loss", f"algo.kl.estimator={k}") for k in ("k2", "k3", "low_var_kl")],
@@ -30,6 +32,8 @@ CASES = [
     ("", "warm_start.enabled=true", "warm_start.optim.lr=0.1"),
     ("", "warm_start.enabled=true", "data.search_tries=3"),
     ("warm_start.enabled=true data.template=bare", "warm_start.enabled=true", "data.search_tries=3"),
+    ("warm_start.enabled=true data.template=bare",
+     "warm_start.enabled=true data.template=bare data.environment=data.calculator:Countdown", "data.search_tries=3"),
     ("warm_start.enabled=true", "warm_start.enabled=true warm_start.stop_at_reward=0.5", "warm_start.check_problems=9"),
     ("warm_start.enabled=true warm_start.held_out_rows=0", "warm_start.enabled=true", "warm_start.patience=2"),
     (

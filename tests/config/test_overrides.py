@@ -172,7 +172,7 @@ def test_unknown_keys(sign, wrong, right):
         ("trainer=5", "is a section, not a value; got 5. Set one of its keys, such as trainer.batch_size"),
         ("algo.kl=loss", "is a section, not a value; got loss"),
         ("trainer=null", "is a section, not a value; got null"),
-        ("tags=5", "is a section, not a value; got 5. Set one of its keys, such as tags.owner=me"),
+        ("tags=5", "is a section, not a value; got 5. Set one of its keys, such as tags.name=value"),
         ("seed.x=1", "there is no such setting: seed is a value, not a section; got 1"),
         (
             "data.source=x",

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from rlcore.config import RunConfig
+from rlcore.config.algo import POLICY_LOSSES
 from rlcore.config.rules import RULES, broken_rules
-from rlcore.config.rules.training import POLICY_LOSSES
 from rlcore.config.run import all_keys, is_key, section_names
 
 HELD = "model.path=some/model"
@@ -336,13 +336,6 @@ def test_the_context_of_a_local_model_is_read(tmp_path, nested):
 def test_a_strange_config_json_is_left_to_the_loader(tmp_path, text):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     assert broken_rules(settings(f"model.path={tmp_path}")) == []
-
-
-def test_the_named_losses_are_the_registered_ones():
-    from rlcore.algos import losses
-
-    for name in POLICY_LOSSES:
-        assert losses.resolve_policy_loss(name).__module__ == "rlcore.algos.losses"
 
 
 def test_ranks_of_an_engine_may_share_a_head_of_keys_and_values(tmp_path):

@@ -7,10 +7,12 @@ from operator import add, mul, sub, truediv
 
 import pytest
 
-from data.countdown import build, score, tagged_answer
+from data.calculator import Countdown
+from data.countdown import CALCULATOR, TURN_END, build, score, tagged_answer
 from data.countdown_problems import CHUNK, Problem, _num_problems, draw_chunk, generate, solve
 from rlcore.config import CountdownData
 from rlcore.errors import DataError
+from rlcore.models.scratch import EOS_TOKEN
 
 DEMO = CountdownData(
     train_size=4_767,
@@ -194,6 +196,29 @@ def test_a_search_tries_wrong_equations_step_by_step_and_ends_at_the_right_one()
         tries[len(wrong)] += 1
     assert set(tries) == set(range(6))
     assert min(tries.values()) > 100
+
+
+def test_with_a_calculator_a_bare_solution_shows_the_turns_of_an_episode():
+    shown = {"template": "bare", "search_tries": 3, "environment": CALCULATOR}
+    settings = LARGE.model_copy(update=shown)
+    num_turns = Counter()
+    for row in build(settings, seed=1).splits["train"]:
+        game = Countdown()
+        game.reset(row.ground_truth)
+        *missed, right = row.solution.split(f" {TURN_END} ")
+        reply = ""
+        for text in missed:
+            assert text.startswith(reply)
+            turn = game.step(text.removeprefix(reply))
+            reply = f"{turn.reply} "
+            assert (turn.done, turn.reward) == (False, 0.0)
+        assert right.startswith(reply)
+        assert game.step(right.removeprefix(reply)).done
+        num_turns[len(missed)] += 1
+    assert set(num_turns) == set(range(4))
+    assert EOS_TOKEN == TURN_END
+    plain = build(settings.model_copy(update={"environment": ""}), seed=1).splits["train"]
+    assert all(TURN_END not in row.solution for row in plain)
 
 
 @pytest.mark.parametrize("template", ["base", "qwen-instruct"])

@@ -62,6 +62,7 @@ _VLLMS = tuple(
     for name in ("tensor_parallel_size", "memory_share", "sleep_level", "enforce_eager", "short_steps",
                  "max_batched_tokens", "prefix_caching", "canary_bound")
 )  # fmt: skip
+_UNCLIPPED = ("sapo", "gmpo", "gpg", "dppo")
 _KL = tuple(f"algo.kl.{name}" for name in ("estimator", "coef", "adaptive", "target", "horizon", "offload"))
 _WARM_START = tuple(f"warm_start.{name}" for name in WarmStartConfig.model_fields if name != "enabled")
 _ACTIONS = tuple(f"alarms.{name}" for name in ("non_finite", "grad_norm", "entropy", "equal_scores", "kl", "length"))
@@ -70,7 +71,10 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("algo.lam",), ("algo.advantage",), _one_of("gae"), "Choose algo=ppo"),
     Effect(("algo.gamma",), ("algo.advantage",), _one_of(*sorted(DISCOUNTED_ADVANTAGES)), "Choose algo=ppo"),
     Effect(("algo.value_clip",), ("critic",), _on, "Choose algo=ppo, which has a critic"),
-    Effect(("algo.dual_clip",), ("algo.policy_loss",), _none_of("cispo"), "Choose algo.policy_loss=ppo_clip or gspo"),
+    Effect(("algo.dual_clip",), ("algo.policy_loss",), _none_of("cispo", *_UNCLIPPED),
+           "Choose algo.policy_loss=ppo_clip or gspo"),
+    Effect(("algo.clip_low", "algo.clip_high"), ("algo.policy_loss",), _none_of(*_UNCLIPPED),
+           "Choose algo.policy_loss=ppo_clip, gspo or cispo"),
     Effect(_KL, ("algo.kl.where",), _on, "Set algo.kl.where=loss or reward"),
     Effect(("algo.kl.estimator",), ("algo.kl.where",), _none_of("loss"), "Set algo.kl.estimator=low_var_kl or k2",
            why="algo.kl.where=loss: its gradient there is 0 on average", of=_one_of("k1")),
@@ -89,7 +93,8 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("model.scratch",), ("model.path",), _off, "Set model.path=null"),
     Effect(_WARM_START, ("warm_start.enabled",), _on, "Set warm_start.enabled=true"),
     Effect(("data.search_tries",), ("warm_start.enabled",), _on, "Set warm_start.enabled=true"),
-    Effect(("data.search_tries",), ("data.template",), _none_of("bare", "few-shot"), "Choose data.template=chat"),
+    Effect(("data.search_tries",), ("data.template", "data.environment"),
+           _one_of("base", "qwen-instruct", "chat", "data.calculator:Countdown"), "Choose data.template=chat"),
     Effect(("warm_start.check_problems",), ("warm_start.stop_at_reward",), _on, "Set warm_start.stop_at_reward"),
     Effect(("warm_start.patience",), ("warm_start.held_out_rows",), _on, "Set warm_start.held_out_rows=256"),
     Effect(("warm_start.optim.min_lr_ratio",), ("warm_start.optim.schedule",), _none_of("constant"),

@@ -4,7 +4,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlcore.config.algo import GROUP_ADVANTAGES, AlgoConfig, OptimConfig
+from rlcore.config.algo import GROUP_ADVANTAGES, POLICY_LOSSES, AlgoConfig, OptimConfig
 from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules.registry import Rule, row, rule
 from rlcore.config.run import RunConfig
@@ -12,8 +12,6 @@ from rlcore.errors import MODULES_ARE_FOUND
 
 DISCOUNTED_ADVANTAGES: frozenset[str] = frozenset({"gae", "reinforce_pp"})
 """Advantages that read `algo.gamma`."""
-POLICY_LOSSES: tuple[str, ...] = ("ppo_clip", "gspo", "cispo")
-"""Losses that are registered under a name in `rlcore/algos/losses.py`."""
 _DEFAULT = AlgoConfig()
 
 
