@@ -3,7 +3,7 @@
     millrace run experiment=number_guessing
 
 The words are those of a model made from nothing: `+` is higher, `-` is lower, `:` is no guess. A prompt is the
-game's number in two digits of base 8, which means nothing, since the number to guess comes from the episode's seed.
+game's number in three digits of base 8, which means nothing, since the number to guess comes from the episode's seed.
 """
 
 import random
@@ -32,7 +32,7 @@ def build(settings: "CustomData", seed: int) -> TaskRows:
         prompt_form="text",
         splits={
             split: [
-                Row(prompt=(Message("user", f"{game // 8} {game % 8} >"),), ground_truth={"game": game})
+                Row(prompt=(Message("user", f"{game // 64} {game // 8 % 8} {game % 8} >"),), ground_truth={"game": game})
                 for game in games
             ]
             for split, games in splits.items()

@@ -15,7 +15,7 @@ from data.custom import build_function
 from flows.parameters import RunSettings
 from flows.plan.plan import RunPlan, make_plan
 from rlcore import sandbox
-from rlcore.config import CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
+from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.data import TaskData, parts_of
 from rlcore.config.gguf import is_gguf
 from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError
@@ -198,8 +198,9 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
         from data.demonstrations import try_demonstrations
 
         try_demonstrations(warm, model, NUM_TRIED)
-    if ":" in config.algo.policy_loss or config.algo.policy_loss_options:
-        _try_loss(config)
+    algo = config.algo
+    if ":" in f"{algo.policy_loss}{algo.advantage}" or algo.policy_loss_options or algo.advantage_options:
+        _try_functions(algo)
 
 
 def _require_problems(data: CountdownData, seed: int) -> None:
@@ -270,18 +271,18 @@ def _try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) -
             TurnTokens(load_tokenizer(directory), chat=form == "chat", max_reply_tokens=1, role=role)
 
 
-def _try_loss(config: RunConfig) -> None:
-    """In a process of its own: it needs torch, and this one does not."""
+def _try_functions(algo: AlgoConfig) -> None:
+    """Loss and advantage in a process of its own: it needs torch, and this one does not."""
+    named = f"algo.policy_loss={algo.policy_loss}, algo.advantage={algo.advantage}"
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "rlcore.algos.loss_call"], input=config.algo.model_dump_json(),
+            [sys.executable, "-P", "-m", "rlcore.algos.loss_call"], input=algo.model_dump_json(),
             capture_output=True, text=True, timeout=LOSS_DEADLINE_S, env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"algo.policy_loss: {config.algo.policy_loss} did not come back in {LOSS_DEADLINE_S:g} s on two answers of "
-            "three tokens; does it wait for something?"
+            f"{named}: no end in {LOSS_DEADLINE_S:g} s on a few tokens; does a function wait for something?"
         ) from None
     if done.returncode:
-        raise ConfigError(done.stdout or f"algo.policy_loss: {config.algo.policy_loss} fails: {done.stderr[-1_000:]}")
+        raise ConfigError(done.stdout or f"{named}: a function fails: {done.stderr[-1_000:]}")

@@ -1,13 +1,16 @@
 """Advantages: how much better an answer, or a token of it, was than expected."""
 
-from typing import Literal, assert_never
+from collections.abc import Callable
+from typing import Annotated, Literal, assert_never
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor
 
 from rlcore.algos.aggregation import masked, segment_sum
-from rlcore.config.algo import OverlongConfig
+from rlcore.algos.named import bind, find_function
+from rlcore.config.algo import ADVANTAGE_FUNCTIONS, AlgoConfig, OverlongConfig
 
 SequenceAdvantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "remax"]
 """Methods that give one advantage to each answer; the others (gae, reinforce_pp) give one to each token."""
@@ -78,6 +81,59 @@ def group_advantages(
         case _:
             assert_never(method)
     return advantages.to(scores.dtype)
+
+
+def bind_advantage(settings: AlgoConfig, *, lengths: Int[Tensor, "N"]) -> Callable[..., Tensor]:
+    """The advantage that the settings name as a function of (scores, group_ids), with its options; it gets `lengths`,
+    the answer tokens of each answer, if it has a keyword argument of that name.
+
+    Raises:
+        ConfigError: there is no such function, or `algo.advantage_options` are not its own.
+    """
+    function = find_function("algo.advantage", settings.advantage, ADVANTAGE_FUNCTIONS)
+    return bind(function, "algo.advantage", settings.advantage_options, {"lengths": lengths})
+
+
+def pass_at_k(
+    scores: Float[Tensor, "N"],
+    group_ids: Int[Tensor, "N"],
+    *,
+    k: Annotated[int, Field(ge=1)] = 4,
+    threshold: float = 0.5,
+) -> Float[Tensor, "N"]:
+    """Advantages under the reward of k answers together, which is 1 where one of them is right: pass@k.
+
+    Of a prompt's n answers, c of which are right (score of at least `threshold`), all sets of k count:
+
+        p = 1 - C(n - c, k) / C(n, k)              sigma = sqrt(p (1 - p))
+        A = (1 - p) / sigma                        of a right answer: every set with it passes
+        A = (q - p) / sigma                        of a wrong one, q = 1 - C(n - c - 1, k - 1) / C(n - 1, k - 1)
+
+    Chen et al. 2025, arXiv:2508.10751, their analytical form. 0 where p is 0 or 1. k counts as n where n is smaller.
+    """
+    right = scores >= threshold
+    members, sizes = group_members(group_ids)
+    num_right = torch.zeros_like(sizes).index_add(0, members, right.long())
+    n, c = sizes.double(), num_right.double()
+    chosen = torch.minimum(n, torch.full_like(n, k))
+    passes = 1 - _share_without(n, n - c, chosen)
+    with_wrong = 1 - _share_without(n - 1, n - c - 1, chosen - 1)
+    is_open = (c > 0) & (n - c >= chosen)  # by counts: p itself is rounded
+    sigma = (passes * (1 - passes)).sqrt()
+    value = torch.where(right, (1 - passes)[members], (with_wrong - passes)[members])
+    advantages = torch.where(is_open[members], value / sigma[members], torch.zeros_like(value))
+    return advantages.to(scores.dtype)
+
+
+def _share_without(
+    total: Float[Tensor, "P"], wrong: Float[Tensor, "P"], chosen: Float[Tensor, "P"]
+) -> Float[Tensor, "P"]:
+    """`C(wrong, chosen) / C(total, chosen)`: share of the sets of `chosen` that have wrong answers alone."""
+    logarithm = (
+        torch.lgamma(wrong + 1) - torch.lgamma(wrong - chosen + 1)
+        - torch.lgamma(total + 1) + torch.lgamma(total - chosen + 1)
+    )  # fmt: skip
+    return torch.where(wrong >= chosen, logarithm.exp(), torch.zeros_like(logarithm))
 
 
 def _required(value: Tensor | None, name: str, method: str) -> Tensor:

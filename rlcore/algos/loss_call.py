@@ -1,20 +1,18 @@
-"""Calls a policy loss with its options, and tries it on a few tokens: a wrong one is told before a model loads.
+"""Calls a policy loss with its options, and tries it and an advantage of one's own before a model loads.
 
 `python -m rlcore.algos.loss_call` reads the settings of the algorithm as JSON and writes what is wrong, if anything is.
 """
 
-import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from functools import cache, partial
-from typing import Any, get_type_hints
 
 import torch
-from pydantic import ConfigDict, ValidationError, create_model
 from torch import Tensor
 
-from rlcore.algos.losses import GIVEN, PolicyLoss, resolve_policy_loss
+from rlcore.algos.advantages import bind_advantage
+from rlcore.algos.losses import PolicyLoss, resolve_policy_loss
+from rlcore.algos.named import bind
 from rlcore.config.algo import AlgoConfig
 from rlcore.errors import ConfigError
 
@@ -22,7 +20,9 @@ SIGNATURE = (
     "loss(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, *, settings) must return "
     "rlcore.algos.losses.PolicyLoss; docs/algorithms.md has an example"
 )
-_Options = tuple[tuple[str, bool | int | float | str], ...]
+ADVANTAGE_SIGNATURE = (
+    "advantage(scores, group_ids, *, ...) must return a float for each answer; docs/algorithms.md has an example"
+)
 
 
 def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -> Callable[..., PolicyLoss]:
@@ -32,44 +32,8 @@ def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -
         ConfigError: there is no such loss, or `algo.policy_loss_options` are not its own.
     """
     function: Callable[..., PolicyLoss] = resolve_policy_loss(settings.policy_loss)
-    options, asked = _bound(function, settings.policy_loss, tuple(settings.policy_loss_options.items()))
-    return partial(function, settings=settings, **options, **{word: given[word] for word in asked})
-
-
-@cache
-def _bound(function: Callable[..., PolicyLoss], name: str, options: _Options) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The options, with their types checked by the function's own annotations, and what it asks for by name."""
-    declared = {
-        word: parameter
-        for word, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and word != "settings"
-    }
-    try:
-        hints = get_type_hints(function, include_extras=True)
-    except Exception:  # names that are imported for a type checker alone
-        hints = {}
-    fields: dict[str, Any] = {
-        word: (hints.get(word, Any), ... if parameter.default is parameter.empty else parameter.default)
-        for word, parameter in declared.items()
-        if word not in GIVEN
-    }
-    model = create_model("options", __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
-    try:
-        found = model.model_validate(dict(options))
-    except ValidationError as error:
-        raise ConfigError(_wrong_options(name, error, list(fields))) from error
-    return {word: getattr(found, word) for word in fields}, tuple(word for word in declared if word in GIVEN)
-
-
-def _wrong_options(loss: str, error: ValidationError, known: list[str]) -> str:
-    lines = []
-    for detail in error.errors():
-        rule = detail["msg"].replace("Input should be", "must be")
-        got = "" if detail["type"] == "missing" else f"; got {detail['input']!r}"
-        rule = "there is no such option" if detail["type"] == "extra_forbidden" else rule
-        lines.append(f"algo.policy_loss_options.{'.'.join(map(str, detail['loc']))}: {rule}{got}")
-    has = f"{loss} has {', '.join(known)}" if known else f"{loss} has no options"
-    return f"{'. '.join(lines)}. {has}"
+    options = settings.policy_loss_options
+    return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
 
 
 def require_policy_loss(settings: AlgoConfig) -> None:
@@ -89,14 +53,46 @@ def require_policy_loss(settings: AlgoConfig) -> None:
     except ConfigError:
         raise
     except Exception as error:  # somebody's function can raise anything
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        place = "" if where.filename == __file__ else f" ({where.filename}:{where.lineno})"
-        problem = f"raises {type(error).__name__}: {error}{place}"
+        problem = _raised(error)
     if problem:
         raise ConfigError(
             f"algo.policy_loss: must be a loss to train with; got {settings.policy_loss}, which {problem} on two "
             f"answers of three tokens. {SIGNATURE}"
         )
+
+
+def require_advantage(settings: AlgoConfig) -> None:
+    """Call an advantage that is a function, with its options, on the scores of two prompts with three answers each.
+
+    Raises:
+        ConfigError: there is no such function, it raises, or what it returns is not a finite float for each answer.
+    """
+    scores, group_ids = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1])
+    try:
+        found: object = bind_advantage(settings, lengths=torch.tensor([3, 1, 2, 5, 4, 3]))(scores, group_ids)
+    except ConfigError:
+        raise
+    except Exception as error:  # somebody's function can raise anything
+        problem = _raised(error)
+    else:
+        problem = ""
+        if not isinstance(found, torch.Tensor):
+            problem = f"returns {type(found).__name__}"
+        elif found.shape != scores.shape or not found.is_floating_point():
+            problem = f"returns shape {list(found.shape)} and {found.dtype}"
+        elif not found.isfinite().all():
+            problem = "returns what is not finite"
+    if problem:
+        raise ConfigError(
+            f"algo.advantage: must be an advantage to train with; got {settings.advantage}, which {problem} on the "
+            f"scores of six answers to two prompts. {ADVANTAGE_SIGNATURE}"
+        )
+
+
+def _raised(error: Exception) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    place = "" if where.filename == __file__ else f" ({where.filename}:{where.lineno})"
+    return f"raises {type(error).__name__}: {error}{place}"
 
 
 def problem_of(found: object, policy: torch.Tensor) -> str:
@@ -122,7 +118,10 @@ def problem_of(found: object, policy: torch.Tensor) -> str:
 def main() -> None:
     """Entry point: exit code 1 and what is wrong."""
     try:
-        require_policy_loss(AlgoConfig.model_validate_json(sys.stdin.read()))
+        settings = AlgoConfig.model_validate_json(sys.stdin.read())
+        require_policy_loss(settings)
+        if settings.advantage_function is not None:
+            require_advantage(settings)
     except ConfigError as error:
         sys.stdout.write(str(error))
         sys.exit(1)

@@ -1,6 +1,5 @@
 """Per-token losses of the policy and the critic, and how settings name a policy loss."""
 
-import importlib
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, assert_never, cast, runtime_checkable
 
@@ -10,8 +9,8 @@ from pydantic import Field
 from torch import Tensor
 
 from rlcore.algos.aggregation import masked, segment_sum, token_counts
+from rlcore.algos.named import find_function
 from rlcore.config.algo import POLICY_LOSSES, AlgoConfig, ImportanceConfig
-from rlcore.errors import ConfigError
 
 # exp(20) = 4.9e8 is far outside every clip range and far inside fp32: the bound changes no update, only prevents inf
 MAX_LOG_RATIO = 20.0
@@ -64,17 +63,7 @@ def resolve_policy_loss(name: str) -> PolicyLossFunction:
 
     Raises ConfigError if there is none.
     """
-    module_name, colon, attribute = POLICY_LOSSES.get(name, name).partition(":")
-    remedy = f"use one of {', '.join(sorted(POLICY_LOSSES))}, or `module:function` of your own"
-    if not (colon and module_name and attribute):
-        raise ConfigError(f"algo.policy_loss: there is no loss {name!r}; {remedy}")
-    try:
-        function = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"algo.policy_loss: {name!r} cannot be imported ({error}); {remedy}") from error
-    if not callable(function):
-        raise ConfigError(f"algo.policy_loss: {name!r} is a {type(function).__name__}, not a function; {remedy}")
-    return cast(PolicyLossFunction, function)
+    return cast(PolicyLossFunction, find_function("algo.policy_loss", name, POLICY_LOSSES))
 
 
 def token_log_ratio(

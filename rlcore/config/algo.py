@@ -7,8 +7,11 @@ from pydantic import Field
 
 from rlcore.config.base import Bound, Section
 
-Advantage = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo"]
-GROUP_ADVANTAGES: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo"})
+ADVANTAGE_FUNCTIONS: Mapping[str, str] = {"pass_at_k": "rlcore.algos.advantages:pass_at_k"}
+"""Advantages that are a function with options, as those of one's own are."""
+ADVANTAGES = ("gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "pass_at_k")
+"""Advantages with a short name."""
+GROUP_ADVANTAGES: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "pass_at_k"})
 """Advantages that compare the answers to one prompt with each other and so need two or more of them."""
 POLICY_LOSSES: Mapping[str, str] = {
     name: f"rlcore.algos.losses:{name}" for name in ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "gpg", "dppo")
@@ -78,8 +81,10 @@ class OverlongConfig(Section):
 class AlgoConfig(Section):
     """The algorithm. `docs/algorithms.md` maps every choice to its equation and function."""
 
-    advantage: Advantage = "grpo"
-    """Advantage estimator."""
+    advantage: str = "grpo"
+    """gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, pass_at_k, or `module:function`."""
+    advantage_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Keyword arguments of an advantage that is a function, such as `k` of pass_at_k."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per token (gae, reinforce_pp)."""
     lam: float = Field(default=1.0, ge=0, le=1)
@@ -108,6 +113,12 @@ class AlgoConfig(Section):
     """Replacement of groups of equal score."""
     overlong: OverlongConfig = OverlongConfig()
     """Soft punishment near the length limit."""
+
+    @property
+    def advantage_function(self) -> str | None:
+        """`module:function` of an advantage that is a function with options; None for the others."""
+        name = ADVANTAGE_FUNCTIONS.get(self.advantage, self.advantage)
+        return name if ":" in name else None
 
 
 OFFLOAD_PIECE_BYTES = 268_435_456

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from rlcore.algos.advantages import (
     SequenceAdvantage,
+    bind_advantage,
     comparable,
     gae,
     group_advantages,
@@ -77,7 +79,7 @@ def estimate(
     elif algo.advantage == "reinforce_pp":
         advantages, returns = reinforce_pp(token_level, mask, sequence_ids, gamma=algo.gamma)
     else:
-        sequence_level = _sequence_advantages(packed, rewards, greedy_scores, algo.advantage)
+        sequence_level = _sequence_advantages(packed, rewards, greedy_scores, algo)
         advantages = returns = spread(sequence_level, mask, sequence_ids)
     weights = mask.float()
     if algo.importance.mode != "off":
@@ -99,7 +101,7 @@ def _sequence_advantages(
     packed: PackedBatch,
     rewards: Float[Tensor, "N"],
     greedy_scores: Sequence[float] | None,
-    method: SequenceAdvantage,
+    algo: AlgoConfig,
 ) -> Float[Tensor, "N"]:
     """An advantage for each answer; 0 without a score, and where no score is there to compare its own with."""
     greedy = None if greedy_scores is None else torch.tensor(greedy_scores)
@@ -109,10 +111,15 @@ def _sequence_advantages(
         chosen = comparable(packed.score_mask, packed.group_ids)
     lengths = token_counts(packed.loss_mask, packed.sequence_ids(), packed.num_sequences)
     advantages = torch.zeros_like(rewards)
+    if algo.advantage_function is not None:
+        if chosen.any():
+            function = bind_advantage(algo, lengths=lengths[chosen])
+            advantages[chosen] = function(rewards[chosen], packed.group_ids[chosen])
+        return advantages
     advantages[chosen] = group_advantages(
         rewards[chosen],
         packed.group_ids[chosen],
-        method=method,
+        method=cast(SequenceAdvantage, algo.advantage),
         lengths=lengths[chosen],
         greedy_scores=None if greedy is None else greedy[chosen],
     )

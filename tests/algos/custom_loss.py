@@ -1,9 +1,13 @@
 """A loss variant of one's own: this one function and the line `algo.policy_loss: tests.algos.custom_loss:my_loss`."""
 
+from typing import Annotated
+
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import Field
 from torch import Tensor
 
+from rlcore.algos.advantages import group_advantages
 from rlcore.algos.losses import PolicyLoss, token_log_ratio
 from rlcore.config.algo import AlgoConfig
 
@@ -39,6 +43,17 @@ def careless_loss(
     kept = my_loss(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, settings=settings)
     garbage = torch.where(mask, 0.0, torch.nan)
     return PolicyLoss(kept.loss + garbage, kept.clipped | ~mask, kept.clipped_lower | ~mask, kept.log_ratio + garbage)
+
+
+def scaled(
+    scores: Float[Tensor, "N"],
+    group_ids: Int[Tensor, "N"],
+    *,
+    lengths: Int[Tensor, "N"],
+    factor: Annotated[float, Field(gt=0)] = 2.0,
+) -> Float[Tensor, "N"]:
+    """An advantage of one's own: `factor (s - mean) / sqrt(length)`."""
+    return factor * group_advantages(scores, group_ids, method="dr_grpo") / lengths.sqrt()
 
 
 NOT_A_FUNCTION = 3

@@ -3,6 +3,7 @@
 Nothing here imports rlcore.algos. A loss comes with its derivative by the policy's log-probability (or the value).
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -210,6 +211,21 @@ def group_advantages(
     tokens = [value for value, length in zip(out, lengths, strict=True) for _ in range(length)]
     centre, spread = mean(tokens), sum((v - mean(tokens)) ** 2 for v in tokens) / (len(tokens) - 1)
     return [(value - centre) / math.sqrt(spread + 1e-8) for value in out]
+
+
+def pass_at_k(scores: Flat, groups: Sequence[int], k: int, threshold: float) -> list[float]:
+    """Every set of k answers is one draw with reward 1 if one of them is right; an answer gets the mean standardized
+    reward of the sets that it is in."""
+    advantages = []
+    for i, group in enumerate(groups):
+        mates = [j for j, other in enumerate(groups) if other == group]
+        draws = list(itertools.combinations(mates, min(k, len(mates))))
+        rewards = [float(any(scores[j] >= threshold for j in draw)) for draw in draws]
+        p = mean(rewards)
+        deviation = math.sqrt(mean([(reward - p) ** 2 for reward in rewards]))
+        mine = [reward for reward, draw in zip(rewards, draws, strict=True) if i in draw]
+        advantages.append((mean(mine) - p) / deviation if deviation > 0 else 0.0)
+    return advantages
 
 
 def whiten(values: dict[int, float]) -> dict[int, float]:

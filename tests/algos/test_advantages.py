@@ -12,6 +12,7 @@ from rlcore.algos.advantages import (
     backward_recurrence,
     gae,
     group_advantages,
+    pass_at_k,
     reinforce_pp,
     same_sequence_follows,
     spread,
@@ -183,3 +184,18 @@ def test_backward_recurrence_is_the_loop(size: int) -> None:
 def test_of_the_sequences_only_the_last_token_is_not_followed() -> None:
     assert same_sequence_follows(torch.tensor([0, 0, 0, 1, 2, 2])).tolist() == [True, True, False, False, True, False]
     assert same_sequence_follows(torch.tensor([5])).tolist() == [False]
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 9])
+def test_pass_at_k_is_the_mean_over_all_sets_of_answers(k: int) -> None:
+    groups = [0] * 8 + [3] * 8 + [1] * 8 + [7] * 3 + [2]
+    scores = [1, 0, 0, 0, 0, 0, 0, 0, 1, 0.1, 1, 0, 1, 0.1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1]
+    found = pass_at_k(torch.tensor(scores, dtype=torch.float64), torch.tensor(groups), k=k)
+    assert found.tolist() == pytest.approx(naive.pass_at_k(scores, groups, k, 0.5), abs=1e-9)
+    assert (found[:8].abs().max() > 0) == (k < 8), "with all of them in one set every answer is equal"
+    assert found[-4:].tolist() == [0.0] * 4, "equal scores, and a group of one"
+
+
+def test_with_k_1_it_is_grpo_with_the_deviation_of_all() -> None:
+    scores, groups = torch.tensor([1.0, 0, 0, 0]).double(), torch.zeros(4, dtype=torch.int64)
+    assert_floats(pass_at_k(scores, groups, k=1), [3**0.5, *[-(3**-0.5)] * 3])

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.algos.loss_call import bind_policy_loss, problem_of, require_policy_loss
+from rlcore.algos.advantages import bind_advantage
+from rlcore.algos.loss_call import bind_policy_loss, problem_of, require_advantage, require_policy_loss
 from rlcore.algos.losses import PolicyLoss
 from rlcore.config.algo import POLICY_LOSSES, AlgoConfig
 from rlcore.errors import ConfigError
@@ -111,7 +112,7 @@ def test_options_and_what_is_asked_for_by_name_are_given(own: str) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({}, r"algo\.policy_loss_options\.rounds: Field required\. own_options:loss has width, rounds"),
+        ({}, r"algo\.policy_loss_options\.rounds: Field required\. loss has width, rounds"),
         ({"rounds": 1.5}, r"policy_loss_options\.rounds: must be a valid integer.*; got 1\.5"),
         ({"rounds": 1, "width": -1}, r"policy_loss_options\.width: must be greater than 0; got -1"),
         ({"rounds": 1, "widht": 1}, r"policy_loss_options\.widht: there is no such option; got 1.* has width, rounds"),
@@ -128,3 +129,44 @@ def test_an_option_of_ours_changes_the_loss_and_a_strange_one_is_refused() -> No
     with pytest.raises(ConfigError, match="ppo_clip has no options"):
         require_policy_loss(AlgoConfig(policy_loss="ppo_clip", policy_loss_options={"tau": 1.0}))
     require_policy_loss(AlgoConfig(policy_loss="sapo", policy_loss_options={"tau_pos": 0.9}))
+
+
+# ---------------------------------------------------------------- an advantage of one's own
+
+
+def test_an_advantage_gets_its_options_and_the_lengths() -> None:
+    settings = AlgoConfig(advantage="tests.algos.custom_loss:scaled", advantage_options={"factor": 3})
+    require_advantage(settings)
+    scores, lengths = torch.tensor([1.0, 0.0]), torch.tensor([4, 16])
+    found = bind_advantage(settings, lengths=lengths)(scores, torch.tensor([0, 0]))
+    assert found.tolist() == [3 * 0.5 / 2, 3 * -0.5 / 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"factor": 0}, r"algo\.advantage_options\.factor: must be greater than 0; got 0\. scaled has factor"),
+        ({"lengths": 1}, r"algo\.advantage_options\.lengths: there is no such option"),
+    ],
+)
+def test_a_wrong_option_of_an_advantage_is_told(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        require_advantage(AlgoConfig(advantage="tests.algos.custom_loss:scaled", advantage_options=options))
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ("scores.tolist()", "returns list"),
+        ("scores.sum()", r"returns shape \[\] and torch.float32"),
+        ("scores > 0", r"returns shape \[6\] and torch.bool"),
+        ("scores / 0", "returns what is not finite"),
+        ("1 / 0", r"raises ZeroDivisionError: division by zero \(.*own_advantage.py:1\)"),
+    ],
+)
+def test_a_wrong_advantage_is_told(returned: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_advantage.py").write_text(f"def advantage(scores, group_ids): return {returned}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_advantage", raising=False)
+    with pytest.raises(ConfigError, match=rf"algo\.advantage: .* got own_advantage:advantage, which .*{told}"):
+        require_advantage(AlgoConfig(advantage="own_advantage:advantage"))

@@ -28,10 +28,10 @@ def test_module_colon_function() -> None:
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("ppo", "there is no loss 'ppo'"),
-        ("", "there is no loss ''"),
-        ("tests.algos.custom_loss:", "there is no loss"),
-        (":my_loss", "there is no loss"),
+        ("ppo", "there is no 'ppo'"),
+        ("", "there is no ''"),
+        ("tests.algos.custom_loss:", "there is no"),
+        (":my_loss", "there is no"),
         ("tests.algos.no_such_module:f", "cannot be imported .*no_such_module"),
         ("tests.algos.custom_loss:no_such_function", "cannot be imported .*no_such_function"),
         ("tests.algos.custom_loss:NOT_A_FUNCTION", "is a int, not a function"),

@@ -13,6 +13,7 @@ from tests.config.test_rules import settings
 # What leaves the keys unread, what lets them be read, and the keys with a value.
 CASES = [
     ("", "algo.advantage=gae critic={}", "algo.lam=1"),
+    ("", "algo.advantage=pass_at_k", "algo.advantage_options.k=2"),
     ("", "algo.advantage=reinforce_pp", "algo.gamma=1"),
     ("", "algo.advantage=gae critic={}", "algo.value_clip=0.2"),
     ("algo.policy_loss=cispo", "algo.policy_loss=gspo", "algo.dual_clip=2"),

@@ -39,6 +39,7 @@ LITERALS = {
     "model.lora.target_modules": ["q_proj"],
     "tags": {"owner": "you"},
     "algo.policy_loss_options": {"width": 1.0},
+    "algo.advantage_options": {"k": 2},
 }
 
 

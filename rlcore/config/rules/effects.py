@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlcore.config.algo import ADVANTAGE_FUNCTIONS
 from rlcore.config.base import covers, leaves
 from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import shown
@@ -35,6 +36,10 @@ def _none_of(*values: Any) -> Wish:
 
 def _no_folder(value: Any) -> bool:
     return not Path(value).expanduser().is_dir()
+
+
+def _is_function(value: Any) -> bool:
+    return value in ADVANTAGE_FUNCTIONS or ":" in value
 
 
 def _several(value: Any) -> bool:
@@ -68,6 +73,7 @@ _WARM_START = tuple(f"warm_start.{name}" for name in WarmStartConfig.model_field
 _ACTIONS = tuple(f"alarms.{name}" for name in ("non_finite", "grad_norm", "entropy", "equal_scores", "kl", "length"))
 
 EFFECTS: tuple[Effect, ...] = (
+    Effect(("algo.advantage_options",), ("algo.advantage",), _is_function, "Choose algo.advantage=pass_at_k"),
     Effect(("algo.lam",), ("algo.advantage",), _one_of("gae"), "Choose algo=ppo"),
     Effect(("algo.gamma",), ("algo.advantage",), _one_of(*sorted(DISCOUNTED_ADVANTAGES)), "Choose algo=ppo"),
     Effect(("algo.value_clip",), ("critic",), _on, "Choose algo=ppo, which has a critic"),

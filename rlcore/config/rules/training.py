@@ -4,7 +4,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlcore.config.algo import GROUP_ADVANTAGES, POLICY_LOSSES, AlgoConfig, OptimConfig
+from rlcore.config.algo import ADVANTAGES, GROUP_ADVANTAGES, POLICY_LOSSES, AlgoConfig, OptimConfig
 from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules.registry import Rule, row, rule
 from rlcore.config.run import RunConfig
@@ -17,23 +17,41 @@ _DEFAULT = AlgoConfig()
 
 @rule("algo.policy_loss")
 def policy_loss_is_known(config: RunConfig) -> Problem | None:
-    """The loss is a registered one or the user's function."""
-    loss = config.algo.policy_loss
-    if loss in POLICY_LOSSES or ":" in loss:
-        return None
-    remedy = f"{did_you_mean(loss, POLICY_LOSSES)}There are {', '.join(POLICY_LOSSES)}"
-    return Problem("algo.policy_loss", "must be a loss that is there, or `module:function` of your own", loss, remedy)
+    """The loss has a short name, or is the user's function."""
+    return _unknown("algo.policy_loss", config.algo.policy_loss, tuple(POLICY_LOSSES))
+
+
+@rule("algo.advantage")
+def advantage_is_known(config: RunConfig) -> Problem | None:
+    """The advantage has a short name, or is the user's function."""
+    return _unknown("algo.advantage", config.algo.advantage, ADVANTAGES)
 
 
 @rule("algo.policy_loss")
 def own_loss_is_found(config: RunConfig) -> Problem | None:
     """The user's loss has a module that is found, and a function that is named there."""
-    loss = config.algo.policy_loss
-    module, colon, function = loss.partition(":")
+    return _unfound("algo.policy_loss", config.algo.policy_loss)
+
+
+@rule("algo.advantage")
+def own_advantage_is_found(config: RunConfig) -> Problem | None:
+    """The user's advantage has a module that is found, and a function that is named there."""
+    return _unfound("algo.advantage", config.algo.advantage)
+
+
+def _unknown(key: str, name: str, known: tuple[str, ...]) -> Problem | None:
+    if name in known or ":" in name:
+        return None
+    remedy = f"{did_you_mean(name, known)}There are {', '.join(known)}"
+    return Problem(key, "must be one that is there, or `module:function` of your own", name, remedy)
+
+
+def _unfound(key: str, name: str) -> Problem | None:
+    module, colon, function = name.partition(":")
     why = _not_found(module, function) if colon else None
     if why is None:
         return None
-    return Problem("algo.policy_loss", "must name a function as module:function", f"{loss} ({why})", MODULES_ARE_FOUND)
+    return Problem(key, "must name a function as module:function", f"{name} ({why})", MODULES_ARE_FOUND)
 
 
 def _not_found(module: str, function: str) -> str | None:

@@ -1,0 +1,87 @@
+"""Functions that the settings name: where they are found, and the arguments of their own that settings give them."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import ConfigDict, ValidationError, create_model
+
+from rlcore.errors import ConfigError
+
+R = TypeVar("R")
+Options = Mapping[str, bool | int | float | str]
+
+
+def find_function(key: str, name: str, known: Mapping[str, str]) -> Callable[..., Any]:
+    """The function of a short name in `known`, else the one that `module:function` points to.
+
+    Raises:
+        ConfigError: there is none; the message names the setting `key`.
+    """
+    module_name, colon, attribute = known.get(name, name).partition(":")
+    remedy = f"use one of {', '.join(sorted(known))}, or `module:function` of your own"
+    if not (colon and module_name and attribute):
+        raise ConfigError(f"{key}: there is no {name!r}; {remedy}")
+    try:
+        function = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{key}: {name!r} cannot be imported ({error}); {remedy}") from error
+    if not callable(function):
+        raise ConfigError(f"{key}: {name!r} is a {type(function).__name__}, not a function; {remedy}")
+    found: Callable[..., Any] = function
+    return found
+
+
+def bind(
+    function: Callable[..., R], key: str, options: Options, given: Mapping[str, Any], *, always: tuple[str, ...] = ()
+) -> Callable[..., R]:
+    """The function with `options` for its keyword arguments, and with those of `given` that it has arguments for.
+
+    `always`: names of `given` that it gets whether or not its signature shows them.
+
+    Raises:
+        ConfigError: an option that the function does not have, lacks, or refuses by its annotation; the message names
+            the setting `key`.
+    """
+    asked, values = _own_arguments(function, key, tuple(options.items()), (*given,))
+    return partial(function, **values, **{word: given[word] for word in given if word in asked or word in always})
+
+
+@cache
+def _own_arguments(
+    function: Callable[..., Any], key: str, options: tuple[tuple[str, Any], ...], given: tuple[str, ...]
+) -> tuple[frozenset[str], dict[str, Any]]:
+    """Which of the given names it asks for, and its options, their types checked by its own annotations."""
+    declared = {
+        word: parameter
+        for word, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except Exception:  # names that are imported for a type checker alone
+        hints = {}
+    fields: dict[str, Any] = {
+        word: (hints.get(word, Any), ... if parameter.default is parameter.empty else parameter.default)
+        for word, parameter in declared.items()
+        if word not in given
+    }
+    model = create_model("options", __config__=ConfigDict(extra="forbid", allow_inf_nan=False), **fields)
+    try:
+        found = model.model_validate(dict(options))
+    except ValidationError as error:
+        raise ConfigError(_wrong_options(function, key, error, list(fields))) from error
+    return frozenset(declared).intersection(given), {word: getattr(found, word) for word in fields}
+
+
+def _wrong_options(function: Callable[..., Any], key: str, error: ValidationError, known: list[str]) -> str:
+    lines = []
+    for detail in error.errors():
+        rule = detail["msg"].replace("Input should be", "must be")
+        got = "" if detail["type"] == "missing" else f"; got {detail['input']!r}"
+        rule = "there is no such option" if detail["type"] == "extra_forbidden" else rule
+        lines.append(f"{key}_options.{'.'.join(map(str, detail['loc']))}: {rule}{got}")
+    name = getattr(function, "__name__", "it")
+    return f"{'. '.join(lines)}. {name} has {', '.join(known) or 'no options'}"
