@@ -32,7 +32,9 @@ def build(settings: "CustomData", seed: int) -> TaskRows:
         prompt_form="text",
         splits={
             split: [
-                Row(prompt=(Message("user", f"{game // 64} {game // 8 % 8} {game % 8} >"),), ground_truth={"game": game})
+                Row(
+                    prompt=(Message("user", f"{game // 64} {game // 8 % 8} {game % 8} >"),), ground_truth={"game": game}
+                )
                 for game in games
             ]
             for split, games in splits.items()
