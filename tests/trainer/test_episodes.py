@@ -35,7 +35,7 @@ from tests.small_run import SmallRun, prepare, train
 ODD = "tests.rollout.odd_environments"
 SMALL = ("trainer.batch_size=8", "trainer.mini_batch_size=8", "rollout.samples_per_prompt=2", "episode.max_turns=5",
          "rollout.max_response_tokens=24", "episode.max_turn_tokens=3", "episode.max_tool_tokens=2",
-         "filter.max_prompt_tokens=8")  # fmt: skip
+         "filter.max_prompt_tokens=8", "data.train_size=48", "data.validation_size=16")  # fmt: skip
 Found = tuple[list[Rollout], list[Score], list[str]]
 
 
