@@ -79,9 +79,9 @@ def of_turns(config: RunConfig, turns: int) -> RunConfig:
 
 def run(arguments: argparse.Namespace, directory: Path) -> list[dict[str, Any]]:
     """A row for each number of turns."""
-    most = arguments.longest + max(TURNS) * (len(REPLY.split()) + 1)
+    most = arguments.longest + max(arguments.turns) * (len(REPLY.split()) + 1)
     arguments.overrides = [
-        f"data.environment={__name__ if __name__ != '__main__' else 'benchmarks.episode_step'}:Replies",
+        "data.environment=benchmarks.episode_step:Replies",
         f"rollout.max_response_tokens={most}", *arguments.overrides,
     ]  # fmt: skip
     config = settings(arguments, directory)
@@ -120,11 +120,11 @@ def row(turns: int, results: Sequence[tuple[StepResult, float | None]]) -> dict[
         for answers in (result.experience.rollouts for result, _ in results)
     ]
     shares = [share for _, share in results if share is not None]
-    step_s, gen_s = median("perf/time_per_step"), median("timing_s/gen")
+    step_s = median("perf/time_per_step")
     return {
         "turns": turns,
         "step_s": step_s,
-        "gen_s": gen_s,
+        "gen_s": median("timing_s/gen"),
         "environment_s": median("timing_s/environment"),
         "update_s": median("timing_s/update_actor"),
         "tokens": median("perf/total_num_tokens"),

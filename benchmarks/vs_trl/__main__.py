@@ -85,7 +85,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1, help="rounds of all sides, each with a seed of its own")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--warm-up", type=int, default=2, help="batches before the measured ones")
-    parser.add_argument("--steps", type=int, help="measured batches (5 on a GPU, 60 on a CPU)")
+    parser.add_argument("--steps", type=int, help="measured batches (5; with learning curves 60 less the warm-up)")
     parser.add_argument("--experiment", help="learn this experiment from its warm start (CPU: countdown_demo)")
     parser.add_argument("--threads", type=int, help="torch threads of each side (4 beside a GPU, else 1)")
     parser.add_argument("--root", type=Path, help="folder for the experiment's data and model; kept and used again")

@@ -26,7 +26,7 @@ ADVANTAGE_SIGNATURE = (
 
 
 def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -> Callable[..., PolicyLoss]:
-    """The loss that the settings name, with its options, and with those of `given` (see `GIVEN`) that it asks for.
+    """The loss that the settings name, with its options and what it asks for of `given` (`PolicyLossFunction`).
 
     Raises:
         ConfigError: there is no such loss, or `algo.policy_loss_options` are not its own.

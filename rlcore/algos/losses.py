@@ -1,7 +1,7 @@
 """Per-token losses of the policy and the critic, and how settings name a policy loss."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, assert_never, cast, runtime_checkable
+from typing import Annotated, Protocol, assert_never, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -34,7 +34,9 @@ class PolicyLoss:
 class PolicyLossFunction(Protocol):
     """A pure function of packed tensors. What lies under a False mask may be anything and must not be read.
 
-    Further keyword arguments are options, whose values `algo.policy_loss_options` gives, or one of `GIVEN` by name.
+    Further keyword arguments are options, whose values `algo.policy_loss_options` gives, or have the name of something
+    that is given: `behavior_logprobs`, the engine's log-probabilities Float[T]; `entropy`, the policy's, Float[T],
+    without gradient; `group_ids`, for each sequence the number of its prompt Int[N].
     """
 
     def __call__(
@@ -47,15 +49,9 @@ class PolicyLossFunction(Protocol):
         num_sequences: int,
         *,
         settings: AlgoConfig,
-        **more: Any,
     ) -> PolicyLoss:
         """Loss of each answer token, 0 elsewhere; its gradient is with respect to `policy_logprobs` alone."""
         ...
-
-
-GIVEN = ("behavior_logprobs", "entropy", "group_ids")
-"""What a policy loss is given if it has a keyword argument of that name: the engine's log-probabilities Float[T], the
-policy's entropy Float[T] without gradient, and for each sequence the number of its prompt Int[N]."""
 
 
 def resolve_policy_loss(name: str) -> PolicyLossFunction:
@@ -98,6 +94,16 @@ def clipped_surrogate(
     return torch.where(clipped_lower, ceiling, loss), clipped, clipped_lower
 
 
+def _sequence_mean(
+    log_ratio: Float[Tensor, "T"], mask: Bool[Tensor, "T"], sequence_ids: Int[Tensor, "T"], num_sequences: int
+) -> Float[Tensor, "T"]:
+    """At each answer token the mean over its sequence's, with the gradient of the token's own."""
+    counts = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
+    sequence_log_ratio = (segment_sum(log_ratio.detach(), sequence_ids, num_sequences) / counts)[sequence_ids]
+    # the added difference is exactly 0 in value and carries the token's gradient
+    return masked(sequence_log_ratio, mask) + (log_ratio - log_ratio.detach())
+
+
 def ppo_clip(
     policy_logprobs: Float[Tensor, "T"],
     old_logprobs: Float[Tensor, "T"],
@@ -137,10 +143,7 @@ def gspo(
     Its clip range is meant to be small (3e-4, 4e-4), its aggregation seq-mean-token-mean.
     """
     log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
-    counts = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
-    sequence_log_ratio = (segment_sum(log_ratio.detach(), sequence_ids, num_sequences) / counts)[sequence_ids]
-    # the added difference is exactly 0 in value and carries the token's gradient
-    token_form = masked(sequence_log_ratio, mask) + (log_ratio - log_ratio.detach())
+    token_form = _sequence_mean(log_ratio, mask, sequence_ids, num_sequences)
     loss, clipped, clipped_lower = clipped_surrogate(token_form, masked(advantages, mask), settings=settings)
     return PolicyLoss(loss, clipped, clipped_lower, log_ratio)
 
@@ -217,9 +220,7 @@ def gmpo(
     sign = advantages.sign()
     signed = sign * log_ratio
     bounded = sign * signed.clamp(max=log_clip)
-    lengths = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
-    mean = (segment_sum(bounded.detach(), sequence_ids, num_sequences) / lengths)[sequence_ids]
-    loss = -advantages * (masked(mean, mask) + (bounded - bounded.detach())).exp()
+    loss = -advantages * _sequence_mean(bounded, mask, sequence_ids, num_sequences).exp()
     return PolicyLoss(loss, signed > log_clip, torch.zeros_like(mask), log_ratio)
 
 

@@ -146,7 +146,7 @@ def policy_objective(
     the entropy of the policy at each token, which needs a gradient only if entropy_coef is not 0. Without
     `old_logprobs` (a batch that gets one update) the policy's own are the old ones. `ref_logprobs` is read only where a
     KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`). `behavior_logprobs` and
-    `group_ids` are for losses that ask for them (`GIVEN`).
+    `group_ids` are for losses that ask for them (`PolicyLossFunction`).
     """
     old_logprobs = policy_logprobs.detach() if old_logprobs is None else old_logprobs
 

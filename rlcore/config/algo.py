@@ -9,10 +9,10 @@ from rlcore.config.base import Bound, Section
 
 ADVANTAGE_FUNCTIONS: Mapping[str, str] = {"pass_at_k": "rlcore.algos.advantages:pass_at_k"}
 """Advantages that are a function with options, as those of one's own are."""
-ADVANTAGES = ("gae", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "pass_at_k")
-"""Advantages with a short name."""
 GROUP_ADVANTAGES: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "pass_at_k"})
 """Advantages that compare the answers to one prompt with each other and so need two or more of them."""
+ADVANTAGES = ("gae", "reinforce_pp", "remax", *sorted(GROUP_ADVANTAGES))
+"""Advantages with a short name."""
 POLICY_LOSSES: Mapping[str, str] = {
     name: f"rlcore.algos.losses:{name}" for name in ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "gpg", "dppo")
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.config.algo import ADVANTAGE_FUNCTIONS
+from rlcore.config.algo import AlgoConfig
 from rlcore.config.base import covers, leaves
 from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import shown
@@ -39,7 +39,7 @@ def _no_folder(value: Any) -> bool:
 
 
 def _is_function(value: Any) -> bool:
-    return value in ADVANTAGE_FUNCTIONS or ":" in value
+    return AlgoConfig(advantage=value).advantage_function is not None
 
 
 def _several(value: Any) -> bool:
