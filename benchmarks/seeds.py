@@ -2,6 +2,7 @@
 
     python benchmarks/seeds.py                                    # countdown_demo, seeds 1 2 3
     python benchmarks/seeds.py --experiment countdown_ppo_demo --seeds 1 2 3
+    python benchmarks/seeds.py --experiment smollm2_countdown --read ROOT/runs/NAME ...     # runs made elsewhere
 
 Runs `millrace run` for each seed (a finished one is not run again), reads the validations that the runs have kept, and
 writes docs/results/<experiment>_seeds.{json,svg} and prints a Markdown table.
@@ -28,7 +29,11 @@ def run_seed(experiment: str, seed: int, overrides: list[str]) -> dict[str, obje
     begun = time.perf_counter()
     subprocess.run([sys.executable, "-m", "flows.cli", "run", *arguments], check=True)
     seconds = time.perf_counter() - begun
-    layout = RunLayout.of(load_config(arguments))
+    return {**read_seed(RunLayout.of(load_config(arguments)), seed), "command_s": round(seconds, 1)}
+
+
+def read_seed(layout: RunLayout, seed: int) -> dict[str, object]:
+    """Held-out figures by step that the run's folder keeps, and the last step's explained variance of a critic."""
     results = sorted(
         (ValidationResult.read(file) for file in layout.validation.glob("step-*.json")), key=lambda result: result.step
     )
@@ -48,7 +53,11 @@ def run_seed(experiment: str, seed: int, overrides: list[str]) -> dict[str, obje
         )
     last = read_journal(layout.journal)[-1].metrics
     critic = {name: last[name] for name in ("critic/vf_explained_var",) if name in last}
-    return {"seed": seed, "command_s": round(seconds, 1), "validations": steps, "last_step": critic}
+    return {"seed": seed, "validations": steps, "last_step": critic}
+
+
+def _seed_of(folder: Path) -> int:
+    return int(json.loads((folder / "settings.json").read_text())["seed"])
 
 
 def draw(experiment: str, runs: list[dict[str, object]], file: Path) -> None:
@@ -100,9 +109,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", default="countdown_demo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--read", type=Path, nargs="+", metavar="RUN", help="read these run folders, run nothing")
     parser.add_argument("overrides", nargs="*", help="settings as on the command line")
     arguments = parser.parse_args()
-    runs = [run_seed(arguments.experiment, seed, arguments.overrides) for seed in arguments.seeds]
+    if arguments.read:
+        runs = [read_seed(RunLayout(folder.parents[1], folder), _seed_of(folder)) for folder in arguments.read]
+    else:
+        runs = [run_seed(arguments.experiment, seed, arguments.overrides) for seed in arguments.seeds]
     RESULTS.mkdir(parents=True, exist_ok=True)
     stem = RESULTS / f"{arguments.experiment}_seeds"
     stem.with_suffix(".json").write_text(json.dumps(runs, indent=1) + "\n")
