@@ -29,11 +29,12 @@ def run_seed(experiment: str, seed: int, overrides: list[str]) -> dict[str, obje
     begun = time.perf_counter()
     subprocess.run([sys.executable, "-m", "flows.cli", "run", *arguments], check=True)
     seconds = time.perf_counter() - begun
-    return {**read_seed(RunLayout.of(load_config(arguments)), seed), "command_s": round(seconds, 1)}
+    return {**read_seed(RunLayout.of(load_config(arguments))), "command_s": round(seconds, 1)}
 
 
-def read_seed(layout: RunLayout, seed: int) -> dict[str, object]:
+def read_seed(layout: RunLayout) -> dict[str, object]:
     """Held-out figures by step that the run's folder keeps, and the last step's explained variance of a critic."""
+    seed = json.loads(layout.settings_json.read_text())["seed"]
     results = sorted(
         (ValidationResult.read(file) for file in layout.validation.glob("step-*.json")), key=lambda result: result.step
     )
@@ -54,10 +55,6 @@ def read_seed(layout: RunLayout, seed: int) -> dict[str, object]:
     last = read_journal(layout.journal)[-1].metrics
     critic = {name: last[name] for name in ("critic/vf_explained_var",) if name in last}
     return {"seed": seed, "validations": steps, "last_step": critic}
-
-
-def _seed_of(folder: Path) -> int:
-    return int(json.loads((folder / "settings.json").read_text())["seed"])
 
 
 def draw(experiment: str, runs: list[dict[str, object]], file: Path) -> None:
@@ -113,7 +110,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="settings as on the command line")
     arguments = parser.parse_args()
     if arguments.read:
-        runs = [read_seed(RunLayout(folder.parents[1], folder), _seed_of(folder)) for folder in arguments.read]
+        runs = [read_seed(RunLayout(folder.parents[1], folder)) for folder in map(Path.resolve, arguments.read)]
     else:
         runs = [run_seed(arguments.experiment, seed, arguments.overrides) for seed in arguments.seeds]
     RESULTS.mkdir(parents=True, exist_ok=True)
