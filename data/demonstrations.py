@@ -16,6 +16,7 @@ prefix of a conversation must keep its tokens. The result has, for training and 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,13 @@ class Tokenized:
     lengths: tuple[int, ...]
 
 
-def demonstrations_fingerprint(config: WarmStartConfig, tokenizer_dir: Path, *, seed: int) -> str:
+Encode = Callable[[Sequence[Record]], list[Tokenized | None]]
+"""Tokenizes rows: None for one without text to learn."""
+
+
+def demonstrations_fingerprint(
+    config: WarmStartConfig, tokenizer_dir: Path, *, seed: int, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> str:
     """Fingerprint of the tokenized demonstrations of `warm_start.demonstrations`."""
     payload = {
         "format": DEMONSTRATIONS_FORMAT,
@@ -63,6 +70,7 @@ def demonstrations_fingerprint(config: WarmStartConfig, tokenizer_dir: Path, *, 
         "held_out_rows": config.held_out_rows,
         "seed": seed,
         "source": source_digest(*_SOURCE),
+        **({"chat_template_kwargs": chat_template_kwargs} if chat_template_kwargs else {}),
     }
     return fingerprint("demonstrations", payload)
 
@@ -73,24 +81,27 @@ def tokenize_demonstrations(
     *,
     seed: int,
     root: Path,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> StageResult:
     """Tokenize a file of demonstrations, unless that has been done, and hold out some of them.
 
     Counts are rows of `train` and `validation`, and of what was left out: `overlong`, `empty` (an answer without text),
-    `duplicate`. `on_progress` is called with the rows done.
+    `duplicate`. `chat_template_kwargs` are further names that the chat template reads. `on_progress` is called with the
+    rows done.
 
     Raises:
         DataError: a row that breaks the form, an answer that the template changes, or no row left.
         DiskSpaceError: no room. Nothing is left behind.
     """
-    digest = demonstrations_fingerprint(config, tokenizer_dir, seed=seed)
+    digest = demonstrations_fingerprint(config, tokenizer_dir, seed=seed, chat_template_kwargs=chat_template_kwargs)
     directory = root / "demonstrations" / digest
     if (manifest := finished_or_set_aside(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
     file = Path(config.demonstrations or "").expanduser()
     counts: Counter[str] = Counter()
-    kept = _fitting(file, tokenizer_dir, config.max_tokens, counts, on_progress)
+    encode = partial(_encoder, file, tokenizer_dir, chat_template_kwargs)
+    kept = _fitting(file, encode, config.max_tokens, counts, on_progress)
     if len(kept) < 2:
         reasons = ", ".join(f"{count:,} {name}" for name, count in counts.items()) or "the file has too few rows"
         raise DataError(
@@ -113,7 +124,12 @@ def tokenize_demonstrations(
     return StageResult(directory, digest, cached=False, counts=facts["counts"])
 
 
-def try_demonstrations(config: WarmStartConfig, tokenizer_dir: Path, num_rows: int) -> None:
+def try_demonstrations(
+    config: WarmStartConfig,
+    tokenizer_dir: Path,
+    num_rows: int,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> None:
     """Tokenize the first rows, as the stage will.
 
     Raises:
@@ -122,18 +138,22 @@ def try_demonstrations(config: WarmStartConfig, tokenizer_dir: Path, num_rows: i
     file = Path(config.demonstrations or "").expanduser()
     rows = list(islice(records_of(file), num_rows))
     if rows:
-        _encoder(file, tokenizer_dir, rows[0])(rows)
+        _encoder(file, tokenizer_dir, chat_template_kwargs, rows[0])(rows)
 
 
 def _fitting(
-    file: Path, tokenizer_dir: Path, max_tokens: int, counts: Counter[str], on_progress: Callable[[int], None]
+    file: Path,
+    encoder: Callable[[Record], Encode],
+    max_tokens: int,
+    counts: Counter[str],
+    on_progress: Callable[[int], None],
 ) -> list[Tokenized]:
     """The rows that are left, in the file's order; the others are counted."""
     rows, kept, seen = records_of(file), [], set()
-    encode: Callable[[Sequence[Record]], list[Tokenized | None]] | None = None
+    encode: Encode | None = None
     done = 0
     while batch := list(islice(rows, ROWS_PER_GROUP)):
-        encode = encode or _encoder(file, tokenizer_dir, batch[0])
+        encode = encode or encoder(batch[0])
         for found in encode(batch):
             if found is None:
                 counts["empty"] += 1
@@ -191,10 +211,10 @@ def _messages(row: Record) -> list[dict[str, str]]:
 # ---------------------------------------------------------------------- rows to tokens
 
 
-def _encoder(file: Path, tokenizer_dir: Path, first: Record) -> Callable[[Sequence[Record]], list[Tokenized | None]]:
+def _encoder(file: Path, tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None, first: Record) -> Encode:
     """How the rows of a file are tokenized, by the form of the first: None for one without text to learn."""
     if "messages" in first.values:
-        return _Conversations(tokenizer_dir).encode
+        return _Conversations(tokenizer_dir, chat_template_kwargs).encode
     if {"prompt", "completion"} <= first.values.keys():
         tokenizer = PromptTokenizer(tokenizer_dir, chat=False, short_way=False)
         return lambda rows: _completions(rows, tokenizer)
@@ -220,9 +240,11 @@ def _completions(rows: Sequence[Record], tokenizer: PromptTokenizer) -> list[Tok
 class _Conversations:
     """Tokenizes conversations by the chat template."""
 
-    def __init__(self, tokenizer_dir: Path) -> None:
+    def __init__(self, tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None) -> None:
         self._name = str(tokenizer_dir)
-        self._tokenizer = PromptTokenizer(tokenizer_dir, chat=True, short_way=False)
+        self._tokenizer = PromptTokenizer(
+            tokenizer_dir, chat=True, short_way=False, chat_template_kwargs=chat_template_kwargs
+        )
 
     def encode(self, rows: Sequence[Record]) -> list[Tokenized | None]:
         """Ids and answers of each row; all prefixes of all rows are tokenized together."""

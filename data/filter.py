@@ -56,7 +56,13 @@ Progress = Callable[[str, int, int], None]
 
 
 def filter_fingerprint(
-    dataset: str, tokenizer: str, config: FilterConfig, *, chat: bool | None = None, tools: Sequence[str] = ()
+    dataset: str,
+    tokenizer: str,
+    config: FilterConfig,
+    *,
+    chat: bool | None = None,
+    tools: Sequence[str] = (),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
     """Fingerprint of the filtered rows; `dataset` and `tokenizer` are fingerprints too."""
     payload = {
@@ -67,6 +73,7 @@ def filter_fingerprint(
         "chat": chat,
         "source": source_digest(*_SOURCE),
         **({"tools": tool_schemas(tools)} if tools else {}),
+        **({"chat_template_kwargs": chat_template_kwargs} if chat_template_kwargs else {}),
     }
     return fingerprint("filter", payload)
 
@@ -84,12 +91,13 @@ def filter_dataset(
     root: Path,
     chat: bool | None = None,
     tools: Sequence[str] = (),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     on_progress: Progress | None = None,
 ) -> StageResult:
     """Tokenize and filter a published dataset, unless that has been done; a mixture part by part.
 
     `chat` is whether the tokenizer's chat template is applied; None: by the form of the dataset's prompts. `tools` are
-    those of `episode.tools`, which the template shows.
+    those of `episode.tools`, which the template shows; `chat_template_kwargs` are further names that it reads.
     Counts are rows of `train` and `validation`, and of what was left out: `train/overlong`, `train/duplicate`, ...
 
     Raises:
@@ -100,11 +108,12 @@ def filter_dataset(
     if dataset is None:
         raise DataError(f"{dataset_dir}: is no finished dataset (no manifest.json); make it with `millrace run`")
     tokenizer_print = tokenizer_fingerprint(tokenizer_dir)
-    digest = filter_fingerprint(dataset.values["fingerprint"], tokenizer_print, config, chat=chat, tools=tools)
+    rendering: dict[str, Any] = {"chat": chat, "tools": tools, "chat_template_kwargs": chat_template_kwargs}
+    digest = filter_fingerprint(dataset.values["fingerprint"], tokenizer_print, config, **rendering)
     directory = filtered_directory(digest, root)
     if (parts := part_directories(dataset_dir)) != (dataset_dir,):
         found = [
-            filter_dataset(part, tokenizer_dir, config, root=root, chat=chat, tools=tools, on_progress=on_progress)
+            filter_dataset(part, tokenizer_dir, config, root=root, on_progress=on_progress, **rendering)
             for part in parts
         ]
         if finished_or_set_aside(directory) is None:
@@ -125,6 +134,7 @@ def filter_dataset(
         config,
         chat,
         tool_schemas(tools) if tools else (),
+        chat_template_kwargs,
         on_progress or (lambda split, done, total: None),
     )
     with published_directory(directory, facts) as folder:
@@ -177,6 +187,7 @@ class _Job:
     config: FilterConfig
     chat: bool | None
     tools: Sequence[Mapping[str, Any]]
+    chat_template_kwargs: Mapping[str, Any] | None
     on_progress: Progress
 
     def run(self, folder: Path, document: Mapping[str, Any], *, short_way: bool) -> _Tally:
@@ -188,7 +199,13 @@ class _Job:
             origin = provenance(source)
             chat = origin.get("prompt_form") != "text" if self.chat is None else self.chat
             if chat not in tokenizers:
-                tokenizers[chat] = PromptTokenizer(self.tokenizer_dir, chat=chat, short_way=short_way, tools=self.tools)
+                tokenizers[chat] = PromptTokenizer(
+                    self.tokenizer_dir,
+                    chat=chat,
+                    short_way=short_way,
+                    tools=self.tools,
+                    chat_template_kwargs=self.chat_template_kwargs,
+                )
             work = _Split(source, split, self.config, tokenizers[chat], watch, tally)
             self._write(work, folder / source.name, {**document, "split": split, "origin": origin})
         return tally

@@ -65,7 +65,7 @@ def task_of(config: TaskData) -> Task:
 
 def _settings(config: TaskData, task: Task) -> dict[str, Any]:
     """The settings that a row depends on."""
-    return config.model_dump(mode="json", exclude={"scorer", "environment", *task.places})
+    return config.model_dump(mode="json", exclude={"scorer", "environment", "chat_template_kwargs", *task.places})
 
 
 def input_digests(config: DataConfig, root: Path) -> dict[str, str]:

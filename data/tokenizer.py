@@ -14,7 +14,7 @@ when a tokenizer is opened, so a cached filter starts quickly.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import chain
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2.meta import find_undeclared_variables
 
 from rlcore.errors import DataError
 
@@ -50,6 +51,8 @@ _TODAY = date(2024, 7, 26)
 # One text in so many is also rendered and tokenized the long way, and compared.
 _CHECK_EVERY = 256
 _MARK = "MillraceContent"
+# Names that every chat template gets from transformers.
+_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"}
 
 # Pieces kept; a piece is a short string and a few ids, so this bounds the cache at some 200 MB.
 _MAX_PIECES = 1_000_000
@@ -103,14 +106,22 @@ def load_tokenizer(directory: Path) -> Any:
 class PromptTokenizer:
     """Renders and tokenizes prompts and answers. The short way is checked on a sample of the texts.
 
-    `tools`: JSON schemas of functions that the chat template shows to the model.
+    `tools`: JSON schemas of functions that the chat template shows to the model. `chat_template_kwargs`: further names
+    that it reads.
 
     Raises:
-        DataError: no tokenizer, or prompts are chats and it has no chat template, or one that shows no tools.
+        DataError: no tokenizer, or prompts are chats and it has no chat template, or one that shows no tools, or does
+            not read one of the names.
     """
 
     def __init__(
-        self, directory: Path, *, chat: bool, short_way: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        directory: Path,
+        *,
+        chat: bool,
+        short_way: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._name = str(directory)
         self._tokenizer = load_tokenizer(directory)
@@ -121,6 +132,9 @@ class PromptTokenizer:
                 "put a chat_template.jinja beside the tokenizer, or choose a prompt that is plain text "
                 "(data.template=base for countdown, data.template=text for gsm8k)"
             )
+        self._template_kwargs = chat_template_kwargs or {}
+        if chat and self._template_kwargs:
+            self._require_read(self._template_kwargs)
         self._tools = None
         if chat and tools:
             asked = [{"role": "user", "content": _MARK}]
@@ -219,6 +233,7 @@ class PromptTokenizer:
                     tokenize=False,
                     add_generation_prompt=opened,
                     strftime_now=_TODAY.strftime,
+                    **self._template_kwargs,
                 )
             )
         except Exception as error:  # jinja's own classes, and what a template raises
@@ -236,6 +251,20 @@ class PromptTokenizer:
             if found[index] != ids:
                 raise ShortWayError(texts[index])
         return found
+
+    def _require_read(self, names: Collection[str]) -> None:
+        """Refuse names that the template does not read: transformers passes over them in silence."""
+        try:
+            tree = _template_syntax().parse(self._tokenizer.get_chat_template())
+        except (TemplateSyntaxError, ValueError):  # rendering says what is wrong, or knows a tag that jinja does not
+            return
+        read = find_undeclared_variables(tree) - _GIVEN - set(self._tokenizer.special_tokens_map)
+        if unread := sorted(set(names) - read):
+            raise DataError(
+                f"{self._name}: its chat template does not read {', '.join(unread)} (data.chat_template_kwargs), only "
+                f"{', '.join(sorted(read)) or 'the messages'}. Correct the name or leave it out, or put a "
+                "chat_template.jinja that reads it beside the tokenizer"
+            )
 
     def _find_special_tokens(self) -> tuple[bytes, bytes] | None:
         """Special tokens before and after a text; None where one text does not show them.
@@ -292,9 +321,14 @@ class ChatFrame:
         return f"{self.before}{content.strip() if self.strips else content}{self.after}"
 
 
+def _template_syntax() -> Environment:
+    """Parses chat templates; nothing is run."""
+    return Environment(extensions=["jinja2.ext.loopcontrols"])
+
+
 def _looked_for(template: str) -> Iterator[str]:
     """String constants on the left of `in`, and arguments of methods and filters (startswith, split, replace)."""
-    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)  # nothing is run
+    tree = _template_syntax().parse(template)
     for compare in tree.find_all(nodes.Compare):
         if any(operand.op in ("in", "notin") for operand in compare.ops):
             yield from _strings([compare.expr])

@@ -197,7 +197,7 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
     if warm.enabled and warm.demonstrations is not None and model.is_dir() and not plan.stage("warm-start").cached:
         from data.demonstrations import try_demonstrations
 
-        try_demonstrations(warm, model, NUM_TRIED)
+        try_demonstrations(warm, model, NUM_TRIED, config.data.chat_template_kwargs)
     algo = config.algo
     if ":" in f"{algo.policy_loss}{algo.advantage}" or algo.policy_loss_options or algo.advantage_options:
         _try_functions(algo)
@@ -260,15 +260,28 @@ def _try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) -
     from data.tokenizer import PromptTokenizer
 
     tools = tool_schemas(config.episode.tools) if config.episode.tools else []
-    for form in dict.fromkeys(row.prompt_form for row in rows):
-        tokenizer = PromptTokenizer(directory, chat=form == "chat", tools=tools)
+    forms = dict.fromkeys(row.prompt_form for row in rows)
+    template_kwargs = config.data.chat_template_kwargs
+    if template_kwargs and forms and "chat" not in forms:
+        raise ConfigError(
+            f"data.chat_template_kwargs={template_kwargs}: no prompt is a chat, so no chat template is applied. Leave "
+            "it out, or choose data.template=chat"
+        )
+    for form in forms:
+        tokenizer = PromptTokenizer(directory, chat=form == "chat", tools=tools, chat_template_kwargs=template_kwargs)
         tokenizer.encode_prompts(tokenizer.texts([row.prompt for row in rows if row.prompt_form == form]))
         if config.data.environment:
             from rlcore.models.load import load_tokenizer
             from rlcore.rollout.turns import TurnTokens
 
             role = "tool" if tools else "user"
-            TurnTokens(load_tokenizer(directory), chat=form == "chat", max_reply_tokens=1, role=role)
+            TurnTokens(
+                load_tokenizer(directory),
+                chat=form == "chat",
+                max_reply_tokens=1,
+                role=role,
+                chat_template_kwargs=template_kwargs,
+            )
 
 
 def _try_functions(algo: AlgoConfig) -> None:

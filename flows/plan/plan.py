@@ -241,7 +241,11 @@ def _data_stages(config: RunConfig, root: Path) -> tuple[StagePlan, StagePlan]:
     if damage or not tokenizer.is_dir():
         return dataset, StagePlan("filter", None, None, False, _again(damage) or "after its tokenizer is made")
     filter_digest = filter_fingerprint(
-        digest, tokenizer_fingerprint(tokenizer), config.filter, tools=config.episode.tools
+        digest,
+        tokenizer_fingerprint(tokenizer),
+        config.filter,
+        tools=config.episode.tools,
+        chat_template_kwargs=config.data.chat_template_kwargs,
     )
     filtered = filtered_directory(filter_digest, root)
     manifest, damage = finished_or_why(filtered)

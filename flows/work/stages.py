@@ -67,8 +67,15 @@ def filter_rows(config: RunConfig) -> StageResult:
 
     root = _root(config)
     tokenizer = ensure_tokenizer(config)
-    tools = config.episode.tools
-    return filter_dataset(_dataset(config), tokenizer, config.filter, root=root, tools=tools, on_progress=_show_rows)
+    return filter_dataset(
+        _dataset(config),
+        tokenizer,
+        config.filter,
+        root=root,
+        tools=config.episode.tools,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+        on_progress=_show_rows,
+    )
 
 
 def _show_rows(split: str, done: int, total: int) -> None:
@@ -86,7 +93,13 @@ def tokenize_demonstrations(config: RunConfig) -> StageResult:
     """Tokenize the file of demonstrations, or find the result."""
     from data import tokenize_demonstrations
 
-    return tokenize_demonstrations(config.warm_start, ensure_tokenizer(config), seed=config.seed, root=_root(config))
+    return tokenize_demonstrations(
+        config.warm_start,
+        ensure_tokenizer(config),
+        seed=config.seed,
+        root=_root(config),
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
 
 
 def inputs_of(

@@ -15,7 +15,18 @@ ALL_SOURCES = "all"
 """Name of all held-out problems together, where they come from several sources: `val-core/all/...`."""
 
 
-class CountdownData(Section):
+class Conversation(Section):
+    """What the datasets of all tasks have: how a conversation with the model goes."""
+
+    environment: str = ""
+    """`module:Class` that replies to the model's turns and rewards them in place of the scorer (docs/environments.md);
+    '' for answers of one turn."""
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Names that the tokenizer's chat template reads, such as `enable_thinking=false` for Qwen3, in prompts,
+    demonstrations and later turns alike."""
+
+
+class CountdownData(Conversation):
     """Problems of the countdown task: reach a target from given numbers, each used exactly once."""
 
     task: Literal["countdown"] = "countdown"
@@ -49,12 +60,9 @@ class CountdownData(Section):
     with the reply."""
     scorer: str = "data.countdown:score"
     """`module:function` that scores an answer text against a ground truth."""
-    environment: str = ""
-    """`module:Class` that replies to the model's turns and rewards them in place of the scorer (docs/environments.md);
-    '' for answers of one turn."""
 
 
-class Gsm8kData(Section):
+class Gsm8kData(Conversation):
     """Grade-school maths word problems (GSM8K) from the hub or local files."""
 
     task: Literal["gsm8k"] = "gsm8k"
@@ -67,12 +75,9 @@ class Gsm8kData(Section):
     """chat: the tokenizer's chat template is applied. text: the question alone, for base models."""
     scorer: str = "data.gsm8k:score"
     """`module:function` that scores an answer text against a ground truth."""
-    environment: str = ""
-    """`module:Class` that replies to the model's turns and rewards them in place of the scorer (docs/environments.md);
-    '' for answers of one turn."""
 
 
-class ParquetData(Section):
+class ParquetData(Conversation):
     """A dataset that exists already: two parquet files in the row schema of `data/schema.py`."""
 
     task: Literal["parquet"] = "parquet"
@@ -86,12 +91,9 @@ class ParquetData(Section):
     file's own provenance, chat without one."""
     scorer: str = "data.countdown:score"
     """`module:function` that scores an answer text against a ground truth."""
-    environment: str = ""
-    """`module:Class` that replies to the model's turns and rewards them in place of the scorer (docs/environments.md);
-    '' for answers of one turn."""
 
 
-class MappedData(Section):
+class MappedData(Conversation):
     """Questions and answers from any columns of jsonl or parquet files, or of a hub dataset."""
 
     task: Literal["mapped"] = "mapped"
@@ -120,12 +122,9 @@ class MappedData(Section):
     """chat: the tokenizer's chat template is applied. text: question and instruction alone."""
     scorer: str = "data.math:score"
     """`module:function` that scores an answer text against a ground truth."""
-    environment: str = ""
-    """`module:Class` that replies to the model's turns and rewards them in place of the scorer (docs/environments.md);
-    '' for answers of one turn."""
 
 
-class CustomData(Section):
+class CustomData(Conversation):
     """A task of your own: one file with rows, prompt and scorer (docs/data.md)."""
 
     task: Literal["custom"] = "custom"
@@ -140,9 +139,6 @@ class CustomData(Section):
     """Further words for the function."""
     scorer: str = "data.multiplication:score"
     """`module:function` that scores an answer text against a ground truth."""
-    environment: str = ""
-    """`module:Class` that replies to the model's turns and rewards them in place of the scorer (docs/environments.md);
-    '' for answers of one turn."""
 
 
 TaskData = Annotated[CountdownData | Gsm8kData | ParquetData | MappedData | CustomData, Field(discriminator="task")]
@@ -159,7 +155,7 @@ class MixturePart(Section):
     """Name in metrics (`val-core/<name>/...`) in place of the rows' own data source; '' keeps that."""
 
 
-class MixtureData(Section):
+class MixtureData(Conversation):
     """Several datasets, drawn from by weight, each scored by its own scorer and judged apart."""
 
     task: Literal["mixture"] = "mixture"
@@ -168,9 +164,6 @@ class MixtureData(Section):
     """Two or more: `[{weight: 3, data: {task: countdown, ...}}, {weight: 1, name: x, data: {task: gsm8k, ...}}]`."""
     scorer: str = "rlcore.rollout.by_part:score"
     """Hands each answer to the scorer of its part."""
-    environment: str = ""
-    """`module:Class` that replies to the model's turns and rewards them in place of the scorer (docs/environments.md);
-    '' for answers of one turn."""
 
 
 DataConfig = Annotated[

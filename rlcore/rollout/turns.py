@@ -19,8 +19,17 @@ class TurnTokens:
         ConfigError: the template cannot render turns after the first, or drops or changes earlier turns.
     """
 
-    def __init__(self, tokenizer: Any, *, chat: bool, max_reply_tokens: int, role: str = "user") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat: bool,
+        max_reply_tokens: int,
+        role: str = "user",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._template_kwargs = chat_template_kwargs or {}
         self._chat = chat
         self._max_reply_tokens = max_reply_tokens
         self._role = role
@@ -96,4 +105,8 @@ class TurnTokens:
         return {"role": "user", "content": text}
 
     def _render(self, messages: Sequence[Mapping[str, str]], *, opened: bool = True) -> str:
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened))
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=opened, **self._template_kwargs
+            )
+        )

@@ -74,7 +74,13 @@ class Problems:
         tokenizer = load_tokenizer(inputs.tokenizer_directory)
         limit = self.config.episode.max_tool_tokens
         role = "tool" if self.config.episode.tools else "user"
-        turns = TurnTokens(tokenizer, chat=forms.pop(), max_reply_tokens=limit, role=role)
+        turns = TurnTokens(
+            tokenizer,
+            chat=forms.pop(),
+            max_reply_tokens=limit,
+            role=role,
+            chat_template_kwargs=self.config.data.chat_template_kwargs,
+        )
         return Episodes(self.config, turns, self.decode)
 
     def scoring_pool(self) -> ScoringPool:

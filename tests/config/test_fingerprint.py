@@ -38,6 +38,7 @@ LITERALS = {
     "data.parts": [{"data": {"task": "countdown"}}],
     "model.lora.target_modules": ["q_proj"],
     "tags": {"owner": "you"},
+    "data.chat_template_kwargs": {"enable_thinking": False},
     "algo.policy_loss_options": {"width": 1.0},
     "algo.advantage_options": {"k": 2},
 }

@@ -66,6 +66,16 @@ CASES = [
     ("environment_is_a_class", "data.environment=a.b", "data.environment=a.b:C"),
     ("an_environment_of_all_parts", MIXTURE % (",environment:a::B", ""), MIXTURE % ("", "") + " data.environment=a:B"),
     (
+        "chat_template_kwargs_are_free_names",
+        "data.chat_template_kwargs.tokenize=true",
+        "data.chat_template_kwargs.enable_thinking=false",
+    ),
+    (
+        "chat_template_kwargs_of_all_parts",
+        MIXTURE % (",chat_template_kwargs:{enable_thinking:false}", ""),
+        MIXTURE % ("", "") + " data.chat_template_kwargs.enable_thinking=false",
+    ),
+    (
         "a_warm_start_is_scored",
         "data.environment=a:B warm_start.enabled=true warm_start.stop_at_reward=0.5",
         "data.environment=a:B warm_start.enabled=true",

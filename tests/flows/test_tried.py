@@ -141,6 +141,15 @@ def test_a_chat_template_that_is_missing_or_cannot_be_rendered(dry_run: Try, tmp
         dry_run(*READS, model(tmp_path / "broken", template="{% for m in %}"), "data.template=chat")
 
 
+def test_names_for_a_chat_template_that_is_not_applied_or_does_not_read_them(dry_run: Try, tmp_path: Path) -> None:
+    own = "data.chat_template_kwargs.enable_thinking=false"
+    with pytest.raises(ConfigError, match=r"data\.chat_template_kwargs=.*no prompt is a chat.*data\.template=chat"):
+        dry_run(*READS, model(tmp_path / "plain"), own, "data.template=base")
+    template = "{{ messages[0].content }}{{ 'A:' if add_generation_prompt }}"
+    with pytest.raises(DataError, match=r"does not read enable_thinking .*only the messages"):
+        dry_run(*READS, model(tmp_path / "own", template=template), own, "data.template=chat")
+
+
 def test_what_is_made_already_is_not_made_again(artifacts_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from data import build_dataset
 

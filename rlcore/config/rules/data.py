@@ -11,6 +11,13 @@ from rlcore.config.run import RunConfig
 
 _MIXTURE_SCORER = MixtureData().scorer
 
+NOT_THE_TEMPLATES = frozenset((
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now",
+))  # fmt: skip
+"""Arguments of transformers' `apply_chat_template`, and what every template gets from us."""
+
 
 def _is_there(config: RunConfig, name: str) -> bool:
     file = getattr(config.data, name, "")
@@ -72,6 +79,14 @@ RULES: tuple[Rule, ...] = (
     row("an_environment_of_all_parts", "data.parts", "data.environment", "must not name an environment each",
         lambda c: not isinstance(c.data, MixtureData) or not any(part.data.environment for part in c.data.parts),
         "Set data.environment, which is that of all parts"),
+    row("chat_template_kwargs_are_free_names", "data.chat_template_kwargs", "",
+        "must not name what the rendering itself sets (messages, tools, add_generation_prompt, ...)",
+        lambda c: NOT_THE_TEMPLATES.isdisjoint(c.data.chat_template_kwargs),
+        "Leave it out; episode.tools sets tools"),
+    row("chat_template_kwargs_of_all_parts", "data.parts", "data.chat_template_kwargs",
+        "must not name chat_template_kwargs each",
+        lambda c: not isinstance(c.data, MixtureData) or not any(p.data.chat_template_kwargs for p in c.data.parts),
+        "Set data.chat_template_kwargs, which are those of all parts"),
     row("a_warm_start_is_scored", "warm_start.stop_at_reward", "data.environment",
         "must be null with an environment: a warm start's answers have one turn and are scored by data.scorer",
         lambda c: not c.data.environment or not c.warm_start.enabled or c.warm_start.stop_at_reward is None,
