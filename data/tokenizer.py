@@ -25,6 +25,7 @@ import numpy as np
 from jinja2 import Environment, TemplateSyntaxError, nodes
 from jinja2.meta import find_undeclared_variables
 
+from rlcore.config.data import RENDERING_NAMES
 from rlcore.errors import DataError
 
 Messages = Sequence[Mapping[str, str]]
@@ -51,8 +52,6 @@ _TODAY = date(2024, 7, 26)
 # One text in so many is also rendered and tokenized the long way, and compared.
 _CHECK_EVERY = 256
 _MARK = "MillraceContent"
-# Names that every chat template gets from transformers.
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception"}
 
 # Pieces kept; a piece is a short string and a few ids, so this bounds the cache at some 200 MB.
 _MAX_PIECES = 1_000_000
@@ -258,7 +257,7 @@ class PromptTokenizer:
             tree = _template_syntax().parse(self._tokenizer.get_chat_template())
         except (TemplateSyntaxError, ValueError):  # rendering says what is wrong, or knows a tag that jinja does not
             return
-        read = find_undeclared_variables(tree) - _GIVEN - set(self._tokenizer.special_tokens_map)
+        read = find_undeclared_variables(tree) - RENDERING_NAMES - set(self._tokenizer.special_tokens_map)
         if unread := sorted(set(names) - read):
             raise DataError(
                 f"{self._name}: its chat template does not read {', '.join(unread)} (data.chat_template_kwargs), only "

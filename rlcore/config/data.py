@@ -15,6 +15,14 @@ ALL_SOURCES = "all"
 """Name of all held-out problems together, where they come from several sources: `val-core/all/...`."""
 
 
+RENDERING_NAMES = frozenset((
+    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now", "raise_exception",
+))  # fmt: skip
+"""Arguments of transformers' `apply_chat_template`, and names that every chat template gets."""
+
+
 class Conversation(Section):
     """What the datasets of all tasks have: how a conversation with the model goes."""
 

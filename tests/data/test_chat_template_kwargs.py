@@ -15,10 +15,10 @@ from data.demonstrations import tokenize_demonstrations, try_demonstrations
 from data.tokenizer import PromptTokenizer
 from rlcore.batching.prompts import read_demonstrations
 from rlcore.config import CountdownData, FilterConfig, MixtureData, WarmStartConfig
-from rlcore.config.data import MixturePart
-from rlcore.config.rules.data import NOT_THE_TEMPLATES
+from rlcore.config.data import RENDERING_NAMES, MixturePart
 from rlcore.errors import DataError
 from rlcore.rollout.turns import TurnTokens
+from rlcore.storage.manifest import part_directories
 from tests.data.conftest import saved
 
 # As Qwen3's, whose thinking is switched off by an empty thought; `voice` is read in every message.
@@ -62,11 +62,7 @@ def test_prompts_are_those_that_the_template_renders(
     assert found["none"].directory == found["without"].directory
     assert len({result.directory for result in found.values()}) == 3
     for name, names in (("without", {}), ("quiet", QUIET), ("both", QUIET | LOUD)):
-        files = sorted(found[name].directory.rglob("train.parquet")) or [
-            file
-            for part in json.loads((found[name].directory / "manifest.json").read_text())["parts"]
-            for file in sorted((found[name].directory.parent / part).glob("train.parquet"))
-        ]
+        files = [part / "train.parquet" for part in part_directories(found[name].directory)]
         assert len(files) == 1 + mixture
         for row in (row for file in files for row in pq.read_table(file).to_pylist()):
             assert tokenizer.decode(row["prompt_ids"]) == rendered(tokenizer, row["prompt"], names, prompt=True)
@@ -118,4 +114,4 @@ def test_a_name_that_the_template_does_not_read_is_refused(folder: Path) -> None
 
 def test_what_transformers_takes_for_itself_is_no_name_of_a_template() -> None:
     takes = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"self", "kwargs"}
-    assert takes <= NOT_THE_TEMPLATES
+    assert takes <= RENDERING_NAMES

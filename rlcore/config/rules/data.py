@@ -4,19 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlcore.config.data import ALL_SOURCES, CountdownData, MixtureData, ParquetData
+from rlcore.config.data import ALL_SOURCES, RENDERING_NAMES, CountdownData, MixtureData, ParquetData
 from rlcore.config.problems import Problem
 from rlcore.config.rules.registry import Rule, row, rule
 from rlcore.config.run import RunConfig
 
 _MIXTURE_SCORER = MixtureData().scorer
-
-NOT_THE_TEMPLATES = frozenset((
-    "messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
-    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now",
-))  # fmt: skip
-"""Arguments of transformers' `apply_chat_template`, and what every template gets from us."""
 
 
 def _is_there(config: RunConfig, name: str) -> bool:
@@ -81,7 +74,7 @@ RULES: tuple[Rule, ...] = (
         "Set data.environment, which is that of all parts"),
     row("chat_template_kwargs_are_free_names", "data.chat_template_kwargs", "",
         "must not name what the rendering itself sets (messages, tools, add_generation_prompt, ...)",
-        lambda c: NOT_THE_TEMPLATES.isdisjoint(c.data.chat_template_kwargs),
+        lambda c: RENDERING_NAMES.isdisjoint(c.data.chat_template_kwargs),
         "Leave it out; episode.tools sets tools"),
     row("chat_template_kwargs_of_all_parts", "data.parts", "data.chat_template_kwargs",
         "must not name chat_template_kwargs each",
