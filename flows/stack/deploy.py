@@ -40,7 +40,7 @@ from prefect.types import SecretDict
 from pydantic import SecretStr
 
 from flows import SOURCE_FOLDER
-from flows.server.watch import NO_HEARTBEAT
+from flows.server.watch import CONSOLE_GONE, NO_HEARTBEAT
 from flows.stack.control import NOTIFY_URL, SAID, WORKERS_ARE_UP
 from flows.stack.recipes import POOL
 from flows.stack.state import BIRTH_TOLERANCE_S
@@ -334,13 +334,13 @@ def _schedule_again(client: SyncPrefectClient, run: FlowRun) -> None:
 
 
 def _given_up(client: SyncPrefectClient) -> list[FlowRun]:
-    """Runs that the heartbeat automation has set Crashed since they were last recovered."""
+    """Runs that have lost worker or process, and are Crashed by that since they were last recovered."""
     since = FlowRunFilterEndTime.model_validate({"after_": datetime.now(UTC) - GIVEN_UP_WITHIN})
     crashed = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED]))
     found = client.read_flow_runs(
         flow_run_filter=FlowRunFilter(state=crashed, end_time=since), work_pool_filter=OUR_POOL
     )
-    return [run for run in found if run.state is not None and run.state.message == NO_HEARTBEAT]
+    return [run for run in found if run.state is not None and run.state.message in (NO_HEARTBEAT, CONSOLE_GONE)]
 
 
 def _has_lost_its_process(client: SyncPrefectClient, run: FlowRun) -> bool:
