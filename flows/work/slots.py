@@ -217,6 +217,7 @@ class HeldSlots:
             self._wish = replace(wish, number=len(self._locks))
             for lock in self._locks.values():
                 lock.write(json.dumps(asdict(self._wish)).encode())
+        self._slots.note("took", self._wish, slots=list(self._locks), waited_s=0.0)
         return True
 
     def must_yield(self, *, at_once: bool = False) -> bool:
