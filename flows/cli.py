@@ -304,6 +304,22 @@ def gc(
     tracking_commands.gc(root=root, tracking=TrackingConfig(uri=uri), dry_run=dry_run)
 
 
+@app.command(epilog=_examples("millrace slots", "millrace slots --set 2", "millrace slots --gpus 0,1 --per-gpu 2"))
+def slots(
+    root: Root = ARTIFACTS,
+    number: Annotated[
+        int | None, typer.Option("--set", min=0, help="Ranks that train at a time; 0: any number.")
+    ] = None,
+    gpus: Annotated[str | None, typer.Option(metavar="I,J", help="A slot for each of these GPUs instead.")] = None,
+    per_gpu: Annotated[int, typer.Option(min=1, help="Slots of each GPU, for runs that fit side by side.")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Show or set how many ranks train at a time under a root. Who holds which slot, who waits, in their order."""
+    from flows.commands import slots as slots_command
+
+    slots_command.slots(root, number=number, gpus=gpus, per_gpu=per_gpu, as_json=json)
+
+
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Else the one it had, or a free one.")]
 
 

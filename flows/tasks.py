@@ -31,6 +31,7 @@ from flows.server.watch import end_if_cancelled, end_if_suspended, show_paused, 
 from flows.work.open_run import OpenRun, open_run
 from flows.work.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
 from flows.work.results import Judgement, StartModel
+from flows.work.trainer import WAITS
 from rlcore.errors import WorkerLostError
 from rlcore.run.disk import PAUSED
 
@@ -156,8 +157,8 @@ class RunReporter:
                 self._emit(name, dict(data))
 
     def _show_pause(self, event: Event) -> None:
-        """The flow run is Paused from a full disk until there is room, or until the trainer says anything else."""
-        if isinstance(event, Happening) and event.name == PAUSED:
+        """The flow run is Paused while it waits for room or for slots, until the trainer says anything else."""
+        if isinstance(event, Happening) and event.name in (PAUSED, WAITS):
             self._is_paused = True
             harmless(lambda: show_paused(str(event.data.get("text"))))
         else:

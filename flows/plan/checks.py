@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from data.custom import build_function
 from flows.parameters import RunSettings
 from flows.plan.plan import RunPlan, make_plan
+from flows.work.slots import require_slots
 from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.data import TaskData, parts_of
@@ -143,7 +144,7 @@ def check_before_start(config: RunConfig, plan: RunPlan) -> None:
     Raises:
         EngineError: vLLM is not installed.
         ConfigError: the run cannot fit the GPU that is here, or asks for one, and there is none; or no Ray cluster
-            listens at the address given.
+            listens at the address given; or the root has fewer slots than the run has ranks.
         ModelError: a model of the hub is not in the cache, and the hub does not answer; or an exported one is damaged.
         DiskSpaceError: says how many bytes are missing, and where.
     """
@@ -152,6 +153,7 @@ def check_before_start(config: RunConfig, plan: RunPlan) -> None:
     if not plan.is_done:
         _require_device(config)
         _require_cluster(config)
+        require_slots(config, RunLayout.of(config).root)
         _require_models(config)
     if plan.memory is not None and not plan.is_done:
         require_fit(config, plan.memory)

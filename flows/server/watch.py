@@ -37,6 +37,8 @@ MAX_RETRIES = 2
 """Of a request at the end of a run that is over in any case."""
 TOLD_TO_END = "told to end; the same command goes on from the last checkpoint"
 OVER = (StateType.CANCELLING, StateType.CANCELLED)
+CONSOLE_GONE = "Execution was aborted by Python system exit call."
+"""Prefect's message of a flow run whose worker died before the flow began: rich ends a process that nobody reads."""
 NO_HEARTBEAT = "No heartbeat for 90 s."
 """The message of the automation that calls a run crashed. A server that was away for longer calls a live one so."""
 LEFT = "prefect.flow-run.left"
@@ -230,3 +232,7 @@ def _write_nowhere(console: Any) -> None:
     for stream in (1, 2):
         os.dup2(nowhere, stream)
     os.close(nowhere)
+
+
+if "PREFECT__FLOW_RUN_ID" in os.environ:  # from the import of the flow on, which takes seconds; `watched` is later
+    outlive_the_worker()

@@ -29,7 +29,7 @@ from prefect.client.schemas.filters import (
     WorkPoolFilter,
     WorkPoolFilterName,
 )
-from prefect.client.schemas.objects import DeploymentSchedule, FlowRun, State, StateType, WorkPool, WorkQueue
+from prefect.client.schemas.objects import DeploymentSchedule, FlowRun, State, StateType, WorkPool
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.events.actions import CallWebhook, ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
@@ -40,10 +40,11 @@ from prefect.types import SecretDict
 from pydantic import SecretStr
 
 from flows import SOURCE_FOLDER
-from flows.server.watch import NO_HEARTBEAT
+from flows.server.watch import CONSOLE_GONE, NO_HEARTBEAT
 from flows.stack.control import NOTIFY_URL, SAID, WORKERS_ARE_UP
 from flows.stack.recipes import POOL
 from flows.stack.state import BIRTH_TOLERANCE_S
+from flows.work.slots import Slots
 from rlcore.config.compose import experiment_names
 from rlcore.errors import MillraceError
 
@@ -56,7 +57,7 @@ JOB: dict[str, Any] = {
 """How the worker starts a flow run: by Prefect's own command, in its own environment. A job variable is refused: by
 default one may name another command, other variables of the environment or another folder."""
 QUEUES: dict[str, int | None] = {"training": 1, "control": None}
-"""Flow runs at a time. One training for each group of GPUs that this host has; raise it with `prefect work-queue`."""
+"""Flow runs at a time. One training, as long as the root has no slots: with slots each run waits for its own."""
 LOST_AFTER = timedelta(seconds=90)
 """Three heartbeats."""
 OUR_POOL = WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL]))
@@ -68,8 +69,9 @@ def main() -> None:
     wanted = _deployments()
     with get_client(sync_client=True) as client:
         pool = _ensure_pool(client)
+        has_slots = bool(Slots(Path(os.environ["MILLRACE_ROOT"])).devices())
         for name, limit in QUEUES.items():
-            _ensure_queue(client, name, limit)
+            _ensure_queue(client, name, limit, has_slots=has_slots)
         _ensure_automation(client)
         if NOTIFY_URL in os.environ:
             notify(client, os.environ[NOTIFY_URL])
@@ -130,12 +132,14 @@ def _ensure_pool(client: SyncPrefectClient) -> WorkPool:
     return client.read_work_pool(POOL)
 
 
-def _ensure_queue(client: SyncPrefectClient, name: str, limit: int | None) -> WorkQueue:
-    """A queue with its first limit; a limit that people have set since stays."""
+def _ensure_queue(client: SyncPrefectClient, name: str, limit: int | None, *, has_slots: bool) -> None:
+    """A queue with its first limit, which goes where slots hold runs back; another one that people have set stays."""
     try:
-        return client.read_work_queue_by_name(name, work_pool_name=POOL)
+        queue = client.read_work_queue_by_name(name, work_pool_name=POOL)
     except ObjectNotFound:
-        return client.create_work_queue(name, concurrency_limit=limit, work_pool_name=POOL)
+        queue = client.create_work_queue(name, concurrency_limit=limit, work_pool_name=POOL)
+    if has_slots and limit is not None and queue.concurrency_limit == limit:
+        client.update_work_queue(queue.id, concurrency_limit=None)
 
 
 def _ensure_automation(client: SyncPrefectClient) -> None:
@@ -330,13 +334,13 @@ def _schedule_again(client: SyncPrefectClient, run: FlowRun) -> None:
 
 
 def _given_up(client: SyncPrefectClient) -> list[FlowRun]:
-    """Runs that the heartbeat automation has set Crashed since they were last recovered."""
+    """Runs that have lost worker or process, and are Crashed by that since they were last recovered."""
     since = FlowRunFilterEndTime.model_validate({"after_": datetime.now(UTC) - GIVEN_UP_WITHIN})
     crashed = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED]))
     found = client.read_flow_runs(
         flow_run_filter=FlowRunFilter(state=crashed, end_time=since), work_pool_filter=OUR_POOL
     )
-    return [run for run in found if run.state is not None and run.state.message == NO_HEARTBEAT]
+    return [run for run in found if run.state is not None and run.state.message in (NO_HEARTBEAT, CONSOLE_GONE)]
 
 
 def _has_lost_its_process(client: SyncPrefectClient, run: FlowRun) -> bool:

@@ -8,6 +8,7 @@ from uuid import UUID
 from data.tasks import input_digests, inputs_of
 from flows.work.protocol import Event
 from flows.work.results import Judgement, anchored, settings_text
+from flows.work.slots import Claim
 from flows.work.trainer import TrainerProcess
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
@@ -60,7 +61,8 @@ class OpenRun:
         self.has_lineage = False
         """Whether this process has noted where the run comes from."""
         stop_wait_s = config.runtime.stop_deadline_s + END_WAIT_S
-        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s)
+        claim = Claim.of(config, self.layout.root, self.run_id)
+        self.trainer = TrainerProcess(self.layout.run_dir, stop_wait_s=stop_wait_s, claim=claim)
 
     @property
     def run_id(self) -> str:

@@ -19,7 +19,8 @@ from typing import Any, Self
 
 from flows import SOURCE_FOLDER
 from flows.server.launch import tethered
-from flows.work.protocol import Done, Event, Failed, Note, Progress, Reply, command_line, parse_reply
+from flows.work.protocol import Done, Event, Failed, Happening, Note, Progress, Reply, command_line, parse_reply
+from flows.work.slots import Claim, HeldSlots
 from rlcore.errors import EXIT_RESUMABLE, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError, is_stop
 from rlcore.run.faults import fault_of, note_fault, num_oom_kills
 
@@ -34,6 +35,8 @@ DRAIN_WAIT_S = 1.0
 """For the replies that a dead process has left in the pipe."""
 NUM_LAST_LINES = 20
 """Lines of the log in the message about a lost process."""
+WAITS = "waits_for_slots"
+"""Event of a run that waits for slots of its root."""
 CHILD_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
@@ -132,6 +135,7 @@ class TrainerProcess:
         on_line: called with each line of the process's log.
         on_wait: called often while a call waits; what it raises stops the process as an interrupt does.
         stop_wait_s: how long an interrupted call waits for the process to finish its step and save.
+        claim: the slots that the run waits for before the process is started.
         command: what is started; tests start something smaller.
     """
 
@@ -140,6 +144,7 @@ class TrainerProcess:
         run_dir: Path,
         *,
         stop_wait_s: float,
+        claim: Claim,
         on_event: Callable[[Event], None] = lambda event: None,
         on_line: Callable[[str], None] = lambda line: None,
         on_wait: Callable[[], None] = lambda: None,
@@ -150,9 +155,11 @@ class TrainerProcess:
         self.on_line = on_line
         self.on_wait = on_wait
         self._stop_wait_s = stop_wait_s
+        self._claim = claim
         self._command = tuple(command)
         self._child: _Child | None = None
         self._is_told_to_end = False
+        self._reason = ""
 
     def __enter__(self) -> Self:
         """Nothing is started yet."""
@@ -173,7 +180,7 @@ class TrainerProcess:
         return None if self._child is None else self._child.process.pid
 
     def call(self, command: str, **arguments: str | int) -> Mapping[str, Any]:
-        """Send a command and wait for its result.
+        """Send a command and wait for its result. The run waits for its slots before, and where it has to yield them.
 
         Raises:
             WorkerLostError: the process has died; says its exit code and the last lines of its log. Call again: a new
@@ -185,6 +192,10 @@ class TrainerProcess:
         try:
             child.send(command_line(command, **arguments))
             reply = self._wait_for_reply(child)
+        except _YieldNow:
+            self._mention(Happening(WAITS, {"text": "a run of higher priority takes the slots at once"}))
+            self._stop(child)
+            return self.call(command, **arguments)
         except MillraceError:  # it is dead, or speaks nonsense
             self._child = None
             child.destroy()
@@ -207,12 +218,13 @@ class TrainerProcess:
         self._is_told_to_end = True
         with suppress(WorkerLostError):
             self._child.send(command_line("close"))
+        self._child.held.release()  # the trainer has them until it has ended
 
-    def close(self) -> None:
-        """Tell an idle process to end, wait for it, and make sure that it has."""
+    def close(self, *, hand_on: bool = True) -> None:
+        """Tell an idle process to end, wait for it, and make sure that it has. `hand_on`: it may serve the next run."""
         child, self._child = self._child, None
         was_told, self._is_told_to_end = self._is_told_to_end, False
-        if child is None or (not was_told and self._handed_on(child)):
+        if child is None or (hand_on and not was_told and self._handed_on(child)):
             return
         try:
             if not was_told:
@@ -247,13 +259,27 @@ class TrainerProcess:
         if self._child is not None and (self._is_told_to_end or self._child.process.poll() is not None):
             self._is_told_to_end = False
             self._let_end(self._child)
+        if self._child is not None and self._child.held.must_yield():
+            self.close(hand_on=False)
         if self._child is None:
             spare = _spare.pop() if _spare and self._command == TRAINER else None
-            if spare is not None and spare.opened(self._run_dir):
+            if spare is not None and not spare.held.handed_to(self._claim):
+                _end_idle(spare)
+            elif spare is not None and spare.opened(self._run_dir):
                 self._child = spare
-            else:
-                self._child = _Child.start(self._command, self._run_dir)
+        if self._child is None:
+            held = self._claim.take(self._wait_in_line)
+            if self._reason:
+                self.on_event(Note(f"has {len(held.descriptors)} slots of the root now"))
+                self._reason = ""
+            self._child = _Child.start(self._command, self._run_dir, held)
         return self._child
+
+    def _wait_in_line(self, reason: str) -> None:
+        if reason != self._reason:
+            self.on_event(Happening(WAITS, {"text": reason}))
+        self._reason = reason
+        self.on_wait()
 
     def _wait_for_reply(self, child: "_Child") -> Done | Failed:
         while True:
@@ -267,6 +293,8 @@ class TrainerProcess:
             self.on_wait()
             if is_dead:
                 raise child.lost()
+            if child.held.must_yield(at_once=True):
+                raise _YieldNow
 
     def _pass_on_lines(self, child: "_Child") -> None:
         for line in child.log.new_lines():
@@ -318,12 +346,19 @@ class TrainerProcess:
             child.destroy()
 
 
-class _Child:
-    """The process, its two pipes and its log."""
+class _YieldNow(BaseException):
+    """A run of higher priority takes the slots of a run in the middle of a chunk."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", commands_fd: int, replies_fd: int, log: LogTail) -> None:
+
+class _Child:
+    """The process, its two pipes, its log and the slots that it has inherited."""
+
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", commands_fd: int, replies_fd: int, log: LogTail, held: HeldSlots
+    ) -> None:
         self.process = process
         self.log = log
+        self.held = held
         self._commands_fd = commands_fd
         self._replies_fd = replies_fd
         self._rest = b""
@@ -334,7 +369,7 @@ class _Child:
         self._at_end = False
 
     @classmethod
-    def start(cls, command: Sequence[str], run_dir: Path) -> "_Child":
+    def start(cls, command: Sequence[str], run_dir: Path, held: HeldSlots) -> "_Child":
         log_file = _new_log(run_dir / "logs")
         child_reads, commands_fd = os.pipe()
         replies_fd, child_writes = os.pipe()
@@ -347,18 +382,19 @@ class _Child:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    pass_fds=(child_reads, child_writes),
+                    pass_fds=(child_reads, child_writes, *held.descriptors),
                     start_new_session=True,
-                    env=_environment(),
+                    env=_environment() | held.environment,
                 )
         except BaseException:
             os.close(commands_fd)
             os.close(replies_fd)
+            held.release()
             raise
         finally:
             os.close(child_reads)
             os.close(child_writes)
-        return cls(process, commands_fd, replies_fd, LogTail(log_file))
+        return cls(process, commands_fd, replies_fd, LogTail(log_file), held)
 
     def opened(self, run_dir: Path) -> bool:
         """Let an idle process serve another run; False where it has ended meanwhile."""
@@ -427,6 +463,7 @@ class _Child:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self.held.release()
         self._selector.close()
         os.close(self._commands_fd)
         os.close(self._replies_fd)

@@ -68,6 +68,11 @@ class FileLock:
         except FileNotFoundError:
             return False
 
+    def fileno(self) -> int:
+        """The descriptor, for a child that shall keep the lock: `pass_fds` of a subprocess."""
+        assert self._descriptor is not None, "fileno needs the lock"
+        return self._descriptor
+
     def write(self, content: bytes) -> None:
         """Replace what the locked file says."""
         assert self._descriptor is not None, "write needs the lock"

@@ -12,9 +12,10 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
-from prefect.states import Running, Scheduled, Suspended
+from prefect.states import Crashed, Running, Scheduled, Suspended
 
 from flows.server.api import LocalServer
+from flows.server.watch import CONSOLE_GONE
 from flows.stack.deploy import recover_lost_runs
 from flows.stack.recipes import POOL
 from flows.stack.state import BIRTH_TOLERANCE_S
@@ -57,21 +58,29 @@ def test_a_run_is_started_again_only_if_its_process_is_gone_and_nobody_has_suspe
 ) -> None:
     gone = subprocess.Popen(WAITING, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     gone.wait()
-    lost, suspended, reused, again = (begun(client, deployment, gone.pid) for _ in range(4))
+    lost, suspended, reused, again, aborted, failed = (begun(client, deployment, gone.pid) for _ in range(6))
     now_in(client, suspended, Suspended(timeout_seconds=3600))
+    now_in(client, aborted, Crashed(message=CONSOLE_GONE))
+    now_in(client, failed, Crashed(message="Flow run was terminated by signal 9."))
     time.sleep(BIRTH_TOLERANCE_S + 1)  # the next process is younger than all of them
     with subprocess.Popen(WAITING, stdin=subprocess.PIPE) as process:
         for run in (reused, again):
             client.update_flow_run(run.id, infrastructure_pid=f"{socket.gethostname()}:{process.pid}")
         now_in(client, again, Scheduled(name="AwaitingRetry"))
         now_in(client, again, Running())  # its second attempt, in that process
-        assert sorted(recover_lost_runs(client, workers_are_up=True)) == sorted([lost.name, reused.name])
+        assert sorted(recover_lost_runs(client, workers_are_up=True)) == sorted(
+            run.name for run in (lost, reused, aborted)
+        )
         process.communicate()
-    states = {run.id: client.read_flow_run(run.id).state_name for run in (lost, reused, suspended, again)}
+    states = {
+        run.id: client.read_flow_run(run.id).state_name for run in (lost, reused, suspended, again, aborted, failed)
+    }
     assert states == {
         lost.id: "AwaitingRetry",
         reused.id: "AwaitingRetry",
         suspended.id: "Suspended",
         again.id: "Running",
+        aborted.id: "AwaitingRetry",
+        failed.id: "Crashed",
     }
     assert recover_lost_runs(client, workers_are_up=True) == [again.name]

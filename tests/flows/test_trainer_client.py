@@ -1,6 +1,7 @@
 """The trainer's client against a real process that speaks the protocol."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -8,13 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import psutil
 import pytest
 
-from flows.work.protocol import Event, Note, Progress
-from flows.work.trainer import TrainerProcess
+from flows.work.protocol import Event, Happening, Note, Progress
+from flows.work.slots import Claim, Preempt, Slots, Wish
+from flows.work.trainer import WAITS, TrainerProcess
 from rlcore.errors import MillraceError, NonFiniteError, StopRequestedError, WorkerLostError
 from rlcore.run.faults import FaultKind, read_faults
 
@@ -33,6 +36,10 @@ class Heard:
         return [event.step for event in self.events if isinstance(event, Progress)]
 
 
+def claim(root: Path, run_id: str = "a", priority: int = 0, preempt: Preempt = "chunk") -> Claim:
+    return Claim(Slots(root), Wish(run_id, 1, priority, preempt, time.time(), os.getpid()))
+
+
 Start = Callable[..., TrainerProcess]
 Later = Callable[[int, signal.Signals], None]
 
@@ -49,7 +56,14 @@ def start(tmp_path: Path, heard: Heard) -> Iterator[Start]:
     def start(behaviour: str, *, stop_wait_s: float = 20.0) -> TrainerProcess:
         command = (sys.executable, SMALL_TRAINER, behaviour)
         on_event, on_line = heard.events.append, heard.lines.append
-        client = TrainerProcess(tmp_path, on_event=on_event, on_line=on_line, stop_wait_s=stop_wait_s, command=command)
+        client = TrainerProcess(
+            tmp_path,
+            on_event=on_event,
+            on_line=on_line,
+            stop_wait_s=stop_wait_s,
+            claim=claim(tmp_path),
+            command=command,
+        )
         started.append(client)
         return client
 
@@ -170,6 +184,7 @@ CALLER = """
 import json, signal, sys
 from pathlib import Path
 from flows.work.protocol import Note, Progress
+from flows.work.slots import Claim, Slots, Wish
 from flows.work.trainer import TrainerProcess
 run_dir, behaviour, stop_wait_s = Path(sys.argv[1]), sys.argv[3], float(sys.argv[4])
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run
@@ -181,6 +196,7 @@ def heard(event):
     elif isinstance(event, Note):
         notes.append(event.text)
 client = TrainerProcess(run_dir, on_event=heard, on_line=lambda line: None, stop_wait_s=stop_wait_s,
+                        claim=Claim(Slots(run_dir), Wish("a", 1, 0, "chunk", 0.0, 0)),
                         command=(sys.executable, sys.argv[2], behaviour))
 client.call("who")
 pid = client.pid
@@ -233,7 +249,9 @@ def test_a_log_that_is_deleted_ends_no_run(tmp_path: Path) -> None:
             log.unlink()
 
     command = (sys.executable, SMALL_TRAINER, "well")
-    with TrainerProcess(tmp_path, on_event=on_event, on_line=print, stop_wait_s=WAIT_S, command=command) as client:
+    with TrainerProcess(
+        tmp_path, on_event=on_event, on_line=print, stop_wait_s=WAIT_S, claim=claim(tmp_path), command=command
+    ) as client:
         assert client.call("train", to_step=5) == {"step": 5}
 
 
@@ -242,7 +260,9 @@ def test_it_saves_where_nobody_can_hear_it_any_more(tmp_path: Path) -> None:
         raise OSError("the disk of the log is full")
 
     command = (sys.executable, SMALL_TRAINER, "slow")
-    client = TrainerProcess(tmp_path, on_event=on_event, on_line=print, stop_wait_s=WAIT_S, command=command)
+    client = TrainerProcess(
+        tmp_path, on_event=on_event, on_line=print, stop_wait_s=WAIT_S, claim=claim(tmp_path), command=command
+    )
     with client, pytest.raises(OSError, match="the disk of the log is full"):
         client.call("train", to_step=1_000)
     (log,) = (tmp_path / "logs").iterdir()
@@ -262,9 +282,11 @@ def test_an_interrupt_ends_even_a_process_that_does_not_listen(tmp_path: Path) -
 PARENT = """
 import sys
 from pathlib import Path
+from flows.work.slots import Claim, Slots, Wish
 from flows.work.trainer import TrainerProcess
 run_dir = Path(sys.argv[1])
 client = TrainerProcess(run_dir, on_event=lambda event: None, on_line=lambda line: None, stop_wait_s=5.0,
+                        claim=Claim(Slots(run_dir), Wish("a", 1, 0, "chunk", 0.0, 0)),
                         command=(sys.executable, sys.argv[2], "slow"))
 client.call("who")
 (run_dir / "pid").write_text(str(client.pid))
@@ -280,3 +302,75 @@ def test_the_process_saves_and_ends_when_its_flow_is_killed(tmp_path: Path) -> N
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not is_running(pid))
     assert f"signal {int(signal.SIGTERM)}" in (tmp_path / "logs" / "trainer-1.log").read_text()
+
+
+class Run:
+    """A run of a root with one slot, whose trainer takes 0.2 s a step."""
+
+    def __init__(
+        self, root: Path, name: str, to_steps: tuple[int, ...], priority: int = 0, preempt: Preempt = "chunk"
+    ) -> None:
+        self.to_steps = to_steps
+        self.folder = root / name
+        self.folder.mkdir()
+        self.events: list[Event] = []
+        self.client = TrainerProcess(
+            self.folder,
+            on_event=self.events.append,
+            stop_wait_s=WAIT_S,
+            claim=claim(root, name, priority, preempt),
+            command=(sys.executable, SMALL_TRAINER, "slow"),
+        )
+        self.thread = Thread(target=self._train)
+
+    def _train(self) -> None:
+        with self.client:
+            for to_step in self.to_steps:
+                self.client.call("train", to_step=to_step)
+
+    @property
+    def step(self) -> int:
+        file = self.folder / "step"
+        return int(file.read_text() or 0) if file.exists() else 0
+
+    @property
+    def waits(self) -> list[str]:
+        return [event.data["text"] for event in self.events if isinstance(event, Happening) and event.name == WAITS]
+
+
+@pytest.mark.parametrize(("preempt", "left_at"), [("chunk", {20}), ("now", set(range(1, 20)))])
+def test_a_run_of_higher_priority_takes_the_slot_and_gives_it_back(
+    tmp_path: Path, preempt: Preempt, left_at: set[int]
+) -> None:
+    Slots(tmp_path).set_devices([""])
+    low, urgent = Run(tmp_path, "low", (20, 21)), Run(tmp_path, "urgent", (2,), 5, preempt)
+    low.thread.start()
+    wait_until(lambda: low.step == 1)
+    urgent.thread.start()
+    wait_until(lambda: urgent.step == 1)
+    assert low.step in left_at
+    low.thread.join(WAIT_S)
+    assert (low.step, urgent.step) == (21, 2)
+    assert [line["run_id"] for line in log_of(tmp_path, "took")] == ["low", "urgent", "low"]
+    assert "waits for 1 of 1 slots with priority 5: 0 free, held by low (priority 0)" in urgent.waits[0]
+    assert "held by urgent (priority 5)" in low.waits[-1]
+    assert Slots(tmp_path).look().holders == {}
+
+
+def log_of(root: Path, what: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (root / "slots" / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["what"] == what]
+
+
+def test_a_killed_flow_keeps_its_slot_until_its_trainer_has_ended(tmp_path: Path) -> None:
+    Slots(tmp_path).set_devices([""])
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), SMALL_TRAINER])
+    wait_until(lambda: (tmp_path / "step").exists())
+    trainer = psutil.Process(int((tmp_path / "pid").read_text()))
+    trainer.suspend()  # it must not end before it was looked at
+    parent.send_signal(signal.SIGKILL)
+    assert parent.wait() == -signal.SIGKILL
+    assert Slots(tmp_path).look().num_free == 0
+    trainer.resume()
+    wait_until(lambda: Slots(tmp_path).look().num_free == 1)
+    assert not is_running(trainer.pid)

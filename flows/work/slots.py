@@ -1,0 +1,310 @@
+"""Slots of a root: how many trainers work at a time, and which run is next.
+
+A slot is a locked file that the trainer process inherits, so the kernel frees it when the flow and its trainer have
+both ended, however they end; there is no scheduler process. Runs that wait lock a file each, too. Whoever looks reads
+only files whose locks are held: what a killed process left behind counts for nothing.
+
+The order is by priority, then by who asked first. Nobody passes a run that waits for more slots than are free, so a run
+of several ranks is not kept waiting by small ones. A run of a higher priority gets the slots of the lowest ones, which
+save, wait in their turn and go on: at the end of their chunk, or at once where it asks for that.
+
+Why not Prefect's concurrency limits: docs/decisions/0015.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlcore.config import RunConfig
+from rlcore.errors import ConfigError, DataError, RunInUseError
+from rlcore.storage.locks import FileLock, HeldLock
+from rlcore.storage.publish import write_json_atomically
+
+POLL_S = 0.5
+"""Between two looks of a run that waits."""
+LOOK_EVERY_S = 1.0
+"""Between two looks of a run that trains: whether another one wants its slots at once."""
+MUTEX_WAIT_S = 60.0
+"""For the processes that look at the same moment; each takes milliseconds."""
+
+Preempt = Literal["chunk", "now"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a run asks for. `number`: of slots. `since`: seconds since the epoch when it first asked."""
+
+    run_id: str
+    number: int
+    priority: int
+    preempt: Preempt
+    since: float
+    pid: int
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        """The first in line is the smallest."""
+        return -self.priority, self.since, self.run_id
+
+    def __str__(self) -> str:
+        return f"{self.run_id} (priority {self.priority})"
+
+
+_WISH = TypeAdapter(Wish)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The slots of a root at one moment. `devices`: of each slot, '' on a CPU. `holders`: by slot, as far as they are
+    taken. `waiting`: first in line first."""
+
+    devices: tuple[str, ...]
+    holders: Mapping[int, Wish]
+    waiting: tuple[Wish, ...]
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody has."""
+        return len(self.devices) - len(self.holders)
+
+    def reason(self, wish: Wish) -> str:
+        """Why a run waits, for people."""
+        held = ", ".join(sorted({str(holder) for holder in self.holders.values()}))
+        ahead = [str(other) for other in self.waiting if other.order < wish.order]
+        behind = f"; before it in line: {', '.join(ahead)}" if ahead else ""
+        return (
+            f"waits for {wish.number} of {len(self.devices)} slots with priority {wish.priority}: "
+            f"{self.num_free} free, held by {held or 'nobody'}{behind}"
+        )
+
+    def must_yield(self, run_id: str) -> Preempt | None:
+        """How soon a run that holds slots must give them to others of higher priority; None: it may keep them.
+
+        The holders of the lowest priority yield first, of these the one that asked last, and no more of them than are
+        needed.
+        """
+        mine = next((holder for holder in self.holders.values() if holder.run_id == run_id), None)
+        if mine is None:
+            return None
+        above = [wish for wish in self.waiting if wish.priority > mine.priority]
+        short = sum(wish.number for wish in above) - self.num_free
+        last_first = sorted(set(self.holders.values()), key=lambda holder: holder.order, reverse=True)
+        for holder in last_first:
+            if short <= 0:
+                return None
+            if holder == mine:
+                return "now" if any(wish.preempt == "now" for wish in above) else "chunk"
+            short -= sum(other == holder for other in self.holders.values())
+        return None
+
+
+class Slots:
+    """The slots of a root."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder = root / "slots"
+        self._file = self.folder / "slots.json"
+
+    def devices(self) -> tuple[str, ...]:
+        """The device of each slot; empty where the root has no slots, and any number of runs may train.
+
+        Raises:
+            DataError: the file that says so is damaged.
+        """
+        try:
+            return TypeAdapter(tuple[str, ...]).validate_json(self._file.read_bytes())
+        except FileNotFoundError:
+            return ()
+        except ValidationError as error:
+            raise DataError(f"{self._file}: is damaged. `millrace slots --set N` writes it anew.") from error
+
+    def set_devices(self, devices: Sequence[str]) -> None:
+        """Give the root so many slots. Runs that have one keep it until their trainer ends."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.mutex():
+            write_json_atomically(self._file, list(devices))
+
+    def mutex(self) -> HeldLock:
+        """Held while slots are looked at or taken."""
+        return HeldLock(self.folder / "mutex.lock", what=f"the list of slots in {self.folder}", wait_s=MUTEX_WAIT_S)
+
+    def look(self) -> State:
+        """The state, by the locks that are held."""
+        if not self.devices():
+            return State((), {}, ())
+        with self.mutex():
+            return self.state()
+
+    def state(self) -> State:
+        """The same, for whoever has the mutex."""
+        devices = self.devices()
+        holders = {number: wish for number in range(len(devices)) if (wish := _live(self.path(number)))}
+        waiting = [wish for file in (self.folder / "waiting").glob("*.json") if (wish := _live(file))]
+        return State(devices, holders, tuple(sorted(waiting, key=lambda wish: wish.order)))
+
+    def path(self, number: int) -> Path:
+        """The file of a slot."""
+        return self.folder / f"slot-{number}.lock"
+
+    def note(self, what: str, wish: Wish, **more: object) -> None:
+        """One line in the slots' log: who waited, took, yielded or gave back what, and when."""
+        line = {"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "what": what, **asdict(wish), **more}
+        with (self.folder / "log.jsonl").open("ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+
+def _live(file: Path) -> Wish | None:
+    """Who holds a file's lock; None where it is free. A holder that has not written yet counts as one of no run."""
+    lock = FileLock(file)
+    try:
+        if lock.try_acquire(create=False):
+            lock.release()
+            return None
+        return _WISH.validate_json(file.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError:
+        return Wish("a run that has just begun", 1, 0, "chunk", 0.0, 0)
+
+
+def require_slots(config: RunConfig, root: Path) -> None:
+    """The root has as many slots as the run needs.
+
+    Raises:
+        ConfigError: it has fewer, so the run would wait for ever.
+    """
+    devices = Slots(root).devices()
+    if devices and config.runtime.num_workers > len(devices):
+        raise ConfigError(
+            f"runtime.num_workers: must be at most the slots of {root}, which are {len(devices)}; got "
+            f"{config.runtime.num_workers}. Use fewer workers, or give the root more slots (millrace slots --set N)"
+        )
+
+
+class HeldSlots:
+    """Slots in hand; none where the root has no slots.
+
+    `descriptors`: for the trainer to inherit. `environment`: what it sees of the machine's devices.
+    """
+
+    def __init__(self, slots: Slots, wish: Wish, locks: Mapping[int, FileLock], devices: Sequence[str]) -> None:
+        self._slots = slots
+        self._wish = wish
+        self._locks = dict(locks)
+        self._looked_at = time.monotonic()
+        named = [devices[number] for number in self._locks if devices[number]]
+        self.environment = {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(named))} if named else {}
+        self.descriptors = [lock.fileno() for lock in self._locks.values()]
+
+    def handed_to(self, claim: "Claim") -> bool:
+        """Let another run go on with the same trainer and the same slots; False where others come before it."""
+        wish = claim.wish
+        if not self._locks:
+            return True
+        with self._slots.mutex():
+            state = self._slots.state()
+            ahead = sum(other.number for other in state.waiting if other.order < wish.order)
+            if state.num_free < ahead:
+                return False
+            self._wish = replace(wish, number=len(self._locks))
+            for lock in self._locks.values():
+                lock.write(json.dumps(asdict(self._wish)).encode())
+        self._slots.note("took", self._wish, slots=list(self._locks), waited_s=0.0)
+        return True
+
+    def must_yield(self, *, at_once: bool = False) -> bool:
+        """Whether runs of higher priority need these slots. `at_once`: whether one cannot wait for the chunk's end;
+        asked often, looked up every `LOOK_EVERY_S`."""
+        if not self._locks:
+            return False
+        if at_once and time.monotonic() - self._looked_at < LOOK_EVERY_S:
+            return False
+        self._looked_at = time.monotonic()
+        how = self._slots.look().must_yield(self._wish.run_id)
+        return how == "now" if at_once else how is not None
+
+    def release(self, what: str = "ended") -> None:
+        """Give them back; a trainer that lives keeps them until it ends. `what`: for the log. Safe to call twice."""
+        locks, self._locks = self._locks, {}
+        if locks:
+            self._slots.note(what, self._wish, slots=list(locks))
+        for lock in locks.values():
+            lock.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a run asks of the slots of its root."""
+
+    slots: Slots
+    wish: Wish
+
+    @classmethod
+    def of(cls, config: RunConfig, root: Path, run_id: str) -> "Claim":
+        """A slot for each rank of a run."""
+        runtime = config.runtime
+        wish = Wish(run_id, runtime.num_workers, runtime.priority, runtime.preempt, time.time(), os.getpid())
+        return cls(Slots(root), wish)
+
+    def take(self, on_wait: Callable[[str], None]) -> HeldSlots:
+        """Wait until it is the run's turn and enough slots are free.
+
+        `on_wait` is called twice a second with the reason; what it raises ends the wait.
+        """
+        return _take(self.slots, self.wish, on_wait)
+
+
+def _take(slots: Slots, wish: Wish, on_wait: Callable[[str], None]) -> HeldSlots:
+    if not slots.devices():
+        return HeldSlots(slots, wish, {}, ())
+    began = time.monotonic()
+    with _in_line(slots, wish):
+        while True:
+            with slots.mutex():
+                state = slots.state()
+                ahead = sum(other.number for other in state.waiting if other.order < wish.order)
+                if state.num_free >= ahead + wish.number:
+                    held = HeldSlots(slots, wish, _taken(slots, wish, state), state.devices)
+                    waited_s = round(time.monotonic() - began, 3)
+                    slots.note("took", wish, slots=list(held._locks), waited_s=waited_s)
+                    return held
+            on_wait(state.reason(wish))
+            time.sleep(POLL_S)
+
+
+def _taken(slots: Slots, wish: Wish, state: State) -> dict[int, FileLock]:
+    free = [number for number in range(len(state.devices)) if number not in state.holders][: wish.number]
+    locks = {number: FileLock(slots.path(number)) for number in free}
+    for lock in locks.values():
+        _lock(lock, wish)
+    return locks
+
+
+def _lock(lock: FileLock, wish: Wish) -> None:
+    """Lock a file that is free by its state, and say for whom. The mutex is held."""
+    if not lock.try_acquire():
+        raise RunInUseError(f"{lock.path}: was locked by another process outside of its turn. Start again.")
+    lock.write(json.dumps(asdict(wish)).encode())
+
+
+@contextmanager
+def _in_line(slots: Slots, wish: Wish) -> Iterator[None]:
+    """Inside the block the run is one of those that wait."""
+    file = slots.folder / "waiting" / f"{wish.run_id}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(file)
+    with slots.mutex():
+        _lock(lock, wish)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+        lock.release()

@@ -1,0 +1,147 @@
+"""Slots of a root: whose turn it is, and who yields."""
+
+import json
+from itertools import combinations
+from pathlib import Path
+from random import Random
+from threading import Thread
+
+import pytest
+
+from flows.commands.slots import slots as slots_command
+from flows.plan.checks import require_slots
+from flows.work.slots import Claim, HeldSlots, Slots, State, Wish
+from rlcore.config import RunConfig, RuntimeConfig
+from rlcore.errors import ConfigError, DataError
+from tests.flows.test_trainer_client import wait_until
+
+
+def wish(run_id: str, number: int = 1, priority: int = 0, since: float = 0.0) -> Wish:
+    return Wish(run_id, number, priority, "chunk", since, 1)
+
+
+def take_later(claim: Claim, held: list[tuple[str, HeldSlots]]) -> Thread:
+    def take() -> None:
+        held.append((claim.wish.run_id, claim.take(lambda reason: None)))
+
+    thread = Thread(target=take, daemon=True)
+    thread.start()
+    wait_until(lambda: claim.wish in claim.slots.look().waiting or not thread.is_alive())
+    return thread
+
+
+def nobody_waits(reason: str) -> None:
+    raise AssertionError(reason)
+
+
+def test_a_root_without_slots_lets_every_run_train(tmp_path: Path) -> None:
+    slots = Slots(tmp_path)
+    assert [Claim(slots, wish(name)).take(nobody_waits).descriptors for name in "abc"] == [[], [], []]
+    assert not slots.folder.exists()
+
+
+def test_the_order_is_by_priority_then_by_who_asked_first(tmp_path: Path) -> None:
+    slots = Slots(tmp_path)
+    slots.set_devices(["0", "0"])
+    first = Claim(slots, wish("first", 2)).take(nobody_waits)
+    assert first.environment == {"CUDA_VISIBLE_DEVICES": "0"}
+    wishes = [wish("late", since=3), wish("wide", 2, since=2), wish("urgent", priority=1, since=4)]
+    held: list[tuple[str, HeldSlots]] = []
+    threads = [take_later(Claim(slots, one), held) for one in wishes]
+    state = slots.look()
+    assert [one.run_id for one in state.waiting] == ["urgent", "wide", "late"]
+    assert "before it in line: urgent (priority 1), wide (priority 0)" in state.reason(wishes[0])
+    first.release()
+    wait_until(lambda: len(held) == 1)
+    assert slots.look().num_free == 1, "'late' does not pass 'wide', which waits for both"
+    for number in (2, 3):
+        held[number - 2][1].release()
+        wait_until(lambda number=number: len(held) == number)
+    assert [name for name, _ in held] == ["urgent", "wide", "late"]
+    held[-1][1].release()
+    for thread in threads:
+        thread.join()
+    assert slots.look() == State(("0", "0"), {}, ())
+    log = [json.loads(line) for line in (slots.folder / "log.jsonl").read_text().splitlines()]
+    assert [line["run_id"] for line in log if line["what"] == "took"] == ["first", "urgent", "wide", "late"]
+
+
+def naive_yields(state: State) -> set[str]:
+    """The fewest, lowest, last holders whose slots are enough for those that wait above them; by trying all sets."""
+    holders = sorted(set(state.holders.values()), key=lambda one: one.order, reverse=True)
+    best: set[str] = set()
+    for top in sorted({one.priority for one in state.waiting}):
+        short = sum(one.number for one in state.waiting if one.priority >= top) - state.num_free
+        below = [one for one in holders if one.priority < top]
+        for size in range(1, len(below) + 1):
+            if short <= 0:
+                break
+            prefix = next(iter(combinations(below, size)))
+            if sum(one.number for one in prefix) >= short or size == len(below):
+                best |= {one.run_id for one in prefix}
+                break
+    return best
+
+
+def test_the_lowest_yield_and_no_more_than_are_needed() -> None:
+    random = Random(0)
+    num_yielding = []
+    for _ in range(500):
+        num_slots, holders, at = random.randint(1, 6), {}, 0
+        while at < num_slots and random.random() < 0.8:
+            size = random.randint(1, num_slots - at)
+            one = wish(f"h{at}", size, random.randint(0, 3), random.random())
+            holders |= dict.fromkeys(range(at, at + size), one)
+            at += size
+        waiting = [
+            wish(f"w{i}", random.randint(1, 2), random.randint(0, 4), random.random())
+            for i in range(random.randint(0, 3))
+        ]
+        state = State(("",) * num_slots, holders, tuple(sorted(waiting, key=lambda one: one.order)))
+        yielding = {one.run_id for one in holders.values() if state.must_yield(one.run_id)}
+        assert yielding == naive_yields(state)
+        assert all(
+            any(w.priority > one.priority for w in waiting) for one in holders.values() if one.run_id in yielding
+        )
+        num_yielding.append(len(yielding))
+    assert {0, 1, 2} <= set(num_yielding)
+
+
+def test_an_idle_trainer_goes_to_the_next_run_unless_others_come_first(tmp_path: Path) -> None:
+    slots = Slots(tmp_path)
+    slots.set_devices([""])
+    held = Claim(slots, wish("trial-1")).take(nobody_waits)
+    assert held.handed_to(Claim(slots, wish("trial-2", since=1)))
+    assert [one.run_id for one in slots.look().holders.values()] == ["trial-2"]
+    got: list[tuple[str, HeldSlots]] = []
+    thread = take_later(Claim(slots, wish("other", since=2)), got)
+    assert not held.must_yield(), "it is of the same priority"
+    assert not held.handed_to(Claim(slots, wish("trial-3", since=3)))
+    held.release()
+    thread.join()
+    assert got[0][0] == "other"
+
+
+def test_what_a_wait_raises_ends_it(tmp_path: Path) -> None:
+    slots = Slots(tmp_path)
+    slots.set_devices([""])
+    held = Claim(slots, wish("first")).take(nobody_waits)
+    with pytest.raises(AssertionError, match="held by first"):
+        Claim(slots, wish("second")).take(nobody_waits)
+    assert slots.look().waiting == ()
+    held.release()
+
+
+def test_wrong_numbers_of_slots_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slots_command(tmp_path, number=None, gpus="1,3", per_gpu=2, as_json=True)
+    assert json.loads(capsys.readouterr().out)["devices"] == ["1", "1", "3", "3"]
+    slots_command(tmp_path, number=None, gpus=None, per_gpu=1, as_json=False)
+    assert "slot 2, GPU 3: free" in capsys.readouterr().out
+    for gpus in ("all", "0,0", "-1", ""):
+        with pytest.raises(ConfigError, match="--gpus: must be different numbers"):
+            slots_command(tmp_path, number=None, gpus=gpus, per_gpu=1, as_json=False)
+    with pytest.raises(ConfigError, match=r"runtime.num_workers: must be at most the slots of .*, which are 4; got 5"):
+        require_slots(RunConfig(runtime=RuntimeConfig(num_workers=5)), tmp_path)
+    (tmp_path / "slots" / "slots.json").write_text("{")
+    with pytest.raises(DataError, match="is damaged"):
+        Slots(tmp_path).look()
