@@ -29,9 +29,9 @@ from data.schema import (
     read_batches,
     require_row_schema,
 )
-from data.stage import StageResult, publish_mixture, source_digest
+from data.stage import SPLITS, StageResult, publish_mixture, source_digest
 from data.tokenizer import ID_BYTES, PromptTokenizer, ShortWayError, tokenizer_fingerprint
-from data.write import SPLITS, RowWriter, as_svg, summarize, write_filter_card
+from data.write import RowWriter, as_svg, summarize, write_filter_card
 from rlcore.config.data import FilterConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
@@ -171,7 +171,9 @@ class _Tally:
 
     def write_lengths(self, folder: Path, limit: int) -> dict[str, object]:
         """Plots beside the rows; returns the summaries."""
-        found = {split: summary for split in SPLITS if (summary := summarize(self.lengths[split])) is not None}
+        found = {
+            split: summary for split in SPLITS if (summary := summarize(self.lengths.get(split, Counter()))) is not None
+        }
         for split, summary in found.items():
             plot = as_svg(summary, f"Prompt lengths of {split}", limit)
             (folder / f"lengths-{split}.svg").write_text(plot, encoding="utf-8")
@@ -191,11 +193,16 @@ class _Job:
     on_progress: Progress
 
     def run(self, folder: Path, document: Mapping[str, Any], *, short_way: bool) -> _Tally:
-        """Write both splits, the held-out one first: it is small, and the training rows are checked against it."""
+        """Write the splits, the held-out one first: it is small, and the training rows are checked against it.
+
+        A suite's dataset has no other.
+        """
         tally, watch = _Tally(), SplitWatch(self.config.duplicates)
         tokenizers: dict[bool, PromptTokenizer] = {}
         for split in ("validation", "train"):
             source = self.dataset_dir / f"{split}.parquet"
+            if split == "train" and not source.is_file():
+                continue
             origin = provenance(source)
             chat = origin.get("prompt_form") != "text" if self.chat is None else self.chat
             if chat not in tokenizers:

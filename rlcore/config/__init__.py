@@ -15,10 +15,12 @@ from rlcore.config.data import (
 from rlcore.config.model import LoraConfig, ModelConfig, ScratchModel, WarmStartConfig
 from rlcore.config.rollout import (
     EpisodeConfig,
+    JudgingConfig,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
     SandboxConfig,
+    SuiteConfig,
     ValidationConfig,
 )
 from rlcore.config.run import RunConfig
@@ -34,6 +36,7 @@ __all__ = [
     "EpisodeConfig",
     "FilterConfig",
     "Gsm8kData",
+    "JudgingConfig",
     "KlConfig",
     "LoraConfig",
     "MappedData",
@@ -50,6 +53,7 @@ __all__ = [
     "SamplingConfig",
     "SandboxConfig",
     "ScratchModel",
+    "SuiteConfig",
     "TrackingConfig",
     "TrainerConfig",
     "ValidationConfig",

@@ -128,10 +128,13 @@ class Session:
         return {"step": saved.step, "checkpoint": str(saved.path), "metrics": dict(saved.metrics)}
 
     def validate(self, checkpoint: str, name: str) -> Mapping[str, object]:
-        """Judge a checkpoint (`start`, `last`, `best` or its folder's name) on all held-out problems."""
+        """Judge a checkpoint (`start`, `last`, `best` or its folder's name) on all held-out problems and suites."""
         self._training.settle_save()
         result = self._training.judge_checkpoint(checkpoint, name)
-        return {"summary": dict(result.summary()), "file": str(self._training.file_of(name))}
+        summary = dict(result.summary())
+        for of_suite in self._training.judge_suites(checkpoint, name):
+            summary |= of_suite.summary()
+        return {"summary": summary, "file": str(self._training.file_of(name))}
 
     def export(self, checkpoint: str) -> Mapping[str, object]:
         """Write a checkpoint's weights as a transformers directory in the run's folder."""
