@@ -85,7 +85,9 @@ def _summary(run: OpenRun, now: str) -> str:
         (record.step, value)
         for record in records
         for name, value in record.metrics.items()
-        if name.startswith("val-core/") and name.endswith(f"/reward/mean@{run.config.validation.samples_per_problem}")
+        if name.startswith("val-core/")
+        and name.endswith(f"/reward/mean@{run.config.validation.samples_per_problem}")
+        and not run.config.validation.is_of_suite(name)
     ]
     page = f"[{run.run_id} in MLflow]({run.shown.mlflow_page})" if run.shown.mlflow_page else ""
     curve = curve_markdown([("reward in training", training), ("reward on held-out problems", held_out)])

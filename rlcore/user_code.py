@@ -85,6 +85,10 @@ class Code:
 
         return fingerprint("code", self.digests)
 
+    def shared_with(self, other: "Code") -> "Code":
+        """The code of the functions that both have."""
+        return Code({name: sources for name, sources in self.by_function.items() if name in other.by_function})
+
     def keep(self, folder: Path) -> None:
         """Replace the folder by a copy of the files. Raises DiskSpaceError and DataError."""
         from rlcore.storage.publish import published_directory

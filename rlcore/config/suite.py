@@ -30,7 +30,7 @@ def put_suites(settings: dict[str, Any], findings: Findings) -> None:
     for problem in found:
         if isinstance(problem, Problem):
             findings.add(problem, KEY)
-    section["suites"] = [entry for entry in found if not isinstance(entry, Problem)]
+    settings["validation"]["suites"] = [entry for entry in found if not isinstance(entry, Problem)]
 
 
 def _read(name: str) -> dict[str, Any] | Problem:

@@ -137,7 +137,8 @@ class RunRecord:
         """Which held-out data the scores are of."""
         if self.validations:
             return next(iter(self.validations.values())).data_source
-        found = {match["source"] for name in self.names("val-core/") if (match := _CORE.fullmatch(name))}
+        names = (name for name in self.names("val-core/") if not self.config.validation.is_of_suite(name))
+        found = {match["source"] for name in names if (match := _CORE.fullmatch(name))}
         return ALL_SOURCES if ALL_SOURCES in found else next(iter(sorted(found)), None)
 
     @cached_property
@@ -145,7 +146,8 @@ class RunRecord:
         """k of mean@k; 0 where nothing was sampled on held-out problems."""
         if self.validations:
             return next(iter(self.validations.values())).num_samples
-        found = (_CORE.fullmatch(name) for name in self.names("val-core/"))
+        is_of_suite = self.config.validation.is_of_suite
+        found = (_CORE.fullmatch(name) for name in self.names("val-core/") if not is_of_suite(name))
         return next((int(match["k"]) for match in found if match), 0)
 
     @cached_property

@@ -86,6 +86,11 @@ class RunInputs:
         for directory in dict.fromkeys(folder for folder in folders if folder is not None):
             finished(directory)
 
+    @property
+    def has_training_rows(self) -> bool:
+        """Whether there is something to train on; an evaluation has held-out rows alone."""
+        return all(file.is_file() for file in self.train_parquets)
+
     def of_suite(self, name: str) -> "RunInputs":
         """The same with a suite's rows in place of the run's.
 
@@ -115,7 +120,7 @@ class RunInputs:
 
 
 def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory: Path) -> str:
-    """What a suite's figures depend on beside the weights: its rows, lengths and sampling, and the code of its scorer."""
+    """What a suite's figures depend on beside the weights: rows, lengths, sampling, the scorer's code."""
     seen = suite_settings(config, suite)
     functions = [name for name in (suite.data.scorer, suite.data.environment) if name]
     payload = {

@@ -295,7 +295,7 @@ class RunTraining(Training[RunWorkers]):
         """The same on all problems of each suite."""
         step, found = self._record.store.step_of(checkpoint), []
         for suite in self._config.validation.suites:
-            result = self._known(step, suite)
+            result = self._known(step, suite, name) or self._known(step, suite)
             if result is None:
                 self._workers.load(checkpoint)
                 result = self.judge_suite(suite, name, step)
@@ -312,12 +312,15 @@ class RunTraining(Training[RunWorkers]):
     def _keep(self, result: ValidationResult, file: Path) -> None:
         self._record.room.hold(lambda: result.write(file), step=result.step, path=file)
 
-    def _known(self, step: int, settings: ValidationConfig | SuiteConfig) -> ValidationResult | None:
-        """The result of this step's validation in training, where that one saw all held-out problems."""
+    def _known(
+        self, step: int, settings: ValidationConfig | SuiteConfig, name: str | None = None
+    ) -> ValidationResult | None:
+        """The result of this name; None: of this step's validation in training, where that one saw all problems."""
         suite = settings if isinstance(settings, SuiteConfig) else None
-        file = self.file_of(name_of(step), "" if suite is None else suite.name)
-        if settings.max_problems or not file.is_file():
+        file = self.file_of(name or name_of(step), "" if suite is None else suite.name)
+        if (name is None and settings.max_problems) or not file.is_file():
             return None
         result = ValidationResult.read(file)
         wanted = "" if suite is None else self._workers.fingerprint_of(suite)
-        return result if (result.settings, result.suite) == (settings.judging, wanted) else None
+        is_same = (result.step, result.settings, result.suite) == (step, settings.judging, wanted)
+        return result if is_same else None

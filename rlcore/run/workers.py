@@ -12,6 +12,7 @@ from torch import Tensor
 from rlcore.checkpoint.shards import RankSaver
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.trainer import ProfileConfig
+from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.inputs import RunInputs, planned_start_model, suite_fingerprint
@@ -305,12 +306,15 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
 
     def _start(self) -> _RunStarted:
         config = fit_run(self._config, self._layout.run_dir, self._report)
-        problems = Problems.read(config, self._inputs)
+        is_trained = self._inputs.has_training_rows
+        problems = (Problems.read if is_trained else HeldOut.of_run)(config, self._inputs)
         scoring = self._open.enter_context(problems.scoring_pool())
         episodes = problems.episodes(self._inputs)
         if episodes is not None:
             self._open.enter_context(episodes)
         group, profile = self._start_group(config, problems.held_out(in_training=True)[:NUM_PROMPTS])
+        if not isinstance(problems, Problems):
+            return _RunStarted(config, group, _train_nothing, profile, problems, scoring, episodes)
         collector = ExperienceCollector(config, group, problems.stream, scoring, problems.decode, episodes)
         failures, phase = self._layout.failures, self._guard.phase
         trainer = Trainer(config, group, collector, failures=failures, enter_phase=phase)
@@ -319,6 +323,10 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             return trainer.step(state, epoch=problems.epoch_at(state.num_prompts_drawn))
 
         return _RunStarted(config, group, take_step, profile, problems, scoring, episodes)
+
+
+def _train_nothing(state: LoopState) -> StepResult:
+    raise DataError(f"step {state.step + 1}: this is an evaluation, which has held-out problems alone; start a run")
 
 
 def write_samples(directory: Path, step: int, experience: Experience, decode: Decode) -> Path:
