@@ -17,6 +17,7 @@ from flows.work.open_run import OpenRun
 from flows.work.results import Export, Judgement, PipelineResult, Report, StartModel, describe_rows
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.errors import WorkerLostError
+from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
 
@@ -115,6 +116,16 @@ def judge(run: OpenRun, inputs: RunInputs, checkpoint: str, do: RunStage) -> Jud
     name = {"start": "before", "last": "after"}.get(checkpoint, checkpoint)
     work = partial(stages.validate, run, inputs, checkpoint, name)
     return do(Stage("validate", f"validate/{run.title} {name}", work, lambda one: f"validation: {one}", run))
+
+
+def evaluate(run: OpenRun, do: RunStage) -> list[ValidationResult]:
+    """Judge the run's model on its suites: an evaluation has no other stages."""
+    rows = make_suites(run.config, do)
+    inputs = stages.inputs_of(run.config, *[next(iter(rows.values()))] * 2, suites=rows)
+    work = partial(stages.evaluate, run, inputs)
+    found = do(Stage("evaluate", f"eval/{run.title}", work, lambda results: "", run))
+    run.trainer.let_go()
+    return found
 
 
 def write_report(layout: RunLayout, title: str, do: RunStage) -> Report:

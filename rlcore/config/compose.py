@@ -114,18 +114,17 @@ def judge_settings(
     return found
 
 
-def changed_config(config: RunConfig, overrides: Sequence[str], changes: Mapping[str, Any]) -> RunConfig:
-    """Settings that were composed before, with `changes` (plain values by dotted key) and values of overrides, checked.
+def checked_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """Nested plain settings that were composed before, with the values of overrides put over them.
 
     Raises:
         ConfigError: one message with every mistake.
     """
     findings = Findings()
     request = _read(overrides, None, findings)
-    settings = config.model_dump(mode="json")
     for group in [*request.choices, *(["experiment"] if request.experiment else [])]:
         findings.add(Problem(group, "cannot be chosen over settings that are there", group, "Give the keys one by one"))
-    for written in (*(Written(key, value, str(value), False) for key, value in changes.items()), *request.values):
+    for written in request.values:
         put(settings, written, findings)
     put_suites(settings, findings)
     texts = {name: written.text for written in request.values for name in written.names}

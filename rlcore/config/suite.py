@@ -1,5 +1,6 @@
 """Suites: from the name of a file to settings, and a run's settings as one suite sees them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,16 @@ def put_suites(settings: dict[str, Any], findings: Findings) -> None:
     named = section.get("suites") if isinstance(section, dict) else None
     if not isinstance(named, list) or not any(isinstance(entry, str) for entry in named):
         return
+    settings["validation"]["suites"] = read_suites(named, findings)
+
+
+def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
+    """The content of the files that are named, as plain values; what is no name stays as it is."""
     found = [_read(entry) if isinstance(entry, str) else entry for entry in named]
     for problem in found:
         if isinstance(problem, Problem):
             findings.add(problem, KEY)
-    settings["validation"]["suites"] = [entry for entry in found if not isinstance(entry, Problem)]
+    return [entry for entry in found if not isinstance(entry, Problem)]
 
 
 def _read(name: str) -> dict[str, Any] | Problem:

@@ -106,6 +106,12 @@ class Problems(HeldOut):
             DataError: no row is left in a file, a file breaks the schema, or parts of a mixture cannot be mixed.
         """
         held_out = HeldOut.of_run(config, inputs)
+        own = {prompt.data_source for prompt in held_out.validation}
+        if clash := [suite.name for suite in config.validation.suites if suite.name in own]:
+            raise DataError(
+                f"validation.suites: {clash[0]} is the data source of the run's own held-out problems too, so their "
+                "figures would be one; write another `name` into the suite's file"
+            )
         train = read_parts(config, inputs.train_parquets)
         stream: PromptStream[Prompt] | MixedStream
         if isinstance(config.data, MixtureData):

@@ -139,7 +139,7 @@ class Session:
         return {"summary": summary, "file": str(self._training.file_of(name))}
 
     def evaluate(self) -> Mapping[str, object]:
-        """Judge the model of step 0 on all problems of each suite: an evaluation. Its figures are step 0 of the journal."""
+        """Judge the model of step 0 on all problems of each suite: an evaluation. The journal has it as step 0."""
         self._is_evaluated = True
         results = self._training.judge_suites("start", "before")
         summary = {name: value for result in results for name, value in result.summary().items()}
