@@ -163,6 +163,12 @@ def show_comparison(made: Comparison) -> None:
         show_link(name, "mlflow", made.mlflow_page, "The same runs in MLflow")
 
 
+def show_evaluation(name: str, lines: Sequence[str]) -> None:
+    """The table of an evaluation."""
+    text = "\n".join(["```", *lines, "```"])
+    harmless(lambda: create_markdown_artifact(text, key=artifact_key(name, "evaluation")))
+
+
 def show_link(name: str, what: str, url: str, text: str) -> None:
     """A link."""
     harmless(lambda: create_link_artifact(url, text, key=artifact_key(name, what)))

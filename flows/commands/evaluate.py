@@ -26,7 +26,7 @@ from rlcore.errors import ConfigError, DataError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
 from rlcore.evaluation.stats import Interval
 
-OF_THE_RUN = ("rollout", "reward", "episode", "sandbox", "runtime", "tracking", "paths")
+OF_THE_RUN = ("filter", "rollout", "reward", "episode", "sandbox", "runtime", "tracking", "paths")
 """Sections of a run's settings by which its checkpoints are judged."""
 
 
@@ -125,23 +125,40 @@ def run(words: Sequence[str], suites: Sequence[str], *, root: Path | None, as_js
     """Judge each model on each suite, print the table, and the difference of every model to the first."""
     models = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
+    command = command_of(words, suites, root)
+    roots = [root_of(word) for word in overrides if word.startswith(ROOT)]
+    at = root or (roots[-1] if roots else None)
+    if as_json:
+        found = evaluate_all(models, suites, overrides, at, command, _quietly)
+        print(json.dumps(as_document(found), indent=2))
+        return
+    with shown_on(display_for_console()):
+        found = evaluate_all(models, suites, overrides, at, command, chain.run_here)
+    print("\n".join(table_lines(found)))
+
+
+def command_of(words: Sequence[str], suites: Sequence[str], root: Path | None) -> list[str]:
+    """The words of the command that judges these models on these suites."""
+    more = [] if root is None else ["--root", str(root)]
+    return ["millrace", "eval", *words, *(word for suite in suites for word in ("--suite", suite)), *more]
+
+
+def evaluate_all(
+    models: Sequence[str],
+    suites: Sequence[str],
+    overrides: Sequence[str],
+    root: Path | None,
+    command: Sequence[str],
+    do: chain.RunStage,
+) -> list[Evaluation]:
+    """Judge each model on each suite. All names and settings are checked before the first one is judged."""
     if not models or not suites:
         raise ConfigError(
-            "millrace eval: needs a model and a suite, got "
-            f"{len(models)} and {len(suites)}. Such as: millrace eval artifacts/runs/<run id> --suite gsm8k"
+            f"millrace eval: needs a model and a suite, got {len(models)} and {len(suites)}. Such as: millrace eval "
+            "artifacts/runs/<run id> --suite gsm8k"
         )
-    roots = [root_of(word) for word in overrides if word.startswith("paths.root=")]
-    at = root or (roots[-1] if roots else None)
-    configs = {model: evaluation_settings(model, suites, overrides, at) for model in dict.fromkeys(models)}
-    command = ["millrace", "eval", *words, *(word for suite in suites for word in ("--suite", suite))]
-    found = []
-    for model, config in configs.items():
-        if as_json:
-            found.append(evaluate(model, config, command, _quietly))
-        else:
-            with shown_on(display_for_console()):
-                found.append(evaluate(model, config, command, chain.run_here))
-    print(json.dumps(as_document(found), indent=2) if as_json else "\n".join(table_lines(found)))
+    configs = {model: evaluation_settings(model, suites, overrides, root) for model in dict.fromkeys(models)}
+    return [evaluate(model, config, command, do) for model, config in configs.items()]
 
 
 def _quietly(stage: "chain.Stage[chain.R]") -> "chain.R":

@@ -83,6 +83,8 @@ class RunRecord:
     lineage: Lineage | None
     checkpoints: tuple[CheckpointInfo, ...]
     missing: tuple[str, ...]
+    suites: Mapping[str, Mapping[str, ValidationResult]] = field(default_factory=dict)
+    """Results of each suite, by the suite's name, then as `validations`."""
 
     @property
     def run_id(self) -> str:
@@ -224,7 +226,10 @@ def read_run(run_dir: Path) -> RunRecord:
     validations = _read_validations(run_dir / "validation", missing)
     steps = tuple(sorted(journal.steps, key=lambda record: record.step))
     lineage = _read_lineage(run_dir, missing)
-    record = RunRecord(run_dir, config, steps, journal.events, validations, lineage, checkpoints, ())
+    suites = {
+        suite.name: _read_validations(run_dir / "suites" / suite.name, missing) for suite in config.validation.suites
+    }
+    record = RunRecord(run_dir, config, steps, journal.events, validations, lineage, checkpoints, (), suites)
     return replace(record, missing=(*missing, *_gaps(record)))
 
 
