@@ -121,7 +121,8 @@ def judge(run: OpenRun, inputs: RunInputs, checkpoint: str, do: RunStage) -> Jud
 def evaluate(run: OpenRun, do: RunStage) -> list[ValidationResult]:
     """Judge the run's model on its suites: an evaluation has no other stages."""
     rows = make_suites(run.config, do)
-    inputs = stages.inputs_of(run.config, *[next(iter(rows.values()))] * 2, suites=rows)
+    first = next(iter(rows.values()))
+    inputs = stages.inputs_of(run.config, first, first, suites=rows)
     work = partial(stages.evaluate, run, inputs)
     found = do(Stage("evaluate", f"eval/{run.title}", work, lambda results: "", run))
     run.trainer.let_go()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flows import chain
-from flows.commands.settings import root_of, weights_of
+from flows.commands.settings import ROOT, root_of, weights_of
 from flows.plan.checks import check_evaluation
 from flows.progress import display, display_for_console, shown_on
 from flows.stack.state import in_stack

@@ -58,7 +58,7 @@ def result_table(comparisons: Sequence[Comparison]) -> Table:
 
 def suite_table(record: RunRecord) -> Table | None:
     """Every statistic of every suite, before and after; None without suites."""
-    rows: list[tuple[object, ...]] = []
+    rows: list[tuple[str | Interval | float | None, ...]] = []
     for name, results in record.suites.items():
         before, after = results.get("before"), results.get("after")
         if before is None or after is None:

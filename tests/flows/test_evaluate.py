@@ -98,15 +98,15 @@ def test_the_report_has_the_suites(run: SmallRun) -> None:
 
 
 def test_wrong_names_are_told(run: SmallRun, suites: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k"):
+    with pytest.raises(ConfigError, match=r"must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k"):
         load_config(["validation.suites=[gsm9k]"])
-    with pytest.raises(DataError, match="neither the folder nor the id of a run.*A model is a folder"):
+    with pytest.raises(DataError, match=r"neither the folder nor the id of a run.*A model is a folder"):
         evaluation_settings("nobody", suites, [], tmp_path)
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("data: {task: countdown, trian_size: 3}")
-    with pytest.raises(ConfigError, match="entry 0: data.trian_size: there is no such setting"):
+    with pytest.raises(ConfigError, match=r"entry 0: data.trian_size: there is no such setting"):
         load_config([f"validation.suites=[{wrong}]"])
-    with pytest.raises(ConfigError, match="cannot be chosen over settings"):
+    with pytest.raises(ConfigError, match=r"cannot be chosen over settings"):
         evaluation_settings(str(run.layout.run_dir), suites, ["algo=ppo"], None)
 
 
