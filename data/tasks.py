@@ -56,6 +56,9 @@ def task_of(config: TaskData) -> Task:
             module = import_module("data.sources")
             # The source is no place: rows are named after it unless the settings give a name.
             return Task(module.mapped_rows, ("data.sources",), module.mapped_digests, ("revision",))
+        case "reasoning_gym":
+            module = import_module("data.reasoning_gym")
+            return Task(module.build, ("data.reasoning_gym",), module.source_digests, is_random=True)
         case "custom":
             module = import_module("data.custom")
             return Task(

@@ -77,8 +77,38 @@ def filter_rows(config: RunConfig) -> StageResult:
         root=root,
         tools=config.episode.tools,
         chat_template_kwargs=config.data.chat_template_kwargs,
+        suites=_suite_datasets(config),
         on_progress=_show_rows,
     )
+
+
+def _suite_datasets(config: RunConfig) -> dict[str, Path]:
+    """The datasets that the filter compares the training rows with, made as far as they are missing."""
+    from data import build_dataset
+
+    places = suite_datasets(config)
+    if places:
+        seen = {suite.name: suite_settings(config, suite) for suite in config.validation.suites}
+        root, splits = _root(config), ("validation",)
+        places = {
+            name: build_dataset(one.data, seed=one.seed, root=root, splits=splits).directory
+            for name, one in seen.items()
+        }
+    return places
+
+
+def suite_datasets(config: RunConfig) -> dict[str, Path]:
+    """Where these datasets are, or will be, by the suite's name; empty where the filter compares nothing."""
+    if config.filter.decontaminate == "off":
+        return {}
+    from data import dataset_directory, dataset_fingerprint
+
+    root = _root(config)
+    seen = {suite.name: suite_settings(config, suite) for suite in config.validation.suites}
+    return {
+        name: dataset_directory(dataset_fingerprint(one.data, one.seed, root, ("validation",)), root)
+        for name, one in seen.items()
+    }
 
 
 def _show_rows(split: str, done: int, total: int) -> None:

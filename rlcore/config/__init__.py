@@ -11,6 +11,7 @@ from rlcore.config.data import (
     MixtureData,
     MixturePart,
     ParquetData,
+    ReasoningGymData,
 )
 from rlcore.config.model import LoraConfig, ModelConfig, ScratchModel, WarmStartConfig
 from rlcore.config.rollout import (
@@ -46,6 +47,7 @@ __all__ = [
     "OptimConfig",
     "ParquetData",
     "PathsConfig",
+    "ReasoningGymData",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
