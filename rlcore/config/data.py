@@ -155,8 +155,8 @@ class ReasoningGymData(Conversation):
     task: Literal["reasoning_gym"] = "reasoning_gym"
     """Which task in `data/` makes the rows."""
     tasks: tuple[str, ...] = ("chain_sum",)
-    """Names of the package's tasks, in equal shares, each with a level of its curriculum after an @ where it shall not be
-    the package's default: `chain_sum@0` is the easiest."""
+    """Names of the package's tasks, in equal shares, each with a level of its curriculum after an @ where it shall not
+    be the package's default: `chain_sum@0` is the easiest."""
     train_size: int = Field(default=10_000, ge=1)
     """Rows of the training split."""
     validation_size: int = Field(default=500, ge=1)

@@ -51,6 +51,11 @@ CASES = [
     ("a_mixture_has_parts", MIXTURE % ("", ",name:all"), MIXTURE % ("", ",name:mine")),
     ("a_mixture_scores_by_part", MIXTURE % ("", "") + " data.scorer=a.b:c", MIXTURE % ("", "")),
     ("parts_keep_the_rules", MIXTURE % (",min_numbers:5", ""), MIXTURE % (",min_numbers:4", "")),
+    (
+        "reasoning_gym_is_scored_apart",
+        "data.task=reasoning_gym data.scorer=data.reasoning_gym:score",
+        "data.task=reasoning_gym data.scorer=data.reasoning_gym:score reward.num_processes=1",
+    ),
     ("suites_have_names_and_room", SUITES % ("x", "x", ""), SUITES % ("x", "y", "")),
     ("suites_have_names_and_room", SUITES % ("x", "all", ""), SUITES % ("x", "y", "")),
     ("suites_have_names_and_room", SUITES % ("x", "y", ",max_prompt_tokens:257"), SUITES % ("x", "y", "")),

@@ -64,26 +64,21 @@ def test_rows_are_fixed_by_the_seed_and_no_question_comes_twice(artifacts_root: 
 
 def test_the_level_is_the_curriculums() -> None:
     pytest.importorskip("reasoning_gym")
-    easy, hard = (
-        list(
-            build(ReasoningGymData(tasks=(f"chain_sum@{level}",), train_size=1, validation_size=30), 1).splits[
-                "validation"
-            ]
-        )
-        for level in (0, 3)
-    )
+    of_level = ReasoningGymData(tasks=("chain_sum@0",), train_size=1, validation_size=30)
+    easy = list(build(of_level, 1).splits["validation"])
+    hard = list(build(of_level.model_copy(update={"tasks": ("chain_sum@3",)}), 1).splits["validation"])
     assert sum(len(row.prompt[0].content) for row in easy) < sum(len(row.prompt[0].content) for row in hard)
     assert {row.difficulty for row in hard} == {3}
 
 
-def test_small_tasks_say_that_they_are_small() -> None:
+def test_a_task_with_too_few_problems_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("reasoning_gym")
-    small = ReasoningGymData(tasks=("coin_flip@0",), train_size=100_000, validation_size=1)
-    with pytest.raises(DataError, match="has fewer than 100000 different problems for the train split"):
-        for _ in build(small.model_copy(update={"tasks": ("needle_haystack@0",)}), 1).splits["validation"]:
-            pass
-        next(iter(build(small.model_copy(update={"train_size": 1}), 1).splits["train"]))
-        raise DataError("has fewer than 100000 different problems for the train split")
+    monkeypatch.setattr("data.reasoning_gym._TRIES", 1)
+    small = ReasoningGymData(tasks=("tower_of_hanoi",), train_size=1, validation_size=120)
+    with pytest.raises(
+        DataError, match="tower_of_hanoi has fewer than 120 different problems for the validation split"
+    ):
+        build(small, 1)
 
 
 def test_every_scorer_that_evaluates_an_answer_is_left_out() -> None:
