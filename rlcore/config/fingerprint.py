@@ -83,7 +83,7 @@ def lasting_settings(config: RunConfig) -> dict[str, Any]:
     may_change = (*MAY_CHANGE, "trainer.total_steps") if total_steps_may_change(config) else MAY_CHANGE
     found = leaves(config.model_dump(mode="json"))
     lasting = {name: value for name, value in found.items() if not any(covers(key, name) for key in may_change)}
-    if config.filter.decontaminate != "off":  # the suites decide what is trained on
+    if config.filter.decontaminate != "off" and config.validation.suites:  # the suites decide what is trained on
         lasting["validation.suites"] = [
             [suite.seed, suite.data.model_dump(mode="json")] for suite in config.validation.suites
         ]
