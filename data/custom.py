@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from data.rows import PromptForm, TaskRows
-from rlcore.config.data import CountdownData, CustomData, Gsm8kData, MappedData, TaskData
+from rlcore.config.data import CountdownData, CustomData, Gsm8kData, MappedData, ReasoningGymData, TaskData
 from rlcore.errors import MODULES_ARE_FOUND, DataError, MillraceError
 from rlcore.storage.documents import sha256_of
 from rlcore.storage.manifest import read_manifest
@@ -191,7 +191,7 @@ def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
         return _by_process(config, seed)
     if isinstance(config, Gsm8kData | MappedData) and local_files(config.source, []) is None:
         return None  # files of the hub are fetched when the dataset is made
-    if isinstance(config, CountdownData):
+    if isinstance(config, CountdownData | ReasoningGymData):
         config = config.model_copy(update={"train_size": 1, "validation_size": 1})
     return _made(config, seed)
 

@@ -7,10 +7,11 @@ Rows are read batch by batch, so memory does not grow with the dataset. The resu
     distractor_ids   list<int32>   the same of the distractor
     ground_truth_json   string     what the scorer takes
 
-Prompts that occur twice in a split are found here too, and those that training would share with validation.
+Prompts that occur twice in a split are found here too, and those that training would share with validation or a suite.
 """
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,9 +30,9 @@ from data.schema import (
     read_batches,
     require_row_schema,
 )
-from data.stage import StageResult, publish_mixture, source_digest
+from data.stage import SPLITS, StageResult, publish_mixture, source_digest
 from data.tokenizer import ID_BYTES, PromptTokenizer, ShortWayError, tokenizer_fingerprint
-from data.write import SPLITS, RowWriter, as_svg, summarize, write_filter_card
+from data.write import RowWriter, as_svg, summarize, write_filter_card
 from rlcore.config.data import FilterConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
@@ -63,6 +64,7 @@ def filter_fingerprint(
     chat: bool | None = None,
     tools: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    suites: Mapping[str, Path] | None = None,
 ) -> str:
     """Fingerprint of the filtered rows; `dataset` and `tokenizer` are fingerprints too."""
     payload = {
@@ -74,6 +76,7 @@ def filter_fingerprint(
         "source": source_digest(*_SOURCE),
         **({"tools": tool_schemas(tools)} if tools else {}),
         **({"chat_template_kwargs": chat_template_kwargs} if chat_template_kwargs else {}),
+        **({"suites": {name: place.name for name, place in suites.items()}} if suites else {}),
     }
     return fingerprint("filter", payload)
 
@@ -92,12 +95,14 @@ def filter_dataset(
     chat: bool | None = None,
     tools: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    suites: Mapping[str, Path] | None = None,
     on_progress: Progress | None = None,
 ) -> StageResult:
     """Tokenize and filter a published dataset, unless that has been done; a mixture part by part.
 
     `chat` is whether the tokenizer's chat template is applied; None: by the form of the dataset's prompts. `tools` are
     those of `episode.tools`, which the template shows; `chat_template_kwargs` are further names that it reads.
+    `suites`: folders of the datasets that `decontaminate` is about, by the name of the suite.
     Counts are rows of `train` and `validation`, and of what was left out: `train/overlong`, `train/duplicate`, ...
 
     Raises:
@@ -109,6 +114,7 @@ def filter_dataset(
         raise DataError(f"{dataset_dir}: is no finished dataset (no manifest.json); make it with `millrace run`")
     tokenizer_print = tokenizer_fingerprint(tokenizer_dir)
     rendering: dict[str, Any] = {"chat": chat, "tools": tools, "chat_template_kwargs": chat_template_kwargs}
+    rendering["suites"] = suites
     digest = filter_fingerprint(dataset.values["fingerprint"], tokenizer_print, config, **rendering)
     directory = filtered_directory(digest, root)
     if (parts := part_directories(dataset_dir)) != (dataset_dir,):
@@ -135,6 +141,7 @@ def filter_dataset(
         chat,
         tool_schemas(tools) if tools else (),
         chat_template_kwargs,
+        SuiteWatch(suites or {}),
         on_progress or (lambda split, done, total: None),
     )
     with published_directory(directory, facts) as folder:
@@ -171,7 +178,9 @@ class _Tally:
 
     def write_lengths(self, folder: Path, limit: int) -> dict[str, object]:
         """Plots beside the rows; returns the summaries."""
-        found = {split: summary for split in SPLITS if (summary := summarize(self.lengths[split])) is not None}
+        found = {
+            split: summary for split in SPLITS if (summary := summarize(self.lengths.get(split, Counter()))) is not None
+        }
         for split, summary in found.items():
             plot = as_svg(summary, f"Prompt lengths of {split}", limit)
             (folder / f"lengths-{split}.svg").write_text(plot, encoding="utf-8")
@@ -188,14 +197,20 @@ class _Job:
     chat: bool | None
     tools: Sequence[Mapping[str, Any]]
     chat_template_kwargs: Mapping[str, Any] | None
+    suites: "SuiteWatch"
     on_progress: Progress
 
     def run(self, folder: Path, document: Mapping[str, Any], *, short_way: bool) -> _Tally:
-        """Write both splits, the held-out one first: it is small, and the training rows are checked against it."""
+        """Write the splits, the held-out one first: it is small, and the training rows are checked against it.
+
+        A suite's dataset has no other.
+        """
         tally, watch = _Tally(), SplitWatch(self.config.duplicates)
         tokenizers: dict[bool, PromptTokenizer] = {}
         for split in ("validation", "train"):
             source = self.dataset_dir / f"{split}.parquet"
+            if split == "train" and not source.is_file():
+                continue
             origin = provenance(source)
             chat = origin.get("prompt_form") != "text" if self.chat is None else self.chat
             if chat not in tokenizers:
@@ -206,7 +221,7 @@ class _Job:
                     tools=self.tools,
                     chat_template_kwargs=self.chat_template_kwargs,
                 )
-            work = _Split(source, split, self.config, tokenizers[chat], watch, tally)
+            work = _Split(source, split, self.config, tokenizers[chat], watch, self.suites, tally)
             self._write(work, folder / source.name, {**document, "split": split, "origin": origin})
         return tally
 
@@ -236,6 +251,7 @@ class _Split:
     config: FilterConfig
     tokenizer: PromptTokenizer
     watch: "SplitWatch"
+    suites: "SuiteWatch"
     tally: _Tally
 
     def filtered(self, batch: pa.RecordBatch, start: int, schema: pa.Schema) -> pa.RecordBatch:
@@ -244,6 +260,8 @@ class _Split:
         truths = pc.struct_field(batch.column("reward_model"), "ground_truth")
         place = Place(self.split, self.source, start)
         unique = self.watch.keep(place, texts, multisets(truths), self.tally.counts)
+        if self.split == "train" and self.suites:
+            unique = self._not_in_suites(batch, unique)
         ids = self.tokenizer.encode_prompts([texts[row] for row in unique] if len(unique) < len(texts) else texts)
         rows, ids = self._fitting(unique, ids, start)
         if unknown := self.tokenizer.with_unknown_words(ids):
@@ -262,6 +280,14 @@ class _Split:
         }
         arrays = [added[f.name] if f.name in added else batch.column(f.name) for f in schema]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    def _not_in_suites(self, batch: pa.RecordBatch, rows: list[int]) -> list[int]:
+        """The rows that stay: those in no suite, or with `tell` all. Those in one are counted by suite and kind."""
+        prompts = batch.column("prompt").to_pylist()
+        found = {row: which for row in rows if (which := self.suites.find(prompt_text(prompts[row]))) is not None}
+        for name, kind in found.values():
+            self.tally.counts[f"{self.split}/{kind} in suite {name}"] += 1
+        return rows if self.config.decontaminate == "tell" else [row for row in rows if row not in found]
 
     def own_counts(self) -> dict[str, int]:
         """The counts of this split."""
@@ -432,6 +458,64 @@ class SplitWatch:
             f"{place.path}: row {place.start + position}: has the same {what} as row {held_out_row} of the validation "
             "split, so validation would not measure what is new to the model. Remove it from one of the two files"
         )
+
+
+# ---------------------------------------------------------------------- rows that a suite has too
+
+NGRAM = 13
+"""Words in a row that two prompts must have in common (Brown et al. 2020, arXiv:2005.14165, appendix C)."""
+MOST_SHARED = 10
+"""Problems of one suite that may share such a row of words: beyond, or in more than half of a small suite, it is the
+wording of the task, and says nothing."""
+_WORDS = re.compile(r"\w+")
+
+
+def prompt_text(messages: Sequence[Mapping[str, str]] | None) -> str:
+    """The text of a prompt's messages, for comparison."""
+    return "\n".join((message["content"] or "").strip() for message in messages or ())
+
+
+def ngrams(text: str) -> set[int]:
+    """Hashes of every `NGRAM` words in a row, in lower case and without punctuation.
+
+    >>> len(ngrams("one two three")), len(ngrams("w " * 13 + "x"))
+    (0, 2)
+    """
+    words = _WORDS.findall(text.lower())
+    return {hash(tuple(words[start : start + NGRAM])) for start in range(len(words) - NGRAM + 1)}
+
+
+class SuiteWatch:
+    """Finds prompts that occur in a suite: as a whole, or with `NGRAM` words in a row. False without a suite."""
+
+    def __init__(self, suites: Mapping[str, Path]) -> None:
+        """`suites`: the folder of each suite's dataset by its name. Raises DataError where one cannot be read."""
+        self._texts: dict[int, str] = {}
+        self._grams: dict[int, str] = {}
+        for name, folder in suites.items():
+            path = folder / "validation.parquet"
+            texts = [
+                prompt_text(messages)
+                for batch in read_batches(open_parquet(path), path, ROWS_PER_GROUP)
+                for messages in batch.column("prompt").to_pylist()
+            ]
+            shared = Counter(gram for text in texts for gram in ngrams(text))
+            most = max(1, min(MOST_SHARED, len(texts) // 2))
+            for text in texts:
+                self._texts.setdefault(hash(text), name)
+            for gram, count in shared.items():
+                if count <= most:
+                    self._grams.setdefault(gram, name)
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
+
+    def find(self, text: str) -> tuple[str, str] | None:
+        """The suite that has a prompt, and how: `exact` or `13-gram`; None where none has it."""
+        if (name := self._texts.get(hash(text))) is not None:
+            return name, "exact"
+        gram = next((gram for gram in ngrams(text) if gram in self._grams), None)
+        return None if gram is None else (self._grams[gram], f"{NGRAM}-gram")
 
 
 def _require_no_leak(directories: Sequence[Path]) -> None:

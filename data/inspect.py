@@ -18,7 +18,8 @@ from rich.text import Text
 
 from data.filter import multisets
 from data.schema import ROWS_PER_GROUP, find_type, open_parquet, provenance, read_batches, require_row_schema
-from data.write import SPLITS, LengthSummary, as_svg, summarize
+from data.stage import SPLITS
+from data.write import LengthSummary, as_svg, summarize
 from rlcore.errors import DataError
 from rlcore.storage.manifest import part_directories
 

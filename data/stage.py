@@ -21,6 +21,10 @@ CARD = "README.md"
 """Name of the dataset card in a folder."""
 
 
+SPLITS = ("train", "validation")
+"""What a dataset has; a suite's has the second alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageResult:
     """A published directory. `cached`: it existed already, and no work was done.

@@ -1,6 +1,6 @@
 """From settings to a published dataset: which task makes the rows, and where they lie."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 
 from data.custom import digests_of, keep_reads, known_reads, recorded_reads
 from data.rows import TaskRows
-from data.stage import StageResult, mixture_fingerprint, publish_mixture, source_digest
+from data.stage import SPLITS, StageResult, mixture_fingerprint, publish_mixture, source_digest
 from rlcore.config.data import DataConfig, MixtureData, TaskData
 from rlcore.config.fingerprint import fingerprint
 from rlcore.storage.finished import finished_or_set_aside
@@ -56,6 +56,9 @@ def task_of(config: TaskData) -> Task:
             module = import_module("data.sources")
             # The source is no place: rows are named after it unless the settings give a name.
             return Task(module.mapped_rows, ("data.sources",), module.mapped_digests, ("revision",))
+        case "reasoning_gym":
+            module = import_module("data.reasoning_gym")
+            return Task(module.build, ("data.reasoning_gym",), module.source_digests, is_random=True)
         case "custom":
             module = import_module("data.custom")
             return Task(
@@ -98,11 +101,12 @@ def _build_print(config: TaskData, task: Task, named: Mapping[str, str]) -> str:
     return fingerprint("build", {"settings": _settings(config, task), "inputs": named})
 
 
-def dataset_fingerprint(config: DataConfig, seed: int, root: Path) -> str:
+def dataset_fingerprint(config: DataConfig, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> str:
     """What the dataset depends on: settings, seed, the generator's source, and the digests of its input files.
 
     The seed counts only for tasks that draw their rows. The scorer changes no row, so it does not count. That of a
-    mixture is made of its parts' fingerprints. The files that a user's build reads count once it has run.
+    mixture is made of its parts' fingerprints. The files that a user's build reads count once it has run. `splits`:
+    those that are written.
     """
     if isinstance(config, MixtureData):
         return mixture_fingerprint("dataset", (dataset_fingerprint(part.data, seed, root) for part in config.parts))
@@ -113,6 +117,7 @@ def dataset_fingerprint(config: DataConfig, seed: int, root: Path) -> str:
         "seed": seed if task.is_random else None,
         "source": source_digest(*_WRITERS, *task.modules),
         "inputs": input_digests(config, root),
+        **({} if tuple(splits) == SPLITS else {"splits": splits}),
     }
     return fingerprint("dataset", payload)
 
@@ -122,14 +127,15 @@ def dataset_directory(fingerprint: str, root: Path) -> Path:
     return root / "datasets" / fingerprint
 
 
-def build_dataset(config: DataConfig, *, seed: int, root: Path) -> StageResult:
-    """Make the dataset and publish it, unless it is there; a mixture part by part.
+def build_dataset(config: DataConfig, *, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> StageResult:
+    """Make the dataset and publish it, unless it is there; a mixture part by part. `splits`: those that are written; a
+    suite has `validation` alone.
 
     Raises:
         DataError: settings or source files that give no sound dataset; nothing is left behind.
         DiskSpaceError: no room.
     """
-    digest = dataset_fingerprint(config, seed, root)
+    digest = dataset_fingerprint(config, seed, root, splits)
     directory = dataset_directory(digest, root)
     if isinstance(config, MixtureData):
         parts = [build_dataset(part.data, seed=seed, root=root) for part in config.parts]
@@ -137,17 +143,19 @@ def build_dataset(config: DataConfig, *, seed: int, root: Path) -> StageResult:
     if (manifest := finished_or_set_aside(directory)) is not None:
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
     try:
-        return _made(config, seed, root, directory)
+        return _made(config, seed, root, directory, splits)
     except _FurtherInputsError:  # now known, and part of the fingerprint
-        directory = dataset_directory(dataset_fingerprint(config, seed, root), root)
-        return _made(config, seed, root, directory, last=True)
+        directory = dataset_directory(dataset_fingerprint(config, seed, root, splits), root)
+        return _made(config, seed, root, directory, splits, last=True)
 
 
 class _FurtherInputsError(Exception):
     """A user's build has read files that the dataset's fingerprint does not cover."""
 
 
-def _made(config: TaskData, seed: int, root: Path, directory: Path, *, last: bool = False) -> StageResult:
+def _made(
+    config: TaskData, seed: int, root: Path, directory: Path, splits: Sequence[str], *, last: bool = False
+) -> StageResult:
     """Make the dataset. Unless it is the `last` try, raises _FurtherInputsError, which leaves nothing behind."""
     from data.write import write_dataset_card, write_splits
 
@@ -165,7 +173,7 @@ def _made(config: TaskData, seed: int, root: Path, directory: Path, *, last: boo
     facts: dict[str, Any] = {"kind": "dataset", "fingerprint": directory.name, "task": config.task, "inputs": inputs}
     with published_directory(directory, facts) as folder:
         with recorded_reads([] if task.sources is None else task.sources(config)) as read:
-            facts["counts"] = write_splits(folder, task.build(config, seed), document)
+            facts["counts"] = write_splits(folder, task.build(config, seed), document, splits)
         if task.sources is not None and _has_read_more(config, task, root, read) and not last:
             raise _FurtherInputsError
         write_dataset_card(folder)

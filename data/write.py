@@ -6,7 +6,7 @@ from; the card of a filtered dataset has the lengths of its prompts.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
@@ -18,10 +18,9 @@ import pyarrow.parquet as pq
 
 from data.rows import Row, TaskRows
 from data.schema import ROWS_PER_GROUP, ground_truth_type, open_parquet, provenance, provenance_metadata, row_schema
-from data.stage import CARD
+from data.stage import CARD, SPLITS
 from rlcore.errors import DataError
 
-SPLITS = ("train", "validation")
 _NUM_BINS = 24
 
 
@@ -65,17 +64,19 @@ class RowWriter:
             self._pending = None
 
 
-def write_splits(directory: Path, task: TaskRows, document: Mapping[str, Any]) -> dict[str, int]:
-    """Write `<split>.parquet` for each split, with `document` as provenance. Returns the rows of each.
+def write_splits(
+    directory: Path, task: TaskRows, document: Mapping[str, Any], splits: Sequence[str] = SPLITS
+) -> dict[str, int]:
+    """Write `<split>.parquet` for each of these splits, with `document` as provenance. Returns the rows of each.
 
     Raises:
         DataError: a split is missing or has no row.
     """
-    if missing := [split for split in SPLITS if split not in task.splits]:
+    if missing := [split for split in splits if split not in task.splits]:
         raise DataError(
             f"{task.data_source}: the task's rows have no split {missing}; give both {' and '.join(SPLITS)}"
         )
-    return {split: _write(directory, task, split, document) for split in SPLITS}
+    return {split: _write(directory, task, split, document) for split in splits}
 
 
 def _write(directory: Path, task: TaskRows, split: str, document: Mapping[str, Any]) -> int:
@@ -225,7 +226,7 @@ def as_svg(summary: LengthSummary, title: str, limit: int | None = None, unit: s
 
 def write_dataset_card(folder: Path) -> None:
     """Write the card of a dataset, from the provenance and the first row of each split."""
-    files = {split: folder / f"{split}.parquet" for split in SPLITS}
+    files = {split: path for split in SPLITS if (path := folder / f"{split}.parquet").is_file()}
     documents = {split: provenance(path) for split, path in files.items()}
     examples = {split: open_parquet(path).read_row_group(0).slice(0, 1).to_pylist()[0] for split, path in files.items()}
     any_split = next(iter(documents.values()))
@@ -260,7 +261,7 @@ def write_filter_card(folder: Path, facts: Mapping[str, Any]) -> None:
         "",
         f"Fingerprint `{facts['fingerprint']}`: dataset `{facts['dataset']}` tokenized by `{facts['tokenizer']}`, at "
         f"most {settings['max_prompt_tokens']} tokens a prompt (overlong: {settings['overlong']}, duplicates: "
-        f"{settings['duplicates']}).",
+        f"{settings['duplicates']}, rows of suites: {settings['decontaminate']}).",
         "",
         "| what | rows |",
         "| --- | ---: |",

@@ -85,7 +85,9 @@ def _summary(run: OpenRun, now: str) -> str:
         (record.step, value)
         for record in records
         for name, value in record.metrics.items()
-        if name.startswith("val-core/") and name.endswith(f"/reward/mean@{run.config.validation.samples_per_problem}")
+        if name.startswith("val-core/")
+        and name.endswith(f"/reward/mean@{run.config.validation.samples_per_problem}")
+        and not run.config.validation.is_of_suite(name)
     ]
     page = f"[{run.run_id} in MLflow]({run.shown.mlflow_page})" if run.shown.mlflow_page else ""
     curve = curve_markdown([("reward in training", training), ("reward on held-out problems", held_out)])
@@ -159,6 +161,12 @@ def show_comparison(made: Comparison) -> None:
     harmless(lambda: create_markdown_artifact(text, key=artifact_key(name, "report")))
     if made.mlflow_page:
         show_link(name, "mlflow", made.mlflow_page, "The same runs in MLflow")
+
+
+def show_evaluation(name: str, lines: Sequence[str]) -> None:
+    """The table of an evaluation."""
+    text = "\n".join(["```", *lines, "```"])
+    harmless(lambda: create_markdown_artifact(text, key=artifact_key(name, "evaluation")))
 
 
 def show_link(name: str, what: str, url: str, text: str) -> None:

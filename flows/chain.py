@@ -15,8 +15,9 @@ from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun
 from flows.work.results import Export, Judgement, PipelineResult, Report, StartModel, describe_rows
-from rlcore.config import RunConfig
+from rlcore.config import RunConfig, SuiteConfig
 from rlcore.errors import WorkerLostError
+from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
 
@@ -69,7 +70,19 @@ def make_rows(config: RunConfig, do: RunStage) -> Rows:
     if stages.has_demonstrations(config):
         work, title = partial(stages.tokenize_demonstrations, config), f"demonstrations {config.name}"
         shown = do(Stage("demonstrations", title, work, lambda rows: f"demonstrations: {describe_rows(rows)}"))
-    return Rows(dataset, filtered, stages.inputs_of(config, dataset, filtered, shown))
+    return Rows(dataset, filtered, stages.inputs_of(config, dataset, filtered, shown, make_suites(config, do)))
+
+
+def make_suites(config: RunConfig, do: RunStage) -> dict[str, StageResult]:
+    """Make, tokenize and filter the rows of each suite; the result by the suite's name."""
+    return {suite.name: do(_suite_stage(config, suite)) for suite in config.validation.suites}
+
+
+def _suite_stage(config: RunConfig, suite: SuiteConfig) -> Stage[StageResult]:
+    def says(rows: StageResult) -> str:
+        return f"suite {suite.name}: {describe_rows(rows)}"
+
+    return Stage("suite", f"suite {suite.name}", partial(stages.make_suite, config, suite), says)
 
 
 def make_start_model(run: OpenRun, inputs: RunInputs, do: RunStage) -> StartModel:
@@ -103,6 +116,17 @@ def judge(run: OpenRun, inputs: RunInputs, checkpoint: str, do: RunStage) -> Jud
     name = {"start": "before", "last": "after"}.get(checkpoint, checkpoint)
     work = partial(stages.validate, run, inputs, checkpoint, name)
     return do(Stage("validate", f"validate/{run.title} {name}", work, lambda one: f"validation: {one}", run))
+
+
+def evaluate(run: OpenRun, do: RunStage) -> list[ValidationResult]:
+    """Judge the run's model on its suites: an evaluation has no other stages."""
+    rows = make_suites(run.config, do)
+    first = next(iter(rows.values()))
+    inputs = stages.inputs_of(run.config, first, first, suites=rows)
+    work = partial(stages.evaluate, run, inputs)
+    found = do(Stage("evaluate", f"eval/{run.title}", work, lambda results: "", run))
+    run.trainer.let_go()
+    return found
 
 
 def write_report(layout: RunLayout, title: str, do: RunStage) -> Report:

@@ -187,6 +187,33 @@ def validate(
     run_command.validate(composed, checkpoint=checkpoint, verbose=verbose)
 
 
+@app.command(
+    "eval",
+    epilog=_examples(
+        "millrace eval artifacts/runs/<run id> --suite gsm8k",
+        "millrace eval <run id>@start <run id>@best --suite gsm8k --suite my_suite.yaml",
+        "millrace eval /models/SmolLM2-135M-Instruct --suite gsm8k rollout.engine=vllm",
+    ),
+)
+def evaluate(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL_OR_RUN... [KEY=VALUE]...",
+            help="Model directories, or runs by folder or id with @last (taken if not given), @best, @start or a step; "
+            "settings for all of them.",
+        ),
+    ],
+    suite: Annotated[list[str], typer.Option(help="A name in conf/suite, or the path of a file. May be repeated.")],
+    root: RootOfRun = None,
+    json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
+) -> None:
+    """Judge models or checkpoints on suites. Figures have intervals; each model is paired with the first."""
+    from flows.commands import evaluate as evaluate_command
+
+    evaluate_command.run(models, suite, root=root, as_json=json)
+
+
 @app.command(epilog=_examples("millrace report experiment=countdown_demo", "millrace report artifacts/runs/<run id>"))
 def report(run: Run, root: RootOfRun = None) -> None:
     """Write the report of a run: one HTML and one Markdown file."""

@@ -1,4 +1,4 @@
-"""Flows over several runs: compare them, and keep a root tidy."""
+"""Flows over several runs or models: compare them, judge them on suites, and keep a root tidy."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,10 +7,12 @@ from shlex import join, quote
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
-from flows.artifacts import show_comparison
-from flows.parameters import Root
+from flows.artifacts import show_comparison, show_evaluation
+from flows.commands import evaluate as evaluation
+from flows.parameters import NO_OVERRIDES, Root
+from flows.server.watch import watched
 from flows.stack.state import tracking_in_stack
-from flows.tasks import tell, tell_command
+from flows.tasks import as_task, tell, tell_command
 from flows.work import runs as several
 from flows.work.runs import Comparison, Outcome, all_runs
 from rlcore.config import PathsConfig, TrackingConfig
@@ -89,3 +91,26 @@ def compare(runs: list[str] = NO_RUNS, search: str = "", root: Root = None) -> C
     made = write_comparison(several.find_runs(runs, search, at, tracking_in_stack(TrackingConfig(), at)), at)
     show_comparison(made)
     return made
+
+
+@flow(name="eval", flow_run_name="eval")
+def evaluate(
+    models: list[str] = NO_RUNS, suites: list[str] = NO_RUNS, overrides: list[str] = NO_OVERRIDES, root: Root = None
+) -> list[str]:
+    """Judge models or checkpoints on suites: figures with intervals, each model paired with the first.
+
+    Args:
+        models: Model directories, or runs by folder or id, with @last (taken if not given), @best, @start or a step.
+        suites: Names in conf/suite, or paths of files where the worker is.
+        overrides: Settings for all of them, such as rollout.engine=vllm.
+        root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
+    """
+    at = None if root is None else Path(root)
+    command = evaluation.command_of([*models, *overrides], suites, at)
+    tell_command(join(command))
+    with watched():
+        found = evaluation.evaluate_all(models, suites, overrides, at, command, as_task)
+    lines = evaluation.table_lines(found)
+    tell("\n".join(lines))
+    show_evaluation(found[0].folder.name, lines)
+    return [str(one.folder) for one in found]

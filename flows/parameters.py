@@ -12,7 +12,8 @@ from pydantic import Field, WithJsonSchema
 
 from flows.stack.state import in_stack
 from rlcore.config import RunConfig
-from rlcore.config.compose import FILE_ENDINGS, experiment_names, idle_settings, load_config
+from rlcore.config.base import FILE_ENDINGS
+from rlcore.config.compose import experiment_names, idle_settings, load_config
 
 _NAMES = experiment_names()
 _EITHER = {

@@ -85,6 +85,10 @@ class Code:
 
         return fingerprint("code", self.digests)
 
+    def shared_with(self, other: "Code") -> "Code":
+        """The code of the functions that both have."""
+        return Code({name: sources for name, sources in self.by_function.items() if name in other.by_function})
+
     def keep(self, folder: Path) -> None:
         """Replace the folder by a copy of the files. Raises DiskSpaceError and DataError."""
         from rlcore.storage.publish import published_directory
@@ -115,9 +119,11 @@ def named_functions(config: "RunConfig") -> tuple[str, ...]:
     """Every `module:function` of the settings: scorers, builders of datasets, environment, tools, loss."""
     from rlcore.config.data import CustomData, parts_of
 
-    named = [part.data.scorer for part in parts_of(config.data)]
-    named += [part.data.build for part in parts_of(config.data) if isinstance(part.data, CustomData)]
-    named += [config.data.environment] if config.data.environment else []
+    tasks = [part.data for part in parts_of(config.data)] + [suite.data for suite in config.validation.suites]
+    named = [data.scorer for data in tasks]
+    named += [data.build for data in tasks if isinstance(data, CustomData)]
+    environments = [config.data.environment, *(suite.data.environment for suite in config.validation.suites)]
+    named += [environment for environment in environments if environment]
     named += config.episode.tools
     return tuple(dict.fromkeys([*named, *([config.algo.policy_loss] if ":" in config.algo.policy_loss else [])]))
 

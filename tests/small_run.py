@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from data import build_dataset, filter_dataset
+from flows.work.stages import make_suite
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import MillraceError
@@ -45,7 +46,8 @@ def prepare(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
     dataset = build_dataset(config.data, seed=config.seed, root=root)
     tokenizer = ensure_tokenizer(config)
     filtered = filter_dataset(dataset.directory, tokenizer, config.filter, root=root, tools=config.episode.tools)
-    inputs = RunInputs(filtered.directory, tokenizer)
+    suites = {suite.name: make_suite(config, suite).directory for suite in config.validation.suites}
+    inputs = RunInputs(filtered.directory, tokenizer, suites=suites)
     return SmallRun(config, inputs, warm_start(config, inputs).directory)
 
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rlcore.run.layout import RunLayout
 
 ROOT = "paths.root="
+START = "start"
+"""In place of a checkpoint: the model that a run has started from."""
 
 
 class Commands(TyperGroup):
@@ -112,6 +114,55 @@ def named_run(words: list[str], root: Path | None) -> "tuple[RunConfig, RunLayou
     return config, layout
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A checkpoint of a run as a model: `folder` is where its transformers directory is, or will be."""
+
+    config: "RunConfig"
+    layout: "RunLayout"
+    checkpoint: str
+    folder: Path
+
+    @property
+    def label(self) -> str:
+        """`<run id>@<checkpoint>`."""
+        return f"{self.layout.run_dir.name}@{self.checkpoint}"
+
+    def ensure(self) -> Path:
+        """The folder, written unless it is there and whole.
+
+        Raises:
+            CheckpointError: the checkpoint is broken.
+        """
+        from flows.commands.checkpoints import export_to
+        from rlcore.errors import CheckpointError
+        from rlcore.storage.finished import finished_or_set_aside
+
+        if self.checkpoint != START and finished_or_set_aside(self.folder, error=CheckpointError) is None:
+            export_to(self.config, self.layout, self.checkpoint, self.folder)
+        return self.folder
+
+
+def weights_of(source: str, root: Path | None) -> Weights:
+    """The weights that `RUN[@CHECKPOINT]` names: of `last` (taken if not given), `best`, a step, or `start`.
+
+    Raises:
+        DataError: there is no such run.
+        CheckpointError: it has no such checkpoint.
+    """
+    from flows.commands.checkpoints import start_model_of
+    from rlcore.checkpoint.catalog import find_checkpoint
+    from rlcore.config.fingerprint import fingerprint
+
+    name, _, checkpoint = source.partition("@")
+    config, layout = named_run([name], root)
+    if checkpoint == START:
+        return Weights(config, layout, START, start_model_of(config, layout))
+    info = find_checkpoint(layout.checkpoints, checkpoint or "last")
+    digest = fingerprint("fork", {"run": layout.run_dir.name, "step": info.step, "created": info.created})
+    return Weights(config, layout, info.name, layout.root / "models" / f"fork-{digest}")
+
+
 def forked(settings: list[str], source: str | None = None, *, dry_run: bool = False) -> "RunSettings":
     """Compose settings; where `source` names a run's checkpoint, its weights are the model of step 0.
 
@@ -133,30 +184,20 @@ def forked(settings: list[str], source: str | None = None, *, dry_run: bool = Fa
 
     if source is None:
         return compose_settings(settings)
-    from flows.commands.checkpoints import export_to, start_model_of
-    from rlcore.checkpoint.catalog import find_checkpoint
-    from rlcore.config.fingerprint import fingerprint
+    from flows.commands.checkpoints import start_model_of
     from rlcore.errors import CheckpointError
-    from rlcore.storage.finished import finished_or_set_aside, finished_or_why
+    from rlcore.storage.finished import finished_or_why
 
     # The settings cannot be composed yet: their model is still to come. A run's id is looked for in their root.
     roots = [root_of(text) for text in settings if text.startswith(ROOT)]
-    name, _, checkpoint = source.partition("@")
-    config, layout = named_run([name], roots[-1] if roots else None)
-    info = find_checkpoint(layout.checkpoints, checkpoint or "last")
-    digest = fingerprint("fork", {"run": layout.run_dir.name, "step": info.step, "created": info.created})
-    target = layout.root / "models" / f"fork-{digest}"
-    if dry_run:
-        is_missing = finished_or_why(target, error=CheckpointError)[0] is None
-    else:
-        is_missing = False
-        if finished_or_set_aside(target, error=CheckpointError) is None:
-            export_to(config, layout, info.name, target)
-    model = start_model_of(config, layout) if is_missing else target
+    weights = weights_of(source, roots[-1] if roots else None)
+    is_missing = dry_run and finished_or_why(weights.folder, error=CheckpointError)[0] is None
+    target = weights.folder if dry_run else weights.ensure()
+    model = start_model_of(weights.config, weights.layout) if is_missing else target
     more = [
         f"model.path={written(str(model))}",
         "warm_start.enabled=false",
-        f"tags.forked_from={written(f'{layout.run_dir.name}@{info.name}')}",
+        f"tags.forked_from={written(weights.label)}",
     ]
     composed = compose_settings([*settings, *more])
     if not is_missing:

@@ -19,6 +19,7 @@ from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.data import TaskData, parts_of
 from rlcore.config.gguf import is_gguf
+from rlcore.config.suite import suite_settings
 from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError
 from rlcore.models.hub import require_reachable
 from rlcore.rollout.environment import PLAY, Episode, turn_of
@@ -166,6 +167,21 @@ def check_before_start(config: RunConfig, plan: RunPlan) -> None:
             f"{short}. The run needs room for {disk.num_checkpoints} checkpoints, among others (--dry-run shows it). "
             "Free some room, lower checkpoint.keep_last, or set paths.root to a larger disk."
         )
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """What an evaluation needs: a folder, functions, the engine, a device, a cluster, the model.
+
+    Raises:
+        ConfigError, DataError, EngineError, ModelError: what is missing, and what to do.
+    """
+    for suite in config.validation.suites:
+        check_before_plan(suite_settings(config, suite))
+    if config.rollout.engine == "vllm":
+        require_vllm()
+    _require_device(config)
+    _require_cluster(config)
+    _require_models(config)
 
 
 def try_parts(config: RunConfig, plan: RunPlan) -> None:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from data import dataset_directory, dataset_fingerprint, filter_fingerprint, filtered_directory, tokenizer_fingerprint
 from flows.work.open_run import require_same_code
 from flows.work.results import committed_step, known_judgement, known_report, report_fingerprint
-from flows.work.stages import chunk_bounds
+from flows.work.stages import chunk_bounds, suite_datasets
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import LoraConfig, RunConfig, WarmStartConfig
 from rlcore.config.fingerprint import fingerprint, run_id, settings_fingerprint
@@ -246,6 +246,7 @@ def _data_stages(config: RunConfig, root: Path) -> tuple[StagePlan, StagePlan]:
         config.filter,
         tools=config.episode.tools,
         chat_template_kwargs=config.data.chat_template_kwargs,
+        suites=suite_datasets(config),
     )
     filtered = filtered_directory(filter_digest, root)
     manifest, damage = finished_or_why(filtered)

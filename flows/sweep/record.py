@@ -126,7 +126,7 @@ def score_at(config: RunConfig, metric: str, step: int) -> float | None:
         for record in records
         if record.step == step
         for name, value in record.metrics.items()
-        if name.startswith("val-core/") and name.endswith(f"/{metric}")
+        if name.startswith("val-core/") and name.endswith(f"/{metric}") and not config.validation.is_of_suite(name)
     }
     over_all = f"val-core/all/{metric}"  # there where held-out problems come from several sources
     value = found[over_all] if over_all in found else next(iter(found.values()), None)

@@ -13,7 +13,7 @@ from rlcore.config import RunConfig
 from rlcore.config.fingerprint import fingerprint, settings_fingerprint
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
-from rlcore.run.inputs import RunInputs, find_start_model, is_given, planned_start_model
+from rlcore.run.inputs import RunInputs, find_start_model, is_given, planned_start_model, suite_fingerprint
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 from rlcore.storage.publish import write_json_atomically
@@ -248,9 +248,38 @@ def known_judgement(config: RunConfig, layout: RunLayout, name: str, step: int) 
         known = ValidationResult.read(file)
     except DataError:
         return None
-    if known.step != step or known.settings != config.validation:
+    if known.step != step or known.settings != config.validation.judging:
         return None
-    return Judgement(name, step, file, cached=True, summary=known.summary())
+    summary = dict(known.summary())
+    if config.validation.suites:
+        try:
+            suites = known_suites(config, layout, RunInputs.read(layout), name, step)
+        except DataError:
+            return None
+        if suites is None:
+            return None
+        for one in suites:
+            summary |= one.summary()
+    return Judgement(name, step, file, cached=True, summary=summary)
+
+
+def known_suites(
+    config: RunConfig, layout: RunLayout, inputs: RunInputs, name: str, step: int
+) -> list[ValidationResult] | None:
+    """The results of all suites of this name, where each was made of this step with these settings."""
+    found = []
+    for suite in config.validation.suites:
+        if suite.name not in inputs.suites:
+            return None
+        try:
+            known = ValidationResult.read(layout.suites / suite.name / f"{name}.json")
+        except DataError:
+            return None
+        wanted = suite_fingerprint(config, suite, inputs.suites[suite.name])
+        if (known.step, known.settings, known.suite) != (step, suite.judging, wanted):
+            return None
+        found.append(known)
+    return found
 
 
 def found_export(directory: Path, step: int) -> Export | None:
@@ -269,6 +298,7 @@ def best_step_wanted(config: RunConfig, layout: RunLayout, last_step: int) -> in
 def report_fingerprint(layout: RunLayout) -> str:
     """What a report depends on: the run's journal, settings, validations and samples, and the report's own source."""
     files = [layout.journal, layout.settings_json, *sorted(layout.validation.glob("*.json"))]
+    files += sorted(layout.suites.glob("*/*.json"))
     files += [layout.run_dir / name for name in ("lineage.json", "memory_plan.json")]
     files += sorted(layout.samples.glob("*.json*"))
     ours = {path.name: sha256_of(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}

@@ -28,11 +28,14 @@ from flows.work.results import (
     known_judgement,
     known_report,
     known_start_model,
+    known_suites,
     report_fingerprint,
     step_of,
 )
-from rlcore.config import RunConfig
+from rlcore.config import RunConfig, SuiteConfig
+from rlcore.config.suite import suite_settings
 from rlcore.errors import DataError
+from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_start_model
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
@@ -74,14 +77,61 @@ def filter_rows(config: RunConfig) -> StageResult:
         root=root,
         tools=config.episode.tools,
         chat_template_kwargs=config.data.chat_template_kwargs,
+        suites=_suite_datasets(config),
         on_progress=_show_rows,
     )
+
+
+def _suite_datasets(config: RunConfig) -> dict[str, Path]:
+    """The datasets that the filter compares the training rows with, made as far as they are missing."""
+    from data import build_dataset
+
+    places = suite_datasets(config)
+    if places:
+        seen = {suite.name: suite_settings(config, suite) for suite in config.validation.suites}
+        root, splits = _root(config), ("validation",)
+        places = {
+            name: build_dataset(one.data, seed=one.seed, root=root, splits=splits).directory
+            for name, one in seen.items()
+        }
+    return places
+
+
+def suite_datasets(config: RunConfig) -> dict[str, Path]:
+    """Where these datasets are, or will be, by the suite's name; empty where the filter compares nothing."""
+    if config.filter.decontaminate == "off":
+        return {}
+    from data import dataset_directory, dataset_fingerprint
+
+    root = _root(config)
+    seen = {suite.name: suite_settings(config, suite) for suite in config.validation.suites}
+    return {
+        name: dataset_directory(dataset_fingerprint(one.data, one.seed, root, ("validation",)), root)
+        for name, one in seen.items()
+    }
 
 
 def _show_rows(split: str, done: int, total: int) -> None:
     """How far the filter is, where that takes more than a moment."""
     if done < total:
         display().event(Progress(f"filter, rows of {split}", done, total, {}))
+
+
+def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
+    """Make, tokenize and filter a suite's rows, or find the result."""
+    from data import build_dataset, filter_dataset
+
+    seen, root = suite_settings(config, suite), _root(config)
+    dataset = build_dataset(seen.data, seed=seen.seed, root=root, splits=("validation",))
+    return filter_dataset(
+        dataset.directory,
+        ensure_tokenizer(config),
+        seen.filter,
+        root=root,
+        tools=seen.episode.tools,
+        chat_template_kwargs=seen.data.chat_template_kwargs,
+        on_progress=_show_rows,
+    )
 
 
 def has_demonstrations(config: RunConfig) -> bool:
@@ -103,17 +153,24 @@ def tokenize_demonstrations(config: RunConfig) -> StageResult:
 
 
 def inputs_of(
-    config: RunConfig, dataset: StageResult, filtered: StageResult, demonstrations: StageResult | None = None
+    config: RunConfig,
+    dataset: StageResult,
+    filtered: StageResult,
+    demonstrations: StageResult | None = None,
+    suites: Mapping[str, StageResult] | None = None,
 ) -> RunInputs:
     """What the training takes from the stages before it."""
     shown = None if demonstrations is None else demonstrations.directory
-    return RunInputs(filtered.directory, ensure_tokenizer(config), dataset.directory, shown)
+    of_suites = {name: rows.directory for name, rows in (suites or {}).items()}
+    return RunInputs(filtered.directory, ensure_tokenizer(config), dataset.directory, shown, of_suites)
 
 
 def prepare_inputs(config: RunConfig) -> RunInputs:
     """The same, made now as far as it is missing."""
     dataset, filtered = make_dataset(config), filter_rows(config)
-    return inputs_of(config, dataset, filtered, tokenize_demonstrations(config) if has_demonstrations(config) else None)
+    shown = tokenize_demonstrations(config) if has_demonstrations(config) else None
+    suites = {suite.name: make_suite(config, suite) for suite in config.validation.suites}
+    return inputs_of(config, dataset, filtered, shown, suites)
 
 
 def warm_start(run: OpenRun, inputs: RunInputs, to_step: int) -> StartModel:
@@ -160,6 +217,16 @@ def validate(run: OpenRun, inputs: RunInputs, checkpoint: str, name: str) -> Jud
         return known
     result = _call(run, inputs, "validate", checkpoint=checkpoint, name=name)
     return Judgement(name, step, Path(result["file"]), cached=False, summary=result["summary"])
+
+
+def evaluate(run: OpenRun, inputs: RunInputs) -> list[ValidationResult]:
+    """Judge a model on its suites, or find the results: one for each suite, in their order."""
+    if (known := known_suites(run.config, run.layout, inputs, "before", 0)) is None:
+        _call(run, inputs, "evaluate")
+        known = known_suites(run.config, run.layout, inputs, "before", 0)
+    if known is None:
+        raise DataError(f"{run.layout.suites}: the results are not there, or not those of these suites; evaluate again")
+    return known
 
 
 def export(run: OpenRun, inputs: RunInputs) -> Export:

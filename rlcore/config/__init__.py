@@ -11,14 +11,17 @@ from rlcore.config.data import (
     MixtureData,
     MixturePart,
     ParquetData,
+    ReasoningGymData,
 )
 from rlcore.config.model import LoraConfig, ModelConfig, ScratchModel, WarmStartConfig
 from rlcore.config.rollout import (
     EpisodeConfig,
+    JudgingConfig,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
     SandboxConfig,
+    SuiteConfig,
     ValidationConfig,
 )
 from rlcore.config.run import RunConfig
@@ -34,6 +37,7 @@ __all__ = [
     "EpisodeConfig",
     "FilterConfig",
     "Gsm8kData",
+    "JudgingConfig",
     "KlConfig",
     "LoraConfig",
     "MappedData",
@@ -43,6 +47,7 @@ __all__ = [
     "OptimConfig",
     "ParquetData",
     "PathsConfig",
+    "ReasoningGymData",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
@@ -50,6 +55,7 @@ __all__ = [
     "SamplingConfig",
     "SandboxConfig",
     "ScratchModel",
+    "SuiteConfig",
     "TrackingConfig",
     "TrainerConfig",
     "ValidationConfig",

@@ -8,6 +8,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
+FILE_ENDINGS = (".yaml", ".yml")
+"""Endings that tell the path of a file from a name in a folder of `conf/`."""
+
 
 class Section(BaseModel):
     """A frozen group of settings. The string below a field is its documentation: meaning, unit, range."""

@@ -32,12 +32,13 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from rlcore.config.algo import CriticConfig
-from rlcore.config.base import leaves
+from rlcore.config.base import FILE_ENDINGS, leaves
 from rlcore.config.check import Written, filled_in, put, validate
 from rlcore.config.data import TASKS
 from rlcore.config.problems import Findings, Problem, did_you_mean, settings_error, shown
 from rlcore.config.rules.effects import without_effect
 from rlcore.config.run import RunConfig, section_names
+from rlcore.config.suite import put_suites
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
 GROUPS = {
@@ -52,8 +53,6 @@ GROUPS = {
 EXCLUSIVE_GROUPS = ("data", "critic")
 """Groups whose members have different keys. The section in an experiment's file belongs to the member that the file
 chooses, and is left out where an override, or a file that builds on it, chooses another one."""
-FILE_ENDINGS = (".yaml", ".yml")
-"""Endings that tell the path of an experiment's file from a name in `conf/experiment`."""
 _ROOT = "millrace"
 # @_global_: an experiment's keys are those of the whole settings, so its files need no package header.
 _EXPERIMENT = "experiment@_global_"
@@ -109,8 +108,29 @@ def judge_settings(
         findings.unsound |= of_files.unsound
         for written in request.values:
             put(settings, written, findings)
+        put_suites(settings, findings)
         texts = {name: written.text for written in request.values for name in written.names}
         found.append((validate(filled_in(settings, findings), findings, texts), findings.problems))
+    return found
+
+
+def checked_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """Nested plain settings that were composed before, with the values of overrides put over them.
+
+    Raises:
+        ConfigError: one message with every mistake.
+    """
+    findings = Findings()
+    request = _read(overrides, None, findings)
+    for group in [*request.choices, *(["experiment"] if request.experiment else [])]:
+        findings.add(Problem(group, "cannot be chosen over settings that are there", group, "Give the keys one by one"))
+    for written in request.values:
+        put(settings, written, findings)
+    put_suites(settings, findings)
+    texts = {name: written.text for written in request.values for name in written.names}
+    found = validate(filled_in(settings, findings), findings, texts)
+    if findings.problems:
+        raise settings_error(findings.problems)
     return found
 
 

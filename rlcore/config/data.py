@@ -149,7 +149,27 @@ class CustomData(Conversation):
     """`module:function` that scores an answer text against a ground truth."""
 
 
-TaskData = Annotated[CountdownData | Gsm8kData | ParquetData | MappedData | CustomData, Field(discriminator="task")]
+class ReasoningGymData(Conversation):
+    """Problems made by the tasks of the package reasoning_gym, without a hub."""
+
+    task: Literal["reasoning_gym"] = "reasoning_gym"
+    """Which task in `data/` makes the rows."""
+    tasks: tuple[str, ...] = ("chain_sum",)
+    """Names of the package's tasks, in equal shares, each with a level of its curriculum after an @ where it shall not
+    be the package's default: `chain_sum@0` is the easiest."""
+    train_size: int = Field(default=10_000, ge=1)
+    """Rows of the training split."""
+    validation_size: int = Field(default=500, ge=1)
+    """Rows of the validation split; no question occurs in both splits, and none twice."""
+    template: Literal["chat", "text"] = "chat"
+    """chat: the tokenizer's chat template is applied. text: question and instruction alone."""
+    scorer: str = "data.reasoning_gym:score"
+    """`module:function` that scores an answer text against a ground truth."""
+
+
+TaskData = Annotated[
+    CountdownData | Gsm8kData | ParquetData | MappedData | CustomData | ReasoningGymData, Field(discriminator="task")
+]
 
 
 class MixturePart(Section):
@@ -175,12 +195,13 @@ class MixtureData(Conversation):
 
 
 DataConfig = Annotated[
-    CountdownData | Gsm8kData | ParquetData | MappedData | CustomData | MixtureData, Field(discriminator="task")
+    CountdownData | Gsm8kData | ParquetData | MappedData | CustomData | ReasoningGymData | MixtureData,
+    Field(discriminator="task"),
 ]
 
 TASKS: Mapping[str, type[Section]] = {
     section.model_fields["task"].default: section
-    for section in (CountdownData, Gsm8kData, ParquetData, MappedData, CustomData, MixtureData)
+    for section in (CountdownData, Gsm8kData, ParquetData, MappedData, CustomData, ReasoningGymData, MixtureData)
 }
 """Each task's section by the task's name."""
 
@@ -199,3 +220,6 @@ class FilterConfig(Section):
     """What happens to a prompt over the limit."""
     duplicates: Literal["error", "drop", "keep"] = "error"
     """What happens to a prompt that has occurred in its split before."""
+    decontaminate: Literal["off", "tell", "drop"] = "off"
+    """What happens to a training row that occurs in one of `validation.suites`: the same prompt, or 13 words in a row
+    in common, whatever their case and punctuation. tell: such rows are counted. drop: they are left out."""

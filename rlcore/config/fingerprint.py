@@ -81,11 +81,13 @@ def total_steps_may_change(config: RunConfig) -> bool:
 def lasting_settings(config: RunConfig) -> dict[str, Any]:
     """Dotted keys and JSON values of the settings that the numbers of a run depend on."""
     may_change = (*MAY_CHANGE, "trainer.total_steps") if total_steps_may_change(config) else MAY_CHANGE
-    return {
-        name: value
-        for name, value in leaves(config.model_dump(mode="json")).items()
-        if not any(covers(key, name) for key in may_change)
-    }
+    found = leaves(config.model_dump(mode="json"))
+    lasting = {name: value for name, value in found.items() if not any(covers(key, name) for key in may_change)}
+    if config.filter.decontaminate != "off" and config.validation.suites:  # the suites decide what is trained on
+        lasting["validation.suites"] = [
+            [suite.seed, suite.data.model_dump(mode="json")] for suite in config.validation.suites
+        ]
+    return lasting
 
 
 def settings_fingerprint(config: RunConfig) -> str:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rlcore.config.base import Bound, Section
+from rlcore.config.data import TaskData
 
 
 class SamplingConfig(Section):
@@ -110,7 +111,7 @@ class EpisodeConfig(Section):
     """Processes of the environments; each has one turn at a time."""
 
 
-class ValidationConfig(Section):
+class JudgingConfig(Section):
     """How a model is judged on held-out problems."""
 
     every_steps: int = Field(default=20, ge=0)
@@ -127,3 +128,39 @@ class ValidationConfig(Section):
     """Level of the bootstrap intervals."""
     num_resamples: int = Field(default=1_000, ge=100)
     """Bootstrap resamples over problems."""
+
+    @property
+    def judging(self) -> "JudgingConfig":
+        """These settings alone, without what a subclass adds."""
+        return JudgingConfig(**{name: getattr(self, name) for name in JudgingConfig.model_fields})
+
+    def is_due(self, step: int, total_steps: int) -> bool:
+        """Whether a training of so many steps is judged after this one, 0 being before the first."""
+        return step in (0, total_steps) or (self.every_steps > 0 and step % self.every_steps == 0)
+
+
+class SuiteConfig(JudgingConfig):
+    """A held-out set of its own, with its own task, scorer and sampling, and without a training part."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}$")
+    """Its name in metrics: `val-core/<name>/...`."""
+    data: TaskData
+    """Settings of a task, `task` among them. The held-out rows are taken and nothing else."""
+    seed: int = Field(default=1, ge=0, lt=2**31)
+    """Fixes the problems that a task draws and every sampled token, whatever the seed of the run."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Longest prompt kept, in tokens; a longer one is left out. None: filter.max_prompt_tokens."""
+    max_response_tokens: int | None = Field(default=None, ge=1)
+    """Longest answer, in tokens. None: rollout.max_response_tokens."""
+
+
+class ValidationConfig(JudgingConfig):
+    """How a model is judged on held-out problems: those of its own data, and suites."""
+
+    suites: tuple[SuiteConfig, ...] = ()
+    """Further held-out sets, each a name in `conf/suite`, the path of a file of that form, or its content
+    (docs/data.md). They decide neither which checkpoint is best nor the objective of a sweep."""
+
+    def is_of_suite(self, metric: str) -> bool:
+        """Whether a metric is a figure of a suite."""
+        return any(metric.startswith(f"val-core/{suite.name}/") for suite in self.suites)

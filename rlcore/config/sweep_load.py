@@ -13,8 +13,8 @@ from pydantic import JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
-from rlcore.config.base import keys_of
-from rlcore.config.compose import CONF_DIR, FILE_ENDINGS, GROUPS, idle_settings, judge_settings
+from rlcore.config.base import FILE_ENDINGS, keys_of
+from rlcore.config.compose import CONF_DIR, GROUPS, idle_settings, judge_settings
 from rlcore.config.fingerprint import fingerprint, lasting_settings, run_id
 from rlcore.config.problems import Problem, did_you_mean, settings_error, shown
 from rlcore.config.run import RunConfig, all_keys, is_key, section_names

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from rlcore.config import ValidationConfig
+from rlcore.config import JudgingConfig
 from rlcore.errors import DataError
 from rlcore.evaluation.stats import (
     Array,
@@ -175,7 +175,8 @@ class ValidationResult:
     """One model judged on held-out problems, each answered the same number of times.
 
     `name` is `before`, `after` or `step-000020`; `step` and `policy_version` say which weights were judged.
-    `data_source` is that of all problems, `all` where they come from several.
+    `data_source` is that of all problems, `all` where they come from several. `suite`: fingerprint of the suite that
+    the problems are of, with its limits and its scorer; '' for the run's own held-out problems.
     """
 
     name: str
@@ -183,7 +184,8 @@ class ValidationResult:
     policy_version: int
     data_source: str
     problems: tuple[ProblemResult, ...]
-    settings: ValidationConfig
+    settings: JudgingConfig
+    suite: str = ""
 
     @property
     def num_samples(self) -> int:

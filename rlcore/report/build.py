@@ -167,7 +167,7 @@ def _held_out(record: RunRecord, figures: Path) -> Section:
             held_out.difficulty_table(record),
             held_out.pass_table(record),
         ]
-    blocks.append(held_out.progress_table(record))
+    blocks += [held_out.progress_table(record), held_out.suite_table(record)]
     return Section("held_out", "Held-out problems", tuple(block for block in blocks if block is not None), lead)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from rlcore.errors import DataError
-from rlcore.evaluation.result import Answer, Comparison, ProblemResult, ValidationResult, pass_curve
+from rlcore.evaluation.result import Answer, Comparison, ProblemResult, ValidationResult, compare, pass_curve
 from rlcore.evaluation.stats import Interval
 from rlcore.report import page
 from rlcore.report.document import Column, SamplePair, Samples, Table, Tone, table
@@ -54,6 +54,28 @@ def result_table(comparisons: Sequence[Comparison]) -> Table:
         "full marks only."
     )
     return table("held_out", "Held-out problems", columns, rows, note if rows else "")
+
+
+def suite_table(record: RunRecord) -> Table | None:
+    """Every statistic of every suite, before and after; None without suites."""
+    rows: list[tuple[str | Interval | float | None, ...]] = []
+    for name, results in record.suites.items():
+        before, after = results.get("before"), results.get("after")
+        if before is None or after is None:
+            alone = before or after
+            found = {} if alone is None else alone.intervals
+            rows += [(name, each, found[each] if before else None, None if before else found[each], None, None, None)
+                     for each in found]  # fmt: skip
+            continue
+        rows += [(name, row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses)
+                 for row in compare(before, after)]  # fmt: skip
+    if not rows:
+        return None
+    columns = (Column("Suite", "code"), Column("Figure", "code"), Column("Before", "number"), Column("After", "number"),
+               Column("Paired difference", "difference"), Column("Better on", "number"),
+               Column("Worse on", "number"))  # fmt: skip
+    note = "Held-out sets without a training part; bootstrap intervals over the problems of each."
+    return table("suites", "Suites", columns, rows, note)
 
 
 def _meaning(statistic: str) -> str:

@@ -83,6 +83,8 @@ class RunRecord:
     lineage: Lineage | None
     checkpoints: tuple[CheckpointInfo, ...]
     missing: tuple[str, ...]
+    suites: Mapping[str, Mapping[str, ValidationResult]] = field(default_factory=dict)
+    """Results of each suite, by the suite's name, then as `validations`."""
 
     @property
     def run_id(self) -> str:
@@ -137,7 +139,8 @@ class RunRecord:
         """Which held-out data the scores are of."""
         if self.validations:
             return next(iter(self.validations.values())).data_source
-        found = {match["source"] for name in self.names("val-core/") if (match := _CORE.fullmatch(name))}
+        names = (name for name in self.names("val-core/") if not self.config.validation.is_of_suite(name))
+        found = {match["source"] for name in names if (match := _CORE.fullmatch(name))}
         return ALL_SOURCES if ALL_SOURCES in found else next(iter(sorted(found)), None)
 
     @cached_property
@@ -145,7 +148,8 @@ class RunRecord:
         """k of mean@k; 0 where nothing was sampled on held-out problems."""
         if self.validations:
             return next(iter(self.validations.values())).num_samples
-        found = (_CORE.fullmatch(name) for name in self.names("val-core/"))
+        is_of_suite = self.config.validation.is_of_suite
+        found = (_CORE.fullmatch(name) for name in self.names("val-core/") if not is_of_suite(name))
         return next((int(match["k"]) for match in found if match), 0)
 
     @cached_property
@@ -222,7 +226,10 @@ def read_run(run_dir: Path) -> RunRecord:
     validations = _read_validations(run_dir / "validation", missing)
     steps = tuple(sorted(journal.steps, key=lambda record: record.step))
     lineage = _read_lineage(run_dir, missing)
-    record = RunRecord(run_dir, config, steps, journal.events, validations, lineage, checkpoints, ())
+    suites = {
+        suite.name: _read_validations(run_dir / "suites" / suite.name, missing) for suite in config.validation.suites
+    }
+    record = RunRecord(run_dir, config, steps, journal.events, validations, lineage, checkpoints, (), suites)
     return replace(record, missing=(*missing, *_gaps(record)))
 
 

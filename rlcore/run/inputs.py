@@ -4,14 +4,15 @@ Fingerprints name folders under `paths.root`; none of these functions loads torc
 """
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
 from pydantic import JsonValue
 
-from rlcore.config import AlgoConfig, MixtureData, RolloutConfig, RunConfig, ValidationConfig
+from rlcore.config import AlgoConfig, MixtureData, RolloutConfig, RunConfig, SuiteConfig, ValidationConfig
 from rlcore.config.data import parts_of
 from rlcore.config.fingerprint import fingerprint
 from rlcore.config.gguf import (
@@ -23,6 +24,7 @@ from rlcore.config.gguf import (
     is_gguf,
     read_header,
 )
+from rlcore.config.suite import suite_settings
 from rlcore.errors import DataError, DiskSpaceError, ModelError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.disk import check_room
@@ -36,6 +38,10 @@ MODEL_FORMAT = 2
 """Raise it when a model made from nothing or its warm start changes for the same settings."""
 
 
+_SUITE = "suite "
+"""Before a suite's name in the file of the inputs."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunInputs:
     """Folders that the stages before the training have published."""
@@ -45,19 +51,24 @@ class RunInputs:
     dataset_directory: Path | None = None
     demonstrations_directory: Path | None = None
     """Tokenized demonstrations, where the warm start has its own."""
+    suites: Mapping[str, Path] = field(default_factory=dict)
+    """Folder with the filtered rows of each suite, by the suite's name."""
 
     def write(self, layout: RunLayout) -> None:
         """Keep them with the run."""
+        folders = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "suites"}
+        folders |= {f"{_SUITE}{name}": path for name, path in self.suites.items()}
         write_json_atomically(
-            layout.inputs_json, {name: str(path) for name, path in asdict(self).items() if path is not None}
+            layout.inputs_json, {name: str(path) for name, path in folders.items() if path is not None}
         )
 
     @classmethod
     def read(cls, layout: RunLayout) -> "RunInputs":
         """What `write` kept."""
         try:
-            found = parse_json(read_ordinary(layout.inputs_json))
-            return cls(**{name: Path(path) for name, path in found.items()})
+            found = {name: Path(path) for name, path in parse_json(read_ordinary(layout.inputs_json)).items()}
+            suites = {name.removeprefix(_SUITE): found.pop(name) for name in list(found) if name.startswith(_SUITE)}
+            return cls(**found, suites=suites)
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{layout.inputs_json}: the run's inputs cannot be read ({error}); start it by `millrace run` or "
@@ -71,8 +82,26 @@ class RunInputs:
             DataError: names the file that is damaged.
         """
         folders = [self.filtered_directory, *self.parts, self.tokenizer_directory, self.demonstrations_directory]
+        folders += self.suites.values()
         for directory in dict.fromkeys(folder for folder in folders if folder is not None):
             finished(directory)
+
+    @property
+    def has_training_rows(self) -> bool:
+        """Whether there is something to train on; an evaluation has held-out rows alone."""
+        return all(file.is_file() for file in self.train_parquets)
+
+    def of_suite(self, name: str) -> "RunInputs":
+        """The same with a suite's rows in place of the run's.
+
+        Raises:
+            DataError: the suite's rows are not there.
+        """
+        if name not in self.suites:
+            raise DataError(
+                f"validation.suites: the rows of {name} are not made; start the run again, which makes them"
+            )
+        return replace(self, filtered_directory=self.suites[name], demonstrations_directory=None)
 
     @property
     def parts(self) -> tuple[Path, ...]:
@@ -88,6 +117,20 @@ class RunInputs:
     def validation_parquets(self) -> tuple[Path, ...]:
         """Filtered held-out rows of each part."""
         return tuple(part / "validation.parquet" for part in self.parts)
+
+
+def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory: Path) -> str:
+    """What a suite's figures depend on beside the weights: rows, lengths, sampling, the scorer's code."""
+    seen = suite_settings(config, suite)
+    functions = [name for name in (suite.data.scorer, suite.data.environment) if name]
+    payload = {
+        "rows": filtered_directory.name,
+        "seed": suite.seed,
+        "max_response_tokens": seen.rollout.max_response_tokens,
+        "judging": suite.judging.model_dump(mode="json", exclude={"every_steps"}),
+        "code": {name: {source.name: source.sha256 for source in code_for(name)} for name in functions},
+    }
+    return fingerprint("suite", payload)
 
 
 def gguf_folder(path: str, root: str) -> Path:

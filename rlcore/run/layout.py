@@ -43,6 +43,8 @@ class RunLayout:
     """Answers of training steps, one file a step."""
     validation = _Below("validation")
     """Validation results, one file each."""
+    suites = _Below("suites")
+    """Validation results of suites, a folder each."""
     failures = _Below("failures")
     """Batches and stacks saved when something went wrong."""
     profile = _Below("profile")
@@ -66,8 +68,8 @@ class RunLayout:
             DataError: names each folder in whose place is something else, and each file likewise: a FIFO would be
                 waited for without end.
         """
-        folders = [self.run_dir, self.checkpoints, self.samples, self.validation, self.failures, self.profile]
-        folders += [self.logs, self.exported_model, self.exported_best, self.run_dir / "report"]
+        folders = [self.run_dir, self.checkpoints, self.samples, self.validation, self.suites, self.failures]
+        folders += [self.profile, self.logs, self.exported_model, self.exported_best, self.run_dir / "report"]
         problems = [f"{path}: must be a folder" for path in folders if os.path.lexists(path) and not path.is_dir()]
         files = sorted(self.run_dir.glob("*.*")) if self.run_dir.is_dir() else []
         problems += [

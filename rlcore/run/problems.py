@@ -7,34 +7,35 @@ from pathlib import Path
 from rlcore import sandbox
 from rlcore.batching.loader import MixedStream, PromptStream
 from rlcore.batching.prompts import is_chat, read_prompts
-from rlcore.config import MixtureData, RunConfig
+from rlcore.config import MixtureData, RunConfig, SuiteConfig
 from rlcore.config.data import parts_of
+from rlcore.config.suite import suite_settings
 from rlcore.errors import DataError
 from rlcore.models.load import load_tokenizer
 from rlcore.rollout.by_part import with_scorer
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.rollout.turns import TurnTokens
-from rlcore.run.inputs import RunInputs
+from rlcore.run.inputs import RunInputs, suite_fingerprint
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import Decode
 from rlcore.types import Prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Problems:
-    """Training prompts in their order, held-out prompts, and how answers become text."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """Held-out prompts, how answers become text, and what scores them. `suite`: see `ValidationResult`."""
 
     config: RunConfig
-    stream: PromptStream[Prompt] | MixedStream
     validation: tuple[Prompt, ...]
     decode: Decode
+    suite: str = ""
 
     @classmethod
-    def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
-        """Read the filtered rows; nothing is tokenized again.
+    def of_run(cls, config: RunConfig, inputs: RunInputs) -> "HeldOut":
+        """Read the run's own, filtered; nothing is tokenized again.
 
         Raises:
-            DataError: no row is left in a file, a file breaks the schema, or parts of a mixture cannot be mixed.
+            DataError: no row is left in a file, or a file breaks the schema.
         """
         tokenizer = load_tokenizer(inputs.tokenizer_directory)
 
@@ -44,20 +45,20 @@ class Problems:
             return texts if token_ids else []
 
         validation = spread(read_parts(config, inputs.validation_parquets))
-        train = read_parts(config, inputs.train_parquets)
-        if isinstance(config.data, MixtureData):
-            weights = [part.weight for part in config.data.parts]
-            return cls(config, MixedStream(train, weights, seed=config.seed), validation, decode)
-        return cls(config, PromptStream(train[0], seed=config.seed), validation, decode)
+        return HeldOut(config=config, validation=validation, decode=decode)
+
+    @classmethod
+    def of_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOut":
+        """Those of a suite of the run; its name is their data source. Raises DataError as `of_run`."""
+        rows = inputs.of_suite(suite.name)
+        found = cls.of_run(suite_settings(config, suite), rows)
+        named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)
+        return replace(found, validation=named, suite=suite_fingerprint(config, suite, rows.filtered_directory))
 
     def held_out(self, *, in_training: bool) -> tuple[Prompt, ...]:
         """All held-out prompts, or the first `validation.max_problems` of them while training."""
         limit = self.config.validation.max_problems
         return self.validation[:limit] if in_training and limit else self.validation
-
-    def epoch_at(self, position: int) -> int:
-        """Epoch of the next prompt, from 0."""
-        return self.stream.epoch_at(position)
 
     def episodes(self, inputs: RunInputs) -> Episodes | None:
         """The processes of `data.environment`; None without one.
@@ -67,7 +68,7 @@ class Problems:
         """
         if not self.config.data.environment:
             return None
-        forms = {is_chat(file) for file in inputs.train_parquets}
+        forms = {is_chat(file) for file in inputs.validation_parquets}
         if len(forms) > 1:
             raise DataError("data.parts: with data.environment all parts must be chats, or all plain text")
         sandbox.use(self.config.sandbox)
@@ -89,6 +90,40 @@ class Problems:
             require_scorer(part.data.scorer)
         sandbox.use(self.config.sandbox)
         return ScoringPool(self.config.data.scorer, self.config.reward)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problems(HeldOut):
+    """Training prompts in their order, held-out prompts, and how answers become text."""
+
+    stream: PromptStream[Prompt] | MixedStream
+
+    @classmethod
+    def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
+        """Read the filtered rows; nothing is tokenized again.
+
+        Raises:
+            DataError: no row is left in a file, a file breaks the schema, or parts of a mixture cannot be mixed.
+        """
+        held_out = HeldOut.of_run(config, inputs)
+        own = {prompt.data_source for prompt in held_out.validation}
+        if clash := [suite.name for suite in config.validation.suites if suite.name in own]:
+            raise DataError(
+                f"validation.suites: {clash[0]} is the data source of the run's own held-out problems too, so their "
+                "figures would be one; write another `name` into the suite's file"
+            )
+        train = read_parts(config, inputs.train_parquets)
+        stream: PromptStream[Prompt] | MixedStream
+        if isinstance(config.data, MixtureData):
+            weights = [part.weight for part in config.data.parts]
+            stream = MixedStream(train, weights, seed=config.seed)
+        else:
+            stream = PromptStream(train[0], seed=config.seed)
+        return cls(config=config, validation=held_out.validation, decode=held_out.decode, stream=stream)
+
+    def epoch_at(self, position: int) -> int:
+        """Epoch of the next prompt, from 0."""
+        return self.stream.epoch_at(position)
 
 
 _ID_STEP = 1_000_000_000

@@ -7,6 +7,7 @@ With the descriptors it serves commands, one JSON object a line, and answers in 
     {"command": "warm_start", "to_step": 100}                 # or its end, which its result says
     {"command": "train", "to_step": 40}                       # "at_most": 80: not one step beyond, not even meanwhile
     {"command": "validate", "checkpoint": "start" | "last" | "best" | "step-000040", "name": "before"}
+    {"command": "evaluate"}                                   # the model of step 0 on the suites, and train nothing
     {"command": "export", "checkpoint": "last"}
     {"command": "close"}
     {"command": "leave"}                                      # end this run; the process waits for the next one:
@@ -94,6 +95,7 @@ def handlers(session: Session) -> dict[str, Callable[[Mapping[str, Any]], Mappin
         "warm_start": lambda command: session.warm_start(int(command["to_step"])),
         "train": lambda command: session.train(int(command["to_step"]), at_most=command.get("at_most")),
         "validate": lambda command: session.validate(str(command["checkpoint"]), str(command["name"])),
+        "evaluate": lambda command: session.evaluate(),
         "export": lambda command: session.export(str(command["checkpoint"])),
     }
 

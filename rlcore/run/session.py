@@ -56,6 +56,7 @@ class Session:
         self._stop = stop
         self._give_up = give_up
         self._has_failed = False
+        self._is_evaluated = False
 
     def __enter__(self) -> Self:
         """Take the run's lock and read what lies on disk."""
@@ -98,7 +99,8 @@ class Session:
     ) -> None:
         """End the workers, deliver what is left to the tracker, give the lock back."""
         with self._resources:
-            self._record.finish(failed=self._has_failed)
+            is_over = self._is_evaluated and not self._has_failed
+            self._record.finish(failed=self._has_failed, is_over=is_over)
 
     # ------------------------------------------------------------------ commands
 
@@ -128,10 +130,22 @@ class Session:
         return {"step": saved.step, "checkpoint": str(saved.path), "metrics": dict(saved.metrics)}
 
     def validate(self, checkpoint: str, name: str) -> Mapping[str, object]:
-        """Judge a checkpoint (`start`, `last`, `best` or its folder's name) on all held-out problems."""
+        """Judge a checkpoint (`start`, `last`, `best` or its folder's name) on all held-out problems and suites."""
         self._training.settle_save()
         result = self._training.judge_checkpoint(checkpoint, name)
-        return {"summary": dict(result.summary()), "file": str(self._training.file_of(name))}
+        summary = dict(result.summary())
+        for of_suite in self._training.judge_suites(checkpoint, name):
+            summary |= of_suite.summary()
+        return {"summary": summary, "file": str(self._training.file_of(name))}
+
+    def evaluate(self) -> Mapping[str, object]:
+        """Judge the model of step 0 on all problems of each suite: an evaluation. The journal has it as step 0."""
+        self._is_evaluated = True
+        results = self._training.judge_suites("start", "before")
+        summary = {name: value for result in results for name, value in result.summary().items()}
+        self._record.restore(None)
+        self._record.log_step(0, summary)
+        return {"summary": summary}
 
     def export(self, checkpoint: str) -> Mapping[str, object]:
         """Write a checkpoint's weights as a transformers directory in the run's folder."""

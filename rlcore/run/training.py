@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from rlcore.checkpoint.catalog import name_of
 from rlcore.checkpoint.save import Saved
+from rlcore.config import SuiteConfig, ValidationConfig
 from rlcore.errors import AlarmError, StopRequestedError, WorkerLostError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.record import Pace, RunEvents, RunRecord, TrackedState
@@ -147,7 +148,7 @@ class Training(Generic[W]):
         step = result.state.step
         metrics = dict(result.metrics)
         after = replace(state, loop=result.state)
-        if step == self._config.trainer.total_steps or (self._every and step % self._every == 0):
+        if self._is_due(step):
             begun = time.perf_counter()
             found, after = self._measured(after)
             metrics["timing_s/testing"] = time.perf_counter() - begun
@@ -192,8 +193,12 @@ class Training(Generic[W]):
         """Steps between two measurements; 0: only before the first step and after the last."""
         return self._config.validation.every_steps
 
+    def _is_due(self, step: int) -> bool:
+        """Whether something is measured after this step."""
+        return step == self._config.trainer.total_steps or (self._every > 0 and step % self._every == 0)
+
     def _measured(self, state: TrackedState) -> tuple[Mapping[str, float], TrackedState]:
-        """The model of this state on held-out problems, and the state with its score."""
+        """The model of this state on the held-out problems that are due, and the state with its score."""
         raise NotImplementedError
 
     def _keep_samples(self, result: StepResult) -> None:
@@ -204,7 +209,9 @@ class Training(Generic[W]):
     def _begin_save(self, state: TrackedState) -> None:
         """Begin a checkpoint of this state, when the one under way is committed."""
         self.settle_save()
-        self._saving(lambda: self._record.begin_save(state, self._metrics, self._workers.savers()))
+        settings = self._config.validation
+        metrics = {name: value for name, value in self._metrics.items() if not settings.is_of_suite(name)}
+        self._saving(lambda: self._record.begin_save(state, metrics, self._workers.savers()))
 
     def _save_before(self, state: TrackedState) -> None:
         """Save the last finished step: the one after it was given up before it changed anything."""
@@ -238,9 +245,19 @@ class RunTraining(Training[RunWorkers]):
     """The reinforcement learning of a run, judged by answers to held-out problems."""
 
     def _measured(self, state: TrackedState) -> tuple[Mapping[str, float], TrackedState]:
-        step = state.loop.step
-        result = self.judge(name_of(step), step)
-        return dict(result.summary()), self._record.with_score(state, result)
+        step, total = state.loop.step, self._config.trainer.total_steps
+        found: dict[str, float] = {}
+        if self._config.validation.is_due(step, total):
+            result = self.judge(name_of(step), step)
+            found, state = dict(result.summary()), self._record.with_score(state, result)
+        for suite in self._config.validation.suites:
+            if suite.is_due(step, total):
+                found |= self.judge_suite(suite, name_of(step), step).summary()
+        return found, state
+
+    def _is_due(self, step: int) -> bool:
+        settings, total = self._config.validation, self._config.trainer.total_steps
+        return any(each.is_due(step, total) for each in (settings, *settings.suites))
 
     def _keep_samples(self, result: StepResult) -> None:
         step = result.state.step
@@ -251,32 +268,59 @@ class RunTraining(Training[RunWorkers]):
         result = self._workers.validate(name, step)
         self._record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.summary())})
         self._events.unscored(step, *self._workers.unscored)
-        self._keep(result)
+        self._keep(result, self.file_of(name))
+        return result
+
+    def judge_suite(self, suite: SuiteConfig, name: str, step: int) -> ValidationResult:
+        """The same on a suite's problems."""
+        result, reason = self._workers.validate_suite(suite, name, step)
+        if count := result.num_unscored:
+            text = f"suite {suite.name}: {count:,} answer(s) have no score and are in no figure; the last one: {reason}"
+            data = {"suite": suite.name, "num_answers": count, "reason": reason, "text": text}
+            self._record.happened("scorer_failed", step, data)
+        self._keep(result, self.file_of(name, suite.name))
         return result
 
     def judge_checkpoint(self, checkpoint: str, name: str) -> ValidationResult:
         """The same for a checkpoint, on all held-out problems; what training found out is not found out again."""
-        step = self._record.store.step_of(checkpoint)
-        known = self._known(step)
-        if known is None:
+        step, settings = self._record.store.step_of(checkpoint), self._config.validation
+        result = self._known(step, settings)
+        if result is None:
             self._workers.load(checkpoint)
             return self.judge(name, step)
-        result = known.renamed(name)
-        self._keep(result)
-        return result
+        self._keep(result.renamed(name), self.file_of(name))
+        return result.renamed(name)
 
-    def file_of(self, name: str) -> Path:
+    def judge_suites(self, checkpoint: str, name: str) -> list[ValidationResult]:
+        """The same on all problems of each suite."""
+        step, found = self._record.store.step_of(checkpoint), []
+        for suite in self._config.validation.suites:
+            result = self._known(step, suite, name) or self._known(step, suite)
+            if result is None:
+                self._workers.load(checkpoint)
+                result = self.judge_suite(suite, name, step)
+            else:
+                result = result.renamed(name)
+                self._keep(result, self.file_of(name, suite.name))
+            found.append(result)
+        return found
+
+    def file_of(self, name: str, suite: str = "") -> Path:
         """Where a result of this name is kept."""
-        return self._layout.validation / f"{name}.json"
+        return (self._layout.suites / suite if suite else self._layout.validation) / f"{name}.json"
 
-    def _keep(self, result: ValidationResult) -> None:
-        file = self.file_of(result.name)
+    def _keep(self, result: ValidationResult, file: Path) -> None:
         self._record.room.hold(lambda: result.write(file), step=result.step, path=file)
 
-    def _known(self, step: int) -> ValidationResult | None:
-        """The result of this step's validation in training, where that one saw all held-out problems."""
-        file = self.file_of(name_of(step))
-        if self._config.validation.max_problems or not file.is_file():
+    def _known(
+        self, step: int, settings: ValidationConfig | SuiteConfig, name: str | None = None
+    ) -> ValidationResult | None:
+        """The result of this name; None: of this step's validation in training, where that one saw all problems."""
+        suite = settings if isinstance(settings, SuiteConfig) else None
+        file = self.file_of(name or name_of(step), "" if suite is None else suite.name)
+        if (name is None and settings.max_problems) or not file.is_file():
             return None
         result = ValidationResult.read(file)
-        return result if result.settings == self._config.validation else None
+        wanted = "" if suite is None else self._workers.fingerprint_of(suite)
+        is_same = (result.step, result.settings, result.suite) == (step, settings.judging, wanted)
+        return result if is_same else None

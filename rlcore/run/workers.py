@@ -10,13 +10,14 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from rlcore.checkpoint.shards import RankSaver
-from rlcore.config import RunConfig
+from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.trainer import ProfileConfig
+from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.run.inputs import RunInputs, planned_start_model
+from rlcore.run.inputs import RunInputs, planned_start_model, suite_fingerprint
 from rlcore.run.memory import fit_run
-from rlcore.run.problems import Problems
+from rlcore.run.problems import HeldOut, Problems
 from rlcore.run.record import RunRecord
 from rlcore.run.watchdog import Watchdog
 from rlcore.runtime.local import start_workers
@@ -232,7 +233,7 @@ class TrainingWorkers(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class _RunStarted(Started):
-    problems: Problems
+    problems: HeldOut
     scoring: ScoringPool
     episodes: Episodes | None
 
@@ -257,17 +258,46 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
         """Held-out problems by the weights that the workers hold; all of them, or while training those set aside."""
         parts = self._started()
         with self._guard.phase("testing"):
-            return validate(
-                parts.config,
-                parts.group,
-                parts.problems.held_out(in_training=name.startswith("step-")),
-                parts.scoring,
-                parts.problems.decode,
-                name=name,
-                step=step,
-                policy_version=self._version,
-                episodes=parts.episodes,
-            )
+            return self._judged(parts.problems, parts.config, parts.scoring, parts.episodes, name, step)
+
+    def validate_suite(self, suite: SuiteConfig, name: str, step: int) -> tuple[ValidationResult, str]:
+        """The same on a suite's problems, and why the last of the answers without a score has none. The suite's scorer
+        and environment run for as long as that takes."""
+        config = self._started().config
+        problems = HeldOut.of_suite(config, self._inputs, suite)
+        with ExitStack() as opened, self._guard.phase("testing"):
+            scoring = opened.enter_context(problems.scoring_pool())
+            episodes = problems.episodes(self._inputs.of_suite(suite.name))
+            if episodes is not None:
+                opened.enter_context(episodes)
+            result = self._judged(problems, problems.config, scoring, episodes, name, step)
+            return result, (episodes or scoring).unscored[1]
+
+    def fingerprint_of(self, suite: SuiteConfig) -> str:
+        """See `suite_fingerprint`."""
+        return suite_fingerprint(self._config, suite, self._inputs.of_suite(suite.name).filtered_directory)
+
+    def _judged(
+        self,
+        problems: HeldOut,
+        config: RunConfig,
+        scoring: ScoringPool,
+        episodes: Episodes | None,
+        name: str,
+        step: int,
+    ) -> ValidationResult:
+        return validate(
+            config,
+            self._started().group,
+            problems.held_out(in_training=name.startswith("step-")),
+            scoring,
+            problems.decode,
+            name=name,
+            step=step,
+            policy_version=self._version,
+            episodes=episodes,
+            suite=problems.suite,
+        )
 
     def write_samples(self, result: StepResult) -> None:
         """Keep some answers of a step, to be read."""
@@ -276,12 +306,15 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
 
     def _start(self) -> _RunStarted:
         config = fit_run(self._config, self._layout.run_dir, self._report)
-        problems = Problems.read(config, self._inputs)
+        is_trained = self._inputs.has_training_rows
+        problems = (Problems.read if is_trained else HeldOut.of_run)(config, self._inputs)
         scoring = self._open.enter_context(problems.scoring_pool())
         episodes = problems.episodes(self._inputs)
         if episodes is not None:
             self._open.enter_context(episodes)
         group, profile = self._start_group(config, problems.held_out(in_training=True)[:NUM_PROMPTS])
+        if not isinstance(problems, Problems):
+            return _RunStarted(config, group, _train_nothing, profile, problems, scoring, episodes)
         collector = ExperienceCollector(config, group, problems.stream, scoring, problems.decode, episodes)
         failures, phase = self._layout.failures, self._guard.phase
         trainer = Trainer(config, group, collector, failures=failures, enter_phase=phase)
@@ -290,6 +323,10 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             return trainer.step(state, epoch=problems.epoch_at(state.num_prompts_drawn))
 
         return _RunStarted(config, group, take_step, profile, problems, scoring, episodes)
+
+
+def _train_nothing(state: LoopState) -> StepResult:
+    raise DataError(f"step {state.step + 1}: this is an evaluation, which has held-out problems alone; start a run")
 
 
 def write_samples(directory: Path, step: int, experience: Experience, decode: Decode) -> Path:

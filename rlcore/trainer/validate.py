@@ -31,8 +31,9 @@ def validate(
     step: int,
     policy_version: int,
     episodes: Episodes | None = None,
+    suite: str = "",
 ) -> ValidationResult:
-    """Answers to all `prompts` and their scores."""
+    """Answers to all `prompts` and their scores. `suite`: the fingerprint of the suite that they are of."""
     settings = config.validation
 
     def answered(num_samples: int, sampling: SamplingConfig) -> list[Answer]:
@@ -66,7 +67,8 @@ def validate(
         policy_version=policy_version,
         data_source=sources.pop() if len(sources) == 1 else ALL_SOURCES,
         problems=problems,
-        settings=settings,
+        settings=settings.judging,
+        suite=suite,
     )
 
 

@@ -50,6 +50,7 @@ CASES = [
      "rollout.engine=vllm", "rollout.short_steps=false"),
     ("", "reward.num_processes=1", "reward.deadline_s=1"),
     ("", "data.environment=a:B", "episode.max_turns=3"),
+    ("", "validation.suites=[{name:x,data:{task:countdown}}]", "filter.decontaminate=drop"),
     ("validation.sampling.temperature=0", "", "validation.sampling.top_p=0.9"),
     ("alarms.grad_norm='off'", "", "alarms.grad_norm_above=9"),
     ("alarms.entropy='off'", "", "alarms.entropy_below=1"),

@@ -29,12 +29,13 @@ FULL: dict[str, Any] = {
     "algo": {"advantage": "gae"},
     "tags": {"owner": "me"},
 }
-DATA_TASKS = ("countdown", "custom", "gsm8k", "mapped", "mixture", "parquet")
+DATA_TASKS = ("countdown", "custom", "gsm8k", "mapped", "mixture", "parquet", "reasoning_gym")
 TASKS: dict[str, dict[str, Any]] = {task: FULL | {"data": {"task": task}} for task in DATA_TASKS}
 LITERALS = {
     "data.operations": ["*"],
     "data.options": ["x"],
     "data.search_tries": 3,
+    "validation.suites": [{"name": "x", "data": {"task": "countdown"}}],
     "data.parts": [{"data": {"task": "countdown"}}],
     "model.lora.target_modules": ["q_proj"],
     "tags": {"owner": "you"},

@@ -423,3 +423,61 @@ def test_a_prompt_does_not_end_with_the_end_of_a_sequence(trained_bpe, tmp_path)
     ids = [np.frombuffer(found, dtype=np.int32).tolist() for found in (prompt, answer)]
     assert ids[0] == [0, *ids[1][:-1]]
     assert ids[1][-1] == 2
+
+
+# ---------------------------------------------------------------------- rows that a suite has too
+
+
+def with_text(content, index, split="train"):
+    return {**rows(1, split=split)[0], "prompt": [{"role": "user", "content": content}],
+            "extra_info": {"split": split, "index": index}}  # fmt: skip
+
+
+def naive(text, suite):
+    """Exact, 13-gram or None, by comparing with every problem of the suite."""
+
+    def words(text):
+        return "".join(c if c.isalnum() or c == "_" else " " for c in text.lower()).split()
+
+    def parts(text):
+        found = words(text)
+        return [found[at : at + 13] for at in range(len(found) - 12)]
+
+    if text in suite:
+        return "exact"
+    most = max(1, min(10, len(suite) // 2))
+    shared = [part for part in parts(text) if 0 < sum(part in parts(other) for other in suite) <= most]
+    return "13-gram" if shared else None
+
+
+@pytest.mark.parametrize("way", ["tell", "drop", "off"])
+def test_training_rows_of_a_suite_are_told_or_dropped(chat_tokenizer, artifacts_root, tmp_path, way):
+    words = [f"w{i}" for i in range(60)]
+    rng = np.random.default_rng(0)
+    wording = "Solve this and show every single step that you take on the way to it:"
+    suite = [f"{wording} {' '.join(rng.choice(words, 20))}" for _ in range(30)]
+    inside = suite[4].split()
+    texts = [
+        suite[3],
+        f"{wording} but quite another question",  # the wording of the task alone
+        "Before it, " + " ".join(inside[16:29]).upper().replace(" ", ", ") + "!",  # 13 words, other case and marks
+        "Before it, " + " ".join(inside[16:28]) + " and no more",  # 12 words
+        *(" ".join(rng.choice(words[:6], 16)) for _ in range(40)),
+        *(f"{' '.join(suite[int(at)].split()[20 - int(at) % 5 :])} {at}" for at in rng.choice(30, 12, replace=False)),
+    ]
+    settings = written(tmp_path, [with_text(text, i) for i, text in enumerate(texts)], rows(5, split="validation"))
+    folder = tmp_path / "suite"
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist([with_text(text, i) for i, text in enumerate(suite)]),
+                   folder / "validation.parquet")  # fmt: skip
+    expected = [naive(text, suite) for text in texts]
+    assert expected[:4] == ["exact", None, "13-gram", None]
+    dataset = data.build_dataset(settings, seed=1, root=artifacts_root)
+    config = FilterConfig(decontaminate=way, overlong="truncate_left")
+    suites = {} if way == "off" else {"mine": folder}
+    found = data.filter_dataset(dataset.directory, chat_tokenizer, config, root=artifacts_root, suites=suites)
+    told = {kind: found.counts.get(f"train/{kind} in suite mine", 0) for kind in ("exact", "13-gram")}
+    assert told == {kind: 0 if way == "off" else expected.count(kind) for kind in told}
+    kept = pq.read_table(found.directory / "train.parquet").to_pylist()
+    wanted = [text for text, which in zip(texts, expected, strict=True) if way != "drop" or which is None]
+    assert [row["prompt"][0]["content"] for row in kept] == wanted

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlcore.config import ValidationConfig
+from rlcore.config import JudgingConfig
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
 
 FAILED = -1.0
@@ -26,7 +26,7 @@ def problem(prompt_id: int, scores: Sequence[float], *, greedy: float | None = N
 
 
 def result(problems: Sequence[ProblemResult], *, name: str = "after", step: int = 20, **settings: object):
-    chosen = ValidationConfig(**settings) if settings else ValidationConfig()
+    chosen = JudgingConfig(**settings) if settings else JudgingConfig()
     return ValidationResult(name, step, step, "countdown", tuple(problems), chosen)
 
 

@@ -10,7 +10,7 @@ from rlcore.config.run import RunConfig
 __all__ = ["RULES", "Rule", "broken_rules"]
 
 _ALONE = (*training.RULES, *bounds(), *data.RULES, *model.RULES)
-RULES: tuple[Rule, ...] = (*_ALONE, data.parts_keep(_ALONE))
+RULES: tuple[Rule, ...] = (*_ALONE, data.parts_keep(_ALONE), data.suites_keep(_ALONE))
 """All rules, in the order in which broken ones are listed."""
 
 

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlcore.config.data import ALL_SOURCES, RENDERING_NAMES, CountdownData, MixtureData, ParquetData
+from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import Problem
 from rlcore.config.rules.registry import Rule, row, rule
 from rlcore.config.run import RunConfig
+from rlcore.config.suite import suite_settings
 
 _MIXTURE_SCORER = MixtureData().scorer
 
@@ -43,9 +45,28 @@ def a_mixture_has_parts(config: RunConfig) -> Problem | None:
     return None
 
 
+@rule("validation.suites", "filter.max_prompt_tokens", "rollout.max_response_tokens")
+def suites_have_names_and_room(config: RunConfig) -> Problem | None:
+    """Each suite's figures have a name of their own, and its answers fit where the run's do."""
+    names = Counter(suite.name for suite in config.validation.suites)
+    if twice := [name for name, count in names.items() if count > 1 or name == ALL_SOURCES]:
+        says = f"must have a name each, and none {ALL_SOURCES}, which is the name of all held-out problems together"
+        return Problem("validation.suites", says, ", ".join(twice), "Write another `name` into the file")
+    room = config.filter.max_prompt_tokens + config.rollout.max_response_tokens
+    for suite in config.validation.suites:
+        seen = suite_settings(config, suite)
+        longest = seen.filter.max_prompt_tokens + seen.rollout.max_response_tokens
+        if longest > room:
+            says = "must have at most filter.max_prompt_tokens + rollout.max_response_tokens in prompt and answer"
+            remedy = f"Lower the suite's limits, or raise the run's by {longest - room}"
+            return Problem("validation.suites", says, f"{suite.name}: {longest}, the run {room}", remedy)
+    return None
+
+
 _FILE, _ITS_PATH = "must be a parquet file that exists", "Give its path; data/schema.py says what it holds"
 
 RULES: tuple[Rule, ...] = (
+    suites_have_names_and_room,
     row("operations_once_each", "data.operations", "", "must name one operation or more, each once",
         _lists_each_once, "Use some of [+,-,*,/]"),
     row("training_file_is_there", "data.train_file", "", _FILE, lambda c: _is_there(c, "train_file"), _ITS_PATH),
@@ -56,6 +77,10 @@ RULES: tuple[Rule, ...] = (
     row("mathematics_is_scored_apart", "reward.num_processes", "data.scorer",
         "must be 1 or more with data.scorer=data.math:score, which some answers keep busy for ever",
         lambda c: c.data.scorer != "data.math:score" or c.reward.num_processes > 0, "Set reward.num_processes=2"),
+    row("reasoning_gym_is_scored_apart", "reward.num_processes", "data.scorer",
+        "must be 1 or more with data.scorer=data.reasoning_gym:score, which calls another package on any answer",
+        lambda c: c.data.scorer != "data.reasoning_gym:score" or c.reward.num_processes > 0,
+        "Set reward.num_processes=2"),
     row("a_program_ends_before_its_scorer", "reward.deadline_s", "sandbox.time_s",
         "must be above sandbox.time_s with data.scorer=data.code:score, or a hanging program has no score, and not 0",
         lambda c: c.data.scorer != "data.code:score" or c.reward.deadline_s > c.sandbox.time_s,
@@ -112,3 +137,22 @@ def parts_keep(rules: Sequence[Rule]) -> Rule:
         return Problem("data.parts", "every dataset must keep the rules", "; ".join(told), "Mend them one by one")
 
     return Rule("parts_keep_the_rules", ("data", "model", "reward", "warm_start"), check)
+
+
+def suites_keep(rules: Sequence[Rule]) -> Rule:
+    """The rule that each suite keeps these rules as if its data and sampling were the run's."""
+    not_read = ("training_file_is_there",)
+    reading = [each for each in rules if each.reads_any(("data", "validation")) and each.name not in not_read]
+
+    def check(config: RunConfig) -> Problem | None:
+        told = []
+        for suite in config.validation.suites:
+            seen = suite_settings(config, suite)
+            seen = seen.model_copy(update={"warm_start": WarmStartConfig()})  # it learns from the run's own data
+            broken = (problem for each in reading if (problem := each.check(seen)) is not None)
+            told += [f"{suite.name}: {problem}" for problem in broken]
+        if not told:
+            return None
+        return Problem("validation.suites", "every suite must keep the rules", "; ".join(told), "Mend its file")
+
+    return Rule("suites_keep_the_rules", ("validation", "data", "model", "reward", "rollout"), check)

@@ -113,6 +113,7 @@ EFFECTS: tuple[Effect, ...] = (
            "Set rollout.tensor_parallel_size=1"),
     Effect(("reward.deadline_s",), ("reward.num_processes",), _on, "Set reward.num_processes=1 or more"),
     Effect(("episode",), ("data.environment",), _on, "Set data.environment"),
+    Effect(("filter.decontaminate",), ("validation.suites",), bool, "Name suites in validation.suites"),
     Effect(("validation.sampling.top_p",), ("validation.sampling.temperature",), _on,
            "Set validation.sampling.temperature=1"),
     Effect(("alarms.grad_norm_above",), ("alarms.grad_norm",), _on, "Set alarms.grad_norm=tell"),

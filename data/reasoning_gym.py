@@ -1,0 +1,168 @@
+"""Tasks of the package reasoning_gym: problems without end, each with a scorer of its own, and no hub.
+
+A row's ground truth is the task's name and the package's own entry as JSON, which its scorer takes back. Tasks whose
+scorer evaluates the answer as Python, runs programs, or compares with values that JSON cannot hold are left out.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from itertools import cycle
+from typing import TYPE_CHECKING, Any
+
+from data.rows import Message, Row, TaskRows
+from rlcore.errors import DataError
+from rlcore.score import Score
+
+if TYPE_CHECKING:
+    from rlcore.config.data import ReasoningGymData
+
+PACKAGE = "reasoning_gym"
+INSTRUCTION = "Think step by step, then give the final answer alone between <answer> and </answer>."
+_EVALUATED = "its scorer evaluates an answer as Python"
+_NO_JSON = "its scorer compares with values that JSON cannot hold"
+LEFT_OUT: Mapping[str, str] = {
+    **dict.fromkeys(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"), _EVALUATED),
+    **dict.fromkeys(("intermediate_integration", "polynomial_multiplication", "simple_integration"), _EVALUATED),
+    **dict.fromkeys(("countdown", "puzzle24"), _EVALUATED),
+    **dict.fromkeys(("arc_agi", "rearc"), _NO_JSON),
+    "codeio": "it runs programs from a file",
+    "composite": "it mixes other tasks: name those in data.tasks",
+}
+"""Tasks of the package that are refused, and why."""
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_VALIDATION_SEED = 1_500_000_000
+_SEED_STEP = 7_919_000
+_SEEDS = 2**31
+_TRIES = 10
+"""Problems made for each row at most: small tasks repeat themselves."""
+
+
+def source_digests(settings: "ReasoningGymData") -> dict[str, str]:
+    """Version of the package, on which every row depends.
+
+    Raises:
+        DataError: it is not installed, or has no such task or level, or the task is left out.
+    """
+    if find_spec(PACKAGE) is None:
+        raise DataError(
+            "data=reasoning_gym: the package reasoning_gym must be installed, and is not. Install: pip install "
+            "'millrace[reasoning-gym]'"
+        )
+    if not settings.tasks or len(set(settings.tasks)) < len(settings.tasks):
+        raise DataError(f"data.tasks: must name one task or more, each once; got {list(settings.tasks)}")
+    for named in settings.tasks:
+        _dataset(named, size=1, seed=0)
+    return {PACKAGE: metadata.version(PACKAGE)}
+
+
+def build(settings: "ReasoningGymData", seed: int) -> TaskRows:
+    """Rows of all tasks in turn. Raises DataError where a task has too few different problems."""
+    seen: set[str] = set()
+    held_out = list(_rows(settings, seed, "validation", settings.validation_size, seen))
+    return TaskRows(
+        data_source=PACKAGE,
+        ability="reasoning",
+        prompt_form=settings.template,
+        splits={"train": _rows(settings, seed, "train", settings.train_size, seen), "validation": held_out},
+    )
+
+
+def _rows(settings: "ReasoningGymData", seed: int, split: str, count: int, seen: set[str]) -> Iterator[Row]:
+    first = (seed * _SEED_STEP + (_VALIDATION_SEED if split == "validation" else 0)) % _SEEDS
+    share = -(-count // len(settings.tasks))
+    streams = [(named, _problems(named, first, share, seen)) for named in settings.tasks]
+    for _, (named, stream) in zip(range(count), cycle(streams), strict=False):
+        entry = next(stream, None)
+        if entry is None:
+            raise DataError(
+                f"data.tasks: {named} has fewer than {share} different problems for the {split} split. Lower "
+                f"data.{split}_size, or take another level"
+            )
+        yield _row(*_parsed(named), entry)
+
+
+def _problems(named: str, seed: int, count: int, seen: set[str]) -> Iterator[Mapping[str, Any]]:
+    """Problems whose question has not been seen; each is noted."""
+    size = _TRIES * count
+    dataset = _dataset(named, size=size, seed=seed)
+    for index in range(size):
+        entry = dataset[index]
+        if entry["question"] not in seen:
+            seen.add(entry["question"])
+            yield entry
+
+
+def _row(task: str, level: int | None, entry: Mapping[str, Any]) -> Row:
+    document = json.dumps(entry, default=str, sort_keys=True)
+    truth = {"task": task, "entry": document}
+    solution = "" if entry["answer"] is None else f"<answer>{entry['answer']}</answer>"
+    return Row(
+        prompt=(Message("user", f"{entry['question']}\n\n{INSTRUCTION}"),),
+        ground_truth=truth,
+        difficulty=0 if level is None else level,
+        solution=solution if solution and score(solution, truth).total >= 1 else "",
+        data_source=f"{PACKAGE}/{task}",
+    )
+
+
+def score(response: str, ground_truth: Mapping[str, object]) -> Score:
+    """The package's own score of the last `<answer>...</answer>`, 0 to 1; parts `correct` and `format`.
+
+    An answer on which the package's scorer fails is worth 0: it cannot be read.
+    """
+    found = _ANSWER.findall(response)
+    if not found:
+        return Score(0.0, {"correct": 0.0, "format": 0.0})
+    said = found[-1].strip()
+    try:
+        total = float(_scorer(str(ground_truth["task"]))(said, json.loads(str(ground_truth["entry"]))))
+    except DataError:
+        raise
+    except Exception:  # of any kind: the package reads answers in a hundred ways
+        total = 0.0
+    return Score(total, {"correct": float(total >= 1), "format": 1.0}, said)
+
+
+@cache
+def _scorer(task: str) -> Callable[[str, Mapping[str, Any]], float]:
+    found: Callable[[str, Mapping[str, Any]], float] = _dataset(task, size=1, seed=0).score_answer
+    return found
+
+
+def _parsed(named: str) -> tuple[str, int | None]:
+    """Task and level of `task@level`.
+
+    >>> _parsed("chain_sum@2"), _parsed("chain_sum")
+    (('chain_sum', 2), ('chain_sum', None))
+    """
+    task, at, level = named.partition("@")
+    if at and not level.isdecimal():
+        raise DataError(f"data.tasks: a level must be a whole number from 0 up; got {named}. Such as chain_sum@0")
+    return task, int(level) if at else None
+
+
+def _dataset(named: str, *, size: int, seed: int) -> Any:
+    """The package's dataset of `task@level`. Raises DataError where there is none that may be used."""
+    task, level = _parsed(named)
+    factory = import_module(f"{PACKAGE}.factory")
+    if task in LEFT_OUT:
+        raise DataError(f"data.tasks: {task} is left out: {LEFT_OUT[task]}. Take another task (docs/data.md)")
+    if task not in factory.DATASETS:
+        usable = ", ".join(sorted(factory.DATASETS.keys() - LEFT_OUT.keys()))
+        raise DataError(f"data.tasks: must be tasks of reasoning_gym {metadata.version(PACKAGE)}; got {task}. {usable}")
+    if level is None:
+        return factory.create_dataset(task, size=size, seed=seed)
+    if not factory.has_curriculum(task):
+        raise DataError(f"data.tasks: {task} has no levels; got {named}. Leave out @{level}")
+    curriculum = factory.create_curriculum(task)
+    most = max(len(attribute.levels) for attribute in curriculum.attributes.values()) - 1
+    if level > most:
+        raise DataError(f"data.tasks: {task} has the levels 0 to {most}; got {named}. Take one of them")
+    for name, attribute in curriculum.attributes.items():
+        curriculum.set_attr_level(name, min(level, len(attribute.levels) - 1))
+    settings = curriculum.generate_configuration({"size": size, "seed": seed})
+    return factory.create_dataset(task, **vars(settings))

@@ -1,0 +1,234 @@
+"""`millrace eval`: models and checkpoints judged on suites, as a table with intervals, two of them paired.
+
+An evaluation is a run without training, in a folder of its own under `runs/`: the trainer process judges the model of
+step 0 as it would judge a run's own. Models, suites and settings that were judged before are not judged again.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flows import chain
+from flows.commands.settings import ROOT, root_of, weights_of
+from flows.plan.checks import check_evaluation
+from flows.progress import display, display_for_console, shown_on
+from flows.stack.state import in_stack
+from flows.work.open_run import open_run
+from rlcore.config import RunConfig
+from rlcore.config.compose import checked_config
+from rlcore.config.fingerprint import fingerprint, lasting_settings
+from rlcore.config.gguf import is_gguf
+from rlcore.config.problems import Findings, settings_error
+from rlcore.config.suite import read_suites, suite_settings
+from rlcore.errors import ConfigError, DataError
+from rlcore.evaluation.result import Comparison, ValidationResult, compare
+from rlcore.evaluation.stats import Interval
+
+OF_THE_RUN = ("filter", "rollout", "reward", "episode", "sandbox", "runtime", "tracking", "paths")
+"""Sections of a run's settings by which its checkpoints are judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One model judged: its name, the folder of the results, a result for each suite."""
+
+    name: str
+    folder: Path
+    results: tuple[ValidationResult, ...]
+
+
+def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[str], root: Path | None) -> RunConfig:
+    """Settings of the run that judges a model: those of its own run, or the defaults, and room for every suite.
+
+    Args:
+        model: a model directory, a GGUF file, or `RUN[@CHECKPOINT]`, whose weights are written as a directory.
+        suites: names in `conf/suite`, or paths.
+        overrides: settings, as on the command line.
+        root: where runs are looked for and results are put; None: as in the settings.
+
+    Raises:
+        ConfigError: a suite or a setting is wrong.
+        DataError: there is neither a run nor a model of that name.
+        CheckpointError: the run has no such checkpoint, or it is broken.
+    """
+    findings = Findings()
+    given = read_suites(suites, findings)
+    if findings.problems:
+        raise settings_error(findings.problems)
+    path, label, base = _model(model, root)
+    settings = base.model_dump(mode="json")
+    settings["model"] |= {"path": path, "lora": None}
+    settings["validation"]["suites"] = given
+    if root is not None:
+        settings["paths"]["root"] = str(root)
+    lengths = {("filter", "max_prompt_tokens"), ("rollout", "max_response_tokens")}
+    for section, key in lengths:
+        named = [suite[key] for suite in given if isinstance(suite.get(key), int)]
+        settings[section][key] = max([*named, settings[section][key] if len(named) < len(given) else 1])
+    longest = sum(settings[section][key] for section, key in lengths)
+    budget = settings["trainer"]["max_tokens_per_micro_batch"]
+    settings["trainer"]["max_tokens_per_micro_batch"] = max(budget, longest)
+    config = checked_config(settings, overrides)
+    first = suite_settings(config, config.validation.suites[0])
+    config = config.model_copy(update={"data": first.data, "name": "eval"})
+    judged = [suite.model_dump(mode="json", exclude={"every_steps"}) for suite in config.validation.suites]
+    payload = {"settings": lasting_settings(config), "suites": judged, "weights": _identity(path)}
+    return config.model_copy(update={"run_id": f"eval-{label}-{fingerprint('eval', payload)[:8]}"})
+
+
+def _model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
+    """`model.path`, a name, and the settings to start from."""
+    folder = Path(model).expanduser()
+    if is_gguf(model) or (folder / "config.json").is_file():
+        return model, _plain(folder.resolve().name), RunConfig()
+    try:
+        weights = weights_of(model, root)
+    except DataError as error:
+        raise DataError(f"{error} A model is a folder with config.json, or a GGUF file.") from error
+    run = weights.config
+    own = {name: getattr(run, name) for name in OF_THE_RUN}
+    own["paths"] = run.paths.model_copy(update={"root": str(weights.layout.root)})
+    own["model"] = run.model
+    return str(weights.ensure()), _plain(weights.label.replace("@", "-")), RunConfig().model_copy(update=own)
+
+
+def _plain(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "_.-" else "-" for letter in name)[:80]
+
+
+def _identity(path: str) -> list[Any]:
+    """Weights by path, and size and time of each file."""
+    folder = Path(path).expanduser()
+    files = sorted(folder.glob("*")) if folder.is_dir() else [folder] if folder.is_file() else []
+    return [str(folder.resolve()), *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)]
+
+
+def evaluate(name: str, config: RunConfig, command: Sequence[str], do: chain.RunStage) -> Evaluation:
+    """Judge a model by the settings of `evaluation_settings`, unless that is done."""
+    config = in_stack(config)
+    check_evaluation(config)
+    with open_run(config, command, title=name) as run, run.heard_by(display().event, lambda line: None):
+        return Evaluation(name, run.layout.run_dir, tuple(chain.evaluate(run, do)))
+
+
+def paired(first: Evaluation, second: Evaluation) -> dict[str, tuple[Comparison, ...]]:
+    """The differences `second - first` of each suite, over the same problems."""
+    return {one.data_source: compare(one, other) for one, other in zip(first.results, second.results, strict=True)}
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def run(words: Sequence[str], suites: Sequence[str], *, root: Path | None, as_json: bool) -> None:
+    """Judge each model on each suite, print the table, and the difference of every model to the first."""
+    models = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
+    command = command_of(words, suites, root)
+    roots = [root_of(word) for word in overrides if word.startswith(ROOT)]
+    at = root or (roots[-1] if roots else None)
+    if as_json:
+        found = evaluate_all(models, suites, overrides, at, command, _quietly)
+        print(json.dumps(as_document(found), indent=2))
+        return
+    with shown_on(display_for_console()):
+        found = evaluate_all(models, suites, overrides, at, command, chain.run_here)
+    print("\n".join(table_lines(found)))
+
+
+def command_of(words: Sequence[str], suites: Sequence[str], root: Path | None) -> list[str]:
+    """The words of the command that judges these models on these suites."""
+    more = [] if root is None else ["--root", str(root)]
+    return ["millrace", "eval", *words, *(word for suite in suites for word in ("--suite", suite)), *more]
+
+
+def evaluate_all(
+    models: Sequence[str],
+    suites: Sequence[str],
+    overrides: Sequence[str],
+    root: Path | None,
+    command: Sequence[str],
+    do: chain.RunStage,
+) -> list[Evaluation]:
+    """Judge each model on each suite. All names and settings are checked before the first one is judged."""
+    if not models or not suites:
+        raise ConfigError(
+            f"millrace eval: needs a model and a suite, got {len(models)} and {len(suites)}. Such as: millrace eval "
+            "artifacts/runs/<run id> --suite gsm8k"
+        )
+    configs = {model: evaluation_settings(model, suites, overrides, root) for model in dict.fromkeys(models)}
+    return [evaluate(model, config, command, do) for model, config in configs.items()]
+
+
+def _quietly(stage: "chain.Stage[chain.R]") -> "chain.R":
+    return stage.work()
+
+
+def as_document(found: Sequence[Evaluation]) -> dict[str, Any]:
+    """All figures as JSON values: of each model, and of each one against the first."""
+    evaluations = [
+        {
+            "model": one.name,
+            "folder": str(one.folder),
+            "suites": {each.data_source: _figures(each.intervals, len(each.problems)) for each in one.results},
+        }
+        for one in found
+    ]
+    differences = [
+        {
+            "first": found[0].name,
+            "second": other.name,
+            "suites": {name: list(map(_difference, rows)) for name, rows in paired(found[0], other).items()},
+        }
+        for other in found[1:]
+    ]
+    return {"evaluations": evaluations, "paired": differences}
+
+
+def _figures(intervals: Mapping[str, Interval], num_problems: int) -> dict[str, Any]:
+    ends = {name: {"value": one.value, "low": one.low, "high": one.high} for name, one in intervals.items()}
+    return {"num_problems": num_problems, "figures": ends}
+
+
+def _difference(row: Comparison) -> dict[str, Any]:
+    change = row.paired.difference
+    return {
+        "figure": row.statistic,
+        "num_problems": row.num_problems,
+        "difference": {"value": change.value, "low": change.low, "high": change.high},
+        "better": row.paired.wins,
+        "worse": row.paired.losses,
+    }
+
+
+def table_lines(found: Sequence[Evaluation]) -> list[str]:
+    """The same for people."""
+    lines = []
+    for index, result in enumerate(found[0].results):
+        lines += ["", f"{result.data_source}: {len(result.problems):,} problems, k = {result.num_samples}"]
+        rows = [["", *(one.name for one in found)]]
+        for statistic in result.intervals:
+            own = [one.results[index].intervals[statistic] for one in found]
+            rows.append([statistic, *(f"{each.value:.3f} [{each.low:.3f}, {each.high:.3f}]" for each in own)])
+        lines += _aligned(rows)
+        for other in found[1:]:
+            lines += ["", f"  {other.name} less {found[0].name}, paired:"]
+            compared = compare(result, other.results[index])
+            lines += _aligned([[row.statistic, _shown(row)] for row in compared])
+    return [*lines, "", *(f"{one.name}: {one.folder}" for one in found)]
+
+
+def _shown(row: Comparison) -> str:
+    change = row.paired.difference
+    sure = "" if change.excludes_zero else " (may be 0)"
+    return (
+        f"{change.value:+.3f} [{change.low:+.3f}, {change.high:+.3f}]{sure}, "
+        f"better on {row.paired.wins}, worse on {row.paired.losses}"
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return [f"  {'  '.join(row)}".rstrip() for row in padded]

@@ -1,0 +1,82 @@
+"""Suites: from the name of a file to settings, and a run's settings as one suite sees them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlcore.config.base import FILE_ENDINGS
+from rlcore.config.data import FilterConfig, MappedData, ParquetData, TaskData
+from rlcore.config.problems import Findings, Problem, did_you_mean
+from rlcore.config.rollout import EpisodeConfig, SuiteConfig, ValidationConfig
+from rlcore.config.run import RunConfig
+
+SUITES_DIR = Path(__file__).resolve().parents[2] / "conf" / "suite"
+KEY = "validation.suites"
+
+
+def suite_names() -> tuple[str, ...]:
+    """Names of the files in `conf/suite`, sorted."""
+    return tuple(sorted(file.stem for file in SUITES_DIR.glob("*.yaml")))
+
+
+def put_suites(settings: dict[str, Any], findings: Findings) -> None:
+    """Put the content of the files that `validation.suites` names in place of their names, in nested plain settings."""
+    section = settings.get("validation")
+    named = section.get("suites") if isinstance(section, dict) else None
+    if not isinstance(named, list) or not any(isinstance(entry, str) for entry in named):
+        return
+    settings["validation"]["suites"] = read_suites(named, findings)
+
+
+def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
+    """The content of the files that are named, as plain values; what is no name stays as it is."""
+    found = [_read(entry) if isinstance(entry, str) else entry for entry in named]
+    for problem in found:
+        if isinstance(problem, Problem):
+            findings.add(problem, KEY)
+    return [entry for entry in found if not isinstance(entry, Problem)]
+
+
+def _read(name: str) -> dict[str, Any] | Problem:
+    """The content of a suite's file, whose `name` is the file's unless it gives another; or why there is none."""
+    is_path = name.endswith(FILE_ENDINGS)
+    file = Path(name).expanduser() if is_path else SUITES_DIR / f"{name}.yaml"
+    if not is_path and name not in suite_names():
+        remedy = f"{did_you_mean(name, suite_names())}There are {', '.join(suite_names())}; a path ends in .yaml"
+        return Problem(KEY, "must name files in conf/suite, or paths", name, remedy)
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        got = name if Path(name).is_absolute() else f"{name} in {Path.cwd()}"
+        reason = " ".join(str(error).split())
+        return Problem(KEY, f"its file cannot be read ({reason})", got, "conf/suite/gsm8k.yaml shows the form")
+    if not isinstance(content, dict):
+        return Problem(KEY, "its file must hold keys and values", name, "conf/suite/gsm8k.yaml shows the form")
+    return {"name": file.stem, **content}
+
+
+def suite_settings(config: RunConfig, suite: SuiteConfig) -> RunConfig:
+    """A run's settings with the suite's data, seed, lengths and sampling in place of its own."""
+    prompt_tokens = suite.max_prompt_tokens or config.filter.max_prompt_tokens
+    response_tokens = suite.max_response_tokens or config.rollout.max_response_tokens
+    changes: dict[str, Any] = {
+        "data": _held_out_alone(suite.data),
+        "seed": suite.seed,
+        "filter": FilterConfig(max_prompt_tokens=prompt_tokens, duplicates="keep"),
+        "rollout": config.rollout.model_copy(update={"max_response_tokens": response_tokens}),
+        "validation": ValidationConfig(**dict(suite.judging)),
+    }
+    if not suite.data.environment:
+        changes["episode"] = EpisodeConfig()  # its tools are shown where there is an environment to call them
+    return config.model_copy(update=changes)
+
+
+def _held_out_alone(data: TaskData) -> TaskData:
+    """The settings of a task whose training rows nobody reads: they need not be there."""
+    if isinstance(data, ParquetData):
+        return data.model_copy(update={"train_file": data.validation_file})
+    if isinstance(data, MappedData):
+        return data.model_copy(update={"train_split": data.validation_split})
+    return data

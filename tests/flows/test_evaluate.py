@@ -1,0 +1,115 @@
+"""Suites: the run's own validation, `millrace eval` of its checkpoints, their numbers and paired difference."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flows.commands.evaluate import evaluation_settings
+from rlcore.checkpoint.catalog import list_checkpoints
+from rlcore.config.compose import load_config
+from rlcore.errors import ConfigError, DataError
+from rlcore.evaluation.result import ValidationResult
+from rlcore.report.held_out import suite_table
+from rlcore.report.record import read_run
+from rlcore.tracking.journal import read_journal
+from tests.flows.conftest import Millrace
+from tests.run.sessions import session_of, train_in_chunks
+from tests.small_run import SmallRun, prepare
+
+TASK = (
+    "data: {task: countdown, template: bare, train_size: 1, validation_size: %d, min_numbers: 3, max_numbers: 3, "
+    "number_high: 20, target_high: 40, operations: %s}\nsamples_per_problem: 2\nnum_resamples: 100\n"
+)
+
+
+@pytest.fixture(scope="module")
+def suites(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("suites")
+    (folder / "often.yaml").write_text(TASK % (12, "['+', '-']") + "every_steps: 1\nmax_problems: 5\n")
+    (folder / "ends.yaml").write_text(TASK % (6, "['+']") + "every_steps: 0\ngreedy: false\nseed: 7\n")
+    return [str(folder / "often.yaml"), str(folder / "ends.yaml")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, suites: list[str]) -> SmallRun:
+    """Three steps, judged before, after and on the way."""
+    root = tmp_path_factory.mktemp("artifacts")
+    more = ("tracking.enabled=false", "warm_start.max_steps=60", "trainer.total_steps=3", "optim.lr=3e-3")
+    made = prepare(root, f"validation.suites=[{','.join(suites)}]", "validation.every_steps=2", *more)
+    with session_of(made) as session:
+        train_in_chunks(session, 1, 2, 3)
+        session.validate("start", "before")
+        session.validate("last", "after")
+    return made
+
+
+def result(run: SmallRun, suite: str, name: str) -> ValidationResult:
+    return ValidationResult.read(run.layout.suites / suite / f"{name}.json")
+
+
+def test_each_suite_is_judged_at_its_own_steps_and_chooses_no_checkpoint(run: SmallRun) -> None:
+    steps = {record.step: record.metrics for record in read_journal(run.layout.journal)}
+    judged = {
+        name: [step for step, metrics in steps.items() if f"val-core/{name}/reward/mean@2" in metrics]
+        for name in ("countdown", "often", "ends")
+    }
+    assert judged == {"countdown": [0, 2, 3], "often": [0, 1, 2, 3], "ends": [0, 3]}
+    assert [len(result(run, "often", name).problems) for name in ("step-000001", "before", "after")] == [5, 12, 12]
+    assert "val-core/ends/reward/greedy" not in steps[0]
+    saved = list_checkpoints(run.layout.checkpoints, verify_hashes=False)[-1].metrics
+    assert {name.split("/")[1] for name in saved if name.startswith("val-core/")} == {"countdown"}
+
+
+def test_an_evaluation_has_the_runs_own_numbers_and_pairs_them(run: SmallRun, suites: list[str]) -> None:
+    folder = str(run.layout.run_dir)
+    millrace = Millrace(Path(run.config.paths.root), {})
+    words = ("eval", f"{folder}@start", folder, "--suite", suites[0], "--suite", suites[1])
+    done = millrace(*words, "--json")
+    assert done.code == 0, done.err
+    told = json.loads(done.out)
+    for one, name in zip(told["evaluations"], ("before", "after"), strict=True):
+        for suite in ("often", "ends"):
+            own = result(run, suite, name)
+            assert one["suites"][suite]["num_problems"] == len(own.problems)
+            expected = {f: {"value": i.value, "low": i.low, "high": i.high} for f, i in own.intervals.items()}
+            assert one["suites"][suite]["figures"] == expected
+    before, after = (
+        [sum(answer.score for answer in problem.samples) / 2 for problem in result(run, "often", name).problems]
+        for name in ("before", "after")
+    )
+    gains = [late - early for early, late in zip(before, after, strict=True)]
+    mean = next(row for row in told["paired"][0]["suites"]["often"] if row["figure"] == "reward/mean@2")
+    assert mean["difference"]["value"] == pytest.approx(sum(gains) / len(gains))
+    assert (mean["better"], mean["worse"]) == (sum(g > 0 for g in gains), sum(g < 0 for g in gains))
+    files = sorted(Path(told["evaluations"][0]["folder"]).glob("suites/*/before.json"))
+    written = [file.stat().st_mtime_ns for file in files]
+    again = millrace(*words)
+    assert again.code == 0, again.err
+    assert [file.stat().st_mtime_ns for file in files] == written, "what is judged is not judged again"
+    assert "paired:" in again.out
+    assert "worker(s) on" not in again.out + again.err
+
+
+def test_the_report_has_the_suites(run: SmallRun) -> None:
+    found = suite_table(read_run(run.layout.run_dir))
+    assert found is not None
+    assert {row[0].text for row in found.rows} == {"often", "ends"}
+
+
+def test_wrong_names_are_told(run: SmallRun, suites: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k"):
+        load_config(["validation.suites=[gsm9k]"])
+    with pytest.raises(DataError, match=r"neither the folder nor the id of a run.*A model is a folder"):
+        evaluation_settings("nobody", suites, [], tmp_path)
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("data: {task: countdown, trian_size: 3}")
+    with pytest.raises(ConfigError, match=r"entry 0: data.trian_size: there is no such setting"):
+        load_config([f"validation.suites=[{wrong}]"])
+    with pytest.raises(ConfigError, match=r"cannot be chosen over settings"):
+        evaluation_settings(str(run.layout.run_dir), suites, ["algo=ppo"], None)
+
+
+def test_a_suite_needs_no_training_rows(run: SmallRun) -> None:
+    folder = run.inputs.suites["often"]
+    assert sorted(file.name for file in folder.glob("*.parquet")) == ["validation.parquet"]
