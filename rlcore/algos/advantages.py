@@ -40,7 +40,7 @@ def whiten(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor,
 
 
 def group_advantages(
-    scores: Float[Tensor, "N"],
+    scores: Float[Tensor, "N"] | Int[Tensor, "N"],
     group_ids: Int[Tensor, "N"],
     *,
     method: SequenceAdvantage,
@@ -58,7 +58,7 @@ def group_advantages(
 
     std has ddof = 1. A group of one has mean 0 and std 1. `lengths` l: answer tokens of each answer, needed by opo and
     reinforce_pp_baseline. `greedy_scores`: score of the greedy answer to the same prompt, needed by remax.
-    Scores already hold what is taken off the reward (KL, overlong penalty).
+    Scores already hold what is taken off the reward (KL, overlong penalty); whole numbers give advantages in float32.
     """
     # in float64 the mean of equal fp32 scores is exactly that score, and such a group gets exactly 0
     wide = scores.double()
@@ -80,7 +80,12 @@ def group_advantages(
             advantages = wide - _required(greedy_scores, "greedy_scores", method).double()
         case _:
             assert_never(method)
-    return advantages.to(scores.dtype)
+    return advantages.to(_float_type(scores))
+
+
+def _float_type(scores: Tensor) -> torch.dtype:
+    """The type of advantages of such scores: an advantage of whole numbers is none."""
+    return scores.dtype if scores.is_floating_point() else torch.get_default_dtype()
 
 
 def bind_advantage(settings: AlgoConfig, *, lengths: Int[Tensor, "N"]) -> Callable[..., Tensor]:
@@ -95,7 +100,7 @@ def bind_advantage(settings: AlgoConfig, *, lengths: Int[Tensor, "N"]) -> Callab
 
 
 def pass_at_k(
-    scores: Float[Tensor, "N"],
+    scores: Float[Tensor, "N"] | Int[Tensor, "N"],
     group_ids: Int[Tensor, "N"],
     *,
     k: Annotated[int, Field(ge=1)] = 4,
@@ -122,7 +127,7 @@ def pass_at_k(
     sigma = (passes * (1 - passes)).sqrt()
     value = torch.where(right, (1 - passes)[members], (with_wrong - passes)[members])
     advantages = torch.where(is_open[members], value / sigma[members], torch.zeros_like(value))
-    return advantages.to(scores.dtype)
+    return advantages.to(_float_type(scores))
 
 
 def _share_without(

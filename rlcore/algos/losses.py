@@ -315,8 +315,8 @@ def importance_weights(
         case "truncate":
             weights = ratio.clamp(max=settings.cap)
         case "mask":
-            inside = (ratio >= 1 / settings.cap) & (ratio <= settings.cap)
-            weights = torch.where(inside, ratio, torch.zeros_like(ratio))
+            outside = (ratio < 1 / settings.cap) | (ratio > settings.cap)  # not its negation: a NaN stays one
+            weights = torch.where(outside, torch.zeros_like(ratio), ratio)
         case _:
             assert_never(settings.mode)
     return torch.where(mask, weights, torch.zeros_like(weights))

@@ -85,12 +85,13 @@ class PolicyStatistics(Statistics):
         }
 
     def mean_ref_kl(self) -> float:
-        """KL to the reference in nats a token, whatever the aggregation: what the adaptive coefficient follows."""
-        return float(self.ref_kl) / float(self.num_tokens)
+        """KL to the reference in nats a token, whatever the aggregation: what the adaptive coefficient follows. 0 where
+        no token has a loss."""
+        return self.per_token({"": self.ref_kl}).get("", 0.0)
 
     def mean_entropy(self) -> float:
-        """Entropy in nats a token, whatever the aggregation: what the alarm looks at."""
-        return float(self.entropy_sum) / float(self.num_tokens)
+        """Entropy in nats a token, whatever the aggregation: what the alarm looks at. 0 where no token has a loss."""
+        return self.per_token({"": self.entropy_sum}).get("", 0.0)
 
 
 @dataclass(frozen=True, slots=True)

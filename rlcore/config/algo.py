@@ -11,7 +11,9 @@ ADVANTAGE_FUNCTIONS: Mapping[str, str] = {"pass_at_k": "rlcore.algos.advantages:
 """Advantages that are a function with options, as those of one's own are."""
 GROUP_ADVANTAGES: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "pass_at_k"})
 """Advantages that compare the answers to one prompt with each other and so need two or more of them."""
-ADVANTAGES = ("gae", "reinforce_pp", "remax", *sorted(GROUP_ADVANTAGES))
+UNGROUPED_ADVANTAGES = ("gae", "reinforce_pp", "remax")
+"""Advantages that compare an answer with something else: where all answers to a prompt score the same, they are not 0."""
+ADVANTAGES = (*UNGROUPED_ADVANTAGES, *sorted(GROUP_ADVANTAGES))
 """Advantages with a short name."""
 POLICY_LOSSES: Mapping[str, str] = {
     name: f"rlcore.algos.losses:{name}" for name in ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "gpg", "dppo")
@@ -61,8 +63,8 @@ class DynamicSamplingConfig(Section):
 
     enabled: bool = False
     """Whether groups of equal score are replaced."""
-    max_refills: int = Field(default=3, ge=1)
-    """Sampling rounds at most; then the step goes on with what it has."""
+    max_refills: int = Field(default=2, ge=0)
+    """Sampling rounds at most after a step's first; then the step goes on with what it has."""
 
 
 class OverlongConfig(Section):

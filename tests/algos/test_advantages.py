@@ -199,3 +199,11 @@ def test_pass_at_k_is_the_mean_over_all_sets_of_answers(k: int) -> None:
 def test_with_k_1_it_is_grpo_with_the_deviation_of_all() -> None:
     scores, groups = torch.tensor([1.0, 0, 0, 0]).double(), torch.zeros(4, dtype=torch.int64)
     assert_floats(pass_at_k(scores, groups, k=1), [3**0.5, *[-(3**-0.5)] * 3])
+
+
+@pytest.mark.parametrize("method", get_args(SequenceAdvantage))
+def test_whole_scores_give_the_advantages_of_the_same_floats(method: str) -> None:
+    scores, ids = torch.tensor([3, 0, 0, 1]), torch.zeros(4, dtype=torch.int64)
+    given = {"method": method, "lengths": torch.tensor([1, 2, 3, 4]), "greedy_scores": torch.ones(4)}
+    assert torch.equal(group_advantages(scores, ids, **given), group_advantages(scores.float(), ids, **given))
+    assert torch.equal(pass_at_k(scores, ids, k=2), pass_at_k(scores.float(), ids, k=2))

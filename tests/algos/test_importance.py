@@ -68,3 +68,13 @@ def test_weights_have_no_gradient() -> None:
     old = leaf(floats(RAGGED, 1))
     weights = importance_weights(old, floats(RAGGED, 2), RAGGED.mask, settings=ImportanceConfig(mode="truncate"))
     assert not weights.requires_grad
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_a_number_that_is_none_is_not_hidden(mode: str) -> None:
+    """A weight of 0 would train on, without a word."""
+    old = torch.tensor([0.0, math.nan], dtype=torch.float64)
+    mask = torch.ones(2, dtype=torch.bool)
+    weights = importance_weights(old, torch.zeros(2, dtype=torch.float64), mask, settings=ImportanceConfig(mode=mode))
+    assert weights[0] == 1.0
+    assert weights[1].isnan()

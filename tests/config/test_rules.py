@@ -160,9 +160,11 @@ CASES = [
     ],
     (
         "dynamic_sampling_has_groups",
-        "algo.advantage=remax algo.dynamic_sampling.enabled=true rollout.samples_per_prompt=1",
-        "algo.advantage=remax algo.dynamic_sampling.enabled=true",
+        "algo.advantage=json:dumps algo.dynamic_sampling.enabled=true rollout.samples_per_prompt=1",
+        "algo.advantage=json:dumps algo.dynamic_sampling.enabled=true",
     ),
+    *[("dynamic_sampling_drops_what_is_zero", f"{words} algo.dynamic_sampling.enabled=true", words)
+      for words in ("algo.advantage=gae critic={}", "algo.advantage=reinforce_pp", "algo.advantage=remax")],
     ("gae_has_a_critic", "algo.advantage=gae", "algo.advantage=gae critic={}"),
     ("critic_is_used", "critic={}", "critic={} algo.advantage=gae"),
     *[

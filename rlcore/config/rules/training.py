@@ -4,7 +4,14 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlcore.config.algo import ADVANTAGES, GROUP_ADVANTAGES, POLICY_LOSSES, AlgoConfig, OptimConfig
+from rlcore.config.algo import (
+    ADVANTAGES,
+    GROUP_ADVANTAGES,
+    POLICY_LOSSES,
+    UNGROUPED_ADVANTAGES,
+    AlgoConfig,
+    OptimConfig,
+)
 from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules.registry import Rule, row, rule
 from rlcore.config.run import RunConfig
@@ -133,6 +140,10 @@ RULES: tuple[Rule, ...] = (
         "needs rollout.samples_per_prompt of 2 or more",
         lambda c: not c.algo.dynamic_sampling.enabled or c.rollout.samples_per_prompt >= 2,
         "Sample more answers to each prompt, or switch it off"),
+    row("dynamic_sampling_drops_what_is_zero", "algo.dynamic_sampling.enabled", "algo.advantage",
+        "must be false with gae, reinforce_pp and remax, whose advantages in a group of equal scores are not 0",
+        lambda c: not c.algo.dynamic_sampling.enabled or c.algo.advantage not in UNGROUPED_ADVANTAGES,
+        "Leave it out, or choose algo=grpo"),
     row("gae_has_a_critic", "critic", "algo.advantage", "is needed by algo.advantage=gae",
         lambda c: c.algo.advantage != "gae" or c.critic is not None, "Add critic=default, or choose algo=grpo"),
     row("critic_is_used", "critic", "algo.advantage", "has no use except with algo.advantage=gae",
