@@ -49,6 +49,7 @@ CASES = [
     ("rollout.engine=vllm rollout.tensor_parallel_size=2 runtime.num_workers=2 runtime.backend=ray",
      "rollout.engine=vllm", "rollout.short_steps=false"),
     ("", "reward.num_processes=1", "reward.deadline_s=1"),
+    ("", "data.scorer=data.judge:score", "reward.judge.tries=2"),
     ("", "data.environment=a:B", "episode.max_turns=3"),
     ("", "validation.suites=[{name:x,data:{task:countdown}}]", "filter.decontaminate=drop"),
     ("validation.sampling.temperature=0", "", "validation.sampling.top_p=0.9"),

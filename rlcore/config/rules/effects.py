@@ -12,6 +12,8 @@ from rlcore.config.algo import AlgoConfig
 from rlcore.config.base import covers, leaves
 from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import shown
+from rlcore.config.data import MixtureData
+from rlcore.config.rules.data import JUDGE
 from rlcore.config.rules.training import DISCOUNTED_ADVANTAGES
 from rlcore.config.run import RunConfig, value_at
 
@@ -111,6 +113,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("rollout.short_steps",), ("rollout.enforce_eager",), _off, "Set rollout.enforce_eager=false"),
     Effect(("rollout.short_steps",), ("rollout.tensor_parallel_size",), _one_of(1),
            "Set rollout.tensor_parallel_size=1"),
+    Effect(("reward.judge",), ("data.scorer",), _one_of(JUDGE, MixtureData().scorer), f"Set data.scorer={JUDGE}"),
     Effect(("reward.deadline_s",), ("reward.num_processes",), _on, "Set reward.num_processes=1 or more"),
     Effect(("episode",), ("data.environment",), _on, "Set data.environment"),
     Effect(("filter.decontaminate",), ("validation.suites",), bool, "Name suites in validation.suites"),
