@@ -88,15 +88,42 @@ def _float_type(scores: Tensor) -> torch.dtype:
     return scores.dtype if scores.is_floating_point() else torch.get_default_dtype()
 
 
-def bind_advantage(settings: AlgoConfig, *, lengths: Int[Tensor, "N"]) -> Callable[..., Tensor]:
-    """The advantage that the settings name as a function of (scores, group_ids), with its options; it gets `lengths`,
-    the answer tokens of each answer, if it has a keyword argument of that name.
+def bind_advantage(
+    settings: AlgoConfig,
+    *,
+    lengths: Int[Tensor, "N"],
+    parts: Float[Tensor, "N K"],
+    part_weights: Float[Tensor, "K"],
+) -> Callable[..., Tensor]:
+    """The advantage that the settings name as a function of (scores, group_ids), with its options. It gets what it has
+    keyword arguments for: `lengths`, the answer tokens of each answer; `parts`, the scores' parts that
+    `reward.weights` names in its order (without it the score alone); `part_weights`, their weights.
 
     Raises:
         ConfigError: there is no such function, or `algo.advantage_options` are not its own.
     """
     function = find_function("algo.advantage", settings.advantage, ADVANTAGE_FUNCTIONS)
-    return bind(function, "algo.advantage", settings.advantage_options, {"lengths": lengths})
+    given = {"lengths": lengths, "parts": parts, "part_weights": part_weights}
+    return bind(function, "algo.advantage", settings.advantage_options, given)
+
+
+def gdpo(
+    scores: Float[Tensor, "N"],
+    group_ids: Int[Tensor, "N"],
+    *,
+    parts: Float[Tensor, "N K"],
+    part_weights: Float[Tensor, "K"],
+) -> Float[Tensor, "N"]:
+    """Each part of the score normalized in its group before they are added, so that none drowns the others.
+
+        A_k = (s_k - mean) / (std + 1e-6)              of each part, as grpo
+        A   = whiten(sum_k w_k A_k)                    over all answers of the batch
+
+    GDPO, Liu et al. 2026, arXiv:2601.05242. `scores` is not read.
+    """
+    columns = [group_advantages(part, group_ids, method="grpo") for part in parts.double().unbind(1)]
+    summed = torch.stack(columns, dim=1) @ part_weights.double()
+    return whiten_weighted(summed, torch.ones_like(summed)).to(scores.dtype)
 
 
 def pass_at_k(

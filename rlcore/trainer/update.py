@@ -103,7 +103,8 @@ def needs_old_logprobs(config: RunConfig) -> bool:
     if config.trainer.old_logprobs != "auto":
         return config.trainer.old_logprobs == "recompute"
     algo = config.algo
-    return num_optimizer_steps(config) > 1 or algo.importance.mode != "off" or algo.kl.where == "reward"
+    is_compared = algo.importance.mode != "off" or algo.rejection.level != "off"
+    return num_optimizer_steps(config) > 1 or is_compared or algo.kl.where == "reward"
 
 
 def measured_before(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] | None:
