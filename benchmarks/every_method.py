@@ -46,8 +46,12 @@ def table(runs: list[dict[str, object]]) -> str:
     for run in runs:
         points = run["validations"]
         assert isinstance(points, list)
-        shown = [f"{point['sampled']:.3f} [{point['low']:.3f}, {point['high']:.3f}]" for point in (points[0], points[-1])]
-        lines.append(f"| {run['method']} | {shown[0]} | {shown[1]} | {points[-1]['sampled'] - points[0]['sampled']:+.3f} |")
+        shown = [
+            f"{point['sampled']:.3f} [{point['low']:.3f}, {point['high']:.3f}]" for point in (points[0], points[-1])
+        ]
+        lines.append(
+            f"| {run['method']} | {shown[0]} | {shown[1]} | {points[-1]['sampled'] - points[0]['sampled']:+.3f} |"
+        )
     return "\n".join(lines)
 
 

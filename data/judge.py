@@ -1,7 +1,7 @@
 """A model that judges answers, behind an OpenAI-compatible endpoint, alone or beside a scorer of rules.
 
-What an endpoint does wrong costs an answer its score and never gives it one: `score` raises, the scoring pool counts the
-answer as failed, and training leaves it out. No message holds the key, or what the endpoint sent.
+What an endpoint does wrong costs an answer its score and never gives it one: `score` raises, the scoring pool counts
+the answer as failed, and training leaves it out. No message holds the key, or what the endpoint sent.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class JudgeError(ValueError):
     """The judge gave no verdict."""
 
 
-class _Busy(JudgeError):
+class _BusyError(JudgeError):
     """It may give one to another request."""
 
 
@@ -85,7 +85,9 @@ def read_verdict(text: str, highest: float) -> float:
     """
     found = list(_VERDICT.finditer(text))
     if len(found) != 1 or text[found[0].end() :].strip("` \n\t"):
-        raise JudgeError(f"the judge's text must end with its one score; it has {len(found)} and {len(text)} characters")
+        raise JudgeError(
+            f"the judge's text must end with its one score; it has {len(found)} and {len(text)} characters"
+        )
     number = float(found[0][1] or found[0][2])
     if not 0 <= number <= highest:
         raise JudgeError(f"the judge's score must be from 0 to {highest:g} (reward.judge.highest), got {number:g}")
@@ -108,7 +110,7 @@ async def _reply(settings: JudgeConfig, asked: str) -> str:
                         pause_s *= 2
                     try:
                         return await _asked_once(client, settings.url, headers, asked)
-                    except (httpx.TransportError, _Busy) as error:
+                    except (httpx.TransportError, _BusyError) as error:
                         last = str(error) if isinstance(error, JudgeError) else type(error).__name__
     except TimeoutError:
         limit = f"{settings.deadline_s:g} s (reward.judge.deadline_s)"
@@ -131,7 +133,7 @@ async def _asked_once(client: httpx.AsyncClient, url: str, headers: Mapping[str,
     async with client.stream("POST", address, headers=headers, content=asked.encode()) as reply:
         status, kind = reply.status_code, reply.headers.get("content-type", "").partition(";")[0].strip()
         if status >= 500 or status in _BUSY:
-            raise _Busy(f"the endpoint answered with status {status}")
+            raise _BusyError(f"the endpoint answered with status {status}")
         if status != 200:
             raise JudgeError(f"the endpoint answered with status {status}")
         if kind != "application/json" or reply.headers.get("content-encoding", "identity") != "identity":

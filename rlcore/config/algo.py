@@ -7,14 +7,14 @@ from pydantic import Field
 
 from rlcore.config.base import Bound, Section
 
-ADVANTAGE_FUNCTIONS: Mapping[str, str] = {
-    name: f"rlcore.algos.advantages:{name}" for name in ("pass_at_k", "gdpo")
-}
+ADVANTAGE_FUNCTIONS: Mapping[str, str] = {name: f"rlcore.algos.advantages:{name}" for name in ("pass_at_k", "gdpo")}
 """Advantages that are a function with options, as those of one's own are."""
-GROUP_ADVANTAGES: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", *ADVANTAGE_FUNCTIONS})
+GROUP_ADVANTAGES: frozenset[str] = frozenset(
+    {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", *ADVANTAGE_FUNCTIONS}
+)
 """Advantages that compare the answers to one prompt with each other and so need two or more of them."""
 UNGROUPED_ADVANTAGES = ("gae", "reinforce_pp", "remax")
-"""Advantages that compare an answer with something else: where all answers to a prompt score the same, they are not 0."""
+"""Advantages that compare an answer with something else: where all answers to a prompt score the same they are not 0."""
 ADVANTAGES = (*UNGROUPED_ADVANTAGES, *sorted(GROUP_ADVANTAGES))
 """Advantages with a short name."""
 POLICY_LOSSES: Mapping[str, str] = {
@@ -100,7 +100,8 @@ class AlgoConfig(Section):
     """The algorithm. `docs/algorithms.md` maps every choice to its equation and function."""
 
     advantage: str = "grpo"
-    """gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, pass_at_k, gdpo, or `module:function`."""
+    """gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, pass_at_k, gdpo, or
+    `module:function`."""
     advantage_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Keyword arguments of an advantage that is a function, such as `k` of pass_at_k."""
     gamma: float = Field(default=1.0, ge=0, le=1)

@@ -82,10 +82,10 @@ class JudgeConfig(Section):
     highest: float = Field(default=1.0, gt=0)
     """Best score; the part `judge` is the score over it, 0 to 1. A score outside 0 to this is no verdict."""
     rules: str = ""
-    """`module:function` of a scorer put beside the judge: its parts, and its total added to the judge's; '' for none."""
+    """`module:function` of a scorer beside the judge: its parts, and its total added to the judge's; '' for none."""
     tries: int = Field(default=3, ge=1)
-    """Requests at most for one answer: a lost connection and status 408, 425, 429 and 500 and above are tried again, after
-    0.5, 1, 2, ... seconds."""
+    """Requests at most for one answer: a lost connection and status 408, 425, 429 and 500 and above are tried again,
+    after 0.5, 1, 2, ... seconds."""
     deadline_s: float = Field(default=30.0, gt=0)
     """Seconds for one answer, all tries together."""
     max_tokens: int = Field(default=512, ge=1)

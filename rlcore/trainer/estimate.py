@@ -78,8 +78,8 @@ def estimate(
 ) -> Estimate:
     """Advantages and returns by `algo.advantage`.
 
-    `parts`: for advantages that ask for them; None: the rewards alone. `is_cut`: answers that ended at the limit, needed
-    by `algo.mask_truncated`.
+    `parts`: for advantages that ask for them; None: the rewards alone. `is_cut`: answers that ended at the limit,
+    needed by `algo.mask_truncated`.
 
     `greedy_scores`: for each answer the score of the greedy answer to its prompt, needed by remax.
     An answer without a score (`packed.score_mask`) has no part in them: they are those of the batch without it.

@@ -10,7 +10,6 @@ from rlcore.config.algo import ImportanceConfig
 from tests.algos.compare import assert_tokens
 from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, leaf
 
-
 OF_RAGGED = (RAGGED.mask, RAGGED.sequence_ids, RAGGED.num_sequences)
 
 

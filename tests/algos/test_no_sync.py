@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rlcore.algos.advantages import gae, reinforce_pp, spread, token_rewards, whiten
 from rlcore.algos.aggregation import Denominator
-from rlcore.algos.off_policy import importance_weights, left_behind, rejected
 from rlcore.algos.objective import explained_variance, policy_objective, value_objective
+from rlcore.algos.off_policy import importance_weights, left_behind, rejected
 from rlcore.config.algo import Aggregation, AlgoConfig, ImportanceConfig, KlConfig, RejectionConfig
 
 T, N = 50, 4
@@ -68,9 +68,7 @@ def test_token_level_functions() -> None:
         whiten(advantages, MASK),
         reinforce_pp(rewards, MASK, IDS, gamma=1.0)[0],
         spread(torch.empty(N, device="meta"), MASK, IDS),
-        importance_weights(
-            flat(), flat(), MASK, IDS, N, settings=ImportanceConfig(mode="mask", level="sequence")
-        ),
+        importance_weights(flat(), flat(), MASK, IDS, N, settings=ImportanceConfig(mode="mask", level="sequence")),
         *(
             rejected(flat(), flat(), MASK, IDS, N, settings=RejectionConfig(level=level))
             for level in get_args(RejectionConfig.model_fields["level"].annotation)

@@ -37,8 +37,11 @@ def _is_endpoint(url: str) -> bool:
         port = found.port
     except ValueError:
         return False
-    return found.scheme in ("http", "https") and bool(found.hostname) and port != 0 and not (
-        found.username or found.password or found.query or found.fragment
+    return (
+        found.scheme in ("http", "https")
+        and bool(found.hostname)
+        and port != 0
+        and not (found.username or found.password or found.query or found.fragment)
     )
 
 

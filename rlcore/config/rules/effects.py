@@ -10,9 +10,9 @@ from typing import Any
 
 from rlcore.config.algo import AlgoConfig
 from rlcore.config.base import covers, leaves
+from rlcore.config.data import MixtureData
 from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import shown
-from rlcore.config.data import MixtureData
 from rlcore.config.rules.data import JUDGE
 from rlcore.config.rules.training import DISCOUNTED_ADVANTAGES
 from rlcore.config.run import RunConfig, value_at
@@ -92,7 +92,8 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("algo.kl.target", "algo.kl.horizon"), ("algo.kl.adaptive",), _on, "Set algo.kl.adaptive=true"),
     Effect(("algo.rejection.estimator", "algo.rejection.cap"), ("algo.rejection.level",), _on,
            "Set algo.rejection.level=token"),
-    Effect(("algo.importance.cap", "algo.importance.level"), ("algo.importance.mode",), _on, "Set algo.importance.mode=truncate or mask"),
+    Effect(("algo.importance.cap", "algo.importance.level"), ("algo.importance.mode",), _on,
+           "Set algo.importance.mode=truncate or mask"),
     Effect(("algo.dynamic_sampling.max_refills",), ("algo.dynamic_sampling.enabled",), _on,
            "Set algo.dynamic_sampling.enabled=true"),
     Effect(("algo.overlong.buffer_tokens", "algo.overlong.penalty"), ("algo.overlong.enabled",), _on,
