@@ -14,7 +14,7 @@ GROUP_ADVANTAGES: frozenset[str] = frozenset(
 )
 """Advantages that compare the answers to one prompt with each other and so need two or more of them."""
 UNGROUPED_ADVANTAGES = ("gae", "reinforce_pp", "remax")
-"""Advantages that compare an answer with something else: where all answers to a prompt score the same they are not 0."""
+"""Advantages that compare an answer with something else: where all answers to a prompt score the same, not 0."""
 ADVANTAGES = (*UNGROUPED_ADVANTAGES, *sorted(GROUP_ADVANTAGES))
 """Advantages with a short name."""
 POLICY_LOSSES: Mapping[str, str] = {
