@@ -86,7 +86,7 @@ def read_verdict(text: str, highest: float) -> float:
     found = list(_VERDICT.finditer(text))
     if len(found) != 1 or text[found[0].end() :].strip("` \n\t"):
         raise JudgeError(
-            f"the judge's text must end with its one score; it has {len(found)} and {len(text)} characters"
+            f"the judge's text must end with its one score; it has {len(found)} in {len(text)} characters"
         )
     number = float(found[0][1] or found[0][2])
     if not 0 <= number <= highest:
