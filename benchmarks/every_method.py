@@ -3,7 +3,7 @@
     nice python benchmarks/every_method.py                     # all, one after the other; those that are done are kept
     nice python benchmarks/every_method.py --only gspo gdpo
 
-Each begins with the same model. Writes docs/results/every_method.json and prints a Markdown table.
+Each begins with a warm start to the same reward. Writes docs/results/every_method.json and prints a Markdown table.
 """
 
 import argparse
