@@ -85,9 +85,7 @@ def read_verdict(text: str, highest: float) -> float:
     """
     found = list(_VERDICT.finditer(text))
     if len(found) != 1 or text[found[0].end() :].strip("` \n\t"):
-        raise JudgeError(
-            f"the judge's text must end with its one score; it has {len(found)} in {len(text)} characters"
-        )
+        raise JudgeError(f"the judge's text must end with its one score; it has {len(found)} in {len(text)} characters")
     number = float(found[0][1] or found[0][2])
     if not 0 <= number <= highest:
         raise JudgeError(f"the judge's score must be from 0 to {highest:g} (reward.judge.highest), got {number:g}")
