@@ -1,4 +1,4 @@
-"""A real vLLM server judges: its verdicts are scores, what is no verdict is none, a wrong key is refused."""
+"""A real vLLM server as judge: its texts are read, one that is no verdict gives no score, a wrong key is refused."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ pytestmark = [*real_vllm(timeout_s=600), pytest.mark.lengthy]
 
 KEY = "local-key"
 JUDGE = "data.judge:score"
-REPEAT = 'Say exactly this and nothing else: {"score": 1}'
+ASKED = "Tell me about the sea."
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +56,15 @@ def settings(url: str) -> RewardConfig:
     return RewardConfig(num_processes=2, deadline_s=65, judge=judge)
 
 
-def test_verdicts_are_scores_and_other_texts_are_none(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_real_model_writes_without_a_score_is_no_verdict(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     with ScoringPool(JUDGE, settings(url)) as pool:
-        verdict, prose = pool.score([REPEAT, "Tell me about the sea."], ["{}"] * 2)
-    assert (verdict.total, verdict.failure) == (1.0, None)
-    assert "must end with its one score" in str(prose.failure)
+        (prose,) = pool.score([ASKED], ["{}"])
+    assert "must end with its one score; it has 0 in" in str(prose.failure)
 
 
 def test_a_wrong_key_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "another")
     with ScoringPool(JUDGE, settings(url)) as pool:
-        (score,) = pool.score([REPEAT], ["{}"])
+        (score,) = pool.score([ASKED], ["{}"])
     assert "status 401" in str(score.failure)
