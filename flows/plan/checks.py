@@ -198,7 +198,7 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
     for data in (part.data for part in parts_of(config.data)):
         if isinstance(data, CountdownData) and not plan.stage("dataset").cached:
             _require_problems(data, config.seed)
-        is_scorer_tried = _may_not_fit(data) and not config.data.environment
+        is_scorer_tried = (_may_not_fit(data) or bool(config.reward.weights)) and not config.data.environment
         if not (is_scorer_tried or is_tokenizer_tried or config.data.environment):
             continue
         from data.custom import first_row
@@ -236,7 +236,8 @@ def _may_not_fit(data: TaskData) -> bool:
 def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
     answer = row.solution or ANY_ANSWER
     sandbox.use(config.sandbox)
-    _, why = _tried(scorer, (answer, row.ground_truth_json), config.reward.deadline_s, "reward")
+    settings = config.reward.model_copy(update={"num_processes": 1})
+    _, why = _tried(scorer, (answer, row.ground_truth_json), settings, "reward")
     if why:
         raise ConfigError(
             f"data.scorer: must score any text; got {scorer}, which failed on the answer {answer[:80]!r} to the task's "
@@ -246,12 +247,13 @@ def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
 
 def _try_environment(row: "FirstRow", config: RunConfig) -> None:
     """Reset it on the task's first row, then step it once."""
+    settings = RewardConfig(num_processes=1, deadline_s=config.episode.deadline_s)
     episode = Episode.begun("tried", config, row.ground_truth_json, config.seed)
-    begun, why = _tried(PLAY, (episode.asked(), episode.truth()), config.episode.deadline_s, "episode")
+    begun, why = _tried(PLAY, (episode.asked(), episode.truth()), settings, "episode")
     if begun and not why:
         episode.replies.append(turn_of(begun).reply)
         episode.texts.append(ANY_ANSWER)
-        _, why = _tried(PLAY, (episode.asked(), episode.truth()), config.episode.deadline_s, "episode")
+        _, why = _tried(PLAY, (episode.asked(), episode.truth()), settings, "episode")
     if why:
         raise ConfigError(
             f"data.environment: must begin with any row and reply to any text; got {config.data.environment}, which "
@@ -260,12 +262,11 @@ def _try_environment(row: "FirstRow", config: RunConfig) -> None:
         )
 
 
-def _tried(scorer: str, answer: tuple[str, str], deadline_s: float, section: str) -> tuple[Score | None, str]:
+def _tried(scorer: str, answer: tuple[str, str], settings: RewardConfig, section: str) -> tuple[Score | None, str]:
     """The score of an answer, given with its ground truth as JSON, and why there is none."""
-    settings = RewardConfig(num_processes=1, deadline_s=deadline_s)
     with ScoringPool(scorer, settings, section=section) as pool:
         job = pool.submit([answer[0]], [answer[1]])
-        if not job.done.wait(deadline_s + FIRST_CALL_S):
+        if not job.done.wait(settings.deadline_s + FIRST_CALL_S):
             return None, "it did not come back"
         try:
             return pool.collect(job)[0], pool.unscored[1]

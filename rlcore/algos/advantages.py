@@ -40,7 +40,7 @@ def whiten(values: Float[Tensor, "T"], mask: Bool[Tensor, "T"]) -> Float[Tensor,
 
 
 def group_advantages(
-    scores: Float[Tensor, "N"],
+    scores: Float[Tensor, "N"] | Int[Tensor, "N"],
     group_ids: Int[Tensor, "N"],
     *,
     method: SequenceAdvantage,
@@ -58,7 +58,7 @@ def group_advantages(
 
     std has ddof = 1. A group of one has mean 0 and std 1. `lengths` l: answer tokens of each answer, needed by opo and
     reinforce_pp_baseline. `greedy_scores`: score of the greedy answer to the same prompt, needed by remax.
-    Scores already hold what is taken off the reward (KL, overlong penalty).
+    Scores already hold what is taken off the reward (KL, overlong penalty); whole numbers give advantages in float32.
     """
     # in float64 the mean of equal fp32 scores is exactly that score, and such a group gets exactly 0
     wide = scores.double()
@@ -80,22 +80,54 @@ def group_advantages(
             advantages = wide - _required(greedy_scores, "greedy_scores", method).double()
         case _:
             assert_never(method)
-    return advantages.to(scores.dtype)
+    return advantages.to(_float_type(scores))
 
 
-def bind_advantage(settings: AlgoConfig, *, lengths: Int[Tensor, "N"]) -> Callable[..., Tensor]:
-    """The advantage that the settings name as a function of (scores, group_ids), with its options; it gets `lengths`,
-    the answer tokens of each answer, if it has a keyword argument of that name.
+def _float_type(scores: Tensor) -> torch.dtype:
+    """The type of advantages of such scores: an advantage of whole numbers is none."""
+    return scores.dtype if scores.is_floating_point() else torch.get_default_dtype()
+
+
+def bind_advantage(
+    settings: AlgoConfig,
+    *,
+    lengths: Int[Tensor, "N"],
+    parts: Float[Tensor, "N K"],
+    part_weights: Float[Tensor, "K"],
+) -> Callable[..., Tensor]:
+    """The advantage that the settings name as a function of (scores, group_ids), with its options. It gets what it has
+    keyword arguments for: `lengths`, the answer tokens of each answer; `parts`, the scores' parts that
+    `reward.weights` names in its order (without it the score alone); `part_weights`, their weights.
 
     Raises:
         ConfigError: there is no such function, or `algo.advantage_options` are not its own.
     """
     function = find_function("algo.advantage", settings.advantage, ADVANTAGE_FUNCTIONS)
-    return bind(function, "algo.advantage", settings.advantage_options, {"lengths": lengths})
+    given = {"lengths": lengths, "parts": parts, "part_weights": part_weights}
+    return bind(function, "algo.advantage", settings.advantage_options, given)
+
+
+def gdpo(
+    scores: Float[Tensor, "N"],
+    group_ids: Int[Tensor, "N"],
+    *,
+    parts: Float[Tensor, "N K"],
+    part_weights: Float[Tensor, "K"],
+) -> Float[Tensor, "N"]:
+    """Each part of the score normalized in its group before they are added, so that none drowns the others.
+
+        A_k = (s_k - mean) / (std + 1e-6)              of each part, as grpo
+        A   = whiten(sum_k w_k A_k)                    over all answers of the batch
+
+    GDPO, Liu et al. 2026, arXiv:2601.05242. `scores` is not read.
+    """
+    columns = [group_advantages(part, group_ids, method="grpo") for part in parts.double().unbind(1)]
+    summed = torch.stack(columns, dim=1) @ part_weights.double()
+    return whiten_weighted(summed, torch.ones_like(summed)).to(scores.dtype)
 
 
 def pass_at_k(
-    scores: Float[Tensor, "N"],
+    scores: Float[Tensor, "N"] | Int[Tensor, "N"],
     group_ids: Int[Tensor, "N"],
     *,
     k: Annotated[int, Field(ge=1)] = 4,
@@ -122,7 +154,7 @@ def pass_at_k(
     sigma = (passes * (1 - passes)).sqrt()
     value = torch.where(right, (1 - passes)[members], (with_wrong - passes)[members])
     advantages = torch.where(is_open[members], value / sigma[members], torch.zeros_like(value))
-    return advantages.to(scores.dtype)
+    return advantages.to(_float_type(scores))
 
 
 def _share_without(

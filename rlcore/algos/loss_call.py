@@ -69,7 +69,10 @@ def require_advantage(settings: AlgoConfig) -> None:
     """
     scores, group_ids = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1])
     try:
-        found: object = bind_advantage(settings, lengths=torch.tensor([3, 1, 2, 5, 4, 3]))(scores, group_ids)
+        parts, weights = torch.stack([scores, 1 - scores], dim=1), torch.tensor([1.0, 0.5])
+        lengths = torch.tensor([3, 1, 2, 5, 4, 3])
+        function = bind_advantage(settings, lengths=lengths, parts=parts, part_weights=weights)
+        found: object = function(scores, group_ids)
     except ConfigError:
         raise
     except Exception as error:  # somebody's function can raise anything

@@ -1,7 +1,7 @@
 """Per-token losses of the policy and the critic, and how settings name a policy loss."""
 
 from dataclasses import dataclass
-from typing import Annotated, Protocol, assert_never, cast, runtime_checkable
+from typing import Annotated, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlcore.algos.aggregation import masked, segment_sum, token_counts
 from rlcore.algos.named import find_function
-from rlcore.config.algo import POLICY_LOSSES, AlgoConfig, ImportanceConfig
+from rlcore.config.algo import POLICY_LOSSES, AlgoConfig
 
 # exp(20) = 4.9e8 is far outside every clip range and far inside fp32: the bound changes no update, only prevents inf
 MAX_LOG_RATIO = 20.0
@@ -291,32 +291,3 @@ def value_loss(
     free_error = (values - returns).square()
     near_error = (near - returns).square()
     return 0.5 * torch.maximum(free_error, near_error), near_error > free_error
-
-
-def importance_weights(
-    old_logprobs: Float[Tensor, "T"],
-    behavior_logprobs: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    *,
-    settings: ImportanceConfig,
-) -> Float[Tensor, "T"]:
-    """Weight of each answer token's policy loss; without gradient, 0 where the mask is False.
-
-    With `r = exp(clamp(log pi_old - log pi_behavior, -20, 20))`:
-
-        off        1
-        truncate   min(r, cap)                           truncated importance sampling, Ionides 2008; Yao et al. 2025
-        mask       r where 1 / cap <= r <= cap, else 0   IcePop, Ling Team 2025, arXiv:2510.18855
-    """
-    ratio = token_log_ratio(old_logprobs, behavior_logprobs, mask).detach().exp()
-    match settings.mode:
-        case "off":
-            weights = torch.ones_like(ratio)
-        case "truncate":
-            weights = ratio.clamp(max=settings.cap)
-        case "mask":
-            inside = (ratio >= 1 / settings.cap) & (ratio <= settings.cap)
-            weights = torch.where(inside, ratio, torch.zeros_like(ratio))
-        case _:
-            assert_never(settings.mode)
-    return torch.where(mask, weights, torch.zeros_like(weights))

@@ -12,6 +12,7 @@ from rlcore.algos.aggregation import Denominator, aggregate, masked, masked_sum
 from rlcore.algos.kl import kl_estimate
 from rlcore.algos.loss_call import bind_policy_loss
 from rlcore.algos.losses import value_loss
+from rlcore.algos.off_policy import left_behind
 from rlcore.config.algo import AlgoConfig
 
 # typing.Self would read better, but beartype cannot check it on a single method
@@ -85,12 +86,13 @@ class PolicyStatistics(Statistics):
         }
 
     def mean_ref_kl(self) -> float:
-        """KL to the reference in nats a token, whatever the aggregation: what the adaptive coefficient follows."""
-        return float(self.ref_kl) / float(self.num_tokens)
+        """KL to the reference in nats a token, whatever the aggregation: what the adaptive coefficient follows. 0 where
+        no token has a loss."""
+        return self.per_token({"": self.ref_kl}).get("", 0.0)
 
     def mean_entropy(self) -> float:
-        """Entropy in nats a token, whatever the aggregation: what the alarm looks at."""
-        return float(self.entropy_sum) / float(self.num_tokens)
+        """Entropy in nats a token, whatever the aggregation: what the alarm looks at. 0 where no token has a loss."""
+        return self.per_token({"": self.entropy_sum}).get("", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,9 @@ def policy_objective(
     `l` is the policy loss that the settings name, `w` the importance weights, `agg` the aggregation (`aggregate`), `H`
     the entropy of the policy at each token, which needs a gradient only if entropy_coef is not 0. Without
     `old_logprobs` (a batch that gets one update) the policy's own are the old ones. `ref_logprobs` is read only where a
-    KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`). `behavior_logprobs` and
-    `group_ids` are for losses that ask for them (`PolicyLossFunction`).
+    KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`). `behavior_logprobs` (old_logprobs
+    without them) and `group_ids` are for losses that ask for them (`PolicyLossFunction`), the former for
+    `algo.off_policy_mask` too, which makes `l` 0 where `left_behind` says so.
     """
     old_logprobs = policy_logprobs.detach() if old_logprobs is None else old_logprobs
 
@@ -164,7 +167,13 @@ def policy_objective(
     policy_loss = bind_policy_loss(settings, given)(
         policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences
     )
-    pg_loss = share(policy_loss.loss * importance_weights)
+    token_loss = policy_loss.loss * importance_weights
+    if settings.off_policy_mask is not None:
+        sampler = old_logprobs if behavior_logprobs is None else behavior_logprobs
+        rows = (mask, sequence_ids, num_sequences)
+        is_left = left_behind(policy_logprobs, sampler, advantages, *rows, delta=settings.off_policy_mask)
+        token_loss = torch.where(is_left, torch.zeros_like(token_loss), token_loss)
+    pg_loss = share(token_loss)
     loss = pg_loss
     entropy_share = share(entropy)
     if settings.entropy_coef != 0:

@@ -7,11 +7,15 @@ from pydantic import Field
 
 from rlcore.config.base import Bound, Section
 
-ADVANTAGE_FUNCTIONS: Mapping[str, str] = {"pass_at_k": "rlcore.algos.advantages:pass_at_k"}
+ADVANTAGE_FUNCTIONS: Mapping[str, str] = {name: f"rlcore.algos.advantages:{name}" for name in ("pass_at_k", "gdpo")}
 """Advantages that are a function with options, as those of one's own are."""
-GROUP_ADVANTAGES: frozenset[str] = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", "pass_at_k"})
+GROUP_ADVANTAGES: frozenset[str] = frozenset(
+    {"grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "opo", *ADVANTAGE_FUNCTIONS}
+)
 """Advantages that compare the answers to one prompt with each other and so need two or more of them."""
-ADVANTAGES = ("gae", "reinforce_pp", "remax", *sorted(GROUP_ADVANTAGES))
+UNGROUPED_ADVANTAGES = ("gae", "reinforce_pp", "remax")
+"""Advantages that compare an answer with something else: where all answers to a prompt score the same, not 0."""
+ADVANTAGES = (*UNGROUPED_ADVANTAGES, *sorted(GROUP_ADVANTAGES))
 """Advantages with a short name."""
 POLICY_LOSSES: Mapping[str, str] = {
     name: f"rlcore.algos.losses:{name}" for name in ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "gpg", "dppo")
@@ -52,8 +56,22 @@ class ImportanceConfig(Section):
 
     mode: Literal["off", "truncate", "mask"] = "off"
     """truncate: weight min(ratio, cap). mask: weight 0 where the ratio leaves [1/cap, cap]."""
+    level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or one of the whole answer: the product of its tokens' ratios."""
     cap: float = Field(default=2.0, gt=1)
     """Bound of the ratio exp(old - behavior)."""
+
+
+class RejectionConfig(Section):
+    """Tokens and answers that are left out of the update where the trainer's probabilities are too far from the
+    sampler's."""
+
+    level: Literal["off", "token", "sequence-sum", "sequence-mean", "sequence-max"] = "off"
+    """What is measured and left out: a token, or an answer by sum, mean or maximum over its tokens."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Divergence of a token: KL(behavior || old), estimated as in `algo.kl.estimator`."""
+    cap: float = Field(default=2.0, gt=0)
+    """k1: largest factor between the probabilities, either way (over 1). k2, k3: largest divergence."""
 
 
 class DynamicSamplingConfig(Section):
@@ -61,8 +79,8 @@ class DynamicSamplingConfig(Section):
 
     enabled: bool = False
     """Whether groups of equal score are replaced."""
-    max_refills: int = Field(default=3, ge=1)
-    """Sampling rounds at most; then the step goes on with what it has."""
+    max_refills: int = Field(default=2, ge=0)
+    """Sampling rounds at most after a step's first; then the step goes on with what it has."""
 
 
 class OverlongConfig(Section):
@@ -82,7 +100,8 @@ class AlgoConfig(Section):
     """The algorithm. `docs/algorithms.md` maps every choice to its equation and function."""
 
     advantage: str = "grpo"
-    """gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, pass_at_k, or `module:function`."""
+    """gae, grpo, dr_grpo, rloo, opo, remax, reinforce_pp, reinforce_pp_baseline, pass_at_k, gdpo, or
+    `module:function`."""
     advantage_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Keyword arguments of an advantage that is a function, such as `k` of pass_at_k."""
     gamma: float = Field(default=1.0, ge=0, le=1)
@@ -109,6 +128,13 @@ class AlgoConfig(Section):
     """Distance from the reference policy."""
     importance: ImportanceConfig = ImportanceConfig()
     """Correction between sampler and trainer."""
+    rejection: RejectionConfig = RejectionConfig()
+    """What is left out for being too far from the sampler."""
+    off_policy_mask: float | None = Field(default=None, gt=0)
+    """Answers with a negative advantage whose mean log-probability has fallen by more than this since they were sampled
+    have no policy loss; in nats a token. None: all have."""
+    mask_truncated: bool = False
+    """Leave answers that were cut at the length limit out of the update; their scores still count in their group."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """Replacement of groups of equal score."""
     overlong: OverlongConfig = OverlongConfig()

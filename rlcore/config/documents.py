@@ -141,7 +141,7 @@ def _section(name: str, section: type[Section], title: str = "") -> Iterator[str
 
 
 def _row(key: str, field: FieldInfo) -> str:
-    default = shown(field.get_default(call_default_factory=True, validated_data={}))
+    default = shown(field.get_default(call_default_factory=True, validated_data={})).replace("\n", r"\n")
     meaning = " ".join((field.description or "").split())
     cells = (f"`{key}`", _type(field), f"`{default}`", meaning)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -63,13 +63,50 @@ class RolloutConfig(Section):
         return self.engine == "vllm" and self.short_steps and not self.enforce_eager and self.tensor_parallel_size == 1
 
 
+class JudgeConfig(Section):
+    """A model that judges answers, behind an OpenAI-compatible endpoint (`data.scorer=data.judge:score`)."""
+
+    url: str = ""
+    """Where the endpoint is, without `/chat/completions`: `http://127.0.0.1:8000/v1`. No proxy is used, no redirection
+    followed."""
+    model: str = ""
+    """Its name of the model."""
+    key_variable: str = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
+    """Name of the environment variable that holds the endpoint's key; '' for an endpoint without one."""
+    prompt: str = (
+        "Judge the answer to a problem.\n\nReference, as JSON:\n{ground_truth}\n\nAnswer:\n{response}\n\n"
+        'End with a JSON object alone on its line: {"score": X}, where X is a number from 0 (wrong) to 1 (right).'
+    )
+    """What the model is asked; `{response}` and `{ground_truth}` (as JSON) are put in. It must end its text with
+    `{"score": X}` or `<score>X</score>`, and have no second one."""
+    highest: float = Field(default=1.0, gt=0)
+    """Best score; the part `judge` is the score over it, 0 to 1. A score outside 0 to this is no verdict."""
+    rules: str = ""
+    """`module:function` of a scorer beside the judge: its parts, and its total added to the judge's; '' for none."""
+    tries: int = Field(default=3, ge=1)
+    """Requests at most for one answer: a lost connection and status 408, 425, 429 and 500 and above are tried again,
+    after 0.5, 1, 2, ... seconds."""
+    deadline_s: float = Field(default=30.0, gt=0)
+    """Seconds for one answer, all tries together."""
+    max_tokens: int = Field(default=512, ge=1)
+    """Longest text of the judge, in tokens."""
+    cache: str = ""
+    """File that keeps verdicts by what was asked, for all processes and later runs; '' keeps them in each process."""
+
+
 class RewardConfig(Section):
-    """The pool of processes that scores answers."""
+    """Scores: the pool of processes that computes them, and how several become one."""
+
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Weight of each part of a score: the total becomes the sum of weight x part; `total` is the scorer's own. {}: the
+    scorer's total. An answer whose score lacks a part that has a weight has no score."""
 
     num_processes: int = Field(default=0, ge=0)
     """Scoring processes; 0 scores in the trainer's own process (trusted, bounded scorers only)."""
     deadline_s: float = Field(default=5.0, gt=0)
     """Seconds for one answer; over it, its process is killed and replaced and the answer has no score."""
+    judge: JudgeConfig = JudgeConfig()
+    """A model as judge."""
 
 
 class SandboxConfig(Section):

@@ -28,7 +28,7 @@ import psutil
 from rlcore.config.rollout import RewardConfig
 from rlcore.errors import MODULES_ARE_FOUND, ConfigError, EngineError
 from rlcore.rollout.environment import resolve_environment
-from rlcore.rollout.scoring_worker import describe, resolve_scorer, score_one
+from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, describe, resolve_scorer, score_one
 from rlcore.score import Score, Scorer
 
 log = logging.getLogger(__name__)
@@ -81,14 +81,19 @@ class ScoringProcess:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(1e6 * rest)))
         # No standard stream of ours goes in: a child that holds them keeps a dead run's log open.
         with theirs:
-            arguments = (str(theirs.fileno()), scorer, str(config.deadline_s), str(int(first_call)))
+            weights = json.dumps(config.weights)
+            arguments = (str(theirs.fileno()), scorer, str(config.deadline_s), str(int(first_call)), weights)
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rlcore.rollout.scoring_worker", *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
+                    JUDGE_VARIABLE: config.judge.model_dump_json(),
+                },
                 start_new_session=True,  # a Ctrl-C at the terminal is the trainer's to handle
             )
         self.connection: Connection = Connection(ours.detach())
@@ -266,7 +271,7 @@ class ScoringPool:
 
     def _score_here(self, response: str, ground_truth_json: str) -> Score:
         try:
-            return score_one(self._function, response, ground_truth_json)
+            return score_one(self._function, response, ground_truth_json, self._config.weights)
         except (Exception, SystemExit) as error:  # never kills a run
             return self._error(describe(error), response)
 

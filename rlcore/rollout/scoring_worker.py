@@ -1,10 +1,10 @@
-"""One scoring process: `python -m rlcore.rollout.scoring_worker FD SCORER DEADLINE_S FIRST_CALL`.
+"""One scoring process: `python -m rlcore.rollout.scoring_worker FD SCORER DEADLINE_S FIRST_CALL WEIGHTS`.
 
 Messages are JSON over a socket, so nothing that a model wrote is ever unpickled; it imports the scorer's module and
 little else. It first sends {"ready": true} or {"failed": reason}, then receives lists of [answer, ground truth] and
 sends a result for each answer as it comes. Before the first answer (in a mixture: the first of each part) the scorer is
 called on an empty answer and the result dropped, so that what a scorer imports or builds at its first call counts for
-no answer's deadline; not where FIRST_CALL is 0.
+no answer's deadline; not where FIRST_CALL is 0. WEIGHTS, as JSON, are those of the parts (`reward.weights`).
 """
 
 import ctypes
@@ -25,6 +25,8 @@ from rlcore.score import Score, Scorer
 # Beyond the deadlines of all its answers and of the first call (120 s): the parent, which kills sooner, is gone then.
 _ORPHAN_GRACE_S = 150.0
 _PR_SET_PDEATHSIG = 1
+JUDGE_VARIABLE = "MILLRACE_JUDGE"
+"""Environment variable of a scoring process with `reward.judge` as JSON."""
 SCORER_KEY = "scorer"
 """Field of a mixture's ground truths that names the scorer; the run writes it from its settings, over the row's own."""
 
@@ -38,10 +40,13 @@ def resolve_scorer(name: str) -> Scorer:
     return scorer
 
 
-def score_one(scorer: Scorer, response: str, ground_truth_json: str) -> Score:
+def score_one(
+    scorer: Scorer, response: str, ground_truth_json: str, weights: Mapping[str, float] | None = None
+) -> Score:
     """One answer's score with its numbers checked. Raises what the scorer raises, or TypeError, ValueError.
 
-    A ground truth that is no mapping reaches the scorer as `{"answer": ...}`.
+    A ground truth that is no mapping reaches the scorer as `{"answer": ...}`. With `weights` the total is the sum of
+    weight x part, and the scorer's own total is the part `total`.
     """
     truth = json.loads(ground_truth_json)
     found = scorer(response, truth if isinstance(truth, Mapping) else {"answer": truth})
@@ -53,6 +58,11 @@ def score_one(scorer: Scorer, response: str, ground_truth_json: str) -> Score:
     total = float(found.total)
     if not all(math.isfinite(value) for value in (total, *parts.values())):
         raise ValueError(f"a score is a finite number, got {found}")
+    if weights:
+        parts["total"] = total
+        if missing := [name for name in weights if name not in parts]:
+            raise ValueError(f"reward.weights names {', '.join(missing)}; this score has {', '.join(sorted(parts))}")
+        total = math.fsum(weight * parts[name] for name, weight in weights.items())
     return Score(total, parts, None if found.said is None else str(found.said))
 
 
@@ -61,7 +71,9 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 
-def serve(connection: Connection, scorer: Scorer, deadline_s: float, *, first_call: bool) -> None:
+def serve(
+    connection: Connection, scorer: Scorer, deadline_s: float, *, first_call: bool, weights: Mapping[str, float]
+) -> None:
     """Score until the other side is gone."""
     warm: set[object] = set()
     while True:
@@ -74,10 +86,10 @@ def serve(connection: Connection, scorer: Scorer, deadline_s: float, *, first_ca
         for response, ground_truth_json in answers:
             if first_call and (part := _part_of(ground_truth_json)) not in warm:
                 _send(connection, {"warm": False})
-                _result(scorer, "", ground_truth_json)
+                _result(scorer, "", ground_truth_json, weights)
                 _send(connection, {"warm": True})
                 warm.add(part)
-            _send(connection, _result(scorer, response, ground_truth_json))
+            _send(connection, _result(scorer, response, ground_truth_json, weights))
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -87,9 +99,9 @@ def _part_of(ground_truth_json: str) -> object:
     return truth.get(SCORER_KEY) if isinstance(truth, dict) else None
 
 
-def _result(scorer: Scorer, response: str, ground_truth_json: str) -> list[object]:
+def _result(scorer: Scorer, response: str, ground_truth_json: str, weights: Mapping[str, float]) -> list[object]:
     try:
-        score = score_one(scorer, response, ground_truth_json)
+        score = score_one(scorer, response, ground_truth_json, weights)
     except (Exception, SystemExit) as error:  # whatever the scorer raises costs this answer and nothing else
         return [None, describe(error), None]
     return [score.total, dict(score.parts), score.said]
@@ -111,7 +123,7 @@ def main() -> None:
     stacks.register("scorer")
     _end_with_parent()
     user_code.use_from_environment()
-    descriptor, name, deadline_s, first_call = sys.argv[1:5]
+    descriptor, name, deadline_s, first_call, weights = sys.argv[1:6]
     connection = Connection(int(descriptor))
     try:
         try:
@@ -120,7 +132,7 @@ def main() -> None:
             _send(connection, {"failed": describe(error)})
             return
         _send(connection, {"ready": True})
-        serve(connection, scorer, float(deadline_s), first_call=first_call == "1")
+        serve(connection, scorer, float(deadline_s), first_call=first_call == "1", weights=json.loads(weights))
     except (BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
 

@@ -1,11 +1,11 @@
 """From scores to advantages."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlcore.algos.advantages import (
@@ -21,9 +21,9 @@ from rlcore.algos.advantages import (
 )
 from rlcore.algos.aggregation import masked_sum, segment_sum, token_counts
 from rlcore.algos.kl import kl_estimate
-from rlcore.algos.losses import importance_weights
+from rlcore.algos.off_policy import importance_weights, rejected
 from rlcore.config import AlgoConfig
-from rlcore.types import PackedBatch, TrainBatch
+from rlcore.types import PackedBatch, Score, TrainBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,31 @@ class Passes:
 class Estimate:
     """`batch` is what updates use. `rewards` Float[N]: scores less the KL in the reward. `returns` Float[T]: for
     reporting (the advantages, for methods without a critic, as the field has it). `kl_in_reward`: mean per answer
-    token, None where there is none."""
+    token, None where there is none. `share_left_out`: answer tokens that `algo.rejection` and
+    `algo.mask_truncated` leave out of the update; None where neither is on."""
 
     batch: TrainBatch
     rewards: Float[Tensor, "N"]
     returns: Float[Tensor, "T"]
     kl_in_reward: float | None
+    share_left_out: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of the scores that `reward.weights` names: `values` Float[N, K], `weights` Float[K]."""
+
+    values: Float[Tensor, "N K"]
+    weights: Float[Tensor, "K"]
+
+    @classmethod
+    def of(cls, scores: Sequence[Score], weights: Mapping[str, float]) -> "Parts":
+        """Those of the weights, in their order (0 for an answer without a score, which nothing reads); without weights
+        the total alone."""
+        if not weights:
+            return cls(torch.tensor([[score.total] for score in scores]), torch.ones(1))
+        rows = [[score.parts.get(name, 0.0) for name in weights] for score in scores]
+        return cls(torch.tensor(rows), torch.tensor(list(weights.values())))
 
 
 def estimate(
@@ -54,8 +73,13 @@ def estimate(
     *,
     algo: AlgoConfig,
     kl_coef: float,
+    parts: Parts | None = None,
+    is_cut: Bool[Tensor, "N"] | None = None,
 ) -> Estimate:
     """Advantages and returns by `algo.advantage`.
+
+    `parts`: for advantages that ask for them; None: the rewards alone. `is_cut`: answers that ended at the limit,
+    needed by `algo.mask_truncated`.
 
     `greedy_scores`: for each answer the score of the greedy answer to its prompt, needed by remax.
     An answer without a score (`packed.score_mask`) has no part in them: they are those of the batch without it.
@@ -79,14 +103,20 @@ def estimate(
     elif algo.advantage == "reinforce_pp":
         advantages, returns = reinforce_pp(token_level, mask, sequence_ids, gamma=algo.gamma)
     else:
-        sequence_level = _sequence_advantages(packed, rewards, greedy_scores, algo)
+        parts = parts or Parts(rewards[:, None], torch.ones(1))
+        sequence_level = _sequence_advantages(packed, rewards, greedy_scores, parts, algo)
         advantages = returns = spread(sequence_level, mask, sequence_ids)
     weights = mask.float()
     if algo.importance.mode != "off":
         assert old_logprobs is not None, "an importance weight is a ratio to the old policy"
-        weights = importance_weights(old_logprobs, packed.behavior_logprobs, mask, settings=algo.importance)
+        rows = (mask, sequence_ids, packed.num_sequences)
+        weights = importance_weights(old_logprobs, packed.behavior_logprobs, *rows, settings=algo.importance)
+    kept = _kept(packed, old_logprobs, is_cut, algo)
+    share_left_out = None
+    if kept is not mask and mask.any():
+        share_left_out = 1 - (kept.sum() / mask.sum()).item()
     batch = TrainBatch(
-        packed=packed,
+        packed=replace(packed, loss_mask=kept),
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs if algo.kl.where == "loss" else None,
         old_values=values,
@@ -94,13 +124,29 @@ def estimate(
         returns=None if values is None else returns,
         importance_weights=weights,
     )
-    return Estimate(batch, rewards, returns, kl_in_reward)
+    return Estimate(batch, rewards, returns, kl_in_reward, share_left_out)
+
+
+def _kept(
+    packed: PackedBatch, old_logprobs: Float[Tensor, "T"] | None, is_cut: Bool[Tensor, "N"] | None, algo: AlgoConfig
+) -> Bool[Tensor, "T"]:
+    """The mask of the update: without what is left out of it after it has counted in its group."""
+    kept, sequence_ids = packed.loss_mask, packed.sequence_ids()
+    if algo.rejection.level != "off":
+        assert old_logprobs is not None, "a rejection measures the distance to the old policy"
+        rows = (packed.loss_mask, sequence_ids, packed.num_sequences)
+        kept = kept & ~rejected(old_logprobs, packed.behavior_logprobs, *rows, settings=algo.rejection)
+    if algo.mask_truncated:
+        assert is_cut is not None, "a mask of truncated answers needs to know them"
+        kept = kept & ~is_cut[sequence_ids]
+    return kept
 
 
 def _sequence_advantages(
     packed: PackedBatch,
     rewards: Float[Tensor, "N"],
     greedy_scores: Sequence[float] | None,
+    parts: Parts,
     algo: AlgoConfig,
 ) -> Float[Tensor, "N"]:
     """An advantage for each answer; 0 without a score, and where no score is there to compare its own with."""
@@ -113,7 +159,9 @@ def _sequence_advantages(
     advantages = torch.zeros_like(rewards)
     if algo.advantage_function is not None:
         if chosen.any():
-            function = bind_advantage(algo, lengths=lengths[chosen])
+            function = bind_advantage(
+                algo, lengths=lengths[chosen], parts=parts.values[chosen], part_weights=parts.weights
+            )
             advantages[chosen] = function(rewards[chosen], packed.group_ids[chosen])
         return advantages
     advantages[chosen] = group_advantages(

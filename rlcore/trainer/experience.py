@@ -151,7 +151,7 @@ class ExperienceCollector:
         rest: list[tuple[Rollout, Score, str]] = []
         drawn = 0
         group_size = config.rollout.samples_per_prompt
-        for _ in range(dynamic.max_refills if dynamic.enabled else 1):
+        for _ in range(1 + dynamic.max_refills if dynamic.enabled else 1):
             missing = wanted - len(kept) // group_size
             prompts = self._stream.take(position + drawn, missing)
             answers = self._answer(prompts, step=step, first_group=drawn, version=policy_version, clock=clock)
@@ -164,7 +164,8 @@ class ExperienceCollector:
             rest += [answer for answer, good in zip(answers, useful, strict=True) if not good]
             if len(kept) == wanted * group_size:
                 break
-        filled = kept + rest[: wanted * group_size - len(kept)]
+        # the penalty comes after the filter, which asks for differing scores, not for differing lengths
+        filled = self._with_overlong_penalty(kept + rest[: wanted * group_size - len(kept)])
         return Experience(
             rollouts=tuple(rollout for rollout, _, _ in filled),
             scores=tuple(score for _, score, _ in filled),
@@ -181,7 +182,9 @@ class ExperienceCollector:
             return None
         unique = list(dict.fromkeys(prompts))
         requests = [SamplingRequest(prompt, sample_index=-1, seed=0) for prompt in unique]
-        answers = self._written(requests, SamplingConfig(temperature=0), early=None, version=version, clock=clock)
+        answers = self._with_overlong_penalty(
+            self._written(requests, SamplingConfig(temperature=0), early=None, version=version, clock=clock)
+        )
         found = dict(zip(unique, (score for _, score, _ in answers), strict=True))
         return tuple(found[prompt].total if found[prompt].failure is None else math.nan for prompt in prompts)
 
@@ -213,29 +216,28 @@ class ExperienceCollector:
         if self._episodes is not None:
             played = self._episodes.play(self._group, requests, sampling, policy_version=version, clock=clock)
             rollouts, scores, texts = played
-            return list(zip(rollouts, self._with_overlong_penalty(rollouts, scores), texts, strict=True))
+            return list(zip(rollouts, scores, texts, strict=True))
         limit, take = self._config.rollout.max_response_tokens, None if early is None else early.take
         with clock.phase("gen"):
             rollouts = generate(self._group, requests, sampling, limit, policy_version=version, take=take)
         with clock.phase("reward"):
             scores, texts = self._score(rollouts) if early is None else early.collect()
-            scores = self._with_overlong_penalty(rollouts, scores)
         return list(zip(rollouts, scores, texts, strict=True))
 
     def _score(self, rollouts: Sequence[Rollout]) -> tuple[list[Score], list[str]]:
         texts = self._decode([rollout.response_ids for rollout in rollouts])
         return self._scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts]), texts
 
-    def _with_overlong_penalty(self, rollouts: Sequence[Rollout], scores: list[Score]) -> list[Score]:
+    def _with_overlong_penalty(self, answers: list[tuple[Rollout, Score, str]]) -> list[tuple[Rollout, Score, str]]:
         overlong = self._config.algo.overlong
         if not overlong.enabled:
-            return scores
-        lengths = torch.tensor([len(rollout.response_ids) for rollout in rollouts])
+            return answers
+        lengths = torch.tensor([len(rollout.response_ids) for rollout, _, _ in answers])
         limit = self._config.rollout.max_response_tokens
         penalties = overlong_penalty(lengths, max_response_tokens=limit, settings=overlong)
         return [
-            replace(score, total=score.total + extra, parts={**score.parts, "overlong": extra})
-            for score, extra in zip(scores, penalties.tolist(), strict=True)
+            (rollout, replace(score, total=score.total + extra, parts={**score.parts, "overlong": extra}), text)
+            for (rollout, score, text), extra in zip(answers, penalties.tolist(), strict=True)
         ]
 
     def _informative(self, answers: Sequence[tuple[Rollout, Score, str]]) -> list[bool]:

@@ -61,6 +61,8 @@ def step_metrics(
         metrics[SKIPPED] = update.share_skipped
     if config.rollout.engine != "hf":
         metrics["training/canary_logprob_diff"] = handed_over.difference
+    if found.share_left_out is not None:
+        metrics["rollout_corr/left_out_share"] = found.share_left_out
     if found.kl_in_reward is not None:
         metrics["actor/reward_kl_penalty"] = found.kl_in_reward
     metrics |= reward_metrics(

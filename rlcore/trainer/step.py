@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.alarms import Alarm, batch_alarms, save_failure, step_alarms
 from rlcore.trainer.clock import EnterPhase, PhaseClock, unwatched
-from rlcore.trainer.estimate import Estimate, Passes, estimate
+from rlcore.trainer.estimate import Estimate, Parts, Passes, estimate
 from rlcore.trainer.experience import Experience, ExperienceCollector
 from rlcore.trainer.metrics import Metrics, cost_metrics, memory_metrics, step_metrics
 from rlcore.trainer.update import Update, measured_before, needs_old_logprobs, update_models
@@ -102,7 +103,15 @@ class Trainer(GroupTrainer):
         shares = self._share_out(packed)
         passes = self._forward_passes(packed, shares, clock)
         with clock.phase("adv"):
-            found = estimate(packed, passes, experience.greedy_scores, algo=config.algo, kl_coef=state.kl_coef)
+            found = estimate(
+                packed,
+                passes,
+                experience.greedy_scores,
+                algo=config.algo,
+                kl_coef=state.kl_coef,
+                parts=Parts.of(experience.scores, config.reward.weights),
+                is_cut=torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts]),
+            )
         alarms = batch_alarms(config, experience)
         update = self._update(state, experience, found.batch, alarms, clock)
         with clock.phase("update_weights"):

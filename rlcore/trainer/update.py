@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from rlcore.algos.aggregation import Denominator, token_counts
@@ -18,7 +17,7 @@ from rlcore.batching.pack import scatter_tokens, select_train
 from rlcore.config import AlgoConfig, RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import PhaseClock
-from rlcore.types import PackedBatch, TrainBatch
+from rlcore.types import TrainBatch
 from rlcore.workers.actor import PolicyUpdate
 from rlcore.workers.critic import CriticUpdate
 from rlcore.workers.group import WorkerGroup
@@ -104,7 +103,8 @@ def needs_old_logprobs(config: RunConfig) -> bool:
     if config.trainer.old_logprobs != "auto":
         return config.trainer.old_logprobs == "recompute"
     algo = config.algo
-    return num_optimizer_steps(config) > 1 or algo.importance.mode != "off" or algo.kl.where == "reward"
+    is_compared = algo.importance.mode != "off" or algo.rejection.level != "off"
+    return num_optimizer_steps(config) > 1 or is_compared or algo.kl.where == "reward"
 
 
 def measured_before(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] | None:
@@ -174,21 +174,20 @@ def _mean_grad_norm(taken: Sequence[_MiniBatchUpdate[R]]) -> float:
 def _optimizer_steps(
     config: RunConfig, group: WorkerGroup, batch: TrainBatch, verb: Callable[..., R], *rates: float
 ) -> Iterator[_MiniBatchUpdate[R]]:
-    """An optimizer step on each mini-batch that has a scored answer, in each epoch."""
+    """An optimizer step on each mini-batch that has a token with a loss, in each epoch."""
     packed, trainer = batch.packed, config.trainer
+    lengths = token_counts(packed.loss_mask, packed.sequence_ids(), packed.num_sequences)
     in_one_epoch = [
-        sequences
-        for sequences in mini_batches(packed.group_ids, trainer.mini_batch_size)
-        if packed.score_mask[sequences].any()
+        sequences for sequences in mini_batches(packed.group_ids, trainer.mini_batch_size) if lengths[sequences].any()
     ]
     for sequences in in_one_epoch * trainer.epochs_per_batch:
         shares = share_out(packed, sequences, num_ranks=group.world_size, max_tokens=trainer.max_tokens_per_micro_batch)
-        denominator = _denominator(packed, sequences, norm_tokens=config.rollout.max_response_tokens)
+        denominator = _denominator(lengths[sequences], norm_tokens=config.rollout.max_response_tokens)
         arguments = [(select_train(batch, mine), shares.num_micro, denominator, *rates) for mine in shares.sequences]
         yield _MiniBatchUpdate(shares, group.scatter(verb, arguments))
 
 
-def _denominator(packed: PackedBatch, sequences: Sequence[int], *, norm_tokens: int) -> Denominator:
-    """Counted once over the mini-batch and all ranks; an answer without a score counts nowhere."""
-    lengths = token_counts(packed.loss_mask, packed.sequence_ids(), packed.num_sequences)[torch.tensor(sequences)]
+def _denominator(lengths: Int[Tensor, "N"], *, norm_tokens: int) -> Denominator:
+    """Counted once over the mini-batch and all ranks, from the tokens with a loss of each answer; an answer without any
+    counts nowhere."""
     return Denominator(int(lengths.sum()), int((lengths > 0).sum()), norm_tokens)

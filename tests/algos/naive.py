@@ -228,6 +228,14 @@ def pass_at_k(scores: Flat, groups: Sequence[int], k: int, threshold: float) -> 
     return advantages
 
 
+def gdpo(parts: Sequence[Flat], weights: Flat, groups: Sequence[int]) -> list[float]:
+    """`parts[k]`: the scores of part k."""
+    ones = [1] * len(groups)
+    each = [group_advantages(part, groups, "grpo", ones, part) for part in parts]
+    summed = [sum(w * column[i] for w, column in zip(weights, each, strict=True)) for i in range(len(groups))]
+    return list(whiten(dict(enumerate(summed))).values())
+
+
 def whiten(values: dict[int, float]) -> dict[int, float]:
     numbers = list(values.values())
     centre = mean(numbers)

@@ -11,6 +11,7 @@ from rlcore.algos.advantages import (
     SequenceAdvantage,
     backward_recurrence,
     gae,
+    gdpo,
     group_advantages,
     pass_at_k,
     reinforce_pp,
@@ -199,3 +200,28 @@ def test_pass_at_k_is_the_mean_over_all_sets_of_answers(k: int) -> None:
 def test_with_k_1_it_is_grpo_with_the_deviation_of_all() -> None:
     scores, groups = torch.tensor([1.0, 0, 0, 0]).double(), torch.zeros(4, dtype=torch.int64)
     assert_floats(pass_at_k(scores, groups, k=1), [3**0.5, *[-(3**-0.5)] * 3])
+
+
+@pytest.mark.parametrize("method", get_args(SequenceAdvantage))
+def test_whole_scores_give_the_advantages_of_the_same_floats(method: str) -> None:
+    scores, ids = torch.tensor([3, 0, 0, 1]), torch.zeros(4, dtype=torch.int64)
+    given = {"method": method, "lengths": torch.tensor([1, 2, 3, 4]), "greedy_scores": torch.ones(4)}
+    assert torch.equal(group_advantages(scores, ids, **given), group_advantages(scores.float(), ids, **given))
+    assert torch.equal(pass_at_k(scores, ids, k=2), pass_at_k(scores.float(), ids, k=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_gdpo_is_that_of_the_naive_twin(dtype: torch.dtype) -> None:
+    groups = torch.tensor([4, 4, 4, 1, 1, 1, 7, 7])
+    for seed in range(5):
+        parts, weights = normal(24, seed, dtype).view(8, 3), torch.tensor([1.0, 0.5, -2.0], dtype=dtype)
+        found = gdpo(torch.zeros(8, dtype=dtype), groups, parts=parts, part_weights=weights)
+        expected = naive.gdpo(parts.T.tolist(), weights.tolist(), groups.tolist())
+        assert_floats(found, expected, rel=1e-12 if dtype == torch.float64 else 1e-6)
+
+
+def test_gdpo_keeps_apart_what_a_sum_takes_for_equal() -> None:
+    """(1, 0), (0, 1) and (0, 0): the first two have one sum, and a rare part counts for more."""
+    parts = torch.tensor([[1.0, 0], [1, 0], [1, 0], [0, 1], [0, 0], [0, 0]])
+    found = gdpo(parts.sum(1), torch.zeros(6, dtype=torch.int64), parts=parts, part_weights=torch.ones(2))
+    assert found[3] > found[0] > 0 > found[4]

@@ -138,7 +138,8 @@ def test_an_advantage_gets_its_options_and_the_lengths() -> None:
     settings = AlgoConfig(advantage="tests.algos.custom_loss:scaled", advantage_options={"factor": 3})
     require_advantage(settings)
     scores, lengths = torch.tensor([1.0, 0.0]), torch.tensor([4, 16])
-    found = bind_advantage(settings, lengths=lengths)(scores, torch.tensor([0, 0]))
+    given = {"lengths": lengths, "parts": scores[:, None], "part_weights": torch.ones(1)}
+    found = bind_advantage(settings, **given)(scores, torch.tensor([0, 0]))
     assert found.tolist() == [3 * 0.5 / 2, 3 * -0.5 / 4]
 
 

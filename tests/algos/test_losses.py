@@ -73,7 +73,7 @@ def test_every_branch_is_reached_by_the_twin_tests(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_log_ratio_is_held_within_20_both_ways_and_has_no_gradient_beyond(name: str) -> None:
+def test_log_ratio_is_held_within_20_both_ways_and_the_ratio_has_no_gradient_beyond(name: str) -> None:
     rows = Rows((row(2, 1), row(1, 1), row(3, 1), row(1, 1)))
     difference = torch.zeros(rows.mask.numel(), dtype=torch.float64)
     difference[rows.mask] = torch.tensor([25.0, -25.0, 300.0, -300.0], dtype=torch.float64)

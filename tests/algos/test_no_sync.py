@@ -8,9 +8,9 @@ from torch import Tensor
 
 from rlcore.algos.advantages import gae, reinforce_pp, spread, token_rewards, whiten
 from rlcore.algos.aggregation import Denominator
-from rlcore.algos.losses import importance_weights
 from rlcore.algos.objective import explained_variance, policy_objective, value_objective
-from rlcore.config.algo import Aggregation, AlgoConfig, ImportanceConfig, KlConfig
+from rlcore.algos.off_policy import importance_weights, left_behind, rejected
+from rlcore.config.algo import Aggregation, AlgoConfig, ImportanceConfig, KlConfig, RejectionConfig
 
 T, N = 50, 4
 
@@ -68,7 +68,12 @@ def test_token_level_functions() -> None:
         whiten(advantages, MASK),
         reinforce_pp(rewards, MASK, IDS, gamma=1.0)[0],
         spread(torch.empty(N, device="meta"), MASK, IDS),
-        importance_weights(flat(), flat(), MASK, settings=ImportanceConfig(mode="mask")),
+        importance_weights(flat(), flat(), MASK, IDS, N, settings=ImportanceConfig(mode="mask", level="sequence")),
+        *(
+            rejected(flat(), flat(), MASK, IDS, N, settings=RejectionConfig(level=level))
+            for level in get_args(RejectionConfig.model_fields["level"].annotation)
+        ),
+        left_behind(flat(), flat(), flat(), MASK, IDS, N, delta=0.1),
     ):
         assert result.shape == (T,)
     assert explained_variance(flat(), flat(), MASK).shape == ()

@@ -292,3 +292,8 @@ def test_explained_variance_of_answers_of_one_token(num_tokens: int, expected: f
     values, returns = torch.tensor([3.0, 4.0]).double(), torch.tensor([5.0, 7.0]).double()
     mask = torch.arange(2) < num_tokens
     assert explained_variance(values, returns, mask).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_statistics_of_no_token_divide_by_nothing() -> None:
+    nothing = PolicyStatistics.zero()
+    assert (nothing.mean_ref_kl(), nothing.mean_entropy()) == (0.0, 0.0)

@@ -41,6 +41,7 @@ LITERALS = {
     "tags": {"owner": "you"},
     "data.chat_template_kwargs": {"enable_thinking": False},
     "algo.policy_loss_options": {"width": 1.0},
+    "reward.weights": {"correct": 1.0},
     "algo.advantage_options": {"k": 2},
 }
 

@@ -43,6 +43,12 @@ MICRO_BATCH = (
 )
 MIXTURE = "data.task=mixture data.parts=[{data:{task:countdown%s}},{data:{task:custom}%s}]"
 
+WEIGHED = "algo.advantage=gdpo reward.weights.correct=1 reward.weights.format=0.5"
+JUDGED = (
+    "data.scorer=data.judge:score reward.num_processes=2 reward.deadline_s=31 reward.judge.model=m "
+    "reward.judge.url=http://127.0.0.1:8000/v1"
+)
+
 # rule, broken, mended
 SUITES = "validation.suites=[{name:%s,data:{task:countdown}},{name:%s,data:{task:countdown}%s}]"
 CASES = [
@@ -160,9 +166,46 @@ CASES = [
     ],
     (
         "dynamic_sampling_has_groups",
-        "algo.advantage=remax algo.dynamic_sampling.enabled=true rollout.samples_per_prompt=1",
-        "algo.advantage=remax algo.dynamic_sampling.enabled=true",
+        "algo.advantage=json:dumps algo.dynamic_sampling.enabled=true rollout.samples_per_prompt=1",
+        "algo.advantage=json:dumps algo.dynamic_sampling.enabled=true",
     ),
+    *[
+        ("dynamic_sampling_drops_what_is_zero", f"{words} algo.dynamic_sampling.enabled=true", words)
+        for words in ("algo.advantage=gae critic={}", "algo.advantage=reinforce_pp", "algo.advantage=remax")
+    ],
+    (
+        "rejection_has_two_sides",
+        "algo.rejection.level=token trainer.old_logprobs=behavior",
+        "algo.rejection.level=token",
+    ),
+    (
+        "a_factor_is_over_one",
+        "algo.rejection.level=token algo.rejection.cap=1",
+        "algo.rejection.level=token algo.rejection.cap=1 algo.rejection.estimator=k3",
+    ),
+    ("gdpo_has_parts", "algo.advantage=gdpo reward.weights.correct=1", WEIGHED),
+    *[
+        ("gdpo_sees_parts_alone", f"{WEIGHED} {word}", WEIGHED)
+        for word in ("algo.overlong.enabled=true", "algo.kl.where=reward")
+    ],
+    *[
+        ("a_judge_has_an_endpoint", f"{JUDGED} reward.judge.url={url}", JUDGED)
+        for url in (
+            "''",
+            "127.0.0.1:8000/v1",
+            "ftp://a",
+            "http://",
+            "http://me:secret@host/v1",
+            "http://host/v1?key=secret",
+            "http://host:99999/v1",
+        )
+    ],
+    ("a_judge_has_a_model", f"{JUDGED} reward.judge.model=''", JUDGED),
+    ("a_judge_is_asked_from_processes", f"{JUDGED} reward.num_processes=0", JUDGED),
+    ("a_judge_ends_before_its_process", f"{JUDGED} reward.deadline_s=30", JUDGED),
+    ("a_judge_sees_the_answer", "reward.judge.prompt=Well?", ""),
+    ("a_judge_is_beside_rules", "reward.judge.rules=data.judge:score", "reward.judge.rules=data.countdown:score"),
+    ("an_environment_has_its_rewards", "data.environment=a:B reward.weights.correct=1", "data.environment=a:B"),
     ("gae_has_a_critic", "algo.advantage=gae", "algo.advantage=gae critic={}"),
     ("critic_is_used", "critic={}", "critic={} algo.advantage=gae"),
     *[

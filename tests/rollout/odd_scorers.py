@@ -58,6 +58,11 @@ def fails_always(response: str, ground_truth: Mapping[str, object]) -> float:
     raise RuntimeError("always")
 
 
+def always_the_same(response: str, ground_truth: Mapping[str, object]) -> float:
+    """1, whatever the answer."""
+    return 1.0
+
+
 def nothing_in_an_empty_answer(response: str, ground_truth: Mapping[str, object]) -> float:
     """The length; an empty answer takes for ever, or the process down."""
     if not response and ground_truth["value"] == "exit":

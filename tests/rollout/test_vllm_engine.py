@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.algos.losses import importance_weights
+from rlcore.algos.off_policy import importance_weights
 from rlcore.config.algo import ImportanceConfig
 from tests.rollout.real_vllm import real_vllm
 
@@ -231,7 +231,8 @@ def test_the_correction_changes_the_loss_as_its_formula_says(folder: Path, mode:
     old, behavior = torch.tensor(found["truncate"]["old"]), torch.tensor(facts["behavior"])
     advantages = torch.tensor(facts["advantages"])
     settings = ImportanceConfig(mode=mode, cap=1.001)
-    weights = importance_weights(old, behavior, torch.ones(len(old), dtype=torch.bool), settings=settings)
+    rows = (torch.ones(len(old), dtype=torch.bool), torch.zeros(len(old), dtype=torch.int64), 1)
+    weights = importance_weights(old, behavior, *rows, settings=settings)
     ratio = (old - behavior).exp()
     naive = {
         "off": [1.0] * len(ratio),

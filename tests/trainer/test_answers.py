@@ -1,18 +1,20 @@
 """Answers on their way from engine to scores."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlcore.config.rollout import SamplingConfig
+from rlcore.config.rollout import RewardConfig, SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.rollout.engine import requests_for
 from rlcore.rollout.hf import HfEngine
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
-from rlcore.trainer.experience import EarlyScores, generate
+from rlcore.trainer.clock import PhaseClock, unwatched
+from rlcore.trainer.experience import EarlyScores, ExperienceCollector, generate
 from rlcore.workers.worker import Worker
 from tests.small_run import SmallRun, prepare, train
 
@@ -71,3 +73,23 @@ def test_an_answer_by_other_weights_is_refused_before_it_is_scored(run: SmallRun
     with pytest.raises(EngineError, match=r"stale rollout.*version 3, the trainer is at 4"):
         generate(group, requests, SamplingConfig(), 4, policy_version=4, take=scored.append)
     assert scored == []
+
+
+@pytest.mark.parametrize("max_refills", [0, 2])
+def test_groups_of_equal_score_are_dropped_though_the_overlong_penalty_tells_them_apart(
+    tmp_path: Path, max_refills: int
+) -> None:
+    """DAPO filters by what an answer is worth; and no refill means one round."""
+    overrides = ("algo=dapo", f"algo.dynamic_sampling.max_refills={max_refills}", "algo.overlong.buffer_tokens=8")
+    untrained = prepare(tmp_path, "warm_start.enabled=false", *overrides)
+    problems = Problems.read(untrained.config, untrained.inputs)
+    workers = LocalGroup(untrained.config, str(untrained.model_directory))
+    with ScoringPool("tests.rollout.odd_scorers:always_the_same", RewardConfig()) as scoring:
+        collector = ExperienceCollector(untrained.config, workers, problems.stream, scoring, problems.decode)
+        workers.each(Worker.hand_over, 0)
+        found = collector.collect(step=1, position=0, policy_version=0, clock=PhaseClock(unwatched))
+    workers.close()
+    size = untrained.config.trainer.batch_size
+    assert found.num_prompts_drawn == (1 + max_refills) * size
+    assert found.num_groups_dropped == max_refills * size
+    assert len({score.total for score in found.scores}) > 1, "the penalty is in what is learned from"

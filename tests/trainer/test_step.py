@@ -69,7 +69,9 @@ def test_gradient_checkpointing_does_not_change_the_numbers(root: Path, algo: st
         ("algo.kl.where=loss", "algo.kl.coef=0.01"),
         ("algo.kl.where=reward", "algo.kl.coef=0.01", "algo.kl.adaptive=true"),
         ("algo.importance.mode=truncate",),
-        ("algo.importance.mode=mask",),
+        ("algo.importance.mode=mask", "algo.importance.level=sequence", "algo.rejection.level=sequence-mean"),
+        ("algo.off_policy_mask=0.01", "trainer.mini_batch_size=4", "trainer.epochs_per_batch=2"),
+        ("algo.advantage=gdpo", "reward.weights={correct:1.0,format:0.2}", "reward.num_processes=1"),
         ("algo.entropy_coef=0.01",),
         ("algo.dynamic_sampling.enabled=true",),
         ("trainer.mini_batch_size=4", "trainer.epochs_per_batch=2"),
@@ -84,6 +86,22 @@ def test_every_method_takes_finite_steps(root: Path, overrides: tuple[str, ...])
         for name, value in step.items():
             assert torch.isfinite(torch.tensor(value)), name
         assert step["actor/grad_norm"] >= 0
+
+
+def test_answers_cut_at_the_limit_are_left_out_and_where_all_are_there_is_no_update(root: Path) -> None:
+    """Their scores still count, so some mini-batches have scored answers and no token with a loss."""
+    overrides = ("algo.mask_truncated=true", "trainer.mini_batch_size=1", "warm_start.enabled=false")
+    for limit, expected in ((1, 1.0), (None, None)):
+        words = () if limit is None else (f"rollout.max_response_tokens={limit}",)
+        (step,) = trained(prepare(root, *overrides, *words), 1)
+        share = step["rollout_corr/left_out_share"]
+        if expected is None:
+            assert 0 < share < 1
+            assert "actor/grad_norm" in step
+        else:
+            assert share == 1.0
+            assert "actor/grad_norm" not in step
+        assert "critic/score/mean" in step
 
 
 def test_kl_to_the_reference_is_zero_at_the_start_and_grows(root: Path) -> None:

@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from rlcore.config.data import ALL_SOURCES, RENDERING_NAMES, CountdownData, MixtureData, ParquetData
+from rlcore.config.data import ALL_SOURCES, RENDERING_NAMES, CountdownData, MixtureData, ParquetData, parts_of
 from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import Problem
 from rlcore.config.rules.registry import Rule, row, rule
@@ -12,6 +13,8 @@ from rlcore.config.run import RunConfig
 from rlcore.config.suite import suite_settings
 
 _MIXTURE_SCORER = MixtureData().scorer
+JUDGE = "data.judge:score"
+"""The scorer that reads `reward.judge`."""
 
 
 def _is_there(config: RunConfig, name: str) -> bool:
@@ -22,6 +25,24 @@ def _is_there(config: RunConfig, name: str) -> bool:
 def _names_a_function(name: str) -> bool:
     module, _, function = name.partition(":")
     return all(part.isidentifier() for part in (*module.split("."), function))
+
+
+def _is_judged(config: RunConfig) -> bool:
+    return any(part.data.scorer == JUDGE for part in parts_of(config.data))
+
+
+def _is_endpoint(url: str) -> bool:
+    try:
+        found = urlsplit(url)
+        port = found.port
+    except ValueError:
+        return False
+    return (
+        found.scheme in ("http", "https")
+        and bool(found.hostname)
+        and port != 0
+        and not (found.username or found.password or found.query or found.fragment)
+    )
 
 
 def _lists_each_once(config: RunConfig) -> bool:
@@ -85,6 +106,27 @@ RULES: tuple[Rule, ...] = (
         "must be above sandbox.time_s with data.scorer=data.code:score, or a hanging program has no score, and not 0",
         lambda c: c.data.scorer != "data.code:score" or c.reward.deadline_s > c.sandbox.time_s,
         "Set sandbox.time_s=3 reward.deadline_s=5"),
+    row("a_judge_has_an_endpoint", "reward.judge.url", "data.scorer",
+        "must be an http or https address without user, password or query with a scorer data.judge:score",
+        lambda c: not _is_judged(c) or _is_endpoint(c.reward.judge.url), "Such as http://127.0.0.1:8000/v1"),
+    row("a_judge_has_a_model", "reward.judge.model", "data.scorer", "must be given with a scorer data.judge:score",
+        lambda c: not _is_judged(c) or bool(c.reward.judge.model), "Use a name that the endpoint lists at /models"),
+    row("a_judge_is_asked_from_processes", "reward.num_processes", "data.scorer",
+        "must be 1 or more with a scorer data.judge:score: as many answers are judged at a time",
+        lambda c: not _is_judged(c) or c.reward.num_processes > 0, "Set reward.num_processes=16"),
+    row("a_judge_ends_before_its_process", "reward.deadline_s", "reward.judge.deadline_s",
+        "must be above reward.judge.deadline_s with a scorer data.judge:score",
+        lambda c: not _is_judged(c) or c.reward.deadline_s > c.reward.judge.deadline_s, "Set reward.deadline_s=35"),
+    row("a_judge_sees_the_answer", "reward.judge.prompt", "", "must have a place {response}",
+        lambda c: "{response}" in c.reward.judge.prompt, "Write {response} where the answer comes"),
+    row("a_judge_is_beside_rules", "reward.judge.rules", "",
+        "must be `module:function` of a scorer other than the judge, or ''",
+        lambda c: not c.reward.judge.rules
+        or (_names_a_function(c.reward.judge.rules) and c.reward.judge.rules != JUDGE),
+        "Such as data.countdown:score"),
+    row("an_environment_has_its_rewards", "reward.weights", "data.environment",
+        "must be empty with an environment, whose rewards are added up over an episode",
+        lambda c: not c.data.environment or not c.reward.weights, "Leave it out, and weigh in the environment"),
     row("a_mixture_scores_by_part", "data.scorer", "data.task", f"must be {_MIXTURE_SCORER} with data=mixture",
         lambda c: not isinstance(c.data, MixtureData) or c.data.scorer == _MIXTURE_SCORER,
         "Leave it out, and set `scorer` in the data of a part"),

@@ -10,8 +10,10 @@ from typing import Any
 
 from rlcore.config.algo import AlgoConfig
 from rlcore.config.base import covers, leaves
+from rlcore.config.data import MixtureData
 from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import shown
+from rlcore.config.rules.data import JUDGE
 from rlcore.config.rules.training import DISCOUNTED_ADVANTAGES
 from rlcore.config.run import RunConfig, value_at
 
@@ -88,7 +90,10 @@ EFFECTS: tuple[Effect, ...] = (
            why="algo.kl.where=reward near the reference: it is d^2 / 2 there, so its policy gradient vanishes",
            of=_one_of("k2", "k3", "low_var_kl")),
     Effect(("algo.kl.target", "algo.kl.horizon"), ("algo.kl.adaptive",), _on, "Set algo.kl.adaptive=true"),
-    Effect(("algo.importance.cap",), ("algo.importance.mode",), _on, "Set algo.importance.mode=truncate or mask"),
+    Effect(("algo.rejection.estimator", "algo.rejection.cap"), ("algo.rejection.level",), _on,
+           "Set algo.rejection.level=token"),
+    Effect(("algo.importance.cap", "algo.importance.level"), ("algo.importance.mode",), _on,
+           "Set algo.importance.mode=truncate or mask"),
     Effect(("algo.dynamic_sampling.max_refills",), ("algo.dynamic_sampling.enabled",), _on,
            "Set algo.dynamic_sampling.enabled=true"),
     Effect(("algo.overlong.buffer_tokens", "algo.overlong.penalty"), ("algo.overlong.enabled",), _on,
@@ -111,6 +116,7 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("rollout.short_steps",), ("rollout.enforce_eager",), _off, "Set rollout.enforce_eager=false"),
     Effect(("rollout.short_steps",), ("rollout.tensor_parallel_size",), _one_of(1),
            "Set rollout.tensor_parallel_size=1"),
+    Effect(("reward.judge",), ("data.scorer",), _one_of(JUDGE, MixtureData().scorer), f"Set data.scorer={JUDGE}"),
     Effect(("reward.deadline_s",), ("reward.num_processes",), _on, "Set reward.num_processes=1 or more"),
     Effect(("episode",), ("data.environment",), _on, "Set data.environment"),
     Effect(("filter.decontaminate",), ("validation.suites",), bool, "Name suites in validation.suites"),

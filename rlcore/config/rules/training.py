@@ -4,7 +4,14 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlcore.config.algo import ADVANTAGES, GROUP_ADVANTAGES, POLICY_LOSSES, AlgoConfig, OptimConfig
+from rlcore.config.algo import (
+    ADVANTAGES,
+    GROUP_ADVANTAGES,
+    POLICY_LOSSES,
+    UNGROUPED_ADVANTAGES,
+    AlgoConfig,
+    OptimConfig,
+)
 from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules.registry import Rule, row, rule
 from rlcore.config.run import RunConfig
@@ -133,6 +140,10 @@ RULES: tuple[Rule, ...] = (
         "needs rollout.samples_per_prompt of 2 or more",
         lambda c: not c.algo.dynamic_sampling.enabled or c.rollout.samples_per_prompt >= 2,
         "Sample more answers to each prompt, or switch it off"),
+    row("dynamic_sampling_drops_what_is_zero", "algo.dynamic_sampling.enabled", "algo.advantage",
+        "must be false with gae, reinforce_pp and remax, whose advantages in a group of equal scores are not 0",
+        lambda c: not c.algo.dynamic_sampling.enabled or c.algo.advantage not in UNGROUPED_ADVANTAGES,
+        "Leave it out, or choose algo=grpo"),
     row("gae_has_a_critic", "critic", "algo.advantage", "is needed by algo.advantage=gae",
         lambda c: c.algo.advantage != "gae" or c.critic is not None, "Add critic=default, or choose algo=grpo"),
     row("critic_is_used", "critic", "algo.advantage", "has no use except with algo.advantage=gae",
@@ -150,6 +161,20 @@ RULES: tuple[Rule, ...] = (
         "has no effect with trainer.old_logprobs=behavior",
         lambda c: c.algo.importance.mode == "off" or c.trainer.old_logprobs != "behavior",
         "Set trainer.old_logprobs=auto, or algo.importance.mode=off"),
+    row("rejection_has_two_sides", "algo.rejection.level", "trainer.old_logprobs",
+        "has no effect with trainer.old_logprobs=behavior",
+        lambda c: c.algo.rejection.level == "off" or c.trainer.old_logprobs != "behavior",
+        "Set trainer.old_logprobs=auto, or algo.rejection.level=off"),
+    row("a_factor_is_over_one", "algo.rejection.cap", "algo.rejection.estimator", "must be over 1 with k1",
+        lambda c: c.algo.rejection.level == "off" or c.algo.rejection.estimator != "k1" or c.algo.rejection.cap > 1,
+        "Use 2, or algo.rejection.estimator=k2 or k3"),
+    row("gdpo_has_parts", "algo.advantage", "reward.weights", "needs two parts or more in reward.weights for gdpo",
+        lambda c: c.algo.advantage != "gdpo" or len(c.reward.weights) > 1,
+        "Name them, such as {correct: 1.0, format: 0.2}, or choose algo=grpo"),
+    row("gdpo_sees_parts_alone", "algo.advantage", "algo.overlong.enabled algo.kl.where",
+        "must not be gdpo with what is taken off the total, an overlong penalty or a KL in the reward",
+        lambda c: c.algo.advantage != "gdpo" or not (c.algo.overlong.enabled or c.algo.kl.where == "reward"),
+        "Leave the penalty out, and set algo.kl.where=loss"),
     row("training_answers_vary", "rollout.sampling.temperature", "", "must be over 0 for training",
         lambda c: c.rollout.sampling.temperature > 0, "Use 1, which is unbiased"),
     row("validation_answers_vary", "validation.samples_per_problem", "validation.sampling.temperature",

@@ -1,0 +1,160 @@
+"""A model that judges answers, behind an OpenAI-compatible endpoint, alone or beside a scorer of rules.
+
+What an endpoint does wrong costs an answer its score and never gives it one: `score` raises, the scoring pool counts
+the answer as failed, and training leaves it out. No message holds the key, or what the endpoint sent.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+
+import httpx
+
+from rlcore.config.rollout import JudgeConfig
+from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, resolve_scorer, score_one
+from rlcore.score import Score
+
+_MOST_BYTES = 1_000_000
+"""Longest reply that is read."""
+_FIRST_PAUSE_S = 0.5
+"""Before the second try; doubled before each further one."""
+_BUSY = frozenset({408, 425, 429})
+"""Statuses that ask for another try, besides those of 500 and above."""
+_NUMBER = r"(-?\d+(?:\.\d+)?)"
+_VERDICT = re.compile(rf'<score>\s*{_NUMBER}\s*</score>|\{{\s*"score"\s*:\s*{_NUMBER}\s*\}}')
+
+
+class JudgeError(ValueError):
+    """The judge gave no verdict."""
+
+
+class _BusyError(JudgeError):
+    """It may give one to another request."""
+
+
+def score(response: str, ground_truth: Mapping[str, object]) -> Score:
+    """The judge's verdict, 0 to 1, as part `judge`; with `reward.judge.rules` added to the total of that scorer, whose
+    parts come too.
+
+    Raises:
+        JudgeError: the endpoint gave no verdict in time, or one that cannot be read.
+    """
+    settings = JudgeConfig.model_validate_json(os.environ[JUDGE_VARIABLE])
+    truth = json.dumps(ground_truth, ensure_ascii=False, sort_keys=True)
+    rules = score_one(resolve_scorer(settings.rules), response, truth) if settings.rules else Score(0.0, {})
+    verdict = judged(settings, response, truth)
+    return Score(rules.total + verdict, {**rules.parts, "judge": verdict}, rules.said)
+
+
+def judged(settings: JudgeConfig, response: str, truth: str) -> float:
+    """The verdict on an answer, from the cache where the same was asked before. Raises JudgeError."""
+    # one pass over the template: what an answer holds is never taken for a place in it
+    words = {"{response}": response, "{ground_truth}": truth}
+    text = re.sub(r"\{response\}|\{ground_truth\}", lambda found: words[found[0]], settings.prompt)
+    asked = json.dumps({
+        "model": settings.model,
+        "messages": [{"role": "user", "content": text}],
+        "temperature": 0,
+        "max_tokens": settings.max_tokens,
+    })  # fmt: skip
+    key = hashlib.sha256(f"{settings.url}\n{settings.highest}\n{asked}".encode()).hexdigest()
+    cached = _cache(settings.cache)
+    row = cached.execute("select verdict from verdicts where key = ?", (key,)).fetchone()
+    if row is not None:
+        return float(row[0])
+    verdict = read_verdict(asyncio.run(_reply(settings, asked)), settings.highest)
+    with cached:
+        cached.execute("insert or ignore into verdicts values (?, ?)", (key, verdict))
+    return verdict
+
+
+def read_verdict(text: str, highest: float) -> float:
+    """The one `{"score": 3}` or `<score>3</score>` that a text ends with, over `highest`.
+
+    Raises JudgeError where there is none, more than one (the judge may have quoted the answer), or one out of range.
+
+    >>> read_verdict('Good. {"score": 3}', 4)
+    0.75
+    """
+    found = list(_VERDICT.finditer(text))
+    if len(found) != 1 or text[found[0].end() :].strip("` \n\t"):
+        raise JudgeError(f"the judge's text must end with its one score; it has {len(found)} in {len(text)} characters")
+    number = float(found[0][1] or found[0][2])
+    if not 0 <= number <= highest:
+        raise JudgeError(f"the judge's score must be from 0 to {highest:g} (reward.judge.highest), got {number:g}")
+    return number / highest
+
+
+async def _reply(settings: JudgeConfig, asked: str) -> str:
+    """The judge's text. Raises JudgeError."""
+    headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+    if settings.key_variable:
+        headers["Authorization"] = f"Bearer {_secret(settings.key_variable)}"
+    last, pause_s = "", _FIRST_PAUSE_S
+    try:
+        async with asyncio.timeout(settings.deadline_s):
+            # a client a call: an idle connection between two answers may have been closed by the other side
+            async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
+                for number in range(settings.tries):
+                    if number:
+                        await asyncio.sleep(pause_s)
+                        pause_s *= 2
+                    try:
+                        return await _asked_once(client, settings.url, headers, asked)
+                    except (httpx.TransportError, _BusyError) as error:
+                        last = str(error) if isinstance(error, JudgeError) else type(error).__name__
+    except TimeoutError:
+        limit = f"{settings.deadline_s:g} s (reward.judge.deadline_s)"
+        raise JudgeError(f"no verdict within {limit}{f'; before that {last}' if last else ''}") from None
+    except httpx.HTTPError as error:
+        raise JudgeError(f"no verdict: {type(error).__name__}") from None
+    raise JudgeError(f"no verdict in {settings.tries} tries (reward.judge.tries); the last one: {last}")
+
+
+def _secret(variable: str) -> str:
+    value = os.environ.get(variable, "").strip()
+    if not value or not value.isascii() or not value.isprintable():
+        raise JudgeError(f"the environment variable {variable} (reward.judge.key_variable) must hold the key")
+    return value
+
+
+async def _asked_once(client: httpx.AsyncClient, url: str, headers: Mapping[str, str], asked: str) -> str:
+    """The text of the first choice. A redirection is not followed: the key is for this endpoint alone."""
+    address = f"{url.rstrip('/')}/chat/completions"
+    async with client.stream("POST", address, headers=headers, content=asked.encode()) as reply:
+        status, kind = reply.status_code, reply.headers.get("content-type", "").partition(";")[0].strip()
+        if status >= 500 or status in _BUSY:
+            raise _BusyError(f"the endpoint answered with status {status}")
+        if status != 200:
+            raise JudgeError(f"the endpoint answered with status {status}")
+        if kind != "application/json" or reply.headers.get("content-encoding", "identity") != "identity":
+            raise JudgeError("the endpoint's answer must be application/json, uncompressed")
+        body = bytearray()
+        async for piece in reply.aiter_raw():
+            body += piece
+            if len(body) > _MOST_BYTES:
+                raise JudgeError(f"the endpoint's answer is longer than {_MOST_BYTES} bytes")
+    try:
+        text = json.loads(body)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        text = None
+    if not isinstance(text, str):
+        raise JudgeError("the endpoint's answer holds no choices[0].message.content")
+    return text
+
+
+@cache
+def _cache(file: str) -> sqlite3.Connection:
+    """Verdicts by what was asked: of this process, or in a file that all processes share."""
+    if file:
+        Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
+    found = sqlite3.connect(Path(file).expanduser() if file else ":memory:", timeout=10)
+    with closing(found.execute("create table if not exists verdicts (key text primary key, verdict real)")):
+        return found

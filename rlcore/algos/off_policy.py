@@ -1,0 +1,111 @@
+"""Correction for the distance between the policy that answers were sampled from and the one that is trained."""
+
+import math
+from typing import assert_never
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlcore.algos.aggregation import masked, segment_sum, token_counts
+from rlcore.algos.kl import kl_estimate
+from rlcore.algos.losses import MAX_LOG_RATIO, token_log_ratio
+from rlcore.config.algo import ImportanceConfig, RejectionConfig
+
+
+def importance_weights(
+    old_logprobs: Float[Tensor, "T"],
+    behavior_logprobs: Float[Tensor, "T"],
+    mask: Bool[Tensor, "T"],
+    sequence_ids: Int[Tensor, "T"],
+    num_sequences: int,
+    *,
+    settings: ImportanceConfig,
+) -> Float[Tensor, "T"]:
+    """Weight of each answer token's policy loss; without gradient, 0 where the mask is False.
+
+    With `d_t = clamp(log pi_old - log pi_behavior, -20, 20)` and `r = exp(d_t)`, or with level sequence
+    `r = exp(clamp(sum_{t in n} d_t, -20, 20))` for each token of n:
+
+        off        1
+        truncate   min(r, cap)                           truncated importance sampling, Ionides 2008; Yao et al. 2025
+        mask       r where 1 / cap <= r <= cap, else 0   IcePop, Ling Team 2025, arXiv:2510.18855
+    """
+    log_ratio = token_log_ratio(old_logprobs, behavior_logprobs, mask).detach()
+    if settings.level == "sequence":
+        summed = segment_sum(log_ratio, sequence_ids, num_sequences)
+        log_ratio = summed.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[sequence_ids]
+    ratio = log_ratio.exp()
+    match settings.mode:
+        case "off":
+            weights = torch.ones_like(ratio)
+        case "truncate":
+            weights = ratio.clamp(max=settings.cap)
+        case "mask":
+            outside = (ratio < 1 / settings.cap) | (ratio > settings.cap)  # not its negation: a NaN stays one
+            weights = torch.where(outside, torch.zeros_like(ratio), ratio)
+        case _:
+            assert_never(settings.mode)
+    return torch.where(mask, weights, torch.zeros_like(weights))
+
+
+def rejected(
+    old_logprobs: Float[Tensor, "T"],
+    behavior_logprobs: Float[Tensor, "T"],
+    mask: Bool[Tensor, "T"],
+    sequence_ids: Int[Tensor, "T"],
+    num_sequences: int,
+    *,
+    settings: RejectionConfig,
+) -> Bool[Tensor, "T"]:
+    """True for answer tokens that are too far from the sampler's policy.
+
+    With `k_t` the estimate of KL(behavior || old) at token t (`kl_estimate`):
+
+        token                      |k_t| > bound
+        sequence-sum, -mean        |sum or mean of k over the answer| > bound, for all of its tokens
+        sequence-max               max |k_t| over the answer > bound, for all of its tokens
+
+    `bound` is log(cap) for k1, else cap. veRL's rollout correction; Liu et al. 2025, "When Speed Kills Stability". A
+    NaN is not rejected: it is to be told.
+    """
+    distance = masked(kl_estimate(behavior_logprobs, old_logprobs, estimator=settings.estimator), mask).detach()
+    match settings.level:
+        case "off":
+            return torch.zeros_like(mask)
+        case "token":
+            measured = distance
+        case "sequence-sum" | "sequence-mean":
+            measured = segment_sum(distance, sequence_ids, num_sequences)
+            if settings.level == "sequence-mean":
+                measured = measured / token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
+            measured = measured[sequence_ids]
+        case "sequence-max":
+            highest = torch.zeros(num_sequences, dtype=distance.dtype, device=distance.device)
+            measured = highest.scatter_reduce(0, sequence_ids, distance.abs(), reduce="amax")[sequence_ids]
+        case _:
+            assert_never(settings.level)
+    bound = math.log(settings.cap) if settings.estimator == "k1" else settings.cap
+    return mask & (measured.abs() > bound)
+
+
+def left_behind(
+    policy_logprobs: Float[Tensor, "T"],
+    behavior_logprobs: Float[Tensor, "T"],
+    advantages: Float[Tensor, "T"],
+    mask: Bool[Tensor, "T"],
+    sequence_ids: Int[Tensor, "T"],
+    num_sequences: int,
+    *,
+    delta: float,
+) -> Bool[Tensor, "T"]:
+    """True for the tokens with a negative advantage of answers that the policy has left:
+
+        A_t < 0 and (1 / |n|) sum_{t in n} (log pi_behavior(t) - log pi(t)) > delta
+
+    The off-policy sequence mask of DeepSeek-V3.2, 2025, arXiv:2512.02556.
+    """
+    drift = token_log_ratio(behavior_logprobs, policy_logprobs.detach(), mask)
+    counts = token_counts(mask, sequence_ids, num_sequences).clamp(min=1)
+    mean = segment_sum(drift, sequence_ids, num_sequences) / counts
+    return (mean > delta)[sequence_ids] & (masked(advantages, mask) < 0)

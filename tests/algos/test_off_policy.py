@@ -1,0 +1,111 @@
+"""What is weighed and left out for its distance from the sampler, against naive twins; and the same for any split."""
+
+import math
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.algos.off_policy import importance_weights, left_behind, rejected
+from rlcore.config.algo import ImportanceConfig, RejectionConfig
+from tests.algos import naive
+from tests.algos.compare import assert_flags, assert_tokens
+from tests.algos.ragged import GAPPED, RAGGED, Rows, floats
+from tests.algos.test_aggregation import partitions
+from tests.algos.test_importance import naive_weight
+
+LEVELS = get_args(RejectionConfig.model_fields["level"].annotation)
+CAPS = {"k1": (1.05, 1.5, 4.0), "k2": (0.01, 0.3), "k3": (0.01, 0.3)}
+
+
+def of(rows: Rows) -> tuple[Tensor, Tensor, int]:
+    return rows.mask, rows.sequence_ids, rows.num_sequences
+
+
+def naive_rejected(old: list[float], behavior: list[float], rows: Rows, settings: RejectionConfig) -> dict[int, bool]:
+    bound = math.log(settings.cap) if settings.estimator == "k1" else settings.cap
+    out: dict[int, bool] = {}
+    for positions in rows.answers():
+        each = {t: naive.kl(behavior[t], old[t], settings.estimator)[0] for t in positions}
+        for t in positions:
+            whole = {
+                "off": 0.0,
+                "token": each[t],
+                "sequence-sum": sum(each.values()),
+                "sequence-mean": sum(each.values()) / len(each),
+                "sequence-max": max(abs(k) for k in each.values()),
+            }[settings.level]
+            out[t] = abs(whole) > bound
+    return out
+
+
+@pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
+@pytest.mark.parametrize("estimator", CAPS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_rejected_is_what_the_naive_twin_rejects(level: str, estimator: str, rows: Rows) -> None:
+    seen = set()
+    for cap in CAPS[estimator]:
+        settings = RejectionConfig(level=level, estimator=estimator, cap=cap)
+        for seed in range(5):
+            old, behavior = floats(rows, seed, 0.5), floats(rows, seed + 50, 0.5)
+            expected = naive_rejected(old.tolist(), behavior.tolist(), rows, settings)
+            assert_flags(rejected(old, behavior, *of(rows), settings=settings), expected)
+            seen.update(expected.values())
+    assert seen == ({False} if level == "off" else {False, True})
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
+def test_the_weight_of_an_answer_is_that_of_the_product_of_its_ratios(rows: Rows, mode: str) -> None:
+    settings = ImportanceConfig(mode=mode, cap=3.0, level="sequence")
+    for seed in range(5):
+        old, behavior = floats(rows, seed), floats(rows, seed + 50)
+        expected = {}
+        for positions in rows.answers():
+            summed = sum(naive.log_ratio(old[t].item(), behavior[t].item()) for t in positions)
+            expected |= {t: naive_weight(summed, 0.0, mode, 3.0) for t in positions}
+        assert_tokens(importance_weights(old, behavior, *of(rows), settings=settings), expected)
+
+
+@pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
+def test_what_is_left_behind_is_what_the_naive_twin_says(rows: Rows) -> None:
+    seen = set()
+    for seed in range(5):
+        policy, behavior, advantages = floats(rows, seed), floats(rows, seed + 50), floats(rows, seed + 100)
+        expected = {}
+        for positions in rows.answers():
+            drift = [-naive.log_ratio(policy[t].item(), behavior[t].item()) for t in positions]
+            expected |= {t: advantages[t].item() < 0 and naive.mean(drift) > 0.1 for t in positions}
+        assert_flags(left_behind(policy, behavior, advantages, *of(rows), delta=0.1), expected)
+        seen.update(expected.values())
+    assert seen == {False, True}
+
+
+def verdicts(values: list[Tensor], rows: Rows) -> list[Tensor]:
+    settings: list[Any] = [RejectionConfig(level=level, cap=1.5) for level in LEVELS]
+    whole = ImportanceConfig(mode="truncate", level="sequence")
+    return [
+        *(rejected(*values[:2], *of(rows), settings=each) for each in settings),
+        importance_weights(*values[:2], *of(rows), settings=whole),
+        left_behind(*values, *of(rows), delta=0.1),
+    ]
+
+
+def test_any_split_gives_the_same() -> None:
+    """Whole answers lie in one part, whatever the part."""
+    values = [floats(RAGGED, seed, 0.5) for seed in range(3)]
+    whole = verdicts(values, RAGGED)
+    for seed in range(8):
+        for sequences in partitions(RAGGED.num_sequences, seed):
+            rows, index = RAGGED.select(sequences)
+            for part, expected in zip(verdicts([each[index] for each in values], rows), whole, strict=True):
+                torch.testing.assert_close(part, expected[index], rtol=1e-12, atol=0)
+
+
+def test_a_number_that_is_none_is_not_rejected() -> None:
+    old, mask = torch.tensor([0.0, math.nan]).double(), torch.ones(2, dtype=torch.bool)
+    rows = (mask, torch.zeros(2, dtype=torch.int64), 1)
+    for level in LEVELS:
+        settings = RejectionConfig(level=level)
+        assert not rejected(old, torch.zeros(2).double(), *rows, settings=settings).any()

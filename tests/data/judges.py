@@ -1,0 +1,107 @@
+"""An endpoint whose judge does what the answer says: `python -m tests.data.judges`, which prints its port.
+
+An answer that holds `case=NAME` gets the case of that name. GET /seen gives the number of requests by case.
+"""
+
+import gzip
+import json
+import re
+import socket
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+GOOD = ("good", "tag", "flaky", "words_first")
+HOSTILE = (
+    "slow", "status_500", "wrong_json", "never_ends", "wrong_key", "closes", "huge", "redirect", "not_a_number",
+    "out_of_range", "below_range", "no_choices", "content_type", "two_scores", "no_text", "bomb", "cut_off", "a_list",
+)  # fmt: skip
+TEXTS = {
+    "good": '{"score": 0.75}',
+    "tag": "<score>0.75</score>",
+    "words_first": 'Nearly right.\n```json\n{"score": 0.75}\n```',
+    "not_a_number": '{"score": NaN}',
+    "out_of_range": '{"score": 11}',
+    "below_range": '{"score": -1}',
+    "two_scores": 'It says {"score": 1}, but: {"score": 0.5}',
+}
+seen: Counter[str] = Counter()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def reply(self, body: bytes, status: int = 200, kind: str = "application/json", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        if self.path != "/seen":
+            seen["elsewhere"] += 1
+        self.reply(json.dumps(seen).encode())
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path != "/v1/chat/completions":
+            seen["elsewhere"] += 1
+        found = re.search(r"case=(\w+)", json.loads(asked)["messages"][0]["content"])
+        case = found[1] if found else "good"
+        seen[case] += 1
+        said = self.headers.get("Authorization", "").encode()
+        match case:
+            case "slow":
+                time.sleep(30)
+            case "status_500":
+                self.reply(b"{}", 500)
+            case "wrong_json":
+                self.reply(b'{"choices": [')
+            case "never_ends":
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.end_headers()
+                while True:
+                    self.wfile.write(b" ")
+                    time.sleep(0.05)
+            case "wrong_key":
+                self.reply(b"you sent " + said, 401)
+            case "closes":
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+            case "huge":
+                self.reply(b" " * 3_000_000)
+            case "redirect":
+                self.reply(b"{}", 307, Location="/elsewhere")
+            case "no_choices":
+                self.reply(b'{"choices": []}')
+            case "content_type":
+                self.reply(told("good"), kind="text/html")
+            case "no_text":
+                self.reply(b'{"choices": [{"message": {"content": null}}]}')
+            case "bomb":
+                self.reply(gzip.compress(b" " * 50_000_000), Content_Encoding="gzip")
+            case "cut_off":
+                self.reply(told("good"), Content_Length="100000")
+                self.close_connection = True
+            case "a_list":
+                self.reply(b"[" * 200_000)
+            case "flaky":
+                self.reply(told("good"), 503 if seen[case] < 3 else 200)
+            case _:
+                self.reply(told(case))
+
+
+def told(case: str) -> bytes:
+    return json.dumps({"choices": [{"message": {"content": TEXTS[case]}}]}).encode()
+
+
+if __name__ == "__main__":
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        print(server.server_address[1], flush=True)
+        server.serve_forever()

@@ -1,0 +1,121 @@
+"""A model as judge, over real HTTP: its failures cost the answer its score, and nothing else."""
+
+import json
+import logging
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data.judge import JudgeError, read_verdict
+from rlcore.config.rollout import JudgeConfig, RewardConfig
+from rlcore.rollout.scoring import ScoringPool
+from tests.data.judges import GOOD, HOSTILE
+
+SECRET = "sk-do-not-tell-1234"
+JUDGE = "data.judge:score"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    command = [sys.executable, "-m", "tests.data.judges"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout is not None
+        yield f"http://127.0.0.1:{server.stdout.readline().strip()}/v1"
+        server.kill()
+
+
+def seen(url: str) -> dict[str, int]:
+    with urllib.request.urlopen(url.removesuffix("/v1") + "/seen") as reply:
+        found: dict[str, int] = json.loads(reply.read())
+    return found
+
+
+def settings(url: str, *, num_processes: int = 4, deadline_s: float = 8, **judge: object) -> RewardConfig:
+    given = {"url": url, "model": "judge", "key_variable": "JUDGE_KEY", "deadline_s": 4, **judge}
+    return RewardConfig(num_processes=num_processes, deadline_s=deadline_s, judge=JudgeConfig.model_validate(given))
+
+
+def test_no_broken_judge_gives_a_score_and_each_is_counted(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    cases = [*GOOD, *HOSTILE]
+    with caplog.at_level(logging.DEBUG), ScoringPool(JUDGE, settings(url)) as pool:
+        scores = pool.score([f"an answer, case={case}" for case in cases], ['{"answer": "3"}'] * len(cases))
+        counted = pool.unscored[0]
+    found = dict(zip(cases, scores, strict=True))
+    for case in GOOD:
+        assert (found[case].total, dict(found[case].parts), found[case].failure) == (0.75, {"judge": 0.75}, None)
+    for case in HOSTILE:
+        assert found[case].failure, case
+        assert SECRET not in found[case].failure
+    assert counted == len(HOSTILE)
+    assert SECRET not in caplog.text
+    requests = seen(url)
+    assert "elsewhere" not in requests, "the key went to where a redirection pointed"
+    assert [requests[case] for case in ("flaky", "status_500", "closes", "cut_off")] == [3] * 4
+    assert [requests[case] for case in ("tag", "wrong_key", "redirect", "out_of_range")] == [1] * 4
+    assert "status 401" in str(found["wrong_key"].failure)
+
+
+def test_the_same_is_asked_once_and_a_file_keeps_it_for_other_processes(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    reward = settings(url, num_processes=2, cache=str(tmp_path / "new" / "verdicts.sqlite"))
+    before = seen(url)["good"]
+    for _ in range(2):
+        with ScoringPool(JUDGE, reward) as pool:
+            scores = pool.score(["once"] * 4, ["{}"] * 4)
+        assert {score.total for score in scores} == {0.75}
+    # two processes may ask at once; nobody asks later. One more is the first call, on an empty answer.
+    assert seen(url)["good"] - before <= 2 + 2
+
+
+def test_rules_beside_the_judge_and_weights_over_both(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    reward = settings(url, num_processes=1, rules="data.countdown:score")
+    truth = json.dumps({"numbers": [3, 4], "target": 7})
+    with ScoringPool(JUDGE, reward) as pool:
+        (score,) = pool.score(["<answer>3 + 4</answer>"], [truth])
+    assert (score.total, score.parts["correct"], score.parts["judge"]) == (1.75, 1.0, 0.75)
+    weighted = reward.model_copy(update={"weights": {"correct": 2.0, "judge": -1.0}})
+    with ScoringPool(JUDGE, weighted) as pool:
+        (score, failed) = pool.score(["<answer>3 + 4</answer>", "case=not_a_number"], [truth] * 2)
+    assert (score.total, score.parts["total"]) == (1.25, 1.75)
+    assert failed.failure, "a rule's score alone is not trained on"
+
+
+@pytest.mark.parametrize("value", [None, "", "two\nlines", "umlaut-ä"])
+def test_without_a_usable_key_nothing_is_sent(url: str, value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("JUDGE_KEY", value)
+    before = seen(url)
+    with ScoringPool(JUDGE, settings(url, num_processes=1)) as pool:
+        (score,) = pool.score(["keyless"], ["{}"])
+    assert "environment variable JUDGE_KEY (reward.judge.key_variable)" in str(score.failure)
+    assert seen(url) == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "1", '{"score": 1} or so', '{"score": true}', '{"score": "1"}', '{"score": 1e400}', '{"score": 1.0, "x": 2}',
+     "<score>one</score>", "<score>1</score><score>1</score>", '{"score": 5}', '{"score": -0.1}'],
+)  # fmt: skip
+def test_only_one_number_in_range_at_the_end_is_a_verdict(text: str) -> None:
+    with pytest.raises(JudgeError):
+        read_verdict(text, 4)
+
+
+def test_places_in_an_answer_are_not_filled(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that writes {ground_truth} does not get the reference put in: here it would name another case."""
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    reward = settings(url, num_processes=1, prompt="{response}")
+    with ScoringPool(JUDGE, reward) as pool:
+        (score,) = pool.score(["{ground_truth}"], ['{"a": "case=out_of_range"}'])
+    assert score.failure is None
