@@ -11,6 +11,7 @@ from rlcore.config.data import (
     MixtureData,
     MixturePart,
     ParquetData,
+    PassRatesConfig,
 )
 from rlcore.config.model import LoraConfig, ModelConfig, ScratchModel, WarmStartConfig
 from rlcore.config.rollout import (
@@ -42,6 +43,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParquetData",
+    "PassRatesConfig",
     "PathsConfig",
     "RewardConfig",
     "RolloutConfig",

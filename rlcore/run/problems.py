@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import compress
 from pathlib import Path
 
 from rlcore import sandbox
 from rlcore.batching.loader import MixedStream, PromptStream
+from rlcore.batching.pass_counts import CountedRows, PassCounts
 from rlcore.batching.prompts import is_chat, read_prompts
 from rlcore.config import MixtureData, RunConfig
 from rlcore.config.data import parts_of
@@ -15,17 +18,19 @@ from rlcore.rollout.by_part import with_scorer
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.rollout.turns import TurnTokens
 from rlcore.run.inputs import RunInputs
+from rlcore.run.pass_rates import PassRates, find_pass_rates, is_wanted
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import Decode
 from rlcore.types import Prompt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problems:
-    """Training prompts in their order, held-out prompts, and how answers become text."""
+    """Training prompts part by part, held-out prompts, and how answers become text."""
 
     config: RunConfig
-    stream: PromptStream[Prompt] | MixedStream
+    inputs: RunInputs
+    train: tuple[tuple[Prompt, ...], ...]
     validation: tuple[Prompt, ...]
     decode: Decode
 
@@ -44,11 +49,50 @@ class Problems:
             return texts if token_ids else []
 
         validation = spread(read_parts(config, inputs.validation_parquets))
-        train = read_parts(config, inputs.train_parquets)
-        if isinstance(config.data, MixtureData):
-            weights = [part.weight for part in config.data.parts]
-            return cls(config, MixedStream(train, weights, seed=config.seed), validation, decode)
-        return cls(config, PromptStream(train[0], seed=config.seed), validation, decode)
+        train = tuple(map(tuple, read_parts(config, inputs.train_parquets)))
+        return cls(config, inputs, train, validation, decode)
+
+    @cached_property
+    def pass_rates(self) -> PassRates | None:
+        """The table of pass rates; None where the run has none.
+
+        Raises:
+            DataError: it is not made yet, or keeps too few rows.
+        """
+        if not is_wanted(self.config):
+            return None
+        found = find_pass_rates(self.config, self.inputs)
+        if found is None:
+            raise DataError(
+                "pass_rates.samples: the table is not made yet. Run `millrace data pass-rates` with these settings"
+            )
+        found.require_enough(self.config.trainer.batch_size)
+        return found
+
+    @cached_property
+    def kept(self) -> tuple[tuple[Prompt, ...], ...]:
+        """The training prompts that `pass_rates.keep` leaves, part by part."""
+        if self.pass_rates is None:
+            return self.train
+        pairs = zip(self.train, self.pass_rates.kept, strict=True)
+        return tuple(tuple(compress(prompts, kept)) for prompts, kept in pairs)
+
+    @cached_property
+    def stream(self) -> PromptStream[Prompt] | MixedStream:
+        """The kept prompts in their order."""
+        if isinstance(self.config.data, MixtureData):
+            weights = [part.weight for part in self.config.data.parts]
+            return MixedStream(self.kept, weights, seed=self.config.seed)
+        return PromptStream(self.kept[0], seed=self.config.seed)
+
+    def counted(self) -> CountedRows | None:
+        """The kept rows with the passes counted so far, where rows are drawn by them."""
+        settings = self.config.pass_rates
+        if settings.draw == "uniform":
+            return None
+        ids = [prompt.prompt_id for part in self.kept for prompt in part]
+        none = PassCounts.of([0] * len(ids), [0] * len(ids))
+        return CountedRows(ids, none if self.pass_rates is None else self.pass_rates.kept_counts(), settings)
 
     def held_out(self, *, in_training: bool) -> tuple[Prompt, ...]:
         """All held-out prompts, or the first `validation.max_problems` of them while training."""

@@ -240,7 +240,9 @@ class RunTraining(Training[RunWorkers]):
     def _measured(self, state: TrackedState) -> tuple[Mapping[str, float], TrackedState]:
         step = state.loop.step
         result = self.judge(name_of(step), step)
-        return dict(result.summary()), self._record.with_score(state, result)
+        rates = self._workers.problems.pass_rates if step == 0 else None
+        metrics = {} if rates is None else rates.metrics()
+        return {**metrics, **result.summary()}, self._record.with_score(state, result)
 
     def _keep_samples(self, result: StepResult) -> None:
         step = result.state.step

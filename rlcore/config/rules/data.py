@@ -94,6 +94,15 @@ RULES: tuple[Rule, ...] = (
         or (Path(c.warm_start.demonstrations).suffix in (".jsonl", ".parquet")
             and Path(c.warm_start.demonstrations).expanduser().is_file()),
         "Give its path, or leave it out: a task's own solutions are shown then"),
+    *(row(f"{name}_goes_upward", f"pass_rates.{name}", "", "must be two shares from 0 to 1, the lower one first",
+          lambda c, name=name: 0 <= getattr(c.pass_rates, name)[0] <= getattr(c.pass_rates, name)[1] <= 1,
+          "Such as [0.1, 0.9]") for name in ("keep", "band")),
+    row("pass_rates_come_from_one_place", "pass_rates.samples", "pass_rates.table", "must be 0 with a given table",
+        lambda c: not c.pass_rates.samples or c.pass_rates.table is None, "Leave one of the two out"),
+    row("pass_rate_table_is_there", "pass_rates.table", "",
+        "must be the folder of a finished table, pass-rates/<fingerprint> of a root",
+        lambda c: c.pass_rates.table is None or (Path(c.pass_rates.table).expanduser() / "manifest.json").is_file(),
+        "Give the folder that `millrace data pass-rates` names"),
 )  # fmt: skip
 
 
