@@ -50,8 +50,8 @@ class PassCounts:
         found = np.frombuffer(base64.b64decode(text), dtype="<f4")
         if found.size != 2 * num_rows:
             raise CheckpointError(
-                f"the checkpoint counts the passes of {found.size // 2:,} training rows, and there are {num_rows:,}: it "
-                "is of other data or another table of pass rates. Put them back, or start another run (--fork)"
+                f"the checkpoint counts the passes of {found.size // 2:,} training rows, and there are {num_rows:,}: "
+                "it is of other data or another table of pass rates. Put them back, or start another run (--fork)"
             )
         return cls(found[:num_rows].astype(np.float32), found[num_rows:].astype(np.float32))
 

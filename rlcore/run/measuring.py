@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -89,20 +90,20 @@ class PassRateMeasuring:
         parts: list[pa.Table] = []
         pace, done, size = Pace(is_warm=False), 0, self._config.pass_rates.rows_per_part
         while done < len(prompts):
-            folder, begun = self._beside / f"rows-{done:09d}", time.monotonic()
+            folder = self._beside / f"rows-{done:09d}"
             if finished_or_set_aside(folder) is None:
                 if self._stop():
                     raise StopRequestedError(
                         f"the pass rates of {done:,} of {len(prompts):,} rows are saved; start again to go on"
                     )
-                table = self._measured(prompts[done : done + size], digests[done : done + size], done)
-                self._record.room.hold(
-                    lambda table=table, folder=folder: _write(table, folder, {}), step=0, path=folder
-                )
+                begun = time.monotonic()
+                part = self._measured(prompts[done : done + size], digests[done : done + size], done)
+                seconds = time.monotonic() - begun
+                self._record.room.hold(partial(_write, part, folder, {}), step=0, path=folder)
                 pace.tick()
+                self._progress(part, done + part.num_rows, len(prompts), pace, seconds)
             parts.append(read_table(folder / TABLE))
             done += parts[-1].num_rows
-            self._progress(parts[-1], done, len(prompts), pace, time.monotonic() - begun)
         return parts
 
     def _measured(self, prompts: Sequence[Prompt], digests: Sequence[str], first_row: int) -> pa.Table:
@@ -144,7 +145,7 @@ class PassRateMeasuring:
             text = f"pass rates: {scorer} failed on {unscored:,} answers, which are left out"
             self._report({"event": "note", "text": text})
         facts = {FINGERPRINT: self._directory.name, **facts_of(table, samples)}
-        self._record.room.hold(lambda: _write(table, self._directory, facts), step=0, path=self._directory)
+        self._record.room.hold(partial(_write, table, self._directory, facts), step=0, path=self._directory)
         for folder in self._beside.glob("rows-*"):
             shutil.rmtree(folder, ignore_errors=True)
 

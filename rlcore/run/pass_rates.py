@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 
 from rlcore.batching.pass_counts import PassCounts
 from rlcore.config import PassRatesConfig, RunConfig
-from rlcore.config.data import parts_of
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.run.inputs import RunInputs, answers_payload, code_payload, planned_start_model
@@ -28,7 +27,7 @@ from rlcore.storage.manifest import MANIFEST
 PASS_RATES_FORMAT = 1
 """Raise it when the table's columns change, or its answers for the same settings."""
 TABLE = "pass_rates.parquet"
-WITHOUT_PASS_RATES = "pass_rates.samples: must be 1 or more to measure pass rates, got 0. Set pass_rates.samples=8, or more for finer rates"
+WITHOUT_PASS_RATES = "pass_rates.samples: must be 1 or more to measure pass rates, got 0. Set pass_rates.samples=8"
 SCHEMA = pa.schema(
     [
         ("row_id", pa.int64()),
