@@ -62,7 +62,8 @@ class PassCounts:
     def rates(self) -> Float[Array, "R"]:
         """c / s; NaN for a row without a scored answer."""
         with np.errstate(invalid="ignore"):
-            return self.passes.astype(np.float64) / self.samples
+            rates: Array = self.passes.astype(np.float64) / self.samples
+        return rates
 
     def added(self, rows: Int[Array, "M"], passes: Array, samples: Array, fade: float) -> "PassCounts":
         """After M groups: the row of each, every row once, its right answers and its scored ones.
@@ -81,7 +82,8 @@ class PassCounts:
         """Rows whose pass rate is not known or lies in the band; the others are retired."""
         low, high = settings.band
         rates = self.rates()
-        return np.isnan(rates) | ((rates >= low) & (rates <= high))
+        inside: Array = np.isnan(rates) | ((rates >= low) & (rates <= high))
+        return inside
 
     def weights(self, settings: PassRatesConfig) -> Float[Array, "R"]:
         """Weight of each row in the next draw, over 0 and at most 1."""

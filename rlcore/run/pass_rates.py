@@ -177,7 +177,7 @@ def _matched(table: pa.Table, wanted: Sequence[str], directory: Path) -> PassCou
     if known == list(wanted):
         return counts
     place = {digest: index for index, digest in reversed(list(enumerate(known)))}
-    if missing := sum(digest not in place for digest in wanted):
+    if missing := len([digest for digest in wanted if digest not in place]):
         raise DataError(
             f"pass_rates.table: must hold every training row, got {directory}, which lacks {missing:,} of "
             f"{len(wanted):,}: it is of other data, another filter, template or tokenizer. Measure these rows "

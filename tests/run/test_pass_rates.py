@@ -10,7 +10,8 @@ from tests.run.running import disturb, said, steps_of, weights_of
 from tests.run.sessions import Event, elsewhere, run_to_the_end, session_of
 from tests.small_run import SmallRun, prepare
 
-BASE = ("data.train_size=48", "pass_rates.samples=4", "pass_rates.rows_per_part=20", "tracking.enabled=false")
+COARSE = ("data.train_size=48", "pass_rates.samples=4", "tracking.enabled=false")
+BASE = (*COARSE, "pass_rates.rows_per_part=20")
 DRAWN = (
     *BASE,
     "pass_rates.keep=[0,0.9]",
@@ -46,12 +47,12 @@ def test_a_stopped_stage_goes_on_and_comes_to_the_same_bytes_with_parts_of_anoth
         if event["event"] == "progress":
             stops.append(1)
 
-    with session_of(run, heard, lambda: bool(stops)) as session:
-        with pytest.raises(StopRequestedError, match="20 of 48 rows are saved"):
-            session.measure_pass_rates()
+    asked = session_of(run, heard, lambda: bool(stops))
+    with asked as session, pytest.raises(StopRequestedError, match="20 of 48 rows are saved"):
+        session.measure_pass_rates()
     assert find_pass_rates(run.config, run.inputs) is None
     shown: list[object] = []
-    run = elsewhere(measured, tmp_path, *BASE, "pass_rates.rows_per_part=16")
+    run = elsewhere(measured, tmp_path, *COARSE, "pass_rates.rows_per_part=16")
     with session_of(run, lambda event: shown.append(event.get("step"))) as session:
         session.measure_pass_rates()
     assert [step for step in shown if step] == [36, 48], "the first twenty are not answered again"
