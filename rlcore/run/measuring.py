@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +59,14 @@ class PassRateMeasuring:
         self._workers = workers
         self._stop = stop
         self._locked = locked
-        self._directory = planned_pass_rates(record.config, inputs.filtered_directory)
-        self._beside = self._directory.with_name(f"measuring-{self._directory.name}")
+
+    @cached_property
+    def _directory(self) -> Path:
+        return planned_pass_rates(self._config, self._inputs.filtered_directory)
+
+    @property
+    def _beside(self) -> Path:
+        return self._directory.with_name(f"measuring-{self._directory.name}")
 
     def make(self) -> PassRates:
         """The table, made unless it is there.

@@ -27,6 +27,8 @@ from rlcore.storage.manifest import MANIFEST
 PASS_RATES_FORMAT = 1
 """Raise it when the table's columns change, or its answers for the same settings."""
 TABLE = "pass_rates.parquet"
+KIND = "pass-rates"
+"""Of the table's folder, in its manifest."""
 WITHOUT_PASS_RATES = "pass_rates.samples: must be 1 or more to measure pass rates, got 0. Set pass_rates.samples=8"
 SCHEMA = pa.schema(
     [
@@ -159,10 +161,13 @@ def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
         DataError: a table is damaged; the one given is none, or lacks training rows.
     """
     directory = planned_pass_rates(config, inputs.filtered_directory)
-    is_given = config.pass_rates.table is not None
-    if finished(directory) is None:
-        if is_given:
-            raise DataError(f"pass_rates.table: must be the folder of a finished table, got {directory}")
+    manifest = finished(directory)
+    if config.pass_rates.table is not None and (manifest is None or manifest.values.get("kind") != KIND):
+        raise DataError(
+            f"pass_rates.table: must be the folder of a finished table of pass rates, got {directory}. Give the folder "
+            "that `millrace data pass-rates` names"
+        )
+    if manifest is None:
         return None
     table = read_table(directory / TABLE)
     digests = [row_digests(file) for file in inputs.train_parquets]
@@ -227,7 +232,7 @@ def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
     rates = counts.rates()
     known = rates[~np.isnan(rates)]
     return {
-        "kind": "pass-rates",
+        "kind": KIND,
         "rows": table.num_rows,
         "samples": samples,
         "mean": float(known.mean()),

@@ -50,6 +50,8 @@ class Problems:
 
         validation = spread(read_parts(config, inputs.validation_parquets))
         train = tuple(map(tuple, read_parts(config, inputs.train_parquets)))
+        if isinstance(config.data, MixtureData):  # a weight that is too small is told here, not at the first step
+            MixedStream(train, [part.weight for part in config.data.parts], seed=config.seed)
         return cls(config, inputs, train, validation, decode)
 
     @cached_property
