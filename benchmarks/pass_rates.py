@@ -2,9 +2,9 @@
 
     python -m benchmarks.pass_rates --out pass_rates.json        # on a CPU, a minute
 
-Countdown rows of two and three numbers, and a small model that was shown their solutions. What a row is worth is known from
-128 further answers to it, drawn apart from those of the table. The figure is Spearman's rank correlation of the table's
-rates, from 16 answers to each row, with those. Exit code 1 if it is 0.9 or less.
+Countdown rows of two and three numbers, and a small model that was shown their solutions. How hard a row is for it is
+known from 128 further answers, drawn apart from those of the table. The figure is Spearman's rank correlation of the
+table's rates, from 16 answers to each row, with those. Exit code 1 if it is 0.9 or less.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tests.small_run import prepare
 
 LEAST = 0.9
 SETTINGS = (
-    "data.train_size=256", "data.min_numbers=2", "data.number_high=9", "data.target_high=18",
+    "data.train_size=128", "data.min_numbers=2", "data.number_high=9", "data.target_high=18",
     "warm_start.misdirected_share=0", "warm_start.stop_at_reward=null", "warm_start.max_steps=300",
     "pass_rates.rows_per_part=64", "tracking.enabled=false",
 )  # fmt: skip
@@ -61,6 +61,7 @@ def measure(root: Path, samples: int) -> dict[str, Any]:
 
 
 def main() -> int:
+    """Measure, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=16, help="answers to each row in the table")
     parser.add_argument("--out", type=Path, help="write the figures as JSON to this file")

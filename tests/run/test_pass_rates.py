@@ -2,10 +2,15 @@
 
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
+from flows.plan.plan import make_plan
+from rlcore.batching.pass_counts import PassCounts
+from rlcore.config import PassRatesConfig
 from rlcore.errors import DataError, StopRequestedError
-from rlcore.run.pass_rates import TABLE, find_pass_rates, planned_pass_rates, read_table
+from rlcore.run.inputs import RunInputs
+from rlcore.run.pass_rates import TABLE, PassRates, find_pass_rates, planned_pass_rates, read_table
 from tests.run.running import disturb, said, steps_of, weights_of
 from tests.run.sessions import Event, elsewhere, run_to_the_end, session_of
 from tests.small_run import SmallRun, prepare
@@ -86,12 +91,46 @@ def test_rows_are_kept_by_their_rate_and_too_few_are_an_error(measured: SmallRun
         kept = [prompt.prompt_id for prompt in problems.kept[0]]
     assert kept == [row for row, rate in enumerate(rates) if 0.2 <= rate <= 0.8]
     assert 2 <= len(kept) < 48
+    plan = make_plan(run.config).stage("pass-rates")
+    assert (plan.cached, plan.detail) == (True, f"kept {len(kept)} of 48 rows")
     few = prepare(root, *BASE[:1], given, "pass_rates.samples=0", "pass_rates.keep=[0.99,1]", "tracking.enabled=false")
     with session_of(few) as session, pytest.raises(DataError, match=r"keep: must leave trainer\.batch_size=8 rows"):
         session.measure_pass_rates()
     other = prepare(tmp_path, "data.train_size=48", "data.number_high=19", given, "tracking.enabled=false")
     with session_of(other) as session, pytest.raises(DataError, match="must hold every training row"):
         session.measure_pass_rates()
+
+
+def rates_of(*rows: tuple[int, int], parts: tuple[int, ...], keep: tuple[float, float]) -> PassRates:
+    counts = PassCounts.of([passes for passes, _ in rows], [samples for _, samples in rows])
+    return PassRates(Path("table"), counts, parts, PassRatesConfig(samples=4, keep=keep))
+
+
+def test_a_part_of_a_mixture_left_empty_is_an_error_and_an_unknown_rate_is_not_kept() -> None:
+    rates = rates_of((0, 4), (1, 4), (0, 0), (4, 4), (4, 4), parts=(3, 2), keep=(0.25, 0.9))
+    assert [part.tolist() for part in rates.kept] == [[False, True, False], [False, False]]
+    with pytest.raises(DataError, match=r"leaves none of entry 1 of data\.parts"):
+        rates.require_enough(1)
+    everything = rates_of((0, 4), (0, 0), parts=(2,), keep=(0, 1))
+    assert everything.kept[0].all(), "[0, 1] asks for nothing"
+    everything.require_enough(2)
+    assert rates.kept_counts().samples.tolist() == [4]
+    assert rates.spread() == "0 for 25% of the rows, 1 for 50%, between for 25%"
+
+
+def test_a_table_of_more_rows_is_matched_by_tokens_and_truth(measured: SmallRun, tmp_path: Path) -> None:
+    """The first rows of the same dataset, in a root of their own."""
+    rows = pq.read_table(measured.inputs.train_parquets[0])
+    (tmp_path / "few").mkdir()
+    pq.write_table(rows.take([7, 3, 40]), tmp_path / "few" / "train.parquet")
+    inputs = RunInputs(tmp_path / "few", measured.inputs.tokenizer_directory)
+    settings = PassRatesConfig(table=str(table_of(measured).parent))
+    found = find_pass_rates(measured.config.model_copy(update={"pass_rates": settings}), inputs)
+    assert found is not None
+    assert found.counts.passes.tolist() == read_table(table_of(measured)).column("passes").take([7, 3, 40]).to_pylist()
+    settings = PassRatesConfig(table=str(measured.inputs.filtered_directory))
+    with pytest.raises(DataError, match="must be the folder of a finished table of pass rates"):
+        find_pass_rates(measured.config.model_copy(update={"pass_rates": settings}), inputs)
 
 
 @pytest.mark.multiprocess
