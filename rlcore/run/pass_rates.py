@@ -133,7 +133,7 @@ class PassRates:
         kept = [int(part.sum()) for part in self.kept]
         of = f"of {sum(self.part_sizes):,} training rows (table {self.directory})"
         remedy = f"Widen pass_rates.keep; the pass rates are {self.spread()}"
-        if 0 in kept and sum(kept):
+        if 0 in kept and any(kept):
             raise DataError(
                 f"pass_rates.keep: must leave rows of every part of a mixture, got [{low:g}, {high:g}], which leaves "
                 f"none of entry {kept.index(0)} of data.parts. {remedy}, or leave that part out"

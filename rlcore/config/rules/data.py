@@ -105,9 +105,10 @@ RULES: tuple[Rule, ...] = (
         _LIKE_SHARES),
     row("pass_rates_come_from_one_place", "pass_rates.samples", "pass_rates.table", "must be 0 with a given table",
         lambda c: not c.pass_rates.samples or c.pass_rates.table is None, "Leave one of the two out"),
-    row("pass_rate_table_is_there", "pass_rates.table", "",
+    row("pass_rate_table_is_there", "pass_rates.table", "pass_rates.samples",
         "must be the folder of a finished table, pass-rates/<fingerprint> of a root",
-        lambda c: c.pass_rates.table is None or (Path(c.pass_rates.table).expanduser() / "manifest.json").is_file(),
+        lambda c: c.pass_rates.samples > 0 or c.pass_rates.table is None
+        or (Path(c.pass_rates.table).expanduser() / "manifest.json").is_file(),
         "Give the folder that `millrace data pass-rates` names"),
 )  # fmt: skip
 
