@@ -92,9 +92,9 @@ def make_data(settings: RunSettings) -> None:
 def pass_rates(settings: RunSettings, *, verbose: bool) -> None:
     """Measure the pass rates of the training rows."""
     warn(settings.idle())
-    check_before_start(settings.config, plan_run(settings))
     if not is_wanted(settings.config):
         raise ConfigError(WITHOUT_PASS_RATES)
+    check_before_start(settings.config, plan_run(settings))
     with _in_hand(settings, "data pass-rates", verbose=verbose) as run:
         inputs = chain.make_rows(run.config, chain.run_here).inputs
         chain.make_start_model(run, inputs, chain.run_here)

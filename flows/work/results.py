@@ -222,7 +222,7 @@ def known_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | No
     """The run's table of pass rates, if it is there.
 
     Raises:
-        DataError: it keeps too few rows, is damaged, or a given one lacks rows.
+        DataError: it keeps too few rows, or a given one is damaged or lacks rows.
     """
     found = find_pass_rates(config, inputs)
     if found is None:

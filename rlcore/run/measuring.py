@@ -89,7 +89,6 @@ class PassRateMeasuring:
 
     def _parts(self) -> list[pa.Table]:
         """All parts in the order of the rows; those that are missing are made."""
-        finished_or_set_aside(self._directory)  # a damaged table makes way
         self._workers.load("start")
         prompts = [prompt for part in self._workers.problems.train for prompt in part]
         digests = [digest for file in self._inputs.train_parquets for digest in row_digests(file)]

@@ -21,7 +21,7 @@ from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
 from rlcore.run.inputs import RunInputs, answers_payload, code_payload, planned_start_model
-from rlcore.storage.finished import finished
+from rlcore.storage.finished import finished, finished_or_set_aside
 from rlcore.storage.manifest import MANIFEST
 
 PASS_RATES_FORMAT = 1
@@ -155,14 +155,15 @@ class PassRates:
 
 
 def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
-    """The run's table, if it is there and whole; None where it is still to be made.
+    """The run's table, if it is there and whole; None where it is still to be made. A damaged one is set aside.
 
     Raises:
-        DataError: a table is damaged; the one given is none, or lacks training rows.
+        DataError: the table given is damaged, is none, or lacks training rows.
     """
     directory = planned_pass_rates(config, inputs.filtered_directory)
-    manifest = finished(directory)
-    if config.pass_rates.table is not None and (manifest is None or manifest.values.get("kind") != KIND):
+    is_given = config.pass_rates.table is not None
+    manifest = finished(directory) if is_given else finished_or_set_aside(directory)
+    if is_given and (manifest is None or manifest.values.get("kind") != KIND):
         raise DataError(
             f"pass_rates.table: must be the folder of a finished table of pass rates, got {directory}. Give the folder "
             "that `millrace data pass-rates` names"

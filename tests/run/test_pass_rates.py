@@ -63,6 +63,9 @@ def test_a_stopped_stage_goes_on_and_comes_to_the_same_bytes_with_parts_of_anoth
     assert [step for step in shown if step] == [36, 48], "the first twenty are not answered again"
     assert table_of(run).read_bytes() == table_of(measured).read_bytes()
     assert [path.name for path in table_of(run).parents[1].glob("measuring-*/rows-*")] == []
+    table_of(run).write_bytes(b"damaged")
+    assert find_pass_rates(run.config, run.inputs) is None, "it is set aside, and made again"
+    assert not table_of(run).exists()
 
 
 def test_a_line_counts_what_validation_would_count(measured: SmallRun) -> None:
