@@ -1,4 +1,4 @@
-"""The chain of a run: dataset, filter, warm start, training in chunks, weights, validation, report.
+"""The chain of a run: dataset, filter, warm start, pass rates, training in chunks, weights, validation, report.
 
 This is the one list of stages. Their work is in `flows.work.stages`, where each is a no-op if its result is on disk.
 `millrace train` runs each stage by `run_here`, flows run each as a Prefect task (`flows.tasks`).
@@ -14,12 +14,13 @@ from flows.progress import display
 from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun
-from flows.work.results import Export, Judgement, PipelineResult, Report, StartModel, describe_rows
+from flows.work.results import Export, Judgement, PassRateTable, PipelineResult, Report, StartModel, describe_rows
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.errors import WorkerLostError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
+from rlcore.run.pass_rates import is_wanted
 
 R = TypeVar("R")
 
@@ -97,9 +98,18 @@ def make_start_model(run: OpenRun, inputs: RunInputs, do: RunStage) -> StartMode
         title = f"warm-start {run.title} from step {start}"
 
 
+def measure_pass_rates(run: OpenRun, inputs: RunInputs, do: RunStage) -> PassRateTable:
+    """Measure how often the model of step 0, which must be there, solves each training row; or find that."""
+    work = partial(stages.measure_pass_rates, run, inputs)
+    return do(Stage("pass-rates", f"pass-rates {run.title}", work, lambda made: f"pass rates: {made}", run))
+
+
 def train(run: OpenRun, inputs: RunInputs, do: RunStage, to_step: int | None = None) -> None:
-    """Make the model of step 0, and train it in chunks to a step; None: the last."""
+    """Make the model of step 0, measure pass rates where they are wanted, and train in chunks to a step; None: the
+    last."""
     make_start_model(run, inputs, do)
+    if is_wanted(run.config):
+        measure_pass_rates(run, inputs, do)
     for start, stop in stages.chunk_bounds(run.config, to_step):
         work = partial(stages.train_chunk, run, inputs, start, stop, to_step)
         do(Stage("train-chunk", f"train/{run.title} step {start}-{stop}", work, lambda chunk: f"train: {chunk}", run))

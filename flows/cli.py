@@ -254,6 +254,21 @@ def data_make(settings: Settings = None, root: RootOfRun = None) -> None:
     run_command.make_data(composed)
 
 
+@data_app.command(
+    "pass-rates",
+    epilog=_examples(
+        "millrace data pass-rates experiment=countdown_demo pass_rates.samples=8",
+        "millrace data pass-rates experiment=countdown_demo pass_rates.samples=8 'pass_rates.keep=[0.1,0.9]'",
+    ),
+)
+def data_pass_rates(settings: Settings = None, root: RootOfRun = None, verbose: Verbose = False) -> None:
+    """Measure how often an experiment's start model solves each training row. Data and model are made if missing."""
+    composed = forked(with_root(settings, root))
+    from flows.commands import run as run_command
+
+    run_command.pass_rates(composed, verbose=verbose)
+
+
 @data_app.command("inspect", epilog=_examples("millrace data inspect artifacts/datasets/<fingerprint> --rows 5"))
 def data_inspect(
     path: Annotated[Path, typer.Argument(help="A parquet file of a dataset, or its folder.")],

@@ -27,8 +27,10 @@ from flows.tasks import as_task, flow_run_name, say_settings, tell, working_on
 from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import open_run
-from flows.work.results import Export, Judgement, PipelineResult, Report, StartModel, checkpoint_name
+from flows.work.results import Export, Judgement, PassRateTable, PipelineResult, Report, StartModel, checkpoint_name
+from rlcore.errors import ConfigError
 from rlcore.run.layout import RunLayout
+from rlcore.run.pass_rates import WITHOUT_PASS_RATES, is_wanted
 
 R = TypeVar("R")
 
@@ -189,6 +191,15 @@ def _make_start_model(settings: RunSettings) -> StartModel:
         return chain.make_start_model(run, chain.make_rows(run.config, as_task).inputs, as_task)
 
 
+def _measure_pass_rates(settings: RunSettings) -> PassRateTable:
+    if not is_wanted(settings.config):
+        raise ConfigError(WITHOUT_PASS_RATES)
+    with watched(), open_run(settings.config, settings.command("data pass-rates")) as run:
+        inputs = chain.make_rows(run.config, as_task).inputs
+        chain.make_start_model(run, inputs, as_task)
+        return chain.measure_pass_rates(run, inputs, as_task)
+
+
 def _write_report(settings: RunSettings) -> Report:
     layout = RunLayout.of(settings.config)
     made = chain.write_report(layout, settings.config.name, as_task)
@@ -213,5 +224,11 @@ warm_start = _stage_flow(
     "Make the model that an experiment's training starts from, unless it is there.",
     "train",
     _make_start_model,
+)
+pass_rates = _stage_flow(
+    "pass-rates",
+    "Measure how often an experiment's start model solves each training row, unless that is known.",
+    "data pass-rates",
+    _measure_pass_rates,
 )
 report = _stage_flow("report", "Write the report of a run as one HTML file, and as JSON.", "report", _write_report)

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+FULL_MARKS = 1.0
+"""Score of a right answer where the scorer names no part `correct`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Score:
@@ -20,6 +23,11 @@ class Score:
     parts: Mapping[str, float]
     said: str | None = None
     failure: str | None = None
+
+    @property
+    def solved(self) -> bool:
+        """Whether the answer is right: by the part `correct` if there is one, else by a full score (1)."""
+        return self.parts.get("correct", self.total) >= FULL_MARKS
 
 
 class Scorer(Protocol):

@@ -1,4 +1,4 @@
-"""`millrace run`, `train`, `validate`, `report`, `data make` and `data inspect`."""
+"""`millrace run`, `train`, `validate`, `report`, `data make`, `data pass-rates` and `data inspect`."""
 
 import logging
 import sys
@@ -21,7 +21,8 @@ from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun, open_run
 from flows.work.results import PipelineResult, checkpoint_name, finished, step_of
 from rlcore.config import RunConfig
-from rlcore.errors import StopRequestedError
+from rlcore.errors import ConfigError, StopRequestedError
+from rlcore.run.pass_rates import WITHOUT_PASS_RATES, is_wanted
 from rlcore.start import uncollected
 
 
@@ -86,6 +87,18 @@ def make_data(settings: RunSettings) -> None:
     check_before_plan(settings.config)
     with shown_on(display_for_console()):
         chain.make_rows(settings.config, chain.run_here)
+
+
+def pass_rates(settings: RunSettings, *, verbose: bool) -> None:
+    """Measure the pass rates of the training rows."""
+    warn(settings.idle())
+    if not is_wanted(settings.config):
+        raise ConfigError(WITHOUT_PASS_RATES)
+    check_before_start(settings.config, plan_run(settings))
+    with _in_hand(settings, "data pass-rates", verbose=verbose) as run:
+        inputs = chain.make_rows(run.config, chain.run_here).inputs
+        chain.make_start_model(run, inputs, chain.run_here)
+        chain.measure_pass_rates(run, inputs, chain.run_here)
 
 
 def inspect(path: Path, *, num_rows: int, seed: int, as_json: bool, html: Path | None) -> None:

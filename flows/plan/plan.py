@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from data import dataset_directory, dataset_fingerprint, filter_fingerprint, filtered_directory, tokenizer_fingerprint
 from flows.work.open_run import require_same_code
-from flows.work.results import committed_step, known_judgement, known_report, report_fingerprint
+from flows.work.results import committed_step, known_judgement, known_pass_rates, known_report, report_fingerprint
 from flows.work.stages import chunk_bounds, suite_datasets
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import LoraConfig, RunConfig, WarmStartConfig
@@ -21,9 +21,10 @@ from rlcore.config.model import PUBLISHED
 from rlcore.errors import CheckpointError
 from rlcore.models.shape import config_file, shape_of
 from rlcore.run.disk import disk_needs
-from rlcore.run.inputs import given_model, is_given, planned_start_model, planned_tokenizer, stage_settings
+from rlcore.run.inputs import RunInputs, given_model, is_given, planned_start_model, planned_tokenizer, stage_settings
 from rlcore.run.layout import RunLayout
 from rlcore.run.memory import MemoryPlan, device_of, fitted
+from rlcore.run.pass_rates import is_wanted, planned_pass_rates
 from rlcore.storage.disk import (
     RoomReport,
     check_needs,
@@ -195,7 +196,11 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
     seen = config if seen is None else seen
     dataset, filtered = _data_stages(seen, layout.root)
     chunks = tuple(ChunkPlan(start, stop, stop <= committed) for start, stop in chunk_bounds(config))
-    stages = [dataset, filtered, _start_model(config, filtered), _train(config, layout, chunks, committed)]
+    start_model = _start_model(config, filtered)
+    stages = [dataset, filtered, start_model]
+    if is_wanted(config):
+        stages.append(_pass_rates(config, filtered))
+    stages.append(_train(config, layout, chunks, committed))
     stages += [_validate(config, layout, committed), _report(config, layout, stages)]
     return RunPlan(
         run_id=run_id(config),
@@ -207,10 +212,10 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
         committed_step=committed,
         total_steps=config.trainer.total_steps,
         tokens=_tokens(config, committed),
-        disk=_disk(config, layout, count_parameters(seen), has_start_model=stages[2].cached),
+        disk=_disk(config, layout, count_parameters(seen), has_start_model=start_model.cached),
         memory=plan_memory_here(seen),
         warm_start_memory=None
-        if stages[2].cached or not seen.warm_start.enabled
+        if start_model.cached or not seen.warm_start.enabled
         else plan_memory_here(stage_settings(seen)),
         published_model=_published_model(seen),
     )
@@ -272,6 +277,19 @@ def _start_model(config: RunConfig, filtered: StagePlan) -> StagePlan:
     detail = _ends(warm) if warm.enabled else "model only"
     manifest, damage = finished_or_why(place)
     return StagePlan("warm-start", place.name, place, manifest is not None, _again(damage) or detail)
+
+
+def _pass_rates(config: RunConfig, filtered: StagePlan) -> StagePlan:
+    wanted = config.pass_rates
+    detail = f"{wanted.samples} answers to each training row" if wanted.table is None else f"from {wanted.table}"
+    if filtered.place is None or not filtered.cached:
+        return StagePlan("pass-rates", None, None, False, f"{detail}, after the filter")
+    place = planned_pass_rates(config, filtered.place)
+    damage = "" if wanted.table is not None else finished_or_why(place)[1]
+    known = None if damage else known_pass_rates(config, RunInputs(filtered.place, planned_tokenizer(config)))
+    if known is not None:
+        detail = f"kept {known.kept:,} of {known.rows:,} rows"
+    return StagePlan("pass-rates", place.name, place, known is not None, _again(damage) or detail)
 
 
 def _ends(warm: WarmStartConfig) -> str:

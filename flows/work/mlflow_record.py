@@ -24,7 +24,9 @@ from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import is_stop
+from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
+from rlcore.run.pass_rates import TABLE, is_wanted, planned_pass_rates
 from rlcore.storage.manifest import part_directories
 from rlcore.tracking.attempts import FinalStatus, has_begun
 from rlcore.tracking.connection import explain
@@ -107,6 +109,9 @@ def log_result(page: Page, report: Report | None) -> None:
     for name in ("lineage.json", DIFF_FILE):
         if (layout.run_dir / name).is_file():
             store.client.log_artifact(mlflow_run, str(layout.run_dir / name), "lineage")
+    if is_wanted(page.config):
+        table = planned_pass_rates(page.config, RunInputs.read(layout).filtered_directory) / TABLE
+        store.client.log_artifact(mlflow_run, str(table), "pass_rates")
     _log_summary(page)
 
 

@@ -15,6 +15,7 @@ from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import RunInputs, find_start_model, is_given, planned_start_model, suite_fingerprint
 from rlcore.run.layout import RunLayout
+from rlcore.run.pass_rates import find_pass_rates
 from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 from rlcore.storage.publish import write_json_atomically
 from rlcore.user_code import code_of
@@ -66,6 +67,21 @@ class StartModel:
             return f"no supervised steps: training starts from {self.directory}"
         shown = [f"{name.replace('_', '-')} {self.figures[name]:.3f}" for name in SHOWN if name in self.figures]
         return f"{', '.join(shown)} after {self.steps} steps{skipped(self.cached)} ({self.directory})"
+
+
+@dataclass(frozen=True, slots=True)
+class PassRateTable:
+    """The table of pass rates, and how many of the training rows it leaves. `spread`: the pass rates, in words."""
+
+    directory: Path
+    rows: int
+    kept: int
+    spread: str
+    cached: bool
+
+    def __str__(self) -> str:
+        """The line for people."""
+        return f"kept {self.kept:,} of {self.rows:,} rows; {self.spread}{skipped(self.cached)} ({self.directory})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +216,20 @@ def known_start_model(config: RunConfig, inputs: RunInputs) -> StartModel | None
     directory = planned_start_model(config, inputs.filtered_directory)
     figures = {name: float(values[name]) for name in SHOWN if name in values}
     return StartModel(directory, True, int(values.get("steps", 0)), figures)
+
+
+def known_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | None:
+    """The run's table of pass rates, if it is there.
+
+    Raises:
+        DataError: it keeps too few rows, or a given one is damaged or lacks rows.
+    """
+    found = find_pass_rates(config, inputs)
+    if found is None:
+        return None
+    found.require_enough(config.trainer.batch_size)
+    kept = sum(int(part.sum()) for part in found.kept)
+    return PassRateTable(found.directory, sum(found.part_sizes), kept, f"pass rates {found.spread()}", cached=True)
 
 
 def checkpoint_store(config: RunConfig) -> CheckpointStore:

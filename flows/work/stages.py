@@ -5,6 +5,7 @@ Each is a no-op, and says so, where its result is on disk already (`flows.work.r
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
@@ -19,6 +20,7 @@ from flows.work.results import (
     Chunk,
     Export,
     Judgement,
+    PassRateTable,
     Report,
     StartModel,
     best_step_wanted,
@@ -26,6 +28,7 @@ from flows.work.results import (
     committed_step,
     found_export,
     known_judgement,
+    known_pass_rates,
     known_report,
     known_start_model,
     known_suites,
@@ -38,6 +41,7 @@ from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_start_model
 from rlcore.run.layout import RunLayout
+from rlcore.run.pass_rates import is_wanted, planned_pass_rates
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
 from rlcore.user_code import code_of
@@ -184,6 +188,16 @@ def warm_start(run: OpenRun, inputs: RunInputs, to_step: int) -> StartModel:
     )
 
 
+def measure_pass_rates(run: OpenRun, inputs: RunInputs) -> PassRateTable:
+    """Measure the pass rates of the training rows, or find them. The model of step 0 must be there."""
+    if (known := known_pass_rates(run.config, inputs)) is not None:
+        return known
+    _call(run, inputs, "pass_rates")
+    made = known_pass_rates(run.config, inputs)
+    assert made is not None, "the trainer has published it"
+    return replace(made, cached=False)
+
+
 # ---------------------------------------------------------------------- training, validation, weights
 
 
@@ -287,7 +301,7 @@ def record_lineage(run: OpenRun, inputs: RunInputs) -> None:
 
 
 def _lineage_stages(run: OpenRun, inputs: RunInputs) -> "tuple[Stage, ...]":
-    from rlcore.report.record import Stage, stage_of
+    from rlcore.report.record import PASS_RATES_STAGE, Stage, stage_of
 
     folders = {
         "dataset": _dataset(run.config),
@@ -295,6 +309,8 @@ def _lineage_stages(run: OpenRun, inputs: RunInputs) -> "tuple[Stage, ...]":
         "tokenizer": inputs.tokenizer_directory,
         "start model": planned_start_model(run.config, inputs.filtered_directory),
     }
+    if is_wanted(run.config):
+        folders[PASS_RATES_STAGE] = planned_pass_rates(run.config, inputs.filtered_directory)
     code = code_of(run.config)
     kept = Stage("code", code.fingerprint, str(run.layout.code), {"files": ", ".join(code.sources)})
     return (kept, *(stage_of(name, folder) for name, folder in folders.items()))

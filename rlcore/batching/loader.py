@@ -10,6 +10,9 @@ position n brings part i to exactly
     floor(n * W[i]) - floor(n * W[i - 1])        W: running sums of the weights over their total, as exact fractions
 
 prompts, so a share is exact to one prompt at every block's end; within a block the parts are shuffled.
+
+A stream that is weighed draws by weights instead (`rlcore.batching.pass_counts`): what it gives until it is weighed
+again follows from the seed, the weights, and the first position that was taken since.
 """
 
 from collections.abc import Sequence
@@ -19,10 +22,13 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from rlcore.batching.pass_counts import weighted_order
 from rlcore.errors import DataError
 from rlcore.types import Prompt
 
 T = TypeVar("T")
+BY_WEIGHT = 2**31
+"""First word of the seeds of weighted orders: a run's seed is below it."""
 
 
 class PromptStream(Generic[T]):
@@ -37,6 +43,12 @@ class PromptStream(Generic[T]):
         self._seed = (seed,) if part is None else (seed, part + 1)
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
+        self._weights: np.ndarray | None = None
+        self._begin: int | None = None
+
+    def weigh(self, weights: np.ndarray) -> None:
+        """From the next position taken on, draw by weights: one a prompt, over 0. No prompt twice before all were."""
+        self._weights, self._begin, self._epoch = weights, None, -1
 
     def __len__(self) -> int:
         """Prompts in an epoch."""
@@ -51,11 +63,19 @@ class PromptStream(Generic[T]):
         return tuple(self._at(index) for index in range(position, position + count))
 
     def _at(self, position: int) -> T:
-        epoch, offset = divmod(position, len(self._prompts))
+        if self._weights is not None and self._begin is None:
+            self._begin = position
+        epoch, offset = divmod(position - (self._begin or 0), len(self._prompts))
         if epoch != self._epoch:
-            self._order = np.random.default_rng((*self._seed, epoch)).permutation(len(self._prompts))
+            self._order = self._order_of(epoch)
             self._epoch = epoch
         return self._prompts[int(self._order[offset])]
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if self._weights is None:
+            return np.random.default_rng((*self._seed, epoch)).permutation(len(self._prompts))
+        assert self._begin is not None, "an order is made for a position"
+        return weighted_order(self._weights, np.random.default_rng((BY_WEIGHT, *self._seed, self._begin, epoch)))
 
 
 BLOCK = 1_024
@@ -80,6 +100,12 @@ class MixedStream:
         self._block = -1
         self._sources = np.empty(0, dtype=np.int64)
         self._places = np.empty(0, dtype=np.int64)
+
+    def weigh(self, weights: np.ndarray) -> None:
+        """As `PromptStream.weigh`, in each part; `weights`: of the parts' prompts one part after the other."""
+        ends = np.cumsum([len(stream) for stream in self._streams])[:-1]
+        for stream, mine in zip(self._streams, np.split(weights, ends), strict=True):
+            stream.weigh(mine)
 
     def __len__(self) -> int:
         """Prompts of all parts."""

@@ -42,6 +42,8 @@ class TrainerState(BaseModel):
     """What roll-backs have left of the learning rate."""
     num_roll_backs: int = Field(default=0, ge=0)
     """Roll-backs so far on the way to this checkpoint."""
+    pass_counts: str = ""
+    """Right and scored answers of each training row as float32, where rows are drawn by them, in base64."""
     journal_bytes: int = Field(default=0, ge=0)
     """Length of metrics.jsonl with this step's line as its last."""
     journal_sha256: str = ""

@@ -11,6 +11,7 @@ from rlcore.config.data import (
     MixtureData,
     MixturePart,
     ParquetData,
+    PassRatesConfig,
     ReasoningGymData,
 )
 from rlcore.config.model import LoraConfig, ModelConfig, ScratchModel, WarmStartConfig
@@ -46,6 +47,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParquetData",
+    "PassRatesConfig",
     "PathsConfig",
     "ReasoningGymData",
     "RewardConfig",

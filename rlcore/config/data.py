@@ -223,3 +223,30 @@ class FilterConfig(Section):
     decontaminate: Literal["off", "tell", "drop"] = "off"
     """What happens to a training row that occurs in one of `validation.suites`: the same prompt, or 13 words in a row
     in common, whatever their case and punctuation. tell: such rows are counted. drop: they are left out."""
+
+
+class PassRatesConfig(Section):
+    """How often the start model solves each training row, and how rows are chosen and drawn by that (docs/data.md)."""
+
+    samples: int = Field(default=0, ge=0, le=1_024)
+    """Answers of the start model to each training row, scored before training begins. 0: the stage is left out."""
+    table: str | None = None
+    """Folder of a table that another run has made (`pass-rates/<fingerprint>`), in place of `samples`. It must hold
+    every training row; rows are matched by their tokens and ground truth."""
+    keep: tuple[float, float] = (0.0, 1.0)
+    """Lowest and highest pass rate of the rows that are trained on, both included: a share from 0 to 1 of the scored
+    answers. [0, 1] keeps all rows."""
+    rows_per_part: int = Field(default=512, ge=1)
+    """Rows that are answered together and then saved. A stage that is killed loses one part at most."""
+    draw: Literal["uniform", "band", "informative"] = "uniform"
+    """How training draws its rows. uniform: each once an epoch. band: those whose pass rate lies in `band`, the others
+    by `rest_weight`. informative: with a weight of p (1 - p). The last two count the answers of training too, and know
+    no epochs: each step draws different rows, any row may be drawn again by the next one."""
+    band: tuple[float, float] = (0.1, 0.9)
+    """Lowest and highest pass rate of a row that is drawn with weight 1, both included."""
+    rest_weight: float = Field(default=0.05, gt=0, le=1)
+    """Weight of a row whose pass rate lies outside `band`, which is retired. It is still drawn now and then, and is
+    revived by the answers that bring its pass rate back into the band."""
+    fade: float = Field(default=0.5, ge=0, le=1)
+    """Share that is left of a row's earlier counts when training has answered it again: old answers are those of an
+    older model. 1: all answers count alike; 0: only the newest group."""

@@ -26,6 +26,7 @@ MAY_CHANGE: tuple[str, ...] = (
     # Where and how fast the same numbers are computed: set after an out-of-memory, or on another machine.
     "runtime",
     "reward",
+    "pass_rates.rows_per_part",
     "episode.deadline_s",
     "episode.num_processes",
     "algo.kl.offload",

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from rlcore.config.algo import AlgoConfig, CriticConfig, OptimConfig
 from rlcore.config.base import Key, Section, keys_of
-from rlcore.config.data import CountdownData, DataConfig, FilterConfig
+from rlcore.config.data import CountdownData, DataConfig, FilterConfig, PassRatesConfig
 from rlcore.config.model import ModelConfig, WarmStartConfig
 from rlcore.config.rollout import EpisodeConfig, RewardConfig, RolloutConfig, SandboxConfig, ValidationConfig
 from rlcore.config.trainer import (
@@ -37,6 +37,7 @@ class RunConfig(Section):
     filter: FilterConfig = FilterConfig()
     model: ModelConfig = ModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
+    pass_rates: PassRatesConfig = PassRatesConfig()
     algo: AlgoConfig = AlgoConfig()
     optim: OptimConfig = OptimConfig()
     critic: CriticConfig | None = None

@@ -23,11 +23,10 @@ from rlcore.evaluation.stats import (
     pass_all_at_k,
     pass_at_k,
 )
+from rlcore.score import Score
 from rlcore.storage.publish import write_json_atomically
 
 FORMAT_VERSION = 1
-FULL_MARKS = 1.0
-"""Score of a solved problem where the scorer names no part `correct`."""
 
 K = TypeVar("K", int, str)
 
@@ -55,7 +54,7 @@ class Answer:
     @property
     def solved(self) -> bool:
         """Whether the answer is right: by the part `correct` if there is one, else by a full score (1)."""
-        return self.parts.get("correct", self.score) >= FULL_MARKS
+        return Score(self.score, self.parts).solved
 
     @property
     def vote(self) -> str:

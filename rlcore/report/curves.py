@@ -29,6 +29,7 @@ Draw = Callable[[RunRecord, "Figure"], bool]
 def charts(record: RunRecord) -> tuple[Chart, ...]:
     """Every curve of learning that a run can have, in the order of the report."""
     rows = _LEARNING if record.config.critic is None else _LEARNING + _CRITIC
+    rows = rows + _PASS_RATES if record.rows_by_passes else rows
     return _of(record, rows + _SUPERVISED if record.config.warm_start.enabled else rows)
 
 
@@ -122,6 +123,15 @@ def _validation(record: RunRecord, figure: "Figure") -> bool:
     tidy(axes, y="score or share solved")
     legend(axes)
     return drawn
+
+
+def _pass_rates(record: RunRecord, figure: "Figure") -> bool:
+    counts = np.array(record.rows_by_passes)
+    axes = figure.subplots()
+    colours = [LIGHT["grey" if passes in (0, len(counts) - 1) else "blue"] for passes in range(len(counts))]
+    axes.bar(np.arange(len(counts)), 100 * counts / max(1, counts.sum()), 0.8, color=colours)
+    tidy(axes, x=f"of {len(counts) - 1} answers right", y="% of training rows")
+    return bool(counts.any())
 
 
 def _supervised(record: RunRecord, figure: "Figure") -> bool:
@@ -362,6 +372,10 @@ _CRITIC: tuple[Row, ...] = (
      partial(_one, lines=(("critic/vf_explained_var", "orange", "explained variance"),), unit="share"), 2.5),
     ("value_loss", "Value loss", "Half the squared error, clipped.",
      partial(_one, lines=(("critic/vf_loss", "orange", "value loss"),), unit="loss"), 2.5),
+)  # fmt: skip
+_PASS_RATES: tuple[Row, ...] = (
+    ("pass_rates", "Pass rates before training", "Training rows by how many of the start model's answers are right. "
+     "Grey: never or always solved, so their groups teach nothing.", _pass_rates, 2.5),
 )  # fmt: skip
 _SUPERVISED: tuple[Row, ...] = (
     ("supervised", "Supervised stage", "Cross-entropy at the demonstrations' answers, before the steps above.",

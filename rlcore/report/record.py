@@ -34,6 +34,8 @@ SETTINGS_FILE = "settings.json"
 LINEAGE_FILE = "lineage.json"
 INPUTS_FILE = "inputs.json"
 Fact = str | int | float | bool | None
+PASS_RATES_STAGE = "pass rates"
+"""Name of the table of pass rates among a run's stages; its fact `rows_by_passes` is the histogram."""
 MOST_VALIDATIONS_KEPT = 32
 """In memory, since the parts of a report read them one after the other."""
 _CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean@(?P<k>\d+)")
@@ -131,6 +133,13 @@ class RunRecord:
         beside = self.run_dir.resolve().parent.parent / "warm-starts"  # rlcore.run.inputs.stage_layout
         files = [beside / f"warm-start-{stage.fingerprint}" / JOURNAL_FILE for stage in stages]
         return next((_read_journal(file, []).steps for file in files if file.is_file()), ())
+
+    @cached_property
+    def rows_by_passes(self) -> tuple[int, ...]:
+        """Training rows by the number of the start model's right answers, from 0 on; empty where none was measured."""
+        stages = self.lineage.stages if self.lineage is not None else ()
+        found = [stage.facts.get("rows_by_passes") for stage in stages if stage.name == PASS_RATES_STAGE]
+        return tuple(int(count) for count in str(found[0] or "").split()) if found else ()
 
     # ------------------------------------------------------------------ held-out problems
 

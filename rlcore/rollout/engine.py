@@ -14,7 +14,7 @@ from rlcore.errors import EngineError
 from rlcore.models.load import end_of_text_ids, load_policy
 from rlcore.types import Prompt, Rollout
 
-TRAINING_STREAM, VALIDATION_STREAM, WARM_START_STREAM = 1, 2, 3
+TRAINING_STREAM, VALIDATION_STREAM, WARM_START_STREAM, PASS_RATE_STREAM = 1, 2, 3, 4
 """First word of a seed: no two purposes share random numbers."""
 _ENVIRONMENT = 2**32 - 1
 """In place of an answer's number, beyond all of them."""

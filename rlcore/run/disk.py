@@ -41,6 +41,8 @@ BYTES_PER_ANSWER = 500
 """Besides tokens: the problem's numbers, ids and scores."""
 BYTES_PER_ROW = 400
 """Of a dataset, compressed."""
+BYTES_PER_PASS_RATE = 150
+"""Of a row in a table of pass rates."""
 BYTES_PER_STEP_LINE = 8_000
 """A step's line in the journal: some 120 metrics."""
 ROWS_OF_FIXED_SETS = (15_000, 5_000)
@@ -183,6 +185,9 @@ def disk_needs(
             "dataset and its filtered rows", layout.root / "datasets", 2 * (num_train + num_held_out) * BYTES_PER_ROW
         ),
     ]
+    if config.pass_rates.samples:
+        # The parts stay until the whole table is written.
+        needs.append(DiskNeed("pass rates", layout.root / "pass-rates", 2 * num_train * BYTES_PER_PASS_RATE))
     warm, path = config.warm_start, config.model.path
     if not has_start_model and (warm.enabled or path is None):
         needs.append(DiskNeed("start model", layout.root / "models", weights))

@@ -12,7 +12,15 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from rlcore.config import AlgoConfig, MixtureData, RolloutConfig, RunConfig, SuiteConfig, ValidationConfig
+from rlcore.config import (
+    AlgoConfig,
+    MixtureData,
+    PassRatesConfig,
+    RolloutConfig,
+    RunConfig,
+    SuiteConfig,
+    ValidationConfig,
+)
 from rlcore.config.data import parts_of
 from rlcore.config.fingerprint import fingerprint
 from rlcore.config.gguf import (
@@ -254,13 +262,23 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
     if warm.enabled and warm.demonstrations is not None:
         payload["demonstrations"] = content_digest(Path(warm.demonstrations))
     if warm.enabled and warm.stop_at_reward is not None:
-        payload["max_response_tokens"] = config.rollout.max_response_tokens
-        payload["sampling"] = config.rollout.sampling.model_dump(mode="json")
-        scorers = [part.data.scorer for part in parts_of(config.data)]
-        payload["scorers"] = [
-            {"name": scorer, "code": {source.name: source.sha256 for source in code_for(scorer)}} for scorer in scorers
-        ]
+        payload |= answers_payload(config)
     return fingerprint("start-model", payload)
+
+
+def answers_payload(config: RunConfig) -> dict[str, object]:
+    """What a fingerprint says of how answers are drawn and scored: sampling, length, and each scorer with its code."""
+    scorers = [part.data.scorer for part in parts_of(config.data)]
+    return {
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "sampling": config.rollout.sampling.model_dump(mode="json"),
+        "scorers": [code_payload(scorer) for scorer in scorers],
+    }
+
+
+def code_payload(function: str) -> dict[str, object]:
+    """A `module:function` and the digests of its source files."""
+    return {"name": function, "code": {source.name: source.sha256 for source in code_for(function)}}
 
 
 def content_digest(file: Path) -> str:
@@ -330,6 +348,7 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
         "algo": AlgoConfig(),
         "optim": warm.optim,
         "critic": None,
+        "pass_rates": PassRatesConfig(),
         "rollout": rollout,
         "validation": ValidationConfig(),
         "trainer": trainer,

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import compress
 from pathlib import Path
 
 from rlcore import sandbox
 from rlcore.batching.loader import MixedStream, PromptStream
+from rlcore.batching.pass_counts import CountedRows, PassCounts
 from rlcore.batching.prompts import is_chat, read_prompts
 from rlcore.config import MixtureData, RunConfig, SuiteConfig
 from rlcore.config.data import parts_of
@@ -16,12 +19,13 @@ from rlcore.rollout.by_part import with_scorer
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.rollout.turns import TurnTokens
 from rlcore.run.inputs import RunInputs, suite_fingerprint
+from rlcore.run.pass_rates import PassRates, find_pass_rates, is_wanted
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import Decode
 from rlcore.types import Prompt
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HeldOut:
     """Held-out prompts, how answers become text, and what scores them. `suite`: see `ValidationResult`."""
 
@@ -92,11 +96,12 @@ class HeldOut:
         return ScoringPool(self.config.data.scorer, self.config.reward)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Problems(HeldOut):
-    """Training prompts in their order, held-out prompts, and how answers become text."""
+    """Training prompts part by part, held-out prompts, and how answers become text."""
 
-    stream: PromptStream[Prompt] | MixedStream
+    inputs: RunInputs
+    train: tuple[tuple[Prompt, ...], ...]
 
     @classmethod
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
@@ -112,14 +117,52 @@ class Problems(HeldOut):
                 f"validation.suites: {clash[0]} is the data source of the run's own held-out problems too, so their "
                 "figures would be one; write another `name` into the suite's file"
             )
-        train = read_parts(config, inputs.train_parquets)
-        stream: PromptStream[Prompt] | MixedStream
-        if isinstance(config.data, MixtureData):
-            weights = [part.weight for part in config.data.parts]
-            stream = MixedStream(train, weights, seed=config.seed)
-        else:
-            stream = PromptStream(train[0], seed=config.seed)
-        return cls(config=config, validation=held_out.validation, decode=held_out.decode, stream=stream)
+        train = tuple(map(tuple, read_parts(config, inputs.train_parquets)))
+        if isinstance(config.data, MixtureData):  # a weight that is too small is told here, not at the first step
+            MixedStream(train, [part.weight for part in config.data.parts], seed=config.seed)
+        return cls(config=config, validation=held_out.validation, decode=held_out.decode, inputs=inputs, train=train)
+
+    @cached_property
+    def pass_rates(self) -> PassRates | None:
+        """The table of pass rates; None where the run has none.
+
+        Raises:
+            DataError: it is not made yet, or keeps too few rows.
+        """
+        if not is_wanted(self.config):
+            return None
+        found = find_pass_rates(self.config, self.inputs)
+        if found is None:
+            raise DataError(
+                "pass_rates.samples: the table is not made yet. Run `millrace data pass-rates` with these settings"
+            )
+        found.require_enough(self.config.trainer.batch_size)
+        return found
+
+    @cached_property
+    def kept(self) -> tuple[tuple[Prompt, ...], ...]:
+        """The training prompts that `pass_rates.keep` leaves, part by part."""
+        if self.pass_rates is None:
+            return self.train
+        pairs = zip(self.train, self.pass_rates.kept, strict=True)
+        return tuple(tuple(compress(prompts, kept)) for prompts, kept in pairs)
+
+    @cached_property
+    def stream(self) -> PromptStream[Prompt] | MixedStream:
+        """The kept prompts in their order."""
+        if isinstance(self.config.data, MixtureData):
+            weights = [part.weight for part in self.config.data.parts]
+            return MixedStream(self.kept, weights, seed=self.config.seed)
+        return PromptStream(self.kept[0], seed=self.config.seed)
+
+    def counted(self) -> CountedRows | None:
+        """The kept rows with the passes counted so far, where rows are drawn by them."""
+        settings = self.config.pass_rates
+        if settings.draw == "uniform":
+            return None
+        ids = [prompt.prompt_id for part in self.kept for prompt in part]
+        none = PassCounts.of([0] * len(ids), [0] * len(ids))
+        return CountedRows(ids, none if self.pass_rates is None else self.pass_rates.kept_counts(), settings)
 
     def epoch_at(self, position: int) -> int:
         """Epoch of the next prompt, from 0."""

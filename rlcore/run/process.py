@@ -5,6 +5,7 @@
 With the descriptors it serves commands, one JSON object a line, and answers in the same form:
 
     {"command": "warm_start", "to_step": 100}                 # or its end, which its result says
+    {"command": "pass_rates"}                                 # of the training rows, by the start model
     {"command": "train", "to_step": 40}                       # "at_most": 80: not one step beyond, not even meanwhile
     {"command": "validate", "checkpoint": "start" | "last" | "best" | "step-000040", "name": "before"}
     {"command": "evaluate"}                                   # the model of step 0 on the suites, and train nothing
@@ -41,6 +42,7 @@ from rlcore.user_code import working_by
 
 with uncollected():
     from rlcore.run.layout import RunLayout
+    from rlcore.run.pass_rates import is_wanted
     from rlcore.run.session import Session
     from rlcore.run.stop import StopFlag
     from rlcore.run.watchdog import end_at_once, say_and_end
@@ -93,6 +95,7 @@ def handlers(session: Session) -> dict[str, Callable[[Mapping[str, Any]], Mappin
     """What each command does."""
     return {
         "warm_start": lambda command: session.warm_start(int(command["to_step"])),
+        "pass_rates": lambda command: session.measure_pass_rates(),
         "train": lambda command: session.train(int(command["to_step"]), at_most=command.get("at_most")),
         "validate": lambda command: session.validate(str(command["checkpoint"]), str(command["name"])),
         "evaluate": lambda command: session.evaluate(),
@@ -146,6 +149,8 @@ def foreground(session: Session, config: RunConfig) -> int:
     try:
         session.inputs.verify()
         session.warm_start()
+        if is_wanted(config):
+            session.measure_pass_rates()
         session.train(config.trainer.total_steps)
         session.validate("start", "before")
         session.validate("last", "after")

@@ -21,6 +21,7 @@ from rlcore.config import RunConfig
 from rlcore.errors import MillraceError, RunInUseError, StopRequestedError
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
+from rlcore.run.measuring import PassRateMeasuring
 from rlcore.run.record import Report, RunRecord
 from rlcore.run.stop import StopFlag
 from rlcore.run.supervised import WarmStart
@@ -90,6 +91,13 @@ class Session:
             opened.callback(lambda: self._warm_start.close(failed=self._has_failed))
             workers = RunWorkers(self._record, self.inputs, guard, after_start=self._stop.install)
             self._workers = opened.enter_context(workers)
+            self._measuring = PassRateMeasuring(
+                self._record,
+                self.inputs,
+                workers,
+                stop=self._stop,
+                locked=partial(locked_run, report=report, stop=self._stop, wait_s=math.inf),
+            )
             self._training = RunTraining(self._record, workers, stop=self._stop)
             self._resources = opened.pop_all()  # the block gives all back where something failed
         return self
@@ -113,6 +121,15 @@ class Session:
         """
         result = self._warm_start.to(to_step)
         return {**asdict(result), "directory": str(result.directory)}
+
+    def measure_pass_rates(self) -> Mapping[str, object]:
+        """Make the table of pass rates, unless it is there; the model of step 0 must be.
+
+        Raises:
+            DataError: too few training rows are kept by it, or a given table lacks some.
+            StopRequestedError: a stop was asked for; what is measured is saved.
+        """
+        return {"directory": str(self._measuring.make().directory)}
 
     def train(self, to_step: int, *, at_most: int | None = None) -> Mapping[str, object]:
         """Train from the newest checkpoint until a checkpoint of `to_step`, a chunk's end, is committed.

@@ -246,10 +246,11 @@ class RunTraining(Training[RunWorkers]):
 
     def _measured(self, state: TrackedState) -> tuple[Mapping[str, float], TrackedState]:
         step, total = state.loop.step, self._config.trainer.total_steps
-        found: dict[str, float] = {}
+        rates = self._workers.problems.pass_rates if step == 0 else None
+        found: dict[str, float] = {} if rates is None else dict(rates.metrics())
         if self._config.validation.is_due(step, total):
             result = self.judge(name_of(step), step)
-            found, state = dict(result.summary()), self._record.with_score(state, result)
+            found, state = {**found, **result.summary()}, self._record.with_score(state, result)
         for suite in self._config.validation.suites:
             if suite.is_due(step, total):
                 found |= self.judge_suite(suite, name_of(step), step).summary()

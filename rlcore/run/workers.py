@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Concatenate, Generic, Self, TypeVar
 
@@ -13,7 +14,8 @@ from rlcore.checkpoint.shards import RankSaver
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.trainer import ProfileConfig
 from rlcore.errors import DataError
-from rlcore.evaluation.result import ValidationResult
+from rlcore.evaluation.result import Answer, ValidationResult
+from rlcore.rollout.engine import PASS_RATE_STREAM, requests_for
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.inputs import RunInputs, planned_start_model, suite_fingerprint
 from rlcore.run.memory import fit_run
@@ -26,7 +28,7 @@ from rlcore.trainer.clock import EnterPhase
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import Decode, Experience, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
-from rlcore.trainer.validate import validate
+from rlcore.trainer.validate import answers_to, validate
 from rlcore.types import Prompt
 from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.group import P, R, WorkerGroup
@@ -299,6 +301,34 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             suite=problems.suite,
         )
 
+    @property
+    def problems(self) -> Problems:
+        """What a run that trains works on."""
+        problems = self._started().problems
+        assert isinstance(problems, Problems), "an evaluation has no training rows"
+        return problems
+
+    def training_answers(self, prompts: Sequence[Prompt], num_samples: int, first_row: int) -> list[Answer]:
+        """Answers by the weights that the workers hold to some training prompts, those to one prompt side by side.
+
+        The random numbers follow from the run's seed and the row's place, `first_row` for the first prompt.
+        """
+        parts = self._started()
+        requests = requests_for(
+            prompts, num_samples, run_seed=parts.config.seed, stream=PASS_RATE_STREAM, step=0, first_group=first_row
+        )
+        with self._guard.phase("testing"):
+            return answers_to(
+                parts.config,
+                parts.group,
+                requests,
+                parts.config.rollout.sampling,
+                parts.scoring,
+                parts.problems.decode,
+                policy_version=self._version,
+                episodes=parts.episodes,
+            )
+
     def write_samples(self, result: StepResult) -> None:
         """Keep some answers of a step, to be read."""
         assert result.experience is not None, "a step of reinforcement learning has answers"
@@ -315,12 +345,17 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
         group, profile = self._start_group(config, problems.held_out(in_training=True)[:NUM_PROMPTS])
         if not isinstance(problems, Problems):
             return _RunStarted(config, group, _train_nothing, profile, problems, scoring, episodes)
-        collector = ExperienceCollector(config, group, problems.stream, scoring, problems.decode, episodes)
-        failures, phase = self._layout.failures, self._guard.phase
-        trainer = Trainer(config, group, collector, failures=failures, enter_phase=phase)
+
+        @cache
+        def trainer() -> Trainer:
+            """Made for the first step: which rows it draws from is known once their pass rates are."""
+            collector = ExperienceCollector(
+                config, group, problems.stream, scoring, problems.decode, episodes, problems.counted()
+            )
+            return Trainer(config, group, collector, failures=self._layout.failures, enter_phase=self._guard.phase)
 
         def take_step(state: LoopState) -> StepResult:
-            return trainer.step(state, epoch=problems.epoch_at(state.num_prompts_drawn))
+            return trainer().step(state, epoch=problems.epoch_at(state.num_prompts_drawn))
 
         return _RunStarted(config, group, take_step, profile, problems, scoring, episodes)
 

@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from rlcore.algos.advantages import informative_groups, overlong_penalty
 from rlcore.batching.balance import partition
 from rlcore.batching.loader import MixedStream, PromptStream
+from rlcore.batching.pass_counts import CountedRows
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
@@ -121,6 +122,12 @@ class Experience:
     num_prompts_drawn: int
     num_groups_dropped: int
     greedy_scores: tuple[float, ...] | None
+    num_tokens_dropped: int = 0
+    """Answer tokens of the groups dropped: what their replacement has cost."""
+    pass_counts: str = ""
+    """Of all rows after this step, where rows are drawn by them (`PassCounts.text`)."""
+    pass_metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the step has changed of them."""
 
 
 class ExperienceCollector:
@@ -134,27 +141,37 @@ class ExperienceCollector:
         scoring: ScoringPool,
         decode: Decode,
         episodes: "Episodes | None" = None,
+        counted: CountedRows | None = None,
     ) -> None:
+        """`counted`: the rows of `stream` with their passes, where they are drawn by weights."""
         self._config = config
         self._group = group
         self._stream = stream
         self._scoring = scoring
         self._decode = decode
         self._episodes = episodes
+        self._counted = counted
 
-    def collect(self, *, step: int, position: int, policy_version: int, clock: PhaseClock) -> Experience:
-        """The experience of one step, from prompt number `position` of the stream on."""
+    def collect(
+        self, *, step: int, position: int, policy_version: int, clock: PhaseClock, pass_counts: str = ""
+    ) -> Experience:
+        """The experience of one step, from prompt number `position` of the stream on. `pass_counts`: those before."""
         config = self._config
+        before = None if self._counted is None else self._counted.counts(pass_counts)
+        if self._counted is not None and before is not None:
+            self._stream.weigh(self._counted.weights(before))
         wanted = config.trainer.batch_size
         dynamic = config.algo.dynamic_sampling
         kept: list[tuple[Rollout, Score, str]] = []
         rest: list[tuple[Rollout, Score, str]] = []
         drawn = 0
+        tally: dict[int, tuple[int, int]] = {}
         group_size = config.rollout.samples_per_prompt
         for _ in range(1 + dynamic.max_refills if dynamic.enabled else 1):
             missing = wanted - len(kept) // group_size
             prompts = self._stream.take(position + drawn, missing)
             answers = self._answer(prompts, step=step, first_group=drawn, version=policy_version, clock=clock)
+            count_passes(answers, tally)  # of every group, kept or not, and before the penalty on lengths
             drawn += missing
             if not dynamic.enabled:
                 kept = answers
@@ -164,8 +181,13 @@ class ExperienceCollector:
             rest += [answer for answer, good in zip(answers, useful, strict=True) if not good]
             if len(kept) == wanted * group_size:
                 break
+        num_spare = wanted * group_size - len(kept)
         # the penalty comes after the filter, which asks for differing scores, not for differing lengths
-        filled = self._with_overlong_penalty(kept + rest[: wanted * group_size - len(kept)])
+        filled, dropped = self._with_overlong_penalty(kept + rest[:num_spare]), rest[num_spare:]
+        after, metrics = "", {}
+        if self._counted is not None and before is not None:
+            counts = self._counted.after(before, tally)
+            after, metrics = counts.text(), self._counted.metrics(before, counts)
         return Experience(
             rollouts=tuple(rollout for rollout, _, _ in filled),
             scores=tuple(score for _, score, _ in filled),
@@ -174,6 +196,9 @@ class ExperienceCollector:
             num_prompts_drawn=drawn,
             num_groups_dropped=drawn - len(filled) // group_size,
             greedy_scores=self._greedy_scores([rollout.prompt for rollout, _, _ in filled], policy_version, clock),
+            num_tokens_dropped=sum(len(rollout.response_ids) for rollout, _, _ in dropped),
+            pass_counts=after,
+            pass_metrics=metrics,
         )
 
     def _greedy_scores(self, prompts: Sequence[Prompt], version: int, clock: PhaseClock) -> tuple[float, ...] | None:
@@ -215,8 +240,7 @@ class ExperienceCollector:
         """Answers, scores and texts in the order of the requests. `early`: scores answers while others are written."""
         if self._episodes is not None:
             played = self._episodes.play(self._group, requests, sampling, policy_version=version, clock=clock)
-            rollouts, scores, texts = played
-            return list(zip(rollouts, scores, texts, strict=True))
+            return list(zip(*played, strict=True))
         limit, take = self._config.rollout.max_response_tokens, None if early is None else early.take
         with clock.phase("gen"):
             rollouts = generate(self._group, requests, sampling, limit, policy_version=version, take=take)
@@ -246,3 +270,11 @@ class ExperienceCollector:
         score_mask = torch.tensor([score.failure is None for _, score, _ in answers])
         groups = torch.arange(len(answers)) // group_size
         return informative_groups(scores, score_mask, groups).tolist()
+
+
+def count_passes(answers: Sequence[tuple[Rollout, Score, str]], tally: dict[int, tuple[int, int]]) -> None:
+    """Add (right answers, scored answers) of each prompt to a tally by `prompt_id`."""
+    for rollout, score, _ in answers:
+        if score.failure is None:
+            passes, scored = tally.get(rollout.prompt.prompt_id, (0, 0))
+            tally[rollout.prompt.prompt_id] = passes + score.solved, scored + 1

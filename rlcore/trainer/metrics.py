@@ -170,6 +170,11 @@ def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
         "reward/equal_group_share": (highest <= lowest).float().mean().item(),
         "reward/groups_dropped": float(experience.num_groups_dropped),
     }
+    metrics |= experience.pass_metrics
+    if experience.num_tokens_dropped:
+        kept = sum(len(rollout.response_ids) for rollout in experience.rollouts)
+        share = experience.num_tokens_dropped / (kept + experience.num_tokens_dropped)
+        metrics["reward/tokens_dropped_share"] = share
     if not packed.score_mask.all():
         metrics["reward/unscored_share"] = 1 - packed.score_mask.float().mean().item()
     names = sorted({name for score in experience.scores for name in score.parts})

@@ -40,6 +40,8 @@ class LoopState:
     kl_coef: float
     lr_factor: float = 1.0
     num_roll_backs: int = 0
+    pass_counts: str = ""
+    """Passes of all rows, where rows are drawn by them (`rlcore.batching.pass_counts`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,11 @@ class Trainer(GroupTrainer):
         """Sample, score, estimate, update, hand over."""
         config, clock = self._config, PhaseClock(self._enter_phase)
         experience = self._collector.collect(
-            step=state.step + 1, position=state.num_prompts_drawn, policy_version=state.policy_version, clock=clock
+            step=state.step + 1,
+            position=state.num_prompts_drawn,
+            policy_version=state.policy_version,
+            clock=clock,
+            pass_counts=state.pass_counts,
         )
         packed = pack(experience.rollouts, experience.scores, experience.group_ids)
         shares = self._share_out(packed)
@@ -191,4 +197,5 @@ class Trainer(GroupTrainer):
             num_prompts_drawn=state.num_prompts_drawn + experience.num_prompts_drawn,
             num_tokens=state.num_tokens + packed.num_tokens,
             kl_coef=kl_coef,
+            pass_counts=experience.pass_counts,
         )

@@ -11,7 +11,7 @@ import numpy as np
 from rlcore.config import RunConfig, SamplingConfig
 from rlcore.config.data import ALL_SOURCES
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
-from rlcore.rollout.engine import VALIDATION_STREAM, requests_for
+from rlcore.rollout.engine import VALIDATION_STREAM, SamplingRequest, requests_for
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.episodes import Episodes
@@ -38,11 +38,9 @@ def validate(
 
     def answered(num_samples: int, sampling: SamplingConfig) -> list[Answer]:
         requests = requests_for(prompts, num_samples, run_seed=config.seed, stream=VALIDATION_STREAM, step=0)
-        if episodes is not None:
-            clock = PhaseClock()
-            return _with_scores(*episodes.play(group, requests, sampling, policy_version=policy_version, clock=clock))
-        limit = config.rollout.max_response_tokens
-        return _scored(generate(group, requests, sampling, limit, policy_version=policy_version), scoring, decode)
+        return answers_to(
+            config, group, requests, sampling, scoring, decode, policy_version=policy_version, episodes=episodes
+        )
 
     answers = answered(settings.samples_per_problem, settings.sampling)
     greedy_answers = answered(1, SamplingConfig(temperature=0.0)) if settings.greedy else []
@@ -70,6 +68,25 @@ def validate(
         settings=settings.judging,
         suite=suite,
     )
+
+
+def answers_to(
+    config: RunConfig,
+    group: WorkerGroup,
+    requests: Sequence[SamplingRequest],
+    sampling: SamplingConfig,
+    scoring: ScoringPool,
+    decode: Decode,
+    *,
+    policy_version: int,
+    episodes: Episodes | None = None,
+) -> list[Answer]:
+    """Answers to requests with their scores, in the order of the requests."""
+    if episodes is not None:
+        clock = PhaseClock()
+        return _with_scores(*episodes.play(group, requests, sampling, policy_version=policy_version, clock=clock))
+    limit = config.rollout.max_response_tokens
+    return _scored(generate(group, requests, sampling, limit, policy_version=policy_version), scoring, decode)
 
 
 def _scored(rollouts: Sequence[Rollout], scoring: ScoringPool, decode: Decode) -> list[Answer]:

@@ -43,6 +43,8 @@ LITERALS = {
     "algo.policy_loss_options": {"width": 1.0},
     "reward.weights": {"correct": 1.0},
     "algo.advantage_options": {"k": 2},
+    "pass_rates.keep": [0.1, 0.9],
+    "pass_rates.band": [0.2, 0.8],
 }
 
 

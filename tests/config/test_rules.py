@@ -81,6 +81,11 @@ CASES = [
     ("tools_are_functions", "data.environment=a:B episode.tools=[a.b]", "data.environment=a:B episode.tools=['a.b:c']"),
     ("environment_is_a_class", "data.environment=a.b", "data.environment=a.b:C"),
     ("an_environment_of_all_parts", MIXTURE % (",environment:a::B", ""), MIXTURE % ("", "") + " data.environment=a:B"),
+    ("kept_rates_are_shares", "pass_rates.samples=4 pass_rates.keep=[0.9,0.1]", "pass_rates.keep=[0.1,0.9]"),
+    ("kept_rates_are_shares", "pass_rates.samples=4 pass_rates.keep=[0,8]", "pass_rates.keep=[0,1]"),
+    ("band_of_rates_is_of_shares", "pass_rates.band=[-0.1,0.5]", "pass_rates.band=[0,0.5]"),
+    ("pass_rates_come_from_one_place", "pass_rates.samples=4 pass_rates.table=x", "pass_rates.samples=4"),
+    ("pass_rate_table_is_there", "pass_rates.table=no/such/folder", "pass_rates.table=null"),
     (
         "chat_template_kwargs_are_free_names",
         "data.chat_template_kwargs.tokenize=true",

@@ -50,6 +50,10 @@ def _lists_each_once(config: RunConfig) -> bool:
     return not isinstance(data, CountdownData) or 0 < len(data.operations) == len(set(data.operations))
 
 
+def _goes_up(ends: tuple[float, float]) -> bool:
+    return 0 <= ends[0] <= ends[1] <= 1
+
+
 @rule("data")
 def a_mixture_has_parts(config: RunConfig) -> Problem | None:
     """A mixture has two datasets or more, and each name stands for one of them."""
@@ -85,6 +89,8 @@ def suites_have_names_and_room(config: RunConfig) -> Problem | None:
 
 
 _FILE, _ITS_PATH = "must be a parquet file that exists", "Give its path; data/schema.py says what it holds"
+
+_SHARES, _LIKE_SHARES = "must be two shares from 0 to 1, the lower one first", "Such as [0.1, 0.9]"
 
 RULES: tuple[Rule, ...] = (
     suites_have_names_and_room,
@@ -161,6 +167,16 @@ RULES: tuple[Rule, ...] = (
         or (Path(c.warm_start.demonstrations).suffix in (".jsonl", ".parquet")
             and Path(c.warm_start.demonstrations).expanduser().is_file()),
         "Give its path, or leave it out: a task's own solutions are shown then"),
+    row("kept_rates_are_shares", "pass_rates.keep", "", _SHARES, lambda c: _goes_up(c.pass_rates.keep), _LIKE_SHARES),
+    row("band_of_rates_is_of_shares", "pass_rates.band", "", _SHARES, lambda c: _goes_up(c.pass_rates.band),
+        _LIKE_SHARES),
+    row("pass_rates_come_from_one_place", "pass_rates.samples", "pass_rates.table", "must be 0 with a given table",
+        lambda c: not c.pass_rates.samples or c.pass_rates.table is None, "Leave one of the two out"),
+    row("pass_rate_table_is_there", "pass_rates.table", "pass_rates.samples",
+        "must be the folder of a finished table, pass-rates/<fingerprint> of a root",
+        lambda c: c.pass_rates.samples > 0 or c.pass_rates.table is None
+        or (Path(c.pass_rates.table).expanduser() / "manifest.json").is_file(),
+        "Give the folder that `millrace data pass-rates` names"),
 )  # fmt: skip
 
 

@@ -1,0 +1,180 @@
+"""Makes the table of pass rates: the start model answers each training row, part by part.
+
+Each part is a published folder beside the table's place, so a stage that was stopped or killed goes on after the last
+one. An answer's random numbers follow from the run's seed and its row's place, so the table is the same byte for byte.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlcore.errors import DataError, StopRequestedError
+from rlcore.evaluation.result import Answer
+from rlcore.run.inputs import RunInputs
+from rlcore.run.pass_rates import (
+    SCHEMA,
+    TABLE,
+    PassRates,
+    facts_of,
+    find_pass_rates,
+    planned_pass_rates,
+    read_table,
+    row_digests,
+)
+from rlcore.run.record import Pace, RunRecord
+from rlcore.run.workers import RunWorkers
+from rlcore.storage.finished import FINGERPRINT, finished_or_set_aside
+from rlcore.storage.publish import published_directory, remove_stale_temporaries
+from rlcore.types import Prompt
+
+STAGE = "pass-rates"
+"""Its name in events."""
+
+
+class PassRateMeasuring:
+    """The stage of one run.
+
+    Args:
+        locked: holds the lock of a folder inside its block.
+    """
+
+    def __init__(
+        self,
+        record: RunRecord,
+        inputs: RunInputs,
+        workers: RunWorkers,
+        *,
+        stop: Callable[[], bool],
+        locked: Callable[[Path], AbstractContextManager[None]],
+    ) -> None:
+        self._record, self._config, self._report = record, record.config, record.report
+        self._inputs = inputs
+        self._workers = workers
+        self._stop = stop
+        self._locked = locked
+
+    @cached_property
+    def _directory(self) -> Path:
+        return planned_pass_rates(self._config, self._inputs.filtered_directory)
+
+    @property
+    def _beside(self) -> Path:
+        return self._directory.with_name(f"measuring-{self._directory.name}")
+
+    def make(self) -> PassRates:
+        """The table, made unless it is there.
+
+        Raises:
+            DataError: the scorer failed on all answers; `keep` leaves too few rows; a given table lacks rows.
+            StopRequestedError: a stop was asked for; the parts that are finished are saved.
+        """
+        found = find_pass_rates(self._config, self._inputs)
+        if found is None:
+            self._beside.mkdir(parents=True, exist_ok=True)
+            with self._locked(self._beside):
+                remove_stale_temporaries(self._beside)
+                if find_pass_rates(self._config, self._inputs) is None:  # perhaps another run has made it meanwhile
+                    self._publish(self._parts())
+            found = find_pass_rates(self._config, self._inputs)
+            assert found is not None, "it has been published"
+        found.require_enough(self._config.trainer.batch_size)
+        return found
+
+    def _parts(self) -> list[pa.Table]:
+        """All parts in the order of the rows; those that are missing are made."""
+        self._workers.load("start")
+        prompts = [prompt for part in self._workers.problems.train for prompt in part]
+        digests = [digest for file in self._inputs.train_parquets for digest in row_digests(file)]
+        parts: list[pa.Table] = []
+        pace, done, size = Pace(is_warm=False), 0, self._config.pass_rates.rows_per_part
+        while done < len(prompts):
+            folder = self._beside / f"rows-{done:09d}"
+            if finished_or_set_aside(folder) is None:
+                if self._stop():
+                    raise StopRequestedError(
+                        f"the pass rates of {done:,} of {len(prompts):,} rows are saved; start again to go on"
+                    )
+                begun = time.monotonic()
+                part = self._measured(prompts[done : done + size], digests[done : done + size], done)
+                seconds = time.monotonic() - begun
+                self._record.room.hold(partial(_write, part, folder, {}), step=0, path=folder)
+                pace.tick()
+                self._progress(part, done + part.num_rows, len(prompts), pace, seconds)
+            parts.append(read_table(folder / TABLE))
+            done += parts[-1].num_rows
+        return parts
+
+    def _measured(self, prompts: Sequence[Prompt], digests: Sequence[str], first_row: int) -> pa.Table:
+        count = self._config.pass_rates.samples
+        answers = self._workers.training_answers(prompts, count, first_row)
+        rows = [
+            {"digest": digest, **row_of(prompt, answers[index * count : (index + 1) * count])}
+            for index, (prompt, digest) in enumerate(zip(prompts, digests, strict=True))
+        ]
+        return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+    def _progress(self, part: pa.Table, done: int, total: int, pace: Pace, seconds: float) -> None:
+        samples = self._config.pass_rates.samples
+        scores = [score for score in part.column("mean_score").to_pylist() if score is not None]
+        tokens = float(np.sum(part.column("mean_tokens").to_numpy())) * samples
+        self._report(
+            {
+                "event": "progress",
+                "stage": STAGE,
+                "step": done,
+                "to_step": total,
+                "total_steps": total,
+                "metrics": {"critic/score/mean": sum(scores) / len(scores)} if scores else {},
+                "tokens_per_s": tokens / max(seconds, 1e-9),
+                "eta_s": pace.eta_s(-(-(total - done) // self._config.pass_rates.rows_per_part)),
+            }
+        )
+
+    def _publish(self, parts: Sequence[pa.Table]) -> None:
+        table = pa.concat_tables(parts).combine_chunks()
+        samples, scorer = self._config.pass_rates.samples, self._config.data.environment or self._config.data.scorer
+        unscored = sum(table.column("unscored").to_pylist())
+        if unscored == samples * table.num_rows:
+            raise DataError(
+                f"{scorer}: failed on all {unscored:,} answers of the start model, so there are no pass rates. Repair "
+                f"it, and delete {self._beside}"
+            )
+        if unscored:
+            text = f"pass rates: {scorer} failed on {unscored:,} answers, which are left out"
+            self._report({"event": "note", "text": text})
+        facts = {FINGERPRINT: self._directory.name, **facts_of(table, samples)}
+        self._record.room.hold(partial(_write, table, self._directory, facts), step=0, path=self._directory)
+        for folder in self._beside.glob("rows-*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def row_of(prompt: Prompt, answers: Sequence[Answer]) -> dict[str, object]:
+    """A line of the table, without its digest."""
+    scored = [answer for answer in answers if answer.failure is None]
+    names = sorted({name for answer in scored for name in answer.parts})
+    by_part = {name: [answer.parts[name] for answer in scored if name in answer.parts] for name in names}
+    return {
+        "row_id": prompt.prompt_id,
+        "data_source": prompt.data_source,
+        "difficulty": prompt.difficulty,
+        "samples": len(scored),
+        "passes": sum(answer.solved for answer in scored),
+        "unscored": len(answers) - len(scored),
+        "mean_score": sum(answer.score for answer in scored) / len(scored) if scored else None,
+        "mean_parts": [(name, sum(values) / len(values)) for name, values in by_part.items()],
+        "mean_tokens": sum(answer.num_tokens for answer in answers) / len(answers),
+        "max_tokens": max(answer.num_tokens for answer in answers),
+        "truncated": sum(answer.finish_reason == "length" for answer in answers),
+    }
+
+
+def _write(table: pa.Table, folder: Path, facts: dict[str, str | int | float]) -> None:
+    with published_directory(folder, dict(facts)) as temporary:
+        pq.write_table(table, temporary / TABLE)

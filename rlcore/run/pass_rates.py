@@ -1,0 +1,242 @@
+"""The table of pass rates: how often a run's start model solves each training row, and which rows are kept by that.
+
+    pass-rates/<fingerprint>/pass_rates.parquet      a line for each training row, in the order of the filtered rows
+    pass-rates/measuring-<fingerprint>/              its parts while it is made (`rlcore.run.measuring`)
+
+The fingerprint is that of the start model, the filtered rows, the sampling and the scorer with its code. No torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rlcore.batching.pass_counts import PassCounts
+from rlcore.config import PassRatesConfig, RunConfig
+from rlcore.config.fingerprint import fingerprint
+from rlcore.errors import DataError
+from rlcore.run.inputs import RunInputs, answers_payload, code_payload, planned_start_model
+from rlcore.storage.finished import finished, finished_or_set_aside
+from rlcore.storage.manifest import MANIFEST
+
+PASS_RATES_FORMAT = 1
+"""Raise it when the table's columns change, or its answers for the same settings."""
+TABLE = "pass_rates.parquet"
+KIND = "pass-rates"
+"""Of the table's folder, in its manifest."""
+WITHOUT_PASS_RATES = "pass_rates.samples: must be 1 or more to measure pass rates, got 0. Set pass_rates.samples=8"
+SCHEMA = pa.schema(
+    [
+        ("row_id", pa.int64()),
+        ("data_source", pa.string()),
+        ("difficulty", pa.int64()),
+        ("digest", pa.string()),
+        ("samples", pa.int64()),
+        ("passes", pa.int64()),
+        ("unscored", pa.int64()),
+        ("mean_score", pa.float64()),
+        ("mean_parts", pa.map_(pa.string(), pa.float64())),
+        ("mean_tokens", pa.float64()),
+        ("max_tokens", pa.int64()),
+        ("truncated", pa.int64()),
+    ]
+)
+"""`samples`: answers that have a score; `passes`: those that are right; `unscored`: those that the scorer failed on;
+`mean_score`, `mean_parts`: over those with a score, null without any; tokens and `truncated` (answers cut at
+`rollout.max_response_tokens`): over all answers. `digest`: of the prompt's tokens and the ground truth."""
+
+
+def is_wanted(config: RunConfig) -> bool:
+    """Whether the run has a table of pass rates, of its own or of another run."""
+    return config.pass_rates.samples > 0 or config.pass_rates.table is not None
+
+
+def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
+    """Folder of the run's table: the one that is given, or its own."""
+    if config.pass_rates.table is not None:
+        return Path(config.pass_rates.table).expanduser().resolve()
+    root = Path(config.paths.root).resolve()
+    return root / "pass-rates" / pass_rates_fingerprint(config, filtered_directory)
+
+
+def pass_rates_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
+    """Fingerprint of everything that the table's numbers depend on."""
+    model = planned_start_model(config, filtered_directory)
+    payload: dict[str, object] = {
+        "format": PASS_RATES_FORMAT,
+        "seed": config.seed,
+        "samples": config.pass_rates.samples,
+        "filtered": filtered_directory.name,
+        "model": _model_payload(model),
+        "dtype": [config.model.dtype, config.rollout.dtype],
+        **answers_payload(config),
+    }
+    if config.data.environment:
+        payload["environment"] = [code_payload(name) for name in (config.data.environment, *config.episode.tools)]
+        payload["episode"] = config.episode.model_dump(mode="json", exclude={"deadline_s", "num_processes"})
+        payload["template"] = config.data.chat_template_kwargs
+    return fingerprint("pass-rates", payload)
+
+
+def _model_payload(folder: Path) -> object:
+    """A model of ours is known by its folder's name; another one by its place and the sizes of its files."""
+    if (folder / MANIFEST).is_file() or not folder.is_dir():
+        return folder.name if folder.parent.name == "models" else str(folder)
+    return [str(folder.resolve()), {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}]
+
+
+# ---------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True, slots=True)
+class PassRates:
+    """The counts of a run's training rows, part after part of a mixture, in the order of the filtered rows."""
+
+    directory: Path
+    counts: PassCounts
+    part_sizes: tuple[int, ...]
+    settings: PassRatesConfig
+
+    @property
+    def kept(self) -> tuple[np.ndarray, ...]:
+        """For each part whether each of its rows is kept: its pass rate is known and in `keep`, or all are kept."""
+        low, high = self.settings.keep
+        rates = self.counts.rates()
+        inside = np.ones(len(rates), dtype=bool) if (low, high) == (0, 1) else (rates >= low) & (rates <= high)
+        return tuple(np.split(inside, np.cumsum(self.part_sizes)[:-1]))
+
+    def kept_counts(self) -> PassCounts:
+        """The counts of the kept rows."""
+        kept = np.concatenate(self.kept)
+        return PassCounts(self.counts.passes[kept], self.counts.samples[kept])
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the start model on all training rows, for step 0."""
+        rates, kept = self.counts.rates(), np.concatenate(self.kept)
+        known = rates[~np.isnan(rates)]
+        return {
+            "pass_rates/mean": float(known.mean()),
+            "pass_rates/never_share": float((known == 0).mean()),
+            "pass_rates/always_share": float((known == 1).mean()),
+            "pass_rates/rows_kept": float(kept.sum()),
+            "pass_rates/kept_share": float(kept.mean()),
+        }
+
+    def require_enough(self, batch_size: int) -> None:
+        """Raises DataError where `keep` leaves a part of the data empty, or less than a batch in all."""
+        low, high = self.settings.keep
+        kept = [int(part.sum()) for part in self.kept]
+        of = f"of {sum(self.part_sizes):,} training rows (table {self.directory})"
+        remedy = f"Widen pass_rates.keep; the pass rates are {self.spread()}"
+        if 0 in kept and any(kept):
+            raise DataError(
+                f"pass_rates.keep: must leave rows of every part of a mixture, got [{low:g}, {high:g}], which leaves "
+                f"none of entry {kept.index(0)} of data.parts. {remedy}, or leave that part out"
+            )
+        if sum(kept) < batch_size:
+            raise DataError(
+                f"pass_rates.keep: must leave trainer.batch_size={batch_size} rows or more, got [{low:g}, {high:g}], "
+                f"which leaves {sum(kept):,} {of}. {remedy}"
+            )
+
+    def spread(self) -> str:
+        """Shares of rows by pass rate, in words."""
+        rates = self.counts.rates()
+        known = rates[~np.isnan(rates)]
+        if not len(known):
+            return "not known: no answer has a score"
+        never, always = (known == 0).mean(), (known == 1).mean()
+        return f"0 for {never:.0%} of the rows, 1 for {always:.0%}, between for {1 - never - always:.0%}"
+
+
+def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
+    """The run's table, if it is there and whole; None where it is still to be made. A damaged one is set aside.
+
+    Raises:
+        DataError: the table given is damaged, is none, or lacks training rows.
+    """
+    directory = planned_pass_rates(config, inputs.filtered_directory)
+    is_given = config.pass_rates.table is not None
+    manifest = finished(directory) if is_given else finished_or_set_aside(directory)
+    if is_given and (manifest is None or manifest.values.get("kind") != KIND):
+        raise DataError(
+            f"pass_rates.table: must be the folder of a finished table of pass rates, got {directory}. Give the folder "
+            "that `millrace data pass-rates` names"
+        )
+    if manifest is None:
+        return None
+    table = read_table(directory / TABLE)
+    digests = [row_digests(file) for file in inputs.train_parquets]
+    counts = _matched(table, [digest for part in digests for digest in part], directory)
+    return PassRates(directory, counts, tuple(map(len, digests)), config.pass_rates)
+
+
+def _matched(table: pa.Table, wanted: Sequence[str], directory: Path) -> PassCounts:
+    """The counts of these rows; of rows with equal tokens and ground truth those of the first, in another's table."""
+    known = table.column("digest").to_pylist()
+    counts = PassCounts.of(table.column("passes").to_numpy(), table.column("samples").to_numpy())
+    if known == list(wanted):
+        return counts
+    place = {digest: index for index, digest in reversed(list(enumerate(known)))}
+    if missing := len([digest for digest in wanted if digest not in place]):
+        raise DataError(
+            f"pass_rates.table: must hold every training row, got {directory}, which lacks {missing:,} of "
+            f"{len(wanted):,}: it is of other data, another filter, template or tokenizer. Measure these rows "
+            "(pass_rates.samples=8), or give the table of a run with the same rows"
+        )
+    rows = np.array([place[digest] for digest in wanted], dtype=np.int64)
+    return PassCounts(counts.passes[rows], counts.samples[rows])
+
+
+def read_table(file: Path) -> pa.Table:
+    """A table, or a part of one.
+
+    Raises:
+        DataError: it is no such file.
+    """
+    try:
+        table = pq.read_table(file)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file}: cannot be read as a table of pass rates ({error}). Delete its folder") from error
+    if table.schema.names != SCHEMA.names:
+        raise DataError(f"{file}: must have the columns {', '.join(SCHEMA.names)}, got {', '.join(table.schema.names)}")
+    return table.cast(SCHEMA)
+
+
+def row_digests(filtered: Path) -> list[str]:
+    """16 hex digits for each row of a filtered file: of its prompt's tokens and its ground truth."""
+    table = pq.read_table(filtered, columns=["prompt_ids", "ground_truth_json"])
+    ids = table.column("prompt_ids").combine_chunks()
+    flat = ids.flatten().cast(pa.int32()).to_numpy(zero_copy_only=False)
+    ends = pc.list_value_length(ids).to_numpy(zero_copy_only=False).cumsum().tolist()
+    truths = table.column("ground_truth_json").to_pylist()
+    return [
+        blake2b(flat[first:last].tobytes() + b"\0" + truth.encode(), digest_size=8).hexdigest()
+        for first, last, truth in zip([0, *ends], ends, truths, strict=False)
+    ]
+
+
+def histogram(table: pa.Table, samples: int) -> list[int]:
+    """Rows by the number of their right answers, from 0 to `samples`."""
+    found = np.bincount(table.column("passes").to_numpy(), minlength=samples + 1)
+    return [int(count) for count in found]
+
+
+def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
+    """What the manifest of a table says of it."""
+    counts = PassCounts.of(table.column("passes").to_numpy(), table.column("samples").to_numpy())
+    rates = counts.rates()
+    known = rates[~np.isnan(rates)]
+    return {
+        "kind": KIND,
+        "rows": table.num_rows,
+        "samples": samples,
+        "mean": float(known.mean()),
+        "unscored": int(pc.sum(table.column("unscored")).as_py()),
+        "rows_by_passes": " ".join(map(str, histogram(table, samples))),
+    }

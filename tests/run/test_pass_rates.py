@@ -1,0 +1,159 @@
+"""Pass rates of the training rows: the table, what is kept by it, and training that draws by it."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from flows.plan.plan import make_plan
+from rlcore.batching.pass_counts import PassCounts
+from rlcore.config import PassRatesConfig
+from rlcore.errors import DataError, StopRequestedError
+from rlcore.run.inputs import RunInputs
+from rlcore.run.pass_rates import TABLE, PassRates, find_pass_rates, planned_pass_rates, read_table
+from tests.run.running import disturb, said, steps_of, weights_of
+from tests.run.sessions import Event, elsewhere, run_to_the_end, session_of
+from tests.small_run import SmallRun, prepare
+
+COARSE = ("data.train_size=48", "pass_rates.samples=4", "tracking.enabled=false")
+BASE = (*COARSE, "pass_rates.rows_per_part=20")
+DRAWN = (
+    *BASE,
+    "pass_rates.keep=[0,0.9]",
+    "pass_rates.draw=band",
+    "pass_rates.band=[0.2,0.8]",
+    "algo.dynamic_sampling.enabled=true",
+    "algo.overlong.enabled=true",
+    "algo.overlong.buffer_tokens=4",
+    "trainer.steps_per_chunk=2",
+    "trainer.total_steps=4",
+)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    run = prepare(tmp_path_factory.mktemp("measured"), *BASE)
+    with session_of(run) as session:
+        session.measure_pass_rates()
+    return run
+
+
+def table_of(run: SmallRun) -> Path:
+    return planned_pass_rates(run.config, run.inputs.filtered_directory) / TABLE
+
+
+def test_a_stopped_stage_goes_on_and_comes_to_the_same_bytes_with_parts_of_another_size(
+    measured: SmallRun, tmp_path: Path
+) -> None:
+    stops: list[int] = []
+    run = elsewhere(measured, tmp_path, *BASE)
+
+    def heard(event: Event) -> None:
+        if event["event"] == "progress":
+            stops.append(1)
+
+    asked = session_of(run, heard, lambda: bool(stops))
+    with asked as session, pytest.raises(StopRequestedError, match="20 of 48 rows are saved"):
+        session.measure_pass_rates()
+    assert find_pass_rates(run.config, run.inputs) is None
+    shown: list[object] = []
+    run = elsewhere(measured, tmp_path, *COARSE, "pass_rates.rows_per_part=16")
+    with session_of(run, lambda event: shown.append(event.get("step"))) as session:
+        session.measure_pass_rates()
+    assert [step for step in shown if step] == [36, 48], "the first twenty are not answered again"
+    assert table_of(run).read_bytes() == table_of(measured).read_bytes()
+    assert [path.name for path in table_of(run).parents[1].glob("measuring-*/rows-*")] == []
+    table_of(run).write_bytes(b"damaged")
+    assert find_pass_rates(run.config, run.inputs) is None, "it is set aside, and made again"
+    assert not table_of(run).exists()
+
+
+def test_a_line_counts_what_validation_would_count(measured: SmallRun) -> None:
+    with session_of(measured) as session:
+        workers = session._workers
+        workers.load("start")
+        answers = workers.training_answers(workers.problems.train[0][20:22], 4, 20)
+    lines = read_table(table_of(measured)).slice(20, 2).to_pylist()
+    for line, mine in zip(lines, (answers[:4], answers[4:]), strict=True):
+        assert line["passes"] == sum(answer.solved for answer in mine)
+        assert line["samples"] == 4
+        assert line["mean_score"] == sum(answer.score for answer in mine) / 4
+        assert dict(line["mean_parts"])["correct"] == sum(answer.parts["correct"] for answer in mine) / 4
+        assert line["mean_tokens"] == sum(answer.num_tokens for answer in mine) / 4
+        assert line["truncated"] == sum(answer.finish_reason == "length" for answer in mine)
+
+
+def test_rows_are_kept_by_their_rate_and_too_few_are_an_error(measured: SmallRun, tmp_path: Path) -> None:
+    given = f"pass_rates.table={table_of(measured).parent}"
+    rates = [row["passes"] / row["samples"] for row in read_table(table_of(measured)).to_pylist()]
+    root = Path(measured.config.paths.root)
+    run = prepare(root, *BASE, "pass_rates.keep=[0.2,0.8]", "trainer.batch_size=2", "trainer.mini_batch_size=2")
+    with session_of(run) as session:
+        session.measure_pass_rates()
+        problems = session._workers.problems
+        kept = [prompt.prompt_id for prompt in problems.kept[0]]
+    assert kept == [row for row, rate in enumerate(rates) if 0.2 <= rate <= 0.8]
+    assert 2 <= len(kept) < 48
+    plan = make_plan(run.config).stage("pass-rates")
+    assert (plan.cached, plan.detail) == (True, f"kept {len(kept)} of 48 rows")
+    few = prepare(root, *BASE[:1], given, "pass_rates.samples=0", "pass_rates.keep=[0.99,1]", "tracking.enabled=false")
+    with session_of(few) as session, pytest.raises(DataError, match=r"keep: must leave trainer\.batch_size=8 rows"):
+        session.measure_pass_rates()
+    other = prepare(tmp_path, "data.train_size=48", "data.number_high=19", given, "tracking.enabled=false")
+    with session_of(other) as session, pytest.raises(DataError, match="must hold every training row"):
+        session.measure_pass_rates()
+
+
+def rates_of(*rows: tuple[int, int], parts: tuple[int, ...], keep: tuple[float, float]) -> PassRates:
+    counts = PassCounts.of([passes for passes, _ in rows], [samples for _, samples in rows])
+    return PassRates(Path("table"), counts, parts, PassRatesConfig(samples=4, keep=keep))
+
+
+def test_a_part_of_a_mixture_left_empty_is_an_error_and_an_unknown_rate_is_not_kept() -> None:
+    rates = rates_of((0, 4), (1, 4), (0, 0), (4, 4), (4, 4), parts=(3, 2), keep=(0.25, 0.9))
+    assert [part.tolist() for part in rates.kept] == [[False, True, False], [False, False]]
+    with pytest.raises(DataError, match=r"leaves none of entry 1 of data\.parts"):
+        rates.require_enough(1)
+    everything = rates_of((0, 4), (0, 0), parts=(2,), keep=(0, 1))
+    assert everything.kept[0].all(), "[0, 1] asks for nothing"
+    everything.require_enough(2)
+    assert rates.kept_counts().samples.tolist() == [4]
+    assert rates.spread() == "0 for 25% of the rows, 1 for 50%, between for 25%"
+
+
+def test_a_table_of_more_rows_is_matched_by_tokens_and_truth(measured: SmallRun, tmp_path: Path) -> None:
+    """The first rows of the same dataset, in a root of their own."""
+    rows = pq.read_table(measured.inputs.train_parquets[0])
+    (tmp_path / "few").mkdir()
+    pq.write_table(rows.take([7, 3, 40]), tmp_path / "few" / "train.parquet")
+    inputs = RunInputs(tmp_path / "few", measured.inputs.tokenizer_directory)
+    settings = PassRatesConfig(table=str(table_of(measured).parent))
+    found = find_pass_rates(measured.config.model_copy(update={"pass_rates": settings}), inputs)
+    assert found is not None
+    assert found.counts.passes.tolist() == read_table(table_of(measured)).column("passes").take([7, 3, 40]).to_pylist()
+    settings = PassRatesConfig(table=str(measured.inputs.filtered_directory))
+    with pytest.raises(DataError, match="must be the folder of a finished table of pass rates"):
+        find_pass_rates(measured.config.model_copy(update={"pass_rates": settings}), inputs)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(600)
+def test_a_killed_run_draws_by_the_same_counts(measured: SmallRun, tmp_path: Path) -> None:
+    whole = elsewhere(measured, tmp_path / "whole", *DRAWN)
+    with session_of(whole) as session:
+        session.measure_pass_rates()
+    run_to_the_end(whole)
+    killed = elsewhere(measured, tmp_path / "killed", *DRAWN)
+    found = disturb(
+        killed,
+        {"at": "pass-rates", "nth": 2, "signals": ["SIGKILL"]},
+        {"at": "update_actor", "nth": 4, "signals": ["SIGKILL"]},
+        None,
+    )
+    assert [one["code"] for one in found] == [-9, -9, 0], said(killed)
+    assert table_of(killed).read_bytes() == table_of(whole).read_bytes()
+    steps = steps_of(whole)
+    assert steps_of(killed) == steps
+    assert weights_of(killed) == weights_of(whole)
+    assert steps[0]["pass_rates/rows_kept"] <= 48
+    assert {"pass_rates/retired_share", "pass_rates/mean", "pass_rates/rows_revived"} <= steps[3].keys()
