@@ -66,7 +66,6 @@ def test_policy_critic_and_adapters_of_a_model_from_nothing(tmp_path: Path) -> N
     assert from_settings.policy_parameters == num_parameters(policy)
     assert from_settings.critic_parameters == num_parameters(critic)
     lora = LoraConfig(rank=4, target_modules=("q_proj", "down_proj"))
-    pytest.importorskip("peft")
     adapted = add_adapters(policy, lora, seed=1)
     assert from_settings.adapter_parameters(lora) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
