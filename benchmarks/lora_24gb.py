@@ -4,8 +4,8 @@
     python -m benchmarks.lora_24gb --shape=tiny --prompts=4 --answer-tokens=16 --prompt-tokens=16    # on a CPU
 
 Qwen2.5-7B's shape with random weights, adapters of rank 32 on all linear layers, a reference, 64 prompts x 8 answers of
-512 tokens, engine included. On a larger card the rest is taken away first, as `benchmarks.ppo_24gb` does; the memory plan
-chooses for what is left, and its peak stands beside the most memory in use at any moment, read from the driver.
+512 tokens, engine included. On a larger card the rest is taken away first, as `benchmarks.ppo_24gb` does; the memory
+plan chooses for what is left, and its peak stands beside the most memory in use at any moment, read from the driver.
 """
 
 import argparse
@@ -37,8 +37,8 @@ def settings(arguments: argparse.Namespace, directory: Path) -> tuple[RunConfig,
     has_gpu = torch.cuda.is_available()
     given = load_config(
         [
-            f"model.path={directory}", f"model.lora.rank={arguments.rank}", "runtime=local", "tracking.enabled=false",
-            "runtime.fit_memory=auto", "optim.lr=1e-5",
+            f"model.path={directory}", f"model.lora.rank={arguments.rank}", "runtime=local", "runtime.num_workers=1",
+            "tracking.enabled=false", "runtime.fit_memory=auto", "optim.lr=1e-5", "reward.num_processes=0",
             f"trainer.batch_size={arguments.prompts}", f"trainer.mini_batch_size={arguments.prompts}",
             "rollout.samples_per_prompt=8", f"rollout.max_response_tokens={arguments.answer_tokens}",
             f"filter.max_prompt_tokens={arguments.prompt_tokens}", *arguments.overrides,
