@@ -442,11 +442,11 @@ def refusal(config: RunConfig, plan: MemoryPlan) -> str:
 def suggestion(config: RunConfig) -> str:
     """What would lower the peak, of what is not set yet."""
     found = []
-    if config.rollout.engine == "vllm" and config.rollout.sleep_level == 0:
-        found.append("rollout.sleep_level=2")
     lora = config.model.lora
     if lora is not None and not lora.offload and config.rollout.engine == "vllm":
         found.append("model.lora.offload=true rollout.sleep_level=1")
+    elif config.rollout.engine == "vllm" and config.rollout.sleep_level == 0:
+        found.append("rollout.sleep_level=2")
     if _has_reference(config) and not config.algo.kl.offload:
         found.append("algo.kl.offload=true")
     if not offloads_optimizers(config):
