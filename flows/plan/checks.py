@@ -22,6 +22,7 @@ from rlcore.config.gguf import is_gguf
 from rlcore.config.suite import suite_settings
 from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError
 from rlcore.models.hub import require_reachable
+from rlcore.models.shape import require_trainable
 from rlcore.rollout.environment import PLAY, Episode, turn_of
 from rlcore.rollout.scoring import ScoringPool, require_environment, require_scorer
 from rlcore.rollout.tools import tool_schemas
@@ -69,14 +70,18 @@ def check_run(settings: RunSettings) -> None:
 
 
 def check_before_plan(config: RunConfig) -> None:
-    """The folder to write to, the kinds of files in the run's folder, and functions of the user's own.
+    """The folder to write to, the kinds of files in the run's folder, functions of the user's own, and the architecture
+    of a model whose `config.json` is on this machine.
 
     (The model's folder is a rule of the settings.)
 
     Raises:
-        ConfigError, DataError: key, rule, value got, what to do.
+        ConfigError, DataError, ModelError: key, rule, value got, what to do.
     """
     _require_functions(config)
+    for key, path in _model_paths(config).items():
+        if path is not None:
+            require_trainable(key, path)
     RunLayout.of(config).require_kinds()
     root = Path(config.paths.root)
     there = nearest_existing(root)
@@ -127,11 +132,14 @@ def _require_cluster(config: RunConfig) -> None:
         raise ConfigError(problem)
 
 
+def _model_paths(config: RunConfig) -> dict[str, str | None]:
+    return {"model.path": config.model.path, "critic.path": config.critic.path if config.critic else None}
+
+
 def _require_models(config: RunConfig) -> None:
     """Models of the hub can be had, those of packages and GGUF files converted, those that Millrace has written are
     whole: a run would find out after its data."""
-    paths = {"model.path": config.model.path, "critic.path": config.critic.path if config.critic else None}
-    for key, path in paths.items():
+    for key, path in _model_paths(config).items():
         if path is not None and is_gguf(path):
             require_gguf(path, config.paths.root)
         elif path is not None:

@@ -11,19 +11,20 @@ from pydantic import JsonValue
 from torch import Tensor
 
 from rlcore.checkpoint.catalog import CheckpointInfo, verify
-from rlcore.checkpoint.shards import load_shards
-from rlcore.config import RunConfig
+from rlcore.checkpoint.shards import BaseRecord, load_shards
+from rlcore.config import LoraConfig, RunConfig
 from rlcore.errors import CheckpointError
 from rlcore.models.library import AutoConfig, GenerationConfig
 from rlcore.models.load import load_policy, load_tokenizer
-from rlcore.models.lora import add_adapters
-from rlcore.models.parallel import full_state
+from rlcore.models.lora import add_adapters, write_peft
+from rlcore.models.parallel import adapter_state, full_state
 from rlcore.storage.manifest import MANIFEST
 from rlcore.storage.publish import published_directory
 
 # Hubs and file systems handle files of this size well; a smaller model is one file.
 MAX_FILE_SIZE = "5GB"
 POLICY = "policy"
+ADAPTER = "adapter"
 
 
 def export_checkpoint(info: CheckpointInfo, config: RunConfig, start_model: str | Path, target: Path) -> Path:
@@ -33,11 +34,17 @@ def export_checkpoint(info: CheckpointInfo, config: RunConfig, start_model: str 
         CheckpointError: the checkpoint is damaged or of another model. And what `export_transformers` raises.
     """
     verify(info)
-    policy = load_policy(start_model, model=config.model, device=torch.device("cpu"))
-    if config.model.lora is not None:
-        policy = add_adapters(policy, config.model.lora, seed=config.seed)  # any seed: overwritten right below
+    model, lora = config.model, config.model.lora
+    if lora is not None:
+        model = model.model_copy(update={"dtype": BaseRecord.read(info.path / POLICY).dtype})
+    policy = load_policy(start_model, model=model, device=torch.device("cpu"))
+    if lora is not None:
+        policy = add_adapters(policy, lora, seed=config.seed)  # any seed: overwritten right below
     load_shards(info.path / POLICY, model=policy, optimizer=None)
-    return export_transformers(dict(full_state(policy)), start_model, target, step=info.step)
+    adapters = dict(adapter_state(policy))
+    return export_transformers(
+        dict(full_state(policy)), start_model, target, step=info.step, lora=lora, adapters=adapters
+    )
 
 
 def export_transformers(
@@ -47,11 +54,14 @@ def export_transformers(
     *,
     step: int | None = None,
     facts: Mapping[str, JsonValue] = MappingProxyType({}),
+    lora: LoraConfig | None = None,
+    adapters: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Path:
     """Write weights under transformers' names, with config, generation config and tokenizer of the start model.
 
     AutoModelForCausalLM and vLLM load the directory. An earlier export at `target` is replaced in one operation.
-    `facts` go into its manifest.
+    `facts` go into its manifest. With `lora` the weights are merged ones, and `adapters` are written as well, in PEFT's
+    format, as the folder `adapter` in it.
 
     Raises:
         DiskSpaceError: no room; an earlier export stays.
@@ -72,4 +82,6 @@ def export_transformers(
         with suppress(OSError):  # not every model has a generation config
             GenerationConfig.from_pretrained(source).save_pretrained(folder)
         load_tokenizer(source).save_pretrained(folder)
+        if lora is not None:
+            write_peft(adapters, lora, source, folder / ADAPTER)
     return target

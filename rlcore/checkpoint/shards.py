@@ -12,16 +12,17 @@ The files' hashes are in the manifest of the published checkpoint and are verifi
 opens them. That protects from disks, copies and crashes; whoever can write the folder can write a matching manifest
 too, which is why no byte in it may be able to run.
 
-Parameters that want no gradient (the base under LoRA adapters) are not saved: they are those of the start model, which
-the settings' fingerprint pins.
+Parameters that want no gradient (the base under LoRA adapters) are not saved: they are those of the start model.
+`base.json` holds their digest and type, and another base is refused.
 """
 
+import json
 import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -43,6 +44,8 @@ from rlcore.checkpoint.shard_files import (
 )
 from rlcore.errors import CheckpointError
 from rlcore.models.optim import MOMENTS, OffloadedAdamW
+from rlcore.models.policy import PackedTrunk
+from rlcore.storage.publish import write_json_atomically
 
 SPARE_SHARE = 0.25
 """Of a copy's size: host memory that must be left beside it, for everything else that runs there."""
@@ -51,6 +54,8 @@ SavedModels = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]
 """What a checkpoint holds, by the folder in it."""
 
 SHOWN_NAMES = 5
+BASE = "base.json"
+FORMAT_VERSION = 1
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +68,7 @@ class RankShards:
     optimizer: OptimizerRecord | None
     rank: int
     world_size: int
+    base: "BaseRecord | None" = None
 
     @property
     def num_bytes(self) -> int:
@@ -93,6 +99,64 @@ class RankShards:
         write_parts(directory, self.parts, rank=self.rank, world_size=self.world_size)
         if self.optimizer is not None and self.rank == 0:
             write_optimizer_record(directory, self.optimizer)
+        if self.base is not None and self.rank == 0:
+            self.base.write(directory)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseRecord:
+    """The frozen weights under adapters: their digest (`rlcore.models.lora`) and type, which a checkpoint has in their
+    place."""
+
+    digest: str
+    dtype: str
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "BaseRecord | None":
+        """Of a model in memory; None where it has no adapters."""
+        if not (isinstance(model, PackedTrunk) and model.base_digest):
+            return None
+        return cls(model.base_digest, str(model.compute_dtype).removeprefix("torch."))
+
+    @classmethod
+    def read(cls, directory: Path) -> "BaseRecord":
+        """Of a checkpoint.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it is of another format.
+        """
+        file = directory / BASE
+        try:
+            document = json.loads(file.read_text(encoding="utf-8"))
+            if document["format_version"] != FORMAT_VERSION:
+                raise ValueError(f"format_version {document['format_version']!r}, known is {FORMAT_VERSION}")
+            return cls(str(document["digest"]), str(document["dtype"]))
+        except (OSError, ValueError, KeyError, TypeError) as reason:
+            raise CheckpointError(
+                f"{file}: must say over which base adapters were trained ({reason!r}). Use another checkpoint."
+            ) from reason
+
+    def write(self, directory: Path) -> None:
+        """Write `base.json`."""
+        write_json_atomically(directory / BASE, {"format_version": FORMAT_VERSION, **asdict(self)})
+
+    def require(self, directory: Path) -> None:
+        """The adapters of a checkpoint were trained over this base.
+
+        Raises:
+            CheckpointError: they were not.
+        """
+        there = self.read(directory)
+        if there.dtype != self.dtype:
+            raise CheckpointError(
+                f"{directory}: its adapters were trained over a base in {there.dtype}, and it is {self.dtype} here. "
+                f"Set model.dtype={there.dtype}."
+            )
+        if there.digest != self.digest:
+            raise CheckpointError(
+                f"{directory}: its adapters were trained over other weights (digest {there.digest}) than those here "
+                f"({self.digest}): the model at model.path has changed. Restore it, or begin a new run."
+            )
 
 
 @torch.no_grad()
@@ -105,7 +169,7 @@ def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Ra
     rank, world_size = rank_and_world_size()
     parts = tuple(part for part in local_parts(model, optimizer, rank=rank) if part.is_written_here)
     record = None if optimizer is None else optimizer_record(model, optimizer)
-    return RankShards(parts, record, rank, world_size)
+    return RankShards(parts, record, rank, world_size, BaseRecord.of(model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +344,8 @@ def load_shards(directory: Path, *, model: nn.Module, optimizer: torch.optim.Opt
     rank, _ = rank_and_world_size()
     with ShardReader(directory) as reader:
         parts = [local_part(f"model.{name}", tensor, rank=rank) for name, tensor in model_tensors(model)]
+        if (base := BaseRecord.of(model)) is not None:
+            base.require(directory)
         _require_same_names(directory, parts, reader.tensors)
         for part in parts:
             reader.fill(part)

@@ -37,6 +37,7 @@ MAY_CHANGE: tuple[str, ...] = (
     "model.attention",
     "model.compile",
     "model.gradient_checkpointing",
+    "model.lora.offload",
     "model.head_chunk_tokens",
     "trainer.max_tokens_per_micro_batch",
     "rollout.max_num_seqs",

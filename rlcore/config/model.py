@@ -53,16 +53,21 @@ class ScratchModel(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (peft) instead of training all weights."""
+    """Low-rank adapters instead of training all weights; the base is frozen, in the compute type (`model.dtype`)."""
 
     rank: int = Field(default=32, ge=1)
     """Rank of each adapter."""
     alpha: float = Field(default=64.0, gt=0)
-    """Scale of the adapter, divided by the rank."""
+    """Scale of the adapter, divided by the rank, or with `rslora` by its root."""
+    rslora: bool = False
+    """Divide `alpha` by the root of the rank: an adapter of a large rank learns as fast as one of a small rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout before the adapter, in updates alone; other than 0 makes the log-probabilities there noisy."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of the linear layers that get an adapter."""
+    """Names of the linear layers that get an adapter. The default are all of a decoder layer."""
+    offload: bool = False
+    """Keep the base in host memory alone while vLLM's weights are on the GPU, and vLLM's there while the base is
+    (`rollout.sleep_level=1`): of a model that a card holds only once."""
 
 
 class ModelConfig(Section):
@@ -75,7 +80,7 @@ class ModelConfig(Section):
     scratch: ScratchModel = ScratchModel()
     """The model built when `path` is None."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute type. Master weights are float32 always. auto: bfloat16 on CUDA, float32 on CPU."""
+    """Compute type. Trained weights are float32 always. auto: bfloat16 on CUDA, float32 on CPU."""
     attention: Literal["auto", "flash_attn", "varlen", "sdpa"] = "auto"
     """Packed attention. auto: the first of flash_attn (3 or 2), varlen, sdpa that runs on this device. flash_attn takes
     flash-attn 4 too, where neither 3 nor 2 is installed."""

@@ -29,6 +29,7 @@ from rlcore.models.library import (
     no_progress_bars,
 )
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, decode_mask
+from rlcore.models.shape import TESTED, TRAINABLE, untrainable
 
 log = logging.getLogger(__name__)
 
@@ -94,14 +95,15 @@ def end_of_text_ids(path: str | Path) -> frozenset[int]:
 
 
 def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -> CausalPolicy:
-    """The policy of a model directory or hub id, float32 weights, in training mode.
+    """The policy of a model directory or hub id, in training mode; float32 weights, with `model.lora`, which freezes
+    them, in the compute type.
 
     A local directory is read without the network, and no code that lies in it is run. Raises ModelError for a path
     that is missing or incomplete, an architecture that is unknown or cannot be trained here, and an attention that
     cannot run.
     """
     policy = CausalPolicy(
-        _load_causal(path, device),
+        _load_causal(path, device, torch.float32 if model.lora is None else compute_dtype(model, device)),
         attention=model.attention,
         compute_dtype=compute_dtype(model, device),
         head_chunk_tokens=model.head_chunk_tokens,
@@ -114,7 +116,7 @@ def load_value_model(path: str | Path, *, model: ModelConfig, device: torch.devi
 
     Raises ModelError as `load_policy` does.
     """
-    causal = _load_causal(path, device)
+    causal = _load_causal(path, device, torch.float32)
     trunk = cast(PreTrainedModel, getattr(causal, causal.base_model_prefix))
     value_model = ValueModel(trunk, attention=model.attention, compute_dtype=compute_dtype(model, device))
     return _ready(value_model, path, model)
@@ -156,8 +158,10 @@ def _ready(trunk: Model, path: str | Path, model: ModelConfig) -> Model:
     return trunk.train()
 
 
-def _load_causal(path: str | Path, device: torch.device) -> PreTrainedModel:
+def _load_causal(path: str | Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     where, config = _located(path, "config.json"), _load_config(path)
+    if (reason := untrainable(config.to_dict())) is not None:
+        raise ModelError(f"model.path: {reason}, got {path}. {TRAINABLE}")
     for key, harmless in _HEAD_CHANGES.items():
         if getattr(config, key, None) not in harmless:
             raise ModelError(
@@ -174,7 +178,7 @@ def _load_causal(path: str | Path, device: torch.device) -> PreTrainedModel:
             lambda **kw: AutoModelForCausalLM.from_pretrained(
                 where,
                 config=config,
-                dtype=torch.float32,
+                dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
                 output_loading_info=True,
                 **kw,
@@ -251,12 +255,9 @@ def _is_local(path: str) -> bool:
     return Path(path).is_dir() or not hub_answers()
 
 
-TESTED = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Model types whose packed forward and gradient the test suite compares with transformers' own."""
-
 _LENGTHS = (5, 3, 6)
-# Largest difference of a log-probability that rounding in float32 explains, with room to spare.
-_TOLERANCE = 1e-3
+# Largest difference of a log-probability that rounding explains, with room to spare.
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def require_faithful(model: PreTrainedModel, path: str) -> None:
@@ -270,7 +271,7 @@ def require_faithful(model: PreTrainedModel, path: str) -> None:
         raise ModelError(
             f"model.path: {kind!r} cannot run on packed sequences, {path}: {error}. Use one of {_names()}."
         ) from error
-    if not difference <= _TOLERANCE:
+    if not difference <= _TOLERANCES[model.dtype]:
         raise ModelError(
             f"model.path: {kind!r} must compute the same on packed sequences as on each alone, but log-probabilities "
             f"differ by {difference:.2g} ({path}). Use one of {_names()}."

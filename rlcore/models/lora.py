@@ -1,71 +1,148 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021) by peft: y = W x + (alpha / rank) B A x, with A and B trained alone."""
+"""Low-rank adapters (LoRA, Hu et al. 2021): y = W x + s B A x, with A and B trained alone.
 
-from collections.abc import Callable, Iterator
+s is alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023). Names, first values and files are those of PEFT.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from jaxtyping import Float
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rlcore.config.model import LoraConfig
 from rlcore.errors import ModelError
+from rlcore.models.memory import digest
 from rlcore.models.policy import CausalPolicy
 
-_ADAPTER = "default"
 _BASE = ".base_layer."
+_ADAPTERS = (".lora_A.", ".lora_B.")
+
+
+class AdaptedLinear(nn.Module):
+    """A linear layer and its adapter, A [rank, in] and B [out, rank] in float32; they compute in the layer's type."""
+
+    def __init__(self, base: nn.Linear, lora: LoraConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self.base_layer = base
+        drawn = torch.empty(lora.rank, base.in_features)
+        nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+        self.lora_A = nn.Linear(base.in_features, lora.rank, bias=False, device="meta")
+        self.lora_B = nn.Linear(lora.rank, base.out_features, bias=False, device="meta")
+        self.lora_A.weight = nn.Parameter(drawn.to(base.weight.device))
+        self.lora_B.weight = nn.Parameter(torch.zeros(base.out_features, lora.rank, device=base.weight.device))
+        self.scaling = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
+        self.dropout = lora.dropout
+        self.is_on = True
+
+    def forward(self, x: Float[Tensor, "*batch N"]) -> Float[Tensor, "*batch M"]:
+        """The layer's output, with the adapter's unless that is off."""
+        output: Tensor = self.base_layer(x)
+        if not self.is_on:
+            return output
+        low, high = self.lora_A.weight.to(x.dtype), self.lora_B.weight.to(x.dtype)
+        within = functional.linear(functional.dropout(x, self.dropout, self.training), low)
+        return output + functional.linear(within * self.scaling, high)
+
+    def merged(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
+        """W + s B A, added in float32 and rounded once to W's type."""
+        low, high = gather(self.lora_A.weight), gather(self.lora_B.weight)
+        weight = gather(self.base_layer.weight)
+        return torch.addmm(weight.float(), high, low, alpha=self.scaling).to(weight.dtype)
 
 
 def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> CausalPolicy:
     """Put adapters into `policy` and freeze all other weights; changes and returns it. Call before `shard`.
 
-    B starts at 0, so the policy is the same function as before; `seed` alone decides A. Raises ModelError where peft
-    is missing or a name in `lora.target_modules` is no linear layer of the model.
+    B starts at 0, so the policy is the same function as before; `seed` alone decides A, on every kind of device. Raises
+    ModelError where a name in `lora.target_modules` is no linear layer of the model.
     """
-    try:
-        import peft
-    except ImportError:
-        raise ModelError(
-            "model.lora: needs the peft package, which is not installed here. "
-            "Install millrace[lora] or leave model.lora empty."
-        ) from None
+    policy.base_digest = base_digest(policy.model)
+    policy.requires_grad_(False)
     linear = {
-        name.rpartition(".")[2]
+        name: module
         for name, module in policy.model.named_modules()
         if isinstance(module, nn.Linear) and module is not policy.head  # which computes by chunks from its weight alone
     }
-    if unknown := [name for name in lora.target_modules if name not in linear]:
+    known = {name.rpartition(".")[2] for name in linear}
+    if unknown := [name for name in lora.target_modules if name not in known]:
         raise ModelError(
             f"model.lora.target_modules: must name linear layers of the decoder, got {', '.join(unknown)}. "
-            f"It has {', '.join(sorted(linear))}."
+            f"It has {', '.join(sorted(known))}."
         )
-    settings = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes a float too
-        lora_dropout=lora.dropout,
-        target_modules=list(lora.target_modules),
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        device = policy.device
-        # Drawn on the CPU, so that the adapters are the same on every kind of device.
-        peft.inject_adapter_in_model(settings, policy.model.cpu(), adapter_name=_ADAPTER)
-    policy.to(device)
+    generator = torch.Generator().manual_seed(seed)
+    for name, module in linear.items():
+        parent, _, leaf = name.rpartition(".")
+        if leaf in lora.target_modules:
+            adapted = AdaptedLinear(module, lora, generator)
+            setattr(policy.model.get_submodule(parent), leaf, adapted.train(policy.training))
     return policy
 
 
+def base_digest(model: nn.Module) -> str:
+    """16 hex digits of all names and values of a whole model, the same on every kind of device."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        value = parameter.detach() + 0  # -0 as 0: `digest` takes them as one on a CPU
+        found.update(f"{name} {value.dtype} {tuple(value.shape)} {int(digest(value))}\n".encode())
+    return found.hexdigest()[:16]
+
+
+@contextmanager
+def without_adapters(policy: CausalPolicy) -> Iterator[None]:
+    """The policy as it was before training, inside the block."""
+    adapted = [module for module in policy.modules() if isinstance(module, AdaptedLinear)]
+    for module in adapted:
+        module.is_on = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.is_on = True
+
+
 def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters under the names they have without adapters, each adapter added to its matrix in float32.
+    """Parameters under the names they have without adapters, each adapter added to its matrix; one by one.
 
     `gather` makes a (sharded) parameter whole. The adapters themselves are not touched.
     """
     for name, parameter in model.named_parameters():
         owner, is_adapted, rest = name.partition(_BASE)
-        if is_adapted and rest == "weight":
-            layer = model.get_submodule(owner)
-            low, high = (getattr(layer, which)[_ADAPTER].weight for which in ("lora_A", "lora_B"))
-            scaling = float(getattr(layer, "scaling")[_ADAPTER])  # noqa: B009 (nn.Module types every attribute as a module)
-            whole = gather(parameter)
-            delta = gather(high).float() @ gather(low).float()
-            yield f"{owner}.weight", whole + (scaling * delta).to(whole.dtype)
-        elif is_adapted:
-            yield f"{owner}.{rest}", gather(parameter)
-        elif ".lora_A." not in name and ".lora_B." not in name:
-            yield name, gather(parameter)
+        layer = model.get_submodule(owner) if is_adapted and rest == "weight" else None
+        if isinstance(layer, AdaptedLinear):
+            yield f"{owner}.weight", layer.merged(gather)
+        elif not any(part in name for part in _ADAPTERS):
+            yield name.replace(_BASE, "."), gather(parameter)
+
+
+def adapter_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The adapters alone, whole, under the names that PEFT gives them in its files."""
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in _ADAPTERS):
+            yield f"base_model.model.{name}", gather(parameter)
+
+
+def write_peft(adapters: Mapping[str, Tensor], lora: LoraConfig, base: str, folder: Path) -> None:
+    """Write adapters as a folder that `peft.PeftModel.from_pretrained` reads; `base`: path of the base model."""
+    folder.mkdir()
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in adapters.items()}
+    save_file(plain, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.rslora,
+        "target_modules": list(lora.target_modules),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

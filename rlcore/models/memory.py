@@ -1,13 +1,21 @@
-"""A device's memory: work that runs out of it, memory that torch caches, and copies to it that do not wait."""
+"""A device's memory: work that runs out of it, memory that torch caches, copies to it that do not wait, weights that
+wait on the host, and a digest of what a tensor holds."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
+from rlcore.models.optim import laid_out_as, local_of, page_locked
+
 R = TypeVar("R")
+
+# Elements that a digest reads at a time: their int64 words take 32 MB.
+_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +65,75 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
     if device.type != "cuda" or found.is_cuda:
         return found.to(device)
     return found.pin_memory().to(device, non_blocking=True)
+
+
+class HostedWeights:
+    """Frozen parameters that wait in the host's memory, page-locked beside a GPU, while others need the device's.
+
+    The host keeps its copy, so only the way to the device is paid for. The device's memory is given up in place:
+    whoever holds the tensor, FSDP too, holds the same one when it is back. Beside a CPU they are copied just the same.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._host: dict[Tensor, Tensor] = {}
+        self._storage_bytes: dict[Tensor, int] = {}  # FSDP pads a shard
+        self._is_away = False
+        for parameter in parameters:
+            local = local_of(parameter)
+            if not local.untyped_storage().resizable():  # of the model's file itself, on a CPU
+                parameter.data = local = local.clone()
+            self._host[parameter] = page_locked(local.cpu()) if local.is_cuda else local.clone()
+            self._storage_bytes[parameter] = local.untyped_storage().nbytes()
+
+    @torch.no_grad()
+    def put_away(self) -> None:
+        """Give up the device's memory."""
+        if self._is_away:
+            return
+        self._is_away = True
+        for parameter in self._host:
+            local_of(parameter).untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def bring(self) -> None:
+        """Have them on the device again."""
+        if not self._is_away:
+            return
+        for parameter, host in self._host.items():
+            local = local_of(parameter)
+            local.untyped_storage().resize_(self._storage_bytes[parameter])
+            local.copy_(host, non_blocking=True)
+        self._is_away = False
+
+    def value(self, parameter: Tensor) -> Tensor:
+        """A parameter, laid out as it is; a copy for the moment where it is away."""
+        host = self._host.get(parameter) if self._is_away else None
+        if host is None:
+            return parameter.detach()
+        return laid_out_as(parameter, host.to(local_of(parameter).device, copy=True))
+
+
+def digest(tensor: Tensor) -> Int[Tensor, ""]:
+    """A number that depends on every bit of a tensor and on where it stands.
+
+    The sum over all elements of (the element's bits as an integer) x (an odd number of its position), modulo 2^64: one
+    changed element always shows, several cancel only by chance. Waits for nothing. On a CPU 0 and -0 count as one: a
+    packed matrix is read by multiplying it, which loses the sign.
+    """
+    flat = tensor.detach().reshape(-1)
+    if flat.device.type == "cpu":
+        flat = flat + 0
+    words = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    factors = _factors(tensor.device)
+    # Two kernels a chunk: a small model's time is that of their launches.
+    sums: list[Tensor] = [(part * factors[: len(part)]).sum() for part in words.split(_CHUNK)]
+    if len(sums) == 1:
+        return sums[0]
+    return sum((part * (2 * number + 1) for number, part in enumerate(sums[1:], start=1)), sums[0])
+
+
+@functools.cache
+def _factors(device: torch.device) -> Int[Tensor, "C"]:
+    """An odd random number for each place in a chunk."""
+    drawn = torch.randint(2**62, (_CHUNK,), generator=torch.Generator().manual_seed(0))
+    return (2 * drawn + 1).to(device)

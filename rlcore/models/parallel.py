@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
-from rlcore.models.lora import merged_parameters
+from rlcore.models.lora import adapter_parameters, merged_parameters
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel
 
 Model = TypeVar("Model", bound=PackedTrunk)
@@ -46,13 +46,28 @@ def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
-def full_state(model: CausalPolicy | ValueModel) -> Iterator[tuple[str, Tensor]]:
+def full_state(
+    model: CausalPolicy | ValueModel, value: Callable[[Tensor], Tensor] = Tensor.detach
+) -> Iterator[tuple[str, Tensor]]:
     """Whole parameters one by one, under transformers' names; a tied head is given once, as the embedding.
 
     Gathering is a collective: every rank must iterate to the end, in step. One gathered tensor lives at a time
     unless the caller keeps it. LoRA adapters come merged into their matrices, so names and shapes are the base model's.
+    `value` gives a parameter where it is not on the device.
     """
-    yield from merged_parameters(model.model if isinstance(model, CausalPolicy) else model, gathered)
+    root = model.model if isinstance(model, CausalPolicy) else model
+    yield from merged_parameters(root, lambda parameter: gathered(value(parameter)))
+
+
+def adapter_state(model: CausalPolicy) -> Iterator[tuple[str, Tensor]]:
+    """The LoRA adapters alone, whole, under PEFT's names; a collective, as `full_state` is."""
+    yield from adapter_parameters(model.model, gathered)
+
+
+def reshard(model: nn.Module) -> None:
+    """Give up the whole weights that FSDP2 leaves together after a pass without gradients: those outside the layers."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def forget_failed_pass(model: PackedTrunk) -> None:

@@ -29,6 +29,8 @@ class PackedTrunk(nn.Module):
         self._attention_request = attention
         self._wanted_dtype = compute_dtype
         self.sharded = False
+        self.base_digest = ""
+        """Of the weights under adapters (`rlcore.models.lora`); empty where there are none."""
 
     @property
     def decoder(self) -> PreTrainedModel:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlcore.config.gguf import gguf_config, is_gguf
 from rlcore.config.model import PUBLISHED, LoraConfig, ModelConfig, ScratchModel
+from rlcore.errors import ModelError
 from rlcore.models.hub import cached_config
 
 NUM_WORDS = 13
@@ -19,6 +20,51 @@ NUM_WORDS = 13
 # Families whose attention projections have biases, or norms on query and key, without saying so in their config.
 _WITH_QKV_BIAS = ("qwen2",)
 _WITH_QK_NORM = ("qwen3",)
+
+
+TESTED = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose packed forward and gradient the test suite compares with transformers' own."""
+TRAINABLE = (
+    f"Trained are dense decoders of text: {', '.join(TESTED)}, and others whose log-probabilities on packed sequences "
+    "are those on each alone, which is tried when they load"
+)
+
+
+def untrainable(config: Mapping[str, Any]) -> str | None:
+    """Why a model cannot be trained here, by its `config.json`; None where nothing in it speaks against it.
+
+    >>> untrainable({"model_type": "qwen3_moe", "num_experts": 128})
+    'must have no mixture of experts (model_type qwen3_moe)'
+    >>> untrainable({"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}})
+    'must have weights that are not quantized (awq)'
+    >>> untrainable({"model_type": "qwen2"}) is None
+    True
+    """
+    kind = str(config.get("model_type", "not named"))
+    quantized = config.get("quantization_config")
+    inner = config.get("text_config")
+    if has_experts(config) or (isinstance(inner, Mapping) and has_experts(inner)):
+        return f"must have no mixture of experts (model_type {kind})"
+    if any(config.get(part) for part in ("vision_config", "audio_config", "text_config")):
+        return f"must read text alone, without pictures or sound (model_type {kind})"
+    if config.get("is_encoder_decoder"):
+        return f"must be a decoder without an encoder (model_type {kind})"
+    if quantized:
+        method = quantized.get("quant_method", "") if isinstance(quantized, Mapping) else quantized
+        return f"must have weights that are not quantized ({method})"
+    return None
+
+
+def require_trainable(key: str, path: str) -> None:
+    """Nothing in a model's `config.json` speaks against training it, where that file is on this machine.
+
+    Raises:
+        ModelError: something does; says what can be trained.
+    """
+    config = _read_config(path)
+    reason = untrainable(config) if isinstance(config, Mapping) else None
+    if reason is not None:
+        raise ModelError(f"{key}: {reason}, got {path}. {TRAINABLE}")
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:
@@ -168,12 +214,16 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
         return ModelShape.of_scratch(model.scratch)
     if is_gguf(model.path):
         return known_shape(gguf_config(model.path) or PUBLISHED.get(model.path))
-    file = config_file(model.path)
+    return known_shape(_read_config(model.path))
+
+
+def _read_config(path: str) -> object:
+    """A model's `config.json`; the published one where it is not on this machine, None where that is not known."""
+    file = config_file(path)
     try:
-        config = PUBLISHED.get(model.path) if file is None else json.loads(file.read_text(encoding="utf-8"))
+        return PUBLISHED.get(path) if file is None else json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # loading the model reports what is wrong with it
-    return None if config is None else known_shape(config)
 
 
 def known_shape(config: object) -> ModelShape | None:

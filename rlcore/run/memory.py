@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlcore.config import RunConfig
 from rlcore.config.algo import OFFLOAD_PIECE_BYTES
@@ -50,6 +50,7 @@ KEPT_FREE = 0.08
 tensors on an H200 with room to spare), and what the plan gets wrong."""
 GB = 1e9
 
+FROZEN_BASE = "policy: frozen base"
 GENERATION, PASSES, POLICY_UPDATE, CRITIC_UPDATE, OPTIMIZER_STEP, HAND_OVER = (
     "generation",
     "log-probabilities",
@@ -152,18 +153,24 @@ def pass_activation_bytes(shape: ModelShape, itemsize: int) -> int:
 
 
 def head_bytes(
-    shape: ModelShape, itemsize: int, chunk_tokens: int, tokens: int, *, gradient: bool, compiled: bool = False
+    shape: ModelShape,
+    itemsize: int,
+    chunk_tokens: int,
+    tokens: int,
+    *,
+    gradient: Literal["none", "hidden", "all"],
+    compiled: bool = False,
 ) -> int:
-    """The chunked head: one chunk of float32 logits; with a gradient its own chunk of the logits' gradient, and two
-    float32 matrices as large as its weight, the sum over chunks and the product that is added to it."""
+    """The chunked head: one chunk of float32 logits; with a gradient its own chunk of the logits' gradient, and where
+    that is the weight's too, two float32 matrices as large, the sum over chunks and the product that is added to it."""
     rows = min(chunk_tokens, tokens)
     logits = rows * shape.vocab * FULL
     beside = 0 if compiled else min(HEAD_TEMPORARIES_BYTES, logits)
     hidden = tokens * shape.hidden * itemsize
-    if not gradient:
+    if gradient == "none":
         return logits + beside + hidden
     own = rows * shape.vocab * itemsize if compiled else 0  # uncompiled it takes the logits' memory
-    return logits + beside + own + 2 * FULL * shape.embedding + 2 * hidden
+    return logits + beside + own + 2 * hidden + (2 * FULL * shape.embedding if gradient == "all" else 0)
 
 
 def gathered_bytes(layer_parameters: int, root_parameters: int, itemsize: int) -> int:
@@ -227,8 +234,10 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     awake = {"engine": engine_bytes(config, shape, device)}
     asleep = {"engine asleep": asleep_bytes(config, shape, device)}
     model, compiled = config.model, is_compiled(config, device.itemsize)
+    offloads_base = model.lora is not None and model.lora.offload
+    beside_engine = {name: size for name, size in held.items() if not (offloads_base and name == FROZEN_BASE)}
 
-    def head(*, gradient: bool) -> int:
+    def head(gradient: Literal["none", "hidden", "all"]) -> int:
         chunk = model.head_chunk_tokens
         return head_bytes(shape, device.itemsize, chunk, tokens, gradient=gradient, compiled=compiled)
 
@@ -236,23 +245,23 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     layer = tokens * pass_activation_bytes(shape, device.itemsize)
     passes = {
         "gathered weights": policy_gathered,
-        "the head, or a layer": max(layer, head(gradient=False)),  # no gradient: the layers' are gone when it begins
+        "the head, or a layer": max(layer, head("none")),  # no gradient: the layers' are gone when it begins
     }
     recompute = model.gradient_checkpointing
     kept = update_activation_bytes(shape, device.itemsize, recompute=recompute, compiled=compiled)
     update = {
         "gathered weights": policy_gathered,
-        "activations": tokens * kept,
-        "head": head(gradient=model.lora is None),
+        "activations": tokens * (kept + _adapter_activation_bytes(config, shape, device.itemsize)),
+        "head": head("all" if model.lora is None else "hidden"),
     }
     phases = {
-        GENERATION: {**held, **awake},
+        GENERATION: {**beside_engine, **awake},
         PASSES: {**held, **asleep, **reference, **passes},
         POLICY_UPDATE: {**held, **policy_gradients, **asleep, **update},
         HAND_OVER: {
-            **held,
+            **beside_engine,
             **(awake if config.rollout.engine == "vllm" else asleep),
-            "one whole tensor": FULL * shape.embedding,
+            "one whole tensor": _whole_tensor_bytes(config, shape, device.itemsize),
         },
     }
     if config.critic is not None:
@@ -278,13 +287,12 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
 def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:
     """What lies on the device in every phase."""
     ranks, trained = config.runtime.num_workers, _trained(config, shape)
-    frozen = 0 if config.model.lora is None else shape.policy_parameters
-    held = {
-        "policy: float32 weights": FULL * (trained + frozen) // ranks,
-    }
+    held = {"policy: float32 weights": FULL * trained // ranks}
+    if config.model.lora is not None:
+        held[FROZEN_BASE] = itemsize * shape.policy_parameters // ranks
     if not config.optim.offload:
         held["policy: moments"] = MOMENTS * trained // ranks
-    if config.algo.kl.where != "off" and not config.algo.kl.offload:
+    if _has_reference(config) and not config.algo.kl.offload:
         held["reference"] = itemsize * shape.policy_parameters
     if config.critic is not None:
         held["critic: float32 weights"] = FULL * shape.critic_parameters // ranks
@@ -331,8 +339,28 @@ def asleep_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
     return awake if config.rollout.sleep_level == 0 else min(awake, ENGINE_ASLEEP_BYTES)
 
 
+def _has_reference(config: RunConfig) -> bool:
+    """Whether the reference is a model of its own, and not the policy without its adapters."""
+    return config.algo.kl.where != "off" and config.model.lora is None
+
+
 def _offloads(config: RunConfig) -> bool:
-    return config.algo.kl.where != "off" and config.algo.kl.offload
+    return _has_reference(config) and config.algo.kl.offload
+
+
+def _adapter_activation_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
+    """What autograd keeps for adapters beside what it keeps of the layers, bytes a token: the input of each B."""
+    lora = config.model.lora
+    layers = 1 if config.model.gradient_checkpointing else shape.layers
+    return 0 if lora is None else layers * itemsize * lora.rank * len(lora.target_modules)
+
+
+def _whole_tensor_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
+    """The largest tensor of a hand-over, whole: the embedding, or with adapters a merged matrix, its float32 sum and
+    what that is made of."""
+    if config.model.lora is None:
+        return FULL * shape.embedding
+    return max(itemsize * shape.embedding, 2 * (FULL + itemsize) * shape.hidden * shape.intermediate)
 
 
 def device_of(config: RunConfig) -> Device:
@@ -414,9 +442,12 @@ def refusal(config: RunConfig, plan: MemoryPlan) -> str:
 def suggestion(config: RunConfig) -> str:
     """What would lower the peak, of what is not set yet."""
     found = []
-    if config.rollout.engine == "vllm" and config.rollout.sleep_level == 0:
+    lora = config.model.lora
+    if lora is not None and not lora.offload and config.rollout.engine == "vllm":
+        found.append("model.lora.offload=true rollout.sleep_level=1")
+    elif config.rollout.engine == "vllm" and config.rollout.sleep_level == 0:
         found.append("rollout.sleep_level=2")
-    if config.algo.kl.where != "off" and not config.algo.kl.offload:
+    if _has_reference(config) and not config.algo.kl.offload:
         found.append("algo.kl.offload=true")
     if not offloads_optimizers(config):
         found.append("optim.offload=true" + ("" if config.critic is None else " critic.optim.offload=true"))
@@ -426,7 +457,8 @@ def suggestion(config: RunConfig) -> str:
         found.append(f"a rollout.memory_share below {config.rollout.memory_share:g}")
     elif config.rollout.engine == "hf":
         found.append(f"a rollout.max_num_seqs below {config.rollout.max_num_seqs}")
-    found.append("more workers (runtime.num_workers), LoRA (model.lora.rank=32) or a smaller model")
+    fewer = "" if lora is not None else "LoRA (model.lora.rank=32) "
+    found.append(f"more workers (runtime.num_workers), {fewer}or a smaller model")
     return f"Set {', '.join(found)}."
 
 
@@ -447,15 +479,21 @@ def _chosen(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
 def _variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
     """From the fastest to the one that needs least memory, with the token budget below which the next one is better:
     nothing waits on the host and no layer is recomputed while the engine stays awake, then while it sleeps; the
-    reference offloaded; the optimizers' moments as well; layers recomputed as well."""
+    reference, or the base under adapters, offloaded; the optimizers' moments as well; layers recomputed as well."""
     several = max(4 * longest_tokens(config), TOKENS_STEP)
+    lora = config.model.lora
+    if lora is not None:
+        config = _with(config, "model", lora=lora.model_copy(update={"offload": False}))
     plain = _with(config, "algo", kl=config.algo.kl.model_copy(update={"offload": False}))
     plain = _with(_with_optimizers(plain, offload=False), "model", gradient_checkpointing=False)
     if config.rollout.engine == "vllm":
         yield _with(plain, "rollout", sleep_level=0), max(several, ENOUGH_TOKENS)
         plain = _with(plain, "rollout", sleep_level=2)
     yield plain, several
-    reference = _with(plain, "algo", kl=plain.algo.kl.model_copy(update={"offload": plain.algo.kl.where != "off"}))
+    reference = _with(plain, "algo", kl=plain.algo.kl.model_copy(update={"offload": _has_reference(config)}))
+    if lora is not None and config.rollout.engine == "vllm":
+        reference = _with(reference, "model", lora=lora.model_copy(update={"offload": True}))
+        reference = _with(reference, "rollout", sleep_level=1)
     yield reference, several
     moments = _with_optimizers(reference, offload=True)
     yield moments, several

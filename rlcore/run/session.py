@@ -171,11 +171,14 @@ class Session:
         step = self._record.store.step_of(checkpoint)
         if not is_exported(target, step):
             self._workers.load(checkpoint)
-            weights = self._workers.full_weights()
+            weights, adapters = self._workers.full_weights(), self._workers.adapters()
+            lora = self._config.model.lora
 
             def write() -> None:
                 with self._guard.phase("export"):
-                    export_transformers(weights, self._workers.start_model, target, step=step)
+                    export_transformers(
+                        weights, self._workers.start_model, target, step=step, lora=lora, adapters=adapters
+                    )
 
             self._record.room.hold(write, step=step, path=target)
         return {"directory": str(target), "step": step}

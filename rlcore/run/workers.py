@@ -182,6 +182,11 @@ class TrainingWorkers(Generic[S]):
         with self._guard.phase(phase):
             return self._started().group.each(Worker.full_weights)[0]
 
+    def adapters(self) -> Mapping[str, Tensor]:
+        """Their LoRA adapters alone, whole and on the host; empty without `model.lora`."""
+        with self._guard.phase("export"):
+            return self._started().group.each(Worker.adapters)[0]
+
     def savers(self) -> "RankSavers":
         """The workers as those that write a checkpoint."""
         return RankSavers(self._started().group, self._guard.phase)

@@ -1,7 +1,7 @@
 """The policy on one rank: log-probabilities, updates, weights."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,9 @@ from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, polic
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.models.load import load_policy
-from rlcore.models.lora import add_adapters
-from rlcore.models.parallel import full_state
+from rlcore.models.lora import add_adapters, without_adapters
+from rlcore.models.memory import HostedWeights
+from rlcore.models.parallel import adapter_state, full_state, reshard
 from rlcore.models.policy import CausalPolicy
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import Place
@@ -57,11 +58,23 @@ class Actor(TrainedModel[CausalPolicy]):
         self._has_dropout = lora is not None and lora.dropout > 0
         passes = ("the policy's update", "the policy's log-probabilities")
         super().__init__(policy, config.optim, place, mesh, world_size, passes=passes)
+        offloads = lora is not None and lora.offload
+        self._base = HostedWeights(p for p in self.model.parameters() if offloads and not p.requires_grad)
+
+    def put_base_away(self) -> None:
+        """With `model.lora.offload`: have the frozen base on the host alone; no pass may come before `bring_base`."""
+        reshard(self.model)
+        self._base.put_away()
+
+    def bring_base(self) -> None:
+        """Have the frozen base on the device again."""
+        self._base.bring()
 
     @torch.no_grad()
-    def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Log-probability of each answer token, 0 elsewhere; on the CPU. Without the adapters' dropout."""
-        with self._without_dropout():
+    def logprobs(self, batch: PackedBatch, num_micro: int, *, adapters: bool = True) -> Float[Tensor, "T"]:
+        """Log-probability of each answer token, 0 elsewhere; on the CPU. Without the adapters' dropout, and without
+        `adapters` as the policy was before training."""
+        with self._without_dropout(), nullcontext() if adapters else without_adapters(self.model):
             return self.forward_pass.run(
                 lambda parts: policy_logprobs(self.model, batch, parts, self._config, self._place.device),
                 batch,
@@ -216,7 +229,11 @@ class Actor(TrainedModel[CausalPolicy]):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights under their transformers names, gathered one by one; every rank must iterate."""
-        yield from full_state(self.model)
+        yield from full_state(self.model, self._base.value)
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters alone under PEFT's names; every rank must iterate."""
+        yield from adapter_state(self.model)
 
 
 def policy_logprobs(

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rlcore.config import RunConfig
 from rlcore.models.load import load_policy
-from rlcore.models.optim import page_locked
+from rlcore.models.memory import HostedWeights
 from rlcore.types import PackedBatch
 from rlcore.workers.actor import policy_logprobs
 from rlcore.workers.device import Place
@@ -17,8 +17,8 @@ class Reference:
     """The policy as it was before training; in the compute type, without gradient or optimizer.
 
     Every rank holds it whole: it is needed by one pass a step, and a sharded copy would be gathered for it each time.
-    With `algo.kl.offload` it waits in the host's memory, page-locked beside a GPU, and each pass works on a copy: only
-    the way there is paid for. Beside a CPU it is copied just the same.
+    With `algo.kl.offload` it waits in the host's memory between its passes. Where the policy has adapters there is
+    none: it is the policy without them (`Actor.logprobs`).
     """
 
     def __init__(self, config: RunConfig, model_directory: str, place: Place) -> None:
@@ -27,19 +27,15 @@ class Reference:
         # Loaded where it computes: there its kernels are chosen and its layers compiled, as the policy's are.
         policy = load_policy(model_directory, model=config.model, device=place.device)
         self._policy = policy.to(place.dtype).eval().requires_grad_(False)
-        self._waiting: dict[str, Tensor] = {}
-        if config.algo.kl.offload:
-            for name, parameter in self._policy.named_parameters():
-                host = parameter.data.cpu()
-                self._waiting[name] = page_locked(host) if place.device.type == "cuda" else host
-            self._put_away()
+        self._weights = HostedWeights(self._policy.parameters() if config.algo.kl.offload else ())
+        self._weights.put_away()
         # Not sharded: a rank that does this pass again keeps nobody waiting.
         self.forward_pass = PassBudget("the reference's log-probabilities", recover=lambda: None, ranks=None)
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Log-probability of each answer token, 0 elsewhere; on the CPU."""
-        self._bring()
+        self._weights.bring()
         try:
             return self.forward_pass.run(
                 lambda parts: policy_logprobs(self._policy, batch, parts, self._config, self._place.device),
@@ -47,13 +43,4 @@ class Reference:
                 num_micro,
             )
         finally:
-            self._put_away()
-
-    def _bring(self) -> None:
-        for name, parameter in self._policy.named_parameters():
-            if name in self._waiting:
-                parameter.data = self._waiting[name].to(self._place.device, copy=True, non_blocking=True)
-
-    def _put_away(self) -> None:
-        for name, parameter in self._policy.named_parameters():
-            parameter.data = self._waiting.get(name, parameter.data)
+            self._weights.put_away()

@@ -106,7 +106,7 @@ class Worker:
         )
         self._rest_engine()
         self.reset()
-        if self._config.algo.kl.where != "off":
+        if self._config.algo.kl.where != "off" and self._config.model.lora is None:
             self._reference = Reference(self._config, self._model_directory, place)
         if place.device.type == "cuda":
             self._saver.prepare()
@@ -165,7 +165,7 @@ class Worker:
         """One rollout for each request, in their order, by the weights of the last hand-over."""
         if self._leaves_engine_alone(requests):
             return []
-        self._meter.wakes()
+        self._wake_engine()
         return self._engine.generate(requests, sampling, max_response_tokens)
 
     def generate_stream(
@@ -174,7 +174,7 @@ class Worker:
         """The same, in handfuls as answers end: (index of the request, its rollout)."""
         if self._leaves_engine_alone(requests):
             return
-        self._meter.wakes()
+        self._wake_engine()
         finished: list[tuple[int, Rollout]] = []
         for pair in self._engine.stream(requests, sampling, max_response_tokens):
             finished.append(pair)
@@ -195,8 +195,10 @@ class Worker:
 
     def ref_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Log-probabilities of the answers under the frozen reference."""
-        assert self._reference is not None, "algo.kl.where is off: there is no reference"
         self._rest_engine()
+        if self._config.model.lora is not None:
+            return self._actor.logprobs(batch, num_micro, adapters=False)
+        assert self._reference is not None, "algo.kl.where is off: there is no reference"
         return self._reference.logprobs(batch, num_micro)
 
     def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
@@ -243,7 +245,7 @@ class Worker:
             EngineError: the engine did not take them, or took them and computes with others; on all ranks.
         """
         self._version, self._num_updates = version, 0
-        self._meter.wakes()
+        self._wake_engine()
         taken = self._engine.update_weights(self._actor.weights(), version)
         if self._engine.policy_version != version:
             raise EngineError(
@@ -259,6 +261,8 @@ class Worker:
         prompts = self._probe or canary.random_prompts(self._config, vocab_size)
         batch = canary.packed_probe(canary.ask(self._engine, self._config, prompts))
         num_micro = canary.num_micro_batches(self._config, prompts)
+        if self._config.model.lora is not None and self._config.model.lora.offload:
+            self._rest_engine()  # the base comes in the place of its weights
         return canary.mean_difference(batch, self._actor.logprobs(batch, num_micro))
 
     def _from_all_ranks(self, observed: canary.Observed) -> list[canary.Observed]:
@@ -289,7 +293,13 @@ class Worker:
 
     def full_weights(self) -> dict[str, Tensor]:
         """All weights on the CPU, on rank 0; empty elsewhere."""
-        gathered = self._actor.weights()
+        return self._on_the_host(self._actor.weights())
+
+    def adapters(self) -> dict[str, Tensor]:
+        """The adapters alone, under PEFT's names, on the CPU, on rank 0; empty elsewhere, and without `model.lora`."""
+        return self._on_the_host(self._actor.adapters())
+
+    def _on_the_host(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         if self._rank != 0:
             for _ in gathered:  # the gather is collective: every rank must take part
                 pass
@@ -327,6 +337,13 @@ class Worker:
         """Let the engine release the memory that training needs."""
         self._engine.sleep()
         self._meter.sleeps()
+        if hasattr(self, "_actor"):
+            self._actor.bring_base()
+
+    def _wake_engine(self) -> None:
+        """Make room for the engine, which wakes when it is called."""
+        self._actor.put_base_away()
+        self._meter.wakes()
 
     def close(self) -> None:
         """Release the engine and leave the other ranks."""

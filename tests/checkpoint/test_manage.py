@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlcore.checkpoint.catalog import find_checkpoint, list_checkpoints, plan_prune
 from rlcore.checkpoint.export import export_checkpoint
+from rlcore.checkpoint.shards import load_shards
 from rlcore.config import CheckpointConfig, LoraConfig, ModelConfig, RunConfig
 from rlcore.config.model import ScratchModel
 from rlcore.errors import CheckpointError
@@ -16,7 +18,7 @@ from rlcore.models.parallel import full_state
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
 from tests.checkpoint.small import save_shards
 from tests.checkpoint.test_store import edit_manifest, flip, save, state_at, steps, store_at
-from tests.models.tiny import policy_of
+from tests.models.tiny import policy_of, write_model
 
 
 def test_the_list_shows_broken_ones_too(tmp_path):
@@ -85,7 +87,7 @@ def test_a_checkpoint_becomes_a_transformers_directory(tmp_path: Path, lora: Lor
     build_scratch_model(scratch, vocab_size=size, eos_token_id=1, pad_token_id=0, seed=1, directory=start)
     policy = policy_of(start)
     if lora is not None:
-        policy = add_adapters(policy, lora, seed=9)
+        policy = add_adapters(policy_of(start, lora=lora, dtype="bfloat16"), lora, seed=9)
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.requires_grad:
@@ -99,8 +101,39 @@ def test_a_checkpoint_becomes_a_transformers_directory(tmp_path: Path, lora: Lor
     found, expected = dict(model.named_parameters()), dict(full_state(policy))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert (tmp_path / "out" / "adapter").is_dir() == (lora is not None)
+    if lora is not None:  # over the base as it was trained, in its type
+        base = AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16)
+        peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter", autocast_adapter_dtype=True)
+        adapters = {name: value for name, value in base.named_parameters() if "lora_" in name}
+        own = {f"{name.removesuffix('weight')}default.weight": value for name, value in policy.model.named_parameters()}
+        assert len(adapters) == 4
+        assert all(torch.equal(value, own[name]) for name, value in adapters.items())
 
     flip(next((store.path_of(1) / "policy").glob("*.safetensors")), 500)
     with pytest.raises(CheckpointError, match="hash"):
         export_checkpoint(store.list()[0], config, start, tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_adapters_are_saved_without_their_base_and_refuse_another(tmp_path: Path) -> None:
+    lora = LoraConfig(rank=2)
+
+    def adapted(seed: int, dtype: str = "float32"):
+        directory = write_model("qwen2-tied", tmp_path / f"model-{seed}", seed=seed)
+        return add_adapters(policy_of(directory, lora=lora, dtype=dtype), lora, seed=3)
+
+    policy = adapted(0)
+    saved = tmp_path / "saved"
+    save_shards(saved, model=policy, optimizer=None)
+    written = sum(file.stat().st_size for file in saved.glob("*.safetensors"))
+    trained = 4 * sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    assert trained < written < trained + 20_000
+    load_shards(saved, model=adapted(0), optimizer=None)
+    with pytest.raises(CheckpointError, match=r"other weights .*the model at model\.path has changed"):
+        load_shards(saved, model=adapted(1), optimizer=None)
+    with pytest.raises(CheckpointError, match=r"base in float32, and it is bfloat16 here\. Set model\.dtype=float32"):
+        load_shards(saved, model=adapted(0, "bfloat16"), optimizer=None)
+    (saved / "base.json").unlink()
+    with pytest.raises(CheckpointError, match=r"base\.json: must say over which base"):
+        load_shards(saved, model=adapted(0), optimizer=None)

@@ -246,6 +246,11 @@ CASES = [
         "algo.overlong.enabled=true algo.overlong.buffer_tokens=1025",
         "algo.overlong.buffer_tokens=1025",
     ),
+    (
+        "an_offloaded_base_changes_places",
+        "model.lora.offload=true rollout.engine=vllm",
+        "model.lora.offload=true rollout.engine=vllm rollout.sleep_level=1",
+    ),
     ("kl_alarm_has_a_reference", "alarms.kl=stop", "alarms.kl=stop algo.kl.where=loss algo.kl.coef=0"),
     (
         "importance_has_two_sides",

@@ -19,20 +19,24 @@ from rlcore.config.algo import OptimConfig
 from rlcore.config.model import LoraConfig, ModelConfig
 from rlcore.models.load import load_value_model
 from rlcore.models.lora import add_adapters
-from rlcore.models.optim import build_optimizer, clip_grad_norm
-from rlcore.models.parallel import full_state, gathered, shard
+from rlcore.models.memory import HostedWeights
+from rlcore.models.optim import build_optimizer, clip_grad_norm, local_of
+from rlcore.models.parallel import full_state, gathered, reshard, shard
 from rlcore.models.policy import CausalPolicy, ValueModel
 from tests.models.tiny import CPU, Batch, make_batch, policy_of
 
 LENGTHS = (5, 3, 9, 1, 5, 14, 3, 3)
-CASES = ("tied", "untied-checkpointed", "lora", "value", "bfloat16")
+CASES = ("tied", "untied-checkpointed", "lora", "value", "bfloat16", "lora-bfloat16", "lora-float32-base")
 MODEL_OF = {
     "tied": "qwen2-tied",
     "untied-checkpointed": "llama-gqa-untied",
     "lora": "qwen2-tied",
     "value": "qwen2-tied",
     "bfloat16": "qwen2-tied",
+    "lora-bfloat16": "qwen2-tied",
+    "lora-float32-base": "qwen2-tied",  # that computes in bfloat16
 }
+ROUNDED = ("bfloat16", "lora-bfloat16", "lora-float32-base")
 # Micro-batches of two ranks; one process alone takes them all.
 SPLIT = (((5, 0), (3, 6)), ((2, 1, 7), (4,)))
 
@@ -44,8 +48,15 @@ def build(case: str, models: Path) -> CausalPolicy | ValueModel:
         with torch.no_grad():
             model.value_head.weight.fill_(0.1)
         return model
-    policy = policy_of(directory, gradient_checkpointing=case == "untied-checkpointed", head_chunk_tokens=3)
-    return add_adapters(policy, LoraConfig(rank=2), seed=5) if case == "lora" else policy
+    lora = LoraConfig(rank=2) if case.startswith("lora") else None
+    policy = policy_of(
+        directory,
+        gradient_checkpointing=case == "untied-checkpointed",
+        head_chunk_tokens=3,
+        lora=lora,
+        dtype="bfloat16" if case == "lora-bfloat16" else "float32",
+    )
+    return policy if lora is None else add_adapters(policy, lora, seed=5)
 
 
 def loss_of(model: CausalPolicy | ValueModel, micro: Batch) -> Tensor:
@@ -63,7 +74,7 @@ def run_case(
     world_size = 1
     if mesh is not None:
         world_size = mesh.size()
-        model = shard(model, mesh=mesh, dtype=torch.bfloat16 if case == "bfloat16" else torch.float32)
+        model = shard(model, mesh=mesh, dtype=torch.bfloat16 if case in ROUNDED else torch.float32)
     # Adam divides by the gradient's own size: a small eps would blow the rounding of a tiny gradient up to a full step.
     optimizer = build_optimizer(model, OptimConfig(lr=0.01, eps=0.1), device=CPU)
     whole = make_batch(LENGTHS, seed=4)
@@ -86,6 +97,26 @@ def run_case(
     return found | {f"weight.{name}": tensor.clone() for name, tensor in full_state(model)}
 
 
+def wait_on_the_host(models: Path, mesh: DeviceMesh) -> None:
+    """A sharded base gives up its memory, is read from the host meanwhile, and is back as it was."""
+    policy = shard(build("lora", models), mesh=mesh, dtype=torch.float32)
+    assert isinstance(policy, CausalPolicy)
+    micro = make_batch(LENGTHS, seed=4)
+    first = loss_of(policy, micro).detach()
+    reshard(policy)
+    before = {name: tensor.clone() for name, tensor in full_state(policy)}
+    frozen = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
+    weights = HostedWeights(frozen)
+    weights.put_away()
+    assert {local_of(parameter).untyped_storage().nbytes() for parameter in frozen} == {0}
+    away = {name: tensor.clone() for name, tensor in full_state(policy, weights.value)}
+    weights.bring()
+    for found in (away, dict(full_state(policy))):
+        assert found.keys() == before.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
+    assert torch.equal(loss_of(policy, micro), first)
+
+
 def main() -> None:
     warnings.simplefilter("error")
     rank, world_size = int(sys.argv[1]), int(sys.argv[2])
@@ -101,6 +132,7 @@ def main() -> None:
     assert all(isinstance(p, DTensor) for p in parameters)
     assert sum(p.to_local().numel() for p in parameters) < 0.6 * sum(p.numel() for p in parameters)
     save_file({name: tensor.contiguous() for name, tensor in full_state(policy)}, out / f"state-{rank}.safetensors")
+    wait_on_the_host(models, mesh)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,24 +1,36 @@
-"""LoRA adapters: the same function at the start, the merged weights after."""
+"""LoRA adapters: the same function at the start, the merged weights after, and PEFT's reading of them."""
 
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from rlcore.config.algo import OptimConfig
 from rlcore.config.model import LoraConfig
 from rlcore.errors import ModelError
-from rlcore.models.lora import add_adapters
+from rlcore.models.lora import AdaptedLinear, add_adapters, without_adapters, write_peft
 from rlcore.models.optim import build_optimizer
-from rlcore.models.parallel import full_state
-from tests.models.tiny import CPU, make_batch, policy_of, write_model
+from rlcore.models.parallel import adapter_state, full_state
+from tests.models.tiny import CPU, Batch, make_batch, plain_model, policy_of, twin, write_model
 
 LORA = LoraConfig(rank=4, alpha=10.0)
 
 
-def trained(directory: Path, seed: int = 0):
+def adapted(directory: Path, lora: LoraConfig = LORA, seed: int = 0, **settings: Any):
+    return add_adapters(policy_of(directory, lora=lora, **settings), lora, seed=seed)
+
+
+def logprobs(policy: Any, batch: Batch) -> Tensor:
+    return policy(*batch.inputs, temperature=1.0, entropy="none").logprobs
+
+
+def trained(directory: Path, lora: LoraConfig = LORA, **settings: Any):
     """A policy whose adapters have taken three steps."""
-    policy = add_adapters(policy_of(directory, gradient_checkpointing=True), LORA, seed=seed)
+    policy = adapted(directory, lora, gradient_checkpointing=True, **settings)
     optimizer = build_optimizer(policy, OptimConfig(lr=0.02), device=CPU)
     batch = make_batch((5, 3, 9))
     for _ in range(3):
@@ -86,3 +98,85 @@ def test_the_head_gets_no_adapter_since_its_product_would_leave_it_out(tmp_path:
     policy = policy_of(write_model("qwen2-tied", tmp_path))
     with pytest.raises(ModelError, match=r"linear layers of the decoder, got lm_head"):
         add_adapters(policy, LoraConfig(target_modules=("q_proj", "lm_head")), seed=0)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_gradients_are_those_through_merged_weights(tmp_path: Path, rslora: bool) -> None:
+    """The twin: transformers' own model, one sequence after another, with W + s B A in the place of each W."""
+    directory = write_model("llama-gqa-untied", tmp_path)
+    policy = trained(directory, LORA.model_copy(update={"rslora": rslora}))
+    batch, plain = make_batch((5, 3, 9), seed=3), plain_model(directory)
+    leaves = {
+        name: parameter.detach().clone().requires_grad_() for name, parameter in policy.model.named_parameters()
+        if parameter.requires_grad
+    }  # fmt: skip
+    merged = dict(plain.named_parameters())
+    for name in [name for name in leaves if ".lora_A." in name]:
+        low, high = leaves[name], leaves[name.replace("lora_A", "lora_B")]
+        weight = name.replace(".lora_A.", ".")
+        merged[weight] = merged[weight].detach() + 10.0 / (2 if rslora else 4) * (high @ low)
+
+    def by_functional_call(token_ids: Tensor) -> Any:
+        return torch.func.functional_call(plain, merged, (token_ids,))
+
+    policy.zero_grad()
+    (logprobs(policy, batch) * batch.weights).sum().backward()
+    expected, _ = twin(by_functional_call, batch, 1.0)
+    (expected * batch.weights).sum().backward()
+    torch.testing.assert_close(logprobs(policy, batch), expected, rtol=0, atol=1e-5)
+    found = dict(policy.model.named_parameters())
+    for name, leaf in leaves.items():
+        scale = float(leaf.grad.abs().max())
+        torch.testing.assert_close(found[name].grad, leaf.grad, rtol=0, atol=2e-5 * scale, msg=name)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_peft_reads_the_adapters_and_computes_the_same(tmp_path: Path, rslora: bool) -> None:
+    directory = write_model("qwen2-tied", tmp_path / "base")
+    lora = LORA.model_copy(update={"rslora": rslora, "target_modules": ("q_proj", "down_proj")})
+    policy, batch = trained(directory, lora), make_batch((5, 3, 9))
+    write_peft(dict(adapter_state(policy)), lora, str(directory), tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    expected, _ = twin(model, batch, 1.0)
+    found = logprobs(policy, batch)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    with model.disable_adapter():
+        unlike, _ = twin(model, batch, 1.0)
+    assert (unlike - found).abs().max() > 0.1
+
+
+def test_without_adapters_it_is_the_policy_before_training(tmp_path: Path) -> None:
+    directory = write_model("qwen2-tied", tmp_path)
+    policy, batch = trained(directory), make_batch((5, 3, 9))
+    with without_adapters(policy):
+        assert torch.equal(logprobs(policy, batch), logprobs(policy_of(directory), batch))
+    assert not torch.equal(logprobs(policy, batch), logprobs(policy_of(directory), batch))
+
+
+def test_a_frozen_base_is_held_in_the_compute_type_and_adapters_in_float32(tmp_path: Path) -> None:
+    directory = write_model("qwen2-tied", tmp_path)
+    policy = trained(directory, dtype="bfloat16")
+    kinds = {(parameter.requires_grad, parameter.dtype) for parameter in policy.parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    exact = adapted(directory)
+    first = [module.lora_A.weight for module in exact.modules() if isinstance(module, AdaptedLinear)]
+    again = adapted(directory, dtype="bfloat16")
+    other = [module.lora_A.weight for module in again.modules() if isinstance(module, AdaptedLinear)]
+    assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))  # drawn whatever the base's type
+    for name, tensor in full_state(policy):
+        assert tensor.dtype == torch.bfloat16, name
+    layer = next(module for module in policy.modules() if isinstance(module, AdaptedLinear))
+    low, high = layer.lora_A.weight.double(), layer.lora_B.weight.double()
+    nearest = (layer.base_layer.weight.double() + layer.scaling * high @ low).to(torch.bfloat16)
+    merged = layer.merged(Tensor.detach)
+    assert (merged == nearest).float().mean() > 0.99  # rounded once: the sum in float32 is all but exact
+
+
+def test_the_digest_of_a_base_is_that_of_its_values_alone(tmp_path: Path) -> None:
+    directory = write_model("qwen2-tied", tmp_path / "a")
+    digest = adapted(directory).base_digest
+    assert len(digest) == 16
+    assert adapted(directory, LoraConfig(rank=2), seed=7).base_digest == digest
+    assert adapted(directory, dtype="bfloat16").base_digest != digest
+    assert adapted(write_model("qwen2-tied", tmp_path / "b", seed=1)).base_digest != digest

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.models.ranks import CASES, MODEL_OF, SPLIT, run_case
+from tests.models.ranks import CASES, MODEL_OF, ROUNDED, SPLIT, run_case
 from tests.models.tiny import write_model
 from tests.side_by_side import run_side_by_side
 
@@ -45,7 +45,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance * scale, msg=name)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "bfloat16"])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ROUNDED])
 def test_two_ranks_equal_one(case: str, models: Path, two_ranks: Path) -> None:
     expected = run_case(case, models, EVERYTHING, None)
     assert len(expected) > 40
@@ -65,6 +65,18 @@ def test_half_precision_compute_keeps_float32_master_weights_and_gradients(model
     expected = run_case("tied", models, EVERYTHING, None)
     assert not torch.equal(found["loss.0"], expected["loss.0"])
     torch.testing.assert_close(found["loss.0"], expected["loss.0"], rtol=0.02, atol=0.5)
+
+
+def test_a_base_in_the_compute_type_gives_the_numbers_of_one_in_float32(two_ranks: Path) -> None:
+    found, expected = (
+        load_file(two_ranks / f"{case}-0.safetensors") for case in ("lora-bfloat16", "lora-float32-base")
+    )
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if not name.startswith("weight."):
+            assert tensor.dtype == torch.float32
+            assert torch.equal(found[name], tensor), name
+    assert {found[name].dtype for name in found if name.startswith("weight.")} == {torch.bfloat16}
 
 
 def test_the_full_state_of_a_sharded_policy_is_the_model_it_was_loaded_from(models: Path, two_ranks: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +11,22 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    T5Config,
 )
 
-from rlcore.config import LoraConfig, ModelConfig, ScratchModel
+from flows.plan.checks import check_before_plan
+from rlcore.config import LoraConfig, ModelConfig, RunConfig, ScratchModel
 from rlcore.config.model import PUBLISHED
+from rlcore.errors import ModelError
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
-from rlcore.models.shape import ModelShape, has_experts, shape_of
+from rlcore.models.shape import ModelShape, has_experts, require_trainable, shape_of
 
 SIZES = {
     "hidden_size": 64,
@@ -66,7 +72,6 @@ def test_policy_critic_and_adapters_of_a_model_from_nothing(tmp_path: Path) -> N
     assert from_settings.policy_parameters == num_parameters(policy)
     assert from_settings.critic_parameters == num_parameters(critic)
     lora = LoraConfig(rank=4, target_modules=("q_proj", "down_proj"))
-    pytest.importorskip("peft")
     adapted = add_adapters(policy, lora, seed=1)
     assert from_settings.adapter_parameters(lora) == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
@@ -114,3 +119,35 @@ def test_what_is_on_this_machine_goes_before_what_is_published(tmp_path: Path, m
     found = shape_of(ModelConfig(path="Qwen/Qwen2.5-0.5B"))
     assert found is not None
     assert found.hidden == 64
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Qwen3MoeConfig(**SIZES, num_experts=8).to_dict(), r"no mixture of experts \(model_type qwen3_moe\)"),
+        (MixtralConfig(**SIZES).to_dict(), r"no mixture of experts \(model_type mixtral\)"),
+        (Qwen2_5_VLConfig().to_dict(), r"text alone, without pictures or sound \(model_type qwen2_5_vl\)"),
+        (T5Config().to_dict(), r"without an encoder \(model_type t5\)"),
+        ({**LlamaConfig(**SIZES).to_dict(), "quantization_config": {"quant_method": "bitsandbytes"}},
+         r"not quantized \(bitsandbytes\)"),
+    ],
+    ids=["qwen3_moe", "mixtral", "qwen2_5_vl", "t5", "bitsandbytes"],
+)  # fmt: skip
+def test_what_cannot_be_trained_is_refused_by_its_config_alone(
+    tmp_path: Path, config: dict[str, Any], reason: str
+) -> None:
+    """By a check before a start, and by whoever loads it (a hub's model is not here before that)."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = rf"{reason}, got {tmp_path}\. Trained are dense decoders of text: llama, mistral, qwen2, qwen3"
+    with pytest.raises(ModelError, match=rf"critic\.path: must .*{told}"):
+        require_trainable("critic.path", str(tmp_path))
+    with pytest.raises(ModelError, match=rf"model\.path: must .*{told}"):
+        load_policy(tmp_path, model=ModelConfig(), device=torch.device("cpu"))
+    with pytest.raises(ModelError, match=told):
+        check_before_plan(RunConfig(model=ModelConfig(path=str(tmp_path))))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_can_be_trained_is_not_refused(tmp_path: Path, name: str) -> None:
+    CONFIGS[name].save_pretrained(tmp_path)
+    require_trainable("model.path", str(tmp_path))

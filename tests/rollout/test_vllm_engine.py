@@ -195,6 +195,15 @@ def test_a_training_run_goes_through_and_repeats(folder: Path) -> None:
     assert any(metrics["actor/grad_norm"] > 0 for metrics in training["first"])
 
 
+def test_adapters_reach_vllm_merged_while_their_base_waits_on_the_host(folder: Path) -> None:
+    adapters = facts_of(folder, "adapters")
+    assert adapters["waits"] == adapters["stays"]
+    assert adapters["waits"]["difference"] < 1e-5
+    for metrics in adapters["waits"]["steps"]:
+        assert metrics["training/rollout_probs_diff_mean"] < 1e-4
+    assert adapters["waits"]["steps"][1]["actor/kl_loss"] > 0
+
+
 def test_episodes_of_several_turns_repeat(folder: Path) -> None:
     episodes = facts_of(folder, "episodes")
     assert episodes["first"] == episodes["second"]

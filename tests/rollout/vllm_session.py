@@ -318,6 +318,7 @@ def main(folder: Path) -> None:
         "untied": untied_facts,
         "canary": vllm_training.canary_facts,
         "training": vllm_training.training_facts,
+        "adapters": vllm_training.adapter_facts,
         "episodes": vllm_training.episode_facts,
         "importance": vllm_training.importance_facts,
         "refusals": refusal_facts,

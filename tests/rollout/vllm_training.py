@@ -72,6 +72,21 @@ def training_facts(folder: Path) -> dict[str, Any]:
     return {"first": found[0], "second": found[1]}
 
 
+def adapter_facts(folder: Path) -> dict[str, Any]:
+    """Steps with adapters over a base that is on the device while the engine is not; the same with one that stays."""
+    found: dict[str, Any] = {}
+    for name, offload in (("stays", "false"), ("waits", "true")):
+        run = _run(
+            folder, "model.lora.rank=4", f"model.lora.offload={offload}", "rollout.sleep_level=1", "optim.lr=0.05",
+            "algo.kl.where=loss",
+        )  # fmt: skip
+        group = _group(run)
+        steps = train(run, group, 2)
+        found[name] = {"steps": steps, "difference": group.each(Worker.hand_over, 9)[0].difference}
+        group.close()
+    return found
+
+
 def episode_facts(folder: Path) -> dict[str, Any]:
     """Steps of number guessing, its turns one by one, and the same again."""
     run = _run(folder, experiment="number_guessing")

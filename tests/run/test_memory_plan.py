@@ -280,7 +280,34 @@ def test_adapters_are_all_that_has_moments() -> None:
     config = settings("model.lora.rank=8", "critic=none", "algo=grpo", "rollout.samples_per_prompt=4")
     found = held_bytes(config, QWEN_05B, 2)
     assert found["policy: moments"] == 8 * QWEN_05B.adapter_parameters(LoraConfig(rank=8))
-    assert found["policy: float32 weights"] > 4 * QWEN_05B.policy_parameters
+    assert found["policy: float32 weights"] == found["policy: moments"] // 2
+    assert found[planning.FROZEN_BASE] == 2 * QWEN_05B.policy_parameters
+    whole = plan_memory(settings("model.lora.rank=8", "algo.kl.where=loss", "critic=none", "algo=grpo",
+                                 "rollout.samples_per_prompt=4"), QWEN_05B, CARD_24)  # fmt: skip
+    assert not [name for phase in whole.phases.values() for name in phase if "reference" in name]
+
+
+def test_a_base_that_a_card_holds_once_is_on_it_or_the_engine_is() -> None:
+    """Qwen2.5-7B: 15.2 GB in bfloat16, once in the trainer and once in vLLM, on a card with 23.5 GiB."""
+    shape = ModelShape.of_config(
+        {"model_type": "qwen2", "vocab_size": 152_064, "hidden_size": 3_584, "intermediate_size": 18_944,
+         "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
+    )  # fmt: skip
+    base = 2 * shape.policy_parameters
+    card = Device("a 24 GB card", 2, round(23.5 * 2**30))
+    given = ("model.path=of/that-shape", "model.lora.rank=32", "critic=none", "algo=grpo", "trainer.batch_size=64",
+             "trainer.mini_batch_size=64", "rollout.samples_per_prompt=8", "rollout.max_response_tokens=512",
+             "filter.max_prompt_tokens=512")  # fmt: skip
+    assert plan_memory(settings(*given), shape, card).cannot_fit
+    chosen, plan = fitted(settings(*given, "runtime.fit_memory=auto"), shape, card)
+    assert plan.fits
+    assert chosen.model.lora is not None
+    assert (chosen.model.lora.offload, chosen.rollout.sleep_level) == (True, 1)
+    for phase, parts in plan.phases.items():
+        assert parts.get(planning.FROZEN_BASE, 0) == (0 if phase in (planning.GENERATION, planning.HAND_OVER) else base)
+    large, _ = fitted(settings(*given, "runtime.fit_memory=auto"), shape, H200)
+    assert large.model.lora is not None
+    assert not large.model.lora.offload
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_what_to_set() -> None:

@@ -84,6 +84,8 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("algo.clip_low", "algo.clip_high"), ("algo.policy_loss",), _none_of(*_UNCLIPPED),
            "Choose algo.policy_loss=ppo_clip, gspo or cispo"),
     Effect(_KL, ("algo.kl.where",), _on, "Set algo.kl.where=loss or reward"),
+    Effect(("algo.kl.offload",), ("model.lora",), _off, "Set model.lora=null",
+           why="model.lora: the reference is the policy without its adapters"),
     Effect(("algo.kl.estimator",), ("algo.kl.where",), _none_of("loss"), "Set algo.kl.estimator=low_var_kl or k2",
            why="algo.kl.where=loss: its gradient there is 0 on average", of=_one_of("k1")),
     Effect(("algo.kl.estimator",), ("algo.kl.where",), _none_of("reward"), "Set algo.kl.estimator=k1",

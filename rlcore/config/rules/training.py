@@ -181,6 +181,11 @@ RULES: tuple[Rule, ...] = (
         "must be 1 with validation.sampling.temperature=0",
         lambda c: c.validation.sampling.temperature > 0 or c.validation.samples_per_problem == 1,
         "Set it to 1, or sample at temperature 1; validation.greedy judges a greedy answer as well"),
+    row("an_offloaded_base_changes_places", "model.lora.offload", "rollout.engine rollout.sleep_level",
+        "needs an engine whose weights wait in the host's memory while the base does not",
+        lambda c: c.model.lora is None or not c.model.lora.offload
+        or (c.rollout.engine == "vllm" and c.rollout.sleep_level == 1),
+        "Set rollout.engine=vllm and rollout.sleep_level=1, or model.lora.offload=false"),
     row("a_run_has_an_engine", "rollout.engine", "", "must be hf or vllm: training needs answers",
         lambda c: c.rollout.engine != "none", "Set rollout.engine=vllm, or hf where there is no vLLM"),
     row("tensor_parallel_is_vllms", "rollout.tensor_parallel_size", "rollout.engine", "must be 1 without vLLM",

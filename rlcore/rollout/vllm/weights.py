@@ -1,6 +1,5 @@
 """Taking over weights inside vLLM: on the device, tensor by tensor, without a host copy or a file."""
 
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +9,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from rlcore.errors import EngineError
+from rlcore.models.memory import digest
 from rlcore.rollout.engine import TakenWeights
 
 _FUSED = {  # a transformers matrix: vLLM's, in whose rows it lies, and how many of its own sizes before their end
@@ -20,8 +20,6 @@ _FUSED = {  # a transformers matrix: vLLM's, in whose rows it lies, and how many
     "up_proj": ("gate_up_proj", 1),
 }
 _OF_KEYS = ("k_proj", "v_proj")
-# Elements that a digest reads at a time: their int64 words take 32 MB.
-_CHUNK = 1 << 22
 
 
 def load(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, Tensor]], expected: frozenset[str]) -> None:
@@ -157,32 +155,6 @@ def _rows(held: Tensor | None, sent: _Sent) -> Tensor | None:
     start = 0 if sent.rows_from_end is None else len(held) - sent.rows_from_end
     part = held[start : start + sent.shape[0]]
     return part if part.shape == sent.shape else None
-
-
-def digest(tensor: Tensor) -> Int[Tensor, ""]:
-    """A number that depends on every bit of a tensor and on where it stands.
-
-    The sum over all elements of (the element's bits as an integer) x (an odd number of its position), modulo 2^64: one
-    changed element always shows, several cancel only by chance. Waits for nothing. On a CPU 0 and -0 count as one: a
-    packed matrix is read by multiplying it, which loses the sign.
-    """
-    flat = tensor.detach().reshape(-1)
-    if flat.device.type == "cpu":
-        flat = flat + 0
-    words = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-    factors = _factors(tensor.device)
-    # Two kernels a chunk: a small model's time is that of their launches.
-    sums: list[Tensor] = [(part * factors[: len(part)]).sum() for part in words.split(_CHUNK)]
-    if len(sums) == 1:
-        return sums[0]
-    return sum((part * (2 * number + 1) for number, part in enumerate(sums[1:], start=1)), sums[0])
-
-
-@functools.cache
-def _factors(device: torch.device) -> Int[Tensor, "C"]:
-    """An odd random number for each place in a chunk."""
-    drawn = torch.randint(2**62, (_CHUNK,), generator=torch.Generator().manual_seed(0))
-    return (2 * drawn + 1).to(device)
 
 
 def _part(module: Any, leaf: str, tensor: Tensor) -> Tensor:

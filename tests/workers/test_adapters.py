@@ -1,0 +1,105 @@
+"""A worker that trains adapters: its reference, its hand-over, and a run that was killed."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlcore.algos.aggregation import Denominator
+from rlcore.batching.pack import select_train
+from rlcore.checkpoint.shards import RankSaver
+from rlcore.runtime.local import LocalGroup
+from rlcore.types import TrainBatch
+from rlcore.workers import worker as module
+from rlcore.workers.worker import Worker
+from tests.small_run import prepare
+from tests.workers.ranks import batch_from
+from tests.workers.test_gradients import random_batch
+
+Open = Callable[..., Worker]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """Opens a worker of a small run with adapters."""
+    groups: list[LocalGroup] = []
+
+    def open_one(*overrides: str) -> Worker:
+        run = prepare(tmp_path, "model.lora.rank=4", "optim.lr=0.05", *overrides)
+        groups.append(LocalGroup(run.config, str(run.model_directory)))
+        return groups[-1].each(lambda worker: worker)[0]
+
+    yield open_one
+    for group in groups:
+        group.close()
+
+
+@pytest.fixture(scope="module")
+def batch() -> TrainBatch:
+    whole = batch_from(random_batch(np.random.default_rng(7)))
+    return select_train(whole, range(whole.packed.num_sequences))
+
+
+def update(worker: Worker, batch: TrainBatch, number: int) -> Any:
+    counts = Denominator(batch.packed.num_loss_tokens, batch.packed.num_sequences, 8)
+    return worker.update_policy(batch, number, counts, 0.05, 0.1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_is_the_policy_without_adapters_and_no_second_model(
+    opened: Open, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(module, "Reference", lambda *args: loaded.append(args))
+    worker = opened("algo.kl.where=loss", f"model.dtype={dtype}")
+    worker.hand_over(0)
+    first = worker.old_logprobs(batch.packed, 2)
+    assert torch.equal(worker.ref_logprobs(batch.packed, 2), first)
+    for _ in range(3):
+        update(worker, batch, 2)
+    assert torch.equal(worker.ref_logprobs(batch.packed, 2), first)
+    assert (worker.old_logprobs(batch.packed, 2) - first).abs().max() > 0.01
+    assert not loaded
+
+
+def test_a_killed_run_goes_on_to_the_last_bit(opened: Open, batch: TrainBatch, tmp_path: Path) -> None:
+    """Weights of adapters, moments and base of a new process as those of one that was not killed."""
+    worker = opened("model.dtype=bfloat16", "model.lora.dropout=0.1")
+    worker.hand_over(0)
+    update(worker, batch, 2)
+    worker.save(RankSaver.copy)
+    worker.save(RankSaver.write, str(tmp_path))
+    worker.save(RankSaver.is_written, wait=True)
+    worker.hand_over(1)
+    expected = [update(worker, batch, 2).logprobs, update(worker, batch, 3).logprobs, *worker.full_weights().values()]
+    again = opened("model.dtype=bfloat16", "model.lora.dropout=0.1")
+    again.load(str(tmp_path))
+    again.hand_over(1)
+    found = [update(again, batch, 2).logprobs, update(again, batch, 3).logprobs, *again.full_weights().values()]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_pass_out_of_memory_is_done_again_with_the_same_gradient(
+    opened: Open, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = opened()
+    worker.hand_over(0)
+    expected = update(worker, batch, 1)
+    again = opened()
+    again.hand_over(0)
+    likely, calls = type(again.policy_model()).forward, []
+
+    def refused_once(self: Any, token_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(len(token_ids))
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return likely(self, token_ids, *args, **kwargs)
+
+    monkeypatch.setattr(type(again.policy_model()), "forward", refused_once)
+    found = update(again, batch, 1)
+    assert len(calls) > 2
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+    assert again.memory_peak().num_redone == 1
