@@ -245,6 +245,46 @@ def checkpoints(
     )
 
 
+@app.command(epilog=_examples("millrace runs", "millrace runs countdown --state failed --state lost"))
+def runs(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TEXT]...", help="Only runs with this in their id; none: all.", show_default=False),
+    ] = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(help="Only these: running, waiting, stopping, finished, stopped, failed, lost, 'not begun'."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    root: Root = ARTIFACTS,
+) -> None:
+    """List the runs of a root. State, step, score, age, size, and what each waits for or why it failed."""
+    from flows.commands import runs as runs_commands
+
+    runs_commands.runs(root, names or [], state or [], as_json=json)
+
+
+@app.command(epilog=_examples("millrace logs countdown_demo-s1 -f"))
+def logs(
+    run: Run,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until the run ends.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines to begin with.")] = 40,
+    root: RootOfRun = None,
+) -> None:
+    """Show the log of a run's newest trainer process."""
+    from flows.commands import runs as runs_commands
+
+    runs_commands.logs(run, root, num_lines=lines, follow=follow)
+
+
+@app.command(epilog=_examples("millrace stop countdown_demo-s1"))
+def stop(run: Run, root: RootOfRun = None) -> None:
+    """Tell a run to stop, and wait until it has. It finishes its step and saves; the same command goes on."""
+    from flows.commands import runs as runs_commands
+
+    runs_commands.stop(run, root)
+
+
 @data_app.command("make", epilog=_examples("millrace data make experiment=countdown_demo"))
 def data_make(settings: Settings = None, root: RootOfRun = None) -> None:
     """Make and filter the dataset of an experiment."""
