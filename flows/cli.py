@@ -285,6 +285,17 @@ def stop(run: Run, root: RootOfRun = None) -> None:
     runs_commands.stop(run, root)
 
 
+@app.command(epilog=_examples("millrace doctor"))
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    root: Root = ARTIFACTS,
+) -> None:
+    """Look at what a run needs of this machine. Each line is ok, a warning or an error; exit code 1 for an error."""
+    from flows.commands import doctor as doctor_command
+
+    doctor_command.doctor(root, as_json=json)
+
+
 @data_app.command("make", epilog=_examples("millrace data make experiment=countdown_demo"))
 def data_make(settings: Settings = None, root: RootOfRun = None) -> None:
     """Make and filter the dataset of an experiment."""

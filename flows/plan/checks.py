@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from data.custom import build_function
@@ -31,7 +32,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.memory import require_fit
 from rlcore.runtime.cluster import folder_problem, unreachable
 from rlcore.score import Score
-from rlcore.storage.disk import nearest_existing
+from rlcore.storage.disk import is_out_of_room, nearest_existing
 from rlcore.tracking.lineage import first_gpu
 
 if TYPE_CHECKING:
@@ -78,15 +79,28 @@ def check_before_plan(config: RunConfig) -> None:
     """
     _require_functions(config)
     RunLayout.of(config).require_kinds()
-    root = Path(config.paths.root)
+    require_root(Path(config.paths.root))
+
+
+def require_root(root: Path) -> None:
+    """Files can be made under a root, or where it will be made. What is tried leaves nothing.
+
+    Raises:
+        DataError: they cannot; says why.
+    """
     there = nearest_existing(root)
     if not there.is_dir():
         raise DataError(f"paths.root: must be a folder, and {there} is a file. Choose another paths.root.")
-    if not os.access(there, os.W_OK | os.X_OK):
+    try:
+        with TemporaryFile(dir=there):  # permissions alone do not tell: nobody can make a file in /proc
+            pass
+    except OSError as reason:
+        if is_out_of_room(reason):  # the plan says how much is missing
+            return
         raise DataError(
-            f"paths.root: must be writable, and {there} is not (for {root}). Make it writable, or choose another "
-            "paths.root."
-        )
+            f"paths.root: must be writable, and {there} is not (for {root}): {reason.strerror}. Make it writable, or "
+            "choose another paths.root."
+        ) from reason
 
 
 def _require_functions(config: RunConfig) -> None:
