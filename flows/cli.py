@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from flows import SOURCE_FOLDER
-from flows.commands.settings import Commands, forked, with_root
+from flows.commands.settings import Commands, forked, show_settings, with_root
 from rlcore.errors import EXIT_RESUMABLE, ConfigError, MillraceError, StopRequestedError
 from rlcore.run.stop import ONE_WISH_S
 
@@ -36,7 +36,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 data_app = typer.Typer(
     cls=Commands, help="Make datasets, and look into them.", no_args_is_help=True, rich_markup_mode=None
@@ -72,6 +71,11 @@ Fork = Annotated[
         show_default=False,
     ),
 ]
+Cfg = Annotated[
+    str | None,
+    typer.Option("--cfg", metavar="job", help="Print the composed settings as YAML, and stop.", show_default=False),
+]
+Info = Annotated[bool, typer.Option("--info", help="Print what the settings are composed of, and stop.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show Prefect's log and the trainer's too.")]
 
 
@@ -110,11 +114,17 @@ def run(
     fork: Fork = None,
     dry_run: DryRun = False,
     json: AsJson = False,
+    cfg: Cfg = None,
+    info: Info = False,
     verbose: Verbose = False,
 ) -> None:
     """Run an experiment from dataset to report, as Prefect flows. What is finished is not done again."""
     _require_dry_run(json, dry_run)
-    composed = forked(with_root(settings, root), fork, dry_run=dry_run)
+    is_shown = cfg is not None or info
+    composed = forked(with_root(settings, root), fork, dry_run=dry_run or is_shown)
+    if is_shown:
+        show_settings(composed, cfg=cfg)
+        return
     from flows.commands import run as run_command
 
     run_command.run(composed, dry_run=dry_run, as_json=json, verbose=verbose)
@@ -163,11 +173,17 @@ def train(
     fork: Fork = None,
     dry_run: DryRun = False,
     json: AsJson = False,
+    cfg: Cfg = None,
+    info: Info = False,
     verbose: Verbose = False,
 ) -> None:
     """The same training without Prefect. Data, warm start, chunks, validation, weights."""
     _require_dry_run(json, dry_run)
-    composed = forked(with_root(settings, root), fork, dry_run=dry_run)
+    is_shown = cfg is not None or info
+    composed = forked(with_root(settings, root), fork, dry_run=dry_run or is_shown)
+    if is_shown:
+        show_settings(composed, cfg=cfg)
+        return
     from flows.commands import run as run_command
 
     run_command.train(composed, dry_run=dry_run, as_json=json, verbose=verbose)

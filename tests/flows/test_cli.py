@@ -216,3 +216,27 @@ def test_every_command_takes_the_root_as_an_option_and_as_a_setting(
 def test_two_roots_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = told(capsys, "run", "experiment=debug", "--root=one", "paths.root=two", "--dry-run")
     assert (code, "paths.root: is given more than once" in said) == (2, True)
+
+
+def test_the_composed_settings_and_what_they_are_composed_of(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = told(capsys, "run", "experiment=debug", "algo=dapo", "seed=3", "--cfg", "job")
+    assert code == 0
+    assert RunConfig.model_validate(yaml.safe_load(said)) == load_config(["experiment=debug", "algo=dapo", "seed=3"])
+    code, said = told(capsys, "train", "experiment=debug", "algo=dapo", "seed=3", "--info")
+    lines = dict(line.split(maxsplit=1) for line in said.splitlines())
+    assert code == 0
+    assert lines["experiment"] == "experiment/debug.yaml"
+    assert "data=countdown" in lines["groups"]
+    assert "algo=dapo" in lines["groups"]
+    assert lines["overrides"] == "experiment=debug algo=dapo seed=3"
+
+
+def test_a_shell_completes_commands(bare: Millrace) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        assert bare("--show-completion", shell).out.count("_MILLRACE_COMPLETE") == 1 if shell != "bash" else True
+    asked = {"_CLI_COMPLETE": "complete_bash", "COMP_WORDS": "millrace ru", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from flows.cli import app; app(prog_name='cli')"],
+        env=os.environ | asked, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["run", "runs"]
