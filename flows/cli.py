@@ -312,6 +312,17 @@ def doctor(
     doctor_command.doctor(root, as_json=json)
 
 
+@app.command(epilog=_examples("millrace new task my_task", "millrace new experiment mine"))
+def new(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="task, experiment or scorer.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the file, without its ending.")],
+) -> None:
+    """Write a task, experiment or scorer to begin with into this folder. It runs as it is."""
+    from flows.commands import new as new_command
+
+    new_command.new(kind, name)
+
+
 @data_app.command("make", epilog=_examples("millrace data make experiment=countdown_demo"))
 def data_make(settings: Settings = None, root: RootOfRun = None) -> None:
     """Make and filter the dataset of an experiment."""

@@ -26,6 +26,7 @@ from rlcore.errors import MillraceError
 from rlcore.run.devices import Devices, all_reduce, find_devices, has_code_for, output_of
 from rlcore.runtime.cluster import folder_problem
 from rlcore.storage.disk import free_bytes
+from rlcore.user_code import OWN_PACKAGES
 
 Level = Literal["ok", "warning", "error"]
 PYTHONS = ((3, 11), (3, 13))
@@ -65,7 +66,7 @@ def doctor(root: Path, *, as_json: bool) -> None:
 def examine(root: Path) -> list[Line]:
     """All lines; what takes seconds is looked at side by side."""
     checks: tuple[Callable[[], Iterator[Line]], ...] = (
-        _python, _packages, _devices, _memory, _shared_memory, lambda: _disk(root), _vllm, _prefect,
+        _python, _names, _packages, _devices, _memory, _shared_memory, lambda: _disk(root), _vllm, _prefect,
         lambda: _mlflow(root), _ray, _ports, _hub, _sandbox,
     )  # fmt: skip
     with ThreadPoolExecutor(len(checks)) as pool:
@@ -91,6 +92,15 @@ def _python() -> Iterator[Line]:
     fits = low <= here <= high
     remedy = "" if fits else "Make the environment with Python 3.11, 3.12 or 3.13 (make install PYTHON=python3.12)"
     yield Line("Python", "ok" if fits else "error", f"{sys.version.split()[0]} in {sys.prefix}", remedy)
+
+
+def _names() -> Iterator[Line]:
+    for name in OWN_PACKAGES:
+        found = find_spec(name)
+        where = Path(found.origin).parents[1] if found is not None and found.origin else None
+        if where != SOURCE_FOLDER:
+            remedy = "Use an environment of its own for Millrace (docs/decisions/0015); look at PYTHONPATH"
+            yield Line(name, "error", f"is imported from {where}, not from {SOURCE_FOLDER}", remedy)
 
 
 def _packages() -> Iterator[Line]:

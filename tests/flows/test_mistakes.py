@@ -82,7 +82,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train name=a/b", ["name: must match pattern", "got a/b"]),
     # models
     ("train model.path=empty warm_start.enabled=false", ["model.path: must be a transformers model directory"]),
-    ("train model.path=/no/such/model warm_start.enabled=false", ["model.path: must be a transformers model directory"]),
+    ("train model.path=/no/such/model warm_start.enabled=false", ["got /no/such/model"]),
     (" ".join(["train data.template=base", *NO_TOKENIZER]), ["no_tokenizer", "tokenizer", "model.path"]),
     (" ".join(["train data=mapped data.source=rows data.question=q data.answer=a reward.num_processes=1",
                *NO_TOKENIZER]), ["no_tokenizer", "tokenizer", "model.path"]),
