@@ -13,8 +13,8 @@ SCORER = '''"""A scorer of one's own: countdown's, with the length of the answer
 
     {command}
 
-A part is a metric (`reward/short/mean`) and changes nothing of the reward; `total` is the reward. docs/data.md says what a
-scorer may return. Model output is untrusted: parse it, never evaluate it.
+A part is a metric (`reward/short/mean`) and changes nothing of the reward; `total` is the reward. docs/data.md says
+what a scorer may return. Model output is untrusted: parse it, never evaluate it.
 """
 
 from collections.abc import Mapping
