@@ -99,7 +99,7 @@ def _names() -> Iterator[Line]:
         found = find_spec(name)
         where = Path(found.origin).parents[1] if found is not None and found.origin else None
         if where != SOURCE_FOLDER:
-            remedy = "Use an environment of its own for Millrace (docs/decisions/0015); look at PYTHONPATH"
+            remedy = "Use an environment of its own for Millrace (docs/decisions/0016); look at PYTHONPATH"
             yield Line(name, "error", f"is imported from {where}, not from {SOURCE_FOLDER}", remedy)
 
 
