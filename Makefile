@@ -21,7 +21,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Its interpreter runs vLLM's GPU kernels on a CPU, for tests. In a folder of its own, since torch and vLLM behave
 # otherwise where they can import it.
 TRITON := triton==3.6.0
-SOURCES := conf data flows rlcore tests benchmarks
+SOURCES := conf data flows rlcore tests benchmarks millrace.py
 
 # No telemetry, no hub: a run needs nothing outside the machine. PASSIVE: waiting threads give up their core.
 export PREFECT_SERVER_ANALYTICS_ENABLED := false

@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from flows import SOURCE_FOLDER
-from flows.commands.settings import Commands, forked, with_root
+from flows.commands.settings import Commands, forked, show_settings, with_root
 from rlcore.errors import EXIT_RESUMABLE, ConfigError, MillraceError, StopRequestedError
 from rlcore.run.stop import ONE_WISH_S
 
@@ -36,7 +36,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 data_app = typer.Typer(
     cls=Commands, help="Make datasets, and look into them.", no_args_is_help=True, rich_markup_mode=None
@@ -72,6 +71,11 @@ Fork = Annotated[
         show_default=False,
     ),
 ]
+Cfg = Annotated[
+    str | None,
+    typer.Option("--cfg", metavar="job", help="Print the composed settings as YAML, and stop.", show_default=False),
+]
+Info = Annotated[bool, typer.Option("--info", help="Print what the settings are composed of, and stop.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show Prefect's log and the trainer's too.")]
 
 
@@ -110,11 +114,17 @@ def run(
     fork: Fork = None,
     dry_run: DryRun = False,
     json: AsJson = False,
+    cfg: Cfg = None,
+    info: Info = False,
     verbose: Verbose = False,
 ) -> None:
     """Run an experiment from dataset to report, as Prefect flows. What is finished is not done again."""
     _require_dry_run(json, dry_run)
-    composed = forked(with_root(settings, root), fork, dry_run=dry_run)
+    is_shown = cfg is not None or info
+    composed = forked(with_root(settings, root), fork, dry_run=dry_run or is_shown)
+    if is_shown:
+        show_settings(composed, cfg=cfg)
+        return
     from flows.commands import run as run_command
 
     run_command.run(composed, dry_run=dry_run, as_json=json, verbose=verbose)
@@ -163,11 +173,17 @@ def train(
     fork: Fork = None,
     dry_run: DryRun = False,
     json: AsJson = False,
+    cfg: Cfg = None,
+    info: Info = False,
     verbose: Verbose = False,
 ) -> None:
     """The same training without Prefect. Data, warm start, chunks, validation, weights."""
     _require_dry_run(json, dry_run)
-    composed = forked(with_root(settings, root), fork, dry_run=dry_run)
+    is_shown = cfg is not None or info
+    composed = forked(with_root(settings, root), fork, dry_run=dry_run or is_shown)
+    if is_shown:
+        show_settings(composed, cfg=cfg)
+        return
     from flows.commands import run as run_command
 
     run_command.train(composed, dry_run=dry_run, as_json=json, verbose=verbose)
@@ -243,6 +259,68 @@ def checkpoints(
     checkpoints_command.checkpoints(
         run, root=root, verify=verify, export=export, checkpoint=checkpoint, prune=prune, as_json=json
     )
+
+
+@app.command(epilog=_examples("millrace runs", "millrace runs countdown --state failed --state lost"))
+def runs(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TEXT]...", help="Only runs with this in their id; none: all.", show_default=False),
+    ] = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(help="Only these: running, waiting, stopping, finished, stopped, failed, lost, 'not begun'."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    root: Root = ARTIFACTS,
+) -> None:
+    """List the runs of a root. State, step, score, age, size, and what each waits for or why it failed."""
+    from flows.commands import runs as runs_commands
+
+    runs_commands.runs(root, names or [], state or [], as_json=json)
+
+
+@app.command(epilog=_examples("millrace logs countdown_demo-s1 -f"))
+def logs(
+    run: Run,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until the run ends.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines to begin with.")] = 40,
+    root: RootOfRun = None,
+) -> None:
+    """Show the log of a run's newest trainer process."""
+    from flows.commands import runs as runs_commands
+
+    runs_commands.logs(run, root, num_lines=lines, follow=follow)
+
+
+@app.command(epilog=_examples("millrace stop countdown_demo-s1"))
+def stop(run: Run, root: RootOfRun = None) -> None:
+    """Tell a run to stop, and wait until it has. It finishes its step and saves; the same command goes on."""
+    from flows.commands import runs as runs_commands
+
+    runs_commands.stop(run, root)
+
+
+@app.command(epilog=_examples("millrace doctor"))
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    root: Root = ARTIFACTS,
+) -> None:
+    """Look at what a run needs of this machine. Each line is ok, a warning or an error; exit code 1 for an error."""
+    from flows.commands import doctor as doctor_command
+
+    doctor_command.doctor(root, as_json=json)
+
+
+@app.command(epilog=_examples("millrace new task my_task", "millrace new experiment mine"))
+def new(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="task, experiment or scorer.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the file, without its ending.")],
+) -> None:
+    """Write a task, experiment or scorer to begin with into this folder. It runs as it is."""
+    from flows.commands import new as new_command
+
+    new_command.new(kind, name)
 
 
 @data_app.command("make", epilog=_examples("millrace data make experiment=countdown_demo"))

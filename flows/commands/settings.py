@@ -56,12 +56,21 @@ def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None
     Raises:
         ConfigError: there is one.
     """
+    from rlcore.config.problems import Problem, settings_error
+
+    if sweep := next((word for word in words if word in ("-m", "--multirun")), None):
+        several = " ".join(word for word in words if "=" in word and not word.startswith("-"))
+        rule = "is no option: several values of a setting are a sweep, which is a file"
+        remedy = (
+            "Write `grid: {KEY: [VALUE, VALUE]}` and `seeds: [1, 2]` in it, then `millrace sweep FILE`; docs/sweeps.md"
+        )
+        raise settings_error([Problem(sweep, rule, several or sweep, remedy)])
     unknown = [at for at, word in enumerate(words) if word.startswith("--") and word.partition("=")[0] not in options]
     if not unknown:
         return
     from flows.parameters import FIELDS
     from rlcore.config.compose import GROUPS
-    from rlcore.config.problems import Problem, nearest, settings_error
+    from rlcore.config.problems import nearest
     from rlcore.config.run import all_keys
 
     own = {option.removeprefix("--").replace("-", "_") for option in options}
@@ -76,6 +85,32 @@ def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None
         remedy = f"Did you mean {key}={value or following}?" if key else "docs/settings.md lists every setting"
         problems.append(Problem(option, "is no option; a setting is written KEY=VALUE", words[at], remedy))
     raise settings_error(problems)
+
+
+def show_settings(settings: "RunSettings", *, cfg: str | None) -> None:
+    """Print the composed settings as YAML (`--cfg job`), or what they are composed of (`--info`).
+
+    Raises:
+        ConfigError: `cfg` asks for another of Hydra's parts.
+    """
+    from rlcore.config.compose import CONF_DIR, composed_of
+    from rlcore.config.documents import to_yaml
+    from rlcore.config.fingerprint import run_id
+    from rlcore.errors import ConfigError
+
+    if cfg == "job":
+        print(to_yaml(settings.config), end="")
+        return
+    if cfg is not None:
+        raise ConfigError(
+            f"--cfg: must be job, the composed settings; got {cfg}. --info says what they are composed of"
+        )
+    files, members = composed_of(settings.overrides, experiment=settings.experiment)
+    print(f"run        {run_id(settings.config)} in {settings.config.paths.root}")
+    print(f"conf       {CONF_DIR}")
+    print(f"experiment {', '.join(files) or 'none: the defaults'}")
+    print(f"groups     {' '.join(f'{group}={member}' for group, member in members.items())}")
+    print(f"overrides  {' '.join(settings.overrides) or 'none'}")
 
 
 def named_run(words: list[str], root: Path | None) -> "tuple[RunConfig, RunLayout]":

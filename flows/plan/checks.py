@@ -8,7 +8,9 @@ again.
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from data.custom import build_function
@@ -32,7 +34,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.memory import require_fit
 from rlcore.runtime.cluster import folder_problem, unreachable
 from rlcore.score import Score
-from rlcore.storage.disk import nearest_existing
+from rlcore.storage.disk import is_out_of_room, nearest_existing
 from rlcore.tracking.lineage import first_gpu
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ LOSS_DEADLINE_S = 120.0
 FIRST_CALL_S = 60.0
 """Beyond `reward.deadline_s`: a scoring process starts, and the scorer imports what it needs."""
 ANY_ANSWER = "0"
-"""Where a task has no solution to score."""
+"""Wrong, for most tasks. A scorer is tried on the solution, on it and on an empty answer."""
 
 NUM_TRIED = 256
 """Demonstrations of a file that are tokenized before a start."""
@@ -83,15 +85,28 @@ def check_before_plan(config: RunConfig) -> None:
         if path is not None:
             require_trainable(key, path)
     RunLayout.of(config).require_kinds()
-    root = Path(config.paths.root)
+    require_root(Path(config.paths.root))
+
+
+def require_root(root: Path) -> None:
+    """Files can be made under a root, or where it will be made. What is tried leaves nothing.
+
+    Raises:
+        DataError: they cannot; says why.
+    """
     there = nearest_existing(root)
     if not there.is_dir():
         raise DataError(f"paths.root: must be a folder, and {there} is a file. Choose another paths.root.")
-    if not os.access(there, os.W_OK | os.X_OK):
+    try:
+        with TemporaryFile(dir=there):  # permissions alone do not tell: nobody can make a file in /proc
+            pass
+    except OSError as reason:
+        if is_out_of_room(reason):  # the plan says how much is missing
+            return
         raise DataError(
-            f"paths.root: must be writable, and {there} is not (for {root}). Make it writable, or choose another "
-            "paths.root."
-        )
+            f"paths.root: must be writable, and {there} is not (for {root}): {reason.strerror}. Make it writable, or "
+            "choose another paths.root."
+        ) from reason
 
 
 def _require_functions(config: RunConfig) -> None:
@@ -242,52 +257,57 @@ def _may_not_fit(data: TaskData) -> bool:
 
 
 def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
-    answer = row.solution or ANY_ANSWER
+    """Score the solution, a wrong answer and an empty one: many a scorer returns nothing for what is not right."""
     sandbox.use(config.sandbox)
+    answers = list(dict.fromkeys((row.solution or ANY_ANSWER, ANY_ANSWER, "")))
     settings = config.reward.model_copy(update={"num_processes": 1})
-    _, why = _tried(scorer, (answer, row.ground_truth_json), settings, "reward")
-    if why:
-        raise ConfigError(
-            f"data.scorer: must score any text; got {scorer}, which failed on the answer {answer[:80]!r} to the task's "
-            f"first row, with ground truth {row.ground_truth_json[:200]}: {why}. docs/data.md says what it returns"
-        )
+    scores = _tried(scorer, answers, row.ground_truth_json, settings, "reward")
+    for answer, score in zip(answers, scores, strict=True):
+        if score.failure:
+            raise ConfigError(
+                f"data.scorer: must score any text; got {scorer}, which failed on the answer {answer[:80]!r} to the "
+                f"task's first row, with ground truth {row.ground_truth_json[:200]}: {score.failure}. docs/data.md "
+                "says what it returns"
+            )
 
 
 def _try_environment(row: "FirstRow", config: RunConfig) -> None:
     """Reset it on the task's first row, then step it once."""
     settings = RewardConfig(num_processes=1, deadline_s=config.episode.deadline_s)
     episode = Episode.begun("tried", config, row.ground_truth_json, config.seed)
-    begun, why = _tried(PLAY, (episode.asked(), episode.truth()), settings, "episode")
-    if begun and not why:
-        episode.replies.append(turn_of(begun).reply)
+    (score,) = _tried(PLAY, [episode.asked()], episode.truth(), settings, "episode")
+    if not score.failure:
+        episode.replies.append(turn_of(score).reply)
         episode.texts.append(ANY_ANSWER)
-        _, why = _tried(PLAY, (episode.asked(), episode.truth()), settings, "episode")
-    if why:
+        (score,) = _tried(PLAY, [episode.asked()], episode.truth(), settings, "episode")
+    if score.failure:
         raise ConfigError(
             f"data.environment: must begin with any row and reply to any text; got {config.data.environment}, which "
             f"failed in {'step' if episode.texts else 'reset'} on the task's first row, {row.ground_truth_json[:200]}: "
-            f"{why}. docs/environments.md says what they return"
+            f"{score.failure}. docs/environments.md says what they return"
         )
 
 
-def _tried(scorer: str, answer: tuple[str, str], settings: RewardConfig, section: str) -> tuple[Score | None, str]:
-    """The score of an answer, given with its ground truth as JSON, and why there is none."""
+def _tried(scorer: str, answers: Sequence[str], truth_json: str, settings: RewardConfig, section: str) -> list[Score]:
+    """Scores of answers to one problem; `failure` says why there is none."""
     with ScoringPool(scorer, settings, section=section) as pool:
-        job = pool.submit([answer[0]], [answer[1]])
-        if not job.done.wait(settings.deadline_s + FIRST_CALL_S):
-            return None, "it did not come back"
+        job = pool.submit(answers, [truth_json] * len(answers))
+        if not job.done.wait(len(answers) * settings.deadline_s + FIRST_CALL_S):
+            return [Score(0.0, {}, failure="it did not come back")] * len(answers)
         try:
-            return pool.collect(job)[0], pool.unscored[1]
+            return pool.collect(job)
         except EngineError as error:
             raise ConfigError(str(error)) from error
 
 
 def _try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) -> None:
     """Load it, and render and tokenize a prompt, as the filter will."""
-    from data.tokenizer import PromptTokenizer
+    from data.tokenizer import PromptTokenizer, load_tokenizer
 
     tools = tool_schemas(config.episode.tools) if config.episode.tools else []
     forms = dict.fromkeys(row.prompt_form for row in rows)
+    if not forms:  # no row is known yet; what the folder holds is
+        load_tokenizer(directory)
     template_kwargs = config.data.chat_template_kwargs
     if template_kwargs and forms and "chat" not in forms:
         raise ConfigError(
@@ -298,7 +318,6 @@ def _try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) -
         tokenizer = PromptTokenizer(directory, chat=form == "chat", tools=tools, chat_template_kwargs=template_kwargs)
         tokenizer.encode_prompts(tokenizer.texts([row.prompt for row in rows if row.prompt_form == form]))
         if config.data.environment:
-            from rlcore.models.load import load_tokenizer
             from rlcore.rollout.turns import TurnTokens
 
             role = "tool" if tools else "user"

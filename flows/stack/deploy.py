@@ -43,10 +43,10 @@ from flows import SOURCE_FOLDER
 from flows.server.watch import CONSOLE_GONE, NO_HEARTBEAT
 from flows.stack.control import NOTIFY_URL, SAID, WORKERS_ARE_UP
 from flows.stack.recipes import POOL
-from flows.stack.state import BIRTH_TOLERANCE_S
 from flows.work.slots import Slots
 from rlcore.config.compose import experiment_names
 from rlcore.errors import MillraceError
+from rlcore.storage.locks import BIRTH_TOLERANCE_S
 
 DEPLOYMENTS = Path(__file__).with_name("prefect.yaml")
 JOB: dict[str, Any] = {

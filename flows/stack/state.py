@@ -15,14 +15,13 @@ from flows.server.database import DATABASE, PREFECT_DATABASE, PREFECT_DATABASE_T
 from flows.server.secret import login_of, mlflow_client
 from rlcore.config import RunConfig, TrackingConfig
 from rlcore.errors import MillraceError
+from rlcore.storage.locks import process_of
 from rlcore.storage.publish import write_text_atomically
 from rlcore.storage.sqlite import sqlite_address
 
 STATE_FILE = "stack.json"
 LOOPBACK = "127.0.0.1"
 FORMAT_VERSION = 1
-BIRTH_TOLERANCE_S = 2.0
-"""The kernel's clock and ours are not the same to the last digit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +38,7 @@ class Service:
 
     def process(self) -> psutil.Process | None:
         """The process, if it is the one that was started; another one may have its id by now."""
-        try:
-            process = psutil.Process(self.pid)
-            is_it = abs(process.create_time() - self.born) < BIRTH_TOLERANCE_S
-            return process if is_it and process.status() != psutil.STATUS_ZOMBIE else None
-        except psutil.NoSuchProcess:
-            return None
+        return process_of(self.pid, self.born)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,11 @@ class LogTail:
         for line in lines:
             yield _text(line)
 
+    @property
+    def rest(self) -> str:
+        """The beginning of a line that is not complete yet."""
+        return _text(self._rest)
+
     def last_lines(self, num_lines: int) -> list[str]:
         """The end of the file, without empty lines; nothing of a deleted one."""
         try:

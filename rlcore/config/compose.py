@@ -53,6 +53,7 @@ GROUPS = {
 EXCLUSIVE_GROUPS = ("data", "critic")
 """Groups whose members have different keys. The section in an experiment's file belongs to the member that the file
 chooses, and is left out where an override, or a file that builds on it, chooses another one."""
+EXPERIMENT_MEANT = "Did you mean experiment="
 _ROOT = "millrace"
 # @_global_: an experiment's keys are those of the whole settings, so its files need no package header.
 _EXPERIMENT = "experiment@_global_"
@@ -157,6 +158,25 @@ def _keys_in_file(experiment: str | None) -> set[str]:
     return {key for key in leaves(_content(file, experiment)) if key != "defaults"}
 
 
+def composed_of(overrides: Sequence[str], *, experiment: str | None = None) -> tuple[Sequence[str], Mapping[str, str]]:
+    """Files of the experiment in the order in which they are merged, and the member of each group.
+
+    The arguments are those of a `load_config` that has raised nothing.
+    """
+    request = _read(overrides, experiment, Findings())
+    chosen = [f"{group}={member}" for group, member in request.choices.items()]
+    with _LOCK:
+        _store_defaults()
+        with _hydra():
+            if request.experiment is None:
+                files, members = [], _compose(chosen)[1]
+            else:
+                named = f"{_EXPERIMENT}={_member_of(request.experiment)}"
+                files, members = _experiment_files(named), _compose([named, *chosen])[1]
+    shown_files = [request.experiment or "" if file == _OUTSIDE else f"experiment/{file}.yaml" for file in files]
+    return shown_files, {group: members[group] for group in GROUPS}
+
+
 _Choice = tuple[str | None, tuple[tuple[str, str], ...]]
 """What a composition depends on: the experiment and the members of groups."""
 
@@ -185,7 +205,10 @@ def _read(overrides: Sequence[str], experiment: str | None, findings: Findings) 
     for text in overrides:
         override = _parsed(parser, text)
         if isinstance(override, Problem):
-            findings.add(override, *(["data"] if override.key == "data.task" else []))
+            unsound = ["data"] if override.key == "data.task" else []
+            if EXPERIMENT_MEANT in override.remedy:  # the other settings are its own
+                unsound = [*section_names(), *RunConfig.model_fields]
+            findings.add(override, *unsound)
             continue
         key, value = override.key_or_group, None if override.is_delete() else override.value()
         parts = leaves({key: value}) if not override.is_delete() else {key: "~"}
@@ -210,8 +233,8 @@ def _parsed(parser: OverridesParser, text: str) -> Override | Problem:
     except HydraException as error:
         reason = str(error).splitlines()[0] if "=" in text else "there is no = in it"
         remedy = "Write key=value, and quote spaces and commas: 'key=\"a, b\"'"
-        if text in experiment_names():
-            remedy = f"Write key=value. Did you mean experiment={text}?"
+        if text in experiment_names() or text.endswith(FILE_ENDINGS):
+            remedy = f"Write key=value. {EXPERIMENT_MEANT}{text}?"
         return Problem("override", f"cannot be read ({reason})", repr(text), remedy)
     key = override.key_or_group
     if not key:

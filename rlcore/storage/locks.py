@@ -22,6 +22,8 @@ from rlcore.errors import MillraceError, RunInUseError
 from rlcore.storage.disk import is_out_of_room, out_of_room, unwritable
 
 POLL_S = 0.1
+BIRTH_TOLERANCE_S = 2.0
+"""The time at which a process started is computed from the time of boot, which is read anew each time."""
 # A command line can hold a whole program; its beginning is enough to know it by.
 MAX_COMMAND_CHARS = 300
 
@@ -100,20 +102,39 @@ def _drop_inherited() -> None:
 os.register_at_fork(after_in_child=_drop_inherited)
 
 
+def process_of(pid: int, born: float) -> psutil.Process | None:
+    """The process of this host with that id and start time (seconds since the epoch), while it lives.
+
+    Another process may have the id by now: that is not it.
+    """
+    try:
+        process = psutil.Process(pid)
+        is_it = abs(process.create_time() - born) < BIRTH_TOLERANCE_S
+        return process if is_it and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lock. `since`: UTC, ISO 8601."""
+    """Who holds a lock. `since`: UTC, ISO 8601. `born`: when its process started, seconds since the epoch."""
 
     pid: int
     host: str
     command: str
     since: str
+    born: float = 0.0
 
     @classmethod
     def me(cls) -> "Holder":
         """This process, now."""
         command = " ".join(sys.orig_argv)[:MAX_COMMAND_CHARS]
-        return cls(os.getpid(), socket.gethostname(), command, datetime.now(UTC).isoformat("T", "seconds"))
+        since = datetime.now(UTC).isoformat("T", "seconds")
+        return cls(os.getpid(), socket.gethostname(), command, since, psutil.Process().create_time())
+
+    def process(self) -> psutil.Process | None:
+        """The process itself, if it is one of this host and lives."""
+        return process_of(self.pid, self.born) if self.host == socket.gethostname() else None
 
     def __str__(self) -> str:
         # The lock outlives its taker only in a child that was forked past Python's own fork.
@@ -128,6 +149,24 @@ def read_holder(path: Path) -> Holder | None:
         return Holder(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+NAMELESS = Holder(0, "an unknown host", "another process that has not said its name yet", "")
+
+
+def holder_of(path: Path) -> Holder | None:
+    """Who holds the lock now; None where nobody does. Waits for nothing, and needs no permission to write."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment; `HeldLock` tries longer than that
+    except BlockingIOError:
+        return read_holder(path) or NAMELESS
+    finally:
+        os.close(descriptor)
+    return None
 
 
 class HeldLock:
@@ -147,7 +186,7 @@ class HeldLock:
         return self._lock.path
 
     def __enter__(self) -> Self:
-        """Take the lock, waiting up to `wait_s` seconds.
+        """Take the lock, waiting up to `wait_s` seconds, and at least as long as `holder_of` may have it.
 
         Raises:
             RunInUseError (or the class given): another process holds it, or this file system has no locks.
@@ -158,10 +197,10 @@ class HeldLock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as reason:
             raise unwritable(self.path.parent, reason) from reason
-        deadline = time.monotonic() + self._wait_s
+        deadline = time.monotonic() + max(self._wait_s, POLL_S)
         while not self._try():
             if time.monotonic() >= deadline:
-                holder = read_holder(self.path) or "another process that has not said its name yet"
+                holder = read_holder(self.path) or NAMELESS.command
                 raise self._error(
                     f"{self._what} is in use by {holder}. Wait for it to end, or stop it; lock file: {self.path}"
                 )
@@ -200,8 +239,11 @@ class HeldLock:
         self._lock.release()
 
 
+RUN_LOCK = "run.lock"
+
+
 class RunLock(HeldLock):
     """One process at a time works on a run: `run.lock` in its folder."""
 
     def __init__(self, run_dir: Path, *, wait_s: float = 0.0) -> None:
-        super().__init__(run_dir / "run.lock", what=f"run {run_dir.name}", wait_s=wait_s)
+        super().__init__(run_dir / RUN_LOCK, what=f"run {run_dir.name}", wait_s=wait_s)

@@ -20,6 +20,7 @@ import psutil
 from pydantic import Field, TypeAdapter, ValidationError
 
 from rlcore.storage.documents import open_ordinary
+from rlcore.storage.locks import process_of
 from rlcore.tracking.journal import LineFile, iter_json
 
 ATTEMPTS_FILE = "attempts.jsonl"
@@ -50,15 +51,7 @@ class Owner:
 
     def is_gone(self) -> bool:
         """Whether the process has surely ended; False for a process on another host."""
-        if self.host != socket.gethostname():
-            return False
-        try:
-            process = psutil.Process(self.pid)
-            # A second of slack: the start time is computed from the boot time, which is read anew each time.
-            same = abs(process.create_time() - self.started) < 1.0
-            return not same or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
+        return self.host == socket.gethostname() and process_of(self.pid, self.started) is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The command line: mistakes are told at once and in words, a dry run writes nothing, every command explains itself."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -8,10 +9,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from flows.cli import app, exit_code
 from flows.commands.run import train, validate
 from flows.parameters import compose_settings, written
+from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import CheckpointError, ConfigError, ModelError
 from rlcore.runtime.cluster import private_folder
@@ -216,3 +219,34 @@ def test_every_command_takes_the_root_as_an_option_and_as_a_setting(
 def test_two_roots_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     code, said = told(capsys, "run", "experiment=debug", "--root=one", "paths.root=two", "--dry-run")
     assert (code, "paths.root: is given more than once" in said) == (2, True)
+
+
+def test_the_composed_settings_and_what_they_are_composed_of(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = told(capsys, "run", "experiment=debug", "algo=rloo", "seed=3", "--cfg", "job")
+    assert code == 0
+    assert RunConfig.model_validate(yaml.safe_load(said)) == load_config(["experiment=debug", "algo=rloo", "seed=3"])
+    code, said = told(capsys, "train", "experiment=debug", "algo=rloo", "seed=3", "--info")
+    lines = dict(line.split(maxsplit=1) for line in said.splitlines())
+    assert code == 0
+    assert lines["experiment"] == "experiment/debug.yaml"
+    assert "data=countdown" in lines["groups"]
+    assert "algo=rloo" in lines["groups"]
+    assert lines["overrides"] == "experiment=debug algo=rloo seed=3"
+
+
+@pytest.mark.parametrize(
+    ("shell", "asked"),
+    [
+        ("bash", {"COMP_WORDS": "millrace sto", "COMP_CWORD": "1"}),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "millrace sto"}),
+        ("fish", {"_TYPER_COMPLETE_ARGS": "millrace sto", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
+    ],
+)
+def test_a_shell_completes_commands(shell: str, asked: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from flows.cli import app; app(prog_name='millrace')"],
+        env=os.environ | {"_MILLRACE_COMPLETE": f"complete_{shell}"} | asked,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "stop" in done.stdout
+    assert "status" not in done.stdout

@@ -18,7 +18,7 @@ from flows.server.api import LocalServer
 from flows.server.watch import CONSOLE_GONE
 from flows.stack.deploy import recover_lost_runs
 from flows.stack.recipes import POOL
-from flows.stack.state import BIRTH_TOLERANCE_S
+from rlcore.storage.locks import BIRTH_TOLERANCE_S
 
 pytestmark = pytest.mark.prefect
 

@@ -1,0 +1,147 @@
+"""Millrace from Python: compose settings, run them, evaluate checkpoints, read what a run has left.
+
+`import millrace` gives these names. A run here is the chain of `millrace train` with its report, without Prefect: the
+training is done by a trainer process of its own, so a notebook stays usable after whatever happens to it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows import chain
+from flows.commands.settings import named_run, with_root
+from flows.parameters import RunSettings, all_overrides, compose_settings
+from flows.plan.checks import check_run
+from flows.progress import display_for_console, shown_on
+from flows.work import stages
+from flows.work.mlflow_record import MlflowRecord
+from flows.work.open_run import open_run
+from flows.work.results import checkpoint_name
+from flows.work.runs import all_runs
+from flows.work.status import RunStatus, status_of
+from rlcore.checkpoint.catalog import CheckpointInfo, scan
+from rlcore.config import RunConfig
+from rlcore.evaluation.result import ValidationResult
+from rlcore.run.layout import RunLayout
+from rlcore.tracking.journal import read_journal
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Run", "compose", "evaluate", "open", "run", "runs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run has left on disk; each method reads it anew, also while the run goes on."""
+
+    config: RunConfig
+    layout: RunLayout
+
+    @property
+    def id(self) -> str:
+        """Name of its folder."""
+        return self.layout.run_dir.name
+
+    @property
+    def folder(self) -> Path:
+        """Where all of it lies."""
+        return self.layout.run_dir
+
+    def status(self) -> RunStatus:
+        """State, step, score and size, as `millrace runs` lists them."""
+        return status_of(self.folder)
+
+    def metrics(self) -> "pd.DataFrame":
+        """A row for each step, a column for each metric (rlcore/tracking/metrics.md); NaN where it was not measured."""
+        import pandas as pd
+
+        records = read_journal(self.layout.journal) if self.layout.journal.is_file() else []
+        index = pd.Index([record.step for record in records], name="step")
+        return pd.DataFrame([dict(record.metrics) for record in records], index=index)
+
+    def validation(self, name: str = "after") -> ValidationResult:
+        """A validation with its figures: `before` training, `after` it, or a checkpoint's name.
+
+        Raises:
+            DataError: there is none of that name, or it is damaged.
+        """
+        return ValidationResult.read(self.layout.validation / f"{name}.json")
+
+    def answers(self, name: str = "after") -> "pd.DataFrame":
+        """A row for each sampled answer of a validation: problem, prompt, ground truth, answer, score, its parts."""
+        import pandas as pd
+
+        rows = [
+            {"problem": problem.prompt_id, "prompt": problem.prompt_text, "ground_truth": problem.ground_truth_json,
+             "answer": answer.text, "score": answer.score, "tokens": answer.num_tokens,
+             "finish_reason": answer.finish_reason, **{f"part/{part}": value for part, value in answer.parts.items()}}
+            for problem in self.validation(name).problems for answer in problem.samples
+        ]  # fmt: skip
+        return pd.DataFrame(rows)
+
+    def checkpoints(self) -> tuple[CheckpointInfo, ...]:
+        """Its checkpoints by step: `step`, `path`, `metrics`, `score`, `size_bytes`."""
+        return scan(self.layout.checkpoints).checkpoints
+
+
+def compose(
+    *overrides: str, experiment: str | None = None, root: str | Path | None = None, **fields: Any
+) -> RunSettings:
+    """Settings, typed and checked; `.config` of them holds every value.
+
+    Args:
+        overrides: as on the command line: `"optim.lr=1e-4"`, `"algo=dapo"`.
+        experiment: a name in conf/experiment, or the path of a file.
+        root: folder of datasets, models and runs (`paths.root`).
+        fields: `seed`, `total_steps`, `learning_rate`, `batch_size`, `samples_per_prompt`.
+
+    Raises:
+        ConfigError: one message with every mistake.
+    """
+    given = all_overrides(list(overrides), **fields)
+    return compose_settings(with_root(given, None if root is None else Path(root)), experiment)
+
+
+def run(settings: RunSettings) -> Run:
+    """Run everything from the dataset to the report; what is finished is not done again.
+
+    Raises:
+        MillraceError: a mistake, told before anything begins, or a fault: the next call goes on from the last
+            checkpoint.
+    """
+    check_run(settings)
+    with (
+        shown_on(display_for_console()),
+        open_run(settings.config, settings.command("train")) as held,
+        MlflowRecord(held, {}) as record,
+    ):
+        chain.run_chain(held, chain.run_here, record, with_report=True)
+    return Run(settings.config, RunLayout.of(settings.config))
+
+
+def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
+    """Judge a checkpoint on the held-out problems: `start`, `last`, `best` or a step; a known result is not made again.
+
+    Raises:
+        CheckpointError: the run has no such checkpoint.
+    """
+    settings = RunSettings(run.config, ())
+    with shown_on(display_for_console()), open_run(run.config, settings.command("validate")) as held:
+        inputs = stages.prepare_inputs(run.config)
+        judgement = chain.judge(held, inputs, checkpoint_name(str(checkpoint)), chain.run_here)
+    return ValidationResult.read(judgement.file)
+
+
+def open(run: str | Path, root: str | Path | None = None) -> Run:
+    """A run by its folder, its id, or the beginning of its id under a root.
+
+    Raises:
+        DataError: there is no such run.
+    """
+    return Run(*named_run([str(run)], None if root is None else Path(root)))
+
+
+def runs(root: str | Path = "artifacts") -> list[Run]:
+    """All runs of a root, by name."""
+    return [open(folder) for folder in all_runs(Path(root))]

@@ -1,0 +1,94 @@
+"""`millrace new task|experiment|scorer NAME`: one file of one's own to begin with, which runs as it is."""
+
+import keyword
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from data import multiplication
+from rlcore.errors import ConfigError
+from rlcore.storage.publish import write_text_atomically
+
+SCORER = '''"""A scorer of one's own: countdown's, with the length of the answer as a part beside it.
+
+    {command}
+
+A part is a metric (`reward/short/mean`) and changes nothing of the reward; `total` is the reward. docs/data.md says
+what a scorer may return. Model output is untrusted: parse it, never evaluate it.
+"""
+
+from collections.abc import Mapping
+
+from data.countdown import score as score_countdown
+from rlcore.score import Score
+
+_SHORT = 20
+
+
+def score(response: str, ground_truth: Mapping[str, object]) -> Score:
+    """Score one answer; any text, the empty one too."""
+    judged = score_countdown(response, ground_truth)
+    is_short = float(len(response) <= _SHORT)
+    return Score(judged.total, {{**judged.parts, "short": is_short}}, judged.said)
+'''
+EXPERIMENT = """# {command}
+# What differs from the experiment that it builds on; docs/settings.md lists every key.
+defaults: [countdown_demo, _self_]
+name: {name}
+optim:
+  lr: 1e-4
+trainer:
+  total_steps: 40
+"""
+TASK = '''"""A task of one's own in one file: products of two numbers.
+
+    {command}
+
+`build` makes the rows, `score` judges an answer; docs/data.md walks through both.
+"""
+'''
+COMMANDS = {
+    "task": "millrace run experiment=debug data=custom data.build={name}:build data.scorer={name}:score",
+    "experiment": "millrace run experiment={name}.yaml",
+    "scorer": "millrace run experiment=debug data.scorer={name}:score",
+}
+"""What runs the file, by kind."""
+
+
+def new(kind: str, name: str) -> None:
+    """Write `NAME.py` or `NAME.yaml` into this folder, and say how it runs.
+
+    Raises:
+        ConfigError: there is no such kind, the name cannot be one, or the file is there already.
+    """
+    if kind not in COMMANDS:
+        raise ConfigError(f"KIND: must be one of {', '.join(COMMANDS)}; got {kind}")
+    file = Path(f"{name}.yaml" if kind == "experiment" else f"{name}.py")
+    _require_free(kind, name, file)
+    command = COMMANDS[kind].format(name=name)
+    write_text_atomically(file, content_of(kind, name, command))
+    print(f"{file.absolute()} is written; it runs as it is:\n  {command}")
+
+
+def content_of(kind: str, name: str, command: str) -> str:
+    """Text of the file."""
+    if kind == "experiment":
+        return EXPERIMENT.format(command=command, name=name)
+    if kind == "scorer":
+        return SCORER.format(command=command)
+    source = Path(multiplication.__file__).read_text(encoding="utf-8")
+    code = source.split('"""', 2)[2]
+    return TASK.format(command=command) + code.removeprefix("\n")
+
+
+def _require_free(kind: str, name: str, file: Path) -> None:
+    is_experiment = kind == "experiment"
+    pattern = r"[a-z0-9][a-z0-9_-]{0,63}" if is_experiment else r"[a-z][a-z0-9_]*"
+    if not re.fullmatch(pattern, name) or keyword.iskeyword(name):
+        raise ConfigError(f"NAME: must be small letters, digits and _, and begin with a letter; got {name!r}")
+    if file.exists():
+        raise ConfigError(f"NAME: {file.absolute()} is there already. Choose another name, or remove the file")
+    if not is_experiment and find_spec(name) is not None:
+        raise ConfigError(
+            f"NAME: must be no module that is there already; got {name}. Choose another, such as my_{name}"
+        )

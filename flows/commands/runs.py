@@ -1,0 +1,163 @@
+"""`millrace runs`, `logs` and `stop`: by files, locks and signals; without Prefect and MLflow."""
+
+import json
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows.commands.settings import named_run
+from flows.plan.table import size
+from flows.work.open_run import END_WAIT_S
+from flows.work.runs import all_runs
+from flows.work.status import STATES, RunStatus, note_told, status_of, was_told, worker_of
+from flows.work.trainer import LogTail
+from rlcore.errors import ConfigError, DataError, RunInUseError
+from rlcore.storage.locks import Holder
+
+POLL_S = 0.2
+PIPED_WIDTH = 250
+"""Columns where no terminal says how many it has."""
+AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
+"""Seconds of a unit, largest first."""
+
+
+def runs(root: Path, names: Sequence[str], states: Sequence[str], *, as_json: bool) -> None:
+    """List the runs of a root, the one that wrote last first.
+
+    Raises:
+        ConfigError: no run can be in that state.
+    """
+    for state in states:
+        if state not in STATES:
+            raise ConfigError(f"--state: must be one of {', '.join(STATES)}; got {state}")
+    root = root.resolve()
+    chosen = [path for path in all_runs(root) if not names or any(text in path.name for text in names)]
+    found = sorted(map(status_of, chosen), key=lambda one: -one.changed)
+    found = [one for one in found if not states or one.state in states]
+    if as_json:
+        print(json.dumps([one.to_json() for one in found], indent=2))
+    elif found:
+        _show(found)
+    else:
+        print(f"{root / 'runs'}: no {'such ' if names or states else ''}run; --root names another root")
+
+
+def _show(found: Sequence[RunStatus]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("run", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("step", "held-out", "reward", "age", "size"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("what for")
+    for one in found:
+        total = "?" if one.total_steps is None else one.total_steps
+        figures = ("" if figure is None else f"{figure:.3f}" for figure in (one.score, one.reward))
+        age, held = age_of(time.time() - one.changed), size(one.size_bytes)
+        table.add_row(one.run_id, one.state, f"{one.step}/{total}", *figures, age, held, one.note)
+    width = None if sys.stdout.isatty() else PIPED_WIDTH
+    Console(highlight=False, markup=False, width=width).print(table)
+
+
+def age_of(seconds: float) -> str:
+    """A time in the largest unit of which it is one or more.
+
+    >>> age_of(7_300), age_of(45.2), age_of(0.1)
+    ('2 h', '45 s', '0 s')
+    """
+    unit_s, unit = next((one for one in AGES if seconds >= one[0]), AGES[-1])
+    return f"{max(0, int(seconds / unit_s))} {unit}"
+
+
+def logs(run: list[str], root: Path | None, *, num_lines: int, follow: bool) -> None:
+    """Print the end of the newest trainer's log; with `follow` also what is added, until nobody works on the run.
+
+    Raises:
+        DataError: there is no such run, or no trainer process was ever started for it.
+    """
+    _, layout = named_run(run, root)
+    newest = _newest_log(layout.logs)
+    if newest is None:
+        raise DataError(
+            f"{layout.logs}: holds no trainer's log: none was started for run {layout.run_dir.name} yet. What the "
+            "stages before it say stands where the run was started; millrace runs says whether it goes on."
+        )
+    tail = LogTail(newest)
+    print(f"{newest}:")
+    last = deque[str](maxlen=num_lines)
+    while lines := list(tail.new_lines()):
+        last.extend(lines)
+    print("\n".join([*last, *([tail.rest] if tail.rest and not follow else [])]), flush=True)
+    while follow:
+        is_over = worker_of(layout.run_dir) is None
+        for line in tail.new_lines():
+            print(line, flush=True)
+        newest = _newest_log(layout.logs)
+        if newest is not None and newest != tail.path:
+            tail = LogTail(newest)
+            print(f"{newest}:", flush=True)
+        elif is_over:
+            return
+        else:
+            time.sleep(POLL_S)
+
+
+def _newest_log(folder: Path) -> Path | None:
+    return max(folder.glob("trainer-[0-9]*.log"), key=lambda path: int(path.stem.rpartition("-")[2]), default=None)
+
+
+def stop(run: list[str], root: Path | None) -> None:
+    """Send SIGTERM, once, to the process that works on a run, and wait until nobody works on it.
+
+    The process is the one that holds the run's lock, on this host, with the start time that the lock's file says.
+
+    Raises:
+        DataError: there is no such run.
+        RunInUseError: its process is another host's, or cannot be told; or it still works after its deadline.
+    """
+    config, layout = named_run(run, root)
+    worker = worker_of(layout.run_dir)
+    if worker is None:
+        print(f"run {layout.run_dir.name}: nobody works on it, there is nothing to stop ({_saved(layout.run_dir)})")
+        return
+    if was_told(layout.run_dir, worker):
+        print(f"run {layout.run_dir.name}: was told already; waiting for {worker}", flush=True)
+    else:
+        _tell(layout.run_dir, worker)
+        print(f"run {layout.run_dir.name}: told {worker} to finish its step and save", flush=True)
+    deadline = time.monotonic() + config.runtime.stop_deadline_s + END_WAIT_S
+    while (still := worker_of(layout.run_dir)) is not None:
+        if time.monotonic() > deadline:
+            raise RunInUseError(
+                f"run {layout.run_dir.name}: {still} still works on it, beyond runtime.stop_deadline_s. A second "
+                f"signal ends it where it stands, and its newest checkpoint stays: kill {still.pid}"
+            )
+        time.sleep(POLL_S)
+    print(
+        f"run {layout.run_dir.name}: stopped; {_saved(layout.run_dir)}; the same command goes on:\n  {worker.command}"
+    )
+
+
+def _tell(run_dir: Path, worker: Holder) -> None:
+    process = worker.process()
+    if process is None:
+        where = "here" if worker.host == socket.gethostname() else f"on {worker.host}"
+        raise RunInUseError(
+            f"run {run_dir.name}: is worked on by {worker}, and that process cannot be told from "
+            f"{socket.gethostname()}. Stop it {where}, by its command or in Prefect."
+        )
+    note_told(run_dir, worker)
+    process.send_signal(signal.SIGTERM)
+
+
+def _saved(run_dir: Path) -> str:
+    from rlcore.checkpoint.catalog import scan
+
+    known = scan(run_dir / "checkpoints").checkpoints
+    return f"step {known[-1].step} is saved" if known else "it has no checkpoint yet"

@@ -1,0 +1,158 @@
+"""What the runs of a root are doing, by their files and locks alone: neither Prefect nor MLflow is asked."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from flows.progress import REWARD_NAMES
+from flows.work.open_run import FLOW_LOCK
+from rlcore.checkpoint.catalog import scan
+from rlcore.errors import CheckpointError, DataError
+from rlcore.run.disk import GOES_ON, PAUSED
+from rlcore.run.faults import read_faults
+from rlcore.run.layout import RunLayout
+from rlcore.storage.documents import open_ordinary, parse_json, read_ordinary
+from rlcore.storage.locks import RUN_LOCK, Holder, holder_of
+from rlcore.storage.publish import write_json_atomically
+from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
+from rlcore.tracking.journal import READ_BLOCK_BYTES, EventRecord, StepRecord, iter_lines
+
+State = Literal["running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun"]
+"""`waiting`: for room on a disk. `stopped`: told to stop, and saved. `lost`: its process is gone without a word. `not
+begun`: no trainer has begun at its steps. A run whose process lives is one of the first three."""
+STATES: tuple[State, ...] = get_args(State)
+STOP_FILE = "stop.json"
+"""Which process was told to stop last, and when: a second signal would end it without a save."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """One run. `score`: mean held-out reward of its newest checkpoint that has one. `reward`: mean of the last step.
+
+    `changed`: when it last wrote a step or an event, s since the epoch. `note`: what it waits for, why it has failed,
+    or which process works on it.
+    """
+
+    run_id: str
+    run_dir: str
+    name: str
+    state: State
+    step: int
+    total_steps: int | None
+    score: float | None
+    reward: float | None
+    changed: float
+    size_bytes: int
+    note: str
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs; with the age in seconds."""
+        return asdict(self) | {"age_s": round(time.time() - self.changed, 1)}
+
+
+def status_of(run_dir: Path) -> RunStatus:
+    """The status of one run, from what its folder holds. A part that cannot be read counts as absent."""
+    step, reward, pause, changed = _newest(RunLayout(run_dir.parents[1], run_dir).journal)
+    settings = _document(run_dir / "settings.json")
+    state, note = _state(run_dir, pause)
+    return RunStatus(
+        run_id=run_dir.name,
+        run_dir=str(run_dir),
+        name=str(settings.get("name", "")),
+        state=state,
+        step=step,
+        total_steps=settings.get("trainer", {}).get("total_steps"),
+        score=_score(run_dir),
+        reward=reward,
+        changed=changed or (run_dir / "settings.json").stat().st_mtime,
+        size_bytes=size_of(run_dir),
+        note=note,
+    )
+
+
+def worker_of(run_dir: Path) -> Holder | None:
+    """The process that works on a run: a command or flow, else a trainer that has outlived it; None where none does."""
+    return holder_of(run_dir / FLOW_LOCK) or holder_of(run_dir / RUN_LOCK)
+
+
+def was_told(run_dir: Path, worker: Holder) -> bool:
+    """Whether `millrace stop` has told this process to stop."""
+    return _document(run_dir / STOP_FILE).get("process") == [worker.pid, worker.born]
+
+
+def note_told(run_dir: Path, worker: Holder) -> None:
+    """Remember that it was told."""
+    write_json_atomically(run_dir / STOP_FILE, {"process": [worker.pid, worker.born], "time": round(time.time(), 3)})
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a folder; files that go away meanwhile are left out."""
+    return sum(_sizes(folder))
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _sizes(Path(entry.path))
+            else:
+                with suppress(OSError):
+                    yield entry.stat(follow_symlinks=False).st_size
+
+
+def _state(run_dir: Path, pause: str) -> tuple[State, str]:
+    worker = worker_of(run_dir)
+    if worker is not None:
+        told = was_told(run_dir, worker)
+        return (
+            "stopping" if told else "waiting" if pause else "running",
+            pause or f"process {worker.pid} on {worker.host}",
+        )
+    history = read_history(run_dir / ATTEMPTS_FILE)
+    if not history.attempts:
+        return "not begun", ""
+    status = history.end.status if history.end is not None else None
+    if status == "FINISHED":
+        return "finished", ""
+    if status == "KILLED":
+        return "stopped", "the same command goes on"
+    faults = read_faults(run_dir)
+    why = f"{faults[-1]}: {faults[-1].message.partition(chr(10))[0]}" if faults else ""
+    return ("failed" if status == "FAILED" else "lost"), why or "its process is gone; the same command goes on"
+
+
+def _newest(journal: Path) -> tuple[int, float | None, str, float]:
+    """Last step, its reward, what the run waits for ('' for nothing) and the last line's time, by the file's end."""
+    step, reward, pause, changed = 0, None, "", 0.0
+    with suppress(OSError, DataError), open_ordinary(journal) as file:
+        size = os.fstat(file.fileno()).st_size
+        for record, _ in iter_lines(file.fileno(), max(0, size - READ_BLOCK_BYTES)):
+            match record:
+                case StepRecord():
+                    step, pause = record.step, ""
+                    reward = next((record.metrics[name] for name in REWARD_NAMES if name in record.metrics), reward)
+                case EventRecord(name=name, data=data):
+                    pause = str(data.get("text", "")) if name == PAUSED else "" if name == GOES_ON else pause
+                case None:
+                    continue
+            changed = record.time
+    return step, reward, pause, changed
+
+
+def _score(run_dir: Path) -> float | None:
+    with suppress(CheckpointError):
+        scores = [info.score for info in scan(RunLayout(run_dir.parents[1], run_dir).checkpoints).checkpoints]
+        return next((score for score in reversed(scores) if score is not None), None)
+    return None
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        found = parse_json(read_ordinary(path))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

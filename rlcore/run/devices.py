@@ -1,0 +1,152 @@
+"""What torch sees of this machine's GPUs, found out in other processes: who asks loads no torch and holds no GPU.
+
+python -m rlcore.run.devices                                # JSON: torch, CUDA, architectures, GPUs
+python -m rlcore.run.devices RANK NUM_RANKS FILE BACKEND    # one rank of an all-reduce that meets in FILE
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
+
+PROBE_S = 120.0
+"""Deadline of one process: torch may be imported from a slow disk."""
+MEETING_S = 60.0
+"""Deadline of the ranks for one another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU. `capability`: compute capability, such as (9, 0)."""
+
+    name: str
+    capability: tuple[int, int]
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """`cuda`: the CUDA that torch was built with, '' for a CPU build. `architectures`: what it has code for."""
+
+    torch: str
+    cuda: str
+    architectures: tuple[str, ...]
+    gpus: tuple[Gpu, ...]
+
+
+def find_devices() -> Devices:
+    """Ask torch.
+
+    Raises:
+        OSError: torch cannot be imported, or CUDA cannot be used; with the last line that the process wrote.
+    """
+    return TypeAdapter(Devices).validate_json(output_of([sys.executable, "-P", "-m", __name__]))
+
+
+def output_of(command: Sequence[str], timeout_s: float = PROBE_S) -> str:
+    """Standard output of a process.
+
+    Raises:
+        OSError: it has failed, with the last line of its errors, or has not ended in time.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise OSError(f"no end in {timeout_s:g} s") from None
+    if done.returncode:
+        raise OSError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+    return done.stdout
+
+
+def has_code_for(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
+    """Whether a build runs on a GPU: machine code of the same major version and no higher minor, or older PTX.
+
+    >>> has_code_for((8, 6), ["sm_80", "sm_90"]), has_code_for((12, 0), ["sm_80", "sm_90a"])
+    (True, False)
+    >>> has_code_for((12, 0), ["sm_90", "compute_90"]), has_code_for((8, 0), ["sm_86"])
+    (True, False)
+    """
+    for name in architectures:
+        kind, _, digits = name.rstrip("af").partition("_")
+        built = (int(digits[:-1]), int(digits[-1]))
+        if built <= capability and (kind == "compute" or built[0] == capability[0]):
+            return True
+    return False
+
+
+def all_reduce(num_ranks: int, backend: str) -> None:
+    """Let the ranks sum their numbers: with backend nccl one rank a GPU, with gloo on the CPU.
+
+    Raises:
+        OSError: a rank has failed or not ended in time; says which, with its last line.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        words = [str(num_ranks), str(Path(folder) / "meeting"), backend]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(rank), *words],
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(num_ranks)
+        ]  # fmt: skip
+        try:
+            for number, rank in enumerate(ranks):
+                said = rank.communicate(timeout=PROBE_S)[1].strip().splitlines()
+                if rank.returncode:
+                    raise OSError(f"rank {number}: {said[-1] if said else f'exit code {rank.returncode}'}")
+        except subprocess.TimeoutExpired:
+            raise OSError(f"the ranks have not ended in {PROBE_S:g} s") from None
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
+
+
+def _be_a_rank(rank: int, num_ranks: int, meeting: str, backend: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=MEETING_S)
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=num_ranks, timeout=timeout)
+    found = torch.full((1 << 20,), float(rank + 1), device=device)
+    dist.all_reduce(found)
+    wanted = num_ranks * (num_ranks + 1) / 2
+    if not bool((found == wanted).all()):
+        sys.exit(f"the sum over {num_ranks} ranks must be {wanted}, got {found.min().item()} to {found.max().item()}")
+    dist.destroy_process_group()
+
+
+def _describe() -> Devices:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Devices(torch.__version__, torch.version.cuda or "", (), ())
+    gpus = []
+    for at in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(at)
+        free, total = torch.cuda.mem_get_info(at)
+        gpus.append(Gpu(properties.name, (properties.major, properties.minor), free, total))
+    return Devices(torch.__version__, torch.version.cuda or "", tuple(torch.cuda.get_arch_list()), tuple(gpus))
+
+
+def main() -> None:
+    """Entry point of both uses."""
+    if len(sys.argv) > 1:
+        rank, num_ranks, meeting, backend = sys.argv[1:]
+        _be_a_rank(int(rank), int(num_ranks), meeting, backend)
+    else:
+        print(json.dumps(TypeAdapter(Devices).dump_python(_describe(), mode="json")))
+
+
+if __name__ == "__main__":
+    main()

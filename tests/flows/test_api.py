@@ -1,0 +1,39 @@
+"""`import millrace`: the page's blocks are executed as they stand, from an empty folder."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import millrace
+from rlcore.errors import ConfigError, DataError
+from tests.flows.conftest import REPOSITORY
+
+BLOCKS = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint:UserWarning")  # of MLflow's, where warnings are errors
+@pytest.mark.slow
+def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in BLOCKS:
+        exec(block, names)
+    run, metrics, answers = names["run"], names["metrics"], names["answers"]
+    assert run.status().state == "finished"
+    assert (run.config.seed, run.config.rollout.samples_per_prompt) == (2, 8)
+    assert metrics.index.tolist() == [0, 1, 2], "step 0: the validation before training"
+    assert len(answers) == 32 * 2
+    assert answers["score"].between(0, 1).all()
+    assert [info.step for info in run.checkpoints()] == [1, 2]
+    assert names["same"].folder == run.folder
+    assert names["result"].step == 1
+
+
+def test_mistakes_are_errors_of_millrace(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean trainer\.total_steps"):
+        millrace.compose("trainer.totl_steps=3", experiment="debug")
+    with pytest.raises(DataError, match="is neither the folder nor the id of a run"):
+        millrace.open("nobody", root=tmp_path)
+    assert millrace.runs(tmp_path) == []

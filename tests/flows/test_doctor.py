@@ -1,0 +1,72 @@
+"""`millrace doctor`: each thing that a run needs is looked at for real, and what is wrong is told with a remedy."""
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from flows.commands import doctor
+from rlcore.run.devices import Devices, Gpu, all_reduce, find_devices
+from tests.flows.conftest import REPOSITORY, Millrace
+
+
+@pytest.mark.slow
+def test_a_server_that_is_not_there_is_an_error_among_other_lines(bare: Millrace) -> None:
+    done = Millrace(bare.root, {"PREFECT_API_URL": "http://127.0.0.1:9/api"})("doctor", "--json", f"--root={bare.root}")
+    lines = {line["name"]: line for line in json.loads(done.out)}
+    assert done.code == 1, done.err
+    assert lines["Prefect server"]["level"] == "error"
+    assert "Unset it" in lines["Prefect server"]["remedy"]
+    assert {"Python", "torch", "memory", "disk", "Prefect", "MLflow", "Ray", "ports", "hub", "sandbox"} <= lines.keys()
+    assert [name for name, line in lines.items() if line["level"] == "error"] == ["Prefect server"]
+    assert all(line["remedy"] or line["level"] == "ok" for line in lines.values())
+
+
+def test_a_root_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = doctor._disk(Path("/proc/nothing"))
+    assert line.level == "error"
+    assert line.found.startswith("paths.root: must be writable, and /proc is not")
+
+
+def test_a_package_is_judged_by_its_range_and_by_the_tested_version() -> None:
+    here = metadata.version("numpy")
+    assert doctor._package(Requirement("numpy>=2"), {"numpy": here}).level == "ok"
+    assert doctor._package(Requirement("numpy>=2"), {"numpy": "2.0.0"}).found == f"{here}; tested: 2.0.0"
+    assert doctor._package(Requirement("numpy<2"), {}).level == "error"
+    assert doctor._package(Requirement("no-such-package>=1"), {}).found == "is not installed; needed: >=1"
+    assert doctor.tested_versions(REPOSITORY / "constraints.txt")["hydra-core"] == "1.3.8"
+
+
+def test_a_gpu_without_code_for_it_and_one_in_use() -> None:
+    gpus = (Gpu("new", (12, 0), 80, 80), Gpu("busy", (9, 0), 10, 80), Gpu("good", (8, 6), 80, 80))
+    lines = list(doctor.gpu_lines(Devices("2", "13.0", ("sm_80", "sm_90"), gpus)))
+    assert [line.level for line in lines] == ["error", "warning", "ok"]
+    assert "torch has code for sm_80, sm_90" in lines[0].found
+
+
+def test_what_torch_says_of_this_machine() -> None:
+    import torch
+
+    found = find_devices()
+    assert found.torch == torch.__version__
+    assert len(found.gpus) == torch.cuda.device_count()
+
+
+@pytest.mark.multiprocess
+def test_the_ranks_sum_their_numbers_and_a_rank_that_cannot_is_told() -> None:
+    all_reduce(2, "gloo")
+    with pytest.raises(OSError, match=r"rank 0: .*no-such-backend"):
+        all_reduce(1, "no-such-backend")
+
+
+def test_a_proxy_that_stands_before_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ALL_PROXY", "all_proxy", "HTTP_PROXY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    (line,) = doctor._ports()
+    assert (line.level, "no_proxy=127.0.0.1,localhost" in line.remedy) == ("warning", True)
+    monkeypatch.setenv("no_proxy", "localhost,127.0.0.1")
+    (line,) = doctor._ports()
+    assert line.level == "ok"

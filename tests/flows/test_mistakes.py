@@ -1,0 +1,158 @@
+"""Mistakes of a new user, as they are typed: each is told before anything begins, with key, rule, value and remedy."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flows.cli import app, exit_code
+from rlcore.config import ScratchModel
+from rlcore.models.scratch import build_scratch_tokenizer
+
+SCORERS = """
+from rlcore.score import Score
+
+def says_one(response, truth): return "1"
+def says_nothing(response, truth): return None
+def forgets_the_wrong(response, truth):
+    if response.strip() != "0" and response: return 1.0
+def returns_a_dict(response, truth): return {"score": 1.0}
+def returns_nan(response, truth): return float("nan")
+def takes_one(response): return 1.0
+def raises(response, truth): raise ValueError("no")
+def has_a_word_as_part(response, truth): return Score(1.0, {"format": "good"})
+"""
+FILES = {
+    "mine.py": SCORERS,
+    "broken.py": "def score(:\n",
+    "seed.yaml": "name: s\nexperiment: debug\nseed: [1, 2]\ngrid:\n  optim.lr: [1e-3, 1e-4]\n",
+    "typo.yaml": "name: s\nexperiment: debug\ngrids:\n  optim.lr: [1e-3]\n",
+    "short.yaml": "name: s\nexperiment: debug\ngrid:\n  lr: [1e-3]\n",
+    "mine.yaml": "defaults: [debug, _self_]\nname: mine\nlr: 1e-4\n",
+    "tab.yaml": "defaults: [debug, _self_]\n\tname: mine\n",
+    "nobase.yaml": "defaults: [nope, _self_]\n",
+    "rows/train.jsonl": '{"q": "What is 2 + 2?", "a": "4"}\n',
+    "rows/test.jsonl": '{"q": "What is 1 + 2?", "a": "3"}\n',
+    "half/train.jsonl": '{"q": "What is 2 + 2?", "a": "4"}\n',
+    "torn/train.jsonl": '{"q": "What is\n',
+    "torn/test.jsonl": '{"q": "What is\n',
+    "empty/nothing": "",
+    "no_tokenizer/config.json": json.dumps({"model_type": "qwen2"}),
+}
+READS = ["model.path=model", "warm_start.enabled=false", "filter.max_prompt_tokens=256"]
+NO_TOKENIZER = ["model.path=no_tokenizer", "warm_start.enabled=false", "filter.max_prompt_tokens=256"]
+MAPPED = ["data=mapped", "data.question=q", "data.answer=a", "reward.num_processes=1", *READS]
+MISTAKES: list[tuple[str, list[str]]] = [
+    # the command
+    ("rum experiment=debug", ["No such command 'rum'. Did you mean 'run'?"]),
+    ("train debug", ["'debug'", "Did you mean experiment=debug?"]),
+    ("train mine.yaml", ["Did you mean experiment=mine.yaml?"]),
+    ("train --lr 1e-4", ["--lr: is no option", "Did you mean optim.lr=1e-4?"]),
+    ("train --seed=2", ["--seed: is no option", "Did you mean seed=2?"]),
+    ("train --dry-rnu", ["--dry-run"]),
+    ("train -m seed=1,2", ["-m: is no option", "seed=1,2", "millrace sweep FILE"]),
+    ("train --cfg hydra", ["--cfg: must be job", "--info"]),
+    ("train --root=/proc/here", ["paths.root: must be writable, and /proc is not", "choose another"]),
+    ("train --root=/dev/null/here", ["paths.root: must be a folder, and /dev/null is a file"]),
+    ("train --fork nobody", ["nobody: is neither the folder nor the id of a run", "--root"]),
+    ("checkpoints nobody", ["nobody: is neither the folder nor the id of a run", "--root"]),
+    ("logs nobody", ["nobody: is neither the folder nor the id of a run", "--root"]),
+    ("validate experiment=debug --checkpoint 77", ["checkpoint=step-000077", "train first"]),
+    # the experiment
+    ("train experiment=debgu", ["got debgu", "Did you mean debug?"]),
+    ("train experiment=gone.yaml", ["there is no such file", "got gone.yaml in", "Name a file"]),
+    ("train experiment=mine.yaml", ["lr: there is no such setting", "Did you mean optim.lr?"]),
+    ("train experiment=tab.yaml", ["cannot be read", "line 2", "Mend the file"]),
+    ("train experiment=nobase.yaml", ["experiment/nope", "Mend the file"]),
+    # values
+    ("train lr=1e-4", ["lr: there is no such setting; got 0.0001", "Did you mean optim.lr?"]),
+    ("train optim.lr=fast", ["optim.lr: must be a valid number; got fast"]),
+    ("train optim.lr=-1", ["optim.lr: must be greater than 0; got -1"]),
+    ("train optim.lr=1e-4,1e-3", ["optim.lr: is a sweep over several values", "Give one value"]),
+    ("train seed=1 seed=2", ["seed: is given more than once", "got 1 and 2"]),
+    ("train trainer.total_steps=2.5", ["trainer.total_steps: must be a valid integer; got 2.5"]),
+    ("train trainer.batch_size=6", ["trainer.mini_batch_size: must divide trainer.batch_size", "Use one of"]),
+    ("train rollout.samples_per_prompt=1", ["rollout.samples_per_prompt: must be at least 2", "got 1"]),
+    ("train runtime.device=gpu", ["runtime.device: must be 'auto', 'cpu' or 'cuda'; got gpu"]),
+    ("train runtime.num_workers=4", ["runtime.num_workers: must be 1", "Set runtime.backend=ray"]),
+    ("train algo=pppo", ["algo: must name a file", "Did you mean ppo?"]),
+    ("train tags=mine", ["tags: is a section, not a value", "tags.name=value"]),
+    ("train name=a/b", ["name: must match pattern", "got a/b"]),
+    # models
+    ("train model.path=empty warm_start.enabled=false", ["model.path: must be a transformers model directory"]),
+    ("train model.path=/no/such/model warm_start.enabled=false", ["got /no/such/model"]),
+    (" ".join(["train data.template=base", *NO_TOKENIZER]), ["no_tokenizer", "tokenizer", "model.path"]),
+    (" ".join(["train data=mapped data.source=rows data.question=q data.answer=a reward.num_processes=1",
+               *NO_TOKENIZER]), ["no_tokenizer", "tokenizer", "model.path"]),
+    # data
+    (" ".join(["train data.source=rows", *MAPPED, "data.question=question"]), ["question", "given more than once"]),
+    (" ".join(["train data.source=rows", *MAPPED[:1], "data.question=question", *MAPPED[2:]]), ["question", "q"]),
+    (" ".join(["train data.source=half", *MAPPED]), ["half", "test"]),
+    (" ".join(["train data.source=torn", *MAPPED]), ["torn", "train.jsonl"]),
+    (" ".join(["train data.source=gone", *MAPPED]), ["gone"]),
+    ("train data.build=mine:build", ["data.build: is a setting of task custom", "add data=custom"]),
+    # scorers
+    ("train data.scorer=mine", ["data.scorer: must be `module:function`; got mine"]),
+    ("train data.scorer=mine:gone", ["data.scorer: must name a function", "no attribute 'gone'"]),
+    ("train data.scorer=gone:score", ["No module named 'gone'", "A module is found in the folder"]),
+    ("train data.scorer=broken:score", ["SyntaxError", "broken.py, line 1"]),
+    *((f"train data.scorer=mine:{name}", [f"got mine:{name}, which failed on the answer", why, "docs/data.md"])
+      for name, why in (
+        ("says_one", "got str"), ("says_nothing", "got NoneType"), ("forgets_the_wrong", "on the answer '0'"),
+        ("returns_a_dict", "got dict"), ("returns_nan", "a score is a finite number"), ("raises", "ValueError: no"),
+        ("takes_one", "takes 1 positional argument"), ("has_a_word_as_part", "could not convert string to float"),
+    )),
+    # sweeps
+    ("sweep seed.yaml", ["seed: there is nothing of that name in a sweep; got [1,2]", "Did you mean seeds?"]),
+    ("sweep typo.yaml", ["grids: there is nothing of that name in a sweep", "Did you mean grid?"]),
+    ("sweep short.yaml", ["grid.lr: there is no such setting", "Did you mean optim.lr?"]),
+    ("sweep nope", ["sweep: must be the path of a file, or a name in conf/sweep; got nope"]),
+    ("sweep debug_grid seed=3", ["seed and run_id differ from run to run", "Say seeds: [...] instead"]),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new user's folder."""
+    folder = tmp_path_factory.mktemp("new")
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "model").mkdir()
+    build_scratch_tokenizer(ScratchModel(), folder / "model")
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    return folder
+
+
+@pytest.fixture
+def in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if a command had been started there, without a network."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr("rlcore.models.hub.hub_answers", lambda: False)
+    yield
+    for name in ("mine", "broken"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(("line", "told"), MISTAKES, ids=[line for line, _ in MISTAKES])
+@pytest.mark.usefixtures("in_the_folder")
+def test_a_mistake_is_told_before_anything_begins(
+    line: str, told: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verb, *words = line.split()
+    if verb == "train" and not any(word.startswith("experiment=") or word in ("debug", "mine.yaml") for word in words):
+        words = ["experiment=debug", *words]
+    before = set(folder.iterdir())
+    code = exit_code(lambda: app([verb, *words, *(["--dry-run"] if verb in ("train", "sweep") else [])]))
+    said = capsys.readouterr().err
+    assert code in (1, 2), said
+    assert [text for text in told if text not in said] == [], said
+    assert "Traceback" not in said
+    assert {path for path in folder.iterdir() if path.name != "__pycache__"} <= before
+
+
+def test_there_are_thirty() -> None:
+    assert len({line for line, _ in MISTAKES}) >= 30

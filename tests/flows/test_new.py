@@ -1,0 +1,67 @@
+"""`millrace new`: each file that it writes runs as it is, from an empty folder."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flows.cli import app, exit_code
+from flows.commands.new import COMMANDS, new
+from rlcore.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the command is started."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    for name in ("sums", "judge"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("task", "sums"), ("experiment", "mine"), ("scorer", "judge")])
+def test_the_command_that_it_names_can_be_planned(kind: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(lambda: app(["new", kind, name])) == 0
+    command = capsys.readouterr().out.splitlines()[-1].split()
+    assert " ".join(command) == COMMANDS[kind].format(name=name)
+    code = exit_code(lambda: app([*command[1:], "--dry-run"]))
+    assert code == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_task_and_a_scorer_are_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+    new("task", "sums")
+    new("scorer", "judge")
+    made = ["data", "make", *COMMANDS["task"].format(name="sums").split()[2:]]
+    assert exit_code(lambda: app(made)) == 0, capsys.readouterr().err
+    words = ["data.scorer=judge:score", "warm_start.enabled=false", "trainer.total_steps=1", "tracking.enabled=false"]
+    assert exit_code(lambda: app(["train", "experiment=debug", *words])) == 0, capsys.readouterr().err
+    (journal,) = Path("artifacts/runs").glob("*/metrics.jsonl")
+    assert "reward/short/mean" in journal.read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "told"),
+    [
+        ("tasks", "sums", "KIND: must be one of task, experiment, scorer; got tasks"),
+        ("task", "Two-words", "NAME: must be small letters"),
+        ("task", "class", "NAME: must be small letters"),
+        ("task", "json", "got json. Choose another, such as my_json"),
+        ("scorer", "data", "got data. Choose another, such as my_data"),
+    ],
+)
+def test_a_kind_or_name_that_cannot_be(kind: str, name: str, told: str, empty_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=told):
+        new(kind, name)
+    assert list(empty_folder.iterdir()) == []
+
+
+def test_a_file_that_is_there_stays(empty_folder: Path) -> None:
+    (empty_folder / "mine.yaml").write_text("name: mine\n")
+    with pytest.raises(ConfigError, match="is there already"):
+        new("experiment", "mine")
+    assert (empty_folder / "mine.yaml").read_text() == "name: mine\n"

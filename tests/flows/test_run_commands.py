@@ -1,0 +1,150 @@
+"""`millrace runs`, `logs` and `stop`: what a run's files and locks say of it, and how it is told to stop."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from flows.commands.runs import logs, stop
+from flows.work.open_run import FLOW_LOCK
+from flows.work.results import settings_text
+from flows.work.status import note_told, status_of
+from rlcore.config.compose import load_config
+from rlcore.errors import DataError, RunInUseError
+from rlcore.run.disk import GOES_ON, PAUSED
+from rlcore.run.faults import fault_of, note_fault
+from rlcore.run.layout import RunLayout
+from rlcore.storage.locks import HeldLock, Holder
+from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, Finish, Owner
+from rlcore.tracking.journal import Journal
+from tests.flows.conftest import Millrace, ended, wait_until
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    """A run's folder as it is before its trainer begins."""
+    config = load_config([f"paths.root={tmp_path}", "trainer.total_steps=50"], experiment="debug")
+    layout = RunLayout.of(config)
+    layout.run_dir.mkdir(parents=True)
+    layout.settings_json.write_text(settings_text(config, layout))
+    return layout
+
+
+def begin(layout: RunLayout, *finish: str) -> None:
+    """What a trainer writes of three steps, and how it ends."""
+    with Journal(layout.journal) as journal, AttemptLog(layout.run_dir / ATTEMPTS_FILE) as attempts:
+        attempts.add(Attempt(1, 0, 0, None, 1.0, Owner.this_process(), Destination("", "", "", "", {}, {})))
+        for step in (1, 2, 3):
+            journal.append_step(step, {"critic/score/mean": step / 10})
+        for status in finish:
+            attempts.add(Finish(status, journal.size_bytes, time.time()))  # type: ignore[arg-type]
+
+
+@contextmanager
+def worked_on(layout: RunLayout) -> Iterator[None]:
+    """This process works on the run."""
+    with HeldLock(layout.run_dir / FLOW_LOCK, what="the run"):
+        yield
+
+
+def test_the_state_of_a_run_that_nobody_works_on(layout: RunLayout) -> None:
+    assert status_of(layout.run_dir).state == "not begun"
+    begin(layout)
+    found = status_of(layout.run_dir)
+    assert (found.state, found.step, found.total_steps, found.reward) == ("lost", 3, 50, 0.3)
+    begin(layout, "KILLED")
+    assert status_of(layout.run_dir).state == "stopped"
+    note_fault(layout.run_dir, fault_of(DataError("row 7: has no answer\nmore"), "gen", 3))
+    begin(layout, "FAILED")
+    found = status_of(layout.run_dir)
+    assert (found.state, found.note) == ("failed", "data in gen after step 3: row 7: has no answer")
+    begin(layout, "FINISHED")
+    found = status_of(layout.run_dir)
+    assert (found.state, found.note) == ("finished", "")
+    assert found.size_bytes == sum(path.stat().st_size for path in layout.run_dir.rglob("*") if path.is_file())
+
+
+def test_the_state_of_a_run_that_is_worked_on(layout: RunLayout) -> None:
+    begin(layout)
+    with worked_on(layout):
+        assert status_of(layout.run_dir).state == "running"
+        with Journal(layout.journal) as journal:
+            journal.append_event(PAUSED, 3, {"text": "5 bytes are missing"})
+            found = status_of(layout.run_dir)
+            assert (found.state, found.note) == ("waiting", "5 bytes are missing")
+            journal.append_event(GOES_ON, 3, {"text": "there is room"})
+        assert status_of(layout.run_dir).state == "running"
+        note_told(layout.run_dir, Holder.me())
+        assert status_of(layout.run_dir).state == "stopping"
+    assert status_of(layout.run_dir).state == "lost"
+
+
+@pytest.mark.parametrize("other", ["another birth", "another host"])
+def test_a_process_that_is_not_the_runs_is_never_signalled(layout: RunLayout, other: str) -> None:
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        holder = replace(Holder.me(), pid=stranger.pid, born=time.time() - 900)
+        if other == "another host":
+            holder = replace(Holder.me(), pid=stranger.pid, host="elsewhere")
+        with worked_on(layout):
+            (layout.run_dir / FLOW_LOCK).write_text(json.dumps(asdict(holder)))
+            with pytest.raises(RunInUseError, match="that process cannot be told from"):
+                stop([str(layout.run_dir)], None)
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_a_run_that_nobody_works_on_is_not_stopped(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    with worked_on(layout):
+        pass  # the lock's file still names this process
+    stop([str(layout.run_dir)], None)
+    assert "nobody works on it" in capsys.readouterr().out
+
+
+def test_the_newest_log_and_a_run_without_one(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DataError, match="holds no trainer's log"):
+        logs([str(layout.run_dir)], None, num_lines=2, follow=False)
+    layout.logs.mkdir()
+    for number in (9, 10):
+        (layout.logs / f"trainer-{number}.log").write_text(f"{number}.1\n{number}.2\n{number}.3\ntorn")
+    logs([str(layout.run_dir)], None, num_lines=2, follow=False)
+    assert capsys.readouterr().out.splitlines()[1:] == ["10.2", "10.3", "torn"]
+
+
+def test_wrong_states_and_wrong_names(bare: Millrace) -> None:
+    assert "--state: must be one of running" in bare("runs", "--state", "gone").err
+    assert bare("runs", f"--root={bare.root}").out == f"{bare.root / 'runs'}: no run; --root names another root\n"
+
+
+@pytest.mark.slow
+def test_a_run_is_listed_followed_and_told_to_stop(bare: Millrace) -> None:
+    training = bare.start("train", "experiment=debug", "trainer.total_steps=20000", "warm_start.enabled=false")
+    wait_until(lambda: any(path.stat().st_size for path in bare.root.glob("runs/*/metrics.jsonl")), "the first step")
+    root = f"--root={bare.root}"
+    (found,) = json.loads(bare("runs", "--json", root).out)
+    assert (found["state"], found["total_steps"]) == ("running", 20_000)
+    follower = bare.start("logs", found["run_id"][:5], "-f", root)
+    stopped = bare("stop", found["run_id"], root)
+    assert stopped.code == 0, stopped.err
+    assert f"told process {training.pid} on" in stopped.out
+    assert "train experiment=debug trainer.total_steps=20000" in stopped.out.splitlines()[-1]
+    assert ended(training).code == 75
+    assert "trainer-1.log" in ended(follower).out
+    (found,) = json.loads(bare("runs", "--json", root).out)
+    assert found["state"] == "stopped"
+    assert f"step {found['step']} is saved" in stopped.out
+
+
+def test_the_list_loads_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom flows.cli import app, exit_code\n"
+        f"exit_code(lambda: app(['runs', '--root={tmp_path}']))\n"
+        "print(sorted({'torch', 'prefect', 'mlflow', 'ray', 'transformers'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
