@@ -152,7 +152,7 @@ class Training(Generic[W]):
             found, after = self._measured(after)
             metrics["timing_s/testing"] = time.perf_counter() - begun
             metrics |= found
-            self._keep_samples(result)
+        self._keep_answers(result)
         metrics |= self._system.sample() | self._record.room_metrics()
         if self._events.num_faults:
             metrics["fault/num_retries"] = float(self._events.num_faults)
@@ -196,8 +196,8 @@ class Training(Generic[W]):
         """The model of this state on held-out problems, and the state with its score."""
         raise NotImplementedError
 
-    def _keep_samples(self, result: StepResult) -> None:
-        """Keep some answers of a measured step, where it has any."""
+    def _keep_answers(self, result: StepResult) -> None:
+        """Keep the answers of a step, where it has any."""
 
     # ------------------------------------------------------------------ saves
 
@@ -242,13 +242,15 @@ class RunTraining(Training[RunWorkers]):
         result = self.judge(name_of(step), step)
         return dict(result.summary()), self._record.with_score(state, result)
 
-    def _keep_samples(self, result: StepResult) -> None:
+    def _keep_answers(self, result: StepResult) -> None:
         step = result.state.step
-        self._record.room.hold(lambda: self._workers.write_samples(result), step=step, path=self._layout.samples)
+        if self._record.answers.keeps(step):
+            self._record.keep_answers(step, self._workers.answers_of(result))
 
     def judge(self, name: str, step: int) -> ValidationResult:
         """Judge what the workers hold, and keep the result under this name."""
-        result = self._workers.validate(name, step)
+        result, answers = self._workers.validate(name, step)
+        self._record.keep_validation(name, step, answers)
         self._record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.summary())})
         self._events.unscored(step, *self._workers.unscored)
         self._keep(result)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Concatenate, Generic, Self, TypeVar
 
-from pydantic import JsonValue
+import pyarrow as pa
 from torch import Tensor
 
+from rlcore.answers.table import training_table, validation_table
 from rlcore.checkpoint.shards import RankSaver
 from rlcore.config import RunConfig
 from rlcore.config.trainer import ProfileConfig
@@ -20,23 +21,18 @@ from rlcore.run.problems import Problems
 from rlcore.run.record import RunRecord
 from rlcore.run.watchdog import Watchdog
 from rlcore.runtime.local import start_workers
-from rlcore.storage.publish import write_json_atomically
 from rlcore.trainer.clock import EnterPhase
 from rlcore.trainer.episodes import Episodes
-from rlcore.trainer.experience import Decode, Experience, ExperienceCollector
+from rlcore.trainer.experience import ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.trainer.validate import validate
-from rlcore.types import Prompt
+from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.group import P, R, WorkerGroup
 from rlcore.workers.worker import Worker
 
 MID_STEP = "in the middle of a step"
 """What the workers hold while a step is under way, or after one that failed: the weights of no checkpoint."""
-
-
-NUM_GROUPS = 4
-"""Prompts kept of a step: enough to see what the model writes."""
 
 
 class ProfileWindow:
@@ -253,26 +249,43 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
         parts = self._started()
         return (parts.episodes or parts.scoring).unscored
 
-    def validate(self, name: str, step: int) -> ValidationResult:
-        """Held-out problems by the weights that the workers hold; all of them, or while training those set aside."""
-        parts = self._started()
+    def validate(self, name: str, step: int) -> tuple[ValidationResult, pa.Table]:
+        """Held-out problems by the weights that the workers hold; all of them, or while training those set aside.
+        Returns the result and its answers as they are kept."""
+        parts, decode = self._started(), self._started().problems.decode
+        kept: list[pa.Table] = []
+
+        def keep(rollouts: Sequence[Rollout], scores: Sequence[Score], texts: Sequence[str], greedy: bool) -> None:
+            kept.append(validation_table(step, name, rollouts, scores, texts, decode, greedy=greedy))
+
         with self._guard.phase("testing"):
-            return validate(
+            result = validate(
                 parts.config,
                 parts.group,
                 parts.problems.held_out(in_training=name.startswith("step-")),
                 parts.scoring,
-                parts.problems.decode,
+                decode,
                 name=name,
                 step=step,
                 policy_version=self._version,
                 episodes=parts.episodes,
+                keep=keep,
             )
+        return result, pa.concat_tables(kept)
 
-    def write_samples(self, result: StepResult) -> None:
-        """Keep some answers of a step, to be read."""
-        assert result.experience is not None, "a step of reinforcement learning has answers"
-        write_samples(self._layout.samples, result.state.step, result.experience, self._started().problems.decode)
+    def answers_of(self, result: StepResult) -> pa.Table:
+        """The answers of a step as they are kept."""
+        experience, batch = result.experience, result.batch
+        assert experience is not None and batch is not None, "a step of reinforcement learning has answers"
+        return training_table(
+            result.state.step,
+            experience.rollouts,
+            experience.scores,
+            experience.texts,
+            self._started().problems.decode,
+            batch=batch,
+            policy_logprobs=result.logprobs_before,
+        )
 
     def _start(self) -> _RunStarted:
         config = fit_run(self._config, self._layout.run_dir, self._report)
@@ -290,29 +303,3 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             return trainer.step(state, epoch=problems.epoch_at(state.num_prompts_drawn))
 
         return _RunStarted(config, group, take_step, profile, problems, scoring, episodes)
-
-
-def write_samples(directory: Path, step: int, experience: Experience, decode: Decode) -> Path:
-    """Write the first groups of a step: prompt, every answer, its score and parts."""
-    directory.mkdir(parents=True, exist_ok=True)
-    rows: list[JsonValue] = [
-        {
-            "step": step,
-            "prompt_id": rollout.prompt.prompt_id,
-            "prompt": decode([rollout.prompt.token_ids])[0],
-            "ground_truth": rollout.prompt.ground_truth_json,
-            "answer": text,
-            "score": score.total,
-            "failure": score.failure,
-            "parts": dict(score.parts),
-            "num_tokens": len(rollout.response_ids),
-            "finish_reason": rollout.finish_reason,
-        }
-        for rollout, score, text, group in zip(
-            experience.rollouts, experience.scores, experience.texts, experience.group_ids, strict=True
-        )
-        if group < NUM_GROUPS
-    ]
-    file = directory / f"step-{step:06d}.json"
-    write_json_atomically(file, rows)
-    return file

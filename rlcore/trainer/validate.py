@@ -4,7 +4,7 @@ The random numbers of an answer depend on the seed of the run and the problem al
 the same draws.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,6 +20,10 @@ from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
 
 
+Keep = Callable[[Sequence[Rollout], Sequence[Score], Sequence[str], bool], None]
+"""Takes answers, their scores and texts, and whether they are the greedy ones."""
+
+
 def validate(
     config: RunConfig,
     group: WorkerGroup,
@@ -31,20 +35,25 @@ def validate(
     step: int,
     policy_version: int,
     episodes: Episodes | None = None,
+    keep: Keep = lambda rollouts, scores, texts, greedy: None,
 ) -> ValidationResult:
-    """Answers to all `prompts` and their scores."""
+    """Answers to all `prompts` and their scores; `keep` is given them."""
     settings = config.validation
 
-    def answered(num_samples: int, sampling: SamplingConfig) -> list[Answer]:
+    def answered(num_samples: int, sampling: SamplingConfig, *, greedy: bool = False) -> list[Answer]:
         requests = requests_for(prompts, num_samples, run_seed=config.seed, stream=VALIDATION_STREAM, step=0)
         if episodes is not None:
             clock = PhaseClock()
-            return _with_scores(*episodes.play(group, requests, sampling, policy_version=policy_version, clock=clock))
-        limit = config.rollout.max_response_tokens
-        return _scored(generate(group, requests, sampling, limit, policy_version=policy_version), scoring, decode)
+            found = episodes.play(group, requests, sampling, policy_version=policy_version, clock=clock)
+        else:
+            limit = config.rollout.max_response_tokens
+            rollouts = generate(group, requests, sampling, limit, policy_version=policy_version)
+            found = (rollouts, *_scored(rollouts, scoring, decode))
+        keep(*found, greedy)
+        return _with_scores(*found)
 
     answers = answered(settings.samples_per_problem, settings.sampling)
-    greedy_answers = answered(1, SamplingConfig(temperature=0.0)) if settings.greedy else []
+    greedy_answers = answered(1, SamplingConfig(temperature=0.0), greedy=True) if settings.greedy else []
     texts = decode([prompt.token_ids for prompt in prompts])
     count = settings.samples_per_problem
     problems = tuple(
@@ -70,10 +79,11 @@ def validate(
     )
 
 
-def _scored(rollouts: Sequence[Rollout], scoring: ScoringPool, decode: Decode) -> list[Answer]:
+def _scored(
+    rollouts: Sequence[Rollout], scoring: ScoringPool, decode: Decode
+) -> tuple[Sequence[Score], Sequence[str]]:
     texts = decode([rollout.response_ids for rollout in rollouts])
-    scores = scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts])
-    return _with_scores(rollouts, scores, texts)
+    return scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts]), texts
 
 
 def _with_scores(rollouts: Sequence[Rollout], scores: Sequence[Score], texts: Sequence[str]) -> list[Answer]:
