@@ -10,7 +10,6 @@ beside its place, flushed and renamed: it is whole or absent. No torch.
 
 import os
 import re
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -239,11 +238,3 @@ def _last_step(path: Path) -> int:
         if found := pattern.match(path.name):
             return int(found[group])
     return -1
-
-
-def batches_of(folder: Path, columns: list[str]) -> Iterator[tuple[Path, int, pa.Table]]:
-    """Each row group of each part: (part, number of the group, its rows with these columns)."""
-    for path in parts_of(folder):
-        with pq.ParquetFile(path) as file:
-            for group in range(file.num_row_groups):
-                yield path, group, file.read_row_group(group, columns=columns)
