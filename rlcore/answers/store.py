@@ -19,7 +19,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlcore.config import AnswersConfig
-from rlcore.errors import DiskSpaceError
 from rlcore.storage.disk import BYTES_PER_GB, is_out_of_room, out_of_room, unwritable
 from rlcore.storage.publish import remove_stale_temporaries, temporary_beside
 

@@ -69,6 +69,9 @@ class RewardConfig(Section):
     """Scoring processes; 0 scores in the trainer's own process (trusted, bounded scorers only)."""
     deadline_s: float = Field(default=5.0, gt=0)
     """Seconds for one answer; over it, its process is killed and replaced and the answer has no score."""
+    audit: bool = True
+    """Whether the scorer is given some answers that must not score before the first step (nothing, junk, the prompt, a
+    form without content, answers to other problems). An event tells of those that do. It changes no number."""
 
 
 class SandboxConfig(Section):

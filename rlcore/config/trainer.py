@@ -88,8 +88,7 @@ class CheckpointConfig(Section):
 
 
 class AnswersConfig(Section):
-    """What is kept of the answers themselves, with tokens, log-probabilities, scores and advantages. Changes no number.
-    """
+    """What is kept of the answers, with tokens, log-probabilities, scores and advantages. Changes no number."""
 
     every_steps: int = Field(default=1, ge=0)
     """The answers of each training step whose number is a multiple of this are kept, and those of every validation; 0:

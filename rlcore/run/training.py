@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from rlcore.answers.judge import audit_text
 from rlcore.checkpoint.catalog import name_of
 from rlcore.checkpoint.save import Saved
 from rlcore.errors import AlarmError, StopRequestedError, WorkerLostError
@@ -116,8 +117,12 @@ class Training(Generic[W]):
     def _record_start(self, state: TrackedState) -> TrackedState:
         """Step 0: the held-out score before any training."""
         metrics, state = self._measured(state)
+        self._look_for_holes()
         self._record.log_step(0, metrics)
         return state
+
+    def _look_for_holes(self) -> None:
+        """Audit the reward, where there is one, once the model of step 0 is measured."""
 
     # ------------------------------------------------------------------ a step
 
@@ -246,6 +251,15 @@ class RunTraining(Training[RunWorkers]):
         step = result.state.step
         if self._record.answers.keeps(step):
             self._record.keep_answers(step, self._workers.answers_of(result))
+
+    def _look_for_holes(self) -> None:
+        file = self.file_of(name_of(0))
+        if not self._config.reward.audit or self._config.data.environment:
+            return
+        findings = self._workers.audit(ValidationResult.read(file))
+        if findings:
+            text = audit_text(self._config.data.scorer, findings)
+            self._record.happened("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
 
     def judge(self, name: str, step: int) -> ValidationResult:
         """Judge what the workers hold, and keep the result under this name."""

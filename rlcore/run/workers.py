@@ -9,6 +9,7 @@ from typing import Concatenate, Generic, Self, TypeVar
 import pyarrow as pa
 from torch import Tensor
 
+from rlcore.answers.judge import Case, Finding, audit_reward
 from rlcore.answers.table import training_table, validation_table
 from rlcore.checkpoint.shards import RankSaver
 from rlcore.config import RunConfig
@@ -33,6 +34,10 @@ from rlcore.workers.worker import Worker
 
 MID_STEP = "in the middle of a step"
 """What the workers hold while a step is under way, or after one that failed: the weights of no checkpoint."""
+
+
+NUM_AUDITED = 8
+"""Problems on which the reward is audited before the first step: about a hundred scores."""
 
 
 class ProfileWindow:
@@ -273,10 +278,20 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             )
         return result, pa.concat_tables(kept)
 
+    def audit(self, judged: ValidationResult) -> tuple[Finding, ...]:
+        """Answers that the scorer pays for and must not; see `audit_reward`."""
+        cases = [
+            Case(problem.prompt_text, problem.ground_truth_json, tuple(answer.text for answer in problem.samples[:2]))
+            for problem in judged.problems[:NUM_AUDITED]
+        ]
+        with self._guard.phase("testing"):
+            return audit_reward(cases, self._started().scoring)
+
     def answers_of(self, result: StepResult) -> pa.Table:
         """The answers of a step as they are kept."""
         experience, batch = result.experience, result.batch
-        assert experience is not None and batch is not None, "a step of reinforcement learning has answers"
+        assert experience is not None, "a step of reinforcement learning has answers"
+        assert batch is not None, "and the batch made of them"
         return training_table(
             result.state.step,
             experience.rollouts,

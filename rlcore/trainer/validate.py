@@ -19,7 +19,6 @@ from rlcore.trainer.experience import Decode, generate
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
 
-
 Keep = Callable[[Sequence[Rollout], Sequence[Score], Sequence[str], bool], None]
 """Takes answers, their scores and texts, and whether they are the greedy ones."""
 
@@ -79,9 +78,7 @@ def validate(
     )
 
 
-def _scored(
-    rollouts: Sequence[Rollout], scoring: ScoringPool, decode: Decode
-) -> tuple[Sequence[Score], Sequence[str]]:
+def _scored(rollouts: Sequence[Rollout], scoring: ScoringPool, decode: Decode) -> tuple[Sequence[Score], Sequence[str]]:
     texts = decode([rollout.response_ids for rollout in rollouts])
     return scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts]), texts
 

@@ -1,4 +1,4 @@
-"""Answers made up for tests: ragged, some without a score, some of several turns, with a batch laid out as in training."""
+"""Answers made up for tests: ragged, some without a score, some of several turns, with a batch as in training."""
 
 from collections.abc import Sequence
 

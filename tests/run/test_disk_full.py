@@ -95,7 +95,9 @@ class FullDisk:
 
 def test_full_in_the_journal_before_a_save_and_in_the_middle_of_one(undisturbed: SmallRun, disk: Path) -> None:
     run = elsewhere(undisturbed, disk, *OVERRIDES)
-    fault = FullDisk(run, disk, fill_after={("progress", 1): 0, ("progress", 3): 0, ("progress", 6): 1 << 20}, fill_in_save_of=9)
+    fault = FullDisk(
+        run, disk, fill_after={("progress", 1): 0, ("progress", 3): 0, ("progress", 6): 1 << 20}, fill_in_save_of=9
+    )
     run_to_the_end(run, fault.hear, fault.stop)
 
     journal, answers, before, middle = fault.paused
