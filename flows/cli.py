@@ -249,9 +249,10 @@ def rollouts(
 ) -> None:
     """Show the answers that a run has on record, of training and of validations."""
     from flows.commands import rollouts as rollouts_command
+    from rlcore.answers.query import Query
 
-    choice = rollouts_command.Choice(step, prompt, score, search, kind, sort)
-    rollouts_command.rollouts(run, choice, root=root, limit=limit, tokens=tokens, as_json=json)
+    query = Query.read(step, prompt, score, search, kind, sort)
+    rollouts_command.rollouts(run, query, root=root, limit=limit, tokens=tokens, as_json=json)
 
 
 Scorer = Annotated[str, typer.Option(metavar="MODULE:FUNCTION", help="The other scorer.")]
@@ -271,9 +272,10 @@ def rescore(
 ) -> None:
     """Score a run's answers by another scorer. Says what would have changed; nothing is written."""
     from flows.commands import rollouts as rollouts_command
+    from rlcore.answers.query import Query
 
-    choice = rollouts_command.Choice(step, prompt, score, search, kind)
-    rollouts_command.rescore(run, choice, scorer=scorer, root=root, as_json=json)
+    query = Query.read(step, prompt, score, search, kind)
+    rollouts_command.rescore(run, query, scorer=scorer, root=root, as_json=json)
 
 
 @app.command(epilog=_examples("millrace audit countdown_demo-s1", "millrace audit my-run --scorer my_scorer:score"))

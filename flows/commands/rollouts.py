@@ -1,11 +1,10 @@
 """`millrace rollouts`, `rescore` and `audit`: the answers that a run has kept."""
 
 import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from flows.commands.settings import named_run
 from rlcore import sandbox
 from rlcore.answers.judge import audit_reward, cases_of
 from rlcore.answers.judge import rescore as rescore_answers
-from rlcore.answers.query import EVERYTHING, READABLE, KeptAnswers, Query, Range
+from rlcore.answers.query import EVERYTHING, READABLE, KeptAnswers, Query, finite
 from rlcore.config import RunConfig
-from rlcore.errors import ConfigError, DataError
+from rlcore.errors import DataError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.layout import RunLayout
 from rlcore.user_code import working_by
@@ -25,63 +24,12 @@ NUM_CASES = 32
 """Problems of an audit that was asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The filters of these commands, as they are typed."""
-
-    step: str = ""
-    prompt: int | None = None
-    score: str = ""
-    search: str = ""
-    kind: str = "all"
-    sort: str = "step"
-
-    def query(self) -> Query:
-        """The same, checked.
-
-        Raises:
-            ConfigError: one cannot be read.
-        """
-        if self.kind not in ("all", "training", "validation"):
-            raise ConfigError(f"--kind: must be all, training or validation, got {self.kind!r}")
-        return Query(
-            kind=self.kind,  # type: ignore[arg-type]  # checked
-            steps=range_of("--step", self.step),
-            prompt_id=self.prompt,
-            scores=range_of("--score", self.score),
-            text=self.search,
-            sort=self.sort.removeprefix("-"),
-            descending=self.sort.startswith("-"),
-        )
-
-
-def range_of(option: str, text: str) -> Range:
-    """The bounds that `LOW..HIGH`, either of which may be missing, or one number stands for.
-
-    >>> range_of("--step", "3"), range_of("--step", "3..5"), range_of("--score", "..0.5"), range_of("--score", "")
-    ((3.0, 3.0), (3.0, 5.0), (None, 0.5), (None, None))
-    """
-    if not text:
-        return None, None
-    low, dots, high = text.partition("..")
-    try:
-        bounds = (float(low) if low else None, float(high) if high else None)
-    except ValueError as error:
-        raise ConfigError(
-            f"{option}: must be a number or LOW..HIGH, such as 3, 3..5, 3.. or ..5; got {text!r}"
-        ) from error
-    if any(bound is not None and math.isnan(bound) for bound in bounds):
-        raise ConfigError(f"{option}: must be a number or LOW..HIGH, got {text!r}")
-    return bounds if dots else (bounds[0], bounds[0])
-
-
-def rollouts(run: Sequence[str], choice: Choice, *, root: Path | None, limit: int, tokens: bool, as_json: bool) -> None:
+def rollouts(run: Sequence[str], query: Query, *, root: Path | None, limit: int, tokens: bool, as_json: bool) -> None:
     """Show kept answers: as a page of text, or one JSON object a line.
 
     Raises:
         DataError: no such run, or it has kept no answers.
     """
-    query = choice.query()
     _, _, answers, total = _kept(run, root)
     numbers = answers.find(query)
     shown = numbers.to_pylist()[: limit or None]
@@ -93,15 +41,14 @@ def rollouts(run: Sequence[str], choice: Choice, *, root: Path | None, limit: in
         print(f"{len(shown)} of {len(numbers):,} answers that were asked for, {total:,} kept")
 
 
-def rescore(run: Sequence[str], choice: Choice, *, scorer: str, root: Path | None, as_json: bool) -> None:
+def rescore(run: Sequence[str], query: Query, *, scorer: str, root: Path | None, as_json: bool) -> None:
     """Score kept answers by another scorer and say what it would have changed."""
-    query = choice.query()
     config, layout, answers, _ = _kept(run, root)
     with _pool(config, layout, scorer) as pool:
         found = rescore_answers(answers, query, pool)
         failed = pool.unscored[1]
     if as_json:
-        print(json.dumps(_finite(asdict(found)), ensure_ascii=False))
+        print(json.dumps(finite(asdict(found)), ensure_ascii=False))
         return
     print(
         f"{found.num_answers:,} answers by {scorer}: mean {found.mean_before:.4f} -> {found.mean_after:.4f}, "
@@ -161,16 +108,7 @@ def _pool(config: RunConfig, layout: RunLayout, scorer: str | None) -> Iterator[
 
 def _document(row: dict[str, Any]) -> dict[str, Any]:
     parts = {name: value for name, value in row["parts"]}
-    return _finite({**row, "parts": parts, "ground_truth": json.loads(row["ground_truth"])})
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+    return finite({**row, "parts": parts, "ground_truth": json.loads(row["ground_truth"])})
 
 
 def _page(row: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 the rows that are asked for. No torch.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -14,9 +15,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlcore.answers.store import LIGHT, ROWS_PER_GROUP, TEXTS, TOKENS, parts_of
-from rlcore.errors import DataError
+from rlcore.errors import ConfigError, DataError
 
 Kind = Literal["all", "training", "validation"]
+KINDS: dict[str, Kind] = {"all": "all", "training": "training", "validation": "validation"}
 SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id")
 """Columns to sort by."""
 READABLE = [*LIGHT.names, *TEXTS.names]
@@ -39,6 +41,64 @@ class Query:
     sort: str = "step"
     descending: bool = False
 
+    @classmethod
+    def read(
+        cls,
+        step: str = "",
+        prompt: int | None = None,
+        score: str = "",
+        search: str = "",
+        kind: str = "all",
+        sort: str = "step",
+    ) -> "Query":
+        """A query as a person types it: ranges as `LOW..HIGH`, the order with `-` for the highest first.
+
+        Raises:
+            ConfigError: one cannot be read.
+        """
+        if kind not in KINDS:
+            raise ConfigError(f"kind: must be all, training or validation, got {kind!r}")
+        if sort.removeprefix("-") not in SORTS:
+            raise ConfigError(f"sort: must be one of {', '.join(SORTS)}, each perhaps with - before it, got {sort!r}")
+        return cls(
+            kind=KINDS[kind],
+            steps=range_of("step", step),
+            prompt_id=prompt,
+            scores=range_of("score", score),
+            text=search,
+            sort=sort.removeprefix("-"),
+            descending=sort.startswith("-"),
+        )
+
+
+def range_of(name: str, text: str) -> Range:
+    """The bounds that `LOW..HIGH`, either of which may be missing, or one number stands for.
+
+    >>> range_of("step", "3"), range_of("step", "3..5"), range_of("score", "..0.5"), range_of("score", "")
+    ((3.0, 3.0), (3.0, 5.0), (None, 0.5), (None, None))
+    """
+    low, dots, high = text.partition("..")
+    try:
+        bounds = (float(low) if low else None, float(high) if high else None)
+    except ValueError:
+        bounds = (math.nan, None)
+    if any(bound is not None and math.isnan(bound) for bound in bounds):
+        raise ConfigError(f"{name}: must be a number or LOW..HIGH, such as 3, 3..5, 3.. or ..5; got {text!r}")
+    return bounds if dots else (bounds[0], bounds[0])
+
+
+def finite(value: Any) -> Any:
+    """The value for JSON, which has no NaN and no infinity: null.
+
+    >>> finite({"a": [1.0, float("nan")]})
+    {'a': [1.0, None]}
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
+
 
 class KeptAnswers:
     """The answers that a run has kept so far; parts that come or go are seen by the next search."""
@@ -53,26 +113,38 @@ class KeptAnswers:
         """Numbers of the rows, for `rows`, in the order asked for.
 
         Raises:
-            DataError: a part cannot be read, or `sort` is no column of `SORTS`.
+            DataError: a part cannot be read.
         """
-        if query.sort not in SORTS:
-            raise DataError(f"sort: must be one of {', '.join(SORTS)}, got {query.sort!r}")
         self._refresh()
         if self._found is None or self._found[0] != query:
             self._found = (query, self._search(query))
         return self._found[1]
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
-        """These columns of these rows of the last search, each with its `row` number."""
+        """These columns of these rows of the last search, each with a `key` for `one`."""
         parts = list(self._parts)
         places = [self._place(number) for number in numbers]
         groups = {(part, row // ROWS_PER_GROUP) for part, row in places}
         read = {(part, group): _read(parts[part], list(columns), group) for part, group in sorted(groups)}
         found = []
-        for number, (part, row) in zip(numbers, places, strict=True):
+        for part, row in places:
             (values,) = read[part, row // ROWS_PER_GROUP].slice(row % ROWS_PER_GROUP, 1).to_pylist()
-            found.append({"row": number, **values})
+            found.append({"key": f"{parts[part].name}:{row}", **values})
         return found
+
+    def one(self, key: str, columns: Sequence[str] = EVERYTHING) -> dict[str, Any]:
+        """One answer by its key.
+
+        Raises:
+            DataError: there is none.
+        """
+        name, _, place = key.rpartition(":")
+        path = next((path for path in parts_of(self._folder) if path.name == name), None)
+        if path is not None and place.isdecimal():
+            group, offset = divmod(int(place), ROWS_PER_GROUP)
+            if int(place) < pq.read_metadata(path).num_rows:
+                return {"key": key, **_read(path, list(columns), group).slice(offset, 1).to_pylist()[0]}
+        raise DataError(f"{key}: there is no such answer; perhaps the run went back to an earlier step: search again")
 
     def light(self, numbers: pa.Array | None = None) -> pa.Table:
         """The light columns, see `rlcore.answers.store.LIGHT`; of all rows without `numbers`."""
@@ -81,8 +153,6 @@ class KeptAnswers:
         return table if numbers is None else table.take(numbers)
 
     def _place(self, number: int) -> tuple[int, int]:
-        if not 0 <= number < self._index.num_rows:
-            raise DataError(f"row {number}: there are {self._index.num_rows}, from 0")
         return self._index["part"][number].as_py(), self._index["place"][number].as_py()
 
     def _refresh(self) -> None:

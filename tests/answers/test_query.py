@@ -9,7 +9,7 @@ import pytest
 from rlcore.answers.query import EVERYTHING, SORTS, KeptAnswers, Query
 from rlcore.answers.store import AnswerWriter, parts_of
 from rlcore.config import AnswersConfig
-from rlcore.errors import DataError
+from rlcore.errors import ConfigError, DataError
 from tests.answers.made import Made
 
 
@@ -68,7 +68,10 @@ def test_found_as_by_a_loop(folder: Path, query: Query) -> None:
     answers = KeptAnswers(folder)
     numbers = answers.find(query).to_pylist()
     found = answers.rows(numbers, EVERYTHING)
-    assert [row.pop("row") for row in found] == numbers
+    keys = [row.pop("key") for row in found]
+    assert [answers.one(key, EVERYTHING) for key in keys[:2]] == [
+        {"key": key, **row} for key, row in zip(keys, found[:2], strict=False)
+    ]
     assert found == naive(folder, query)
     assert answers.light(answers.find(query))["score"].to_pylist() == [row["score"] for row in found]
 
@@ -85,13 +88,26 @@ def test_parts_that_come_are_seen(tmp_path: Path) -> None:
     assert len(answers.find(Query())) == 0
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"step": "two"}, r"step: must be a number or LOW\.\.HIGH.*'two'"),
+        ({"score": "nan"}, "score: must be a number"),
+        ({"kind": "held-out"}, "kind: must be all, training or validation, got 'held-out'"),
+        ({"sort": "-beauty"}, "sort: must be one of step, score, .*, got '-beauty'"),
+    ],
+)
+def test_wrong_filters_are_told(given: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Query.read(**given)
+
+
 def test_what_cannot_be_is_told(folder: Path, tmp_path: Path) -> None:
     answers = KeptAnswers(folder)
-    with pytest.raises(DataError, match="sort: must be one of step, score"):
-        answers.find(Query(sort="beauty"))
     answers.find(Query())
-    with pytest.raises(DataError, match=r"row 99999: there are 1096"):
-        answers.rows([99_999])
+    for key in ("train-000001-000003.parquet:99999", "../settings.json:0", "train-000001-000003.parquet:-1", "x"):
+        with pytest.raises(DataError, match="there is no such answer"):
+            answers.one(key)
     (tmp_path / "train-000001-000002.parquet").write_bytes(b"no parquet")
     with pytest.raises(DataError, match=r"train-000001-000002\.parquet: cannot be read as kept answers"):
         KeptAnswers(tmp_path).find(Query())

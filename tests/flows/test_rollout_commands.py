@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flows.commands import rollouts
-from flows.commands.rollouts import Choice
-from rlcore.errors import ConfigError, DataError
+from rlcore.answers.query import Query
+from rlcore.errors import DataError
 from tests.run.running import small
 from tests.run.sessions import run_to_the_end
 from tests.small_run import SmallRun
@@ -24,11 +24,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 
 def test_answers_are_shown_as_a_page_and_as_json(run: SmallRun, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(run.layout.run_dir)]
-    rollouts.rollouts(words, Choice(kind="training", sort="-score"), root=None, limit=3, tokens=False, as_json=False)
+    rollouts.rollouts(
+        words, Query.read(kind="training", sort="-score"), root=None, limit=3, tokens=False, as_json=False
+    )
     page = capsys.readouterr().out
     assert page.count("-- step ") == page.count("\n=> ") == 3
     assert page.endswith("3 of 64 answers that were asked for, 256 kept\n")
-    rollouts.rollouts(words, Choice(step="2", kind="training"), root=None, limit=0, tokens=True, as_json=True)
+    rollouts.rollouts(words, Query.read(step="2", kind="training"), root=None, limit=0, tokens=True, as_json=True)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["step"] for row in rows] == [2] * 32
     assert all(len(row["token_ids"]) == len(row["behavior_logprobs"]) == row["num_tokens"] for row in rows)
@@ -46,11 +48,11 @@ def test_rescored_and_audited_by_a_scorer_of_ones_own(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, os.fspath(tmp_path)])
     words = [str(run.layout.run_dir)]
-    rollouts.rescore(words, Choice(), scorer="my_own_scorer:score", root=None, as_json=True)
+    rollouts.rescore(words, Query(), scorer="my_own_scorer:score", root=None, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["num_answers"] == 256
     assert found["mean_after"] > found["mean_before"]
-    rollouts.rescore(words, Choice(kind="training"), scorer="my_own_scorer:score", root=None, as_json=False)
+    rollouts.rescore(words, Query(kind="training"), scorer="my_own_scorer:score", root=None, as_json=False)
     assert capsys.readouterr().out.startswith("64 answers by my_own_scorer:score: mean ")
     rollouts.audit(words, scorer=None, root=None, as_json=False)
     assert "none of the answers that must not score did" in capsys.readouterr().out
@@ -58,19 +60,6 @@ def test_rescored_and_audited_by_a_scorer_of_ones_own(
         rollouts.audit(words, scorer="my_own_scorer:score", root=None, as_json=False)
     assert ended.value.code == 1
     assert "  answer to another problem: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("choice", "words"),
-    [
-        (Choice(step="two"), r"--step: must be a number or LOW\.\.HIGH.*'two'"),
-        (Choice(score="nan"), r"--score: must be a number"),
-        (Choice(kind="held-out"), r"--kind: must be all, training or validation, got 'held-out'"),
-    ],
-)
-def test_wrong_filters_are_told(run: SmallRun, choice: Choice, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        rollouts.rollouts([str(run.layout.run_dir)], choice, root=None, limit=1, tokens=False, as_json=False)
 
 
 def test_a_run_without_answers_says_why(run: SmallRun) -> None:
