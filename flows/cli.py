@@ -361,7 +361,7 @@ def ui(
     root: Root = ARTIFACTS,
     port: Annotated[int | None, typer.Option(min=1, max=65_535, help="Of the page; none: a free one.")] = None,
 ) -> None:
-    """Serve MLflow's pages of the root's store until interrupted."""
+    """Serve MLflow's pages of the root's store, and that of the answers of its runs, until interrupted."""
     from flows.commands import tracking as tracking_commands
 
     tracking_commands.ui(root, port)
