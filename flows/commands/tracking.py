@@ -78,9 +78,8 @@ def ui(root: Path, port: int | None) -> None:
     running = _running_mlflow(root) if port is None else None
     if running is not None:
         store = MlflowStore(tracking_in_stack(TrackingConfig(), root), root)
-        print(
-            f"MLflow is up already, by millrace up: {store.runs_url(running.url)}\nAnswers: {running.url}/answers/\nLog in with {how_to_log_in(root)}"
-        )
+        print(f"MLflow is up already, by millrace up: {store.runs_url(running.url)}")
+        print(f"Answers: {running.url}/answers/\nLog in with {how_to_log_in(root)}")
         return
     if port is not None and not is_free(port):
         raise MillraceError(

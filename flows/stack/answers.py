@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlcore.answers.query import KeptAnswers, Query, finite
-from rlcore.answers.store import parts_of
+from rlcore.answers.store import LIGHT, parts_of
 from rlcore.answers.tokens import pieces, tokenizer_of
 from rlcore.errors import ConfigError, DataError, MillraceError
 from rlcore.run.layout import RunLayout
@@ -31,7 +31,8 @@ PREFIX = "/answers/"
 ROWS = 50
 """Answers that the page asks for at a time."""
 SHOWN = 400
-"""Characters of an answer and a prompt in the list."""
+"""Characters of an answer in the list."""
+LISTED = [*LIGHT.names, "answer"]
 
 
 class WithAnswers:
@@ -120,9 +121,9 @@ def _find(runs: Runs, request: Request) -> Response:
     lock, _, answers = runs.open(given.get("run", ""))
     with lock:
         numbers = answers.find(query)
-        rows = answers.rows(numbers.slice(offset, ROWS).to_pylist())
+        rows = answers.rows(numbers.slice(offset, ROWS).to_pylist(), LISTED)
     for row in rows:
-        row |= {name: row[name][:SHOWN] for name in ("prompt", "answer")}
+        row["answer"] = row["answer"][:SHOWN]
     return JSONResponse(finite({"total": len(numbers), "rows": rows}))
 
 

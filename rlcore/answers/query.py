@@ -122,14 +122,14 @@ class KeptAnswers:
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
         """These columns of these rows of the last search, each with a `key` for `one`."""
-        parts = list(self._parts)
-        places = [self._place(number) for number in numbers]
-        groups = {(part, row // ROWS_PER_GROUP) for part, row in places}
-        read = {(part, group): _read(parts[part], list(columns), group) for part, group in sorted(groups)}
-        found = []
-        for part, row in places:
-            (values,) = read[part, row // ROWS_PER_GROUP].slice(row % ROWS_PER_GROUP, 1).to_pylist()
-            found.append({"key": f"{parts[part].name}:{row}", **values})
+        chosen = self._index.take(pa.array(numbers, pa.int64()))
+        parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
+        found = chosen.select([name for name in columns if name in LIGHT.names]).to_pylist()
+        names = [name for name in columns if name not in LIGHT.names]
+        for number, path in enumerate(self._parts):
+            mine = np.flatnonzero(parts == number)
+            for at, values in zip(mine, _rows_of(path, places[mine], names) if len(mine) else (), strict=True):
+                found[at] = {"key": f"{path.name}:{places[at]}", **found[at], **values}
         return found
 
     def one(self, key: str, columns: Sequence[str] = EVERYTHING) -> dict[str, Any]:
@@ -140,10 +140,8 @@ class KeptAnswers:
         """
         name, _, place = key.rpartition(":")
         path = next((path for path in parts_of(self._folder) if path.name == name), None)
-        if path is not None and place.isdecimal():
-            group, offset = divmod(int(place), ROWS_PER_GROUP)
-            if int(place) < pq.read_metadata(path).num_rows:
-                return {"key": key, **_read(path, list(columns), group).slice(offset, 1).to_pylist()[0]}
+        if path is not None and place.isdecimal() and int(place) < pq.read_metadata(path).num_rows:
+            return {"key": key, **_rows_of(path, np.array([int(place)]), list(columns))[0]}
         raise DataError(f"{key}: there is no such answer; perhaps the run went back to an earlier step: search again")
 
     def light(self, numbers: pa.Array | None = None) -> pa.Table:
@@ -151,9 +149,6 @@ class KeptAnswers:
         self._refresh()
         table = self._index.select(LIGHT.names)
         return table if numbers is None else table.take(numbers)
-
-    def _place(self, number: int) -> tuple[int, int]:
-        return self._index["part"][number].as_py(), self._index["place"][number].as_py()
 
     def _refresh(self) -> None:
         parts = {}
@@ -210,12 +205,21 @@ _EMPTY = pa.table(
 )  # fmt: skip
 
 
-def _read(path: Path, columns: list[str], group: int | None = None) -> pa.Table:
+def _rows_of(path: Path, places: np.ndarray, columns: list[str]) -> list[dict[str, Any]]:
+    """These columns of these rows of a part, whose other row groups are not read."""
+    groups, at = np.unique(places // ROWS_PER_GROUP, return_inverse=True)
+    table = _read(path, columns, groups.tolist())
+    sizes = np.minimum(ROWS_PER_GROUP, pq.read_metadata(path).num_rows - groups * ROWS_PER_GROUP)
+    starts = np.cumsum(sizes) - sizes
+    return table.take(pa.array(starts[at] + places % ROWS_PER_GROUP)).to_pylist()
+
+
+def _read(path: Path, columns: list[str], groups: list[int] | None = None) -> pa.Table:
     try:
-        if group is None:
+        if groups is None:
             return pq.read_table(path, columns=columns)
         with pq.ParquetFile(path) as file:
-            return file.read_row_group(group, columns=columns)
+            return file.read_row_groups(groups, columns=columns)
     except (OSError, pa.ArrowException) as reason:
         raise DataError(
             f"{path}: cannot be read as kept answers ({reason}). If the run is going on, ask again; else delete the "
