@@ -51,7 +51,12 @@ class WithAnswers:
 def answers_app(root: Path) -> Starlette:
     """The page of the runs under a root."""
     runs = Runs(root)
-    routes = {"": _page, "runs": partial(_runs, runs), "find": partial(_find, runs), "one": partial(_one, runs)}
+    routes: dict[str, Callable[[Request], Response]] = {
+        "": _page,
+        "runs": partial(_runs, runs),
+        "find": partial(_find, runs),
+        "one": partial(_one, runs),
+    }
     return Starlette(routes=[Route(PREFIX + path, _told(answer)) for path, answer in routes.items()])
 
 

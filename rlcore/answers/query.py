@@ -124,7 +124,7 @@ class KeptAnswers:
         """These columns of these rows of the last search, each with a `key` for `one`."""
         chosen = self._index.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
-        found = chosen.select([name for name in columns if name in LIGHT.names]).to_pylist()
+        found: list[dict[str, Any]] = chosen.select([n for n in columns if n in LIGHT.names]).to_pylist()
         names = [name for name in columns if name not in LIGHT.names]
         for number, path in enumerate(self._parts):
             mine = np.flatnonzero(parts == number)
@@ -211,7 +211,8 @@ def _rows_of(path: Path, places: np.ndarray, columns: list[str]) -> list[dict[st
     table = _read(path, columns, groups.tolist())
     sizes = np.minimum(ROWS_PER_GROUP, pq.read_metadata(path).num_rows - groups * ROWS_PER_GROUP)
     starts = np.cumsum(sizes) - sizes
-    return table.take(pa.array(starts[at] + places % ROWS_PER_GROUP)).to_pylist()
+    found: list[dict[str, Any]] = table.take(pa.array(starts[at] + places % ROWS_PER_GROUP)).to_pylist()
+    return found
 
 
 def _read(path: Path, columns: list[str], groups: list[int] | None = None) -> pa.Table:

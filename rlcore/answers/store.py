@@ -156,7 +156,7 @@ class AnswerWriter:
     @property
     def is_full(self) -> bool:
         """Whether it is time for `begin_part`, before the chunk's end."""
-        return sum(table.nbytes for table in self._tables) >= PART_BYTES
+        return bool(sum(table.nbytes for table in self._tables) >= PART_BYTES)
 
     def begin_part(self) -> None:
         """Begin to write what was added since the last call, once the part before it is written.

@@ -94,7 +94,8 @@ class _Tokens:
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Values of all tokens -> their sum for each answer."""
         total = np.concatenate([np.zeros(1), np.cumsum(values, dtype=np.float64)])
-        return total[self.ends] - total[self.starts]
+        sums: np.ndarray = total[self.ends] - total[self.starts]
+        return sums
 
     def maxima(self, values: np.ndarray) -> np.ndarray:
         """Values >= 0 of all tokens -> their maximum for each answer, 0 for an empty one."""
