@@ -108,7 +108,8 @@ def _pool(config: RunConfig, layout: RunLayout, scorer: str | None) -> Iterator[
 
 def _document(row: dict[str, Any]) -> dict[str, Any]:
     parts = {name: value for name, value in row["parts"]}
-    return finite({**row, "parts": parts, "ground_truth": json.loads(row["ground_truth"])})
+    document: dict[str, Any] = finite({**row, "parts": parts, "ground_truth": json.loads(row["ground_truth"])})
+    return document
 
 
 def _page(row: dict[str, Any]) -> str:

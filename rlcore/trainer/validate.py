@@ -78,7 +78,7 @@ def validate(
     )
 
 
-def _scored(rollouts: Sequence[Rollout], scoring: ScoringPool, decode: Decode) -> tuple[Sequence[Score], Sequence[str]]:
+def _scored(rollouts: Sequence[Rollout], scoring: ScoringPool, decode: Decode) -> tuple[list[Score], list[str]]:
     texts = decode([rollout.response_ids for rollout in rollouts])
     return scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts]), texts
 
