@@ -323,6 +323,82 @@ def new(
     new_command.new(kind, name)
 
 
+Step = Annotated[str, typer.Option(metavar="N|LOW..HIGH", help="Only answers of these steps.")]
+Prompt = Annotated[int | None, typer.Option(help="Only answers to this prompt (prompt_id).")]
+ScoreRange = Annotated[str, typer.Option("--score", metavar="X|LOW..HIGH", help="Only answers with such a score.")]
+Search = Annotated[str, typer.Option(help="Only answers with this text in them.")]
+Kind = Annotated[str, typer.Option(help="all, training or validation.")]
+
+
+@app.command(
+    epilog=_examples(
+        "millrace rollouts countdown_demo-s1 --sort -score",
+        "millrace rollouts countdown_demo-s1 --step 20..40 --score ..0 --search '<answer>' --json",
+    )
+)
+def rollouts(
+    run: Run,
+    step: Step = "",
+    prompt: Prompt = None,
+    score: ScoreRange = "",
+    search: Search = "",
+    kind: Kind = "all",
+    sort: Annotated[
+        str,
+        typer.Option(help="step, score, advantage, num_tokens, logprob, gap or prompt_id; with - the highest first."),
+    ] = "step",
+    limit: Annotated[int, typer.Option(min=0, help="Answers at most; 0: all.")] = 20,
+    tokens: Annotated[bool, typer.Option("--tokens", help="With --json: also what is known of each token.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    root: RootOfRun = None,
+) -> None:
+    """Show the answers that a run has on record, of training and of validations."""
+    from flows.commands import rollouts as rollouts_command
+    from rlcore.answers.query import Query
+
+    query = Query.read(step, prompt, score, search, kind, sort)
+    rollouts_command.rollouts(run, query, root=root, limit=limit, tokens=tokens, as_json=json)
+
+
+Scorer = Annotated[str, typer.Option(metavar="MODULE:FUNCTION", help="The other scorer.")]
+
+
+@app.command(epilog=_examples("millrace rescore countdown_demo-s1 --scorer my_scorer:score --kind training"))
+def rescore(
+    run: Run,
+    scorer: Scorer,
+    step: Step = "",
+    prompt: Prompt = None,
+    score: ScoreRange = "",
+    search: Search = "",
+    kind: Kind = "all",
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    root: RootOfRun = None,
+) -> None:
+    """Score a run's answers by another scorer. Says what would have changed; nothing is written."""
+    from flows.commands import rollouts as rollouts_command
+    from rlcore.answers.query import Query
+
+    query = Query.read(step, prompt, score, search, kind)
+    rollouts_command.rescore(run, query, scorer=scorer, root=root, as_json=json)
+
+
+@app.command(epilog=_examples("millrace audit countdown_demo-s1", "millrace audit my-run --scorer my_scorer:score"))
+def audit(
+    run: Run,
+    scorer: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="Another scorer than the run's own.", show_default=False),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    root: RootOfRun = None,
+) -> None:
+    """Look for holes in a reward. Gives the scorer answers that must not score; exit code 1 if some do."""
+    from flows.commands import rollouts as rollouts_command
+
+    rollouts_command.audit(run, scorer=scorer, root=root, as_json=json)
+
+
 @data_app.command("make", epilog=_examples("millrace data make experiment=countdown_demo"))
 def data_make(settings: Settings = None, root: RootOfRun = None) -> None:
     """Make and filter the dataset of an experiment."""
@@ -405,7 +481,7 @@ def ui(
     root: Root = ARTIFACTS,
     port: Annotated[int | None, typer.Option(min=1, max=65_535, help="Of the page; none: a free one.")] = None,
 ) -> None:
-    """Serve MLflow's pages of the root's store until interrupted."""
+    """Serve MLflow's pages of the root's store, and that of the answers of its runs, until interrupted."""
     from flows.commands import tracking as tracking_commands
 
     tracking_commands.ui(root, port)

@@ -78,7 +78,8 @@ def ui(root: Path, port: int | None) -> None:
     running = _running_mlflow(root) if port is None else None
     if running is not None:
         store = MlflowStore(tracking_in_stack(TrackingConfig(), root), root)
-        print(f"MLflow is up already, by millrace up: {store.runs_url(running.url)}\nLog in with {how_to_log_in(root)}")
+        print(f"MLflow is up already, by millrace up: {store.runs_url(running.url)}")
+        print(f"Answers: {running.url}/answers/\nLog in with {how_to_log_in(root)}")
         return
     if port is not None and not is_free(port):
         raise MillraceError(
@@ -105,6 +106,7 @@ def ui(root: Path, port: int | None) -> None:
             Service(recipe.name, server.pid, born, recipe.port, recipe.url, recipe.ready_url, str(log_file))
         )
         page = _store_behind(recipe, root, databases).runs_url(recipe.url)
+        print(f"Answers: {recipe.url}/answers/")
         print(f"MLflow: {page} (until Ctrl-C; its log: {log_file})\nLog in with {how_to_log_in(root)}", flush=True)
         server.wait()
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ from flows.parameters import MLFLOW_PAGE
 from flows.server.api import QUIET
 from flows.server.database import PREFECT_DATABASE
 from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of
-from flows.stack.serve import MLFLOW_ARTIFACTS, MLFLOW_LOGIN
+from flows.stack.serve import ANSWERS_ROOT, MLFLOW_ARTIFACTS, MLFLOW_LOGIN
 from flows.stack.state import LOOPBACK, MLFLOW_DATABASE, STACK, Databases, StackState
 from rlcore.errors import MillraceError
 from rlcore.runtime.cluster import loopback_environment, ray_folder
@@ -86,6 +86,7 @@ def mlflow_recipe(root: Path, databases: Databases, port: int | None, state: Sta
         MLFLOW_LOGIN: login_of(root),
         MLFLOW_DATABASE: databases.mlflow,
         # As a URI: of a plain path MLflow would take %41 for an A.
+        ANSWERS_ROOT: str(root),
         MLFLOW_ARTIFACTS: (root / "mlartifacts").as_uri(),
         # Its job runners take 2 GB and half a minute to start, and nothing here uses them.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",

@@ -8,6 +8,7 @@ Everything else is told by the environment: a command line is seen by every user
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.stack.state import LOOPBACK, MLFLOW_DATABASE
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 MLFLOW_LOGIN = "MILLRACE_MLFLOW_LOGIN"
 MLFLOW_ARTIFACTS = "MLFLOW_ARTIFACTS_DESTINATION"
+ANSWERS_ROOT = "MILLRACE_ANSWERS_ROOT"
+"""Whose kept answers have a page on MLflow's server, see `flows.stack.answers`."""
 
 
 def main() -> None:
@@ -42,10 +45,12 @@ def _prefect() -> "Guard":
 def _mlflow() -> "Guard":
     """MLflow's own logins need a second database, and a hash of a password for each request."""
     from flows.server.guard import Guard
+    from flows.stack.answers import WithAnswers
     from rlcore.tracking.connection import mlflow_app
 
     login = os.environ.pop(MLFLOW_LOGIN)
-    return Guard(mlflow_app(os.environ[MLFLOW_DATABASE], os.environ[MLFLOW_ARTIFACTS]), login)
+    app = mlflow_app(os.environ[MLFLOW_DATABASE], os.environ[MLFLOW_ARTIFACTS])
+    return Guard(WithAnswers(Path(os.environ[ANSWERS_ROOT]), app), login)
 
 
 if __name__ == "__main__":

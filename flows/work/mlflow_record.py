@@ -1,6 +1,6 @@
 """What the stages around the training write to the run's page in MLflow, and when.
 
-Settings, datasets and code go there at the start; report, samples, checkpoints and weights at the end.
+Settings, datasets and code go there at the start; report, validations, checkpoints and weights at the end.
 MLflow may be slow or away: the first part is written by a thread while the training goes on, the last part within a
 bound, and an error is a line in the log. `recorded.json` in the run's folder says what is there already, so a run that
 is finished does not even import mlflow. Metrics are not written here; the trainer's journal carries them.
@@ -103,9 +103,8 @@ def log_result(page: Page, report: Report | None) -> None:
     store, mlflow_run, layout = page.store, page.mlflow_run, page.layout
     if report is not None:
         store.client.log_artifacts(mlflow_run, str(report.html.parent), "report")
-    for folder in (layout.samples, layout.validation):
-        if folder.is_dir():
-            store.client.log_artifacts(mlflow_run, str(folder), folder.name)
+    if layout.validation.is_dir():
+        store.client.log_artifacts(mlflow_run, str(layout.validation), layout.validation.name)
     for name in ("lineage.json", DIFF_FILE):
         if (layout.run_dir / name).is_file():
             store.client.log_artifact(mlflow_run, str(layout.run_dir / name), "lineage")
@@ -212,7 +211,7 @@ class MlflowRecord:
         self._thread.submit(load_ahead)
 
     def finish(self, report: Report | None, last: Export, best: Export) -> Recorded:
-        """Write report, samples and weights, and wait for it, within a bound."""
+        """Write report, validations and weights, and wait for it, within a bound."""
         config = self._run.config
         digest = report_fingerprint(self._run.layout)
         models = models_digest(config, last, best)

@@ -326,11 +326,10 @@ def best_step_wanted(config: RunConfig, layout: RunLayout, last_step: int) -> in
 
 
 def report_fingerprint(layout: RunLayout) -> str:
-    """What a report depends on: the run's journal, settings, validations and samples, and the report's own source."""
+    """What a report depends on: the run's journal, settings and validations, and the report's own source."""
     files = [layout.journal, layout.settings_json, *sorted(layout.validation.glob("*.json"))]
     files += sorted(layout.suites.glob("*/*.json"))
     files += [layout.run_dir / name for name in ("lineage.json", "memory_plan.json")]
-    files += sorted(layout.samples.glob("*.json*"))
     ours = {path.name: sha256_of(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}
     read = {str(path.relative_to(layout.run_dir)): sha256_of(path) for path in files if path.is_file()}
     return fingerprint("report", {"read": read, "source": ours})

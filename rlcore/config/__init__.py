@@ -26,10 +26,18 @@ from rlcore.config.rollout import (
     ValidationConfig,
 )
 from rlcore.config.run import RunConfig
-from rlcore.config.trainer import CheckpointConfig, PathsConfig, RuntimeConfig, TrackingConfig, TrainerConfig
+from rlcore.config.trainer import (
+    AnswersConfig,
+    CheckpointConfig,
+    PathsConfig,
+    RuntimeConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
 
 __all__ = [
     "AlgoConfig",
+    "AnswersConfig",
     "CheckpointConfig",
     "CountdownData",
     "CriticConfig",

@@ -20,6 +20,7 @@ MAY_CHANGE: tuple[str, ...] = (
     "tracking",
     # What is kept and judged, not what is learned. (Alarms may skip or roll back; they are set after a failure.)
     "alarms",
+    "answers",
     "checkpoint",
     "validation",
     "trainer.steps_per_chunk",

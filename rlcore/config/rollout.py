@@ -107,6 +107,9 @@ class RewardConfig(Section):
     """Seconds for one answer; over it, its process is killed and replaced and the answer has no score."""
     judge: JudgeConfig = JudgeConfig()
     """A model as judge."""
+    audit: bool = True
+    """Whether the scorer is given some answers that must not score before the first step (nothing, junk, the prompt, a
+    form without content, answers to other problems). An event tells of those that do. It changes no number."""
 
 
 class SandboxConfig(Section):

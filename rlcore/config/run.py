@@ -13,6 +13,7 @@ from rlcore.config.model import ModelConfig, WarmStartConfig
 from rlcore.config.rollout import EpisodeConfig, RewardConfig, RolloutConfig, SandboxConfig, ValidationConfig
 from rlcore.config.trainer import (
     AlarmConfig,
+    AnswersConfig,
     CheckpointConfig,
     PathsConfig,
     RuntimeConfig,
@@ -49,6 +50,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     alarms: AlarmConfig = AlarmConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    answers: AnswersConfig = AnswersConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     tracking: TrackingConfig = TrackingConfig()
 

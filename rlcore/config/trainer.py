@@ -87,6 +87,17 @@ class CheckpointConfig(Section):
     """Seconds that a run short of disk space waits for room before it ends; what is saved stays."""
 
 
+class AnswersConfig(Section):
+    """What is kept of the answers, with tokens, log-probabilities, scores and advantages. Changes no number."""
+
+    every_steps: int = Field(default=1, ge=0)
+    """The answers of each training step whose number is a multiple of this are kept, and those of every validation; 0:
+    none at all."""
+    max_gb: float = Field(default=10.0, gt=0)
+    """Most that they may take on the disk, in GB of 1e9 bytes: beyond, those of the oldest training steps are deleted.
+    """
+
+
 class ProfileConfig(Section):
     """torch's profiler over a few steps: `profile/step-<k>-rank-<i>.json.gz` in the run's folder, for
     https://ui.perfetto.dev or chrome://tracing."""

@@ -3,10 +3,12 @@
 from rlcore.report.build import ReportFiles, build_report, hero_png, summary_markdown
 from rlcore.report.compare import compare_runs
 from rlcore.report.held_out import answer_rows, build_sample_browser
+from rlcore.report.page import answers_page
 
 __all__ = [
     "ReportFiles",
     "answer_rows",
+    "answers_page",
     "build_report",
     "build_sample_browser",
     "compare_runs",

@@ -1,7 +1,5 @@
 """Held-out problems: tables and pictures before and after, answers side by side, and the sample browser."""
 
-import base64
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -397,13 +395,10 @@ def _answer(answer: Answer, texts: Texts) -> dict[str, JsonValue]:
 
 
 def _page(title: str, data: Mapping[str, JsonValue], num_problems: int, num_left_out: int) -> str:
-    script = page.source("browser.js.j2")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return page.page(
+    return page.scripted_page(
         "browser.html.j2",
+        "browser.js.j2",
         title=title,
-        script=page.trusted(script),
-        digest=digest,
         data=page.trusted(embedded_json(data)),
         num_problems=num_problems,
         num_left_out=num_left_out,

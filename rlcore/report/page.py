@@ -6,6 +6,8 @@ A picture is drawn once, in the light colours. In a page each colour becomes a C
 side recolours it; in the files beside it stays as drawn.
 """
 
+import base64
+import hashlib
 import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -185,6 +187,18 @@ def legend(axes: "Axes", columns: int = 4) -> None:
 def page(template: str, **values: Any) -> str:
     """A template of `templates/` filled in."""
     return _environment().get_template(template).render(light=LIGHT, dark=DARK, **values)
+
+
+def scripted_page(template: str, script: str, **values: Any) -> str:
+    """A template with a script of ours, the only one that the page's policy lets run."""
+    text = source(script)
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return page(template, script=trusted(text), digest=digest, **values)
+
+
+def answers_page() -> str:
+    """The page that asks its server for kept answers."""
+    return scripted_page("answers.html.j2", "answers.js.j2")
 
 
 def report_page(report: doc.Report) -> str:

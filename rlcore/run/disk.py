@@ -18,6 +18,7 @@ from rlcore.run.inputs import given_model
 from rlcore.run.layout import RunLayout
 from rlcore.runtime.cluster import ray_folder
 from rlcore.storage.disk import (
+    BYTES_PER_GB,
     DiskNeed,
     RoomReport,
     check_room,
@@ -36,7 +37,9 @@ MAX_RETRY_S = 30.0
 BYTES_PER_WEIGHT = 4
 """Weights for others are written as float32, the master weights."""
 BYTES_PER_TOKEN = 12
-"""Of a kept answer: its text, with room for JSON."""
+"""Of an answer in a validation's result: its text, with room for JSON."""
+BYTES_PER_KEPT_TOKEN = 20
+"""Of an answer with everything that is known of its tokens, packed: id, text, three log-probabilities, advantage."""
 BYTES_PER_ANSWER = 500
 """Besides tokens: the problem's numbers, ids and scores."""
 BYTES_PER_ROW = 400
@@ -47,7 +50,6 @@ BYTES_PER_STEP_LINE = 8_000
 """A step's line in the journal: some 120 metrics."""
 ROWS_OF_FIXED_SETS = (15_000, 5_000)
 """More than GSM8K and MATH have for training and held out."""
-GROUPS_KEPT = 4
 RAY_SPILL_BYTES = 256 * 2**20
 """Ray's object store is that large; what does not fit is spilled to its folder."""
 
@@ -175,12 +177,12 @@ def disk_needs(
     judged = num_held_out * config.validation.samples_per_problem
     every = config.validation.every_steps
     validations = 3 + (steps_left // every if every else 0)
-    samples = validations * GROUPS_KEPT * config.rollout.samples_per_prompt * answer
     journal = steps_left * BYTES_PER_STEP_LINE
     needs = [
         DiskNeed("checkpoints", layout.checkpoints, checkpoints_bytes),
         DiskNeed("weights for others", layout.exported_model, weights),
-        DiskNeed("journal, samples and validations", layout.run_dir, journal + samples + validations * judged * answer),
+        DiskNeed("journal and validations", layout.run_dir, journal + validations * judged * answer),
+        DiskNeed("answers", layout.answers, _answer_bytes(config, steps_left, validations * judged)),
         DiskNeed(
             "dataset and its filtered rows", layout.root / "datasets", 2 * (num_train + num_held_out) * BYTES_PER_ROW
         ),
@@ -204,6 +206,18 @@ def disk_needs(
     if config.runtime.backend == "ray" and config.runtime.ray_address is None:
         needs.append(DiskNeed("Ray's object store", ray_folder(), RAY_SPILL_BYTES))
     return tuple(needs)
+
+
+def _answer_bytes(config: RunConfig, steps_left: int, num_judged: int) -> int:
+    """Of the answers that are kept: those of training up to `answers.max_gb`, and those of validations."""
+    settings = config.answers
+    if not settings.every_steps:
+        return 0
+    each = BYTES_PER_ANSWER + BYTES_PER_KEPT_TOKEN * config.rollout.max_response_tokens
+    each += BYTES_PER_TOKEN * config.filter.max_prompt_tokens
+    a_step = config.trainer.batch_size * config.rollout.samples_per_prompt * each
+    training = min(int(settings.max_gb * BYTES_PER_GB), steps_left // settings.every_steps * a_step)
+    return training + num_judged * each
 
 
 def _rows(config: RunConfig) -> tuple[int, int]:

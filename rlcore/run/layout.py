@@ -39,8 +39,8 @@ class RunLayout:
     """One JSON line a step."""
     checkpoints = _Below("checkpoints")
     """Committed checkpoints."""
-    samples = _Below("samples")
-    """Answers of training steps, one file a step."""
+    answers = _Below("answers")
+    """Answers of training and validations, see `rlcore.answers.store`."""
     validation = _Below("validation")
     """Validation results, one file each."""
     suites = _Below("suites")
@@ -68,7 +68,7 @@ class RunLayout:
             DataError: names each folder in whose place is something else, and each file likewise: a FIFO would be
                 waited for without end.
         """
-        folders = [self.run_dir, self.checkpoints, self.samples, self.validation, self.suites, self.failures]
+        folders = [self.run_dir, self.checkpoints, self.answers, self.validation, self.suites, self.failures]
         folders += [self.profile, self.logs, self.exported_model, self.exported_best, self.run_dir / "report"]
         problems = [f"{path}: must be a folder" for path in folders if os.path.lexists(path) and not path.is_dir()]
         files = sorted(self.run_dir.glob("*.*")) if self.run_dir.is_dir() else []

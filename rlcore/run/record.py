@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import TypeVar
 
+import pyarrow as pa
+
+from rlcore.answers.store import AnswerWriter
 from rlcore.checkpoint.catalog import CheckpointInfo, Refusal
 from rlcore.checkpoint.save import CheckpointSaver, Saved, SavingRanks
 from rlcore.checkpoint.state import TrainerState
@@ -74,6 +77,7 @@ class RunRecord:
         self._tracker = Tracker(layout.run_dir, config, tags={**config.tags, **(tags or {})})
         self.room = Room(config.checkpoint, happened=self.happened, stop=stop, prune=lambda: self.saves.prune())
         self.saves = CheckpointSaver(self.store, self.room, self._tracker.commit, partial(phase, "commit"))
+        self.answers = AnswerWriter(layout.answers, config.answers)
         self._first_save_bytes = 0
         self.refusals: tuple[Refusal, ...] = ()
         """Newer checkpoints that `newest` had to pass over, and why."""
@@ -91,9 +95,11 @@ class RunRecord:
         return found.checkpoint
 
     def begin_save(self, state: TrackedState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
-        """Begin a checkpoint of `state`, see `CheckpointSaver.begin`."""
+        """Begin a checkpoint of `state`, see `CheckpointSaver.begin`. The answers up to there are written before it."""
+        self._write_answers(state.loop.step)
 
         def record() -> TrainerState:
+            self.answers.settle()
             journal_bytes = self._tracker.journal_bytes  # which forces the journal to the disk
             return TrainerState(
                 **asdict(state.loop),
@@ -137,6 +143,7 @@ class RunRecord:
         """
         self.saves.abandon()
         self.store.leave_later(0 if info is None else info.step)
+        self.answers.cut(0 if info is None else info.step)
         if info is None:
             self._cut_journal(0, 0, repeats=repeats)
             return TrackedState(LoopState(0, 0, 0, 0, self.config.algo.kl.coef))
@@ -170,6 +177,21 @@ class RunRecord:
         """One line of the journal; waits for room for it. Raises as `Room.hold` does."""
         self._tracker.log_step(step, metrics)
         self.room.hold(self._tracker.require_written, step=step, path=self.layout.journal)
+
+    def keep_answers(self, step: int, table: pa.Table) -> None:
+        """Keep the answers of a step until its chunk's end, or until they are many. Raises as `Room.hold` does."""
+        self.answers.add(table)
+        if self.answers.is_full:
+            self._write_answers(step)
+
+    def keep_validation(self, name: str, step: int, table: pa.Table) -> None:
+        """Write the answers of a validation. Raises as `Room.hold` does."""
+        if self.answers.keeps_validations:
+            write = partial(self.answers.write_validation, name, table)
+            self.room.hold(write, step=step, path=self.layout.answers)
+
+    def _write_answers(self, step: int) -> None:
+        self.room.hold(self.answers.begin_part, step=step, path=self.layout.answers)
 
     def log_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Record an event in the journal alone."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from rlcore.answers.judge import audit_text
 from rlcore.checkpoint.catalog import name_of
 from rlcore.checkpoint.save import Saved
 from rlcore.config import SuiteConfig, ValidationConfig
@@ -117,8 +118,12 @@ class Training(Generic[W]):
     def _record_start(self, state: TrackedState) -> TrackedState:
         """Step 0: the held-out score before any training."""
         metrics, state = self._measured(state)
+        self._look_for_holes()
         self._record.log_step(0, metrics)
         return state
+
+    def _look_for_holes(self) -> None:
+        """Audit the reward, where there is one, once the model of step 0 is measured."""
 
     # ------------------------------------------------------------------ a step
 
@@ -153,7 +158,7 @@ class Training(Generic[W]):
             found, after = self._measured(after)
             metrics["timing_s/testing"] = time.perf_counter() - begun
             metrics |= found
-            self._keep_samples(result)
+        self._keep_answers(result)
         metrics |= self._system.sample() | self._record.room_metrics()
         if self._events.num_faults:
             metrics["fault/num_retries"] = float(self._events.num_faults)
@@ -201,8 +206,8 @@ class Training(Generic[W]):
         """The model of this state on the held-out problems that are due, and the state with its score."""
         raise NotImplementedError
 
-    def _keep_samples(self, result: StepResult) -> None:
-        """Keep some answers of a measured step, where it has any."""
+    def _keep_answers(self, result: StepResult) -> None:
+        """Keep the answers of a step, where it has any."""
 
     # ------------------------------------------------------------------ saves
 
@@ -260,13 +265,24 @@ class RunTraining(Training[RunWorkers]):
         settings, total = self._config.validation, self._config.trainer.total_steps
         return any(each.is_due(step, total) for each in (settings, *settings.suites))
 
-    def _keep_samples(self, result: StepResult) -> None:
+    def _keep_answers(self, result: StepResult) -> None:
         step = result.state.step
-        self._record.room.hold(lambda: self._workers.write_samples(result), step=step, path=self._layout.samples)
+        if self._record.answers.keeps(step):
+            self._record.keep_answers(step, self._workers.answers_of(result))
+
+    def _look_for_holes(self) -> None:
+        file = self.file_of(name_of(0))
+        if not self._config.reward.audit or self._config.data.environment:
+            return
+        findings = self._workers.audit(ValidationResult.read(file))
+        if findings:
+            text = audit_text(self._config.data.scorer, findings)
+            self._record.happened("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
 
     def judge(self, name: str, step: int) -> ValidationResult:
         """Judge what the workers hold, and keep the result under this name."""
-        result = self._workers.validate(name, step)
+        result, answers = self._workers.validate(name, step)
+        self._record.keep_validation(name, step, answers)
         self._record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.summary())})
         self._events.unscored(step, *self._workers.unscored)
         self._keep(result, self.file_of(name))

@@ -7,9 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import Concatenate, Generic, Self, TypeVar
 
-from pydantic import JsonValue
+import pyarrow as pa
 from torch import Tensor
 
+from rlcore.answers.judge import Case, Finding, audit_reward
+from rlcore.answers.table import training_table, validation_table
 from rlcore.checkpoint.shards import RankSaver
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.trainer import ProfileConfig
@@ -23,13 +25,12 @@ from rlcore.run.problems import HeldOut, Problems
 from rlcore.run.record import RunRecord
 from rlcore.run.watchdog import Watchdog
 from rlcore.runtime.local import start_workers
-from rlcore.storage.publish import write_json_atomically
 from rlcore.trainer.clock import EnterPhase
 from rlcore.trainer.episodes import Episodes
-from rlcore.trainer.experience import Decode, Experience, ExperienceCollector
+from rlcore.trainer.experience import ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
-from rlcore.trainer.validate import answers_to, validate
-from rlcore.types import Prompt
+from rlcore.trainer.validate import Keep, answers_to, keep_nothing, validate
+from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.group import P, R, WorkerGroup
 from rlcore.workers.worker import Worker
@@ -38,8 +39,8 @@ MID_STEP = "in the middle of a step"
 """What the workers hold while a step is under way, or after one that failed: the weights of no checkpoint."""
 
 
-NUM_GROUPS = 4
-"""Prompts kept of a step: enough to see what the model writes."""
+NUM_AUDITED = 8
+"""Problems on which the reward is audited before the first step: about a hundred scores."""
 
 
 class ProfileWindow:
@@ -261,11 +262,18 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
         parts = self._started()
         return (parts.episodes or parts.scoring).unscored
 
-    def validate(self, name: str, step: int) -> ValidationResult:
-        """Held-out problems by the weights that the workers hold; all of them, or while training those set aside."""
-        parts = self._started()
+    def validate(self, name: str, step: int) -> tuple[ValidationResult, pa.Table]:
+        """Held-out problems by the weights that the workers hold; all of them, or while training those set aside.
+        Returns the result and its answers as they are kept."""
+        parts, decode = self._started(), self._started().problems.decode
+        kept: list[pa.Table] = []
+
+        def keep(rollouts: Sequence[Rollout], scores: Sequence[Score], texts: Sequence[str], greedy: bool) -> None:
+            kept.append(validation_table(step, name, rollouts, scores, texts, decode, greedy=greedy))
+
         with self._guard.phase("testing"):
-            return self._judged(parts.problems, parts.config, parts.scoring, parts.episodes, name, step)
+            result = self._judged(parts.problems, parts.config, parts.scoring, parts.episodes, name, step, keep)
+        return result, pa.concat_tables(kept)
 
     def validate_suite(self, suite: SuiteConfig, name: str, step: int) -> tuple[ValidationResult, str]:
         """The same on a suite's problems, and why the last of the answers without a score has none. The suite's scorer
@@ -292,6 +300,7 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
         episodes: Episodes | None,
         name: str,
         step: int,
+        keep: Keep = keep_nothing,
     ) -> ValidationResult:
         return validate(
             config,
@@ -304,6 +313,7 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             policy_version=self._version,
             episodes=episodes,
             suite=problems.suite,
+            keep=keep,
         )
 
     @property
@@ -334,10 +344,29 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
                 episodes=parts.episodes,
             )
 
-    def write_samples(self, result: StepResult) -> None:
-        """Keep some answers of a step, to be read."""
-        assert result.experience is not None, "a step of reinforcement learning has answers"
-        write_samples(self._layout.samples, result.state.step, result.experience, self._started().problems.decode)
+    def audit(self, judged: ValidationResult) -> tuple[Finding, ...]:
+        """Answers that the scorer pays for and must not; see `audit_reward`."""
+        cases = [
+            Case(problem.prompt_text, problem.ground_truth_json, tuple(answer.text for answer in problem.samples[:2]))
+            for problem in judged.problems[:NUM_AUDITED]
+        ]
+        with self._guard.phase("testing"):
+            return audit_reward(cases, self._started().scoring)
+
+    def answers_of(self, result: StepResult) -> pa.Table:
+        """The answers of a step as they are kept."""
+        experience, batch = result.experience, result.batch
+        assert experience is not None, "a step of reinforcement learning has answers"
+        assert batch is not None, "and the batch made of them"
+        return training_table(
+            result.state.step,
+            experience.rollouts,
+            experience.scores,
+            experience.texts,
+            self._started().problems.decode,
+            batch=batch,
+            policy_logprobs=result.logprobs_before,
+        )
 
     def _start(self) -> _RunStarted:
         config = fit_run(self._config, self._layout.run_dir, self._report)
@@ -367,29 +396,3 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
 
 def _train_nothing(state: LoopState) -> StepResult:
     raise DataError(f"step {state.step + 1}: this is an evaluation, which has held-out problems alone; start a run")
-
-
-def write_samples(directory: Path, step: int, experience: Experience, decode: Decode) -> Path:
-    """Write the first groups of a step: prompt, every answer, its score and parts."""
-    directory.mkdir(parents=True, exist_ok=True)
-    rows: list[JsonValue] = [
-        {
-            "step": step,
-            "prompt_id": rollout.prompt.prompt_id,
-            "prompt": decode([rollout.prompt.token_ids])[0],
-            "ground_truth": rollout.prompt.ground_truth_json,
-            "answer": text,
-            "score": score.total,
-            "failure": score.failure,
-            "parts": dict(score.parts),
-            "num_tokens": len(rollout.response_ids),
-            "finish_reason": rollout.finish_reason,
-        }
-        for rollout, score, text, group in zip(
-            experience.rollouts, experience.scores, experience.texts, experience.group_ids, strict=True
-        )
-        if group < NUM_GROUPS
-    ]
-    file = directory / f"step-{step:06d}.json"
-    write_json_atomically(file, rows)
-    return file

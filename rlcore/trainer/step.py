@@ -46,12 +46,15 @@ class LoopState:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a step: the state after it, its metrics, the answers that it learned from (None: a supervised step),
-    alarms, and the passes that ran out of memory on any rank and were repeated."""
+    """Result of a step: the state after it, its metrics, the answers that it learned from with the batch made of them
+    and the trainer's log-probabilities before the update (None: a supervised step, none were computed), alarms, and the
+    passes that ran out of memory on any rank and were repeated."""
 
     state: LoopState
     metrics: Metrics
     experience: Experience | None = None
+    batch: TrainBatch | None = None
+    logprobs_before: Float[Tensor, "T"] | None = None
     alarms: tuple[Alarm, ...] = ()
     shortages: tuple[Shortage, ...] = ()
 
@@ -129,7 +132,8 @@ class Trainer(GroupTrainer):
         metrics |= cost_metrics(config, packed, experience, shares, clock.seconds(), self._worker_info)
         peaks = self._group.each(Worker.memory_peak)
         shortages = tuple(shortage for peak in peaks for shortage in peak.shortages)
-        return StepResult(after, metrics | memory_metrics(peaks), experience, alarms, shortages)
+        metrics |= memory_metrics(peaks)
+        return StepResult(after, metrics, experience, found.batch, update.logprobs_before, alarms, shortages)
 
     def _forward_passes(self, packed: PackedBatch, shares: Shares, clock: PhaseClock) -> Passes:
         """Old and reference log-probabilities and values, each only where the algorithm needs it."""

@@ -4,7 +4,7 @@ The random numbers of an answer depend on the seed of the run and the problem al
 the same draws.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,6 +19,13 @@ from rlcore.trainer.experience import Decode, generate
 from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
 
+Keep = Callable[[Sequence[Rollout], Sequence[Score], Sequence[str], bool], None]
+"""Takes answers, their scores and texts, and whether they are the greedy ones."""
+
+
+def keep_nothing(rollouts: Sequence[Rollout], scores: Sequence[Score], texts: Sequence[str], greedy: bool) -> None:
+    """A `Keep` for answers that nobody wants to read."""
+
 
 def validate(
     config: RunConfig,
@@ -32,18 +39,21 @@ def validate(
     policy_version: int,
     episodes: Episodes | None = None,
     suite: str = "",
+    keep: Keep = keep_nothing,
 ) -> ValidationResult:
-    """Answers to all `prompts` and their scores. `suite`: the fingerprint of the suite that they are of."""
+    """Answers to all `prompts` and their scores, which `keep` is given. `suite`: the fingerprint of theirs, if any."""
     settings = config.validation
 
-    def answered(num_samples: int, sampling: SamplingConfig) -> list[Answer]:
+    def answered(num_samples: int, sampling: SamplingConfig, *, greedy: bool = False) -> list[Answer]:
         requests = requests_for(prompts, num_samples, run_seed=config.seed, stream=VALIDATION_STREAM, step=0)
-        return answers_to(
+        found = _answered(
             config, group, requests, sampling, scoring, decode, policy_version=policy_version, episodes=episodes
         )
+        keep(*found, greedy)
+        return _with_scores(*found)
 
     answers = answered(settings.samples_per_problem, settings.sampling)
-    greedy_answers = answered(1, SamplingConfig(temperature=0.0)) if settings.greedy else []
+    greedy_answers = answered(1, SamplingConfig(temperature=0.0), greedy=True) if settings.greedy else []
     texts = decode([prompt.token_ids for prompt in prompts])
     count = settings.samples_per_problem
     problems = tuple(
@@ -82,17 +92,28 @@ def answers_to(
     episodes: Episodes | None = None,
 ) -> list[Answer]:
     """Answers to requests with their scores, in the order of the requests."""
+    return _with_scores(
+        *_answered(config, group, requests, sampling, scoring, decode, policy_version=policy_version, episodes=episodes)
+    )
+
+
+def _answered(
+    config: RunConfig,
+    group: WorkerGroup,
+    requests: Sequence[SamplingRequest],
+    sampling: SamplingConfig,
+    scoring: ScoringPool,
+    decode: Decode,
+    *,
+    policy_version: int,
+    episodes: Episodes | None,
+) -> tuple[Sequence[Rollout], Sequence[Score], Sequence[str]]:
     if episodes is not None:
-        clock = PhaseClock()
-        return _with_scores(*episodes.play(group, requests, sampling, policy_version=policy_version, clock=clock))
+        return episodes.play(group, requests, sampling, policy_version=policy_version, clock=PhaseClock())
     limit = config.rollout.max_response_tokens
-    return _scored(generate(group, requests, sampling, limit, policy_version=policy_version), scoring, decode)
-
-
-def _scored(rollouts: Sequence[Rollout], scoring: ScoringPool, decode: Decode) -> list[Answer]:
+    rollouts = generate(group, requests, sampling, limit, policy_version=policy_version)
     texts = decode([rollout.response_ids for rollout in rollouts])
-    scores = scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts])
-    return _with_scores(rollouts, scores, texts)
+    return rollouts, scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts]), texts
 
 
 def _with_scores(rollouts: Sequence[Rollout], scores: Sequence[Score], texts: Sequence[str]) -> list[Answer]:

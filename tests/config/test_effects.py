@@ -60,6 +60,8 @@ CASES = [
     ("", "data.environment=a:B", "episode.max_turns=3"),
     ("", "validation.suites=[{name:x,data:{task:countdown}}]", "filter.decontaminate=drop"),
     ("validation.sampling.temperature=0", "", "validation.sampling.top_p=0.9"),
+    ("answers.every_steps=0", "", "answers.max_gb=2"),
+    ("data.environment=a:B", "", "reward.audit=false"),
     ("alarms.grad_norm='off'", "", "alarms.grad_norm_above=9"),
     ("alarms.entropy='off'", "", "alarms.entropy_below=1"),
     ("rollout.samples_per_prompt=1", "", "alarms.equal_scores=stop"),

@@ -368,7 +368,7 @@ def test_mlflows_pages_show_the_run_and_the_comparison(synced: Path, reference: 
             tab.call("Page.navigate", url=f"{run_page}/model-metrics")
             wait_for(tab, "actor", "grad_norm", "Step")
             tab.call("Page.navigate", url=f"{run_page}/artifacts")
-            wait_for(tab, "report", "validation", "lineage", "config", "samples")
+            wait_for(tab, "report", "validation", "lineage", "config")
             store = MlflowStore(TrackingConfig(), synced)
             from rlcore.tracking.mlflow_store import compare_url
 

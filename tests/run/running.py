@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from safetensors.torch import load_file
 
+from rlcore.answers.store import parts_of
 from rlcore.tracking.journal import read_journal
 from rlcore.trainer.metrics import repeatable
 from tests.forked import run_module
@@ -55,6 +57,15 @@ def steps_of(run: SmallRun) -> dict[int, dict[str, float]]:
     records = read_journal(run.layout.journal)
     assert [record.step for record in records] == list(range(len(records)))
     return {record.step: repeatable(dict(record.metrics)) for record in records}
+
+
+def answers_of(run: SmallRun) -> dict[str, list[dict[str, Any]]]:
+    """The kept answers: those of training in their order, and of each validation; all that is known of each."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for part in parts_of(run.layout.answers):
+        name = "train" if part.name.startswith("train-") else part.stem
+        found.setdefault(name, []).extend(pq.read_table(part).to_pylist())
+    return found
 
 
 def weights_of(run: SmallRun) -> dict[str, bytes]:

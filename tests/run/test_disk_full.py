@@ -14,7 +14,7 @@ from rlcore.checkpoint import shard_files
 from rlcore.errors import DiskSpaceError, StopRequestedError
 from rlcore.storage.disk import CHECKPOINT_SLACK_BYTES, free_bytes
 from rlcore.tracking.journal import Journal, load_journal
-from tests.run.running import steps_of, weights_of
+from tests.run.running import answers_of, steps_of, weights_of
 from tests.run.sessions import Event, elsewhere, run_to_the_end, session_of, train_in_chunks, verified_steps
 from tests.small_run import SmallRun, prepare
 from tests.storage.small_disk import mounted
@@ -95,20 +95,24 @@ class FullDisk:
 
 def test_full_in_the_journal_before_a_save_and_in_the_middle_of_one(undisturbed: SmallRun, disk: Path) -> None:
     run = elsewhere(undisturbed, disk, *OVERRIDES)
-    fault = FullDisk(run, disk, fill_after={("progress", 1): 0, ("progress", 6): 1 << 20}, fill_in_save_of=9)
+    fault = FullDisk(
+        run, disk, fill_after={("progress", 1): 0, ("progress", 3): 0, ("progress", 6): 1 << 20}, fill_in_save_of=9
+    )
     run_to_the_end(run, fault.hear, fault.stop)
 
-    journal, before, middle = fault.paused
+    journal, answers, before, middle = fault.paused
     checkpoints = str(run.layout.checkpoints)
     assert journal[1] == str(run.layout.journal)
+    assert (answers[0], answers[3]) == (3, []), "neither answers nor checkpoint have room"
     assert (before[0], before[1], before[3]) == (6, checkpoints, [3])
     assert before[2] > 1 << 20, "the bytes that are missing"
     assert (middle[0], middle[1], middle[3]) == (9, checkpoints, [6])
     assert steps_of(run) == steps_of(undisturbed)
+    assert answers_of(run) == answers_of(undisturbed)
     assert weights_of(run) == weights_of(undisturbed)
     assert verified_steps(run) == [9]
     events = [event.name for event in load_journal(run.layout.journal).events]
-    assert events.count("paused_for_disk") == events.count("disk_room") == 3
+    assert events.count("paused_for_disk") == events.count("disk_room") == 4
     assert not list(run.layout.checkpoints.glob(".tmp-*"))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.forked import run_module
 from tests.run.crash_chain import MEANWHILE, OPERATIONS
-from tests.run.running import steps_of, weights_of
+from tests.run.running import answers_of, steps_of, weights_of
 from tests.run.sessions import elsewhere, run_to_the_end
 from tests.small_run import prepare
 
@@ -34,4 +34,6 @@ def test_killed_twenty_times(tmp_path: Path) -> None:
     newest = [max(one["verified"], default=0) for one in found["hit"]]
     assert newest == sorted(newest), "what was committed stays"
     assert steps_of(run) == steps_of(undisturbed)
+    assert answers_of(run) == answers_of(undisturbed), "each answer is there once"
+    assert [row["step"] for row in answers_of(run)["train"]] == [step for step in range(1, 61) for _ in range(32)]
     assert weights_of(run) == weights_of(undisturbed)

@@ -100,9 +100,9 @@ def test_the_report_of_a_finished_run_names_what_its_journal_has_lost(undisturbe
 def test_a_part_of_the_run_that_is_of_another_kind_is_refused_by_name(undisturbed: SmallRun, tmp_path: Path) -> None:
     run = elsewhere(undisturbed, tmp_path, *OVERRIDES)
     run.layout.run_dir.mkdir(parents=True)
-    run.layout.samples.touch()
+    run.layout.answers.touch()
     os.mkfifo(run.layout.journal)
     with pytest.raises(
-        DataError, match=r"/samples: must be a folder; .*/metrics\.jsonl: must be an ordinary file\. Move away"
+        DataError, match=r"/answers: must be a folder; .*/metrics\.jsonl: must be an ordinary file\. Move away"
     ):
         session_of(run).__enter__()

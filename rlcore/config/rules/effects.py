@@ -129,6 +129,8 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("filter.decontaminate",), ("validation.suites",), bool, "Name suites in validation.suites"),
     Effect(("validation.sampling.top_p",), ("validation.sampling.temperature",), _on,
            "Set validation.sampling.temperature=1"),
+    Effect(("reward.audit",), ("data.environment",), _off, "Choose a task without data.environment"),
+    Effect(("answers.max_gb",), ("answers.every_steps",), _on, "Set answers.every_steps=1"),
     Effect(("alarms.grad_norm_above",), ("alarms.grad_norm",), _on, "Set alarms.grad_norm=tell"),
     Effect(("alarms.entropy_below",), ("alarms.entropy",), _on, "Set alarms.entropy=tell"),
     Effect(("alarms.equal_scores",), ("rollout.samples_per_prompt",), _several,

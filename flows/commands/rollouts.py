@@ -1,0 +1,143 @@
+"""`millrace rollouts`, `rescore` and `audit`: the answers that a run has kept."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flows.commands.settings import named_run
+from rlcore import sandbox
+from rlcore.answers.judge import audit_reward, cases_of
+from rlcore.answers.judge import rescore as rescore_answers
+from rlcore.answers.query import EVERYTHING, READABLE, KeptAnswers, Query, finite
+from rlcore.config import RunConfig
+from rlcore.errors import DataError
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.run.layout import RunLayout
+from rlcore.user_code import working_by
+
+EXIT_FOUND = 1
+NUM_CASES = 32
+"""Problems of an audit that was asked for."""
+
+
+def rollouts(run: Sequence[str], query: Query, *, root: Path | None, limit: int, tokens: bool, as_json: bool) -> None:
+    """Show kept answers: as a page of text, or one JSON object a line.
+
+    Raises:
+        DataError: no such run, or it has kept no answers.
+    """
+    _, _, answers, total = _kept(run, root)
+    numbers = answers.find(query)
+    shown = numbers.to_pylist()[: limit or None]
+    columns = EVERYTHING if tokens else READABLE
+    for begin in range(0, len(shown), 1_000):
+        for row in answers.rows(shown[begin : begin + 1_000], columns):
+            print(json.dumps(_document(row), ensure_ascii=False, allow_nan=False) if as_json else _page(row))
+    if not as_json:
+        print(f"{len(shown)} of {len(numbers):,} answers that were asked for, {total:,} kept")
+
+
+def rescore(run: Sequence[str], query: Query, *, scorer: str, root: Path | None, as_json: bool) -> None:
+    """Score kept answers by another scorer and say what it would have changed."""
+    config, layout, answers, _ = _kept(run, root)
+    with _pool(config, layout, scorer) as pool:
+        found = rescore_answers(answers, query, pool)
+        failed = pool.unscored[1]
+    if as_json:
+        print(json.dumps(finite(asdict(found)), ensure_ascii=False))
+        return
+    print(
+        f"{found.num_answers:,} answers by {scorer}: mean {found.mean_before:.4f} -> {found.mean_after:.4f}, "
+        f"{found.num_changed:,} scores would have been others\n"
+        f"of {found.num_groups:,} training groups {found.num_groups_changed:,} would have taught something else; "
+        f"groups without a difference: {found.num_groups_flat[0]:,} -> {found.num_groups_flat[1]:,}"
+    )
+    if found.num_failed:
+        print(f"{scorer} failed on {found.num_failed:,} answers; the last time: {failed}")
+    for change in found.largest:
+        print(f"  {change}")
+
+
+def audit(run: Sequence[str], *, scorer: str | None, root: Path | None, as_json: bool) -> None:
+    """Give a scorer answers that must not score; exit code 1 if some do."""
+    config, layout, answers, _ = _kept(run, root)
+    cases = cases_of(answers, NUM_CASES)
+    with _pool(config, layout, scorer) as pool:
+        findings = audit_reward(cases, pool)
+    name = scorer or config.data.scorer
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], ensure_ascii=False))
+    elif findings:
+        print(f"{name} pays for what is no answer:")
+        for finding in findings:
+            print(f"  {finding}")
+    else:
+        print(f"{name}: none of the answers that must not score did, on {len(cases)} problems")
+    if findings:
+        sys.exit(EXIT_FOUND)
+
+
+def _kept(run: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout, KeptAnswers, int]:
+    config, layout = named_run(list(run), root)
+    answers = KeptAnswers(layout.answers)
+    total = len(answers.find(Query()))
+    if not total:
+        why = (
+            "its settings keep none (answers.every_steps=0)" if not config.answers.every_steps else "none are there yet"
+        )
+        raise DataError(f"{layout.answers}: run {layout.run_dir.name} has no answers on record: {why}")
+    return config, layout, answers, total
+
+
+@contextmanager
+def _pool(config: RunConfig, layout: RunLayout, scorer: str | None) -> Iterator[ScoringPool]:
+    """Scoring processes of another scorer, found from here, or of the run's own, as the run keeps it."""
+    sandbox.use(config.sandbox)
+    reward = config.reward.model_copy(update={"num_processes": max(1, config.reward.num_processes)})
+    if scorer is not None:
+        with ScoringPool(scorer, reward) as pool:
+            yield pool
+        return
+    with working_by(layout.code), ScoringPool(config.data.scorer, reward) as pool:
+        yield pool
+
+
+def _document(row: dict[str, Any]) -> dict[str, Any]:
+    parts = {name: value for name, value in row["parts"]}
+    document: dict[str, Any] = finite({**row, "parts": parts, "ground_truth": json.loads(row["ground_truth"])})
+    return document
+
+
+def _page(row: dict[str, Any]) -> str:
+    """One answer for a terminal; control characters of a model's text do nothing there."""
+    score = "no score" if row["score"] is None else f"score {row['score']:g}"
+    parts = ", ".join(f"{name} {value:g}" for name, value in row["parts"])
+    facts = [
+        f"step {row['step']}",
+        *([f"validation {row['validation']}"] if row["validation"] else []),
+        *(["greedy"] if row["greedy"] else []),
+        f"prompt {row['prompt_id']}", f"answer {row['sample_index']}",
+        score + (f" ({parts})" if parts else ""),
+        *([f"advantage {row['advantage']:.3g}"] if row["advantage"] is not None else []),
+        f"{row['num_tokens']} tokens, {row['finish_reason']}",
+        f"log-probability {row['logprob']:.3g}",
+        *([f"trainer differs by {row['gap']:.2g}"] if row["gap"] is not None else []),
+        f"policy {row['policy_version']}",
+    ]  # fmt: skip
+    lines = ["-- " + " · ".join(facts), _printable(row["prompt"]), f"=> {_printable(row['answer'])}"]
+    if row["failure"]:
+        lines.append(f"no score: {_printable(row['failure'])}")
+    return "\n".join(lines) + "\n"
+
+
+def _printable(text: str) -> str:
+    """The text without what a terminal would act on.
+
+    >>> _printable("a\\x1b[2Jb\\nc\\td")
+    'a\\\\x1b[2Jb\\nc\\td'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

@@ -1,0 +1,1 @@
+"""every answer of a run on disk, found again and judged again"""

@@ -1,0 +1,163 @@
+"""From rollouts to the columns of `rlcore.answers.store`: flat arrays and offsets, no loop over tokens.
+
+Legend: N answers, R tokens of all answers laid end to end, without their prompts.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Float
+from torch import Tensor
+
+from rlcore.answers.store import SCHEMA
+from rlcore.types import Rollout, Score, TrainBatch
+
+Decode = Callable[[Sequence[Sequence[int]]], list[str]]
+"""Token ids of many texts -> the texts, without special tokens."""
+
+
+def training_table(
+    step: int,
+    rollouts: Sequence[Rollout],
+    scores: Sequence[Score],
+    texts: Sequence[str],
+    decode: Decode,
+    *,
+    batch: TrainBatch,
+    policy_logprobs: Float[Tensor, "T"] | None,
+) -> pa.Table:
+    """The answers that a step learned from: N rows.
+
+    `policy_logprobs`: the trainer's own before the update, laid out as `batch` is; None where none were computed.
+    """
+    tokens = _Tokens(rollouts)
+    where = tokens.places_in(batch.packed.cu_seqlens.numpy())
+    learned = batch.packed.loss_mask.numpy()[where]
+    advantages = batch.advantages.float().numpy()[where]
+    counts = tokens.sums(learned)
+    means = (tokens.sums(np.where(learned, advantages, 0)) / np.maximum(counts, 1)).astype(np.float32)
+    differing = tokens.sums(learned & (np.abs(advantages - np.repeat(means, tokens.lengths)) > _EQUAL)) > 0
+    columns: dict[str, object] = {
+        "advantage": means,
+        "advantages": tokens.column(advantages, present=differing),
+    }
+    if batch.ref_logprobs is not None:
+        columns["ref_logprobs"] = tokens.column(batch.ref_logprobs.float().numpy()[where])
+    if policy_logprobs is not None:
+        policy = policy_logprobs.float().numpy()[where]
+        gaps = np.where(learned, np.abs(policy - tokens.behavior), 0)
+        columns |= {"policy_logprobs": tokens.column(policy), "gap": tokens.maxima(gaps).astype(np.float32)}
+    return _table(step, None, False, rollouts, scores, texts, decode, tokens, columns)
+
+
+def validation_table(
+    step: int,
+    name: str,
+    rollouts: Sequence[Rollout],
+    scores: Sequence[Score],
+    texts: Sequence[str],
+    decode: Decode,
+    *,
+    greedy: bool,
+) -> pa.Table:
+    """The sampled answers of a validation, or its greedy ones."""
+    return _table(step, name, greedy, rollouts, scores, texts, decode, _Tokens(rollouts), {})
+
+
+_EQUAL = 1e-6
+"""Advantages of one answer's tokens that differ by less are one number."""
+
+
+class _Tokens:
+    """The tokens of all answers, end to end."""
+
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        self.rollouts = rollouts
+        self.lengths = np.array([len(rollout.response_ids) for rollout in rollouts], dtype=np.int64)
+        self.ends = np.cumsum(self.lengths)
+        self.starts = self.ends - self.lengths
+        parts = [rollout.behavior_logprobs for rollout in rollouts]
+        self.behavior = np.concatenate([np.zeros(0), *parts]).astype(np.float32)
+        whole = [np.ones(n, dtype=bool) if r.is_sampled is None else r.is_sampled for r, n in self._each()]
+        self.is_sampled = np.concatenate([np.zeros(0, dtype=bool), *whole])
+
+    def _each(self) -> "zip[tuple[Rollout, int]]":
+        return zip(self.rollouts, self.lengths.tolist(), strict=True)
+
+    def places_in(self, cu_seqlens: np.ndarray) -> np.ndarray:
+        """Int[R]: where in the flat tensors of a packed batch the quantities of each answer token stand."""
+        prompts = np.array([len(rollout.prompt.token_ids) for rollout in self.rollouts], dtype=np.int64)
+        first = cu_seqlens[:-1] + prompts - 1  # the position that predicts an answer's first token
+        return np.repeat(first - self.starts, self.lengths) + np.arange(self.lengths.sum())
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """Values of all tokens -> their sum for each answer."""
+        total = np.concatenate([np.zeros(1), np.cumsum(values, dtype=np.float64)])
+        sums: np.ndarray = total[self.ends] - total[self.starts]
+        return sums
+
+    def maxima(self, values: np.ndarray) -> np.ndarray:
+        """Values >= 0 of all tokens -> their maximum for each answer, 0 for an empty one."""
+        found = np.zeros(len(self.lengths), dtype=np.float64)
+        full = self.lengths > 0
+        if full.any():
+            found[full] = np.maximum.reduceat(values, self.starts[full])
+        return found
+
+    def column(self, values: np.ndarray, present: np.ndarray | None = None) -> pa.Array:
+        """One list an answer; null where not `present`."""
+        if present is None:
+            offsets = np.concatenate([np.zeros(1, dtype=np.int32), self.ends.astype(np.int32)])
+            return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+        kept = values[np.repeat(present, self.lengths)]
+        ends = np.cumsum(np.where(present, self.lengths, 0)).astype(np.int32)
+        offsets = pa.array(np.concatenate([np.zeros(1, dtype=np.int32), ends]))
+        return pa.ListArray.from_arrays(offsets, pa.array(kept), mask=pa.array(~present))
+
+
+def _table(
+    step: int,
+    validation: str | None,
+    greedy: bool,
+    rollouts: Sequence[Rollout],
+    scores: Sequence[Score],
+    texts: Sequence[str],
+    decode: Decode,
+    tokens: _Tokens,
+    columns: dict[str, object],
+) -> pa.Table:
+    count = len(rollouts)
+    prompts = list(dict.fromkeys(rollout.prompt for rollout in rollouts))
+    prompt_texts = dict(zip(prompts, decode([prompt.token_ids for prompt in prompts]), strict=True))
+    ids = np.concatenate([np.zeros(0), *(np.asarray(rollout.response_ids) for rollout in rollouts)]).astype(np.int32)
+    turned = np.array([rollout.is_sampled is not None for rollout in rollouts], dtype=bool)
+    means = tokens.sums(np.where(tokens.is_sampled, tokens.behavior, 0)) / np.maximum(tokens.sums(tokens.is_sampled), 1)
+    columns = {
+        "step": np.full(count, step, dtype=np.int32),
+        "validation": [validation] * count,
+        "greedy": [greedy] * count,
+        "prompt_id": [rollout.prompt.prompt_id for rollout in rollouts],
+        "sample_index": [rollout.sample_index for rollout in rollouts],
+        "data_source": [rollout.prompt.data_source for rollout in rollouts],
+        "score": [score.total if score.failure is None else None for score in scores],
+        "num_tokens": tokens.lengths.astype(np.int32),
+        "finish_reason": [rollout.finish_reason for rollout in rollouts],
+        "policy_version": [rollout.policy_version for rollout in rollouts],
+        "logprob": means.astype(np.float32),
+        "prompt": [prompt_texts[rollout.prompt] for rollout in rollouts],
+        "ground_truth": [rollout.prompt.ground_truth_json for rollout in rollouts],
+        "answer": list(texts),
+        "said": [score.said for score in scores],
+        "parts": [list(score.parts.items()) for score in scores],
+        "failure": [score.failure for score in scores],
+        "token_ids": tokens.column(ids),
+        "is_sampled": tokens.column(tokens.is_sampled, present=turned),
+        "behavior_logprobs": tokens.column(tokens.behavior),
+        **columns,
+    }
+    absent = [field for field in SCHEMA if field.name not in columns]
+    arrays = {name: pa.array(values, SCHEMA.field(name).type) if not isinstance(values, pa.Array) else values
+              for name, values in columns.items()}  # fmt: skip
+    arrays |= {field.name: pa.nulls(count, field.type) for field in absent}
+    return pa.table([arrays[name] for name in SCHEMA.names], schema=SCHEMA)

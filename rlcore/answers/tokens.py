@@ -1,0 +1,57 @@
+"""The text of each token of an answer. No torch and no transformers: the tokenizer's own file is enough."""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+Decode = Callable[[Sequence[int]], str]
+_HALF = "\ufffd"
+"""What a decoder makes of bytes that are no whole character."""
+_MOST_TOKENS = 4
+"""That one character is cut into."""
+
+
+def tokenizer_of(inputs_json: Path) -> Decode | None:
+    """Decoder of the tokenizer that a run's inputs name; None where it has no file of its own kind."""
+    try:
+        file = Path(json.loads(inputs_json.read_text(encoding="utf-8"))["tokenizer_directory"]) / "tokenizer.json"
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return _decoder(file) if file.is_file() else None
+
+
+@lru_cache(maxsize=8)
+def _decoder(file: Path) -> Decode:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
+    """The text of each token; '' for one whose character is told by the token before it.
+
+    A token is decoded behind the one before it, since many decoders drop the white space at a text's beginning.
+
+    >>> words = {1: "a", 2: " b", 3: " c"}
+    >>> pieces(lambda ids: "".join(words[each] for each in ids).lstrip(), [1, 2, 3])
+    ['a', ' b', ' c']
+    """
+    found: list[str] = []
+    place = 0
+    while place < len(ids):
+        before = list(ids[max(0, place - 1) : place])
+        start = decode(before) if before else ""
+        for count in range(1, _MOST_TOKENS + 1):
+            whole = decode([*before, *ids[place : place + count]])
+            piece = whole.removeprefix(start) if whole.startswith(start) else decode(ids[place : place + count])
+            if not piece.endswith(_HALF):
+                break
+        else:
+            count = 1
+            piece = _HALF
+        count = min(count, len(ids) - place)
+        found += [piece, *[""] * (count - 1)]
+        place += count
+    return found

@@ -1,0 +1,25 @@
+"""Scorers with a hole, and one without."""
+
+from collections.abc import Mapping
+
+
+def pays_for_a_phrase(response: str, ground_truth: Mapping[str, object]) -> float:
+    """A full score for a sum, whichever."""
+    return 1.0 if "+" in response else 0.0
+
+
+def pays_for_form(response: str, ground_truth: Mapping[str, object]) -> float:
+    """A full score for the tags alone."""
+    return 1.0 if "<answer>" in response and "</answer>" in response else 0.0
+
+
+def pays_for_nothing(response: str, ground_truth: Mapping[str, object]) -> float:
+    """A little for being short."""
+    return 0.1 if len(response) < 5 else 0.0
+
+
+def is_right(response: str, ground_truth: Mapping[str, object]) -> float:
+    """A full score for the truth alone; raises on the word crash."""
+    if "crash" in response:
+        raise ValueError("as asked")
+    return 1.0 if response == str(ground_truth["is"]) else 0.0

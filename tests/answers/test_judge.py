@@ -1,0 +1,113 @@
+"""The audit of a reward, and old answers scored anew."""
+
+import json
+from pathlib import Path
+from statistics import fmean
+
+import pyarrow as pa
+import pytest
+
+from rlcore.answers.judge import COPIED, EMPTY, FORM, JUNK, OTHERS, Case, audit_reward, cases_of, rescore
+from rlcore.answers.query import KeptAnswers, Query
+from rlcore.answers.store import AnswerWriter
+from rlcore.config import AnswersConfig, RewardConfig
+from rlcore.errors import DataError
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.tracking.journal import load_journal
+from tests.answers.made import Made
+from tests.run.running import small
+from tests.run.sessions import run_to_the_end
+
+PLANTED = "tests.answers.planted"
+CASES = [
+    Case("make 3; say it as <answer>3</answer>", '{"is": 3}', ("1 + 2", "3")),
+    Case("make 7", '{"is": 7}', ("3 + 4",)),
+    Case("make 7 again", '{"is": 7}', ("7",)),
+]
+
+
+def pool(scorer: str) -> ScoringPool:
+    return ScoringPool(f"{PLANTED}:{scorer}", RewardConfig())
+
+
+@pytest.mark.parametrize(
+    ("scorer", "kinds"),
+    [
+        ("pays_for_a_phrase", {OTHERS}),
+        ("pays_for_form", {FORM, COPIED}),
+        ("pays_for_nothing", {EMPTY}),
+        ("is_right", set()),
+    ],
+)
+def test_a_hole_is_found_with_an_example(scorer: str, kinds: set[str]) -> None:
+    found = {finding.kind: finding for finding in audit_reward(CASES, pool(scorer))}
+    assert found.keys() == kinds
+    for finding in found.values():
+        assert 0 < len(finding.paid) <= finding.num_tried
+        assert all(trial.score.total > 0 for trial in finding.paid)
+    if scorer == "pays_for_a_phrase":
+        text = str(found[OTHERS])
+        assert text.startswith("answer to another problem: 3 of 5 scored, up to 1; to the problem 'make 3")
+    assert JUNK not in found
+
+
+def test_an_answer_to_a_problem_of_the_same_truth_is_no_answer_to_another_one() -> None:
+    same = [Case("a", '{"is": "B"}', ("B",)), Case("b", '{"is": "B"}', ("B", "so B"))]
+    assert audit_reward(same, pool("is_right")) == ()
+
+
+def test_a_run_tells_of_a_hole_before_its_first_step_and_sorting_shows_it(tmp_path: Path) -> None:
+    run = small(tmp_path, f"data.scorer={PLANTED}:pays_for_a_phrase", steps=2)
+    run_to_the_end(run)
+    (event,) = [event for event in load_journal(run.layout.journal).events if event.name == "reward_audit"]
+    assert event.step == 0
+    assert event.data["kinds"] == [OTHERS]
+    assert "pays_for_a_phrase pays for what is no answer" in str(event.data["text"])
+    answers = KeptAnswers(run.layout.answers)
+    best = answers.rows(answers.find(Query(sort="score", descending=True)).to_pylist()[:5])
+    assert [row["score"] for row in best] == [1.0] * 5
+    assert all("+" in row["answer"] for row in best)
+    (found,) = audit_reward(cases_of(answers, 8), pool("pays_for_a_phrase"))
+    assert found.kind == OTHERS
+
+
+def test_an_audit_may_be_switched_off_and_answers_too(tmp_path: Path) -> None:
+    words = ("reward.audit=false", "answers.every_steps=0", f"data.scorer={PLANTED}:pays_for_a_phrase")
+    run = small(tmp_path, *words, steps=2)
+    run_to_the_end(run)
+    assert not [event for event in load_journal(run.layout.journal).events if event.name == "reward_audit"]
+    assert not run.layout.answers.exists()
+
+
+def kept(folder: Path, *answers: tuple[int, int, str, float | None]) -> KeptAnswers:
+    """Of one step each: (step, prompt, text, old score), with a penalty of -0.25 for length in each."""
+    writer = AnswerWriter(folder, AnswersConfig())
+    for step, prompt_id, text, score in answers:
+        row = Made(1).of_step(step).slice(0, 1).to_pylist()[0]
+        row |= {"prompt_id": prompt_id, "answer": text, "score": score, "ground_truth": json.dumps({"is": prompt_id})}
+        row["parts"] = [("overlong", -0.25)]
+        writer.add(pa.Table.from_pylist([row], schema=Made(1).of_step(1).schema))
+    writer.begin_part()
+    writer.settle()
+    return KeptAnswers(folder)
+
+
+def test_what_a_new_scorer_would_have_changed(tmp_path: Path) -> None:
+    answers = kept(
+        tmp_path,
+        (1, 3, "3", 0.75), (1, 3, "4", -0.25),  # as before
+        (1, 5, "5", -0.25), (1, 5, "6", -0.25),  # was without a difference
+        (2, 3, "1 + 2", 0.75), (2, 3, "2 + 1", 0.75),  # both lower: still without a difference
+        (2, 4, "crash", 0.75), (2, 4, "4", None),  # failures
+    )  # fmt: skip
+    found = rescore(answers, Query(), pool("is_right"))
+    assert (found.num_answers, found.num_changed, found.num_failed) == (8, 5, 1)
+    assert found.mean_before == fmean([0.75, -0.25, -0.25, -0.25, 0.75, 0.75])
+    assert found.mean_after == fmean([0.75, -0.25, 0.75, -0.25, -0.25, -0.25])
+    assert (found.num_groups, found.num_groups_changed, found.num_groups_flat) == (3, 1, (2, 1))
+    assert {change.answer for change in found.largest[:2]} == {"crash", "4"}
+    one = rescore(answers, Query(steps=(1, 1), prompt_id=5), pool("is_right"))
+    assert (one.num_answers, one.num_changed) == (2, 1)
+    assert str(one.largest[0]).startswith("step 1: -0.25 -> 0.75: to ")
+    with pytest.raises(DataError, match="no kept answer is chosen"):
+        rescore(answers, Query(text="no such text"), pool("is_right"))

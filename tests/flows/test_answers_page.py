@@ -1,0 +1,133 @@
+"""The page of kept answers in a real browser, with a hostile answer among them; and what the server refuses."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import uvicorn
+from starlette.testclient import TestClient
+
+from flows.server.guard import Guard
+from flows.stack.answers import WithAnswers
+from rlcore.answers.store import SCHEMA, AnswerWriter
+from rlcore.config import AnswersConfig
+from tests.answers.made import Made
+from tests.report.chromium import PROGRAM, open_tab
+
+HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\">"
+RUN = "made-s1"
+
+
+async def elsewhere(scope, receive, send) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("root")
+    writer = AnswerWriter(root / "runs" / RUN / "answers", AnswersConfig())
+    for step in range(1, 21):
+        writer.add(Made(step, turns=True).of_step(step))
+    row = Made(1).of_step(21).to_pylist()[0] | {"answer": HOSTILE, "prompt": HOSTILE, "score": 99.0}
+    writer.add(pa.Table.from_pylist([row], schema=SCHEMA))
+    writer.begin_part()
+    writer.settle()
+    return root
+
+
+@pytest.fixture(scope="module")
+def client(root: Path) -> TestClient:
+    return TestClient(Guard(WithAnswers(root, elsewhere)), base_url="http://127.0.0.1:5000")
+
+
+def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
+    assert client.get("/answers/runs").json() == [RUN]
+    found = client.get("/answers/find", params={"run": RUN, "sort": "-score"}).json()
+    assert (found["total"], len(found["rows"])) == (161, 50)
+    assert found["rows"][0]["answer"] == HOSTILE
+    rest = client.get("/answers/find", params={"run": RUN, "sort": "-score", "offset": 150}).json()
+    assert len(rest["rows"]) == 11
+    one = client.get("/answers/one", params={"run": RUN, "key": found["rows"][1]["key"]}).json()
+    assert len(one["token_ids"]) == len(one["behavior_logprobs"]) == one["num_tokens"]
+    assert one["pieces"] is None, "a run without a tokenizer's file"
+    assert client.get("/2.0/mlflow").status_code == 204, "the rest is the other application's"
+
+
+@pytest.mark.parametrize(
+    ("path", "params", "words"),
+    [
+        ("find", {"run": "../../etc"}, "is none of this root"),
+        ("find", {"run": RUN, "step": "x"}, "step: must be a number"),
+        ("find", {"run": RUN, "offset": "-1"}, "offset: must be a whole number"),
+        ("one", {"run": RUN, "key": "../../settings.json:0"}, "there is no such answer"),
+    ],
+)
+def test_a_wrong_request_is_told(client: TestClient, path: str, params: dict[str, str], words: str) -> None:
+    answer = client.get(f"/answers/{path}", params=params)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]
+
+
+@pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "http://evil.example"}])
+def test_strangers_are_refused(client: TestClient, headers: dict[str, str]) -> None:
+    assert client.get("/answers/runs", headers=headers).status_code == 403
+
+
+@contextmanager
+def served(root: Path) -> Iterator[str]:
+    """The page's server on a free port, in a thread."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(Guard(WithAnswers(root, elsewhere)), log_level="warning", lifespan="off")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}/answers/"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the page is not clicked through")
+def test_clicking_through_it(root: Path, tmp_path: Path) -> None:
+    with served(root) as url, open_tab(tmp_path / "profile") as tab:
+        tab.call("Page.navigate", url=url)
+        tab.wait("document.querySelectorAll('.item').length === 50 && document.querySelector('#tokens') !== null")
+        assert tab.texts("#count") == ["161 answers"]
+        # The newest is the hostile one: its text is shown, and nothing of it is done.
+        assert tab.texts("#tokens") == [HOSTILE]
+        assert tab.value("document.title") == "Answers · Millrace"
+        assert tab.value("document.querySelectorAll('#detail img, #detail script').length") == 0
+
+        tab.press("ArrowDown")
+        tab.wait("document.querySelector('#detail h2').innerText.startsWith('step 20 ')")
+        tab.press("ArrowRight")
+        assert tab.value("document.querySelector('#colour').value") == "trainer less engine"
+
+        tab.click("#across")
+        tab.wait("document.querySelector('#count').innerText === '41 answers'")
+        steps = tab.value(
+            "[...document.querySelectorAll('.meta')].map((each) => Number(each.innerText.match(/\\d+/)[0]))"
+        )
+        assert steps == sorted(steps)
+        tab.click("#across")
+        tab.wait("document.querySelector('#count').innerText === '161 answers'")
+
+        tab.click("#search")
+        tab.type("ONERROR")
+        tab.wait("document.querySelector('#count').innerText === '1 answers'")
+        tab.click("#step")
+        tab.type("many")
+        tab.wait("document.querySelector('#count').innerText.startsWith('step: must be a number')")
+        asked = [problem for problem in tab.problems if not problem.startswith(f"asks for {url}")]
+        assert [problem for problem in asked if "400 (Bad Request)" not in problem] == []
+        assert json.dumps(HOSTILE) not in tab.problems
+        time.sleep(0)

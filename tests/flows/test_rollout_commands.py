@@ -1,0 +1,71 @@
+"""`millrace rollouts`, `rescore` and `audit` on a run, from another folder, also with wrong words."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.commands import rollouts
+from rlcore.answers.query import Query
+from rlcore.errors import DataError
+from tests.run.running import small
+from tests.run.sessions import run_to_the_end
+from tests.small_run import SmallRun
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    run = small(tmp_path_factory.mktemp("rollouts"), steps=2)
+    run_to_the_end(run)
+    return run
+
+
+def test_answers_are_shown_as_a_page_and_as_json(run: SmallRun, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(run.layout.run_dir)]
+    rollouts.rollouts(
+        words, Query.read(kind="training", sort="-score"), root=None, limit=3, tokens=False, as_json=False
+    )
+    page = capsys.readouterr().out
+    assert page.count("-- step ") == page.count("\n=> ") == 3
+    assert page.endswith("3 of 64 answers that were asked for, 256 kept\n")
+    rollouts.rollouts(words, Query.read(step="2", kind="training"), root=None, limit=0, tokens=True, as_json=True)
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["step"] for row in rows] == [2] * 32
+    assert all(len(row["token_ids"]) == len(row["behavior_logprobs"]) == row["num_tokens"] for row in rows)
+    assert {"correct", "format"} == rows[0]["parts"].keys()
+
+
+def test_a_models_text_does_nothing_to_a_terminal(run: SmallRun) -> None:
+    assert rollouts._printable("\x1b[31mred\x07\u202e") == "\\x1b[31mred\\x07\\u202e"
+
+
+def test_rescored_and_audited_by_a_scorer_of_ones_own(
+    run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_own_scorer.py").write_text("def score(response, truth):\n    return float('+' in response)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, os.fspath(tmp_path)])
+    words = [str(run.layout.run_dir)]
+    rollouts.rescore(words, Query(), scorer="my_own_scorer:score", root=None, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_answers"] == 256
+    assert found["mean_after"] > found["mean_before"]
+    rollouts.rescore(words, Query(kind="training"), scorer="my_own_scorer:score", root=None, as_json=False)
+    assert capsys.readouterr().out.startswith("64 answers by my_own_scorer:score: mean ")
+    rollouts.audit(words, scorer=None, root=None, as_json=False)
+    assert "none of the answers that must not score did" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        rollouts.audit(words, scorer="my_own_scorer:score", root=None, as_json=False)
+    assert ended.value.code == 1
+    assert "  answer to another problem: " in capsys.readouterr().out
+
+
+def test_a_run_without_answers_says_why(run: SmallRun) -> None:
+    held = run.layout.answers.rename(run.layout.run_dir / "elsewhere")
+    try:
+        with pytest.raises(DataError, match="has no answers on record: none are there yet"):
+            rollouts.audit([str(run.layout.run_dir)], scorer=None, root=None, as_json=False)
+    finally:
+        held.rename(run.layout.answers)
