@@ -33,6 +33,8 @@ export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 export OMP_WAIT_POLICY := PASSIVE
 export TOKENIZERS_PARALLELISM := false
+# Bytecode is kept: otherwise each of the many processes compiles our sources anew, and pytest the packages it rewrites.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help install install-dev install-vllm demo test test-lengthy check lint format types imports docs generated clean
 .DEFAULT_GOAL := help

@@ -5,6 +5,7 @@ import os
 import signal
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 # Before anything reads them: two cores are shared with Ray, Prefect and gloo processes, and nothing calls out.
 os.environ.update(
@@ -32,6 +33,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
+from tests import SHARED_STAGES
+
 gc.disable()  # until all tests are collected: a third of that time went into garbage that imports do not make
 
 # How fast examples are made says how busy the machine is.
@@ -43,6 +46,15 @@ install_import_hook(
     ["rlcore.algos", "rlcore.batching", "rlcore.models", "rlcore.trainer", "rlcore.types", "rlcore.workers"],
     "beartype.beartype",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A folder for what many tests begin with, see `tests.small_run`; workers of xdist share that of their parent."""
+    if SHARED_STAGES not in os.environ:
+        folder = TemporaryDirectory(prefix="stages-")
+        os.environ[SHARED_STAGES] = folder.name
+        config.add_cleanup(lambda: os.environ.pop(SHARED_STAGES))
+        config.add_cleanup(folder.cleanup)
 
 
 TAKE_LONG = ("slow", "prefect", "needs_ray", "multiprocess")

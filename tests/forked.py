@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["rlcore.run.process", "rlcore.workers.worker"])
+SERVER.set_forkserver_preload(["rlcore.run.process", "rlcore.workers.worker", "pandas"])  # pyarrow imports it to read
 
 
 def fork_module(

@@ -1,19 +1,22 @@
 """A run small enough for a test, made of the real parts: data, filter, tokenizer, model, workers."""
 
+import fcntl
+import os
+import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from data import build_dataset, filter_dataset
 from flows.work.stages import make_suite
-from rlcore.config import RunConfig
+from rlcore.config import MixtureData, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import MillraceError
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.run.inputs import RunInputs, ensure_tokenizer
+from rlcore.run.inputs import RunInputs, ensure_tokenizer, stage_layout
 from rlcore.run.layout import RunLayout
 from rlcore.run.problems import Problems
 from rlcore.run.session import locked_run
@@ -25,6 +28,7 @@ from rlcore.trainer.metrics import Metrics, repeatable
 from rlcore.trainer.step import LoopState, Trainer
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
+from tests import SHARED_STAGES
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,40 @@ class SmallRun:
 
 
 def prepare(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
-    """Dataset, filter and start model of an experiment under `root`; stages that are there are not made again."""
+    """Dataset, filter and start model of an experiment under `root`; what is there already is taken.
+
+    Each stage is made once for all tests, and copied: a start model takes seconds of a core. See `make`.
+    """
+    config = load_config([f"experiment={experiment}", f"paths.root={root}", *overrides])
+    shared = os.environ.get(SHARED_STAGES)
+    if shared is None or isinstance(config.data, MixtureData) or config.validation.suites:
+        return make(root, *overrides, experiment=experiment)
+    with (Path(shared) / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = make(Path(shared), *overrides, experiment=experiment)
+
+    def copied(directory: Path) -> Path:
+        if not directory.is_relative_to(shared):
+            return directory
+        copy = root / directory.relative_to(shared)
+        if not copy.exists():
+            shutil.copytree(directory, copy)
+        return copy
+
+    inputs = {name: copied(folder) for name, folder in asdict(made.inputs).items() if folder}
+    if (stage := stage_layout(made.config, made.inputs.filtered_directory).run_dir).exists():
+        copied(stage)
+    return SmallRun(config, RunInputs(**inputs), copied(made.model_directory))
+
+
+def make(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
+    """As `prepare`, each stage as a run of this root makes it: for tests of the stages."""
     config = load_config([f"experiment={experiment}", f"paths.root={root}", *overrides])
     dataset = build_dataset(config.data, seed=config.seed, root=root)
     tokenizer = ensure_tokenizer(config)
     filtered = filter_dataset(dataset.directory, tokenizer, config.filter, root=root, tools=config.episode.tools)
     suites = {suite.name: make_suite(config, suite).directory for suite in config.validation.suites}
-    inputs = RunInputs(filtered.directory, tokenizer, suites=suites)
+    inputs = RunInputs(filtered.directory, tokenizer, dataset.directory, suites=suites)
     return SmallRun(config, inputs, warm_start(config, inputs).directory)
 
 

@@ -12,10 +12,11 @@ without `+`, and the files in `conf/` hold differences alone. Overrides are Hydr
 `experiment` names a file in `conf/experiment`, or any other file of that form by its path, ending in .yaml.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -93,18 +94,15 @@ def judge_settings(
 ) -> list[tuple[RunConfig, Sequence[Problem]]]:
     """Settings of each list of overrides, without wrong values, and the problems in them.
 
-    Hydra composes once for all lists with the same experiment and members of groups.
+    Hydra composes once for all lists with the same experiment and members of groups, and not again in this process
+    while their files stay as they are.
     """
-    composed: dict[_Choice, tuple[dict[str, Any], Findings]] = {}
     found: list[tuple[RunConfig, Sequence[Problem]]] = []
     for overrides in many:
         findings = Findings()
         request = _read(overrides, experiment, findings)
-        if request.choice not in composed:
-            of_files = Findings()
-            with _LOCK:
-                composed[request.choice] = _composed(request, of_files), of_files
-        settings, of_files = deepcopy(composed[request.choice])
+        with _LOCK:
+            settings, of_files = deepcopy(_composed(request.choice, _state_of_files(request.experiment)))
         findings.problems += of_files.problems
         findings.unsound |= of_files.unsound
         for written in request.values:
@@ -288,28 +286,42 @@ def _why_unreadable(file: Path) -> str:
         return f"cannot be read ({error.strerror})"
 
 
-def _composed(request: _Request, findings: Findings) -> dict[str, Any]:
-    """The settings by Hydra, without value overrides; the caller holds the lock."""
+def _state_of_files(experiment: str | None) -> tuple[Hashable, ...]:
+    """What differs once a file is changed that a composition reads: in `conf/`, or one's own elsewhere."""
+    known = [file.stat() for file in sorted(CONF_DIR.glob("*/*.yaml"))]
+    own = Path(experiment).read_bytes() if experiment is not None and experiment.endswith(FILE_ENDINGS) else b""
+    return str(CONF_DIR), own, *((one.st_ino, one.st_size, one.st_mtime_ns) for one in known)
+
+
+@lru_cache(maxsize=64)
+def _composed(choice: _Choice, files: tuple[Hashable, ...]) -> tuple[dict[str, Any], Findings]:
+    """The settings by Hydra, without value overrides, and the problems in their files; the caller holds the lock.
+
+    Args:
+        files: their state, which decides with the choice whether an earlier composition is taken.
+    """
+    findings = Findings()
     _store_defaults()
+    experiment, choices = choice
     try:
         with _hydra():
-            return _choices_composed(request)
+            return _choices_composed(experiment, dict(choices)), findings
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        named = request.experiment or "none"
+        named = experiment or "none"
         remedy = "Mend the file; conf/experiment/debug.yaml shows the form"
         place = "" if named.endswith(FILE_ENDINGS) else " in conf/"
         problem = Problem("experiment", f"its files{place} cannot be read ({reason})", named, remedy)
         findings.add(problem, *RunConfig.model_fields)
-        return RunConfig().model_dump(mode="json")
+        return RunConfig().model_dump(mode="json"), findings
 
 
-def _choices_composed(request: _Request) -> dict[str, Any]:
+def _choices_composed(experiment: str | None, choices: Mapping[str, str]) -> dict[str, Any]:
     """The settings with exclusive sections made anew: from the member chosen and the files that choose it too."""
-    chosen = [f"{group}={member}" for group, member in request.choices.items()]
-    if request.experiment is None:
+    chosen = [f"{group}={member}" for group, member in choices.items()]
+    if experiment is None:
         return _compose(chosen)[0]
-    named = f"{_EXPERIMENT}={_member_of(request.experiment)}"
+    named = f"{_EXPERIMENT}={_member_of(experiment)}"
     settings, members = _compose([named, *chosen])
     files = _experiment_files(named)
     if not chosen and len(files) == 1:
@@ -319,7 +331,7 @@ def _choices_composed(request: _Request) -> dict[str, Any]:
         fitting = [file for file in files if own_members[file][group] == members[group]]
         if len(fitting) < len(files):
             sections = [_compose([f"{group}={members[group]}"])[0][group]]
-            sections += [_content(file, request.experiment).get(group) for file in fitting]
+            sections += [_content(file, experiment).get(group) for file in fitting]
             given = [section for section in sections if section is not None]
             settings[group] = OmegaConf.to_container(OmegaConf.merge(*given)) if given else None
     return settings

@@ -56,9 +56,9 @@ def main(root: Path) -> None:
 
 
 def in_the_way(folder: Path, root: Path) -> Path:
-    """A file where one run of the grid (point 2, seed 2) wants to keep its validations: its trainer fails."""
+    """A file where one run of the grid (point 1, seed 2) wants to keep its validations: its trainer fails."""
     checked = load_sweep(str(folder / "grid.yaml"), [*UNTRACKED, f"paths.root={root}"])
-    members, _ = members_of(checked, checked.points[1])
+    members, _ = members_of(checked, checked.points[0])
     obstacle = members[1].run_dir / "validation"
     obstacle.parent.mkdir(parents=True)
     obstacle.touch()

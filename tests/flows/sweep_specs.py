@@ -10,7 +10,6 @@ overrides: [trainer.total_steps=1]
 seeds: [1, 2]
 grid:
   optim.lr: [3e-4, 1.0]
-  algo: [grpo, rloo]
 """,
     "list": """
 name: list
@@ -18,7 +17,7 @@ experiment: debug
 overrides: [trainer.total_steps=1]
 seeds: [2, 1]
 list:
-  - {optim.lr: 1.0, algo: rloo}
+  - {optim.lr: 1.0, algo: grpo}
   - {optim.lr: 3e-4, algo: grpo}
 objective: {metric: reward/greedy, direction: minimize}
 """,

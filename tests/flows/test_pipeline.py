@@ -173,7 +173,6 @@ def test_mlflow_has_settings_datasets_report_and_weights(first: dict[str, Any], 
 
 
 def test_an_alarm_is_an_event_in_prefect_and_in_mlflow(api: Api, reference: Reference) -> None:
-    """The small run's steps without anything to learn from."""
     told = [event for event in load_journal(reference.run_dir / "metrics.jsonl").events if event.name == "alarm"]
     assert told
     run_id = reference.run_dir.name
@@ -254,10 +253,9 @@ def test_after_its_last_retry_the_run_ends_and_the_same_command_goes_on(
 def test_a_killed_trainer_is_started_again_and_the_numbers_are_the_same(
     millrace: Millrace, api: Api, reference: Reference, tmp_path: Path
 ) -> None:
-    low = "alarms.entropy_below=50"  # every model gives the alarm
     exporting = tmp_path / "exporting"
     hold = {"HOLD_PHASE": "export", "HOLD_FILE": str(exporting), "PYTHONPATH": str(HELD)}
-    process = replace(millrace, environment=millrace.environment | hold).start("run", *UNTRACKED, low)
+    process = replace(millrace, environment=millrace.environment | hold).start("run", *UNTRACKED)
     wait_for_step(millrace, 25)
     second = {"name": {"any_": ["train/debug step 20-40"]}, "state": {"type": {"any_": ["RUNNING"]}}}
     wait_until(lambda: bool(api.filter("task_runs", task_runs=second)), "the second chunk")

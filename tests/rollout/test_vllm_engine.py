@@ -250,7 +250,7 @@ def test_the_correction_changes_the_loss_as_its_formula_says(folder: Path, mode:
     }[mode]
     assert weights.tolist() == pytest.approx(naive, abs=1e-6)
     by_hand = -sum(w * a for w, a in zip(naive, advantages.tolist(), strict=True)) / len(naive)
-    assert facts["pg_loss"] == pytest.approx(by_hand, abs=1e-5)
+    assert facts["pg_loss"] == pytest.approx(by_hand, abs=1e-7)
     if mode != "off":
-        plain = -advantages.mean().item()
-        assert abs(facts["pg_loss"] - plain) > 1e-5, "the correction must change this loss"
+        moved = [abs(w - 1) * abs(a) for w, a in zip(naive, advantages.tolist(), strict=True)]
+        assert sum(moved) / len(moved) > 1e-5, "the correction must change the parts of this loss; they may cancel"

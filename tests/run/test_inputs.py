@@ -10,7 +10,8 @@ from rlcore.errors import ModelError
 from rlcore.run.inputs import find_start_model, start_model_fingerprint
 from rlcore.storage.manifest import read_manifest
 from tests.checkpoint.test_store import edit_manifest
-from tests.small_run import SmallRun, prepare
+from tests.small_run import SmallRun
+from tests.small_run import make as prepare
 
 FILTERED = Path("filtered/0123456789abcdef")
 

@@ -20,7 +20,8 @@ from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.journal import read_journal
 from rlcore.trainer.metrics import repeatable
 from tests.run.running import WAIT_S, disturb, said, small
-from tests.small_run import SmallRun, prepare, warm_start
+from tests.small_run import SmallRun, warm_start
+from tests.small_run import make as prepare
 
 THREE_STEPS = ("warm_start.max_steps=3", "warm_start.stop_at_reward=null", "warm_start.held_out_rows=0")
 
