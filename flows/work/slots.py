@@ -154,6 +154,17 @@ class Slots:
         """The file of a slot."""
         return self.folder / f"slot-{number}.lock"
 
+    def waiting_path(self, run_id: str) -> Path:
+        """The file that a run holds while it waits."""
+        return self.folder / "waiting" / f"{run_id}.json"
+
+    def reason_of(self, run_id: str) -> str:
+        """Why a run waits; '' for one that does not."""
+        if not self.waiting_path(run_id).exists():
+            return ""
+        state = self.look()
+        return next((state.reason(wish) for wish in state.waiting if wish.run_id == run_id), "")
+
     def note(self, what: str, wish: Wish, **more: object) -> None:
         """One line in the slots' log: who waited, took, yielded or gave back what, and when."""
         line = {"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "what": what, **asdict(wish), **more}
@@ -298,7 +309,7 @@ def _lock(lock: FileLock, wish: Wish) -> None:
 @contextmanager
 def _in_line(slots: Slots, wish: Wish) -> Iterator[None]:
     """Inside the block the run is one of those that wait."""
-    file = slots.folder / "waiting" / f"{wish.run_id}.json"
+    file = slots.waiting_path(wish.run_id)
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(file)
     with slots.mutex():

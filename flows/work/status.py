@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from flows.progress import REWARD_NAMES
 from flows.work.open_run import FLOW_LOCK
+from flows.work.slots import Slots
 from rlcore.checkpoint.catalog import scan
 from rlcore.errors import CheckpointError, DataError
 from rlcore.run.disk import GOES_ON, PAUSED
@@ -22,8 +23,8 @@ from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
 from rlcore.tracking.journal import READ_BLOCK_BYTES, EventRecord, StepRecord, iter_lines
 
 State = Literal["running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun"]
-"""`waiting`: for room on a disk. `stopped`: told to stop, and saved. `lost`: its process is gone without a word. `not
-begun`: no trainer has begun at its steps. A run whose process lives is one of the first three."""
+"""`waiting`: for room on a disk, or for slots. `stopped`: told to stop, and saved. `lost`: its process is gone without a
+word. `not begun`: no trainer has begun at its steps. A run whose process lives is one of the first three."""
 STATES: tuple[State, ...] = get_args(State)
 STOP_FILE = "stop.json"
 """Which process was told to stop last, and when: a second signal would end it without a save."""
@@ -58,7 +59,7 @@ def status_of(run_dir: Path) -> RunStatus:
     """The status of one run, from what its folder holds. A part that cannot be read counts as absent."""
     step, reward, pause, changed = _newest(RunLayout(run_dir.parents[1], run_dir).journal)
     settings = _document(run_dir / "settings.json")
-    state, note = _state(run_dir, pause)
+    state, note = _state(run_dir, pause or Slots(run_dir.parents[1]).reason_of(run_dir.name))
     return RunStatus(
         run_id=run_dir.name,
         run_dir=str(run_dir),

@@ -10,9 +10,12 @@ import pytest
 
 from flows.commands.slots import slots as slots_command
 from flows.plan.checks import require_slots
+from flows.work.open_run import FLOW_LOCK
 from flows.work.slots import Claim, HeldSlots, Slots, State, Wish
+from flows.work.status import status_of
 from rlcore.config import RunConfig, RuntimeConfig
 from rlcore.errors import ConfigError, DataError
+from rlcore.storage.locks import HeldLock
 from tests.flows.test_trainer_client import wait_until
 
 
@@ -130,6 +133,23 @@ def test_what_a_wait_raises_ends_it(tmp_path: Path) -> None:
         Claim(slots, wish("second")).take(nobody_waits)
     assert slots.look().waiting == ()
     held.release()
+
+
+def test_a_run_that_waits_is_listed_with_the_reason(tmp_path: Path) -> None:
+    slots, run_dir = Slots(tmp_path), tmp_path / "runs" / "second"
+    slots.set_devices([""])
+    run_dir.mkdir(parents=True)
+    (run_dir / "settings.json").write_text("{}")
+    held = Claim(slots, wish("first")).take(nobody_waits)
+    with HeldLock(run_dir / FLOW_LOCK, what="the run"):
+        got: list[tuple[str, HeldSlots]] = []
+        thread = take_later(Claim(slots, wish("second")), got)
+        status = status_of(run_dir)
+        assert (status.state, "held by first (priority 0)" in status.note) == ("waiting", True)
+        held.release()
+        thread.join()
+        assert status_of(run_dir).state == "running"
+        got[0][1].release()
 
 
 def test_wrong_numbers_of_slots_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
