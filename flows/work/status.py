@@ -23,7 +23,7 @@ from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
 from rlcore.tracking.journal import READ_BLOCK_BYTES, EventRecord, StepRecord, iter_lines
 
 State = Literal["running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun"]
-"""`waiting`: for room on a disk, or for slots. `stopped`: told to stop, and saved. `lost`: its process is gone without a
+"""`waiting`: for room on a disk or for slots. `stopped`: told to stop, and saved. `lost`: its process is gone without a
 word. `not begun`: no trainer has begun at its steps. A run whose process lives is one of the first three."""
 STATES: tuple[State, ...] = get_args(State)
 STOP_FILE = "stop.json"
