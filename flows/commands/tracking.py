@@ -106,8 +106,8 @@ def ui(root: Path, port: int | None) -> None:
             Service(recipe.name, server.pid, born, recipe.port, recipe.url, recipe.ready_url, str(log_file))
         )
         page = _store_behind(recipe, root, databases).runs_url(recipe.url)
-        print(f"Answers: {recipe.url}/answers/")
-        print(f"MLflow: {page} (until Ctrl-C; its log: {log_file})\nLog in with {how_to_log_in(root)}", flush=True)
+        print(f"MLflow: {page} (until Ctrl-C; its log: {log_file})\nAnswers: {recipe.url}/answers/")
+        print(f"Log in with {how_to_log_in(root)}", flush=True)
         server.wait()
     except KeyboardInterrupt:
         pass
