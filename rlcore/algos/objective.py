@@ -139,6 +139,7 @@ def policy_objective(
     kl_coef: float,
     behavior_logprobs: Float[Tensor, "T"] | None = None,
     group_ids: Int[Tensor, "N"] | None = None,
+    covariance_rank: Float[Tensor, "T"] | None = None,
 ) -> tuple[Float[Tensor, ""], PolicyStatistics]:
     """The micro-batch's share of the policy's loss, to be differentiated, and its statistics.
 
@@ -148,8 +149,8 @@ def policy_objective(
     the entropy of the policy at each token, which needs a gradient only if entropy_coef is not 0. Without
     `old_logprobs` (a batch that gets one update) the policy's own are the old ones. `ref_logprobs` is read only where a
     KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`). `behavior_logprobs` (old_logprobs
-    without them) and `group_ids` are for losses that ask for them (`PolicyLossFunction`), the former for
-    `algo.off_policy_mask` too, which makes `l` 0 where `left_behind` says so.
+    without them), `group_ids` and `covariance_rank` are for losses that ask for them (`PolicyLossFunction`), the first
+    for `algo.off_policy_mask` too, which makes `l` 0 where `left_behind` says so.
     """
     old_logprobs = policy_logprobs.detach() if old_logprobs is None else old_logprobs
 
@@ -164,6 +165,7 @@ def policy_objective(
         )
 
     given = {"behavior_logprobs": behavior_logprobs, "entropy": entropy.detach(), "group_ids": group_ids}
+    given["covariance_rank"] = covariance_rank
     policy_loss = bind_policy_loss(settings, given)(
         policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences
     )

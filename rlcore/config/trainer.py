@@ -30,7 +30,8 @@ class TrainerConfig(Section):
     ] = Field(default=16_384, ge=1)
     """Token budget of one forward and backward. The gradient does not depend on it."""
     old_logprobs: Literal["auto", "recompute", "behavior"] = "auto"
-    """Log-probabilities before the update. auto: recomputed only where a batch gets more than one update."""
+    """Log-probabilities before the update. auto: recomputed only where a batch gets more than one update
+    or the algorithm compares or ranks them."""
 
 
 StateAction = Literal["off", "tell", "roll_back", "stop"]

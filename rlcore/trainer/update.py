@@ -3,17 +3,21 @@
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import numpy as np
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlcore.algos.aggregation import Denominator, token_counts
+from rlcore.algos.aggregation import Denominator, masked, token_counts
+from rlcore.algos.losses import asks_for
 from rlcore.algos.objective import PolicyStatistics, ValueStatistics
 from rlcore.algos.schedules import lr_at
+from rlcore.algos.selection import clipped_by_covariance, rank_share, token_covariance
 from rlcore.batching.balance import Shares, mini_batches, share_out
-from rlcore.batching.pack import scatter_tokens, select_train
+from rlcore.batching.pack import scatter_tokens, select_train, token_indices
 from rlcore.config import AlgoConfig, RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import PhaseClock
@@ -104,7 +108,37 @@ def needs_old_logprobs(config: RunConfig) -> bool:
         return config.trainer.old_logprobs == "recompute"
     algo = config.algo
     is_compared = algo.importance.mode != "off" or algo.rejection.level != "off"
-    return num_optimizer_steps(config) > 1 or is_compared or algo.kl.where == "reward"
+    return num_optimizer_steps(config) > 1 or is_compared or algo.kl.where == "reward" or _selects(algo)
+
+
+def _selects(algo: AlgoConfig) -> bool:
+    """Whether what a token counts depends on its whole mini-batch."""
+    return algo.top_entropy < 1 or algo.clip_cov.share > 0 or asks_for(algo.policy_loss, "covariance_rank")
+
+
+def with_selection(
+    config: RunConfig, batch: TrainBatch, entropy: Float[Tensor, "T"] | None, *, num_finished: int
+) -> TrainBatch:
+    """The batch with what `algo.top_entropy`, `algo.clip_cov` and a loss that asks for `covariance_rank` need, made for
+    each mini-batch as a whole; after `num_finished` steps of training. `entropy`: for `algo.top_entropy`."""
+    algo, packed = config.algo, batch.packed
+    if not _selects(algo):
+        return batch
+    assert batch.old_logprobs is not None, "a covariance is one of the old log-probabilities"
+    weights, ranks = batch.importance_weights.clone(), torch.ones(packed.num_tokens, dtype=torch.float64)
+    seed = int(np.random.SeedSequence((config.seed, num_finished)).generate_state(1)[0])
+    draws = torch.rand(packed.num_tokens, generator=torch.Generator().manual_seed(seed))
+    for sequences in mini_batches(packed.group_ids, config.trainer.mini_batch_size):
+        tokens = token_indices(packed.cu_seqlens, sequences)
+        mask = packed.loss_mask[tokens]
+        covariance = token_covariance(batch.old_logprobs[tokens], batch.advantages[tokens], mask)
+        ranks[tokens] = rank_share(covariance, mask)
+        is_out = clipped_by_covariance(covariance, draws[tokens], mask, settings=algo.clip_cov)
+        if algo.top_entropy < 1:
+            assert entropy is not None, "the tokens of the highest entropy need the pass of old log-probabilities"
+            is_out = is_out | (rank_share(entropy[tokens], mask) >= algo.top_entropy)
+        weights[tokens] = masked(weights[tokens], ~is_out)
+    return replace(batch, importance_weights=weights, covariance_rank=ranks)
 
 
 def measured_before(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] | None:

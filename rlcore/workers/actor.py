@@ -71,12 +71,16 @@ class Actor(TrainedModel[CausalPolicy]):
         self._base.bring()
 
     @torch.no_grad()
-    def logprobs(self, batch: PackedBatch, num_micro: int, *, adapters: bool = True) -> Float[Tensor, "T"]:
-        """Log-probability of each answer token, 0 elsewhere; on the CPU. Without the adapters' dropout, and without
-        `adapters` as the policy was before training."""
+    def logprobs(
+        self, batch: PackedBatch, num_micro: int, *, adapters: bool = True, with_entropy: bool = False
+    ) -> Float[Tensor, "T ..."]:
+        """As `policy_logprobs`. Without the adapters' dropout, and without `adapters` as the policy was before
+        training."""
         with self._without_dropout(), nullcontext() if adapters else without_adapters(self.model):
             return self.forward_pass.run(
-                lambda parts: policy_logprobs(self.model, batch, parts, self._config, self._place.device),
+                lambda parts: policy_logprobs(
+                    self.model, batch, parts, self._config, self._place.device, with_entropy=with_entropy
+                ),
                 batch,
                 num_micro,
             )
@@ -178,6 +182,7 @@ class Actor(TrainedModel[CausalPolicy]):
             kl_coef=kl_coef,
             behavior_logprobs=packed.behavior_logprobs,
             group_ids=packed.group_ids,
+            covariance_rank=batch.covariance_rank,
         )
         return loss, statistics, output.logprobs.detach()
 
@@ -237,11 +242,17 @@ class Actor(TrainedModel[CausalPolicy]):
 
 
 def policy_logprobs(
-    policy: CausalPolicy, batch: PackedBatch, parts: Parts, config: RunConfig, device: torch.device
-) -> Float[Tensor, "T"]:
-    """Forward pass without gradient: log-probability of each answer token, 0 elsewhere; on the CPU.
+    policy: CausalPolicy,
+    batch: PackedBatch,
+    parts: Parts,
+    config: RunConfig,
+    device: torch.device,
+    *,
+    with_entropy: bool = False,
+) -> Float[Tensor, "T ..."]:
+    """Forward pass without gradient: log-probability of each answer token, 0 elsewhere; on the CPU, Float[T].
 
-    `parts`: the sequences of each micro-batch.
+    `parts`: the sequences of each micro-batch. `with_entropy`: Float[T, 2], the policy's entropy beside it.
     """
     found = []
     for part in parts:
@@ -253,7 +264,7 @@ def policy_logprobs(
             micro.device.target_ids,
             micro.host.loss_mask.numpy(),
             temperature=config.rollout.sampling.temperature,
-            entropy="none",
+            entropy="value" if with_entropy else "none",
         )
-        found.append(output.logprobs)
+        found.append(torch.stack([output.logprobs, output.entropy], dim=1) if with_entropy else output.logprobs)
     return restore_order(found, batch.cu_seqlens, parts)

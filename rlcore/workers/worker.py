@@ -193,6 +193,11 @@ class Worker:
         self._rest_engine()
         return self._actor.logprobs(batch, num_micro)
 
+    def old_logprobs_and_entropy(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T 2"]:
+        """The same with the policy's entropy at each answer token."""
+        self._rest_engine()
+        return self._actor.logprobs(batch, num_micro, with_entropy=True)
+
     def ref_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Log-probabilities of the answers under the frozen reference."""
         self._rest_engine()

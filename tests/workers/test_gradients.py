@@ -50,6 +50,7 @@ def random_batch(rng: np.random.Generator) -> dict[str, Tensor]:
         "advantages": on_answers(1.0, 0.0),
         "returns": on_answers(1.0, 0.0),
         "importance_weights": mask,
+        "covariance_rank": torch.from_numpy(rng.random(packed.num_tokens)),
     }
 
 
