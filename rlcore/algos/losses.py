@@ -37,8 +37,8 @@ class PolicyLossFunction(Protocol):
 
     Further keyword arguments are options, whose values `algo.policy_loss_options` gives, or have the name of something
     that is given: `behavior_logprobs`, the engine's log-probabilities Float[T]; `entropy`, the policy's, Float[T],
-    without gradient; `group_ids`, for each sequence the number of its prompt Int[N]; `covariance_rank`, the `rank_share`
-    of the tokens' `token_covariance` in their mini-batch Float[T].
+    without gradient; `group_ids`, for each sequence the number of its prompt Int[N]; `covariance_rank`, the
+    `rank_share` of the token's `token_covariance` in its mini-batch Float[T].
     """
 
     def __call__(

@@ -18,7 +18,8 @@ UNGROUPED_ADVANTAGES = ("gae", "reinforce_pp", "remax")
 ADVANTAGES = (*UNGROUPED_ADVANTAGES, *sorted(GROUP_ADVANTAGES))
 """Advantages with a short name."""
 POLICY_LOSSES: Mapping[str, str] = {
-    name: f"rlcore.algos.losses:{name}" for name in ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "gpg", "dppo", "kl_cov")
+    name: f"rlcore.algos.losses:{name}"
+    for name in ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "gpg", "dppo", "kl_cov")
 }
 """Losses with a short name, and the function of each."""
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
@@ -80,9 +81,9 @@ class ClipCovConfig(Section):
 
     share: float = Field(default=0.0, ge=0, lt=1)
     """Share of a mini-batch's answer tokens that are drawn at most; 0: none. The paper has 0.0002."""
-    low: Annotated[
-        float, Bound("be under", "algo.clip_cov.high", "Lower it", only_with="algo.clip_cov.share")
-    ] = Field(default=1.0)
+    low: Annotated[float, Bound("be under", "algo.clip_cov.high", "Lower it", only_with="algo.clip_cov.share")] = Field(
+        default=1.0
+    )
     """Covariance above which a token may be drawn; its mean over all tokens is far smaller."""
     high: float = Field(default=5.0)
     """Covariance below which it may be drawn."""

@@ -49,8 +49,12 @@ def test_value_gradient_and_flags_are_those_of_the_naive_twin(
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("sapo", {"tau_pos": 0.5, "tau_neg": 3.0}), ("gmpo", {"log_clip": 0.05}), ("dppo", {"delta": 0.01}),
-     ("kl_cov", {"share": 0.4, "coef": 0.5})],
+    [
+        ("sapo", {"tau_pos": 0.5, "tau_neg": 3.0}),
+        ("gmpo", {"log_clip": 0.05}),
+        ("dppo", {"delta": 0.01}),
+        ("kl_cov", {"share": 0.4, "coef": 0.5}),
+    ],
 )
 def test_options_are_those_of_the_naive_twin(name: str, options: dict[str, float]) -> None:
     function, twin = LOSSES[name]

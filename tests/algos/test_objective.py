@@ -157,9 +157,9 @@ def test_no_bit_of_garbage_gets_through(name: str, estimator: str) -> None:
         loss, statistics = call(inputs, RAGGED, settings, denominator(RAGGED))
         loss.backward()
         results.append((loss.detach(), grad_of(inputs.policy), grad_of(inputs.entropy), statistics.stack()))
-    for expected, spoiled in zip(*results, strict=True):
-        assert torch.isfinite(spoiled).all()
-        assert torch.equal(expected, spoiled)
+    for expected, found in zip(*results, strict=True):
+        assert torch.isfinite(found).all()
+        assert torch.equal(expected, found)
 
 
 def test_what_a_careless_loss_returns_under_the_mask_changes_nothing() -> None:
