@@ -140,15 +140,16 @@ def policy_objective(
     behavior_logprobs: Float[Tensor, "T"] | None = None,
     group_ids: Int[Tensor, "N"] | None = None,
     covariance_rank: Float[Tensor, "T"] | None = None,
+    entropy_added: float = 0.0,
 ) -> tuple[Float[Tensor, ""], PolicyStatistics]:
     """The micro-batch's share of the policy's loss, to be differentiated, and its statistics.
 
-        J = agg(w l) + kl_coef agg(kl) [kl.where = loss] - entropy_coef agg(H)
+        J = agg(w l) + kl_coef agg(kl) [kl.where = loss] - (entropy_coef + entropy_added) agg(H)
 
     `l` is the policy loss that the settings name, `w` the importance weights, `agg` the aggregation (`aggregate`), `H`
-    the entropy of the policy at each token, which needs a gradient only if entropy_coef is not 0. Without
+    the entropy of the policy at each token, which needs a gradient only if its weight is not 0. Without
     `old_logprobs` (a batch that gets one update) the policy's own are the old ones. `ref_logprobs` is read only where a
-    KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`). `behavior_logprobs` (old_logprobs
+    KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`), `entropy_added` that of `next_entropy_added`. `behavior_logprobs` (old_logprobs
     without them), `group_ids` and `covariance_rank` are for losses that ask for them (`PolicyLossFunction`), the first
     for `algo.off_policy_mask` too, which makes `l` 0 where `left_behind` says so.
     """
@@ -178,8 +179,9 @@ def policy_objective(
     pg_loss = share(token_loss)
     loss = pg_loss
     entropy_share = share(entropy)
-    if settings.entropy_coef != 0:
-        loss = loss - settings.entropy_coef * entropy_share
+    entropy_coef = settings.entropy_coef + entropy_added
+    if entropy_coef != 0:
+        loss = loss - entropy_coef * entropy_share
     kl = torch.zeros_like(policy_logprobs)
     if settings.kl.where == "loss":
         assert ref_logprobs is not None, "a KL in the loss needs the reference's log-probabilities"

@@ -26,6 +26,16 @@ KlEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
+class EntropyControlConfig(Section):
+    """A controller that moves the weight of the entropy bonus so that the policy's entropy stays near a target."""
+
+    target: float | None = Field(default=None, gt=0)
+    """Entropy that it aims at, in nats a token; None: the weight stays `algo.entropy_coef`."""
+    step: float = Field(default=0.005, gt=0)
+    """What the weight rises by after a step with an entropy below the target, and falls by, to 0 at least, after one
+    above it."""
+
+
 class KlConfig(Section):
     """Distance from the frozen reference policy."""
 
@@ -136,7 +146,9 @@ class AlgoConfig(Section):
     aggregation: Aggregation = "token-mean"
     """How per-token losses become one number."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus; 0 computes the entropy without gradient."""
+    """Weight of the entropy bonus (at the start, with a target); 0 computes the entropy without gradient."""
+    entropy_control: EntropyControlConfig = EntropyControlConfig()
+    """Target of the entropy."""
     value_clip: float = Field(default=0.5, gt=0)
     """Range of the clipped value loss around the old value."""
     kl: KlConfig = KlConfig()

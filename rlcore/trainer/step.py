@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlcore.algos.kl import next_kl_coef
+from rlcore.algos.schedules import next_entropy_added
 from rlcore.batching.balance import Shares, share_out
 from rlcore.batching.pack import pack, scatter_tokens, select
 from rlcore.config import RunConfig
@@ -40,6 +41,7 @@ class LoopState:
     kl_coef: float
     lr_factor: float = 1.0
     num_roll_backs: int = 0
+    entropy_added: float = 0.0
     pass_counts: str = ""
     """Passes of all rows, where rows are drawn by them (`rlcore.batching.pass_counts`)."""
 
@@ -180,6 +182,7 @@ class Trainer(GroupTrainer):
             num_finished=state.step,
             lr_factor=state.lr_factor,
             kl_coef=state.kl_coef,
+            entropy_added=state.entropy_added,
             clock=clock,
         )
         if update.failure is None:
@@ -199,6 +202,10 @@ class Trainer(GroupTrainer):
         kl_coef = state.kl_coef
         if observed_kl is not None and update.share_skipped < 1:
             kl_coef = next_kl_coef(kl_coef, observed_kl, int(packed.score_mask.sum()), settings=algo.kl)
+        entropy_added = state.entropy_added
+        if update.policy is not None and update.share_skipped < 1:
+            observed_entropy = update.policy.stats.mean_entropy()
+            entropy_added = next_entropy_added(entropy_added, observed_entropy, settings=algo)
         return replace(
             state,
             step=state.step + 1,
@@ -206,5 +213,6 @@ class Trainer(GroupTrainer):
             num_prompts_drawn=state.num_prompts_drawn + experience.num_prompts_drawn,
             num_tokens=state.num_tokens + packed.num_tokens,
             kl_coef=kl_coef,
+            entropy_added=entropy_added,
             pass_counts=experience.pass_counts,
         )

@@ -39,6 +39,7 @@ class PolicySteps:
     grad_norm: float
     lr: float
     kl_coef: float
+    entropy_coef: float = 0.0
 
     def metrics(self, algo: AlgoConfig) -> dict[str, float]:
         """The `actor/*` metrics."""
@@ -47,6 +48,8 @@ class PolicySteps:
             metrics["actor/ref_kl"] = self.stats.mean_ref_kl()
         else:
             metrics.pop("actor/kl_loss")
+        if algo.entropy_control.target is not None:
+            metrics["actor/entropy_coef"] = self.entropy_coef
         if algo.aggregation != "token-mean":
             metrics["actor/token_entropy"] = self.stats.mean_entropy()
         return metrics | {"actor/grad_norm": self.grad_norm, "actor/lr": self.lr, "actor/kl_coef": self.kl_coef}
@@ -154,6 +157,7 @@ def update_models(
     num_finished: int,
     lr_factor: float,
     kl_coef: float,
+    entropy_added: float,
     clock: PhaseClock,
 ) -> Update:
     """All optimizer steps on a batch, after `num_finished` steps of training; up to the first that is not finite."""
@@ -171,7 +175,7 @@ def update_models(
                 critic = _critic_steps(config, group, batch, critic_lr)
         if is_warmed_up:
             with clock.phase("update_actor"):
-                for step in _optimizer_steps(config, group, batch, Worker.update_policy, lr, kl_coef):
+                for step in _optimizer_steps(config, group, batch, Worker.update_policy, lr, kl_coef, entropy_added):
                     taken.append(step)  # one by one: those before a step that fails count
     except NonFiniteError as error:
         num_applied = sum(step.by_rank[0].applied for step in taken)
@@ -184,9 +188,10 @@ def update_models(
         logprobs = [update.logprobs for update in step.by_rank]
         before = scatter_tokens(logprobs, batch.packed.cu_seqlens, step.shares.sequences)
     stats = functools.reduce(operator.add, (update.stats for step in taken for update in step.by_rank))
+    entropy_coef = config.algo.entropy_coef + entropy_added
     num_skipped = sum(not step.by_rank[0].applied for step in taken)
     return Update(
-        policy=PolicySteps(stats, len(taken), _mean_grad_norm(taken), lr, kl_coef),
+        policy=PolicySteps(stats, len(taken), _mean_grad_norm(taken), lr, kl_coef, entropy_coef),
         critic=critic,
         share_skipped=num_skipped / len(taken),
         logprobs_before=before,

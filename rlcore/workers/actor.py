@@ -102,7 +102,14 @@ class Actor(TrainedModel[CausalPolicy]):
             torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
 
     def update(
-        self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float, kl_coef: float
+        self,
+        batch: TrainBatch,
+        num_micro: int,
+        denominator: Denominator,
+        *,
+        lr: float,
+        kl_coef: float,
+        entropy_added: float = 0.0,
     ) -> PolicyUpdate:
         """One optimizer step on this rank's share of a mini-batch.
 
@@ -114,7 +121,7 @@ class Actor(TrainedModel[CausalPolicy]):
             logprobs: list[Tensor] = []
 
             def objective(micro: Micro[TrainBatch]) -> tuple[Tensor, PolicyStatistics]:
-                loss, statistics, found = self._objective(micro, denominator, kl_coef)
+                loss, statistics, found = self._objective(micro, denominator, kl_coef, entropy_added)
                 logprobs.append(found)
                 return loss, statistics
 
@@ -125,7 +132,7 @@ class Actor(TrainedModel[CausalPolicy]):
         grad_norm, is_finite = self.clip(summed)
         if not is_finite:
             self.release_gradients()
-            rows = self._non_finite_groups(batch, denominator, kl_coef)
+            rows = self._non_finite_groups(batch, denominator, kl_coef, entropy_added)
             where = (
                 f"the loss of prompts number {rows} of the step is not finite" if rows else "every loss here is finite"
             )
@@ -143,18 +150,20 @@ class Actor(TrainedModel[CausalPolicy]):
         return PolicyUpdate(summed, grad_norm, logprobs, applied)
 
     @torch.no_grad()
-    def _non_finite_groups(self, batch: TrainBatch, denominator: Denominator, kl_coef: float) -> list[int]:
+    def _non_finite_groups(
+        self, batch: TrainBatch, denominator: Denominator, kl_coef: float, entropy_added: float
+    ) -> list[int]:
         """Prompts (counted within the step) with an answer whose loss is not finite, on this rank."""
         found = set()
         for index in range(batch.packed.num_sequences):
             micro = to_device(batch, [index], self._place.device)
-            loss, _, _ = self._objective(micro, denominator, kl_coef)
+            loss, _, _ = self._objective(micro, denominator, kl_coef, entropy_added)
             if not torch.isfinite(loss):
                 found.add(int(batch.packed.group_ids[index]))
         return sorted(found)
 
     def _objective(
-        self, micro: Micro[TrainBatch], denominator: Denominator, kl_coef: float
+        self, micro: Micro[TrainBatch], denominator: Denominator, kl_coef: float, entropy_added: float
     ) -> tuple[Tensor, PolicyStatistics, Tensor]:
         batch, algo = micro.device, self._config.algo
         packed = batch.packed
@@ -165,7 +174,7 @@ class Actor(TrainedModel[CausalPolicy]):
             packed.target_ids,
             micro.host.packed.loss_mask.numpy(),
             temperature=self._config.rollout.sampling.temperature,
-            entropy="grad" if algo.entropy_coef > 0 else "value",
+            entropy="grad" if algo.entropy_coef + entropy_added > 0 else "value",
         )
         loss, statistics = policy_objective(
             output.logprobs,
@@ -180,6 +189,7 @@ class Actor(TrainedModel[CausalPolicy]):
             settings=algo,
             denominator=denominator,
             kl_coef=kl_coef,
+            entropy_added=entropy_added,
             behavior_logprobs=packed.behavior_logprobs,
             group_ids=packed.group_ids,
             covariance_rank=batch.covariance_rank,

@@ -54,7 +54,7 @@ class Inputs:
 
 
 def call(
-    inputs: Inputs, rows: Rows, settings: AlgoConfig, counts: Denominator, kl_coef: float = 0.3
+    inputs: Inputs, rows: Rows, settings: AlgoConfig, counts: Denominator, kl_coef: float = 0.3, **more: float
 ) -> tuple[Tensor, PolicyStatistics]:
     return policy_objective(
         inputs.policy,
@@ -70,6 +70,7 @@ def call(
         denominator=counts,
         kl_coef=kl_coef,
         covariance_rank=inputs.rank,
+        **more,
     )
 
 
@@ -230,6 +231,16 @@ def test_an_answer_that_the_policy_has_left_has_no_policy_loss_and_stays_in_the_
     assert 0 < num_left < len(gradient)
     assert loss.item() == pytest.approx(value, rel=1e-12)
     assert_tokens(grad_of(inputs.policy), gradient)
+
+
+def test_what_is_added_to_the_weight_of_the_entropy_counts() -> None:
+    plain, moved = Inputs.random(RAGGED).learned(), Inputs.random(RAGGED).learned()
+    by_settings, _ = call(plain, RAGGED, algo(entropy_coef=0.05), denominator(RAGGED))
+    by_controller, _ = call(moved, RAGGED, algo(entropy_coef=0.01), denominator(RAGGED), entropy_added=0.04)
+    assert by_controller.item() == pytest.approx(by_settings.item(), rel=1e-12)
+    by_settings.backward()
+    by_controller.backward()
+    torch.testing.assert_close(grad_of(moved.entropy), grad_of(plain.entropy), rtol=1e-12, atol=0)
 
 
 def test_statistics_have_no_gradient_and_survive_an_all_reduce() -> None:

@@ -28,6 +28,7 @@ CASES = [
     ("", "algo.importance.mode=mask", "algo.importance.level=sequence"),
     ("", "algo.rejection.level=token", "algo.rejection.estimator=k3"),
     ("", "algo.rejection.level=token", "algo.rejection.cap=3"),
+    ("", "algo.entropy_control.target=0.3", "algo.entropy_control.step=0.1"),
     *[("", "algo.clip_cov.share=0.1", f"algo.clip_cov.{word}") for word in ("low=0.5", "high=4")],
     ("", "algo.dynamic_sampling.enabled=true", "algo.dynamic_sampling.max_refills=2"),
     ("", "algo.overlong.enabled=true", "algo.overlong.penalty=2"),

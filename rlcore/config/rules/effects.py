@@ -92,6 +92,8 @@ EFFECTS: tuple[Effect, ...] = (
            why="algo.kl.where=reward near the reference: it is d^2 / 2 there, so its policy gradient vanishes",
            of=_one_of("k2", "k3", "low_var_kl")),
     Effect(("algo.kl.target", "algo.kl.horizon"), ("algo.kl.adaptive",), _on, "Set algo.kl.adaptive=true"),
+    Effect(("algo.entropy_control.step",), ("algo.entropy_control.target",), _on,
+           "Set algo.entropy_control.target, in nats a token"),
     Effect(("algo.clip_cov.low", "algo.clip_cov.high"), ("algo.clip_cov.share",), _on,
            "Set algo.clip_cov.share=0.0002"),
     Effect(("algo.rejection.estimator", "algo.rejection.cap"), ("algo.rejection.level",), _on,
