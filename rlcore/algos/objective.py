@@ -149,9 +149,10 @@ def policy_objective(
     `l` is the policy loss that the settings name, `w` the importance weights, `agg` the aggregation (`aggregate`), `H`
     the entropy of the policy at each token, which needs a gradient only if its weight is not 0. Without
     `old_logprobs` (a batch that gets one update) the policy's own are the old ones. `ref_logprobs` is read only where a
-    KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`), `entropy_added` that of `next_entropy_added`. `behavior_logprobs` (old_logprobs
-    without them), `group_ids` and `covariance_rank` are for losses that ask for them (`PolicyLossFunction`), the first
-    for `algo.off_policy_mask` too, which makes `l` 0 where `left_behind` says so.
+    KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`), `entropy_added` that of
+    `next_entropy_added`. `behavior_logprobs` (old_logprobs without them), `group_ids` and `covariance_rank` are for
+    losses that ask for them (`PolicyLossFunction`), the first for `algo.off_policy_mask` too, which makes `l` 0 where
+    `left_behind` says so.
     """
     old_logprobs = policy_logprobs.detach() if old_logprobs is None else old_logprobs
 
