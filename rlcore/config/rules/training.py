@@ -169,7 +169,8 @@ RULES: tuple[Rule, ...] = (
         "must be 1 with trainer.old_logprobs=behavior: the entropy is found in the pass of old log-probabilities",
         lambda c: c.algo.top_entropy == 1 or c.trainer.old_logprobs != "behavior",
         "Set trainer.old_logprobs=auto, or algo.top_entropy=1"),
-    row("kl_cov_sees_a_difference", "algo.policy_loss", "trainer.mini_batch_size trainer.batch_size",
+    row("kl_cov_sees_a_difference", "algo.policy_loss",
+        "trainer.mini_batch_size trainer.batch_size trainer.epochs_per_batch trainer.old_logprobs",
         "must not be kl_cov where a batch gets one update: there the policy is the old one, and the penalty is nothing",
         lambda c: c.algo.policy_loss != "kl_cov" or c.trainer.epochs_per_batch > 1
         or c.trainer.mini_batch_size < c.trainer.batch_size or c.trainer.old_logprobs == "behavior",
