@@ -9,7 +9,7 @@ from rlcore.algos.selection import rank_share, token_covariance
 from rlcore.config.algo import POLICY_LOSSES, AlgoConfig
 from tests.algos import naive
 from tests.algos.compare import assert_flags, assert_tokens
-from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, grad_of, leaf, row
+from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, grad_of, leaf, row, spoiled
 
 LOSSES = {name: (resolve_policy_loss(name), getattr(naive, name)) for name in POLICY_LOSSES}
 SIDES = ("policy", "old", "advantages")
@@ -17,7 +17,8 @@ CLIPS = [(0.2, 0.2, 3.0), (0.2, 0.28, None), (0.1, 0.4, 1.5), (0.9, 5.0, 1.1)]
 
 
 def covariance_rank(old: Tensor, advantages: Tensor, rows: Rows) -> Tensor:
-    return rank_share(token_covariance(old, advantages, rows.mask), rows.mask)
+    """With garbage where the mask is False."""
+    return spoiled(rank_share(token_covariance(old, advantages, rows.mask), rows.mask), rows.mask, 1)
 
 
 def call(name: str, policy: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: AlgoConfig) -> PolicyLoss:
@@ -177,9 +178,9 @@ def test_each_side_of_the_clip_has_its_own_width() -> None:
 def test_garbage_under_the_mask_changes_nothing(name: str, side: str) -> None:
     """Not one bit of value or gradient: the clean and the spoiled call are compared exactly."""
     clean = {key: torch.where(RAGGED.mask, floats(RAGGED, i), 0.0) for i, key in enumerate(SIDES)}
-    spoiled = clean | {side: floats(RAGGED, SIDES.index(side))}
+    dirty = clean | {side: floats(RAGGED, SIDES.index(side))}
     results, grads = [], []
-    for inputs in (clean, spoiled):
+    for inputs in (clean, dirty):
         policy = leaf(inputs["policy"])
         result = call(name, policy, inputs["old"], inputs["advantages"], RAGGED, AlgoConfig())
         result.loss.sum().backward()
