@@ -111,7 +111,8 @@ class TrainBatch:
     """A packed batch with everything an update needs, each Float[T] and 0 where `loss_mask` is False.
 
     None: `old_logprobs` where a batch gets one update (they are the policy's own), `ref_logprobs` without a KL in the
-    loss, `old_values` and `returns` without a critic. `importance_weights` is 1 without a correction.
+    loss, `old_values` and `returns` without a critic, `covariance_rank` (1 where `loss_mask` is False) where nothing
+    is chosen by ranks. `importance_weights` is 1 without a correction, and 0 where a token has no policy loss.
     """
 
     packed: PackedBatch
@@ -121,3 +122,4 @@ class TrainBatch:
     advantages: Float[Tensor, "T"]
     returns: Float[Tensor, "T"] | None
     importance_weights: Float[Tensor, "T"]
+    covariance_rank: Float[Tensor, "T"] | None = None

@@ -46,8 +46,9 @@ def require_policy_loss(settings: AlgoConfig) -> None:
     policy = (-torch.rand(6, generator=generator)).requires_grad_()
     old, advantages = -torch.rand(6, generator=generator), torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
     mask, ids = torch.tensor([False, True, True] * 2), torch.tensor([0, 0, 0, 1, 1, 1])
+    ranks = torch.tensor([1.0, 0.0, 0.25, 1.0, 0.5, 0.75])
     try:
-        given = {"behavior_logprobs": old, "entropy": -old, "group_ids": torch.tensor([0, 0])}
+        given = {"behavior_logprobs": old, "entropy": -old, "group_ids": torch.tensor([0, 0]), "covariance_rank": ranks}
         found: object = bind_policy_loss(settings, given)(policy, old, advantages, mask, ids, 2)
         problem = problem_of(found, policy)
     except ConfigError:

@@ -1,5 +1,6 @@
 """Per-token losses of the policy and the critic, and how settings name a policy loss."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Annotated, Protocol, cast, runtime_checkable
 
@@ -36,7 +37,8 @@ class PolicyLossFunction(Protocol):
 
     Further keyword arguments are options, whose values `algo.policy_loss_options` gives, or have the name of something
     that is given: `behavior_logprobs`, the engine's log-probabilities Float[T]; `entropy`, the policy's, Float[T],
-    without gradient; `group_ids`, for each sequence the number of its prompt Int[N].
+    without gradient; `group_ids`, for each sequence the number of its prompt Int[N]; `covariance_rank`, the
+    `rank_share` of the token's `token_covariance` in its mini-batch Float[T].
     """
 
     def __call__(
@@ -60,6 +62,11 @@ def resolve_policy_loss(name: str) -> PolicyLossFunction:
     Raises ConfigError if there is none.
     """
     return cast(PolicyLossFunction, find_function("algo.policy_loss", name, POLICY_LOSSES))
+
+
+def asks_for(name: str, argument: str) -> bool:
+    """Whether the function of a policy loss has an argument of that name."""
+    return argument in inspect.signature(resolve_policy_loss(name)).parameters
 
 
 def token_log_ratio(
@@ -268,6 +275,33 @@ def dppo(
     clipped = mask & ((now - before).abs() > delta) & (advantages * log_ratio.detach() > 0)
     loss = torch.where(clipped, torch.zeros_like(log_ratio), -advantages * log_ratio.exp())
     return PolicyLoss(loss, clipped, torch.zeros_like(mask), log_ratio)
+
+
+def kl_cov(
+    policy_logprobs: Float[Tensor, "T"],
+    old_logprobs: Float[Tensor, "T"],
+    advantages: Float[Tensor, "T"],
+    mask: Bool[Tensor, "T"],
+    sequence_ids: Int[Tensor, "T"],
+    num_sequences: int,
+    *,
+    settings: AlgoConfig,
+    covariance_rank: Float[Tensor, "T"],
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.0002,
+    coef: Annotated[float, Field(gt=0)] = 1.0,
+) -> PolicyLoss:
+    """The ratio without a clip, and a penalty for what moves the tokens of the highest covariance.
+
+        l_t = -A_t r_t + coef |log r_t|      for the share of the mini-batch's tokens with the largest covariance
+        l_t = -A_t r_t                       elsewhere
+
+    KL-Cov, Cui et al. 2025, arXiv:2505.22617, with its code's estimate of the divergence. See `token_covariance`.
+    `clipped` is where the penalty is.
+    """
+    log_ratio = token_log_ratio(policy_logprobs, old_logprobs, mask)
+    penalized = mask & (covariance_rank < share)
+    loss = -masked(advantages, mask) * log_ratio.exp() + coef * masked(log_ratio.abs(), penalized)
+    return PolicyLoss(loss, penalized, torch.zeros_like(mask), log_ratio)
 
 
 def value_loss(

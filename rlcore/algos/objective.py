@@ -139,17 +139,20 @@ def policy_objective(
     kl_coef: float,
     behavior_logprobs: Float[Tensor, "T"] | None = None,
     group_ids: Int[Tensor, "N"] | None = None,
+    covariance_rank: Float[Tensor, "T"] | None = None,
+    entropy_added: float = 0.0,
 ) -> tuple[Float[Tensor, ""], PolicyStatistics]:
     """The micro-batch's share of the policy's loss, to be differentiated, and its statistics.
 
-        J = agg(w l) + kl_coef agg(kl) [kl.where = loss] - entropy_coef agg(H)
+        J = agg(w l) + kl_coef agg(kl) [kl.where = loss] - (entropy_coef + entropy_added) agg(H)
 
     `l` is the policy loss that the settings name, `w` the importance weights, `agg` the aggregation (`aggregate`), `H`
-    the entropy of the policy at each token, which needs a gradient only if entropy_coef is not 0. Without
+    the entropy of the policy at each token, which needs a gradient only if its weight is not 0. Without
     `old_logprobs` (a batch that gets one update) the policy's own are the old ones. `ref_logprobs` is read only where a
-    KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`). `behavior_logprobs` (old_logprobs
-    without them) and `group_ids` are for losses that ask for them (`PolicyLossFunction`), the former for
-    `algo.off_policy_mask` too, which makes `l` 0 where `left_behind` says so.
+    KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`), `entropy_added` that of
+    `next_entropy_added`. `behavior_logprobs` (old_logprobs without them), `group_ids` and `covariance_rank` are for
+    losses that ask for them (`PolicyLossFunction`), the first for `algo.off_policy_mask` too, which makes `l` 0 where
+    `left_behind` says so.
     """
     old_logprobs = policy_logprobs.detach() if old_logprobs is None else old_logprobs
 
@@ -164,6 +167,7 @@ def policy_objective(
         )
 
     given = {"behavior_logprobs": behavior_logprobs, "entropy": entropy.detach(), "group_ids": group_ids}
+    given["covariance_rank"] = covariance_rank
     policy_loss = bind_policy_loss(settings, given)(
         policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences
     )
@@ -176,8 +180,9 @@ def policy_objective(
     pg_loss = share(token_loss)
     loss = pg_loss
     entropy_share = share(entropy)
-    if settings.entropy_coef != 0:
-        loss = loss - settings.entropy_coef * entropy_share
+    entropy_coef = settings.entropy_coef + entropy_added
+    if entropy_coef != 0:
+        loss = loss - entropy_coef * entropy_share
     kl = torch.zeros_like(policy_logprobs)
     if settings.kl.where == "loss":
         assert ref_logprobs is not None, "a KL in the loss needs the reference's log-probabilities"

@@ -1,9 +1,9 @@
-"""The learning rate of each step, as a pure function of the step: nothing to save, nothing to restore."""
+"""The learning rate of each step, as a pure function of the step, and the next weight of the entropy bonus."""
 
 import math
 from typing import assert_never
 
-from rlcore.config.algo import OptimConfig
+from rlcore.config.algo import AlgoConfig, OptimConfig
 
 
 def num_warmup_steps(*, optim: OptimConfig, total_steps: int) -> int:
@@ -39,3 +39,21 @@ def lr_at(step: int, *, optim: OptimConfig, total_steps: int) -> float:
         case _:
             assert_never(optim.schedule)
     return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
+
+
+def next_entropy_added(added: float, observed_entropy: float, *, settings: AlgoConfig) -> float:
+    """What is added to `algo.entropy_coef` after a step in which the policy's entropy was observed, in nats a token.
+
+    With the weight `c = entropy_coef + added`, and `step` and `target` of `algo.entropy_control`:
+
+        c + step            where the entropy is below the target
+        max(0, c - step)    where it is above
+
+    Skywork-OR1, He et al. 2025, arXiv:2505.22312, without its factor that sets the weight to 0 above the target.
+    """
+    control = settings.entropy_control
+    if control.target is None or observed_entropy == control.target:
+        return added
+    if observed_entropy < control.target:
+        return added + control.step
+    return max(-settings.entropy_coef, added - control.step)

@@ -122,14 +122,15 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
         advantages=batch.advantages[tokens],
         returns=pick(batch.returns),
         importance_weights=batch.importance_weights[tokens],
+        covariance_rank=pick(batch.covariance_rank),
     )
 
 
 def scatter_tokens(
     parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Inverse of splitting by `select`: per-token values of each part in the order of the whole, Float[T]."""
-    whole = torch.zeros(int(cu_seqlens[-1]), dtype=torch.float32)
+    """Inverse of splitting by `select`: the values of each token of each part in the order of the whole, T first."""
+    whole = torch.zeros(int(cu_seqlens[-1]), *parts[0].shape[1:], dtype=torch.float32)
     for part, chosen in zip(parts, sequences, strict=True):
         whole[token_indices(cu_seqlens, chosen)] = part
     return whole

@@ -42,6 +42,8 @@ class TrainerState(BaseModel):
     """What roll-backs have left of the learning rate."""
     num_roll_backs: int = Field(default=0, ge=0)
     """Roll-backs so far on the way to this checkpoint."""
+    entropy_added: float = 0.0
+    """What the target of the entropy has added to the weight of its bonus so far."""
     pass_counts: str = ""
     """Right and scored answers of each training row as float32, where rows are drawn by them, in base64."""
     journal_bytes: int = Field(default=0, ge=0)

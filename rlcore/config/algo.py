@@ -18,11 +18,22 @@ UNGROUPED_ADVANTAGES = ("gae", "reinforce_pp", "remax")
 ADVANTAGES = (*UNGROUPED_ADVANTAGES, *sorted(GROUP_ADVANTAGES))
 """Advantages with a short name."""
 POLICY_LOSSES: Mapping[str, str] = {
-    name: f"rlcore.algos.losses:{name}" for name in ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "gpg", "dppo")
+    name: f"rlcore.algos.losses:{name}"
+    for name in ("ppo_clip", "gspo", "cispo", "sapo", "gmpo", "gpg", "dppo", "kl_cov")
 }
 """Losses with a short name, and the function of each."""
 KlEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+class EntropyControlConfig(Section):
+    """A controller that moves the weight of the entropy bonus so that the policy's entropy stays near a target."""
+
+    target: float | None = Field(default=None, gt=0)
+    """Entropy that it aims at, in nats a token; None: the weight stays `algo.entropy_coef`."""
+    step: float = Field(default=0.005, gt=0)
+    """What the weight rises by after a step with an entropy below the target, and falls by, to 0 at least, after one
+    above it."""
 
 
 class KlConfig(Section):
@@ -74,6 +85,20 @@ class RejectionConfig(Section):
     """k1: largest factor between the probabilities, either way (over 1). k2, k3: largest divergence."""
 
 
+class ClipCovConfig(Section):
+    """Tokens without a policy loss for the covariance of their log-probability with the advantages, by which the
+    policy's entropy falls (Clip-Cov)."""
+
+    share: float = Field(default=0.0, ge=0, lt=1)
+    """Share of a mini-batch's answer tokens that are drawn at most; 0: none. The paper has 0.0002."""
+    low: Annotated[float, Bound("be under", "algo.clip_cov.high", "Lower it", only_with="algo.clip_cov.share")] = Field(
+        default=1.0
+    )
+    """Covariance above which a token may be drawn; its mean over all tokens is far smaller."""
+    high: float = Field(default=5.0)
+    """Covariance below which it may be drawn."""
+
+
 class DynamicSamplingConfig(Section):
     """Drop groups whose answers all score the same and sample others in their place (DAPO)."""
 
@@ -109,7 +134,7 @@ class AlgoConfig(Section):
     lam: float = Field(default=1.0, ge=0, le=1)
     """Lambda of the generalized advantage estimate."""
     policy_loss: str = "ppo_clip"
-    """ppo_clip, gspo, cispo, sapo, gmpo, gpg, dppo, or `module:function` of your own."""
+    """ppo_clip, gspo, cispo, sapo, gmpo, gpg, dppo, kl_cov, or `module:function` of your own."""
     policy_loss_options: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Keyword arguments of the policy loss, such as `tau_pos` of sapo: any names that the function declares."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
@@ -121,7 +146,9 @@ class AlgoConfig(Section):
     aggregation: Aggregation = "token-mean"
     """How per-token losses become one number."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus; 0 computes the entropy without gradient."""
+    """Weight of the entropy bonus (at the start, with a target); 0 computes the entropy without gradient."""
+    entropy_control: EntropyControlConfig = EntropyControlConfig()
+    """Target of the entropy."""
     value_clip: float = Field(default=0.5, gt=0)
     """Range of the clipped value loss around the old value."""
     kl: KlConfig = KlConfig()
@@ -133,6 +160,10 @@ class AlgoConfig(Section):
     off_policy_mask: float | None = Field(default=None, gt=0)
     """Answers with a negative advantage whose mean log-probability has fallen by more than this since they were sampled
     have no policy loss; in nats a token. None: all have."""
+    top_entropy: float = Field(default=1.0, gt=0, le=1)
+    """Share of a mini-batch's answer tokens that have a policy loss: those where the policy's entropy is highest."""
+    clip_cov: ClipCovConfig = ClipCovConfig()
+    """Tokens without a policy loss, so that the entropy falls more slowly."""
     mask_truncated: bool = False
     """Leave answers that were cut at the length limit out of the update; their scores still count in their group."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()

@@ -30,7 +30,8 @@ class TrainerConfig(Section):
     ] = Field(default=16_384, ge=1)
     """Token budget of one forward and backward. The gradient does not depend on it."""
     old_logprobs: Literal["auto", "recompute", "behavior"] = "auto"
-    """Log-probabilities before the update. auto: recomputed only where a batch gets more than one update."""
+    """Log-probabilities before the update. auto: recomputed only where a batch gets more than one update
+    or the algorithm compares or ranks them."""
 
 
 StateAction = Literal["off", "tell", "roll_back", "stop"]
@@ -94,8 +95,7 @@ class AnswersConfig(Section):
     """The answers of each training step whose number is a multiple of this are kept, and those of every validation; 0:
     none at all."""
     max_gb: float = Field(default=10.0, gt=0)
-    """Most that they may take on the disk, in GB of 1e9 bytes: beyond, those of the oldest training steps are deleted.
-    """
+    """Most that they may take on the disk, in GB of 1e9 bytes; those of the oldest training steps are deleted first."""
 
 
 class ProfileConfig(Section):

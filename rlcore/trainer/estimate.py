@@ -33,6 +33,7 @@ class Passes:
     old_logprobs: Float[Tensor, "T"] | None = None
     ref_logprobs: Float[Tensor, "T"] | None = None
     values: Float[Tensor, "T"] | None = None
+    entropy: Float[Tensor, "T"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlcore.algos.kl import next_kl_coef
+from rlcore.algos.schedules import next_entropy_added
 from rlcore.batching.balance import Shares, share_out
 from rlcore.batching.pack import pack, scatter_tokens, select
 from rlcore.config import RunConfig
@@ -19,14 +20,14 @@ from rlcore.trainer.clock import EnterPhase, PhaseClock, unwatched
 from rlcore.trainer.estimate import Estimate, Parts, Passes, estimate
 from rlcore.trainer.experience import Experience, ExperienceCollector
 from rlcore.trainer.metrics import Metrics, cost_metrics, memory_metrics, step_metrics
-from rlcore.trainer.update import Update, measured_before, needs_old_logprobs, update_models
+from rlcore.trainer.update import Update, measured_before, needs_old_logprobs, update_models, with_selection
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.passes import Shortage
 from rlcore.workers.worker import Worker, WorkerInfo
 
 ForwardPass = Callable[[Worker, PackedBatch, int], Tensor]
-"""A verb that computes one number a token: (worker, its share, micro-batches) -> Float[T]."""
+"""A verb that computes one number or a few a token: (worker, its share, micro-batches) -> Float[T ...]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class LoopState:
     kl_coef: float
     lr_factor: float = 1.0
     num_roll_backs: int = 0
+    entropy_added: float = 0.0
     pass_counts: str = ""
     """Passes of all rows, where rows are drawn by them (`rlcore.batching.pass_counts`)."""
 
@@ -122,7 +124,8 @@ class Trainer(GroupTrainer):
                 is_cut=torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts]),
             )
         alarms = batch_alarms(config, experience)
-        update = self._update(state, experience, found.batch, alarms, clock)
+        batch = with_selection(config, found.batch, passes.entropy, num_finished=state.step)
+        update = self._update(state, experience, batch, alarms, clock)
         with clock.phase("update_weights"):
             handed_over = self._group.each(Worker.hand_over, state.policy_version + 1)[0]  # equal on all ranks
         after = self._state_after(state, experience, found, update)
@@ -136,22 +139,26 @@ class Trainer(GroupTrainer):
         return StepResult(after, metrics, experience, found.batch, update.logprobs_before, alarms, shortages)
 
     def _forward_passes(self, packed: PackedBatch, shares: Shares, clock: PhaseClock) -> Passes:
-        """Old and reference log-probabilities and values, each only where the algorithm needs it."""
+        """Old and reference log-probabilities, entropies and values, each only where the algorithm needs it."""
 
-        def computed(verb: ForwardPass, phase: str) -> Float[Tensor, "T"]:
+        def computed(verb: ForwardPass, phase: str) -> Float[Tensor, "T ..."]:
             with clock.phase(phase):
                 arguments = [(select(packed, mine), shares.num_micro) for mine in shares.sequences]
                 return scatter_tokens(self._group.scatter(verb, arguments), packed.cu_seqlens, shares.sequences)
 
         config = self._config
         old: Tensor | None = None
+        entropy: Tensor | None = None
         if config.trainer.old_logprobs == "behavior":
             old = packed.behavior_logprobs
         elif needs_old_logprobs(config):
-            old = computed(Worker.old_logprobs, "old_log_prob")
+            if config.algo.top_entropy < 1:
+                old, entropy = computed(Worker.old_logprobs_and_entropy, "old_log_prob").unbind(1)
+            else:
+                old = computed(Worker.old_logprobs, "old_log_prob")
         ref = None if config.algo.kl.where == "off" else computed(Worker.ref_logprobs, "ref")
         values = None if config.critic is None else computed(Worker.values, "values")
-        return Passes(old, ref, values)
+        return Passes(old, ref, values, entropy)
 
     def _update(
         self,
@@ -175,6 +182,7 @@ class Trainer(GroupTrainer):
             num_finished=state.step,
             lr_factor=state.lr_factor,
             kl_coef=state.kl_coef,
+            entropy_added=state.entropy_added,
             clock=clock,
         )
         if update.failure is None:
@@ -194,6 +202,10 @@ class Trainer(GroupTrainer):
         kl_coef = state.kl_coef
         if observed_kl is not None and update.share_skipped < 1:
             kl_coef = next_kl_coef(kl_coef, observed_kl, int(packed.score_mask.sum()), settings=algo.kl)
+        entropy_added = state.entropy_added
+        if update.policy is not None and update.share_skipped < 1:
+            observed_entropy = update.policy.stats.mean_entropy()
+            entropy_added = next_entropy_added(entropy_added, observed_entropy, settings=algo)
         return replace(
             state,
             step=state.step + 1,
@@ -201,5 +213,6 @@ class Trainer(GroupTrainer):
             num_prompts_drawn=state.num_prompts_drawn + experience.num_prompts_drawn,
             num_tokens=state.num_tokens + packed.num_tokens,
             kl_coef=kl_coef,
+            entropy_added=entropy_added,
             pass_counts=experience.pass_counts,
         )

@@ -3,17 +3,21 @@
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import numpy as np
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from rlcore.algos.aggregation import Denominator, token_counts
+from rlcore.algos.aggregation import Denominator, masked, token_counts
+from rlcore.algos.losses import asks_for
 from rlcore.algos.objective import PolicyStatistics, ValueStatistics
 from rlcore.algos.schedules import lr_at
+from rlcore.algos.selection import clipped_by_covariance, rank_share, token_covariance
 from rlcore.batching.balance import Shares, mini_batches, share_out
-from rlcore.batching.pack import scatter_tokens, select_train
+from rlcore.batching.pack import scatter_tokens, select_train, token_indices
 from rlcore.config import AlgoConfig, RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import PhaseClock
@@ -35,6 +39,7 @@ class PolicySteps:
     grad_norm: float
     lr: float
     kl_coef: float
+    entropy_coef: float = 0.0
 
     def metrics(self, algo: AlgoConfig) -> dict[str, float]:
         """The `actor/*` metrics."""
@@ -43,6 +48,8 @@ class PolicySteps:
             metrics["actor/ref_kl"] = self.stats.mean_ref_kl()
         else:
             metrics.pop("actor/kl_loss")
+        if algo.entropy_control.target is not None:
+            metrics["actor/entropy_coef"] = self.entropy_coef
         if algo.aggregation != "token-mean":
             metrics["actor/token_entropy"] = self.stats.mean_entropy()
         return metrics | {"actor/grad_norm": self.grad_norm, "actor/lr": self.lr, "actor/kl_coef": self.kl_coef}
@@ -104,7 +111,37 @@ def needs_old_logprobs(config: RunConfig) -> bool:
         return config.trainer.old_logprobs == "recompute"
     algo = config.algo
     is_compared = algo.importance.mode != "off" or algo.rejection.level != "off"
-    return num_optimizer_steps(config) > 1 or is_compared or algo.kl.where == "reward"
+    return num_optimizer_steps(config) > 1 or is_compared or algo.kl.where == "reward" or _selects(algo)
+
+
+def _selects(algo: AlgoConfig) -> bool:
+    """Whether what a token counts depends on its whole mini-batch."""
+    return algo.top_entropy < 1 or algo.clip_cov.share > 0 or asks_for(algo.policy_loss, "covariance_rank")
+
+
+def with_selection(
+    config: RunConfig, batch: TrainBatch, entropy: Float[Tensor, "T"] | None, *, num_finished: int
+) -> TrainBatch:
+    """The batch with what `algo.top_entropy`, `algo.clip_cov` and a loss that asks for `covariance_rank` need, made for
+    each mini-batch as a whole; after `num_finished` steps of training. `entropy`: for `algo.top_entropy`."""
+    algo, packed = config.algo, batch.packed
+    if not _selects(algo):
+        return batch
+    assert batch.old_logprobs is not None, "a covariance is one of the old log-probabilities"
+    weights, ranks = batch.importance_weights.clone(), torch.ones(packed.num_tokens, dtype=torch.float64)
+    seed = int(np.random.SeedSequence((config.seed, num_finished)).generate_state(1)[0])
+    draws = torch.rand(packed.num_tokens, generator=torch.Generator().manual_seed(seed))
+    for sequences in mini_batches(packed.group_ids, config.trainer.mini_batch_size):
+        tokens = token_indices(packed.cu_seqlens, sequences)
+        mask = packed.loss_mask[tokens]
+        covariance = token_covariance(batch.old_logprobs[tokens], batch.advantages[tokens], mask)
+        ranks[tokens] = rank_share(covariance, mask)
+        is_out = clipped_by_covariance(covariance, draws[tokens], mask, settings=algo.clip_cov)
+        if algo.top_entropy < 1:
+            assert entropy is not None, "the tokens of the highest entropy need the pass of old log-probabilities"
+            is_out = is_out | (rank_share(entropy[tokens], mask) >= algo.top_entropy)
+        weights[tokens] = masked(weights[tokens], ~is_out)
+    return replace(batch, importance_weights=weights, covariance_rank=ranks)
 
 
 def measured_before(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] | None:
@@ -120,6 +157,7 @@ def update_models(
     num_finished: int,
     lr_factor: float,
     kl_coef: float,
+    entropy_added: float,
     clock: PhaseClock,
 ) -> Update:
     """All optimizer steps on a batch, after `num_finished` steps of training; up to the first that is not finite."""
@@ -137,7 +175,7 @@ def update_models(
                 critic = _critic_steps(config, group, batch, critic_lr)
         if is_warmed_up:
             with clock.phase("update_actor"):
-                for step in _optimizer_steps(config, group, batch, Worker.update_policy, lr, kl_coef):
+                for step in _optimizer_steps(config, group, batch, Worker.update_policy, lr, kl_coef, entropy_added):
                     taken.append(step)  # one by one: those before a step that fails count
     except NonFiniteError as error:
         num_applied = sum(step.by_rank[0].applied for step in taken)
@@ -150,9 +188,10 @@ def update_models(
         logprobs = [update.logprobs for update in step.by_rank]
         before = scatter_tokens(logprobs, batch.packed.cu_seqlens, step.shares.sequences)
     stats = functools.reduce(operator.add, (update.stats for step in taken for update in step.by_rank))
+    entropy_coef = config.algo.entropy_coef + entropy_added
     num_skipped = sum(not step.by_rank[0].applied for step in taken)
     return Update(
-        policy=PolicySteps(stats, len(taken), _mean_grad_norm(taken), lr, kl_coef),
+        policy=PolicySteps(stats, len(taken), _mean_grad_norm(taken), lr, kl_coef, entropy_coef),
         critic=critic,
         share_skipped=num_skipped / len(taken),
         logprobs_before=before,

@@ -71,12 +71,16 @@ class Actor(TrainedModel[CausalPolicy]):
         self._base.bring()
 
     @torch.no_grad()
-    def logprobs(self, batch: PackedBatch, num_micro: int, *, adapters: bool = True) -> Float[Tensor, "T"]:
-        """Log-probability of each answer token, 0 elsewhere; on the CPU. Without the adapters' dropout, and without
-        `adapters` as the policy was before training."""
+    def logprobs(
+        self, batch: PackedBatch, num_micro: int, *, adapters: bool = True, with_entropy: bool = False
+    ) -> Float[Tensor, "T ..."]:
+        """As `policy_logprobs`. Without the adapters' dropout, and without `adapters` as the policy was before
+        training."""
         with self._without_dropout(), nullcontext() if adapters else without_adapters(self.model):
             return self.forward_pass.run(
-                lambda parts: policy_logprobs(self.model, batch, parts, self._config, self._place.device),
+                lambda parts: policy_logprobs(
+                    self.model, batch, parts, self._config, self._place.device, with_entropy=with_entropy
+                ),
                 batch,
                 num_micro,
             )
@@ -98,7 +102,14 @@ class Actor(TrainedModel[CausalPolicy]):
             torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
 
     def update(
-        self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float, kl_coef: float
+        self,
+        batch: TrainBatch,
+        num_micro: int,
+        denominator: Denominator,
+        *,
+        lr: float,
+        kl_coef: float,
+        entropy_added: float = 0.0,
     ) -> PolicyUpdate:
         """One optimizer step on this rank's share of a mini-batch.
 
@@ -110,7 +121,7 @@ class Actor(TrainedModel[CausalPolicy]):
             logprobs: list[Tensor] = []
 
             def objective(micro: Micro[TrainBatch]) -> tuple[Tensor, PolicyStatistics]:
-                loss, statistics, found = self._objective(micro, denominator, kl_coef)
+                loss, statistics, found = self._objective(micro, denominator, kl_coef, entropy_added)
                 logprobs.append(found)
                 return loss, statistics
 
@@ -121,7 +132,7 @@ class Actor(TrainedModel[CausalPolicy]):
         grad_norm, is_finite = self.clip(summed)
         if not is_finite:
             self.release_gradients()
-            rows = self._non_finite_groups(batch, denominator, kl_coef)
+            rows = self._non_finite_groups(batch, denominator, kl_coef, entropy_added)
             where = (
                 f"the loss of prompts number {rows} of the step is not finite" if rows else "every loss here is finite"
             )
@@ -139,18 +150,20 @@ class Actor(TrainedModel[CausalPolicy]):
         return PolicyUpdate(summed, grad_norm, logprobs, applied)
 
     @torch.no_grad()
-    def _non_finite_groups(self, batch: TrainBatch, denominator: Denominator, kl_coef: float) -> list[int]:
+    def _non_finite_groups(
+        self, batch: TrainBatch, denominator: Denominator, kl_coef: float, entropy_added: float
+    ) -> list[int]:
         """Prompts (counted within the step) with an answer whose loss is not finite, on this rank."""
         found = set()
         for index in range(batch.packed.num_sequences):
             micro = to_device(batch, [index], self._place.device)
-            loss, _, _ = self._objective(micro, denominator, kl_coef)
+            loss, _, _ = self._objective(micro, denominator, kl_coef, entropy_added)
             if not torch.isfinite(loss):
                 found.add(int(batch.packed.group_ids[index]))
         return sorted(found)
 
     def _objective(
-        self, micro: Micro[TrainBatch], denominator: Denominator, kl_coef: float
+        self, micro: Micro[TrainBatch], denominator: Denominator, kl_coef: float, entropy_added: float
     ) -> tuple[Tensor, PolicyStatistics, Tensor]:
         batch, algo = micro.device, self._config.algo
         packed = batch.packed
@@ -161,7 +174,7 @@ class Actor(TrainedModel[CausalPolicy]):
             packed.target_ids,
             micro.host.packed.loss_mask.numpy(),
             temperature=self._config.rollout.sampling.temperature,
-            entropy="grad" if algo.entropy_coef > 0 else "value",
+            entropy="grad" if algo.entropy_coef + entropy_added > 0 else "value",
         )
         loss, statistics = policy_objective(
             output.logprobs,
@@ -176,8 +189,10 @@ class Actor(TrainedModel[CausalPolicy]):
             settings=algo,
             denominator=denominator,
             kl_coef=kl_coef,
+            entropy_added=entropy_added,
             behavior_logprobs=packed.behavior_logprobs,
             group_ids=packed.group_ids,
+            covariance_rank=batch.covariance_rank,
         )
         return loss, statistics, output.logprobs.detach()
 
@@ -237,11 +252,17 @@ class Actor(TrainedModel[CausalPolicy]):
 
 
 def policy_logprobs(
-    policy: CausalPolicy, batch: PackedBatch, parts: Parts, config: RunConfig, device: torch.device
-) -> Float[Tensor, "T"]:
-    """Forward pass without gradient: log-probability of each answer token, 0 elsewhere; on the CPU.
+    policy: CausalPolicy,
+    batch: PackedBatch,
+    parts: Parts,
+    config: RunConfig,
+    device: torch.device,
+    *,
+    with_entropy: bool = False,
+) -> Float[Tensor, "T ..."]:
+    """Forward pass without gradient: log-probability of each answer token, 0 elsewhere; on the CPU, Float[T].
 
-    `parts`: the sequences of each micro-batch.
+    `parts`: the sequences of each micro-batch. `with_entropy`: Float[T, 2], the policy's entropy beside it.
     """
     found = []
     for part in parts:
@@ -253,7 +274,7 @@ def policy_logprobs(
             micro.device.target_ids,
             micro.host.loss_mask.numpy(),
             temperature=config.rollout.sampling.temperature,
-            entropy="none",
+            entropy="value" if with_entropy else "none",
         )
-        found.append(output.logprobs)
+        found.append(torch.stack([output.logprobs, output.entropy], dim=1) if with_entropy else output.logprobs)
     return restore_order(found, batch.cu_seqlens, parts)

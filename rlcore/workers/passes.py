@@ -64,7 +64,7 @@ def _sent(batch: Batch, device: torch.device) -> Batch:
     return replace(batch, **changes)
 
 
-def restore_order(parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Parts) -> Float[Tensor, "T"]:
+def restore_order(parts: Sequence[Float[Tensor, "..."]], cu_seqlens: Tensor, sequences: Parts) -> Tensor:
     """Per-token values of the micro-batches in the order of the rank's batch, on the CPU: one wait for the device."""
     values = torch.cat([part.detach().float() for part in parts]).cpu()
     return scatter_tokens(values.split([len(part) for part in parts]), cu_seqlens, sequences)

@@ -193,6 +193,11 @@ class Worker:
         self._rest_engine()
         return self._actor.logprobs(batch, num_micro)
 
+    def old_logprobs_and_entropy(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T 2"]:
+        """The same with the policy's entropy at each answer token."""
+        self._rest_engine()
+        return self._actor.logprobs(batch, num_micro, with_entropy=True)
+
     def ref_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Log-probabilities of the answers under the frozen reference."""
         self._rest_engine()
@@ -208,13 +213,19 @@ class Worker:
         return self._critic.values(batch, num_micro)
 
     def update_policy(
-        self, batch: TrainBatch, num_micro: int, denominator: Denominator, lr: float, kl_coef: float
+        self,
+        batch: TrainBatch,
+        num_micro: int,
+        denominator: Denominator,
+        lr: float,
+        kl_coef: float,
+        entropy_added: float = 0.0,
     ) -> PolicyUpdate:
         """One optimizer step of the policy."""
         self._rest_engine()
         self._actor.seed_dropout(self._version, self._num_updates, self._rank)
         self._num_updates += 1
-        return self._actor.update(batch, num_micro, denominator, lr=lr, kl_coef=kl_coef)
+        return self._actor.update(batch, num_micro, denominator, lr=lr, kl_coef=kl_coef, entropy_added=entropy_added)
 
     def update_critic(self, batch: TrainBatch, num_micro: int, denominator: Denominator, lr: float) -> CriticUpdate:
         """One optimizer step of the critic."""

@@ -138,6 +138,34 @@ def dppo(
     return tokens
 
 
+def covariance(old: Flat, advantages: Flat, answers: Positions) -> dict[int, float]:
+    tokens = [t for positions in answers for t in positions]
+    logprob, advantage = mean([old[t] for t in tokens]), mean([advantages[t] for t in tokens])
+    return {t: (old[t] - logprob) * (advantages[t] - advantage) for t in tokens}
+
+
+def largest(values: dict[int, float], share: float) -> list[int]:
+    """The tokens of the largest values: a share of all, at least one."""
+    ordered = sorted(values, key=lambda t: -values[t])
+    return [t for place, t in enumerate(ordered) if place / len(ordered) < share]
+
+
+def kl_cov(
+    policy: Flat, old: Flat, advantages: Flat, answers: Positions, low: float, high: float, dual: float | None,
+    share: float = 0.0002, coef: float = 1.0,
+) -> dict[int, Token]:  # fmt: skip
+    penalized = largest(covariance(old, advantages, answers), share)
+    tokens = {}
+    for t in (t for positions in answers for t in positions):
+        log_r = log_ratio(policy[t], old[t])
+        loss = slope = -advantages[t] * math.exp(log_r)
+        if t in penalized:
+            loss += coef * abs(log_r)
+            slope += coef * ((log_r > 0) - (log_r < 0))
+        tokens[t] = (loss, slope * inside(policy[t], old[t]), t in penalized, False)
+    return tokens
+
+
 def value_loss(value: float, old: float, target: float, clip: float) -> tuple[float, float, bool]:
     near = clamp(value, old - clip, old + clip)
     if (near - target) ** 2 > (value - target) ** 2:

@@ -61,7 +61,7 @@ def test_cispo_without_a_clip_has_the_gradient_of_ppo_without_a_clip() -> None:
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "kl_cov"])
 def test_first_update_on_fresh_rollouts_is_reinforce(name: str, aggregation: Aggregation) -> None:
     """Through a real softmax: the gradient of the logits is that of -sum_t c_t A_t log pi(t), for every loss."""
     rows, vocabulary = RAGGED, 5
@@ -89,6 +89,7 @@ def test_first_update_on_fresh_rollouts_is_reinforce(name: str, aggregation: Agg
         settings=AlgoConfig(policy_loss=name, aggregation=aggregation),
         denominator=Denominator(sum(rows.lengths()), rows.num_sequences, 8),
         kl_coef=0.0,
+        covariance_rank=torch.zeros(num_tokens, dtype=torch.float64),
     )
     loss.backward()
     reinforce = leaf(logits)

@@ -5,19 +5,27 @@ import torch
 from torch import Tensor
 
 from rlcore.algos.losses import PolicyLoss, resolve_policy_loss, value_loss
+from rlcore.algos.selection import rank_share, token_covariance
 from rlcore.config.algo import POLICY_LOSSES, AlgoConfig
 from tests.algos import naive
 from tests.algos.compare import assert_flags, assert_tokens
-from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, grad_of, leaf, row
+from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, grad_of, leaf, row, spoiled
 
 LOSSES = {name: (resolve_policy_loss(name), getattr(naive, name)) for name in POLICY_LOSSES}
 SIDES = ("policy", "old", "advantages")
 CLIPS = [(0.2, 0.2, 3.0), (0.2, 0.28, None), (0.1, 0.4, 1.5), (0.9, 5.0, 1.1)]
 
 
+def covariance_rank(old: Tensor, advantages: Tensor, rows: Rows) -> Tensor:
+    """With garbage where the mask is False."""
+    return spoiled(rank_share(token_covariance(old, advantages, rows.mask), rows.mask), rows.mask, 1)
+
+
 def call(name: str, policy: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: AlgoConfig) -> PolicyLoss:
     function, _ = LOSSES[name]
-    return function(policy, old, advantages, rows.mask, rows.sequence_ids, rows.num_sequences, settings=settings)
+    given = {"covariance_rank": covariance_rank(old, advantages, rows)} if name == "kl_cov" else {}
+    arguments = (policy, old, advantages, rows.mask, rows.sequence_ids, rows.num_sequences)
+    return function(*arguments, settings=settings, **given)
 
 
 @pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
@@ -42,13 +50,19 @@ def test_value_gradient_and_flags_are_those_of_the_naive_twin(
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("sapo", {"tau_pos": 0.5, "tau_neg": 3.0}), ("gmpo", {"log_clip": 0.05}), ("dppo", {"delta": 0.01})],
+    [
+        ("sapo", {"tau_pos": 0.5, "tau_neg": 3.0}),
+        ("gmpo", {"log_clip": 0.05}),
+        ("dppo", {"delta": 0.01}),
+        ("kl_cov", {"share": 0.4, "coef": 0.5}),
+    ],
 )
 def test_options_are_those_of_the_naive_twin(name: str, options: dict[str, float]) -> None:
     function, twin = LOSSES[name]
     policy, old, advantages = leaf(floats(RAGGED, 1)), floats(RAGGED, 2), floats(RAGGED, 3)
+    given = {"covariance_rank": covariance_rank(old, advantages, RAGGED)} if name == "kl_cov" else {}
     arguments = (RAGGED.mask, RAGGED.sequence_ids, RAGGED.num_sequences)
-    result = function(policy, old, advantages, *arguments, settings=AlgoConfig(), **options)
+    result = function(policy, old, advantages, *arguments, settings=AlgoConfig(), **options, **given)
     lists = policy.tolist(), old.tolist(), advantages.tolist(), RAGGED.answers()
     expected = twin(*lists, 0.2, 0.2, None, **options)
     assert_tokens(result.loss, {t: token[0] for t, token in expected.items()})
@@ -57,7 +71,7 @@ def test_options_are_those_of_the_naive_twin(name: str, options: dict[str, float
     assert any(token[0] != twin(*lists, 0.2, 0.2, None)[t][0] for t, token in expected.items())
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "gmpo", "dppo"])
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo", "gmpo", "dppo", "kl_cov"])
 def test_every_branch_is_reached_by_the_twin_tests(name: str) -> None:
     """The comparison above would be empty if no token were clipped: say so if the random numbers ever stop doing it."""
     settings = AlgoConfig(clip_low=0.1, clip_high=0.4, dual_clip=1.5)
@@ -164,9 +178,9 @@ def test_each_side_of_the_clip_has_its_own_width() -> None:
 def test_garbage_under_the_mask_changes_nothing(name: str, side: str) -> None:
     """Not one bit of value or gradient: the clean and the spoiled call are compared exactly."""
     clean = {key: torch.where(RAGGED.mask, floats(RAGGED, i), 0.0) for i, key in enumerate(SIDES)}
-    spoiled = clean | {side: floats(RAGGED, SIDES.index(side))}
+    dirty = clean | {side: floats(RAGGED, SIDES.index(side))}
     results, grads = [], []
-    for inputs in (clean, spoiled):
+    for inputs in (clean, dirty):
         policy = leaf(inputs["policy"])
         result = call(name, policy, inputs["old"], inputs["advantages"], RAGGED, AlgoConfig())
         result.loss.sum().backward()

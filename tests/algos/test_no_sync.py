@@ -10,7 +10,7 @@ from rlcore.algos.advantages import gae, reinforce_pp, spread, token_rewards, wh
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import explained_variance, policy_objective, value_objective
 from rlcore.algos.off_policy import importance_weights, left_behind, rejected
-from rlcore.config.algo import Aggregation, AlgoConfig, ImportanceConfig, KlConfig, RejectionConfig
+from rlcore.config.algo import POLICY_LOSSES, Aggregation, AlgoConfig, ImportanceConfig, KlConfig, RejectionConfig
 
 T, N = 50, 4
 
@@ -32,7 +32,7 @@ def test_meta_tensors_do_refuse_a_sync() -> None:
 
 
 @pytest.mark.parametrize("aggregation", get_args(Aggregation))
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_policy_objective(name: str, aggregation: Aggregation) -> None:
     settings = AlgoConfig(policy_loss=name, aggregation=aggregation, entropy_coef=0.1, kl=KlConfig(where="loss"))
     policy = flat().requires_grad_()
@@ -49,6 +49,7 @@ def test_policy_objective(name: str, aggregation: Aggregation) -> None:
         settings=settings,
         denominator=COUNTS,
         kl_coef=0.1,
+        covariance_rank=flat(),
     )
     loss.backward()
     assert policy.grad is not None

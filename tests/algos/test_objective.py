@@ -16,10 +16,11 @@ from rlcore.algos.objective import (
     policy_objective,
     value_objective,
 )
+from rlcore.algos.selection import rank_share, token_covariance
 from rlcore.config.algo import POLICY_LOSSES, Aggregation, AlgoConfig, KlConfig
 from tests.algos import naive
 from tests.algos.compare import assert_tokens
-from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, grad_of, leaf
+from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, grad_of, leaf, spoiled
 from tests.algos.test_aggregation import denominator, partitions
 
 NAIVE = {name: getattr(naive, name) for name in POLICY_LOSSES}
@@ -36,11 +37,13 @@ class Inputs:
     ref: Tensor | None
     advantages: Tensor
     weights: Tensor
+    rank: Tensor
 
     @classmethod
     def random(cls, rows: Rows, dtype: torch.dtype = torch.float64) -> "Inputs":
         policy, entropy, old, ref, advantages, weights = (floats(rows, seed, 0.5, dtype) for seed in range(NUM_FIELDS))
-        return cls(policy, entropy, old, ref, advantages, weights.exp())
+        rank = spoiled(rank_share(token_covariance(old, advantages, rows.mask), rows.mask), rows.mask, 1)
+        return cls(policy, entropy, old, ref, advantages, weights.exp(), rank)
 
     def pick(self, index: Tensor) -> "Inputs":
         return Inputs(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
@@ -51,7 +54,7 @@ class Inputs:
 
 
 def call(
-    inputs: Inputs, rows: Rows, settings: AlgoConfig, counts: Denominator, kl_coef: float = 0.3
+    inputs: Inputs, rows: Rows, settings: AlgoConfig, counts: Denominator, kl_coef: float = 0.3, **more: float
 ) -> tuple[Tensor, PolicyStatistics]:
     return policy_objective(
         inputs.policy,
@@ -66,6 +69,8 @@ def call(
         settings=settings,
         denominator=counts,
         kl_coef=kl_coef,
+        covariance_rank=inputs.rank,
+        **more,
     )
 
 
@@ -153,9 +158,9 @@ def test_no_bit_of_garbage_gets_through(name: str, estimator: str) -> None:
         loss, statistics = call(inputs, RAGGED, settings, denominator(RAGGED))
         loss.backward()
         results.append((loss.detach(), grad_of(inputs.policy), grad_of(inputs.entropy), statistics.stack()))
-    for expected, spoiled in zip(*results, strict=True):
-        assert torch.isfinite(spoiled).all()
-        assert torch.equal(expected, spoiled)
+    for expected, found in zip(*results, strict=True):
+        assert torch.isfinite(found).all()
+        assert torch.equal(expected, found)
 
 
 def test_what_a_careless_loss_returns_under_the_mask_changes_nothing() -> None:
@@ -205,6 +210,37 @@ def test_the_present_kl_coefficient_counts_not_the_settings() -> None:
     small, statistics = call(inputs, RAGGED, settings, counts, kl_coef=0.0)
     large, _ = call(inputs, RAGGED, settings, counts, kl_coef=2.0)
     assert (large - small).item() == pytest.approx(2.0 * statistics.kl_loss.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("rows", [RAGGED, GAPPED], ids=["ragged", "gapped"])
+def test_an_answer_that_the_policy_has_left_has_no_policy_loss_and_stays_in_the_denominators(rows: Rows) -> None:
+    inputs, counts = replace(Inputs.random(rows).learned(), ref=None), denominator(rows)
+    assert inputs.old is not None
+    loss, _ = call(inputs, rows, algo(kl=KlConfig(), entropy_coef=0.0, off_policy_mask=0.1), counts)
+    loss.backward()
+    policy, old, advantages = inputs.policy.tolist(), inputs.old.tolist(), inputs.advantages.tolist()
+    tokens = naive.ppo_clip(policy, old, advantages, rows.answers(), 0.2, 0.28, 3.0)
+    value, gradient, num_left = 0.0, {}, 0
+    for positions in rows.answers():
+        drift = naive.mean([-naive.log_ratio(policy[t], old[t]) for t in positions]) if positions else 0.0
+        for t in positions:
+            counted = 0.0 if advantages[t] < 0 and drift > 0.1 else inputs.weights[t].item() / counts.num_tokens
+            num_left += counted == 0.0
+            value += counted * tokens[t][0]
+            gradient[t] = counted * tokens[t][1]
+    assert 0 < num_left < len(gradient)
+    assert loss.item() == pytest.approx(value, rel=1e-12)
+    assert_tokens(grad_of(inputs.policy), gradient)
+
+
+def test_what_is_added_to_the_weight_of_the_entropy_counts() -> None:
+    plain, moved = Inputs.random(RAGGED).learned(), Inputs.random(RAGGED).learned()
+    by_settings, _ = call(plain, RAGGED, algo(entropy_coef=0.05), denominator(RAGGED))
+    by_controller, _ = call(moved, RAGGED, algo(entropy_coef=0.01), denominator(RAGGED), entropy_added=0.04)
+    assert by_controller.item() == pytest.approx(by_settings.item(), rel=1e-12)
+    by_settings.backward()
+    by_controller.backward()
+    torch.testing.assert_close(grad_of(moved.entropy), grad_of(plain.entropy), rtol=1e-12, atol=0)
 
 
 def test_statistics_have_no_gradient_and_survive_an_all_reduce() -> None:

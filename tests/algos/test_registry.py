@@ -40,7 +40,7 @@ def test_module_colon_function() -> None:
 def test_a_wrong_name_is_told_with_the_known_ones(name: str, complaint: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=rf"algo\.policy_loss: .*{complaint}.*cispo, dppo, gmpo, gpg, gspo, ppo_clip, sapo, or `module:function`",
+        match=rf"algo\.policy_loss: .*{complaint}.*{', '.join(sorted(POLICY_LOSSES))}, or `module:function`",
     ):
         resolve_policy_loss(name)
 

@@ -5,8 +5,8 @@ from typing import Literal
 
 import pytest
 
-from rlcore.algos.schedules import lr_at, num_warmup_steps
-from rlcore.config.algo import OptimConfig
+from rlcore.algos.schedules import lr_at, next_entropy_added, num_warmup_steps
+from rlcore.config.algo import AlgoConfig, EntropyControlConfig, OptimConfig
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -69,3 +69,21 @@ def test_linear_by_hand() -> None:
 @pytest.mark.parametrize(("ratio", "total", "steps"), [(0.29, 100, 29), (0.57, 300, 171), (0.299, 100, 29)])
 def test_a_ratio_that_is_whole_steps_gives_them_all(ratio: float, total: int, steps: int) -> None:
     assert num_warmup_steps(optim=OptimConfig(warmup_ratio=ratio), total_steps=total) == steps
+
+
+def test_the_weight_of_the_entropy_bonus_is_that_of_a_naive_twin() -> None:
+    entropies = [0.1, 0.2, 0.5, 0.3, 0.9, 0.9, 0.9, 0.9, 0.29, 0.31, 0.1]
+    settings = AlgoConfig(entropy_coef=0.01, entropy_control=EntropyControlConfig(target=0.3, step=0.004))
+    added, weight = 0.0, 0.01
+    for entropy in entropies:
+        added = next_entropy_added(added, entropy, settings=settings)
+        if entropy < 0.3:
+            weight += 0.004
+        elif entropy > 0.3:
+            weight = weight - 0.004 if weight > 0.004 else 0.0
+        assert settings.entropy_coef + added == pytest.approx(weight, abs=1e-15)
+    assert weight == pytest.approx(0.004)
+
+
+def test_without_a_target_the_weight_stays() -> None:
+    assert next_entropy_added(0.0, 0.1, settings=AlgoConfig(entropy_coef=0.01)) == 0.0

@@ -17,7 +17,7 @@ CASES = [
     ("", "algo.advantage=reinforce_pp", "algo.gamma=1"),
     ("", "algo.advantage=gae critic={}", "algo.value_clip=0.2"),
     ("algo.policy_loss=cispo", "algo.policy_loss=gspo", "algo.dual_clip=2"),
-    *[(f"algo.policy_loss={name}", "", f"algo.{key}") for name in ("sapo", "gmpo", "gpg", "dppo")
+    *[(f"algo.policy_loss={name}", "", f"algo.{key}") for name in ("sapo", "gmpo", "gpg", "dppo", "kl_cov")
       for key in ("clip_low=0.1", "dual_clip=2")],
     *[("", "algo.kl.where=loss", f"algo.kl.{word}") for word in ("estimator=k2", "coef=0.001", "offload=true")],
     ("algo.kl.where=loss", "algo.kl.where=reward", "algo.kl.estimator=k1"),
@@ -28,6 +28,8 @@ CASES = [
     ("", "algo.importance.mode=mask", "algo.importance.level=sequence"),
     ("", "algo.rejection.level=token", "algo.rejection.estimator=k3"),
     ("", "algo.rejection.level=token", "algo.rejection.cap=3"),
+    ("", "algo.entropy_control.target=0.3", "algo.entropy_control.step=0.1"),
+    *[("", "algo.clip_cov.share=0.1", f"algo.clip_cov.{word}") for word in ("low=0.5", "high=4")],
     ("", "algo.dynamic_sampling.enabled=true", "algo.dynamic_sampling.max_refills=2"),
     ("", "algo.overlong.enabled=true", "algo.overlong.penalty=2"),
     ("", "optim.schedule=cosine", "optim.min_lr_ratio=0.1"),

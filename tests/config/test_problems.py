@@ -55,7 +55,7 @@ def test_keys_and_sections():
     assert is_key("tags.anything")
     assert not is_key("algo.kl")
     assert not is_key("algo.kl.nothing")
-    options = {"data.chat_template_kwargs", "algo.policy_loss_options", "algo.advantage_options"}
+    options = {"data.chat_template_kwargs", "algo.policy_loss_options", "algo.advantage_options", "reward.weights"}
     assert free_mappings() == {"tags", *options}
     assert {"algo", "algo.kl", "critic.optim", "model.lora"} <= section_names()
     assert "seed" not in section_names()

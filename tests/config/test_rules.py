@@ -183,6 +183,24 @@ CASES = [
         "algo.rejection.level=token trainer.old_logprobs=behavior",
         "algo.rejection.level=token",
     ),
+    ("top_entropy_has_a_pass", "algo.top_entropy=0.2 trainer.old_logprobs=behavior", "algo.top_entropy=0.2"),
+    *[
+        (
+            "kl_cov_sees_a_difference",
+            "algo.policy_loss=kl_cov trainer.batch_size=8 trainer.mini_batch_size=8",
+            f"algo.policy_loss=kl_cov trainer.batch_size=8 {word}",
+        )
+        for word in (
+            "trainer.mini_batch_size=4",
+            "trainer.mini_batch_size=8 trainer.epochs_per_batch=2",
+            "trainer.mini_batch_size=8 trainer.old_logprobs=behavior",
+        )
+    ],
+    (
+        "algo.clip_cov.low must be under algo.clip_cov.high",
+        "algo.clip_cov.share=0.1 algo.clip_cov.low=5",
+        "algo.clip_cov.low=5",
+    ),
     (
         "a_factor_is_over_one",
         "algo.rejection.level=token algo.rejection.cap=1",
@@ -221,7 +239,7 @@ CASES = [
     ("lambda_has_effect", "algo.lam=0.9", "algo.lam=0.9 algo.advantage=gae critic={}"),
     ("gamma_has_effect", "algo.gamma=0.9", "algo.gamma=0.9 algo.advantage=reinforce_pp"),
     *[
-        ("policy_loss_is_known", "algo.policy_loss=gsop", f"algo.policy_loss={loss}")
+        ("policy_loss_is_known", "algo.policy_loss=gsop", f"algo.policy_loss={loss} trainer.mini_batch_size=1")
         for loss in (*POLICY_LOSSES, "tests.algos.custom_loss:my_loss")
     ],
     *[

@@ -54,6 +54,7 @@ def test_critic_schedule_and_coefficient_go_on_too(undisturbed: SmallRun, tmp_pa
     more = (
         "algo=ppo", "algo.kl.where=reward", "algo.kl.adaptive=true", "algo.kl.horizon=50",
         "optim.schedule=cosine", "optim.warmup_steps=1",
+        "algo.entropy_control.target=9", "algo.entropy_control.step=0.001",
     )  # fmt: skip
     whole = elsewhere(undisturbed, tmp_path / "whole", *steps(4), QUIET, *more)
     run_to_the_end(whole)
@@ -64,7 +65,7 @@ def test_critic_schedule_and_coefficient_go_on_too(undisturbed: SmallRun, tmp_pa
     with session_of(run) as session:
         session.export("last")
     expected = steps_of(whole)
-    for name in ("actor/kl_coef", "actor/lr", "critic/vf_loss"):
+    for name in ("actor/kl_coef", "actor/entropy_coef", "actor/lr", "critic/vf_loss"):
         assert len({expected[step][name] for step in range(1, 5)}) > 2, name
     assert steps_of(run) == expected
     assert weights_of(run) == weights_of(whole)

@@ -71,6 +71,8 @@ def test_gradient_checkpointing_does_not_change_the_numbers(root: Path, algo: st
         ("algo.importance.mode=truncate",),
         ("algo.importance.mode=mask", "algo.importance.level=sequence", "algo.rejection.level=sequence-mean"),
         ("algo.off_policy_mask=0.01", "trainer.mini_batch_size=4", "trainer.epochs_per_batch=2"),
+        ("algo.policy_loss=kl_cov", "algo.policy_loss_options.share=0.2", "trainer.mini_batch_size=4"),
+        ("algo.top_entropy=0.2", "algo.clip_cov.share=0.1", "algo.clip_cov.low=0.01"),
         ("algo.advantage=gdpo", "reward.weights={correct:1.0,format:0.2}", "reward.num_processes=1"),
         ("algo.entropy_coef=0.01",),
         ("algo.dynamic_sampling.enabled=true",),

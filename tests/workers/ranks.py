@@ -42,6 +42,7 @@ def batch_from(tensors: dict[str, Tensor]) -> TrainBatch:
     )
     packed = PackedBatch(**{name: tensors[name] for name in names})
     others = ("old_logprobs", "ref_logprobs", "old_values", "advantages", "returns", "importance_weights")
+    others += ("covariance_rank",)
     return TrainBatch(packed, **{name: tensors[name] for name in others})
 
 

@@ -17,8 +17,15 @@ from tests.small_run import prepare
 NUM_SEQUENCES = 16
 UNSCORED = (2, 5, 8, 11)
 """Answers that the scorer failed on: their gradient is none."""
-ALGORITHMS = ("grpo", "ppo", "sft")
-"""sft: the supervised loss on the same answers."""
+ALGORITHMS = {
+    "grpo": ["algo=grpo", "algo.kl.where=loss"],
+    "ppo": ["algo=ppo"],
+    "sft": ["algo=grpo"],
+    "kl_cov": [
+        "algo=grpo", "algo.policy_loss=kl_cov", "algo.policy_loss_options.share=0.3", "trainer.mini_batch_size=4",
+    ],
+}  # fmt: skip
+"""Settings of each. sft: the supervised loss on the same answers."""
 RELATIVE = 4e-6
 """Of the largest entry of each tensor, in float32. Sums of another order differ by 1.1e-6 on a processor without
 AVX-512."""
@@ -50,6 +57,7 @@ def random_batch(rng: np.random.Generator) -> dict[str, Tensor]:
         "advantages": on_answers(1.0, 0.0),
         "returns": on_answers(1.0, 0.0),
         "importance_weights": mask,
+        "covariance_rank": torch.from_numpy(rng.random(packed.num_tokens)),
     }
 
 
@@ -64,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(random_batch(np.random.default_rng(7)), folder / "batch.safetensors")
     straight, shuffled = list(range(NUM_SEQUENCES)), np.random.default_rng(1).permutation(NUM_SEQUENCES).tolist()
     cases = []
-    for algo in ALGORITHMS:
+    for algo, own in ALGORITHMS.items():
         for name, order, max_tokens, checkpointing in [
             ("whole", straight, 10_000, False),
             ("split", straight, 30, False),
@@ -73,15 +81,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("scored-alone", [index for index in straight if index not in UNSCORED], 60, False),
             ("checkpointed", straight, 60, True),
         ]:
-            kl = ["algo.kl.where=loss"] if algo == "grpo" else []
             run = prepare(
                 folder,
-                f"algo={'grpo' if algo == 'sft' else algo}",
                 "algo.entropy_coef=0.01",
                 "optim.grad_clip=1000.0",
                 f"model.gradient_checkpointing={checkpointing}",
                 "model.scratch.num_layers=2",
-                *kl,
+                *own,
             )
             cases.append(
                 {

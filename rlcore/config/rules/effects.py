@@ -69,7 +69,7 @@ _VLLMS = tuple(
     for name in ("tensor_parallel_size", "memory_share", "sleep_level", "enforce_eager", "short_steps",
                  "max_batched_tokens", "prefix_caching", "canary_bound")
 )  # fmt: skip
-_UNCLIPPED = ("sapo", "gmpo", "gpg", "dppo")
+_UNCLIPPED = ("sapo", "gmpo", "gpg", "dppo", "kl_cov")
 _KL = tuple(f"algo.kl.{name}" for name in ("estimator", "coef", "adaptive", "target", "horizon", "offload"))
 _WARM_START = tuple(f"warm_start.{name}" for name in WarmStartConfig.model_fields if name != "enabled")
 _ACTIONS = tuple(f"alarms.{name}" for name in ("non_finite", "grad_norm", "entropy", "equal_scores", "kl", "length"))
@@ -92,6 +92,10 @@ EFFECTS: tuple[Effect, ...] = (
            why="algo.kl.where=reward near the reference: it is d^2 / 2 there, so its policy gradient vanishes",
            of=_one_of("k2", "k3", "low_var_kl")),
     Effect(("algo.kl.target", "algo.kl.horizon"), ("algo.kl.adaptive",), _on, "Set algo.kl.adaptive=true"),
+    Effect(("algo.entropy_control.step",), ("algo.entropy_control.target",), _on,
+           "Set algo.entropy_control.target, in nats a token"),
+    Effect(("algo.clip_cov.low", "algo.clip_cov.high"), ("algo.clip_cov.share",), _on,
+           "Set algo.clip_cov.share=0.0002"),
     Effect(("algo.rejection.estimator", "algo.rejection.cap"), ("algo.rejection.level",), _on,
            "Set algo.rejection.level=token"),
     Effect(("algo.importance.cap", "algo.importance.level"), ("algo.importance.mode",), _on,

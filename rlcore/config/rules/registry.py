@@ -65,7 +65,8 @@ def _bound_rule(key: str, bound: Bound) -> Rule:
         number = prod(others) if bound.words == "divide" else sum(others)
         if _ALLOWS[bound.words](value, number):
             return None
-        remedy = bound.remedy.format(bound=number, divisors=divisors(number))
+        whole = divisors(number) if bound.words == "divide" else ""  # a bound of another kind may be no whole number
+        remedy = bound.remedy.format(bound=number, divisors=whole)
         return Problem(key, says, got(config, key, *bound.names), remedy)
 
     reads = (key, *bound.names, *([bound.only_with] if bound.only_with else []))
