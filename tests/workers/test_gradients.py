@@ -26,9 +26,9 @@ ALGORITHMS = {
     ],
 }  # fmt: skip
 """Settings of each. sft: the supervised loss on the same answers."""
-RELATIVE = 4e-6
-"""Of the largest entry of each tensor, in float32. Sums of another order differ by 1.1e-6 on a processor without
-AVX-512."""
+RELATIVE = 1e-5
+"""Of the largest entry of each tensor, in float32. Sums of another order differ most, by up to 4.1e-6 on some
+processors, in the bias of the keys, whose gradient is what is left of sums that cancel."""
 
 
 def random_batch(rng: np.random.Generator) -> dict[str, Tensor]:
