@@ -112,10 +112,12 @@ async def _reply(settings: JudgeConfig, asked: str) -> str:
                         last = str(error) if isinstance(error, JudgeError) else type(error).__name__
     except TimeoutError:
         limit = f"{settings.deadline_s:g} s (reward.judge.deadline_s)"
-        raise JudgeError(f"no verdict within {limit}{f'; before that {last}' if last else ''}") from None
+        before = f"; before that {last}" if last else ""
+        raise JudgeError(f"no verdict of {settings.url} within {limit}{before}") from None
     except httpx.HTTPError as error:
-        raise JudgeError(f"no verdict: {type(error).__name__}") from None
-    raise JudgeError(f"no verdict in {settings.tries} tries (reward.judge.tries); the last one: {last}")
+        raise JudgeError(f"no verdict of {settings.url}: {type(error).__name__}") from None
+    tries = f"{settings.tries} tries (reward.judge.tries)"
+    raise JudgeError(f"no verdict of {settings.url} (reward.judge.url) in {tries}; the last one: {last}")
 
 
 def _secret(variable: str) -> str:

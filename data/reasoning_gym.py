@@ -49,8 +49,8 @@ def source_digests(settings: "ReasoningGymData") -> dict[str, str]:
     """
     if find_spec(PACKAGE) is None:
         raise DataError(
-            "data=reasoning_gym: the package reasoning_gym must be installed, and is not. Install: pip install "
-            "'millrace[reasoning-gym]'"
+            "data=reasoning_gym: the package reasoning_gym must be installed, and is not. In the checkout: "
+            "pip install -c constraints.txt -e '.[reasoning-gym]'"
         )
     if not settings.tasks or len(set(settings.tasks)) < len(settings.tasks):
         raise DataError(f"data.tasks: must name one task or more, each once; got {list(settings.tasks)}")

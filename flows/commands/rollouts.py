@@ -14,7 +14,7 @@ from rlcore.answers.judge import audit_reward, cases_of
 from rlcore.answers.judge import rescore as rescore_answers
 from rlcore.answers.query import EVERYTHING, READABLE, KeptAnswers, Query, finite
 from rlcore.config import RunConfig
-from rlcore.errors import DataError
+from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.layout import RunLayout
 from rlcore.user_code import working_by
@@ -28,8 +28,11 @@ def rollouts(run: Sequence[str], query: Query, *, root: Path | None, limit: int,
     """Show kept answers: as a page of text, or one JSON object a line.
 
     Raises:
+        ConfigError: tokens of a page of text.
         DataError: no such run, or it has kept no answers.
     """
+    if tokens and not as_json:
+        raise ConfigError("--tokens: must come with --json, since a page of text has no columns of tokens. Add --json")
     _, _, answers, total = _kept(run, root)
     numbers = answers.find(query)
     shown = numbers.to_pylist()[: limit or None]
@@ -38,7 +41,7 @@ def rollouts(run: Sequence[str], query: Query, *, root: Path | None, limit: int,
         for row in answers.rows(shown[begin : begin + 1_000], columns):
             print(json.dumps(_document(row), ensure_ascii=False, allow_nan=False) if as_json else _page(row))
     if not as_json:
-        print(f"{len(shown)} of {len(numbers):,} answers that were asked for, {total:,} kept")
+        print(f"{len(shown):,} shown of {len(numbers):,} answers that match, of {total:,} on record")
 
 
 def rescore(run: Sequence[str], query: Query, *, scorer: str, root: Path | None, as_json: bool) -> None:
@@ -63,12 +66,22 @@ def rescore(run: Sequence[str], query: Query, *, scorer: str, root: Path | None,
 
 
 def audit(run: Sequence[str], *, scorer: str | None, root: Path | None, as_json: bool) -> None:
-    """Give a scorer answers that must not score; exit code 1 if some do."""
+    """Give a scorer answers that must not score; exit code 1 if some do.
+
+    Raises:
+        DataError: the scorer failed on some answers, and none of the others scored.
+    """
     config, layout, answers, _ = _kept(run, root)
     cases = cases_of(answers, NUM_CASES)
     with _pool(config, layout, scorer) as pool:
         findings = audit_reward(cases, pool)
+        num_failed, failure = pool.unscored
     name = scorer or config.data.scorer
+    if num_failed and not findings:
+        raise DataError(
+            f"{name}: must score any text, but failed on {num_failed:,} answers of the audit; none of the others "
+            f"scored. The last time: {failure}. Mend the scorer"
+        )
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], ensure_ascii=False))
     elif findings:

@@ -324,7 +324,7 @@ def _validate(config: RunConfig, layout: RunLayout, committed: int) -> StagePlan
 def _report(config: RunConfig, layout: RunLayout, stages: list[StagePlan]) -> StagePlan:
     current = all(stage.cached for stage in stages) and known_report(layout) is not None
     digest = report_fingerprint(layout) if current else None
-    return StagePlan("report", digest, layout.run_dir / "report", current, "HTML and Markdown")
+    return StagePlan("report", digest, layout.run_dir / "report", current, "HTML, JSON and pictures")
 
 
 def _tokens(config: RunConfig, committed: int) -> TokenBudget:

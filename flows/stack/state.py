@@ -182,8 +182,8 @@ def _check(key: str, address: str) -> None:
     if driver and find_spec(MODULES[driver]) is None:
         raise MillraceError(
             f"{key}: {masked(address)} needs the package {driver}, which is not installed. "
-            "pip install -c constraints.txt 'millrace[postgres]' brings asyncpg (for Prefect) and psycopg (for MLflow, "
-            "as postgresql+psycopg://)."
+            "In the checkout, pip install -c constraints.txt -e '.[postgres]' brings asyncpg (for Prefect) and psycopg "
+            "(for MLflow, as postgresql+psycopg://)."
         )
 
 

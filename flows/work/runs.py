@@ -54,7 +54,10 @@ def _named(name: str, root: Path) -> Path:
     found = [folder for folder in known if folder.name.startswith(name)]
     if len(found) == 1:
         return found[0].resolve()
-    names = ", ".join(folder.name for folder in (found or known)[:MOST_NAMES]) or "none"
+    meant = found or known
+    names = ", ".join(folder.name for folder in meant[:MOST_NAMES]) or "none"
+    if len(meant) > MOST_NAMES:
+        names += f" and {len(meant) - MOST_NAMES} more (millrace runs lists them)"
     problem = "is the beginning of several runs" if found else "is neither the folder nor the id of a run"
     raise DataError(
         f"{name}: {problem}; under {root / 'runs'} there are: {names}. Name one of them, or another root (--root, or "

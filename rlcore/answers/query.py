@@ -84,6 +84,8 @@ def range_of(name: str, text: str) -> Range:
         bounds = (math.nan, None)
     if any(bound is not None and math.isnan(bound) for bound in bounds):
         raise ConfigError(f"{name}: must be a number or LOW..HIGH, such as 3, 3..5, 3.. or ..5; got {text!r}")
+    if bounds[0] is not None and bounds[1] is not None and bounds[0] > bounds[1]:
+        raise ConfigError(f"{name}: must have the lower bound first, as in {high}..{low}; got {text!r}")
     return bounds if dots else (bounds[0], bounds[0])
 
 

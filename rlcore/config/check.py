@@ -1,10 +1,10 @@
 """From composed settings and value overrides to a `RunConfig`, or to every mistake in them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -123,10 +123,11 @@ def _settle(detail: ErrorDetails, settings: dict[str, Any], findings: Findings, 
         _section_at(settings, parts)[parts[-1]] = texts.get(key, str(value))
         return
     if inside := _inside_list(detail, parts):
-        rule, got = detail["msg"].replace("Input should be", "must be"), shown(value)
+        rule, remedy = detail["msg"].replace("Input should be", "must be"), _described(key)
         if detail["type"] == "extra_forbidden":
             rule = "there is no such setting"
-        findings.add(Problem(key, f"{inside}: {rule}", got, _described(key)))
+            remedy = did_you_mean(str(detail["loc"][-1]), _siblings(detail, key)) or remedy
+        findings.add(Problem(key, f"{inside}: {rule}", shown(value), remedy.strip()))
     elif detail["type"] == "extra_forbidden":
         for name, inner in leaves({key: value}).items():
             _add_unknown(name, inner, settings, findings, in_files=not _is_written(name, texts))
@@ -154,6 +155,15 @@ def _inside_list(detail: ErrorDetails, parts: list[str]) -> str:
     if len(rest) < 2 or not isinstance(rest[0], int):
         return ""
     return f"entry {rest[0]}: {'.'.join(map(str, rest[1:]))}"
+
+
+def _siblings(detail: ErrorDetails, key: str) -> Iterable[str]:
+    """Names of the section in a list, or of its task's settings, that an unknown name stands among."""
+    above = detail["loc"][-2]
+    if above in TASKS:
+        return TASKS[str(above)].model_fields
+    section = get_args(all_keys()[key][0].field.annotation)[0]
+    return section.model_fields if isinstance(above, int) else ()
 
 
 def _add_unknown(name: str, value: Any, settings: Mapping[str, Any], findings: Findings, *, in_files: bool) -> None:

@@ -93,6 +93,7 @@ def test_parts_that_come_are_seen(tmp_path: Path) -> None:
     [
         ({"step": "two"}, r"step: must be a number or LOW\.\.HIGH.*'two'"),
         ({"score": "nan"}, "score: must be a number"),
+        ({"step": "3..1"}, r"step: must have the lower bound first, as in 1\.\.3; got '3\.\.1'"),
         ({"kind": "held-out"}, "kind: must be all, training or validation, got 'held-out'"),
         ({"sort": "-beauty"}, "sort: must be one of step, score, .*, got '-beauty'"),
     ],

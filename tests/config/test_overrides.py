@@ -155,6 +155,18 @@ def test_unknown_keys(sign, wrong, right):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
+        (
+            "validation.suites=[{name:x,data:{task:countdown,tmplate:bare}}]",
+            "data.tmplate: there is no such setting; got bare. Did you mean template?",
+        ),
+        (
+            "validation.suites=[{name:x,data:{task:countdown},sampels_per_problem:3}]",
+            "Did you mean samples_per_problem?",
+        ),
+        (
+            "validation.suites=[{name:x,data:{task:countdown},sampling:{temprature:3}}]",
+            "sampling.temprature: there is no such setting; got 3. Further held-out sets",
+        ),
         ("trainer.total_steps=0", "must be greater than or equal to 1; got 0"),
         ("trainer.total_steps=five", "must be a valid integer; got five"),
         ("trainer.total_steps=1.5", "must be a valid integer; got 1.5"),

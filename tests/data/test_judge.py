@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -110,6 +111,16 @@ def test_without_a_usable_key_nothing_is_sent(url: str, value: str | None, monke
 def test_only_one_number_in_range_at_the_end_is_a_verdict(text: str) -> None:
     with pytest.raises(JudgeError):
         read_verdict(text, 4)
+
+
+def test_an_endpoint_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    with socket.socket() as taken:  # bound and not listening: nobody answers there
+        taken.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+        with ScoringPool(JUDGE, settings(address, num_processes=1, tries=1)) as pool:
+            (score,) = pool.score(["1"], ["{}"])
+    assert f"no verdict of {address} (reward.judge.url) in 1 tries" in str(score.failure)
 
 
 def test_places_in_an_answer_are_not_filled(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

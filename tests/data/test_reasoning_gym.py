@@ -20,7 +20,7 @@ SETTINGS = ReasoningGymData(tasks=("chain_sum@0", "leg_counting"), train_size=40
 
 def test_without_the_package_a_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("data.reasoning_gym.PACKAGE", "reasoning_gym_that_is_not_there")
-    with pytest.raises(DataError, match=r"pip install 'millrace\[reasoning-gym\]'"):
+    with pytest.raises(DataError, match=r"pip install -c constraints\.txt -e '\.\[reasoning-gym\]'"):
         source_digests(SETTINGS)
 
 

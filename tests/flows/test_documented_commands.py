@@ -170,6 +170,15 @@ def test_every_target_of_make_is_there() -> None:
     assert asked <= targets
 
 
+def test_millrace_is_installed_from_a_checkout_and_never_by_its_name() -> None:
+    """It is on no registry (decision 16), so a package of that name there would be a stranger's."""
+    files = [
+        path for folder in ("flows", "data", "rlcore", "docs") for path in (REPOSITORY / folder).rglob("*.[pm][yd]")
+    ]
+    assert len(files) > 100
+    assert [str(path) for path in files if "'millrace[" in path.read_text(encoding="utf-8")] == []
+
+
 def test_every_module_that_is_started_by_name_is_there() -> None:
     asked = {words_of(line)[1] for line in documented("python")}
     assert [name for name in asked if find_spec(name) is None] == []

@@ -49,7 +49,12 @@ def test_a_task_and_a_scorer_are_trained_on(capsys: pytest.CaptureFixture[str]) 
     [
         ("tasks", "sums", "KIND: must be one of task, experiment, scorer; got tasks"),
         ("task", "Two-words", "NAME: must be small letters"),
-        ("task", "class", "NAME: must be small letters"),
+        ("task", "class", "NAME: must be no word of Python; got 'class'. Choose another, such as my_class"),
+        (
+            "experiment",
+            "-mine",
+            "NAME: must be small letters, digits, _ and -, at most 64, and begin with a letter or digit",
+        ),
         ("task", "json", "got json. Choose another, such as my_json"),
         ("scorer", "data", "got data. Choose another, such as my_data"),
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from flows.commands import rollouts
 from rlcore.answers.query import Query
-from rlcore.errors import DataError
+from rlcore.errors import ConfigError, DataError
 from tests.run.running import small
 from tests.run.sessions import run_to_the_end
 from tests.small_run import SmallRun
@@ -29,7 +29,7 @@ def test_answers_are_shown_as_a_page_and_as_json(run: SmallRun, capsys: pytest.C
     )
     page = capsys.readouterr().out
     assert page.count("-- step ") == page.count("\n=> ") == 3
-    assert page.endswith("3 of 64 answers that were asked for, 256 kept\n")
+    assert page.endswith("3 shown of 64 answers that match, of 256 on record\n")
     rollouts.rollouts(words, Query.read(step="2", kind="training"), root=None, limit=0, tokens=True, as_json=True)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["step"] for row in rows] == [2] * 32
@@ -60,6 +60,16 @@ def test_rescored_and_audited_by_a_scorer_of_ones_own(
         rollouts.audit(words, scorer="my_own_scorer:score", root=None, as_json=False)
     assert ended.value.code == 1
     assert "  answer to another problem: " in capsys.readouterr().out
+
+
+def test_an_audit_by_a_scorer_that_fails_says_so(run: SmallRun) -> None:
+    with pytest.raises(DataError, match=r"must score any text, but failed on \d+ answers of the audit"):
+        rollouts.audit([str(run.layout.run_dir)], scorer="math:prod", root=None, as_json=False)
+
+
+def test_tokens_are_for_json(run: SmallRun) -> None:
+    with pytest.raises(ConfigError, match="--tokens: must come with --json"):
+        rollouts.rollouts([str(run.layout.run_dir)], Query(), root=None, limit=1, tokens=True, as_json=False)
 
 
 def test_a_run_without_answers_says_why(run: SmallRun) -> None:

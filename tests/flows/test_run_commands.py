@@ -14,6 +14,7 @@ import pytest
 from flows.commands.runs import logs, stop
 from flows.work.open_run import FLOW_LOCK
 from flows.work.results import settings_text
+from flows.work.runs import named_runs
 from flows.work.status import note_told, status_of
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError, RunInUseError
@@ -119,6 +120,14 @@ def test_the_newest_log_and_a_run_without_one(layout: RunLayout, capsys: pytest.
 def test_wrong_states_and_wrong_names(bare: Millrace) -> None:
     assert "--state: must be one of running" in bare("runs", "--state", "gone").err
     assert bare("runs", f"--root={bare.root}").out == f"{bare.root / 'runs'}: no run; --root names another root\n"
+
+
+def test_a_message_says_how_many_runs_it_leaves_out(tmp_path: Path) -> None:
+    for number in range(10):
+        (tmp_path / "runs" / f"run-{number}").mkdir(parents=True)
+        (tmp_path / "runs" / f"run-{number}" / "settings.json").touch()
+    with pytest.raises(DataError, match=r"there are: run-0, .*, run-7 and 2 more \(millrace runs lists them\)\."):
+        named_runs(["other"], tmp_path)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from rlcore.rollout.vllm.start import unsupported_dtype
 
 def test_a_missing_vllm_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)  # Python's own way to say that there is none
-    with pytest.raises(EngineError, match=r"rollout\.engine: vllm is not installed.*millrace\[vllm\].*install-vllm"):
+    with pytest.raises(EngineError, match=r"rollout\.engine: vllm is not installed.*-e '\.\[vllm\]'.*install-vllm"):
         require_vllm()
 
 

@@ -19,8 +19,8 @@ def require_vllm() -> None:
 def missing_vllm(detail: str = "") -> str:
     """Message for a vLLM that cannot be imported."""
     return (
-        f"rollout.engine: vllm is not installed here{f' ({detail})' if detail else ''}. On a GPU: pip install "
-        "'millrace[vllm]'; on a CPU, in a checkout: make install-vllm; or use rollout=hf."
+        f"rollout.engine: vllm is not installed here{f' ({detail})' if detail else ''}. In the checkout, on a GPU: "
+        "pip install -c constraints.txt -e '.[vllm]'; on a CPU: make install-vllm; or use rollout=hf."
     )
 
 
