@@ -25,8 +25,9 @@ def test_killed_again_and_again(tmp_path):
     assert all(one["newest"] >= one["told"] for one in seen), "what was committed is there"
     newest = [one["newest"] for one in seen]
     assert newest == sorted(newest), "no step back"
-    # keep_last=2, one that is being written or not yet pruned.
-    assert all(one["num_checkpoints"] <= 3 for one in seen)
+    # keep_last=2, one that is being written or not yet pruned; two in a row may be killed before they prune.
+    assert all(one["num_checkpoints"] <= 4 for one in seen)
+    assert sum(one["num_checkpoints"] == 4 for one in seen) <= 2
     assert newest[-1] > NUM_KILLS / 2, "the children must have been killed in the middle of things"
 
     # The run that was killed twenty times is, bit for bit, the run that was never killed.

@@ -55,8 +55,6 @@ class FullDisk:
     makes_room: bool = True
     fill_after: dict[tuple[str, int], int] = field(default_factory=dict)
     """Event and its step -> bytes to leave free then."""
-    fill_in_save_of: int | None = None
-    """Step whose checkpoint is being written when the disk gets full."""
     paused: list[tuple[int, str, int, list[int]]] = field(default_factory=list)
     """Step, path, bytes missing, and the checkpoints that were whole at that moment."""
     is_told_to_stop: bool = False
@@ -85,19 +83,23 @@ class FullDisk:
                     self.ballast.unlink(missing_ok=True)
 
     def stop(self) -> bool:
-        """Asked between a save's beginning and its end too: the moment to fill the disk."""
-        step = self.fill_in_save_of
-        if step is not None and list(self.run.layout.checkpoints.glob(f".tmp-step-{step:06d}-*")):
-            self.fill(0)
-            self.fill_in_save_of = None
         return self.is_told_to_stop
 
 
-def test_full_in_the_journal_before_a_save_and_in_the_middle_of_one(undisturbed: SmallRun, disk: Path) -> None:
+def test_full_in_the_journal_before_a_save_and_in_the_middle_of_one(
+    undisturbed: SmallRun, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = elsewhere(undisturbed, disk, *OVERRIDES)
-    fault = FullDisk(
-        run, disk, fill_after={("progress", 1): 0, ("progress", 3): 0, ("progress", 6): 1 << 20}, fill_in_save_of=9
-    )
+    fault = FullDisk(run, disk, fill_after={("progress", 1): 0, ("progress", 3): 0, ("progress", 6): 1 << 20})
+    write_file, in_the_middle = shard_files.save_file, ["step-000009"]
+
+    def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        if path.parts[-3].removeprefix(".tmp-")[: len("step-000000")] in in_the_middle:
+            in_the_middle.clear()
+            fault.fill(0)
+        write_file(dict(tensors), path, metadata=metadata)
+
+    monkeypatch.setattr(shard_files, "save_file", save_file)
     run_to_the_end(run, fault.hear, fault.stop)
 
     journal, answers, before, middle = fault.paused
