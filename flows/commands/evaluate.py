@@ -16,6 +16,7 @@ from flows.plan.checks import check_evaluation
 from flows.progress import display, display_for_console, shown_on
 from flows.stack.state import in_stack
 from flows.work.open_run import open_run
+from flows.work.status import EVALUATION
 from rlcore.config import RunConfig
 from rlcore.config.compose import checked_config
 from rlcore.config.fingerprint import fingerprint, lasting_settings
@@ -72,7 +73,7 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
     settings["trainer"]["max_tokens_per_micro_batch"] = max(budget, longest)
     config = checked_config(settings, overrides)
     first = suite_settings(config, config.validation.suites[0])
-    config = config.model_copy(update={"data": first.data, "name": "eval"})
+    config = config.model_copy(update={"data": first.data, "name": EVALUATION})
     judged = [suite.model_dump(mode="json", exclude={"every_steps"}) for suite in config.validation.suites]
     payload = {"settings": lasting_settings(config), "suites": judged, "weights": _identity(path)}
     return config.model_copy(update={"run_id": f"eval-{label}-{fingerprint('eval', payload)[:8]}"})

@@ -13,7 +13,7 @@ from flows.commands.settings import named_run
 from flows.plan.table import size
 from flows.work.open_run import END_WAIT_S
 from flows.work.runs import all_runs
-from flows.work.status import STATES, RunStatus, note_told, status_of, was_told, worker_of
+from flows.work.status import EVALUATION, STATES, RunStatus, note_told, status_of, was_told, worker_of
 from flows.work.trainer import LogTail
 from rlcore.errors import ConfigError, DataError, RunInUseError
 from rlcore.storage.locks import Holder
@@ -57,10 +57,12 @@ def _show(found: Sequence[RunStatus]) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("what for")
     for one in found:
-        total = "?" if one.total_steps is None else one.total_steps
+        steps = f"{one.step}/{'?' if one.total_steps is None else one.total_steps}"
+        if one.name == EVALUATION and not one.step:
+            steps = "-"  # it has none
         figures = ("" if figure is None else f"{figure:.3f}" for figure in (one.score, one.reward))
         age, held = age_of(time.time() - one.changed), size(one.size_bytes)
-        table.add_row(one.run_id, one.state, f"{one.step}/{total}", *figures, age, held, one.note)
+        table.add_row(one.run_id, one.state, steps, *figures, age, held, one.note)
     width = None if sys.stdout.isatty() else PIPED_WIDTH
     Console(highlight=False, markup=False, width=width).print(table)
 

@@ -26,6 +26,8 @@ State = Literal["running", "waiting", "stopping", "finished", "stopped", "failed
 """`waiting`: for room on a disk or for slots. `stopped`: told to stop, and saved. `lost`: its process is gone without a
 word. `not begun`: no trainer has begun at its steps. A run whose process lives is one of the first three."""
 STATES: tuple[State, ...] = get_args(State)
+EVALUATION = "eval"
+"""`name` of an evaluation, which is a run without steps."""
 STOP_FILE = "stop.json"
 """Which process was told to stop last, and when: a second signal would end it without a save."""
 

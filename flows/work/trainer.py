@@ -275,7 +275,8 @@ class TrainerProcess:
         if self._child is None:
             held = self._claim.take(self._wait_in_line)
             if self._reason:
-                self.on_event(Note(f"has {len(held.descriptors)} slots of the root now"))
+                number = len(held.descriptors)
+                self.on_event(Note(f"has {number} slot{'s' * (number > 1)} of the root now"))
                 self._reason = ""
             self._child = _Child.start(self._command, self._run_dir, held)
         return self._child
