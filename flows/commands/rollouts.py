@@ -45,11 +45,17 @@ def rollouts(run: Sequence[str], query: Query, *, root: Path | None, limit: int,
 
 
 def rescore(run: Sequence[str], query: Query, *, scorer: str, root: Path | None, as_json: bool) -> None:
-    """Score kept answers by another scorer and say what it would have changed."""
+    """Score kept answers by another scorer and say what it would have changed.
+
+    Raises:
+        DataError: the scorer failed on all of them.
+    """
     config, layout, answers, _ = _kept(run, root)
     with _pool(config, layout, scorer) as pool:
         found = rescore_answers(answers, query, pool)
         failed = pool.unscored[1]
+    if found.num_failed == found.num_answers:
+        raise DataError(f"{scorer}: must score any text, but failed on all answers. The last time: {failed}")
     if as_json:
         print(json.dumps(finite(asdict(found)), ensure_ascii=False))
         return

@@ -62,9 +62,12 @@ def test_rescored_and_audited_by_a_scorer_of_ones_own(
     assert "  answer to another problem: " in capsys.readouterr().out
 
 
-def test_an_audit_by_a_scorer_that_fails_says_so(run: SmallRun) -> None:
+def test_a_scorer_that_fails_is_told(run: SmallRun) -> None:
+    words = [str(run.layout.run_dir)]
     with pytest.raises(DataError, match=r"must score any text, but failed on \d+ answers of the audit"):
-        rollouts.audit([str(run.layout.run_dir)], scorer="math:prod", root=None, as_json=False)
+        rollouts.audit(words, scorer="math:prod", root=None, as_json=False)
+    with pytest.raises(DataError, match="must score any text, but failed on all answers"):
+        rollouts.rescore(words, Query(), scorer="math:prod", root=None, as_json=True)
 
 
 def test_tokens_are_for_json(run: SmallRun) -> None:
