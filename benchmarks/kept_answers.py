@@ -165,7 +165,7 @@ def served(root: Path) -> Iterator[str]:
 
 
 CLICKS = {
-    "next answer": ("item(AT).click()", "item(AT).getAttribute('aria-current') === 'true'"),
+    "next answer": ("nth(AT).click()", "nth(AT).getAttribute('aria-current') === 'true'"),
     "highest score": ("pick('sort', '-score')", "true"),
     "trainer differs most": ("pick('sort', '-gap')", "true"),
     "newest": ("pick('sort', '-step')", "true"),
@@ -181,7 +181,7 @@ window.onWay = 0;
 const asked = window.fetch;
 window.fetch = (...words) => { onWay++; return asked(...words).finally(() => setTimeout(() => onWay--, 0)); };
 window.one = (selector) => document.querySelector(selector);
-window.item = (number) => document.querySelectorAll(".item")[number];
+window.nth = (number) => document.querySelectorAll(".item")[number];
 window.pick = (name, value) => {
   const place = document.getElementById(name);
   place.value = value;
