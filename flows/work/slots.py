@@ -57,8 +57,13 @@ class Wish:
     def __str__(self) -> str:
         return f"{self.run_id} (priority {self.priority})"
 
+    def encoded(self) -> bytes:
+        """What the file of a slot or of a waiting run says."""
+        return json.dumps(asdict(self)).encode()
+
 
 _WISH = TypeAdapter(Wish)
+_DEVICES = TypeAdapter(tuple[str, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,10 @@ class State:
     def num_free(self) -> int:
         """Slots that nobody has."""
         return len(self.devices) - len(self.holders)
+
+    def num_wanted_before(self, wish: Wish) -> int:
+        """Slots that those before it in line wait for."""
+        return sum(other.number for other in self.waiting if other.order < wish.order)
 
     def reason(self, wish: Wish) -> str:
         """Why a run waits, for people."""
@@ -120,7 +129,7 @@ class Slots:
             DataError: the file that says so is damaged.
         """
         try:
-            return TypeAdapter(tuple[str, ...]).validate_json(self._file.read_bytes())
+            return _DEVICES.validate_json(self._file.read_bytes())
         except FileNotFoundError:
             return ()
         except ValidationError as error:
@@ -166,7 +175,7 @@ class Slots:
         return next((state.reason(wish) for wish in state.waiting if wish.run_id == run_id), "")
 
     def note(self, what: str, wish: Wish, **more: object) -> None:
-        """One line in the slots' log: who waited, took, yielded or gave back what, and when."""
+        """One line in the slots' log: who took or gave back which of them, and when."""
         line = {"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "what": what, **asdict(wish), **more}
         with (self.folder / "log.jsonl").open("ab", buffering=0) as file:
             file.write(json.dumps(line).encode() + b"\n")
@@ -222,12 +231,11 @@ class HeldSlots:
             return True
         with self._slots.mutex():
             state = self._slots.state()
-            ahead = sum(other.number for other in state.waiting if other.order < wish.order)
-            if state.num_free < ahead:
+            if state.num_free < state.num_wanted_before(wish):
                 return False
             self._wish = replace(wish, number=len(self._locks))
             for lock in self._locks.values():
-                lock.write(json.dumps(asdict(self._wish)).encode())
+                lock.write(self._wish.encoded())
         self._slots.note("took", self._wish, slots=list(self._locks), waited_s=0.0)
         return True
 
@@ -242,11 +250,11 @@ class HeldSlots:
         how = self._slots.look().must_yield(self._wish.run_id)
         return how == "now" if at_once else how is not None
 
-    def release(self, what: str = "ended") -> None:
-        """Give them back; a trainer that lives keeps them until it ends. `what`: for the log. Safe to call twice."""
+    def release(self) -> None:
+        """Give them back; a trainer that lives keeps them until it ends. Safe to call twice."""
         locks, self._locks = self._locks, {}
         if locks:
-            self._slots.note(what, self._wish, slots=list(locks))
+            self._slots.note("ended", self._wish, slots=list(locks))
         for lock in locks.values():
             lock.release()
 
@@ -270,25 +278,20 @@ class Claim:
 
         `on_wait` is called twice a second with the reason; what it raises ends the wait.
         """
-        return _take(self.slots, self.wish, on_wait)
-
-
-def _take(slots: Slots, wish: Wish, on_wait: Callable[[str], None]) -> HeldSlots:
-    if not slots.devices():
-        return HeldSlots(slots, wish, {}, ())
-    began = time.monotonic()
-    with _in_line(slots, wish):
-        while True:
-            with slots.mutex():
-                state = slots.state()
-                ahead = sum(other.number for other in state.waiting if other.order < wish.order)
-                if state.num_free >= ahead + wish.number:
-                    held = HeldSlots(slots, wish, _taken(slots, wish, state), state.devices)
-                    waited_s = round(time.monotonic() - began, 3)
-                    slots.note("took", wish, slots=list(held._locks), waited_s=waited_s)
-                    return held
-            on_wait(state.reason(wish))
-            time.sleep(POLL_S)
+        slots, wish = self.slots, self.wish
+        if not slots.devices():
+            return HeldSlots(slots, wish, {}, ())
+        began = time.monotonic()
+        with _in_line(slots, wish):
+            while True:
+                with slots.mutex():
+                    state = slots.state()
+                    if state.num_free >= state.num_wanted_before(wish) + wish.number:
+                        locks = _taken(slots, wish, state)
+                        slots.note("took", wish, slots=list(locks), waited_s=round(time.monotonic() - began, 3))
+                        return HeldSlots(slots, wish, locks, state.devices)
+                on_wait(state.reason(wish))
+                time.sleep(POLL_S)
 
 
 def _taken(slots: Slots, wish: Wish, state: State) -> dict[int, FileLock]:
@@ -303,7 +306,7 @@ def _lock(lock: FileLock, wish: Wish) -> None:
     """Lock a file that is free by its state, and say for whom. The mutex is held."""
     if not lock.try_acquire():
         raise RunInUseError(f"{lock.path}: was locked by another process outside of its turn. Start again.")
-    lock.write(json.dumps(asdict(wish)).encode())
+    lock.write(wish.encoded())
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from rlcore.config import AnswersConfig
 from rlcore.storage.disk import BYTES_PER_GB, is_out_of_room, out_of_room, unwritable
-from rlcore.storage.publish import remove_stale_temporaries, temporary_beside
+from rlcore.storage.publish import flush_folder, remove_stale_temporaries, temporary_beside
 
 LIGHT = pa.schema(
     [
@@ -110,7 +110,7 @@ def write_part(path: Path, table: pa.Table) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _flush_folder(path.parent)
+        flush_folder(path.parent)
     except BaseException as reason:
         with suppress(OSError):
             temporary.unlink()
@@ -119,14 +119,6 @@ def write_part(path: Path, table: pa.Table) -> None:
         if isinstance(reason, OSError):
             raise unwritable(path.parent, reason) from reason
         raise
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class AnswerWriter:

@@ -115,11 +115,11 @@ def _publish(
         entries = _hash_and_flush(temporary, error)
         _write_file(temporary / MANIFEST, manifest_text(values, entries))
         (temporary / OWNER).unlink(missing_ok=True)
-        _flush(temporary)
+        flush_folder(temporary)
         at(f"renaming {temporary} to {target.name}")
         _rename_into_place(temporary, target, replace=replace, error=error)
         at(f"flushing the folder {target.parent}")
-        _flush(target.parent)
+        flush_folder(target.parent)
     except OSError as reason:
         if is_out_of_room(reason):
             raise
@@ -134,7 +134,7 @@ def _hash_and_flush(directory: Path, error: type[MillraceError]) -> tuple[FileEn
 
     def entry_of(path: Path) -> FileEntry:
         entry = FileEntry(path.relative_to(directory).as_posix(), path.stat().st_size, sha256_of(path))
-        _flush(path)
+        flush_folder(path)
         return entry
 
     paths = sorted(directory.rglob("*"))
@@ -145,7 +145,7 @@ def _hash_and_flush(directory: Path, error: type[MillraceError]) -> tuple[FileEn
         raise error(f"{directory / MANIFEST}: is written by the publishing itself; leave it out")
     entries = in_threads(entry_of, [path for path in paths if path.is_file() and path != directory / OWNER])
     for folder in [path for path in paths if path.is_dir()]:
-        _flush(folder)
+        flush_folder(folder)
     return tuple(sorted(entries, key=lambda entry: entry.name))
 
 
@@ -197,7 +197,7 @@ def write_text_atomically(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_file(temporary, text)
         temporary.replace(path)
-        _flush(path.parent)
+        flush_folder(path.parent)
     except BaseException as reason:
         if isinstance(reason, PermissionError):
             raise unwritable(path.parent, reason) from reason
@@ -219,7 +219,8 @@ def _write_file(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _flush(path: Path) -> None:
+def flush_folder(path: Path) -> None:
+    """Have a folder's entries on the disk: a file renamed into it is there after a power loss too."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
