@@ -185,9 +185,11 @@ class Delivery:
 
         The end is what the trainer wrote, or KILLED if its process is gone without a word.
         """
+        # Asked first: a trainer that dies while its lines are sent may have written another one since.
+        gone = trainer_is_gone or self._attempt.owner.is_gone()
         self.deliver()
         end = self._history.end
-        if end is None and (trainer_is_gone or self._attempt.owner.is_gone()):
+        if end is None and gone:
             end = Finish("KILLED", self._state.main_bytes, time.time())
         if end is None or self._state.settled_status == end.status:
             return None if end is None else end.status

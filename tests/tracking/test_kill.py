@@ -5,13 +5,14 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 
 from rlcore.config import RunConfig
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
-from rlcore.tracking.delivery import STATE_FILE, delivery_lock, read_state, sync_run
+from rlcore.tracking.delivery import STATE_FILE, delivery_lock, open_delivery, read_state, sync_run
 from tests.tracking.conftest import wait_until
 from tests.tracking.reading import client_of, journal_points, main_run, points, values
 
@@ -133,6 +134,31 @@ def test_the_process_beside_a_killed_trainer_delivers_the_rest_and_says_killed(
     assert run.info.status == "KILLED"
     delivered = points(client, run, "test/m0")
     assert delivered == journal_points(run_dir / "metrics.jsonl", "test/m0"), "to the last line that was written"
+
+
+def test_a_trainer_that_dies_while_its_lines_are_sent(config: RunConfig, root: Path, run_dir: Path, monkeypatch):
+    trainer = Trainer(run_dir, root, (0, 0), 100_000)
+    trainer.run_until(10)
+    companion_of(trainer).kill()
+    with delivery_lock(run_dir, wait_s=60.0):
+        delivery = open_delivery(run_dir)
+        assert delivery is not None
+        send = delivery.deliver
+
+        def send_and_see_the_trainer_write_on_and_die() -> None:
+            send()
+            trainer.run_until(trainer.checkpoint[0] + 10)
+            os.killpg(trainer.process.pid, signal.SIGKILL)
+            trainer.run_until(10**9)
+            trainer.process.communicate()
+
+        with closing(delivery), monkeypatch.context() as patch:
+            patch.setattr(delivery, "deliver", send_and_see_the_trainer_write_on_and_die)
+            assert delivery.catch_up() is None, "its last lines are not sent"
+            patch.undo()
+            assert delivery.catch_up() == "KILLED"
+    client = client_of(root)
+    assert points(client, main_run(client), "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
 
 
 def test_a_killed_companion_is_replaced_at_the_next_checkpoint(config: RunConfig, root: Path, run_dir: Path):
