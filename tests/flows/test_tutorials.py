@@ -1,0 +1,92 @@
+"""The tutorials as a new user goes through them: every file and command of a page in its order, in an empty folder.
+
+Runs have fewer steps than on the page, and less to learn; everything else is as it stands there.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.flows.test_documented_commands import BLOCK, REPOSITORY
+
+pytestmark = pytest.mark.lengthy  # what each command does has its own tests
+
+TUTORIALS = REPOSITORY / "docs" / "tutorials"
+BRIEF = (
+    "runtime=local warm_start.stop_at_reward=null warm_start.max_steps=4 warm_start.batch_size=16 "
+    "trainer.total_steps=2 trainer.steps_per_chunk=1 trainer.batch_size=8 trainer.mini_batch_size=8 "
+    "validation.every_steps=1"
+)
+ON_A_CPU = (
+    "rollout=hf data.train_size=16 data.validation_size=2 warm_start.max_steps=1 warm_start.steps_per_chunk=1 "
+    "warm_start.check_every=1 warm_start.batch_size=2 trainer.total_steps=1 trainer.steps_per_chunk=1 "
+    "trainer.batch_size=1 trainer.mini_batch_size=1 trainer.max_tokens_per_micro_batch=1024 "
+    "rollout.samples_per_prompt=2 rollout.max_response_tokens=8 validation.samples_per_problem=1"
+)
+
+
+def steps_of(page: Path) -> Iterator[tuple[str, str]]:
+    """The files of a page as (name, text) and its command lines as ("", line), in order."""
+    for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        named = re.match(r"# (?:millrace .*=)?([\w/]+\.(?:py|yaml))\n", block)
+        if named and language in ("python", "yaml"):
+            yield named[1], block
+        elif language == "":
+            yield from (("", line) for line in block.replace("\\\n", " ").splitlines())
+
+
+def told_by(line: str, folder: Path) -> str:
+    """What a command says, once it has ended with the exit code that the page gives it."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(line, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    code = re.search(r"# +exit code (\d+)", line)
+    assert done.returncode == (int(code[1]) if code else 0), f"{line}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def go_through(page: str, folder: Path, settings: Mapping[str, str], other_words: Mapping[str, str]) -> dict[str, str]:
+    """Everything of a page; what each command line of it said.
+
+    Args:
+        settings: beginning of a command -> what the test adds to it.
+        other_words: word of a command -> the test's own.
+    """
+    told = {}
+    for name, text in steps_of(TUTORIALS / page):
+        if name:
+            (folder / name).write_text(text)
+            continue
+        line, _, comment = text.partition("  #")
+        added = next((more for beginning, more in settings.items() if line.startswith(beginning)), "")
+        for word, own in other_words.items():
+            line = line.replace(word, own)
+        told[text] = told_by(f"{line} {added} # {comment}", folder)
+    return told
+
+
+def test_a_task_and_a_reward_of_ones_own(tmp_path: Path) -> None:
+    smaller = f"{BRIEF} data.train_size=64 data.validation_size=16"
+    told = go_through("own-task.md", tmp_path, {"millrace run ": smaller}, {})
+    assert "none of the answers that must not score did" in told["millrace audit sort_digits-s1"]
+    assert "scores would have been others" in told["millrace rescore sort_digits-s1 --scorer by_place:score"]
+    assert "copy of the prompt" in told["millrace audit sort_digits-s1 --scorer by_place:score    # exit code 1"]
+
+
+def test_the_first_run(tmp_path: Path) -> None:
+    told = go_through("first-run.md", tmp_path, {"millrace run ": BRIEF}, {"--step 100": "--step 2"})
+    assert "countdown_demo-s2" in told["millrace compare countdown_demo-s1 countdown_demo-s2"]
+    assert "finished" in told["millrace runs"]
+
+
+def test_a_real_model(tmp_path: Path, smollm2: Path) -> None:
+    (tmp_path / "artifacts").mkdir()
+    (tmp_path / "artifacts" / "models").symlink_to(smollm2.parent)
+    (tmp_path / "few.yaml").write_text((REPOSITORY / "conf/suite/countdown.yaml").read_text().replace("1024", "2"))
+    settings = {"millrace run ": ON_A_CPU, "millrace eval ": "rollout=hf rollout.max_response_tokens=8"}
+    told = go_through("real-model.md", tmp_path, settings, {"--suite countdown": "--suite few.yaml"})
+    assert "finished" not in told["millrace run experiment=smollm2_countdown --dry-run"]
