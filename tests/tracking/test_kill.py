@@ -146,7 +146,9 @@ def test_a_trainer_that_dies_while_its_lines_are_sent(config: RunConfig, root: P
         send = delivery.deliver
 
         def send_and_see_the_trainer_write_on_and_die() -> None:
+            os.killpg(trainer.process.pid, signal.SIGSTOP)  # a busy machine sends more slowly than this one writes
             send()
+            os.killpg(trainer.process.pid, signal.SIGCONT)
             trainer.run_until(trainer.checkpoint[0] + 10)
             os.killpg(trainer.process.pid, signal.SIGKILL)
             trainer.run_until(10**9)
