@@ -8,7 +8,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import TypeVar
@@ -27,6 +26,7 @@ from rlcore.evaluation.result import ValidationResult
 from rlcore.run.disk import Room
 from rlcore.run.faults import read_faults
 from rlcore.run.layout import RunLayout
+from rlcore.run.watchdog import Watchdog
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.documents import sha256_of
 from rlcore.tracking.attempts import FinalStatus
@@ -37,7 +37,6 @@ from rlcore.trainer.step import LoopState, StepResult
 from rlcore.workers.passes import Shortage
 
 R = TypeVar("R")
-Report = Callable[[Mapping[str, object]], None]
 
 HEADLINE = (
     *("critic/score/mean", "actor/entropy", "response_length/mean", "actor/grad_norm", "perf/throughput"),
@@ -61,22 +60,14 @@ class RunRecord:
     """Settings, layout, journal, tracker and checkpoints of one run, kept consistent with each other."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        layout: RunLayout,
-        *,
-        report: Report,
-        stop: Callable[[], bool],
-        phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
-        tags: Mapping[str, str] | None = None,
+        self, config: RunConfig, layout: RunLayout, guard: Watchdog, *, tags: Mapping[str, str] | None = None
     ) -> None:
-        """`report` takes events for the flow; `phase` wraps what waits for a disk; `tags`: in MLflow, besides the
-        settings' own."""
-        self.config, self.layout, self.report = config, layout, report
+        """`tags`: in MLflow, besides the settings' own."""
+        self.config, self.layout, self.guard, self.report = config, layout, guard, guard.report
         self.store = CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
         self._tracker = Tracker(layout.run_dir, config, tags={**config.tags, **(tags or {})})
-        self.room = Room(config.checkpoint, happened=self.happened, stop=stop, prune=lambda: self.saves.prune())
-        self.saves = CheckpointSaver(self.store, self.room, self._tracker.commit, partial(phase, "commit"))
+        self.room = Room(config.checkpoint, happened=self.happened, stop=guard.stop, prune=lambda: self.saves.prune())
+        self.saves = CheckpointSaver(self.store, self.room, self._tracker.commit, partial(guard.phase, "commit"))
         self.answers = AnswerWriter(layout.answers, config.answers)
         self._first_save_bytes = 0
         self.refusals: tuple[Refusal, ...] = ()

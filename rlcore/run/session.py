@@ -5,35 +5,26 @@ rebuilt from it.
 """
 
 import logging
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from rlcore.checkpoint.catalog import is_exported
 from rlcore.checkpoint.export import export_transformers
 from rlcore.config import RunConfig
-from rlcore.errors import MillraceError, RunInUseError, StopRequestedError
+from rlcore.errors import MillraceError
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
 from rlcore.run.measuring import PassRateMeasuring
-from rlcore.run.record import Report, RunRecord
-from rlcore.run.stop import StopFlag
+from rlcore.run.record import RunRecord
+from rlcore.run.stop import StopFlag, locked_run
 from rlcore.run.supervised import WarmStart
 from rlcore.run.training import RunTraining
-from rlcore.run.watchdog import Watchdog
+from rlcore.run.watchdog import Report, Watchdog
 from rlcore.run.workers import RunWorkers
-from rlcore.storage.locks import RunLock
 from rlcore.storage.publish import remove_stale_temporaries
-
-LOCK_WAIT_S = 90.0
-"""A trainer whose flow has ended may still be saving: wait that long for it."""
-POLL_S = 0.2
 
 log = logging.getLogger("rlcore.run.session")
 
@@ -70,35 +61,20 @@ class Session:
             guard = Watchdog(
                 config,
                 layout,
-                stop_asked_s=self._stop.asked_s,
+                stop=self._stop,
                 report=report,
                 give_up=self._give_up,
                 step=lambda: (self._warm_start.training or self._training).step,
             )
             self._guard = opened.enter_context(guard)
             self.inputs = RunInputs.read(layout)
-            self._record = RunRecord(config, layout, report=report, stop=self._stop, phase=guard.phase)
-            guard.watch.aside = lambda: self._warm_start.saving or self._record.saves.at
-            self._warm_start = WarmStart(
-                config,
-                self.inputs,
-                guard,
-                report=report,
-                stop=self._stop,
-                locked=partial(locked_run, report=report, stop=self._stop, wait_s=math.inf),
-                after_start=self._stop.install,
-            )
+            self._record = RunRecord(config, layout, guard)
+            guard.aside = lambda: self._warm_start.saving or self._record.saves.at
+            self._warm_start = WarmStart(config, self.inputs, guard)
             opened.callback(lambda: self._warm_start.close(failed=self._has_failed))
-            workers = RunWorkers(self._record, self.inputs, guard, after_start=self._stop.install)
-            self._workers = opened.enter_context(workers)
-            self._measuring = PassRateMeasuring(
-                self._record,
-                self.inputs,
-                workers,
-                stop=self._stop,
-                locked=partial(locked_run, report=report, stop=self._stop, wait_s=math.inf),
-            )
-            self._training = RunTraining(self._record, workers, stop=self._stop)
+            self._workers = opened.enter_context(RunWorkers(self._record, self.inputs))
+            self._measuring = PassRateMeasuring(self._record, self.inputs, self._workers)
+            self._training = RunTraining(self._record, self._workers)
             self._resources = opened.pop_all()  # the block gives all back where something failed
         return self
 
@@ -194,33 +170,3 @@ class Session:
     def fault(self, error: Exception) -> Exception:
         """Record an error that ends this process; the error to raise for it."""
         return self._guard.fault(error)
-
-
-@contextmanager
-def locked_run(run_dir: Path, report: Report, stop: Callable[[], bool], wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
-    """Hold the run's lock inside the block. If another process has it, reports that at once, and waits.
-
-    Raises:
-        RunInUseError: it is still held after `wait_s`; names process, host and since when.
-        StopRequestedError: a stop was asked for meanwhile.
-    """
-    deadline = time.monotonic() + wait_s
-    told = False
-    with ExitStack() as held:
-        while True:
-            try:
-                held.enter_context(RunLock(run_dir))
-                break
-            except RunInUseError as reason:
-                if time.monotonic() >= deadline:
-                    raise
-                if not told:
-                    told = True
-                    how_long = "until it ends" if math.isinf(wait_s) else f"up to {wait_s:g} s: it may be saving"
-                    text = f"{reason}. Waiting {how_long}"
-                    log.warning("%s", text)
-                    report({"event": "note", "text": text})
-            if stop():
-                raise StopRequestedError("stopped while waiting for the run to be free; nothing was begun")
-            time.sleep(POLL_S)
-        yield

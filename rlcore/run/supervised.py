@@ -12,7 +12,7 @@ import gc
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,7 +30,6 @@ from rlcore.models.load import load_tokenizer
 from rlcore.models.memory import release_cached_memory
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
 from rlcore.rollout.engine import WARM_START_STREAM, requests_for
-from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.inputs import (
     RunInputs,
     ensure_given_model,
@@ -42,15 +41,16 @@ from rlcore.run.inputs import (
     stage_settings,
 )
 from rlcore.run.memory import fit_run
-from rlcore.run.problems import Problems, read_parts, spread
-from rlcore.run.record import Report, RunRecord, TrackedState
+from rlcore.run.problems import Problems, spread
+from rlcore.run.record import RunRecord, TrackedState
+from rlcore.run.stop import locked_run
 from rlcore.run.training import Training
 from rlcore.run.watchdog import Watchdog
 from rlcore.run.workers import Started, TrainingWorkers
 from rlcore.storage.finished import FINGERPRINT, finished_or_set_aside
 from rlcore.storage.manifest import Manifest
 from rlcore.storage.publish import published_directory, remove_stale_temporaries, write_text_atomically
-from rlcore.trainer.experience import generate
+from rlcore.trainer.experience import Answerer
 from rlcore.trainer.step import LoopState, StepResult
 from rlcore.trainer.supervised import SupervisedTrainer
 from rlcore.types import Prompt
@@ -118,29 +118,23 @@ class Lessons:
 @dataclass(frozen=True, slots=True)
 class _Started(Started):
     trainer: SupervisedTrainer
-    check: "RewardCheck | None"
+    answerer: Answerer | None
+    """Where the sampled reward ends the stage."""
+    problems: Sequence[Prompt]
+    """Those whose answers it is measured on."""
 
 
 class SupervisedWorkers(TrainingWorkers[_Started]):
     """The ranks of a warm start, with its demonstrations."""
 
-    def __init__(
-        self,
-        record: RunRecord,
-        inputs: RunInputs,
-        lessons: Lessons,
-        guard: Watchdog,
-        start_model: Path,
-        *,
-        after_start: Callable[[], None],
-    ) -> None:
-        super().__init__(record, guard, start_model, after_start=after_start)
+    def __init__(self, record: RunRecord, inputs: RunInputs, lessons: Lessons, start_model: Path) -> None:
+        super().__init__(record, start_model)
         self._inputs = inputs
         self._lessons = lessons
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """Answers that the scorer failed on are left out of the sampled reward; see `RewardCheck`."""
+        """Answers that the scorer failed on are left out of the sampled reward; see `_reward`."""
         return 0, ""
 
     def hand_over(self, version: int) -> None:
@@ -151,17 +145,37 @@ class SupervisedWorkers(TrainingWorkers[_Started]):
         parts = self._started()
         with self._guard.phase("testing"):
             metrics = parts.trainer.held_out(self._lessons.held_out)
-        if parts.check is not None and step:
+        if parts.answerer is not None and step:
             super().hand_over(step)
             with self._guard.phase("testing"):
-                metrics[REWARD] = parts.check.reward(parts.group, step)
+                metrics[REWARD] = self._reward(parts.answerer, parts.problems, step)
         return metrics
+
+    def _reward(self, answerer: Answerer, problems: Sequence[Prompt], step: int) -> float:
+        """Mean score of one sampled answer to each problem, over those that the scorer did not fail on.
+
+        Raises:
+            DataError: it failed on all.
+        """
+        config = answerer.config
+        requests = requests_for(problems, 1, run_seed=config.seed, stream=WARM_START_STREAM, step=step)
+        answers = answerer.answer(requests, config.rollout.sampling, policy_version=step)
+        totals = [score.total for _, score, _ in answers if score.failure is None]
+        if not totals:
+            raise DataError(
+                f"data.scorer: {config.data.scorer} failed on all {len(answers)} answers of the warm start, the last "
+                f"time: {answers[-1][1].failure}. Repair it, or set warm_start.enabled=false"
+            )
+        return sum(totals) / len(totals)
 
     def _start(self) -> _Started:
         config, lessons = fit_run(self._config, self._layout.run_dir, self._report), self._lessons
-        check = None
+        answerer_of: Callable[[WorkerGroup], Answerer] | None = None
+        prompts: tuple[Prompt, ...] = ()
         if config.warm_start.stop_at_reward is not None:
-            check = RewardCheck.of(config, self._inputs, self._open)
+            problems = Problems.read(config, self._inputs)
+            answerer_of = problems.answerer(self._inputs, self._open)
+            prompts = spread(problems.train)[: max(MIN_CHECK_PROBLEMS, config.warm_start.check_problems)]
         group, profile = self._start_group(config)
         size = config.warm_start.batch_size
         trainer = SupervisedTrainer(
@@ -171,45 +185,7 @@ class SupervisedWorkers(TrainingWorkers[_Started]):
         def take_step(state: LoopState) -> StepResult:
             return trainer.step(state, epoch=lessons.shown.epoch_at(state.num_prompts_drawn))
 
-        return _Started(config, group, take_step, profile, trainer, check)
-
-
-@dataclass(frozen=True, slots=True)
-class RewardCheck:
-    """Samples an answer to each of some training problems, and scores it."""
-
-    config: RunConfig
-    prompts: Sequence[Prompt]
-    problems: Problems
-    scoring: ScoringPool
-
-    @classmethod
-    def of(cls, config: RunConfig, inputs: RunInputs, opened: ExitStack) -> "RewardCheck":
-        """The first problems of each part; `opened` ends the scoring processes."""
-        problems = Problems.read(config, inputs)
-        number = max(MIN_CHECK_PROBLEMS, config.warm_start.check_problems)
-        prompts = spread(read_parts(config, inputs.train_parquets))[:number]
-        return cls(config, prompts, problems, opened.enter_context(problems.scoring_pool()))
-
-    def reward(self, group: WorkerGroup, step: int) -> float:
-        """Mean score over those answers that the scorer did not fail on.
-
-        Raises:
-            DataError: it failed on all.
-        """
-        config = self.config
-        requests = requests_for(self.prompts, 1, run_seed=config.seed, stream=WARM_START_STREAM, step=step)
-        limit = config.rollout.max_response_tokens
-        rollouts = generate(group, requests, config.rollout.sampling, limit, policy_version=step)
-        texts = self.problems.decode([rollout.response_ids for rollout in rollouts])
-        scores = self.scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts])
-        totals = [score.total for score in scores if score.failure is None]
-        if not totals:
-            raise DataError(
-                f"data.scorer: {config.data.scorer} failed on all {len(scores)} answers of the warm start, the last "
-                f"time: {scores[-1].failure}. Repair it, or set warm_start.enabled=false"
-            )
-        return sum(totals) / len(totals)
+        return _Started(config, group, take_step, profile, trainer, answerer_of and answerer_of(group), prompts)
 
 
 class SupervisedTraining(Training[SupervisedWorkers]):
@@ -263,27 +239,10 @@ class WarmStartResult:
 
 
 class WarmStart:
-    """Makes the model of step 0, chunk by chunk; between two chunks it holds its folder's lock and its workers.
+    """Makes the model of step 0, chunk by chunk; between two chunks it holds its folder's lock and its workers."""
 
-    Args:
-        locked: holds the lock of a folder inside its block.
-        after_start: called when workers have been started.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        inputs: RunInputs,
-        guard: Watchdog,
-        *,
-        report: Report,
-        stop: Callable[[], bool],
-        locked: Callable[[Path], AbstractContextManager[None]],
-        after_start: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, config: RunConfig, inputs: RunInputs, guard: Watchdog) -> None:
         self._config, self._inputs, self._guard = config, inputs, guard
-        self._report, self._stop = report, stop
-        self._locked, self._after_start = locked, after_start
         self._directory = planned_start_model(config, inputs.filtered_directory)
         self._layout = stage_layout(config, inputs.filtered_directory)
         self._untaught = self._layout.run_dir / "untaught"
@@ -361,7 +320,7 @@ class WarmStart:
     def _begin(self) -> None:
         layout = self._layout
         layout.run_dir.mkdir(parents=True, exist_ok=True)
-        self._open.enter_context(self._locked(layout.run_dir))
+        self._open.enter_context(locked_run(layout.run_dir, self._guard.report, self._guard.stop, math.inf))
         layout.require_kinds()
         remove_stale_temporaries(layout.run_dir)
         if self._known() is not None:
@@ -371,17 +330,13 @@ class WarmStart:
         if lessons.num_dropped:
             limit = f"longer than warm_start.max_tokens={self._config.warm_start.max_tokens}"
             text = f"{lessons.num_dropped:,} demonstrations are {limit}, and left out"
-            self._report({"event": "note", "text": text})
+            self._guard.report({"event": "note", "text": text})
         write_text_atomically(layout.settings_json, settings.model_dump_json(indent=2) + "\n")
-        tags = {"stage": "warm-start"}
-        phase = self._guard.phase
-        record = RunRecord(settings, layout, report=self._report, stop=self._stop, phase=phase, tags=tags)
-        workers = SupervisedWorkers(
-            record, self._inputs, lessons, self._guard, self._source(), after_start=self._after_start
-        )
+        record = RunRecord(settings, layout, self._guard, tags={"stage": "warm-start"})
+        workers = SupervisedWorkers(record, self._inputs, lessons, self._source())
         self._workers = self._open.enter_context(workers)
         self._record = record
-        self.training = SupervisedTraining(record, workers, stop=self._stop)
+        self.training = SupervisedTraining(record, workers)
 
     def _source(self) -> Path:
         """The model that is taught."""

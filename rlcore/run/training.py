@@ -34,12 +34,12 @@ class Training(Generic[W]):
     STAGE = "train"
     """Its name in events."""
 
-    def __init__(self, record: RunRecord, workers: W, *, stop: Callable[[], bool]) -> None:
+    def __init__(self, record: RunRecord, workers: W) -> None:
         self._config, self._layout = record.config, record.layout
         self._record = record
         self._workers = workers
         self._events = RunEvents(record, self.STAGE)
-        self._stop = stop
+        self._stop = record.guard.stop
         self._system = SystemSampler(record.layout.run_dir)
         self._state: TrackedState | None = None
         self._metrics: Mapping[str, float] = {}

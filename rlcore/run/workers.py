@@ -18,19 +18,16 @@ from rlcore.config.trainer import ProfileConfig
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Answer, ValidationResult
 from rlcore.rollout.engine import PASS_RATE_STREAM, requests_for
-from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.inputs import RunInputs, planned_start_model, suite_fingerprint
 from rlcore.run.memory import fit_run
 from rlcore.run.problems import HeldOut, Problems
 from rlcore.run.record import RunRecord
-from rlcore.run.watchdog import Watchdog
 from rlcore.runtime.local import start_workers
 from rlcore.trainer.clock import EnterPhase
-from rlcore.trainer.episodes import Episodes
-from rlcore.trainer.experience import ExperienceCollector
+from rlcore.trainer.experience import Answerer, ExperienceCollector, ScoredAnswer
 from rlcore.trainer.step import LoopState, StepResult, Trainer
-from rlcore.trainer.validate import Keep, answers_to, keep_nothing, validate
-from rlcore.types import Prompt, Rollout, Score
+from rlcore.trainer.validate import as_results, validate
+from rlcore.types import Prompt
 from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.group import P, R, WorkerGroup
 from rlcore.workers.worker import Worker
@@ -109,18 +106,11 @@ class RankSavers:
 
 
 class TrainingWorkers(Generic[S]):
-    """The ranks of a training. Use as a context manager. Workers are started at their first use and kept.
+    """The ranks of a training. Use as a context manager. Workers are started at their first use and kept."""
 
-    `after_start` is called when workers have been started.
-    """
-
-    def __init__(
-        self, record: RunRecord, guard: Watchdog, start_model: Path, *, after_start: Callable[[], None]
-    ) -> None:
+    def __init__(self, record: RunRecord, start_model: Path) -> None:
         self._config, self._layout, self._report = record.config, record.layout, record.report
-        self._record = record
-        self._guard = guard
-        self._after_start = after_start
+        self._record, self._guard = record, record.guard
         self._open = ExitStack()
         self._parts: S | None = None
         self._version = 0
@@ -229,7 +219,7 @@ class TrainingWorkers(Generic[S]):
                 group.each(Worker.probe_with, probe)
                 info = group.each(Worker.info)[0]
         finally:
-            self._after_start()
+            self._guard.stop.install()  # Ray takes SIGTERM for itself
         self._record.expect(info.num_trained)
         text = (
             f"{group.world_size} worker(s) on {info.device_name}: {info.num_parameters:,} parameters, {info.dtype}, "
@@ -242,79 +232,52 @@ class TrainingWorkers(Generic[S]):
 @dataclass(frozen=True, slots=True)
 class _RunStarted(Started):
     problems: HeldOut
-    scoring: ScoringPool
-    episodes: Episodes | None
+    answerer: Answerer
 
 
 class RunWorkers(TrainingWorkers[_RunStarted]):
     """The ranks of a run, with its problems."""
 
-    def __init__(
-        self, record: RunRecord, inputs: RunInputs, guard: Watchdog, *, after_start: Callable[[], None]
-    ) -> None:
-        start_model = planned_start_model(record.config, inputs.filtered_directory)
-        super().__init__(record, guard, start_model, after_start=after_start)
+    def __init__(self, record: RunRecord, inputs: RunInputs) -> None:
+        super().__init__(record, planned_start_model(record.config, inputs.filtered_directory))
         self._inputs = inputs
 
     @property
     def unscored(self) -> tuple[int, str]:
         """See `ScoringPool.unscored`."""
-        parts = self._started()
-        return (parts.episodes or parts.scoring).unscored
+        return self._started().answerer.unscored
 
     def validate(self, name: str, step: int) -> tuple[ValidationResult, pa.Table]:
         """Held-out problems by the weights that the workers hold; all of them, or while training those set aside.
         Returns the result and its answers as they are kept."""
-        parts, decode = self._started(), self._started().problems.decode
+        answerer = self._started().answerer
         kept: list[pa.Table] = []
 
-        def keep(rollouts: Sequence[Rollout], scores: Sequence[Score], texts: Sequence[str], greedy: bool) -> None:
-            kept.append(validation_table(step, name, rollouts, scores, texts, decode, greedy=greedy))
+        def keep(answers: Sequence[ScoredAnswer], greedy: bool) -> None:
+            rollouts, scores, texts = zip(*answers, strict=True)
+            kept.append(validation_table(step, name, rollouts, scores, texts, answerer.decode, greedy=greedy))
 
+        prompts = self._started().problems.held_out(in_training=name.startswith("step-"))
         with self._guard.phase("testing"):
-            result = self._judged(parts.problems, parts.config, parts.scoring, parts.episodes, name, step, keep)
+            result = validate(answerer, prompts, name=name, step=step, policy_version=self._version, keep=keep)
         return result, pa.concat_tables(kept)
 
     def validate_suite(self, suite: SuiteConfig, name: str, step: int) -> tuple[ValidationResult, str]:
         """The same on a suite's problems, and why the last of the answers without a score has none. The suite's scorer
         and environment run for as long as that takes."""
-        config = self._started().config
-        problems = HeldOut.of_suite(config, self._inputs, suite)
+        parts = self._started()
+        problems = HeldOut.of_suite(parts.config, self._inputs, suite)
+        prompts = problems.held_out(in_training=name.startswith("step-"))
         with ExitStack() as opened, self._guard.phase("testing"):
-            scoring = opened.enter_context(problems.scoring_pool())
-            episodes = problems.episodes(self._inputs.of_suite(suite.name))
-            if episodes is not None:
-                opened.enter_context(episodes)
-            result = self._judged(problems, problems.config, scoring, episodes, name, step)
-            return result, (episodes or scoring).unscored[1]
+            answerer = problems.answerer(self._inputs.of_suite(suite.name), opened)(parts.group)
+            result = validate(
+                answerer, prompts, name=name, step=step, policy_version=self._version, suite=problems.suite
+            )
+            return result, answerer.unscored[1]
 
     def fingerprint_of(self, suite: SuiteConfig) -> str:
         """See `suite_fingerprint`."""
         return suite_fingerprint(self._config, suite, self._inputs.of_suite(suite.name).filtered_directory)
-
-    def _judged(
-        self,
-        problems: HeldOut,
-        config: RunConfig,
-        scoring: ScoringPool,
-        episodes: Episodes | None,
-        name: str,
-        step: int,
-        keep: Keep = keep_nothing,
-    ) -> ValidationResult:
-        return validate(
-            config,
-            self._started().group,
-            problems.held_out(in_training=name.startswith("step-")),
-            scoring,
-            problems.decode,
-            name=name,
-            step=step,
-            policy_version=self._version,
-            episodes=episodes,
-            suite=problems.suite,
-            keep=keep,
-        )
 
     @property
     def problems(self) -> Problems:
@@ -332,17 +295,9 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
         requests = requests_for(
             prompts, num_samples, run_seed=parts.config.seed, stream=PASS_RATE_STREAM, step=0, first_group=first_row
         )
+        sampling = parts.config.rollout.sampling
         with self._guard.phase("testing"):
-            return answers_to(
-                parts.config,
-                parts.group,
-                requests,
-                parts.config.rollout.sampling,
-                parts.scoring,
-                parts.problems.decode,
-                policy_version=self._version,
-                episodes=parts.episodes,
-            )
+            return as_results(parts.answerer.answer(requests, sampling, policy_version=self._version))
 
     def audit(self, judged: ValidationResult) -> tuple[Finding, ...]:
         """Answers that the scorer pays for and must not; see `audit_reward`."""
@@ -351,7 +306,7 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             for problem in judged.problems[:NUM_AUDITED]
         ]
         with self._guard.phase("testing"):
-            return audit_reward(cases, self._started().scoring)
+            return audit_reward(cases, self._started().answerer.scoring)
 
     def answers_of(self, result: StepResult) -> pa.Table:
         """The answers of a step as they are kept."""
@@ -372,26 +327,22 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
         config = fit_run(self._config, self._layout.run_dir, self._report)
         is_trained = self._inputs.has_training_rows
         problems = (Problems.read if is_trained else HeldOut.of_run)(config, self._inputs)
-        scoring = self._open.enter_context(problems.scoring_pool())
-        episodes = problems.episodes(self._inputs)
-        if episodes is not None:
-            self._open.enter_context(episodes)
+        answerer_of = problems.answerer(self._inputs, self._open)
         group, profile = self._start_group(config, problems.held_out(in_training=True)[:NUM_PROMPTS])
+        answerer = answerer_of(group)
         if not isinstance(problems, Problems):
-            return _RunStarted(config, group, _train_nothing, profile, problems, scoring, episodes)
+            return _RunStarted(config, group, _train_nothing, profile, problems, answerer)
 
         @cache
         def trainer() -> Trainer:
             """Made for the first step: which rows it draws from is known once their pass rates are."""
-            collector = ExperienceCollector(
-                config, group, problems.stream, scoring, problems.decode, episodes, problems.counted()
-            )
+            collector = ExperienceCollector(answerer, problems.stream, problems.counted())
             return Trainer(config, group, collector, failures=self._layout.failures, enter_phase=self._guard.phase)
 
         def take_step(state: LoopState) -> StepResult:
             return trainer().step(state, epoch=problems.epoch_at(state.num_prompts_drawn))
 
-        return _RunStarted(config, group, take_step, profile, problems, scoring, episodes)
+        return _RunStarted(config, group, take_step, profile, problems, answerer)
 
 
 def _train_nothing(state: LoopState) -> StepResult:

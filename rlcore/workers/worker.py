@@ -161,18 +161,9 @@ class Worker:
 
     def generate(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
-    ) -> list[Rollout]:
-        """One rollout for each request, in their order, by the weights of the last hand-over."""
-        if self._leaves_engine_alone(requests):
-            return []
-        self._wake_engine()
-        return self._engine.generate(requests, sampling, max_response_tokens)
-
-    def generate_stream(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[list[tuple[int, Rollout]]]:
-        """The same, in handfuls as answers end: (index of the request, its rollout)."""
-        if self._leaves_engine_alone(requests):
+        """(index of a request, its rollout by the weights of the last hand-over), in handfuls as answers end."""
+        if not requests and self._config.rollout.tensor_parallel_size == 1:  # no other rank shares the engine
             return
         self._wake_engine()
         finished: list[tuple[int, Rollout]] = []
@@ -184,19 +175,12 @@ class Worker:
         if finished:
             yield finished
 
-    def _leaves_engine_alone(self, requests: Sequence[SamplingRequest]) -> bool:
-        """Whether it may sleep on: nothing is asked for here, and no other rank shares it."""
-        return not requests and self._config.rollout.tensor_parallel_size == 1
-
-    def old_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Log-probabilities of the answers under the policy as it is now."""
+    def old_logprobs(
+        self, batch: PackedBatch, num_micro: int, with_entropy: bool = False
+    ) -> Float[Tensor, "T"] | Float[Tensor, "T 2"]:
+        """Log-probabilities of the answers under the policy as it is now; `with_entropy`: its entropy beside them."""
         self._rest_engine()
-        return self._actor.logprobs(batch, num_micro)
-
-    def old_logprobs_and_entropy(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T 2"]:
-        """The same with the policy's entropy at each answer token."""
-        self._rest_engine()
-        return self._actor.logprobs(batch, num_micro, with_entropy=True)
+        return self._actor.logprobs(batch, num_micro, with_entropy=with_entropy)
 
     def ref_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Log-probabilities of the answers under the frozen reference."""
