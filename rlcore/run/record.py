@@ -15,10 +15,10 @@ from typing import TypeVar
 import pyarrow as pa
 
 from rlcore.answers.store import AnswerWriter
-from rlcore.checkpoint.catalog import CheckpointInfo, Refusal
-from rlcore.checkpoint.save import CheckpointSaver, Saved, SavingRanks
+from rlcore.checkpoint.catalog import CheckpointInfo
+from rlcore.checkpoint.save import CheckpointSaver, Saved, SavingRanks, prune
 from rlcore.checkpoint.state import TrainerState
-from rlcore.checkpoint.store import CheckpointStore
+from rlcore.checkpoint.store import CheckpointStore, Found
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import CheckpointError
@@ -66,24 +66,12 @@ class RunRecord:
         self.config, self.layout, self.guard, self.report = config, layout, guard, guard.report
         self.store = CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
         self._tracker = Tracker(layout.run_dir, config, tags={**config.tags, **(tags or {})})
-        self.room = Room(config.checkpoint, happened=self.happened, stop=guard.stop, prune=lambda: self.saves.prune())
+        self.room = Room(config.checkpoint, happened=self.happened, stop=guard.stop, prune=lambda: prune(self.store))
         self.saves = CheckpointSaver(self.store, self.room, self._tracker.commit, partial(guard.phase, "commit"))
         self.answers = AnswerWriter(layout.answers, config.answers)
         self._first_save_bytes = 0
-        self.refusals: tuple[Refusal, ...] = ()
-        """Newer checkpoints that `newest` had to pass over, and why."""
-        self.journal_problem = ""
-        """What the journal lacks for the checkpoint that `newest` found; '' where it has all."""
 
     # ------------------------------------------------------------------ checkpoints
-
-    def newest(self) -> CheckpointInfo | None:
-        """The newest checkpoint that is whole, fits the journal and belongs to these settings. See `refusals` and
-        `journal_problem`.
-        """
-        found = self.store.find_latest()
-        self.refusals, self.journal_problem = found.refusals, found.journal_problem
-        return found.checkpoint
 
     def begin_save(self, state: TrackedState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
         """Begin a checkpoint of `state`, see `CheckpointSaver.begin`. The answers up to there are written before it."""
@@ -279,10 +267,6 @@ class RunEvents:
             }
         )
 
-    def saved(self, saved: Saved) -> None:
-        """A checkpoint is committed."""
-        self._report({"event": "checkpoint", "step": saved.step, "path": str(saved.path)})
-
     def alarms(self, step: int, alarms: Sequence[Alarm]) -> None:
         """An event for each alarm that the step before did not raise."""
         for alarm in alarms:
@@ -333,20 +317,17 @@ class RunEvents:
                 self._record.log_event("fault", step, asdict(fault))
         self.num_faults = len(faults)
 
-    def refusals(self, step: int, taken: CheckpointInfo | None) -> None:
-        """Newer checkpoints than the one taken that had to be passed over."""
-        for refusal in self._record.refusals:
+    def went_on(self, step: int, found: Found) -> None:
+        """The run goes on from what was found: newer checkpoints that were passed over, and what the journal lacks
+        where no checkpoint is left that fits it."""
+        taken = found.checkpoint
+        for refusal in found.refusals:
             text = f"going on from {'the start' if taken is None else taken.name}: {refusal.reason}"
             self._record.happened("checkpoint_refused", step, {"text": text, "path": str(refusal.path)})
-
-    def journal_problem(self, step: int) -> None:
-        """The journal does not have all that the run has done, and no checkpoint is left that fits it."""
-        if problem := self._record.journal_problem:
+        if problem := found.journal_problem:
             gap = missing_steps(load_journal(self._record.layout.journal), step)
             lacks = f"it lacks {gap} for good" if gap else "some of its values may not be those that were measured"
             text = f"going on from step {step} all the same, since no other checkpoint fits: {problem}; {lacks}"
             self._record.happened("journal_mismatch", step, {"text": text, "path": str(self._record.layout.journal)})
-
-    def resumed(self, step: int) -> None:
-        """The run goes on from a checkpoint."""
-        self._report({"event": "resumed", "step": step, "text": f"going on from step {step}"})
+        if taken is not None:
+            self._report({"event": "resumed", "step": taken.step, "text": f"going on from step {taken.step}"})

@@ -116,7 +116,7 @@ class Session:
         Raises:
             StopRequestedError: a stop was asked for; the last finished step is saved.
         """
-        committed = self._record.newest()
+        committed = self._record.store.latest()
         if committed is not None and committed.step >= to_step:
             return {"step": committed.step, "checkpoint": str(committed.path), "metrics": {}, "skipped": True}
         saved = self._training.to(to_step, at_most)

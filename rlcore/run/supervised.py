@@ -199,7 +199,7 @@ class SupervisedTraining(Training[SupervisedWorkers]):
 
     def _measured(self, state: TrackedState) -> tuple[Mapping[str, float], TrackedState]:
         step = state.loop.step
-        metrics = self._workers.measure(step)
+        metrics = self.workers.measure(step)
         score = -metrics.get(HELD_OUT_LOSS, math.inf)
         return metrics, replace(state, best_score=score, best_step=step) if score > state.best_score else state
 
@@ -247,8 +247,6 @@ class WarmStart:
         self._layout = stage_layout(config, inputs.filtered_directory)
         self._untaught = self._layout.run_dir / "untaught"
         self._open = ExitStack()
-        self._record: RunRecord | None = None
-        self._workers: SupervisedWorkers | None = None
         self._is_over = False
         self.training: SupervisedTraining | None = None
 
@@ -275,24 +273,22 @@ class WarmStart:
                 build_model(self._config, folder)
             return WarmStartResult(self._directory, cached=False, is_over=True)
         if self.training is None:
-            self._begin()
+            self._take_folder()
             if (known := self._known()) is not None:  # made by another run while this one waited for the lock
                 self.close(failed=False)
                 return known
-        record, training = self._record, self.training
-        assert record is not None, "`_begin` makes it"
-        assert training is not None, "`_begin` makes it"
+            self.training = self._begun()
+        training, record = self.training, self.training.record
         end = record.config.trainer.total_steps
-        newest = record.newest()
-        if newest is None or not self._has_ended(record, newest):
-            goal = end if to_step is None else min(to_step, end)
-            if newest is None or newest.step < goal:
-                training.to(goal, None)
-            newest = record.newest()
+        goal = end if to_step is None else min(to_step, end)
+        newest = record.store.latest()
+        if newest is None or (newest.step < goal and not self._has_ended(record, newest)):
+            training.to(goal, None)
+            newest = record.store.latest()
             assert newest is not None, "training has committed one"
         if not self._has_ended(record, newest):
             return WarmStartResult(self._directory, cached=False, is_over=False, steps=newest.step)
-        self._publish(record, training, newest)
+        self._publish(training, newest)
         return WarmStartResult.of(self._directory, finished_or_set_aside(self._directory), cached=False)
 
     def save_finished(self) -> str | None:
@@ -302,14 +298,15 @@ class WarmStart:
     @property
     def saving(self) -> UnderWay | None:
         """What its save is at."""
-        return None if self._record is None else self._record.saves.at
+        training = self.training  # asked in another thread
+        return None if training is None else training.record.saves.at
 
     def close(self, *, failed: bool) -> None:
         """End the workers and give the folder back."""
-        record, self._record, self._workers, self.training = self._record, None, None, None
+        training, self.training = self.training, None
         with self._open:
-            if record is not None:
-                record.finish(failed=failed, is_over=self._is_over)
+            if training is not None:
+                training.record.finish(failed=failed, is_over=self._is_over)
 
     def _known(self) -> WarmStartResult | None:
         manifest = find_start_model(self._config, self._inputs.filtered_directory)
@@ -317,26 +314,24 @@ class WarmStart:
             return None
         return WarmStartResult.of(self._directory, manifest, cached=True)
 
-    def _begin(self) -> None:
+    def _take_folder(self) -> None:
         layout = self._layout
         layout.run_dir.mkdir(parents=True, exist_ok=True)
         self._open.enter_context(locked_run(layout.run_dir, self._guard.report, self._guard.stop, math.inf))
         layout.require_kinds()
         remove_stale_temporaries(layout.run_dir)
-        if self._known() is not None:
-            return
+
+    def _begun(self) -> SupervisedTraining:
         lessons = Lessons.read(self._config, self._inputs)
         settings = stage_settings(self._config, len(lessons.shown))
         if lessons.num_dropped:
             limit = f"longer than warm_start.max_tokens={self._config.warm_start.max_tokens}"
             text = f"{lessons.num_dropped:,} demonstrations are {limit}, and left out"
             self._guard.report({"event": "note", "text": text})
-        write_text_atomically(layout.settings_json, settings.model_dump_json(indent=2) + "\n")
-        record = RunRecord(settings, layout, self._guard, tags={"stage": "warm-start"})
-        workers = SupervisedWorkers(record, self._inputs, lessons, self._source())
-        self._workers = self._open.enter_context(workers)
-        self._record = record
-        self.training = SupervisedTraining(record, workers)
+        write_text_atomically(self._layout.settings_json, settings.model_dump_json(indent=2) + "\n")
+        record = RunRecord(settings, self._layout, self._guard, tags={"stage": "warm-start"})
+        workers = self._open.enter_context(SupervisedWorkers(record, self._inputs, lessons, self._source()))
+        return SupervisedTraining(record, workers)
 
     def _source(self) -> Path:
         """The model that is taught."""
@@ -352,10 +347,9 @@ class WarmStart:
         is_last = newest.step >= record.config.trainer.total_steps
         return is_last or has_learned(record.config, newest.step, best, newest.metrics)
 
-    def _publish(self, record: RunRecord, training: SupervisedTraining, newest: CheckpointInfo) -> None:
+    def _publish(self, training: SupervisedTraining, newest: CheckpointInfo) -> None:
         """The checkpoint with the lowest held-out loss as a model's folder, the last where a reward was wanted."""
-        workers = self._workers
-        assert workers is not None, "`_begin` makes them"
+        record, workers = training.record, training.workers
         training.settle_save()
         wants_reward = self._config.warm_start.stop_at_reward is not None
         taken = newest if wants_reward else record.store.best() or newest

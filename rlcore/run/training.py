@@ -36,8 +36,8 @@ class Training(Generic[W]):
 
     def __init__(self, record: RunRecord, workers: W) -> None:
         self._config, self._layout = record.config, record.layout
-        self._record = record
-        self._workers = workers
+        self.record = record
+        self.workers = workers
         self._events = RunEvents(record, self.STAGE)
         self._stop = record.guard.stop
         self._system = SystemSampler(record.layout.run_dir)
@@ -54,14 +54,14 @@ class Training(Generic[W]):
     def to(self, to_step: int, at_most: int | None) -> Saved:
         """Train until a checkpoint of `to_step` is committed; see `Session.train`."""
         state = self._begin()
-        self._record.wait_for_room(state.loop.step, self.settle_save)
+        self.record.wait_for_room(state.loop.step, self.settle_save)
         pace = Pace(is_warm=bool(self._metrics))
         end = self._config.trainer.total_steps if at_most is None else at_most
         if self._is_over(state, self._metrics):
             end = state.loop.step
         while (saved := self._saved) is None or saved.step < min(to_step, end):
             if state.loop.step == end:
-                if self._record.saves.state is None:  # it was reached on the way to the chunk before, and ends no chunk
+                if self.record.saves.state is None:  # it was reached on the way to the chunk before, and ends no chunk
                     self._begin_save(state)
                 self.settle_save()
                 continue
@@ -72,7 +72,7 @@ class Training(Generic[W]):
                 raise StopRequestedError(
                     f"{given_up}; step {state.loop.step} is saved; start again to go on"
                 ) from given_up
-            self._saving(self._record.saves.poll)
+            self._saving(self.record.saves.poll)
             if self._is_over(state, self._metrics):
                 end = min(end, state.loop.step)
             if self._stop():
@@ -85,11 +85,11 @@ class Training(Generic[W]):
 
     def settle_save(self) -> None:
         """Wait for the checkpoint under way, if there is one."""
-        self._saving(self._record.saves.settle)
+        self._saving(self.record.saves.settle)
 
     def save_finished(self) -> str:
         """Save the last finished step, if it is not: a stop was asked for. Says what is saved."""
-        if self._state is None or self._workers.holds != name_of(self._state.loop.step):
+        if self._state is None or self.workers.holds != name_of(self._state.loop.step):
             return "the trainer was told to stop; start again to go on from its last checkpoint"
         self._save_before(self._state)
         return f"stopped after step {self._state.loop.step}, which is saved; start again to go on"
@@ -98,28 +98,25 @@ class Training(Generic[W]):
 
     def _begin(self) -> TrackedState:
         """The state to go on from: in memory after a chunk, else from the newest checkpoint, else step 0."""
-        self._workers.start()
-        if self._state is not None and self._workers.holds == name_of(self._state.loop.step):
+        self.workers.start()
+        if self._state is not None and self.workers.holds == name_of(self._state.loop.step):
             return self._state  # perhaps ahead of its newest checkpoint, which is still being written
         self.settle_save()
-        newest = self._record.newest()
-        state = self._record.restore(newest)
+        found = self.record.store.find_latest()
+        newest = found.checkpoint
+        state = self.record.restore(newest)
         self._events.faults(state.loop.step)
-        self._workers.load("start" if newest is None else newest.name)
-        self._events.refusals(state.loop.step, newest)
-        self._events.journal_problem(state.loop.step)
-        self._state, self._saved = state, None
-        if newest is None:
-            self._state = self._record_start(state)
-        else:
-            self._events.resumed(newest.step)
+        self.workers.load("start" if newest is None else newest.name)
+        self._events.went_on(state.loop.step, found)
+        self._saved = None
+        self._state = self._record_start(state) if newest is None else state
         return self._state
 
     def _record_start(self, state: TrackedState) -> TrackedState:
         """Step 0: the held-out score before any training."""
         metrics, state = self._measured(state)
         self._look_for_holes()
-        self._record.log_step(0, metrics)
+        self.record.log_step(0, metrics)
         return state
 
     def _look_for_holes(self) -> None:
@@ -129,8 +126,8 @@ class Training(Generic[W]):
 
     def _train_step(self, state: TrackedState, to_step: int, pace: Pace) -> TrackedState:
         """One step with its line in the journal; where a chunk ends, or at a stop, a checkpoint of it is begun."""
-        result = self._workers.step(state.loop)
-        self._events.shortages(result.state.step, result.shortages, self._workers.micro_batch_tokens)
+        result = self.workers.step(state.loop)
+        self._events.shortages(result.state.step, result.shortages, self.workers.micro_batch_tokens)
         if any(alarm.action == "roll_back" for alarm in result.alarms):
             return self._roll_back(state, result.alarms)
         metrics, state = self._write_line(state, result)
@@ -138,7 +135,7 @@ class Training(Generic[W]):
         pace.tick()
         step = state.loop.step
         self._events.progress(result, to_step if step <= to_step else self._end_of_chunk(step), pace)
-        self._events.unscored(step, *self._workers.unscored)
+        self._events.unscored(step, *self.workers.unscored)
         self._events.alarms(step, result.alarms)
         fatal = [alarm for alarm in result.alarms if alarm.action == "stop"]
         if step in (to_step, self._end_of_chunk(step)) or self._stop() or fatal:
@@ -159,14 +156,14 @@ class Training(Generic[W]):
             metrics["timing_s/testing"] = time.perf_counter() - begun
             metrics |= found
         self._keep_answers(result)
-        metrics |= self._system.sample() | self._record.room_metrics()
+        metrics |= self._system.sample() | self.record.room_metrics()
         if self._events.num_faults:
             metrics["fault/num_retries"] = float(self._events.num_faults)
         if self._seconds_for_saves:
             metrics["timing_s/save_checkpoint"] = self._seconds_for_saves
             self._seconds_for_saves = 0.0
-        self._record.log_step(step, metrics)
-        self._workers.holds = name_of(step)
+        self.record.log_step(step, metrics)
+        self.workers.holds = name_of(step)
         return metrics, after
 
     def _roll_back(self, state: TrackedState, alarms: Sequence[Alarm]) -> TrackedState:
@@ -182,8 +179,8 @@ class Training(Generic[W]):
                 f"step {step}: {why}; rolled back {state.loop.num_roll_backs} times already "
                 f"(alarms.max_roll_backs). {SEE_ALARMS}"
             )
-        back, found = self._record.roll_back(state.loop, settings.roll_back_lr_factor)
-        self._workers.load("start" if found is None else found.name)
+        back, found = self.record.roll_back(state.loop, settings.roll_back_lr_factor)
+        self.workers.load("start" if found is None else found.name)
         self._state, self._saved = back, None
         if found is None:
             self._state = self._record_start(back)
@@ -216,13 +213,13 @@ class Training(Generic[W]):
         self.settle_save()
         settings = self._config.validation
         metrics = {name: value for name, value in self._metrics.items() if not settings.is_of_suite(name)}
-        self._saving(lambda: self._record.begin_save(state, metrics, self._workers.savers()))
+        self._saving(lambda: self.record.begin_save(state, metrics, self.workers.savers()))
 
     def _save_before(self, state: TrackedState) -> None:
         """Save the last finished step: the one after it was given up before it changed anything."""
-        self._workers.holds = name_of(state.loop.step)
+        self.workers.holds = name_of(state.loop.step)
         self.settle_save()
-        newest = self._record.newest()
+        newest = self.record.store.latest()
         if state.loop.step > (0 if newest is None else newest.step):
             self._begin_save(state)
             self.settle_save()
@@ -237,13 +234,13 @@ class Training(Generic[W]):
         try:
             saved = advance()
         except WorkerLostError:
-            self._record.saves.abandon()
+            self.record.saves.abandon()
             raise
         finally:
             self._seconds_for_saves += time.perf_counter() - begun
         if saved is not None:
             self._saved = saved
-            self._events.saved(saved)
+            self.record.report({"event": "checkpoint", "step": saved.step, "path": str(saved.path)})
 
 
 class RunTraining(Training[RunWorkers]):
@@ -251,11 +248,11 @@ class RunTraining(Training[RunWorkers]):
 
     def _measured(self, state: TrackedState) -> tuple[Mapping[str, float], TrackedState]:
         step, total = state.loop.step, self._config.trainer.total_steps
-        rates = self._workers.problems.pass_rates if step == 0 else None
+        rates = self.workers.problems.pass_rates if step == 0 else None
         found: dict[str, float] = {} if rates is None else dict(rates.metrics())
         if self._config.validation.is_due(step, total):
             result = self.judge(name_of(step), step)
-            found, state = {**found, **result.summary()}, self._record.with_score(state, result)
+            found, state = {**found, **result.summary()}, self.record.with_score(state, result)
         for suite in self._config.validation.suites:
             if suite.is_due(step, total):
                 found |= self.judge_suite(suite, name_of(step), step).summary()
@@ -267,54 +264,54 @@ class RunTraining(Training[RunWorkers]):
 
     def _keep_answers(self, result: StepResult) -> None:
         step = result.state.step
-        if self._record.answers.keeps(step):
-            self._record.keep_answers(step, self._workers.answers_of(result))
+        if self.record.answers.keeps(step):
+            self.record.keep_answers(step, self.workers.answers_of(result))
 
     def _look_for_holes(self) -> None:
         file = self.file_of(name_of(0))
         if not self._config.reward.audit or self._config.data.environment:
             return
-        findings = self._workers.audit(ValidationResult.read(file))
+        findings = self.workers.audit(ValidationResult.read(file))
         if findings:
             text = audit_text(self._config.data.scorer, findings)
-            self._record.happened("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
+            self.record.happened("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
 
     def judge(self, name: str, step: int) -> ValidationResult:
         """Judge what the workers hold, and keep the result under this name."""
-        result, answers = self._workers.validate(name, step)
-        self._record.keep_validation(name, step, answers)
-        self._record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.summary())})
-        self._events.unscored(step, *self._workers.unscored)
+        result, answers = self.workers.validate(name, step)
+        self.record.keep_validation(name, step, answers)
+        self.record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.summary())})
+        self._events.unscored(step, *self.workers.unscored)
         self._keep(result, self.file_of(name))
         return result
 
     def judge_suite(self, suite: SuiteConfig, name: str, step: int) -> ValidationResult:
         """The same on a suite's problems."""
-        result, reason = self._workers.validate_suite(suite, name, step)
+        result, reason = self.workers.validate_suite(suite, name, step)
         if count := result.num_unscored:
             text = f"suite {suite.name}: {count:,} answer(s) have no score and are in no figure; the last one: {reason}"
             data = {"suite": suite.name, "num_answers": count, "reason": reason, "text": text}
-            self._record.happened("scorer_failed", step, data)
+            self.record.happened("scorer_failed", step, data)
         self._keep(result, self.file_of(name, suite.name))
         return result
 
     def judge_checkpoint(self, checkpoint: str, name: str) -> ValidationResult:
         """The same for a checkpoint, on all held-out problems; what training found out is not found out again."""
-        step, settings = self._record.store.step_of(checkpoint), self._config.validation
+        step, settings = self.record.store.step_of(checkpoint), self._config.validation
         result = self._known(step, settings)
         if result is None:
-            self._workers.load(checkpoint)
+            self.workers.load(checkpoint)
             return self.judge(name, step)
         self._keep(result.renamed(name), self.file_of(name))
         return result.renamed(name)
 
     def judge_suites(self, checkpoint: str, name: str) -> list[ValidationResult]:
         """The same on all problems of each suite."""
-        step, found = self._record.store.step_of(checkpoint), []
+        step, found = self.record.store.step_of(checkpoint), []
         for suite in self._config.validation.suites:
             result = self._known(step, suite, name) or self._known(step, suite)
             if result is None:
-                self._workers.load(checkpoint)
+                self.workers.load(checkpoint)
                 result = self.judge_suite(suite, name, step)
             else:
                 result = result.renamed(name)
@@ -327,7 +324,7 @@ class RunTraining(Training[RunWorkers]):
         return (self._layout.suites / suite if suite else self._layout.validation) / f"{name}.json"
 
     def _keep(self, result: ValidationResult, file: Path) -> None:
-        self._record.room.hold(lambda: result.write(file), step=result.step, path=file)
+        self.record.room.hold(lambda: result.write(file), step=result.step, path=file)
 
     def _known(
         self, step: int, settings: ValidationConfig | SuiteConfig, name: str | None = None
@@ -338,6 +335,6 @@ class RunTraining(Training[RunWorkers]):
         if (name is None and settings.max_problems) or not file.is_file():
             return None
         result = ValidationResult.read(file)
-        wanted = "" if suite is None else self._workers.fingerprint_of(suite)
+        wanted = "" if suite is None else self.workers.fingerprint_of(suite)
         is_same = (result.step, result.settings, result.suite) == (step, settings.judging, wanted)
         return result if is_same else None

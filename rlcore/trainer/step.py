@@ -127,6 +127,7 @@ class Trainer(GroupTrainer):
         metrics = {
             "training/global_step": float(after.step),
             "training/epoch": float(epoch),
+            **update.metrics(config.algo),
             **step_metrics(config, experience, found, update, handed_over),
             **cost_metrics(config, packed, experience, shares, clock.seconds(), self._worker_info),
         }

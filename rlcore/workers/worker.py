@@ -333,7 +333,7 @@ class Worker:
         self._engine.sleep()
         self._meter.sleeps()
         if hasattr(self, "_actor"):
-            self._actor.bring_base()
+            self._actor.base.bring()
 
     def _wake_engine(self) -> None:
         """Make room for the engine, which wakes when it is called."""
