@@ -125,17 +125,17 @@ class Session:
     def validate(self, checkpoint: str, name: str) -> Mapping[str, object]:
         """Judge a checkpoint (`start`, `last`, `best` or its folder's name) on all held-out problems and suites."""
         self._training.settle_save()
-        result = self._training.judge_checkpoint(checkpoint, name)
-        summary = dict(result.summary())
-        for of_suite in self._training.judge_suites(checkpoint, name):
-            summary |= of_suite.summary()
+        summary: dict[str, float] = {}
+        for suite in (None, *self._config.validation.suites):
+            summary |= self._training.judge_checkpoint(checkpoint, name, suite).summary()
         return {"summary": summary, "file": str(self._training.file_of(name))}
 
     def evaluate(self) -> Mapping[str, object]:
         """Judge the model of step 0 on all problems of each suite: an evaluation. The journal has it as step 0."""
         self._is_evaluated = True
-        results = self._training.judge_suites("start", "before")
-        summary = {name: value for result in results for name, value in result.summary().items()}
+        summary: dict[str, float] = {}
+        for suite in self._config.validation.suites:
+            summary |= self._training.judge_checkpoint("start", "before", suite).summary()
         self._record.restore(None)
         self._record.log_step(0, summary)
         return {"summary": summary}

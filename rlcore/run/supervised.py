@@ -132,17 +132,12 @@ class SupervisedWorkers(TrainingWorkers[_Started]):
         self._inputs = inputs
         self._lessons = lessons
 
-    @property
-    def unscored(self) -> tuple[int, str]:
-        """Answers that the scorer failed on are left out of the sampled reward; see `_reward`."""
-        return 0, ""
-
     def hand_over(self, version: int) -> None:
         """Engines get the weights where answers are asked for, right before."""
 
     def measure(self, step: int) -> dict[str, float]:
         """Held-out loss, and the sampled reward where it ends the stage."""
-        parts = self._started()
+        parts = self.start()
         with self._guard.phase("testing"):
             metrics = parts.trainer.held_out(self._lessons.held_out)
         if parts.answerer is not None and step:

@@ -12,9 +12,10 @@ from typing import Any, Generic, TypeVar
 from rlcore.answers.judge import audit_text
 from rlcore.checkpoint.catalog import name_of
 from rlcore.checkpoint.save import Saved
-from rlcore.config import SuiteConfig, ValidationConfig
+from rlcore.config import SuiteConfig
 from rlcore.errors import AlarmError, StopRequestedError, WorkerLostError
 from rlcore.evaluation.result import ValidationResult
+from rlcore.run.inputs import suite_fingerprint
 from rlcore.run.record import Pace, RunEvents, RunRecord, TrackedState
 from rlcore.run.watchdog import StepAbandonedError
 from rlcore.run.workers import RunWorkers, TrainingWorkers
@@ -295,29 +296,18 @@ class RunTraining(Training[RunWorkers]):
         self._keep(result, self.file_of(name, suite.name))
         return result
 
-    def judge_checkpoint(self, checkpoint: str, name: str) -> ValidationResult:
-        """The same for a checkpoint, on all held-out problems; what training found out is not found out again."""
-        step, settings = self.record.store.step_of(checkpoint), self._config.validation
-        result = self._known(step, settings)
+    def judge_checkpoint(self, checkpoint: str, name: str, suite: SuiteConfig | None = None) -> ValidationResult:
+        """The same for a checkpoint, on all held-out problems, or all of a suite's; what training found out is not
+        found out again."""
+        step = self.record.store.step_of(checkpoint)
+        result = (
+            self._known(step, suite) if suite is None else self._known(step, suite, name) or self._known(step, suite)
+        )
         if result is None:
             self.workers.load(checkpoint)
-            return self.judge(name, step)
-        self._keep(result.renamed(name), self.file_of(name))
+            return self.judge(name, step) if suite is None else self.judge_suite(suite, name, step)
+        self._keep(result.renamed(name), self.file_of(name, "" if suite is None else suite.name))
         return result.renamed(name)
-
-    def judge_suites(self, checkpoint: str, name: str) -> list[ValidationResult]:
-        """The same on all problems of each suite."""
-        step, found = self.record.store.step_of(checkpoint), []
-        for suite in self._config.validation.suites:
-            result = self._known(step, suite, name) or self._known(step, suite)
-            if result is None:
-                self.workers.load(checkpoint)
-                result = self.judge_suite(suite, name, step)
-            else:
-                result = result.renamed(name)
-                self._keep(result, self.file_of(name, suite.name))
-            found.append(result)
-        return found
 
     def file_of(self, name: str, suite: str = "") -> Path:
         """Where a result of this name is kept."""
@@ -326,15 +316,16 @@ class RunTraining(Training[RunWorkers]):
     def _keep(self, result: ValidationResult, file: Path) -> None:
         self.record.room.hold(lambda: result.write(file), step=result.step, path=file)
 
-    def _known(
-        self, step: int, settings: ValidationConfig | SuiteConfig, name: str | None = None
-    ) -> ValidationResult | None:
+    def _known(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
         """The result of this name; None: of this step's validation in training, where that one saw all problems."""
-        suite = settings if isinstance(settings, SuiteConfig) else None
+        settings = self._config.validation if suite is None else suite
         file = self.file_of(name or name_of(step), "" if suite is None else suite.name)
         if (name is None and settings.max_problems) or not file.is_file():
             return None
         result = ValidationResult.read(file)
-        wanted = "" if suite is None else self.workers.fingerprint_of(suite)
+        wanted = ""
+        if suite is not None:
+            folder = self.workers.inputs.of_suite(suite.name).filtered_directory
+            wanted = suite_fingerprint(self._config, suite, folder)
         is_same = (result.step, result.settings, result.suite) == (step, settings.judging, wanted)
         return result if is_same else None

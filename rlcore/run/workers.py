@@ -1,7 +1,7 @@
 """The workers of a run, with the data that they work on and the checkpoint whose weights they hold."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,11 +14,10 @@ from rlcore.answers.judge import Case, Finding, audit_reward
 from rlcore.answers.table import training_table, validation_table
 from rlcore.checkpoint.shards import RankSaver
 from rlcore.config import RunConfig, SuiteConfig
-from rlcore.config.trainer import ProfileConfig
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Answer, ValidationResult
 from rlcore.rollout.engine import PASS_RATE_STREAM, requests_for
-from rlcore.run.inputs import RunInputs, planned_start_model, suite_fingerprint
+from rlcore.run.inputs import RunInputs, planned_start_model
 from rlcore.run.memory import fit_run
 from rlcore.run.problems import HeldOut, Problems
 from rlcore.run.record import RunRecord
@@ -41,42 +40,34 @@ NUM_AUDITED = 8
 
 
 class ProfileWindow:
-    """Called before and after each step. A trace that gets too large ends the window."""
+    """The steps of which every rank writes a trace. One that gets too large ends the window."""
 
-    def __init__(
-        self,
-        settings: ProfileConfig,
-        folder: Path,
-        group: WorkerGroup,
-        report: Callable[[Mapping[str, object]], None],
-    ) -> None:
-        self._settings = settings
-        self._folder = folder
+    def __init__(self, record: RunRecord, group: WorkerGroup) -> None:
+        self._settings, self._folder = record.config.runtime.profile, record.layout.profile
+        self._guard = record.guard
         self._group = group
-        self._report = report
-        self._ended = settings.first_step is None
-
-    def holds(self, step: int) -> bool:
-        """Whether the step is in the window."""
         first = self._settings.first_step
-        return not self._ended and first is not None and first <= step < first + self._settings.num_steps
+        self._steps = range(0) if first is None else range(first, first + self._settings.num_steps)
 
-    def begin(self) -> None:
-        """Record from here on every rank."""
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """The block is this step: it is recorded, and what was recorded is written, where the step is in the window."""
+        if step not in self._steps:
+            yield
+            return
         self._group.each(Worker.start_profile)
-
-    def end(self, step: int) -> None:
-        """Write what was recorded."""
+        yield
         limit = self._settings.max_mb
-        sizes = self._group.each(Worker.stop_profile, str(self._folder), step, limit)
+        with self._guard.phase("profile"):
+            sizes = self._group.each(Worker.stop_profile, str(self._folder), step, limit)
         text = f"profile of step {step}: {max(sizes):.1f} MB a rank, in {self._folder}"
         if max(sizes) > limit:
-            self._ended = True
+            self._steps = range(0)
             text = (
                 f"profile of step {step}: {max(sizes):.1f} MB is over runtime.profile.max_mb={limit:g}: the trace is "
                 "not kept and no further step is profiled. Raise it, or profile a run with fewer or shorter answers"
             )
-        self._report({"event": "note", "text": text})
+        self._guard.report({"event": "note", "text": text})
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,25 +117,21 @@ class TrainingWorkers(Generic[S]):
         """End the workers and the scorers."""
         self._open.close()
 
-    def start(self) -> None:
-        """Start the workers, if they are not."""
-        self._started()
-
     @property
     def micro_batch_tokens(self) -> int:
         """Token budget of a micro-batch, as fitted to this host's memory."""
-        return self._started().config.trainer.max_tokens_per_micro_batch
+        return self.start().config.trainer.max_tokens_per_micro_batch
 
     @property
     def unscored(self) -> tuple[int, str]:
-        """See `ScoringPool.unscored`."""
-        raise NotImplementedError
+        """See `ScoringPool.unscored`; (0, "") where no answers are learned from."""
+        return 0, ""
 
     # ------------------------------------------------------------------ weights
 
     def load(self, checkpoint: str) -> None:
         """Put a checkpoint's weights into workers and engines."""
-        workers = self._started().group
+        workers = self.start().group
         found = self._record.store.find(checkpoint)
         name = "start" if found is None else found.name
         if self.holds == name:
@@ -164,43 +151,39 @@ class TrainingWorkers(Generic[S]):
     def hand_over(self, version: int) -> None:
         """Give the engines the weights."""
         with self._guard.phase("update_weights"):
-            handed_over = self._started().group.each(Worker.hand_over, version)[0]
+            handed_over = self.start().group.each(Worker.hand_over, version)[0]
         if handed_over.warning:
             self._report({"event": "note", "text": handed_over.warning})
 
     def full_weights(self, phase: str = "export") -> Mapping[str, Tensor]:
         """What the workers hold, whole and on the host."""
         with self._guard.phase(phase):
-            return self._started().group.each(Worker.full_weights)[0]
+            return self.start().group.each(Worker.full_weights)[0]
 
     def adapters(self) -> Mapping[str, Tensor]:
         """Their LoRA adapters alone, whole and on the host; empty without `model.lora`."""
         with self._guard.phase("export"):
-            return self._started().group.each(Worker.adapters)[0]
+            return self.start().group.each(Worker.adapters)[0]
 
     def savers(self) -> "RankSavers":
         """The workers as those that write a checkpoint."""
-        return RankSavers(self._started().group, self._guard.phase)
+        return RankSavers(self.start().group, self._guard.phase)
 
     # ------------------------------------------------------------------ work
 
     def step(self, state: LoopState) -> StepResult:
         """One step. Whoever records it says what the workers hold then."""
-        parts = self._started()
+        parts = self.start()
         self.holds = MID_STEP
-        profiled = parts.profile.holds(state.step + 1)
-        if profiled:
-            parts.profile.begin()
-        result = parts.take_step(state)
-        if profiled:
-            with self._guard.phase("profile"):
-                parts.profile.end(state.step + 1)
+        with parts.profile.around(state.step + 1):
+            result = parts.take_step(state)
         self._version = result.state.policy_version
         return result
 
     # ------------------------------------------------------------------ start
 
-    def _started(self) -> S:
+    def start(self) -> S:
+        """Start the workers, if they are not."""
         if self._parts is None:
             self._parts = self._start()
             self.holds = None
@@ -226,7 +209,7 @@ class TrainingWorkers(Generic[S]):
             f"attention {info.attention}"
         )
         self._report({"event": "note", "text": text})
-        return group, ProfileWindow(config.runtime.profile, self._layout.profile, group, self._report)
+        return group, ProfileWindow(self._record, group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,24 +223,24 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
 
     def __init__(self, record: RunRecord, inputs: RunInputs) -> None:
         super().__init__(record, planned_start_model(record.config, inputs.filtered_directory))
-        self._inputs = inputs
+        self.inputs = inputs
 
     @property
     def unscored(self) -> tuple[int, str]:
         """See `ScoringPool.unscored`."""
-        return self._started().answerer.unscored
+        return self.start().answerer.unscored
 
     def validate(self, name: str, step: int) -> tuple[ValidationResult, pa.Table]:
         """Held-out problems by the weights that the workers hold; all of them, or while training those set aside.
         Returns the result and its answers as they are kept."""
-        answerer = self._started().answerer
+        answerer = self.start().answerer
         kept: list[pa.Table] = []
 
         def keep(answers: Sequence[ScoredAnswer], greedy: bool) -> None:
             rollouts, scores, texts = zip(*answers, strict=True)
             kept.append(validation_table(step, name, rollouts, scores, texts, answerer.decode, greedy=greedy))
 
-        prompts = self._started().problems.held_out(in_training=name.startswith("step-"))
+        prompts = self.start().problems.held_out(in_training=name.startswith("step-"))
         with self._guard.phase("testing"):
             result = validate(answerer, prompts, name=name, step=step, policy_version=self._version, keep=keep)
         return result, pa.concat_tables(kept)
@@ -265,24 +248,20 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
     def validate_suite(self, suite: SuiteConfig, name: str, step: int) -> tuple[ValidationResult, str]:
         """The same on a suite's problems, and why the last of the answers without a score has none. The suite's scorer
         and environment run for as long as that takes."""
-        parts = self._started()
-        problems = HeldOut.of_suite(parts.config, self._inputs, suite)
+        parts = self.start()
+        problems = HeldOut.of_suite(parts.config, self.inputs, suite)
         prompts = problems.held_out(in_training=name.startswith("step-"))
         with ExitStack() as opened, self._guard.phase("testing"):
-            answerer = problems.answerer(self._inputs.of_suite(suite.name), opened)(parts.group)
+            answerer = problems.answerer(self.inputs.of_suite(suite.name), opened)(parts.group)
             result = validate(
                 answerer, prompts, name=name, step=step, policy_version=self._version, suite=problems.suite
             )
             return result, answerer.unscored[1]
 
-    def fingerprint_of(self, suite: SuiteConfig) -> str:
-        """See `suite_fingerprint`."""
-        return suite_fingerprint(self._config, suite, self._inputs.of_suite(suite.name).filtered_directory)
-
     @property
     def problems(self) -> Problems:
         """What a run that trains works on."""
-        problems = self._started().problems
+        problems = self.start().problems
         assert isinstance(problems, Problems), "an evaluation has no training rows"
         return problems
 
@@ -291,7 +270,7 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
 
         The random numbers follow from the run's seed and the row's place, `first_row` for the first prompt.
         """
-        parts = self._started()
+        parts = self.start()
         requests = requests_for(
             prompts, num_samples, run_seed=parts.config.seed, stream=PASS_RATE_STREAM, step=0, first_group=first_row
         )
@@ -306,7 +285,7 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             for problem in judged.problems[:NUM_AUDITED]
         ]
         with self._guard.phase("testing"):
-            return audit_reward(cases, self._started().answerer.scoring)
+            return audit_reward(cases, self.start().answerer.scoring)
 
     def answers_of(self, result: StepResult) -> pa.Table:
         """The answers of a step as they are kept."""
@@ -318,16 +297,16 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             experience.rollouts,
             experience.scores,
             experience.texts,
-            self._started().problems.decode,
+            self.start().problems.decode,
             batch=batch,
             policy_logprobs=result.logprobs_before,
         )
 
     def _start(self) -> _RunStarted:
         config = fit_run(self._config, self._layout.run_dir, self._report)
-        is_trained = self._inputs.has_training_rows
-        problems = (Problems.read if is_trained else HeldOut.of_run)(config, self._inputs)
-        answerer_of = problems.answerer(self._inputs, self._open)
+        is_trained = self.inputs.has_training_rows
+        problems = (Problems.read if is_trained else HeldOut.of_run)(config, self.inputs)
+        answerer_of = problems.answerer(self.inputs, self._open)
         group, profile = self._start_group(config, problems.held_out(in_training=True)[:NUM_PROMPTS])
         answerer = answerer_of(group)
         if not isinstance(problems, Problems):
