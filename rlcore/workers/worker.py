@@ -248,24 +248,17 @@ class Worker:
             )
         if self._config.rollout.engine != "vllm":
             return HandOver(0.0)
-        observed = canary.Observed(taken, self._probed_difference())
-        return self._canary.judge(version, self._from_all_ranks(observed))
+        prompts = self._probe or canary.random_prompts(self._config, self._actor.model.head.weight.shape[0])
+        difference = canary.probed_difference(self._engine, self._config, prompts, self._probe_logprobs)
+        observed = [canary.Observed(taken, difference)] * self._world_size
+        if self._world_size > 1:
+            dist.all_gather_object(observed, observed[0])
+        return self._canary.judge(version, observed)
 
-    def _probed_difference(self) -> float:
-        vocab_size = self._actor.model.head.weight.shape[0]
-        prompts = self._probe or canary.random_prompts(self._config, vocab_size)
-        batch = canary.packed_probe(canary.ask(self._engine, self._config, prompts))
-        num_micro = canary.num_micro_batches(self._config, prompts)
+    def _probe_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         if self._config.model.lora is not None and self._config.model.lora.offload:
             self._rest_engine()  # the base comes in the place of its weights
-        return canary.mean_difference(batch, self._actor.logprobs(batch, num_micro))
-
-    def _from_all_ranks(self, observed: canary.Observed) -> list[canary.Observed]:
-        found = [observed]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            found *= dist.get_world_size()
-            dist.all_gather_object(found, observed)
-        return found
+        return self._actor.logprobs(batch, num_micro)
 
     def save(self, verb: Callable[Concatenate[RankSaver, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """A step of a save on this rank."""
@@ -331,14 +324,14 @@ class Worker:
     def _rest_engine(self) -> None:
         """Let the engine release the memory that training needs."""
         self._engine.sleep()
-        self._meter.sleeps()
+        self._meter.engine_sleeps(True)
         if hasattr(self, "_actor"):
             self._actor.base.bring()
 
     def _wake_engine(self) -> None:
         """Make room for the engine, which wakes when it is called."""
         self._actor.put_base_away()
-        self._meter.wakes()
+        self._meter.engine_sleeps(False)
 
     def close(self) -> None:
         """Release the engine and leave the other ranks."""
