@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Self
 
 from rlcore.checkpoint.catalog import is_exported
-from rlcore.checkpoint.export import export_transformers
 from rlcore.config import RunConfig
 from rlcore.errors import MillraceError
 from rlcore.run.inputs import RunInputs
@@ -147,16 +146,7 @@ class Session:
         step = self._record.store.step_of(checkpoint)
         if not is_exported(target, step):
             self._workers.load(checkpoint)
-            weights, adapters = self._workers.full_weights(), self._workers.adapters()
-            lora = self._config.model.lora
-
-            def write() -> None:
-                with self._guard.phase("export"):
-                    export_transformers(
-                        weights, self._workers.start_model, target, step=step, lora=lora, adapters=adapters
-                    )
-
-            self._record.room.hold(write, step=step, path=target)
+            self._workers.export(target, "export", after_step=step, step=step)
         return {"directory": str(target), "step": step}
 
     def save_finished(self) -> str:

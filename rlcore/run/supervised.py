@@ -22,7 +22,6 @@ from pydantic import JsonValue
 from rlcore.batching.loader import PromptStream
 from rlcore.batching.prompts import Demonstration, read_demonstrations, read_solutions
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS, CheckpointInfo
-from rlcore.checkpoint.export import export_transformers
 from rlcore.checkpoint.save import UnderWay
 from rlcore.config import RunConfig
 from rlcore.errors import DataError
@@ -349,19 +348,13 @@ class WarmStart:
         wants_reward = self._config.warm_start.stop_at_reward is not None
         taken = newest if wants_reward else record.store.best() or newest
         workers.load(taken.name)
-        weights = workers.full_weights("start_model")
         facts: dict[str, JsonValue] = {
             FINGERPRINT: self._directory.name,
             "steps": taken.step,
             "steps_taken": newest.step,
         }
         facts |= {name.partition("/")[2]: taken.metrics[name] for name in FIGURES if name in taken.metrics}
-
-        def write() -> None:
-            with self._guard.phase("start_model"):
-                export_transformers(weights, workers.start_model, self._directory, facts=facts)
-
-        record.room.hold(write, step=newest.step, path=self._directory)
+        workers.export(self._directory, "start_model", after_step=newest.step, facts=facts)
         self._is_over = True
         self.close(failed=False)
         for folder in (self._layout.checkpoints, self._untaught):  # the journal stays

@@ -5,13 +5,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Concatenate, Generic, Self, TypeVar
 
 import pyarrow as pa
-from torch import Tensor
+from pydantic import JsonValue
 
 from rlcore.answers.judge import Case, Finding, audit_reward
 from rlcore.answers.table import training_table, validation_table
+from rlcore.checkpoint.export import export_transformers
 from rlcore.checkpoint.shards import RankSaver
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.errors import DataError
@@ -155,15 +157,27 @@ class TrainingWorkers(Generic[S]):
         if handed_over.warning:
             self._report({"event": "note", "text": handed_over.warning})
 
-    def full_weights(self, phase: str = "export") -> Mapping[str, Tensor]:
-        """What the workers hold, whole and on the host."""
+    def export(
+        self,
+        target: Path,
+        phase: str,
+        *,
+        after_step: int,
+        step: int | None = None,
+        facts: Mapping[str, JsonValue] = MappingProxyType({}),
+    ) -> None:
+        """Write what the workers hold as a transformers directory, see `export_transformers`; waits for room."""
+        group, lora = self.start().group, self._config.model.lora
         with self._guard.phase(phase):
-            return self.start().group.each(Worker.full_weights)[0]
+            weights, adapters = group.each(Worker.full_weights)[0], group.each(Worker.adapters)[0]
 
-    def adapters(self) -> Mapping[str, Tensor]:
-        """Their LoRA adapters alone, whole and on the host; empty without `model.lora`."""
-        with self._guard.phase("export"):
-            return self.start().group.each(Worker.adapters)[0]
+        def write() -> None:
+            with self._guard.phase(phase):
+                export_transformers(
+                    weights, self.start_model, target, step=step, facts=facts, lora=lora, adapters=adapters
+                )
+
+        self._record.room.hold(write, step=after_step, path=target)
 
     def savers(self) -> "RankSavers":
         """The workers as those that write a checkpoint."""
