@@ -39,7 +39,6 @@ from rlcore.run.inputs import (
     stage_layout,
     stage_settings,
 )
-from rlcore.run.memory import fit_run
 from rlcore.run.problems import Problems, spread
 from rlcore.run.record import RunRecord, TrackedState
 from rlcore.run.stop import locked_run
@@ -54,6 +53,7 @@ from rlcore.trainer.step import LoopState, StepResult
 from rlcore.trainer.supervised import SupervisedTrainer
 from rlcore.types import Prompt
 from rlcore.workers.group import WorkerGroup
+from rlcore.workers.memory_plan import fit_run
 
 MIN_CHECK_PROBLEMS = 16
 """Fewer sampled answers say nothing about a reward."""

@@ -20,7 +20,6 @@ from rlcore.errors import DataError
 from rlcore.evaluation.result import Answer, ValidationResult
 from rlcore.rollout.engine import PASS_RATE_STREAM, requests_for
 from rlcore.run.inputs import RunInputs, planned_start_model
-from rlcore.run.memory import fit_run
 from rlcore.run.problems import HeldOut, Problems
 from rlcore.run.record import RunRecord
 from rlcore.runtime.local import start_workers
@@ -31,6 +30,7 @@ from rlcore.trainer.validate import as_results, validate
 from rlcore.types import Prompt
 from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.group import P, R, WorkerGroup
+from rlcore.workers.memory_plan import fit_run
 from rlcore.workers.worker import Worker
 
 MID_STEP = "in the middle of a step"

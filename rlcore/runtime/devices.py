@@ -1,7 +1,7 @@
 """What torch sees of this machine's GPUs, found out in other processes: who asks loads no torch and holds no GPU.
 
-python -m rlcore.run.devices                                # JSON: torch, CUDA, architectures, GPUs
-python -m rlcore.run.devices RANK NUM_RANKS FILE BACKEND    # one rank of an all-reduce that meets in FILE
+python -m rlcore.runtime.devices                                # JSON: torch, CUDA, architectures, GPUs
+python -m rlcore.runtime.devices RANK NUM_RANKS FILE BACKEND    # one rank of an all-reduce that meets in FILE
 """
 
 import json
