@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import TypeVar
 
@@ -47,15 +47,6 @@ HEADLINE = (
 log = logging.getLogger("rlcore.run.record")
 
 
-@dataclass(frozen=True, slots=True)
-class TrackedState:
-    """The loop's state and the best held-out score so far (-inf before the first)."""
-
-    loop: LoopState
-    best_score: float = float("-inf")
-    best_step: int = 0
-
-
 class RunRecord:
     """Settings, layout, journal, tracker and checkpoints of one run, kept consistent with each other."""
 
@@ -73,23 +64,21 @@ class RunRecord:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def begin_save(self, state: TrackedState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
+    def begin_save(self, state: LoopState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
         """Begin a checkpoint of `state`, see `CheckpointSaver.begin`. The answers up to there are written before it."""
-        self._write_answers(state.loop.step)
+        self._write_answers(state.step)
 
         def record() -> TrainerState:
             self.answers.settle()
             journal_bytes = self._tracker.journal_bytes  # which forces the journal to the disk
             return TrainerState(
-                **asdict(state.loop),
-                best_metric=state.best_score,
-                best_step=state.best_step,
+                **asdict(state),
                 journal_bytes=journal_bytes,
                 journal_sha256=sha256_of(self.layout.journal, journal_bytes),
                 settings_fingerprint=settings_fingerprint(self.config),
             )
 
-        return self.saves.begin(state.loop.step, record, metrics, ranks)
+        return self.saves.begin(state.step, record, metrics, ranks)
 
     def expect(self, num_trained_parameters: int) -> None:
         """How large the first checkpoint will be; later ones are as large as those there are."""
@@ -114,7 +103,7 @@ class RunRecord:
 
     # ------------------------------------------------------------------ going back
 
-    def restore(self, info: CheckpointInfo | None, *, repeats: bool = True) -> TrackedState:
+    def restore(self, info: CheckpointInfo | None, *, repeats: bool = True) -> LoopState:
         """The state of a checkpoint, or of step 0; the journal is cut to it, and a save under way is given up.
 
         Whole checkpoints of later steps, which the journal does not fit, are renamed. `repeats`: the steps that were
@@ -125,30 +114,29 @@ class RunRecord:
         self.answers.cut(0 if info is None else info.step)
         if info is None:
             self._cut_journal(0, 0, repeats=repeats)
-            return TrackedState(LoopState(0, 0, 0, 0, self.config.algo.kl.coef))
+            return LoopState(0, 0, 0, 0, self.config.algo.kl.coef)
         saved = self.store.load_state(info)
         self._cut_journal(saved.step, saved.journal_bytes, repeats=repeats)
-        loop = LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
-        return TrackedState(loop, saved.best_metric, saved.best_step)
+        return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
 
     def _cut_journal(self, step: int, to_bytes: int, *, repeats: bool) -> None:
         """Waits for room for what is cut, which is kept; nothing new is written to the journal before it is cut."""
         cut = partial(self._tracker.resume_at, step, to_bytes, repeats=repeats)
         self.room.hold(cut, step=step, path=self.layout.journal, happened=self._tell)
 
-    def roll_back(self, loop: LoopState, lr_factor: float) -> tuple[TrackedState, CheckpointInfo | None]:
+    def roll_back(self, state: LoopState, lr_factor: float) -> tuple[LoopState, CheckpointInfo | None]:
         """Go back to the checkpoint with the best validation (else to step 0) with a lower learning rate.
 
-        `loop`: the last finished step. Its own checkpoint is none to go back to: from there the next step would be the
+        `state`: the last finished step. Its own checkpoint is none to go back to: from there the next step would be the
         same as the one that raised the alarm. Later checkpoints are deleted: they lie on a way that the run does not
         take. Killed at any moment of this or after it, the run meets the same alarm and comes to the same state.
         """
         self.saves.settle()
-        found = self.store.best(below=loop.step)
+        found = self.store.best(below=state.step)
         self.store.discard_after(0 if found is None else found.step)
-        state = self.restore(found, repeats=False)
-        lowered = replace(state.loop, lr_factor=loop.lr_factor * lr_factor, num_roll_backs=loop.num_roll_backs + 1)
-        return replace(state, loop=lowered), found
+        back = self.restore(found, repeats=False)
+        factor, count = state.lr_factor * lr_factor, state.num_roll_backs + 1
+        return replace(back, lr_factor=factor, num_roll_backs=count), found
 
     # ------------------------------------------------------------------ journal
 
@@ -185,13 +173,13 @@ class RunRecord:
         log.warning("%s", data["text"])
         self.report({"event": name, "step": step, **data})
 
-    def with_score(self, state: TrackedState, result: ValidationResult) -> TrackedState:
+    def with_score(self, state: LoopState, result: ValidationResult) -> LoopState:
         """The state with a validation's score, if that is the best so far; it has none if the scorer always failed."""
         samples = self.config.validation.samples_per_problem
         score = result.summary().get(f"val-core/{result.data_source}/reward/mean@{samples}")
-        if score is None or score <= state.best_score:
+        if score is None or score <= state.best_metric:
             return state
-        return replace(state, best_score=score, best_step=result.step)
+        return replace(state, best_metric=score, best_step=result.step)
 
     def finish(self, *, failed: bool, is_over: bool = False) -> None:
         """Commit what is under way, if that needs no waiting for room, and record how the run ended; `is_over`: before

@@ -40,7 +40,7 @@ from rlcore.run.inputs import (
     stage_settings,
 )
 from rlcore.run.problems import Problems, spread
-from rlcore.run.record import RunRecord, TrackedState
+from rlcore.run.record import RunRecord
 from rlcore.run.stop import locked_run
 from rlcore.run.training import Training
 from rlcore.run.watchdog import Watchdog
@@ -191,14 +191,14 @@ class SupervisedTraining(Training[SupervisedWorkers]):
     def _every(self) -> int:
         return self._config.warm_start.check_every
 
-    def _measured(self, state: TrackedState) -> tuple[Mapping[str, float], TrackedState]:
-        step = state.loop.step
+    def _measured(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
+        step = state.step
         metrics = self.workers.measure(step)
         score = -metrics.get(HELD_OUT_LOSS, math.inf)
-        return metrics, replace(state, best_score=score, best_step=step) if score > state.best_score else state
+        return metrics, replace(state, best_metric=score, best_step=step) if score > state.best_metric else state
 
-    def _is_over(self, state: TrackedState, metrics: Mapping[str, float]) -> bool:
-        return has_learned(self._config, state.loop.step, state.best_step, metrics)
+    def _is_over(self, state: LoopState, metrics: Mapping[str, float]) -> bool:
+        return has_learned(self._config, state.step, state.best_step, metrics)
 
 
 def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[str, float]) -> bool:

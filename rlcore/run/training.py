@@ -5,7 +5,6 @@ The state of the run is the newest committed checkpoint; what is held here can b
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -16,12 +15,12 @@ from rlcore.config import SuiteConfig
 from rlcore.errors import AlarmError, StopRequestedError, WorkerLostError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import suite_fingerprint
-from rlcore.run.record import Pace, RunEvents, RunRecord, TrackedState
+from rlcore.run.record import Pace, RunEvents, RunRecord
 from rlcore.run.watchdog import StepAbandonedError
 from rlcore.run.workers import RunWorkers, TrainingWorkers
 from rlcore.tracking.lineage import SystemSampler
 from rlcore.trainer.alarms import Alarm
-from rlcore.trainer.step import StepResult
+from rlcore.trainer.step import LoopState, StepResult
 
 SEE_ALARMS = "See its metrics, then change the settings, or alarms.*, which may change when a run goes on"
 
@@ -42,7 +41,7 @@ class Training(Generic[W]):
         self._events = RunEvents(record, self.STAGE)
         self._stop = record.guard.stop
         self._system = SystemSampler(record.layout.run_dir)
-        self._state: TrackedState | None = None
+        self._state: LoopState | None = None
         self._metrics: Mapping[str, float] = {}
         self._saved: Saved | None = None
         self._seconds_for_saves = 0.0
@@ -50,18 +49,18 @@ class Training(Generic[W]):
     @property
     def step(self) -> int:
         """The last finished step of this process; 0 before the first."""
-        return 0 if self._state is None else self._state.loop.step
+        return 0 if self._state is None else self._state.step
 
     def to(self, to_step: int, at_most: int | None) -> Saved:
         """Train until a checkpoint of `to_step` is committed; see `Session.train`."""
         state = self._begin()
-        self.record.wait_for_room(state.loop.step, self.settle_save)
+        self.record.wait_for_room(state.step, self.settle_save)
         pace = Pace(is_warm=bool(self._metrics))
         end = self._config.trainer.total_steps if at_most is None else at_most
         if self._is_over(state, self._metrics):
-            end = state.loop.step
+            end = state.step
         while (saved := self._saved) is None or saved.step < min(to_step, end):
-            if state.loop.step == end:
+            if state.step == end:
                 if self.record.saves.state is None:  # it was reached on the way to the chunk before, and ends no chunk
                     self._begin_save(state)
                 self.settle_save()
@@ -70,17 +69,15 @@ class Training(Generic[W]):
                 state = self._train_step(state, to_step, pace)
             except StepAbandonedError as given_up:
                 self._save_before(state)
-                raise StopRequestedError(
-                    f"{given_up}; step {state.loop.step} is saved; start again to go on"
-                ) from given_up
+                raise StopRequestedError(f"{given_up}; step {state.step} is saved; start again to go on") from given_up
             self._saving(self.record.saves.poll)
             if self._is_over(state, self._metrics):
-                end = min(end, state.loop.step)
+                end = min(end, state.step)
             if self._stop():
                 raise StopRequestedError(self.save_finished())
         return saved
 
-    def _is_over(self, state: TrackedState, metrics: Mapping[str, float]) -> bool:
+    def _is_over(self, state: LoopState, metrics: Mapping[str, float]) -> bool:
         """Whether the training ends with this step, before the last one that it may take."""
         return False
 
@@ -90,30 +87,30 @@ class Training(Generic[W]):
 
     def save_finished(self) -> str:
         """Save the last finished step, if it is not: a stop was asked for. Says what is saved."""
-        if self._state is None or self.workers.holds != name_of(self._state.loop.step):
+        if self._state is None or self.workers.holds != name_of(self._state.step):
             return "the trainer was told to stop; start again to go on from its last checkpoint"
         self._save_before(self._state)
-        return f"stopped after step {self._state.loop.step}, which is saved; start again to go on"
+        return f"stopped after step {self._state.step}, which is saved; start again to go on"
 
     # ------------------------------------------------------------------ start
 
-    def _begin(self) -> TrackedState:
+    def _begin(self) -> LoopState:
         """The state to go on from: in memory after a chunk, else from the newest checkpoint, else step 0."""
         self.workers.start()
-        if self._state is not None and self.workers.holds == name_of(self._state.loop.step):
+        if self._state is not None and self.workers.holds == name_of(self._state.step):
             return self._state  # perhaps ahead of its newest checkpoint, which is still being written
         self.settle_save()
         found = self.record.store.find_latest()
         newest = found.checkpoint
         state = self.record.restore(newest)
-        self._events.faults(state.loop.step)
+        self._events.faults(state.step)
         self.workers.load("start" if newest is None else newest.name)
-        self._events.went_on(state.loop.step, found)
+        self._events.went_on(state.step, found)
         self._saved = None
         self._state = self._record_start(state) if newest is None else state
         return self._state
 
-    def _record_start(self, state: TrackedState) -> TrackedState:
+    def _record_start(self, state: LoopState) -> LoopState:
         """Step 0: the held-out score before any training."""
         metrics, state = self._measured(state)
         self._look_for_holes()
@@ -125,16 +122,18 @@ class Training(Generic[W]):
 
     # ------------------------------------------------------------------ a step
 
-    def _train_step(self, state: TrackedState, to_step: int, pace: Pace) -> TrackedState:
+    def _train_step(self, state: LoopState, to_step: int, pace: Pace) -> LoopState:
         """One step with its line in the journal; where a chunk ends, or at a stop, a checkpoint of it is begun."""
-        result = self.workers.step(state.loop)
-        self._events.shortages(result.state.step, result.shortages, self.workers.micro_batch_tokens)
+        result = self.workers.step(state)
+        self._events.shortages(
+            result.state.step, result.shortages, self.workers.start().config.trainer.max_tokens_per_micro_batch
+        )
         if any(alarm.action == "roll_back" for alarm in result.alarms):
             return self._roll_back(state, result.alarms)
         metrics, state = self._write_line(state, result)
         self._state, self._metrics = state, metrics
         pace.tick()
-        step = state.loop.step
+        step = state.step
         self._events.progress(result, to_step if step <= to_step else self._end_of_chunk(step), pace)
         self._events.unscored(step, *self.workers.unscored)
         self._events.alarms(step, result.alarms)
@@ -146,11 +145,11 @@ class Training(Generic[W]):
             raise AlarmError(f"step {step}: {'; '.join(alarm.text for alarm in fatal)}. {SEE_ALARMS}")
         return state
 
-    def _write_line(self, state: TrackedState, result: StepResult) -> tuple[Mapping[str, float], TrackedState]:
+    def _write_line(self, state: LoopState, result: StepResult) -> tuple[Mapping[str, float], LoopState]:
         """Validate if it is due, and write the step's line."""
         step = result.state.step
         metrics = dict(result.metrics)
-        after = replace(state, loop=result.state)
+        after = result.state
         if self._is_due(step):
             begun = time.perf_counter()
             found, after = self._measured(after)
@@ -167,26 +166,26 @@ class Training(Generic[W]):
         self.workers.holds = name_of(step)
         return metrics, after
 
-    def _roll_back(self, state: TrackedState, alarms: Sequence[Alarm]) -> TrackedState:
+    def _roll_back(self, state: LoopState, alarms: Sequence[Alarm]) -> LoopState:
         """Back to the best checkpoint with a lower learning rate; the state to go on from.
 
         Raises:
             AlarmError: it was done `alarms.max_roll_backs` times already.
         """
-        settings, step = self._config.alarms, state.loop.step + 1
+        settings, step = self._config.alarms, state.step + 1
         why = "; ".join(alarm.text for alarm in alarms if alarm.action == "roll_back")
-        if state.loop.num_roll_backs >= settings.max_roll_backs:
+        if state.num_roll_backs >= settings.max_roll_backs:
             raise AlarmError(
-                f"step {step}: {why}; rolled back {state.loop.num_roll_backs} times already "
+                f"step {step}: {why}; rolled back {state.num_roll_backs} times already "
                 f"(alarms.max_roll_backs). {SEE_ALARMS}"
             )
-        back, found = self.record.roll_back(state.loop, settings.roll_back_lr_factor)
+        back, found = self.record.roll_back(state, settings.roll_back_lr_factor)
         self.workers.load("start" if found is None else found.name)
         self._state, self._saved = back, None
         if found is None:
             self._state = self._record_start(back)
-        self._events.faults(back.loop.step)
-        self._events.rolled_back(back.loop.step, step, why, back.loop.lr_factor)
+        self._events.faults(back.step)
+        self._events.rolled_back(back.step, step, why, back.lr_factor)
         return self._state
 
     # ------------------------------------------------------------------ held-out problems
@@ -200,7 +199,7 @@ class Training(Generic[W]):
         """Whether something is measured after this step."""
         return step == self._config.trainer.total_steps or (self._every > 0 and step % self._every == 0)
 
-    def _measured(self, state: TrackedState) -> tuple[Mapping[str, float], TrackedState]:
+    def _measured(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         """The model of this state on the held-out problems that are due, and the state with its score."""
         raise NotImplementedError
 
@@ -209,19 +208,19 @@ class Training(Generic[W]):
 
     # ------------------------------------------------------------------ saves
 
-    def _begin_save(self, state: TrackedState) -> None:
+    def _begin_save(self, state: LoopState) -> None:
         """Begin a checkpoint of this state, when the one under way is committed."""
         self.settle_save()
         settings = self._config.validation
         metrics = {name: value for name, value in self._metrics.items() if not settings.is_of_suite(name)}
         self._saving(lambda: self.record.begin_save(state, metrics, self.workers.savers()))
 
-    def _save_before(self, state: TrackedState) -> None:
+    def _save_before(self, state: LoopState) -> None:
         """Save the last finished step: the one after it was given up before it changed anything."""
-        self.workers.holds = name_of(state.loop.step)
+        self.workers.holds = name_of(state.step)
         self.settle_save()
         newest = self.record.store.latest()
-        if state.loop.step > (0 if newest is None else newest.step):
+        if state.step > (0 if newest is None else newest.step):
             self._begin_save(state)
             self.settle_save()
 
@@ -247,8 +246,8 @@ class Training(Generic[W]):
 class RunTraining(Training[RunWorkers]):
     """The reinforcement learning of a run, judged by answers to held-out problems."""
 
-    def _measured(self, state: TrackedState) -> tuple[Mapping[str, float], TrackedState]:
-        step, total = state.loop.step, self._config.trainer.total_steps
+    def _measured(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
+        step, total = state.step, self._config.trainer.total_steps
         rates = self.workers.problems.pass_rates if step == 0 else None
         found: dict[str, float] = {} if rates is None else dict(rates.metrics())
         if self._config.validation.is_due(step, total):

@@ -120,11 +120,6 @@ class TrainingWorkers(Generic[S]):
         self._open.close()
 
     @property
-    def micro_batch_tokens(self) -> int:
-        """Token budget of a micro-batch, as fitted to this host's memory."""
-        return self.start().config.trainer.max_tokens_per_micro_batch
-
-    @property
     def unscored(self) -> tuple[int, str]:
         """See `ScoringPool.unscored`; (0, "") where no answers are learned from."""
         return 0, ""

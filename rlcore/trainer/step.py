@@ -41,6 +41,10 @@ class LoopState:
     entropy_added: float = 0.0
     pass_counts: str = ""
     """Passes of all rows, where rows are drawn by them (`rlcore.batching.pass_counts`)."""
+    best_metric: float = float("-inf")
+    """Best held-out score so far; -inf before the first. No step changes it, but what is measured after one."""
+    best_step: int = 0
+    """Step of the best score."""
 
 
 @dataclass(frozen=True, slots=True)
