@@ -65,22 +65,6 @@ def output_of(command: Sequence[str], timeout_s: float = PROBE_S) -> str:
     return done.stdout
 
 
-def has_code_for(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Whether a build runs on a GPU: machine code of the same major version and no higher minor, or older PTX.
-
-    >>> has_code_for((8, 6), ["sm_80", "sm_90"]), has_code_for((12, 0), ["sm_80", "sm_90a"])
-    (True, False)
-    >>> has_code_for((12, 0), ["sm_90", "compute_90"]), has_code_for((8, 0), ["sm_86"])
-    (True, False)
-    """
-    for name in architectures:
-        kind, _, digits = name.rstrip("af").partition("_")
-        built = (int(digits[:-1]), int(digits[-1]))
-        if built <= capability and (kind == "compute" or built[0] == capability[0]):
-            return True
-    return False
-
-
 def all_reduce(num_ranks: int, backend: str) -> None:
     """Let the ranks sum their numbers: with backend nccl one rank a GPU, with gloo on the CPU.
 
