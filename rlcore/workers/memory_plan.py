@@ -243,7 +243,8 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
         chunk = model.head_chunk_tokens
         return head_bytes(shape, device.itemsize, chunk, tokens, gradient=gradient, compiled=compiled)
 
-    reference = {"reference, brought back": device.itemsize * shape.policy_parameters} if _offloads(config) else {}
+    is_brought_back = _has_reference(config) and config.algo.kl.offload
+    reference = {"reference, brought back": device.itemsize * shape.policy_parameters} if is_brought_back else {}
     layer = tokens * pass_activation_bytes(shape, device.itemsize)
     passes = {
         "gathered weights": policy_gathered,
@@ -346,10 +347,6 @@ def _has_reference(config: RunConfig) -> bool:
     return config.algo.kl.where != "off" and config.model.lora is None
 
 
-def _offloads(config: RunConfig) -> bool:
-    return _has_reference(config) and config.algo.kl.offload
-
-
 def _adapter_activation_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
     """What autograd keeps for adapters beside what it keeps of the layers, bytes a token: the input of each B."""
     lora = config.model.lora
@@ -388,8 +385,19 @@ def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
     Raises:
         ConfigError: not even one longest answer in a micro-batch fits; says how many bytes are missing and what to set.
     """
-    if plan.cannot_fit and config.runtime.fit_memory != "off":
-        raise ConfigError(refusal(config, plan))
+    if not plan.cannot_fit or config.runtime.fit_memory == "off":
+        return
+    assert plan.usable_bytes is not None, "without a device nothing is refused"
+    missing = plan.floor_bytes - plan.usable_bytes
+    parts = sorted(plan.phases[plan.peak_phase].items(), key=lambda entry: -entry[1])[:3]
+    largest = ", ".join([plan.peak_phase, *(f"{name} {size / GB:.1f} GB" for name, size in parts)])
+    raise ConfigError(
+        f"runtime.fit_memory: the run cannot fit {plan.device.name}: {plan.floor_bytes / GB:.1f} GB are needed with "
+        f"one longest answer in each micro-batch, {plan.usable_bytes / GB:.1f} GB are there ({missing / GB:.1f} GB "
+        f"missing, most of it in: {largest}). {suggestion(config)} "
+        + ("runtime.fit_memory=auto chooses by the plan. " if config.runtime.fit_memory == "check" else "")
+        + "runtime.fit_memory=off tries it anyway."
+    )
 
 
 def fit_run(config: RunConfig, run_dir: Path, report: Callable[[Mapping[str, object]], None]) -> RunConfig:
@@ -428,19 +436,6 @@ def chosen_settings(before: RunConfig, after: RunConfig) -> str:
     return " ".join(f"{name}={shown(value)}" for name, value in new.items() if old.get(name) != value)
 
 
-def refusal(config: RunConfig, plan: MemoryPlan) -> str:
-    """What to say of a plan that cannot fit."""
-    assert plan.usable_bytes is not None, "without a device nothing is refused"
-    missing = plan.floor_bytes - plan.usable_bytes
-    return (
-        f"runtime.fit_memory: the run cannot fit {plan.device.name}: {plan.floor_bytes / GB:.1f} GB are needed with "
-        f"one longest answer in each micro-batch, {plan.usable_bytes / GB:.1f} GB are there ({missing / GB:.1f} GB "
-        f"missing, most of it in: {_largest(plan)}). {suggestion(config)} "
-        + ("runtime.fit_memory=auto chooses by the plan. " if config.runtime.fit_memory == "check" else "")
-        + "runtime.fit_memory=off tries it anyway."
-    )
-
-
 def suggestion(config: RunConfig) -> str:
     """What would lower the peak, of what is not set yet."""
     found = []
@@ -462,11 +457,6 @@ def suggestion(config: RunConfig) -> str:
     fewer = "" if lora is not None else "LoRA (model.lora.rank=32) "
     found.append(f"more workers (runtime.num_workers), {fewer}or a smaller model")
     return f"Set {', '.join(found)}."
-
-
-def _largest(plan: MemoryPlan) -> str:
-    parts = sorted(plan.phases[plan.peak_phase].items(), key=lambda entry: -entry[1])[:3]
-    return f"{plan.peak_phase}, " + ", ".join(f"{name} {size / GB:.1f} GB" for name, size in parts)
 
 
 def _chosen(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
