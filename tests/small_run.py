@@ -29,6 +29,16 @@ from rlcore.workers.worker import Worker
 from tests import SHARED_STAGES
 
 
+class NoSignals(StopFlag):
+    """The signals of the test's process are left alone."""
+
+    def __init__(self) -> None:
+        super().__init__(end_now=lambda: None)
+
+    def install(self) -> None:
+        """Nothing."""
+
+
 @dataclass(frozen=True)
 class SmallRun:
     """Settings and what the stages before the training made."""
@@ -91,7 +101,7 @@ def warm_start(config: RunConfig, inputs: RunInputs, to_step: int | None = None)
 
     tracking = config.tracking.model_copy(update={"enabled": False})
     config = config.model_copy(update={"tracking": tracking})
-    stop = StopFlag(lambda: None)
+    stop = NoSignals()
     with TemporaryDirectory() as folder, ExitStack() as watched:  # the run's own folder is made by the run
         layout = RunLayout(Path(config.paths.root), Path(folder))
         guard = Watchdog(config, layout, stop=stop, report=report, give_up=give_up)
