@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
-from types import TracebackType
 from typing import Self
 
 from rlcore.checkpoint.catalog import is_exported
@@ -41,35 +40,27 @@ class Session:
         give_up: Callable[[MillraceError], None] = lambda error: log.error("%s", error),
     ) -> None:
         """`give_up` ends the process, where a phase or a stop takes too long; it is called from a thread."""
-        self._config = config
-        self._layout = layout
-        self._report = report
-        self._stop = stop
-        self._give_up = give_up
+        self._config, self._layout = config, layout
+        self._guard = Watchdog(config, layout, stop=stop, report=report, give_up=give_up, step=self._last_step)
         self._has_failed = False
         self._is_evaluated = False
 
+    def _last_step(self) -> int:
+        return (self._warm_start.training or self._training).step
+
     def __enter__(self) -> Self:
         """Take the run's lock and read what lies on disk."""
-        config, layout, report = self._config, self._layout, self._report
+        config, layout, guard = self._config, self._layout, self._guard
         layout.run_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
-            opened.enter_context(locked_run(layout.run_dir, report, self._stop))
+            opened.enter_context(locked_run(layout.run_dir, guard.report, guard.stop))
             layout.require_kinds()
             remove_stale_temporaries(layout.run_dir)
-            guard = Watchdog(
-                config,
-                layout,
-                stop=self._stop,
-                report=report,
-                give_up=self._give_up,
-                step=lambda: (self._warm_start.training or self._training).step,
-            )
-            self._guard = opened.enter_context(guard)
+            opened.enter_context(guard)
             self.inputs = RunInputs.read(layout)
             self._record = RunRecord(config, layout, guard)
-            guard.aside = lambda: self._warm_start.saving or self._record.saves.at
             self._warm_start = WarmStart(config, self.inputs, guard)
+            guard.aside = lambda: self._warm_start.saving or self._record.saves.at
             opened.callback(lambda: self._warm_start.close(failed=self._has_failed))
             self._workers = opened.enter_context(RunWorkers(self._record, self.inputs))
             self._measuring = PassRateMeasuring(self._record, self.inputs, self._workers)
@@ -77,9 +68,7 @@ class Session:
             self._resources = opened.pop_all()  # the block gives all back where something failed
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """End the workers, deliver what is left to the tracker, give the lock back."""
         with self._resources:
             is_over = self._is_evaluated and not self._has_failed
