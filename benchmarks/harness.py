@@ -24,7 +24,7 @@ from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.turns import TurnTokens
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.episodes import Episodes
-from rlcore.trainer.experience import Decode, ExperienceCollector
+from rlcore.trainer.experience import Answerer, Decode, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.canary import NUM_PROMPTS, HandOver
@@ -53,18 +53,10 @@ class FixedLengths(LocalGroup):
                 return [HandOver(0.0)]
         return super().each(verb, *args, **kwargs)
 
-    def scatter(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The verb; requests for answers get their lengths."""
-        if verb is Worker.generate:
-            arguments = self._limited(arguments)
-            if not self._real:
-                return [[self._random(request) for request in arguments[0][0]]]
-        return super().scatter(verb, arguments)
-
     def stream(
         self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, Any], None]
     ) -> None:
-        """The same, as answers end."""
+        """Answers as they end; the requests get their lengths."""
         arguments = self._limited(arguments)
         if self._real:
             super().stream(verb, arguments, take)
@@ -161,7 +153,9 @@ def training_loop(
         group.each(Worker.probe_with, prompts[:NUM_PROMPTS])
         group.each(Worker.hand_over, 0)
         episodes = opened.enter_context(_episodes(config, tokenizer, decode))
-        collector = ExperienceCollector(config, group, PromptStream(prompts, seed=1), scoring, decode, episodes)
+        collector = ExperienceCollector(
+            Answerer(config, group, scoring, decode, episodes), PromptStream(prompts, seed=1)
+        )
         yield Loop(Trainer(config, group, collector, failures=Path(failures)), config.algo.kl.coef)
 
 

@@ -24,8 +24,8 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.models.memory import release_cached_memory
 from rlcore.models.shape import shape_of
-from rlcore.run.memory import CONTEXT_BYTES, Device, MemoryPlan, chosen_settings, fitted
 from rlcore.trainer.step import StepResult
+from rlcore.workers.memory_plan import CONTEXT_BYTES, Device, MemoryPlan, chosen_settings, fitted
 from rlcore.workers.worker import Worker
 
 PLAN_BAR = 0.05

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,16 +18,25 @@ from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.inputs import RunInputs, ensure_tokenizer, stage_layout
 from rlcore.run.layout import RunLayout
 from rlcore.run.problems import Problems
-from rlcore.run.session import locked_run
 from rlcore.run.stop import StopFlag
 from rlcore.run.supervised import WarmStart, WarmStartResult
 from rlcore.run.watchdog import Watchdog
-from rlcore.trainer.experience import ExperienceCollector
+from rlcore.trainer.experience import Answerer, ExperienceCollector
 from rlcore.trainer.metrics import Metrics, repeatable
 from rlcore.trainer.step import LoopState, Trainer
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 from tests import SHARED_STAGES
+
+
+class NoSignals(StopFlag):
+    """The signals of the test's process are left alone."""
+
+    def __init__(self) -> None:
+        super().__init__(end_now=lambda: None)
+
+    def install(self) -> None:
+        """Nothing."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +101,12 @@ def warm_start(config: RunConfig, inputs: RunInputs, to_step: int | None = None)
 
     tracking = config.tracking.model_copy(update={"enabled": False})
     config = config.model_copy(update={"tracking": tracking})
-    stop = StopFlag(lambda: None)
+    stop = NoSignals()
     with TemporaryDirectory() as folder, ExitStack() as watched:  # the run's own folder is made by the run
         layout = RunLayout(Path(config.paths.root), Path(folder))
-        guard = Watchdog(config, layout, stop_asked_s=stop.asked_s, report=report, give_up=give_up, step=lambda: 0)
+        guard = Watchdog(config, layout, stop=stop, report=report, give_up=give_up)
         watched.enter_context(guard)
-        locked = partial(locked_run, report=report, stop=stop)
-        stage = WarmStart(config, inputs, guard, report=report, stop=stop, locked=locked)
+        stage = WarmStart(config, inputs, guard)
         try:
             return stage.to(to_step)
         finally:
@@ -113,7 +120,7 @@ def train(run: SmallRun, group: WorkerGroup, num_steps: int) -> list[Metrics]:
     with ScoringPool(config.data.scorer, config.reward) as scoring, ExitStack() as opened:
         if (episodes := problems.episodes(run.inputs)) is not None:
             opened.enter_context(episodes)
-        collector = ExperienceCollector(config, group, problems.stream, scoring, problems.decode, episodes)
+        collector = ExperienceCollector(Answerer(config, group, scoring, problems.decode, episodes), problems.stream)
         trainer = Trainer(config, group, collector, failures=run.layout.failures)
         group.each(Worker.hand_over, 0)
         state = LoopState(0, 0, 0, 0, config.algo.kl.coef)

@@ -10,8 +10,8 @@ from benchmarks.checks.rig import Rig, Verdict
 from benchmarks.harness import watched_memory
 from rlcore.models.shape import shape_of
 from rlcore.rollout.vllm import engine_pool_bytes
-from rlcore.run import memory as planning
-from rlcore.run.memory import device_of
+from rlcore.workers import memory_plan as planning
+from rlcore.workers.memory_plan import device_of
 from rlcore.workers.worker import Worker
 
 PHASES = {

@@ -52,14 +52,20 @@ class RecordedGroup(FixedLengths):
             return super().each(verb, *args, **kwargs)
 
     def scatter(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The verb; the engine is asked for answers once."""
-        if verb is Worker.generate and self.kept is not None:
-            return [self.kept]
+        """The verb."""
         with self.around(verb):
-            found = super().scatter(verb, arguments)
-        if verb is Worker.generate:
-            self.kept = found[0]
-        return found
+            return super().scatter(verb, arguments)
+
+    def stream(
+        self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, Any], None]
+    ) -> None:
+        """Answers; the engine is asked for them once."""
+        if self.kept is None:
+            found: dict[int, Rollout] = {}
+            with self.around(verb):
+                super().stream(verb, arguments, lambda rank, some: found.update(some))
+            self.kept = [found[index] for index in range(len(found))]
+        take(0, list(enumerate(self.kept)))
 
 
 class Rig:

@@ -17,6 +17,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
 from rlcore.runtime.local import LocalGroup
+from rlcore.trainer.experience import Answerer
 from rlcore.trainer.validate import validate
 from rlcore.types import Prompt
 from rlcore.workers.worker import Worker
@@ -93,8 +94,8 @@ def held_out(job: Job, arguments: argparse.Namespace, shared: Path, step: int) -
         group.each(Worker.hand_over, 0)
         with ScoringPool(job.scorer, config.reward) as scoring:
             found = validate(
-                config, group, _prompts(inputs.validation_parquets), scoring, decode, name=f"step-{step}", step=step,
-                policy_version=0,
+                Answerer(config, group, scoring, decode), _prompts(inputs.validation_parquets), name=f"step-{step}",
+                step=step, policy_version=0,
             )  # fmt: skip
     finally:
         group.close()

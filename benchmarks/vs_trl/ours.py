@@ -20,7 +20,7 @@ from rlcore.config.compose import load_config
 from rlcore.models.load import load_tokenizer
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.runtime.local import LocalGroup
-from rlcore.trainer.experience import ExperienceCollector
+from rlcore.trainer.experience import Answerer, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.types import Prompt
 from rlcore.workers.worker import Worker
@@ -88,7 +88,7 @@ def run(job: Job) -> dict[str, Any]:
         try:
             group.each(Worker.hand_over, 0)
             with ScoringPool(job.scorer, config.reward) as scoring, tempfile.TemporaryDirectory() as failures:
-                collector = ExperienceCollector(config, group, InOrder(prompts), scoring, decode)
+                collector = ExperienceCollector(Answerer(config, group, scoring, decode), InOrder(prompts))
                 trainer = Trainer(config, group, collector, failures=Path(failures))
                 state = LoopState(0, 0, 0, 0, config.algo.kl.coef)
                 for number in range(job.num_steps):

@@ -23,8 +23,9 @@ from flows.plan.table import size
 from rlcore import sandbox
 from rlcore.config import SandboxConfig
 from rlcore.errors import MillraceError
-from rlcore.run.devices import Devices, all_reduce, find_devices, has_code_for, output_of
+from rlcore.models.shape import has_code_for
 from rlcore.runtime.cluster import folder_problem
+from rlcore.runtime.devices import Devices, all_reduce, find_devices, output_of
 from rlcore.storage.disk import free_bytes
 from rlcore.user_code import OWN_PACKAGES
 

@@ -31,11 +31,11 @@ from rlcore.rollout.tools import tool_schemas
 from rlcore.rollout.vllm import require_vllm
 from rlcore.run.inputs import require_gguf, require_whole_model, stage_settings
 from rlcore.run.layout import RunLayout
-from rlcore.run.memory import require_fit
 from rlcore.runtime.cluster import folder_problem, unreachable
 from rlcore.score import Score
 from rlcore.storage.disk import is_out_of_room, nearest_existing
 from rlcore.tracking.lineage import first_gpu
+from rlcore.workers.memory_plan import require_fit
 
 if TYPE_CHECKING:
     from data.custom import FirstRow

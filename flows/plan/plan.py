@@ -23,7 +23,6 @@ from rlcore.models.shape import config_file, shape_of
 from rlcore.run.disk import disk_needs
 from rlcore.run.inputs import RunInputs, given_model, is_given, planned_start_model, planned_tokenizer, stage_settings
 from rlcore.run.layout import RunLayout
-from rlcore.run.memory import MemoryPlan, device_of, fitted
 from rlcore.run.pass_rates import is_wanted, planned_pass_rates
 from rlcore.storage.disk import (
     RoomReport,
@@ -35,6 +34,7 @@ from rlcore.storage.disk import (
 )
 from rlcore.storage.finished import finished_or_why
 from rlcore.user_code import code_of
+from rlcore.workers.memory_plan import MemoryPlan, device_of, fitted
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import json
 
 from flows.plan.plan import RunPlan
 from rlcore.config.gguf import INSTALL_SMOLLM2, SMOLLM2
-from rlcore.run.memory import MemoryPlan
+from rlcore.workers.memory_plan import MemoryPlan
 
 
 def show_plan(plan: RunPlan, *, as_json: bool) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from rlcore.checkpoint.shard_files import ShardReader, local_part, named_parameters, state_name
@@ -16,6 +17,7 @@ from rlcore.storage.publish import write_json_atomically
 
 OPTIMIZER = "optimizer.json"
 FORMAT_VERSION = 1
+Number = int | float
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class GroupRecord:
     """One parameter group: its parameters by name and its numbers (learning rate, betas, ...)."""
 
     names: tuple[str, ...]
-    numbers: Mapping[str, Any]
+    numbers: Mapping[str, Number | tuple[Number, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,10 @@ class OptimizerRecord:
 
     groups: tuple[GroupRecord, ...]
     state_tensors: Mapping[str, tuple[str, ...]]
-    state_numbers: Mapping[str, Mapping[str, Any]]
+    state_numbers: Mapping[str, Mapping[str, Number | tuple[Number, ...]]]
+
+
+_RECORD = TypeAdapter(OptimizerRecord)
 
 
 def write_optimizer_record(directory: Path, record: OptimizerRecord) -> None:
@@ -78,15 +83,7 @@ def _read_record(directory: Path) -> OptimizerRecord:
                 f"{path}: format_version must be {FORMAT_VERSION}, got {version!r}. Read it with the version "
                 "of Millrace that wrote it."
             )
-        groups = tuple(
-            GroupRecord(
-                tuple(group["names"]),
-                {key: tuple(value) if isinstance(value, list) else value for key, value in group["numbers"].items()},
-            )
-            for group in document["groups"]
-        )
-        state_tensors = {name: tuple(keys) for name, keys in document["state_tensors"].items()}
-        return OptimizerRecord(groups, state_tensors, document["state_numbers"])
+        return _RECORD.validate_python(document)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing: the weights were saved without an optimizer. Use another.") from None
     except (ValueError, KeyError, TypeError, AttributeError) as reason:

@@ -120,8 +120,8 @@ class CheckpointSaver:
             as `settle` does, and what `CheckpointStore.writing` raises.
         """
         assert self._save is None, "settle or abandon the save before this one first"
-        self._save = save = _Save(self._store, step, ranks, record, metrics)
-        self._when_there_is_room(save, lambda: self._start(save))
+        self._save = save = _Save(self._store, self._phase, step, ranks, record, metrics)
+        self._when_there_is_room(save, save.start)
         return None if save.is_copied else self.settle()
 
     def poll(self) -> Saved | None:
@@ -143,7 +143,7 @@ class CheckpointSaver:
         save = self._save
         if save is None or save.state is SaveState.COPIED:
             return None
-        self._finish(save)
+        save.advance(wait=True)
         return self._commit(save)
 
     def abandon(self) -> None:
@@ -153,43 +153,21 @@ class CheckpointSaver:
             with self._phase():
                 save.give_up()
 
-    def prune(self) -> None:
-        """Delete what the retention rule does not keep, and log why where that fails."""
-        _prune(self._store)
-
-    def _start(self, save: "_Save") -> None:
-        with self._phase():
-            save.start()
-
-    def _finish(self, save: "_Save") -> None:
-        with self._phase():
-            save.advance(wait=True)
-
     def _advance(self, *, wait: bool) -> Saved | None:
         save = self._save
         if save is None or save.state is SaveState.COPIED:
             return None
         try:
-            if wait:
-                self._finish(save)
-            elif not save.advance(wait=False):
-                return None
+            return self._commit(save) if save.advance(wait=wait) else None
         except DiskSpaceError as reason:
-            shortage = reason
-        else:
-            return self._commit(save)
+            log.warning("%s", reason)
         # Not while it is handled: an error of another kind would have the full disk as its context, and count as one.
-        log.warning("%s", shortage)
-        return self._again(save)
 
-    def _again(self, save: "_Save") -> Saved:
-        """Wait for room, and write the same copies again."""
+        def write_again() -> None:
+            save.start()
+            save.advance(wait=True)
 
-        def write() -> None:
-            self._start(save)
-            self._finish(save)
-
-        self._when_there_is_room(save, write)
+        self._when_there_is_room(save, write_again)
         return self._commit(save)
 
     def _when_there_is_room(self, save: "_Save", write: Callable[[], None]) -> None:
@@ -209,12 +187,13 @@ class _Save:
     def __init__(
         self,
         store: CheckpointStore,
+        phase: Callable[[], AbstractContextManager[None]],
         step: int,
         ranks: SavingRanks,
         record: Callable[[], TrainerState],
         metrics: Mapping[str, float],
     ) -> None:
-        self._store = store
+        self._store, self._phase = store, phase
         self._make_record = record
         self._record: TrainerState | None = None
         self._folder = ExitStack()
@@ -229,15 +208,15 @@ class _Save:
 
     def start(self) -> None:
         """Open a temporary folder and have the ranks begin to write into it; nothing is left of it after an error."""
-        self._record = self._record or self._make_record()
         begun = time.monotonic()
 
         def at(what: str) -> None:
             self.at = UnderWay(f"checkpoint of step {self.step}: {what}", begun)
 
         at(f"opening a folder beside {self._store.path_of(self.step)}")
-        with ExitStack() as opened:
+        with self._phase(), ExitStack() as opened:
             opened.callback(self._at_nothing)
+            self._record = self._record or self._make_record()
             folder = opened.enter_context(self._store.writing(self._record, self.metrics, at))
             at(f"writing shards to {folder}")
             self.ranks.each(RankSaver.write, str(folder))
@@ -250,14 +229,15 @@ class _Save:
         Raises:
             DiskSpaceError, CheckpointError: a rank or the publication failed; nothing is left of the checkpoint.
         """
-        if self.state is SaveState.WRITING and self._is_written(wait=wait):
-            self._publication = in_thread(self._publish, "checkpoint-publish")
-            self.state = SaveState.PUBLISHING
-        if self.state is not SaveState.PUBLISHING or not (wait or self._publication.done()):
-            return False
-        self.state = SaveState.COPIED
-        self._publication.result()
-        return True
+        with self._phase() if wait else nullcontext():
+            if self.state is SaveState.WRITING and self._is_written(wait=wait):
+                self._publication = in_thread(self._publish, "checkpoint-publish")
+                self.state = SaveState.PUBLISHING
+            if self.state is not SaveState.PUBLISHING or not (wait or self._publication.done()):
+                return False
+            self.state = SaveState.COPIED
+            self._publication.result()
+            return True
 
     def give_up(self) -> None:
         """Leave nothing of it on the disk; what is being published is waited for, since it is too late for that."""
@@ -288,7 +268,7 @@ class _Save:
         self._folder.close()
         self.at = UnderWay(f"deleting checkpoints beside {self._store.directory} that are not kept", begun)
         try:
-            _prune(self._store)
+            prune(self._store)
         finally:
             self._at_nothing()
 
@@ -300,7 +280,8 @@ class _GivenUpError(Exception):
     """Closes the open folder as a failed one, which removes it."""
 
 
-def _prune(store: CheckpointStore) -> None:
+def prune(store: CheckpointStore) -> None:
+    """Delete what the retention rule does not keep, and log why where that fails."""
     try:
         store.prune()
     except MillraceError as reason:

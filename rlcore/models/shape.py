@@ -274,3 +274,28 @@ def peak_flops(device_name: str) -> float | None:
     (989000000000000.0, None)
     """
     return next((1e12 * peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
+
+
+def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
+    """Whether a torch build runs on a GPU of this compute capability.
+
+    Code for `sm_90` runs on 9.x GPUs from 9.0 on, that for `sm_90a` on 9.0 alone; `compute_90` is compiled for any GPU
+    from 9.0 on when it is first used.
+
+    >>> has_code_for((8, 6), ["sm_80", "sm_90"]), has_code_for((12, 0), ["sm_80", "sm_90a"])
+    (True, False)
+    >>> has_code_for((12, 0), ["sm_90", "compute_90"]), has_code_for((8, 0), ["sm_86"])
+    (True, False)
+    """
+    for name in architectures:
+        kind, _, number = name.partition("_")
+        digits = number.rstrip("af")
+        if not digits.isdigit():
+            continue
+        built = (int(digits[:-1]), int(digits[-1]))
+        is_exact = number.endswith("a") and kind != "compute"
+        if built == capability or (
+            not is_exact and built < capability and (kind == "compute" or built[0] == capability[0])
+        ):
+            return True
+    return False

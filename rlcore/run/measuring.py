@@ -4,10 +4,10 @@ Each part is a published folder beside the table's place, so a stage that was st
 one. An answer's random numbers follow from the run's seed and its row's place, so the table is the same byte for byte.
 """
 
+import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from rlcore.run.pass_rates import (
     row_digests,
 )
 from rlcore.run.record import Pace, RunRecord
+from rlcore.run.stop import locked_run
 from rlcore.run.workers import RunWorkers
 from rlcore.storage.finished import FINGERPRINT, finished_or_set_aside
 from rlcore.storage.publish import published_directory, remove_stale_temporaries
@@ -39,26 +40,12 @@ STAGE = "pass-rates"
 
 
 class PassRateMeasuring:
-    """The stage of one run.
+    """The stage of one run."""
 
-    Args:
-        locked: holds the lock of a folder inside its block.
-    """
-
-    def __init__(
-        self,
-        record: RunRecord,
-        inputs: RunInputs,
-        workers: RunWorkers,
-        *,
-        stop: Callable[[], bool],
-        locked: Callable[[Path], AbstractContextManager[None]],
-    ) -> None:
-        self._record, self._config, self._report = record, record.config, record.report
+    def __init__(self, record: RunRecord, inputs: RunInputs, workers: RunWorkers) -> None:
+        self._record, self._config, self._guard = record, record.config, record.guard
         self._inputs = inputs
         self._workers = workers
-        self._stop = stop
-        self._locked = locked
 
     @cached_property
     def _directory(self) -> Path:
@@ -78,7 +65,7 @@ class PassRateMeasuring:
         found = find_pass_rates(self._config, self._inputs)
         if found is None:
             self._beside.mkdir(parents=True, exist_ok=True)
-            with self._locked(self._beside):
+            with locked_run(self._beside, self._guard.report, self._guard.stop, math.inf):
                 remove_stale_temporaries(self._beside)
                 if find_pass_rates(self._config, self._inputs) is None:  # perhaps another run has made it meanwhile
                     self._publish(self._parts())
@@ -97,7 +84,7 @@ class PassRateMeasuring:
         while done < len(prompts):
             folder = self._beside / f"rows-{done:09d}"
             if finished_or_set_aside(folder) is None:
-                if self._stop():
+                if self._guard.stop():
                     raise StopRequestedError(
                         f"the pass rates of {done:,} of {len(prompts):,} rows are saved; start again to go on"
                     )
@@ -124,7 +111,7 @@ class PassRateMeasuring:
         samples = self._config.pass_rates.samples
         scores = [score for score in part.column("mean_score").to_pylist() if score is not None]
         tokens = float(np.sum(part.column("mean_tokens").to_numpy())) * samples
-        self._report(
+        self._guard.report(
             {
                 "event": "progress",
                 "stage": STAGE,
@@ -148,7 +135,7 @@ class PassRateMeasuring:
             )
         if unscored:
             text = f"pass rates: {scorer} failed on {unscored:,} answers, which are left out"
-            self._report({"event": "note", "text": text})
+            self._guard.report({"event": "note", "text": text})
         facts = {FINGERPRINT: self._directory.name, **facts_of(table, samples)}
         self._record.room.hold(partial(_write, table, self._directory, facts), step=0, path=self._directory)
         for folder in self._beside.glob("rows-*"):

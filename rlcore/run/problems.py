@@ -1,6 +1,7 @@
 """The problems of a run as the trainer takes them: prompts, held-out prompts, decoder, scorer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import compress
@@ -21,8 +22,9 @@ from rlcore.rollout.turns import TurnTokens
 from rlcore.run.inputs import RunInputs, suite_fingerprint
 from rlcore.run.pass_rates import PassRates, find_pass_rates, is_wanted
 from rlcore.trainer.episodes import Episodes
-from rlcore.trainer.experience import Decode
+from rlcore.trainer.experience import Answerer, Decode
 from rlcore.types import Prompt
+from rlcore.workers.group import WorkerGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,17 @@ class HeldOut:
             chat_template_kwargs=self.config.data.chat_template_kwargs,
         )
         return Episodes(self.config, turns, self.decode)
+
+    def answerer(self, inputs: RunInputs, opened: ExitStack) -> Callable[[WorkerGroup], Answerer]:
+        """What has prompts answered and scored, once there are workers; its processes start now, and end with `opened`.
+
+        Raises:
+            ConfigError: as `episodes`, or there is no such scorer.
+        """
+        scoring, episodes = opened.enter_context(self.scoring_pool()), self.episodes(inputs)
+        if episodes is not None:
+            opened.enter_context(episodes)
+        return lambda group: Answerer(self.config, group, scoring, self.decode, episodes)
 
     def scoring_pool(self) -> ScoringPool:
         """Processes that score answers by the task's scorer."""

@@ -8,18 +8,17 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import TypeVar
 
 import pyarrow as pa
 
 from rlcore.answers.store import AnswerWriter
-from rlcore.checkpoint.catalog import CheckpointInfo, Refusal
-from rlcore.checkpoint.save import CheckpointSaver, Saved, SavingRanks
+from rlcore.checkpoint.catalog import CheckpointInfo
+from rlcore.checkpoint.save import CheckpointSaver, Saved, SavingRanks, prune
 from rlcore.checkpoint.state import TrainerState
-from rlcore.checkpoint.store import CheckpointStore
+from rlcore.checkpoint.store import CheckpointStore, Found
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import CheckpointError
@@ -27,6 +26,7 @@ from rlcore.evaluation.result import ValidationResult
 from rlcore.run.disk import Room
 from rlcore.run.faults import read_faults
 from rlcore.run.layout import RunLayout
+from rlcore.run.watchdog import Watchdog
 from rlcore.storage.disk import checkpoint_bytes
 from rlcore.storage.documents import sha256_of
 from rlcore.tracking.attempts import FinalStatus
@@ -37,7 +37,6 @@ from rlcore.trainer.step import LoopState, StepResult
 from rlcore.workers.passes import Shortage
 
 R = TypeVar("R")
-Report = Callable[[Mapping[str, object]], None]
 
 HEADLINE = (
     *("critic/score/mean", "actor/entropy", "response_length/mean", "actor/grad_norm", "perf/throughput"),
@@ -48,69 +47,38 @@ HEADLINE = (
 log = logging.getLogger("rlcore.run.record")
 
 
-@dataclass(frozen=True, slots=True)
-class TrackedState:
-    """The loop's state and the best held-out score so far (-inf before the first)."""
-
-    loop: LoopState
-    best_score: float = float("-inf")
-    best_step: int = 0
-
-
 class RunRecord:
     """Settings, layout, journal, tracker and checkpoints of one run, kept consistent with each other."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        layout: RunLayout,
-        *,
-        report: Report,
-        stop: Callable[[], bool],
-        phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
-        tags: Mapping[str, str] | None = None,
+        self, config: RunConfig, layout: RunLayout, guard: Watchdog, *, tags: Mapping[str, str] | None = None
     ) -> None:
-        """`report` takes events for the flow; `phase` wraps what waits for a disk; `tags`: in MLflow, besides the
-        settings' own."""
-        self.config, self.layout, self.report = config, layout, report
+        """`tags`: in MLflow, besides the settings' own."""
+        self.config, self.layout, self.guard, self.report = config, layout, guard, guard.report
         self.store = CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
         self._tracker = Tracker(layout.run_dir, config, tags={**config.tags, **(tags or {})})
-        self.room = Room(config.checkpoint, happened=self.happened, stop=stop, prune=lambda: self.saves.prune())
-        self.saves = CheckpointSaver(self.store, self.room, self._tracker.commit, partial(phase, "commit"))
+        self.room = Room(config.checkpoint, happened=self.happened, stop=guard.stop, prune=lambda: prune(self.store))
+        self.saves = CheckpointSaver(self.store, self.room, self._tracker.commit, partial(guard.phase, "commit"))
         self.answers = AnswerWriter(layout.answers, config.answers)
         self._first_save_bytes = 0
-        self.refusals: tuple[Refusal, ...] = ()
-        """Newer checkpoints that `newest` had to pass over, and why."""
-        self.journal_problem = ""
-        """What the journal lacks for the checkpoint that `newest` found; '' where it has all."""
 
     # ------------------------------------------------------------------ checkpoints
 
-    def newest(self) -> CheckpointInfo | None:
-        """The newest checkpoint that is whole, fits the journal and belongs to these settings. See `refusals` and
-        `journal_problem`.
-        """
-        found = self.store.find_latest()
-        self.refusals, self.journal_problem = found.refusals, found.journal_problem
-        return found.checkpoint
-
-    def begin_save(self, state: TrackedState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
+    def begin_save(self, state: LoopState, metrics: Mapping[str, float], ranks: SavingRanks) -> Saved | None:
         """Begin a checkpoint of `state`, see `CheckpointSaver.begin`. The answers up to there are written before it."""
-        self._write_answers(state.loop.step)
+        self._write_answers(state.step)
 
         def record() -> TrainerState:
             self.answers.settle()
             journal_bytes = self._tracker.journal_bytes  # which forces the journal to the disk
             return TrainerState(
-                **asdict(state.loop),
-                best_metric=state.best_score,
-                best_step=state.best_step,
+                **asdict(state),
                 journal_bytes=journal_bytes,
                 journal_sha256=sha256_of(self.layout.journal, journal_bytes),
                 settings_fingerprint=settings_fingerprint(self.config),
             )
 
-        return self.saves.begin(state.loop.step, record, metrics, ranks)
+        return self.saves.begin(state.step, record, metrics, ranks)
 
     def expect(self, num_trained_parameters: int) -> None:
         """How large the first checkpoint will be; later ones are as large as those there are."""
@@ -135,7 +103,7 @@ class RunRecord:
 
     # ------------------------------------------------------------------ going back
 
-    def restore(self, info: CheckpointInfo | None, *, repeats: bool = True) -> TrackedState:
+    def restore(self, info: CheckpointInfo | None, *, repeats: bool = True) -> LoopState:
         """The state of a checkpoint, or of step 0; the journal is cut to it, and a save under way is given up.
 
         Whole checkpoints of later steps, which the journal does not fit, are renamed. `repeats`: the steps that were
@@ -146,30 +114,29 @@ class RunRecord:
         self.answers.cut(0 if info is None else info.step)
         if info is None:
             self._cut_journal(0, 0, repeats=repeats)
-            return TrackedState(LoopState(0, 0, 0, 0, self.config.algo.kl.coef))
+            return LoopState(0, 0, 0, 0, self.config.algo.kl.coef)
         saved = self.store.load_state(info)
         self._cut_journal(saved.step, saved.journal_bytes, repeats=repeats)
-        loop = LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
-        return TrackedState(loop, saved.best_metric, saved.best_step)
+        return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
 
     def _cut_journal(self, step: int, to_bytes: int, *, repeats: bool) -> None:
         """Waits for room for what is cut, which is kept; nothing new is written to the journal before it is cut."""
         cut = partial(self._tracker.resume_at, step, to_bytes, repeats=repeats)
         self.room.hold(cut, step=step, path=self.layout.journal, happened=self._tell)
 
-    def roll_back(self, loop: LoopState, lr_factor: float) -> tuple[TrackedState, CheckpointInfo | None]:
+    def roll_back(self, state: LoopState, lr_factor: float) -> tuple[LoopState, CheckpointInfo | None]:
         """Go back to the checkpoint with the best validation (else to step 0) with a lower learning rate.
 
-        `loop`: the last finished step. Its own checkpoint is none to go back to: from there the next step would be the
+        `state`: the last finished step. Its own checkpoint is none to go back to: from there the next step would be the
         same as the one that raised the alarm. Later checkpoints are deleted: they lie on a way that the run does not
         take. Killed at any moment of this or after it, the run meets the same alarm and comes to the same state.
         """
         self.saves.settle()
-        found = self.store.best(below=loop.step)
+        found = self.store.best(below=state.step)
         self.store.discard_after(0 if found is None else found.step)
-        state = self.restore(found, repeats=False)
-        lowered = replace(state.loop, lr_factor=loop.lr_factor * lr_factor, num_roll_backs=loop.num_roll_backs + 1)
-        return replace(state, loop=lowered), found
+        back = self.restore(found, repeats=False)
+        factor, count = state.lr_factor * lr_factor, state.num_roll_backs + 1
+        return replace(back, lr_factor=factor, num_roll_backs=count), found
 
     # ------------------------------------------------------------------ journal
 
@@ -206,13 +173,13 @@ class RunRecord:
         log.warning("%s", data["text"])
         self.report({"event": name, "step": step, **data})
 
-    def with_score(self, state: TrackedState, result: ValidationResult) -> TrackedState:
+    def with_score(self, state: LoopState, result: ValidationResult) -> LoopState:
         """The state with a validation's score, if that is the best so far; it has none if the scorer always failed."""
         samples = self.config.validation.samples_per_problem
         score = result.summary().get(f"val-core/{result.data_source}/reward/mean@{samples}")
-        if score is None or score <= state.best_score:
+        if score is None or score <= state.best_metric:
             return state
-        return replace(state, best_score=score, best_step=result.step)
+        return replace(state, best_metric=score, best_step=result.step)
 
     def finish(self, *, failed: bool, is_over: bool = False) -> None:
         """Commit what is under way, if that needs no waiting for room, and record how the run ended; `is_over`: before
@@ -288,10 +255,6 @@ class RunEvents:
             }
         )
 
-    def saved(self, saved: Saved) -> None:
-        """A checkpoint is committed."""
-        self._report({"event": "checkpoint", "step": saved.step, "path": str(saved.path)})
-
     def alarms(self, step: int, alarms: Sequence[Alarm]) -> None:
         """An event for each alarm that the step before did not raise."""
         for alarm in alarms:
@@ -342,20 +305,17 @@ class RunEvents:
                 self._record.log_event("fault", step, asdict(fault))
         self.num_faults = len(faults)
 
-    def refusals(self, step: int, taken: CheckpointInfo | None) -> None:
-        """Newer checkpoints than the one taken that had to be passed over."""
-        for refusal in self._record.refusals:
+    def went_on(self, step: int, found: Found) -> None:
+        """The run goes on from what was found: newer checkpoints that were passed over, and what the journal lacks
+        where no checkpoint is left that fits it."""
+        taken = found.checkpoint
+        for refusal in found.refusals:
             text = f"going on from {'the start' if taken is None else taken.name}: {refusal.reason}"
             self._record.happened("checkpoint_refused", step, {"text": text, "path": str(refusal.path)})
-
-    def journal_problem(self, step: int) -> None:
-        """The journal does not have all that the run has done, and no checkpoint is left that fits it."""
-        if problem := self._record.journal_problem:
+        if problem := found.journal_problem:
             gap = missing_steps(load_journal(self._record.layout.journal), step)
             lacks = f"it lacks {gap} for good" if gap else "some of its values may not be those that were measured"
             text = f"going on from step {step} all the same, since no other checkpoint fits: {problem}; {lacks}"
             self._record.happened("journal_mismatch", step, {"text": text, "path": str(self._record.layout.journal)})
-
-    def resumed(self, step: int) -> None:
-        """The run goes on from a checkpoint."""
-        self._report({"event": "resumed", "step": step, "text": f"going on from step {step}"})
+        if taken is not None:
+            self._report({"event": "resumed", "step": taken.step, "text": f"going on from step {taken.step}"})

@@ -5,35 +5,24 @@ rebuilt from it.
 """
 
 import logging
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rlcore.checkpoint.catalog import is_exported
-from rlcore.checkpoint.export import export_transformers
 from rlcore.config import RunConfig
-from rlcore.errors import MillraceError, RunInUseError, StopRequestedError
+from rlcore.errors import MillraceError
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
 from rlcore.run.measuring import PassRateMeasuring
-from rlcore.run.record import Report, RunRecord
-from rlcore.run.stop import StopFlag
+from rlcore.run.record import RunRecord
+from rlcore.run.stop import StopFlag, locked_run
 from rlcore.run.supervised import WarmStart
 from rlcore.run.training import RunTraining
-from rlcore.run.watchdog import Watchdog
+from rlcore.run.watchdog import Report, Watchdog
 from rlcore.run.workers import RunWorkers
-from rlcore.storage.locks import RunLock
 from rlcore.storage.publish import remove_stale_temporaries
-
-LOCK_WAIT_S = 90.0
-"""A trainer whose flow has ended may still be saving: wait that long for it."""
-POLL_S = 0.2
 
 log = logging.getLogger("rlcore.run.session")
 
@@ -51,60 +40,35 @@ class Session:
         give_up: Callable[[MillraceError], None] = lambda error: log.error("%s", error),
     ) -> None:
         """`give_up` ends the process, where a phase or a stop takes too long; it is called from a thread."""
-        self._config = config
-        self._layout = layout
-        self._report = report
-        self._stop = stop
-        self._give_up = give_up
+        self._config, self._layout = config, layout
+        self._guard = Watchdog(config, layout, stop=stop, report=report, give_up=give_up, step=self._last_step)
         self._has_failed = False
         self._is_evaluated = False
 
+    def _last_step(self) -> int:
+        return (self._warm_start.training or self._training).step
+
     def __enter__(self) -> Self:
         """Take the run's lock and read what lies on disk."""
-        config, layout, report = self._config, self._layout, self._report
+        config, layout, guard = self._config, self._layout, self._guard
         layout.run_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
-            opened.enter_context(locked_run(layout.run_dir, report, self._stop))
+            opened.enter_context(locked_run(layout.run_dir, guard.report, guard.stop))
             layout.require_kinds()
             remove_stale_temporaries(layout.run_dir)
-            guard = Watchdog(
-                config,
-                layout,
-                stop_asked_s=self._stop.asked_s,
-                report=report,
-                give_up=self._give_up,
-                step=lambda: (self._warm_start.training or self._training).step,
-            )
-            self._guard = opened.enter_context(guard)
+            opened.enter_context(guard)
             self.inputs = RunInputs.read(layout)
-            self._record = RunRecord(config, layout, report=report, stop=self._stop, phase=guard.phase)
-            guard.watch.aside = lambda: self._warm_start.saving or self._record.saves.at
-            self._warm_start = WarmStart(
-                config,
-                self.inputs,
-                guard,
-                report=report,
-                stop=self._stop,
-                locked=partial(locked_run, report=report, stop=self._stop, wait_s=math.inf),
-                after_start=self._stop.install,
-            )
+            self._record = RunRecord(config, layout, guard)
+            self._warm_start = WarmStart(config, self.inputs, guard)
+            guard.aside = lambda: self._warm_start.saving or self._record.saves.at
             opened.callback(lambda: self._warm_start.close(failed=self._has_failed))
-            workers = RunWorkers(self._record, self.inputs, guard, after_start=self._stop.install)
-            self._workers = opened.enter_context(workers)
-            self._measuring = PassRateMeasuring(
-                self._record,
-                self.inputs,
-                workers,
-                stop=self._stop,
-                locked=partial(locked_run, report=report, stop=self._stop, wait_s=math.inf),
-            )
-            self._training = RunTraining(self._record, workers, stop=self._stop)
+            self._workers = opened.enter_context(RunWorkers(self._record, self.inputs))
+            self._measuring = PassRateMeasuring(self._record, self.inputs, self._workers)
+            self._training = RunTraining(self._record, self._workers)
             self._resources = opened.pop_all()  # the block gives all back where something failed
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """End the workers, deliver what is left to the tracker, give the lock back."""
         with self._resources:
             is_over = self._is_evaluated and not self._has_failed
@@ -140,7 +104,7 @@ class Session:
         Raises:
             StopRequestedError: a stop was asked for; the last finished step is saved.
         """
-        committed = self._record.newest()
+        committed = self._record.store.latest()
         if committed is not None and committed.step >= to_step:
             return {"step": committed.step, "checkpoint": str(committed.path), "metrics": {}, "skipped": True}
         saved = self._training.to(to_step, at_most)
@@ -149,17 +113,17 @@ class Session:
     def validate(self, checkpoint: str, name: str) -> Mapping[str, object]:
         """Judge a checkpoint (`start`, `last`, `best` or its folder's name) on all held-out problems and suites."""
         self._training.settle_save()
-        result = self._training.judge_checkpoint(checkpoint, name)
-        summary = dict(result.summary())
-        for of_suite in self._training.judge_suites(checkpoint, name):
-            summary |= of_suite.summary()
+        summary: dict[str, float] = {}
+        for suite in (None, *self._config.validation.suites):
+            summary |= self._training.judge_checkpoint(checkpoint, name, suite).summary()
         return {"summary": summary, "file": str(self._training.file_of(name))}
 
     def evaluate(self) -> Mapping[str, object]:
         """Judge the model of step 0 on all problems of each suite: an evaluation. The journal has it as step 0."""
         self._is_evaluated = True
-        results = self._training.judge_suites("start", "before")
-        summary = {name: value for result in results for name, value in result.summary().items()}
+        summary: dict[str, float] = {}
+        for suite in self._config.validation.suites:
+            summary |= self._training.judge_checkpoint("start", "before", suite).summary()
         self._record.restore(None)
         self._record.log_step(0, summary)
         return {"summary": summary}
@@ -171,16 +135,7 @@ class Session:
         step = self._record.store.step_of(checkpoint)
         if not is_exported(target, step):
             self._workers.load(checkpoint)
-            weights, adapters = self._workers.full_weights(), self._workers.adapters()
-            lora = self._config.model.lora
-
-            def write() -> None:
-                with self._guard.phase("export"):
-                    export_transformers(
-                        weights, self._workers.start_model, target, step=step, lora=lora, adapters=adapters
-                    )
-
-            self._record.room.hold(write, step=step, path=target)
+            self._workers.export(target, "export", after_step=step, step=step)
         return {"directory": str(target), "step": step}
 
     def save_finished(self) -> str:
@@ -194,33 +149,3 @@ class Session:
     def fault(self, error: Exception) -> Exception:
         """Record an error that ends this process; the error to raise for it."""
         return self._guard.fault(error)
-
-
-@contextmanager
-def locked_run(run_dir: Path, report: Report, stop: Callable[[], bool], wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
-    """Hold the run's lock inside the block. If another process has it, reports that at once, and waits.
-
-    Raises:
-        RunInUseError: it is still held after `wait_s`; names process, host and since when.
-        StopRequestedError: a stop was asked for meanwhile.
-    """
-    deadline = time.monotonic() + wait_s
-    told = False
-    with ExitStack() as held:
-        while True:
-            try:
-                held.enter_context(RunLock(run_dir))
-                break
-            except RunInUseError as reason:
-                if time.monotonic() >= deadline:
-                    raise
-                if not told:
-                    told = True
-                    how_long = "until it ends" if math.isinf(wait_s) else f"up to {wait_s:g} s: it may be saving"
-                    text = f"{reason}. Waiting {how_long}"
-                    log.warning("%s", text)
-                    report({"event": "note", "text": text})
-            if stop():
-                raise StopRequestedError("stopped while waiting for the run to be free; nothing was begun")
-            time.sleep(POLL_S)
-        yield

@@ -1,4 +1,6 @@
-"""A stop that is asked for by signal. The rule, which docs/operations.md explains to users:
+"""A stop that is asked for by signal, and the wait for a run's lock, which it ends.
+
+The rule, which docs/operations.md explains to users:
 
 - The first SIGTERM or SIGINT asks: the step is finished and saved.
 - A second SIGINT ends the process at once: somebody pressed Ctrl-C again.
@@ -8,14 +10,26 @@
   comes: who cancels a flow signals us first and ends the flow later, in the middle of our save.
 """
 
+import logging
+import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
+
+from rlcore.errors import RunInUseError, StopRequestedError
+from rlcore.storage.locks import RunLock
 
 ONE_WISH_S = 5.0
 """Two SIGTERMs within this time are one."""
+LOCK_WAIT_S = 90.0
+"""A trainer whose flow has ended may still be saving: wait that long for it."""
+POLL_S = 0.2
+
+log = logging.getLogger("rlcore.run.stop")
 
 
 class StopFlag:
@@ -46,3 +60,35 @@ class StopFlag:
     def asked_s(self) -> float | None:
         """Seconds since a stop was asked for; None while none was."""
         return None if self._asked_at is None else time.monotonic() - self._asked_at
+
+
+@contextmanager
+def locked_run(
+    run_dir: Path, report: Callable[[Mapping[str, object]], None], stop: Callable[[], bool], wait_s: float = LOCK_WAIT_S
+) -> Iterator[None]:
+    """Hold the run's lock inside the block. If another process has it, reports that at once, and waits.
+
+    Raises:
+        RunInUseError: it is still held after `wait_s`; names process, host and since when.
+        StopRequestedError: a stop was asked for meanwhile.
+    """
+    deadline = time.monotonic() + wait_s
+    told = False
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(RunLock(run_dir))
+                break
+            except RunInUseError as reason:
+                if time.monotonic() >= deadline:
+                    raise
+                if not told:
+                    told = True
+                    how_long = "until it ends" if math.isinf(wait_s) else f"up to {wait_s:g} s: it may be saving"
+                    text = f"{reason}. Waiting {how_long}"
+                    log.warning("%s", text)
+                    report({"event": "note", "text": text})
+            if stop():
+                raise StopRequestedError("stopped while waiting for the run to be free; nothing was begun")
+            time.sleep(POLL_S)
+        yield

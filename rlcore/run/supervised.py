@@ -12,7 +12,7 @@ import gc
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from pydantic import JsonValue
 from rlcore.batching.loader import PromptStream
 from rlcore.batching.prompts import Demonstration, read_demonstrations, read_solutions
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS, CheckpointInfo
-from rlcore.checkpoint.export import export_transformers
 from rlcore.checkpoint.save import UnderWay
 from rlcore.config import RunConfig
 from rlcore.errors import DataError
@@ -30,7 +29,6 @@ from rlcore.models.load import load_tokenizer
 from rlcore.models.memory import release_cached_memory
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
 from rlcore.rollout.engine import WARM_START_STREAM, requests_for
-from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.inputs import (
     RunInputs,
     ensure_given_model,
@@ -41,20 +39,21 @@ from rlcore.run.inputs import (
     stage_layout,
     stage_settings,
 )
-from rlcore.run.memory import fit_run
-from rlcore.run.problems import Problems, read_parts, spread
-from rlcore.run.record import Report, RunRecord, TrackedState
+from rlcore.run.problems import Problems, spread
+from rlcore.run.record import RunRecord
+from rlcore.run.stop import locked_run
 from rlcore.run.training import Training
 from rlcore.run.watchdog import Watchdog
 from rlcore.run.workers import Started, TrainingWorkers
 from rlcore.storage.finished import FINGERPRINT, finished_or_set_aside
 from rlcore.storage.manifest import Manifest
 from rlcore.storage.publish import published_directory, remove_stale_temporaries, write_text_atomically
-from rlcore.trainer.experience import generate
+from rlcore.trainer.experience import Answerer
 from rlcore.trainer.step import LoopState, StepResult
 from rlcore.trainer.supervised import SupervisedTrainer
 from rlcore.types import Prompt
 from rlcore.workers.group import WorkerGroup
+from rlcore.workers.memory_plan import fit_run
 
 MIN_CHECK_PROBLEMS = 16
 """Fewer sampled answers say nothing about a reward."""
@@ -118,50 +117,59 @@ class Lessons:
 @dataclass(frozen=True, slots=True)
 class _Started(Started):
     trainer: SupervisedTrainer
-    check: "RewardCheck | None"
+    answerer: Answerer | None
+    """Where the sampled reward ends the stage."""
+    problems: Sequence[Prompt]
+    """Those whose answers it is measured on."""
 
 
 class SupervisedWorkers(TrainingWorkers[_Started]):
     """The ranks of a warm start, with its demonstrations."""
 
-    def __init__(
-        self,
-        record: RunRecord,
-        inputs: RunInputs,
-        lessons: Lessons,
-        guard: Watchdog,
-        start_model: Path,
-        *,
-        after_start: Callable[[], None],
-    ) -> None:
-        super().__init__(record, guard, start_model, after_start=after_start)
+    def __init__(self, record: RunRecord, inputs: RunInputs, lessons: Lessons, start_model: Path) -> None:
+        super().__init__(record, start_model)
         self._inputs = inputs
         self._lessons = lessons
-
-    @property
-    def unscored(self) -> tuple[int, str]:
-        """Answers that the scorer failed on are left out of the sampled reward; see `RewardCheck`."""
-        return 0, ""
 
     def hand_over(self, version: int) -> None:
         """Engines get the weights where answers are asked for, right before."""
 
     def measure(self, step: int) -> dict[str, float]:
         """Held-out loss, and the sampled reward where it ends the stage."""
-        parts = self._started()
+        parts = self.start()
         with self._guard.phase("testing"):
             metrics = parts.trainer.held_out(self._lessons.held_out)
-        if parts.check is not None and step:
+        if parts.answerer is not None and step:
             super().hand_over(step)
             with self._guard.phase("testing"):
-                metrics[REWARD] = parts.check.reward(parts.group, step)
+                metrics[REWARD] = self._reward(parts.answerer, parts.problems, step)
         return metrics
+
+    def _reward(self, answerer: Answerer, problems: Sequence[Prompt], step: int) -> float:
+        """Mean score of one sampled answer to each problem, over those that the scorer did not fail on.
+
+        Raises:
+            DataError: it failed on all.
+        """
+        config = answerer.config
+        requests = requests_for(problems, 1, run_seed=config.seed, stream=WARM_START_STREAM, step=step)
+        answers = answerer.answer(requests, config.rollout.sampling, policy_version=step)
+        totals = [score.total for _, score, _ in answers if score.failure is None]
+        if not totals:
+            raise DataError(
+                f"data.scorer: {config.data.scorer} failed on all {len(answers)} answers of the warm start, the last "
+                f"time: {answers[-1][1].failure}. Repair it, or set warm_start.enabled=false"
+            )
+        return sum(totals) / len(totals)
 
     def _start(self) -> _Started:
         config, lessons = fit_run(self._config, self._layout.run_dir, self._report), self._lessons
-        check = None
+        answerer_of: Callable[[WorkerGroup], Answerer] | None = None
+        prompts: tuple[Prompt, ...] = ()
         if config.warm_start.stop_at_reward is not None:
-            check = RewardCheck.of(config, self._inputs, self._open)
+            problems = Problems.read(config, self._inputs)
+            answerer_of = problems.answerer(self._inputs, self._open)
+            prompts = spread(problems.train)[: max(MIN_CHECK_PROBLEMS, config.warm_start.check_problems)]
         group, profile = self._start_group(config)
         size = config.warm_start.batch_size
         trainer = SupervisedTrainer(
@@ -171,45 +179,7 @@ class SupervisedWorkers(TrainingWorkers[_Started]):
         def take_step(state: LoopState) -> StepResult:
             return trainer.step(state, epoch=lessons.shown.epoch_at(state.num_prompts_drawn))
 
-        return _Started(config, group, take_step, profile, trainer, check)
-
-
-@dataclass(frozen=True, slots=True)
-class RewardCheck:
-    """Samples an answer to each of some training problems, and scores it."""
-
-    config: RunConfig
-    prompts: Sequence[Prompt]
-    problems: Problems
-    scoring: ScoringPool
-
-    @classmethod
-    def of(cls, config: RunConfig, inputs: RunInputs, opened: ExitStack) -> "RewardCheck":
-        """The first problems of each part; `opened` ends the scoring processes."""
-        problems = Problems.read(config, inputs)
-        number = max(MIN_CHECK_PROBLEMS, config.warm_start.check_problems)
-        prompts = spread(read_parts(config, inputs.train_parquets))[:number]
-        return cls(config, prompts, problems, opened.enter_context(problems.scoring_pool()))
-
-    def reward(self, group: WorkerGroup, step: int) -> float:
-        """Mean score over those answers that the scorer did not fail on.
-
-        Raises:
-            DataError: it failed on all.
-        """
-        config = self.config
-        requests = requests_for(self.prompts, 1, run_seed=config.seed, stream=WARM_START_STREAM, step=step)
-        limit = config.rollout.max_response_tokens
-        rollouts = generate(group, requests, config.rollout.sampling, limit, policy_version=step)
-        texts = self.problems.decode([rollout.response_ids for rollout in rollouts])
-        scores = self.scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts])
-        totals = [score.total for score in scores if score.failure is None]
-        if not totals:
-            raise DataError(
-                f"data.scorer: {config.data.scorer} failed on all {len(scores)} answers of the warm start, the last "
-                f"time: {scores[-1].failure}. Repair it, or set warm_start.enabled=false"
-            )
-        return sum(totals) / len(totals)
+        return _Started(config, group, take_step, profile, trainer, answerer_of and answerer_of(group), prompts)
 
 
 class SupervisedTraining(Training[SupervisedWorkers]):
@@ -221,14 +191,14 @@ class SupervisedTraining(Training[SupervisedWorkers]):
     def _every(self) -> int:
         return self._config.warm_start.check_every
 
-    def _measured(self, state: TrackedState) -> tuple[Mapping[str, float], TrackedState]:
-        step = state.loop.step
-        metrics = self._workers.measure(step)
+    def _measured(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
+        step = state.step
+        metrics = self.workers.measure(step)
         score = -metrics.get(HELD_OUT_LOSS, math.inf)
-        return metrics, replace(state, best_score=score, best_step=step) if score > state.best_score else state
+        return metrics, replace(state, best_metric=score, best_step=step) if score > state.best_metric else state
 
-    def _is_over(self, state: TrackedState, metrics: Mapping[str, float]) -> bool:
-        return has_learned(self._config, state.loop.step, state.best_step, metrics)
+    def _is_over(self, state: LoopState, metrics: Mapping[str, float]) -> bool:
+        return has_learned(self._config, state.step, state.best_step, metrics)
 
 
 def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[str, float]) -> bool:
@@ -263,33 +233,14 @@ class WarmStartResult:
 
 
 class WarmStart:
-    """Makes the model of step 0, chunk by chunk; between two chunks it holds its folder's lock and its workers.
+    """Makes the model of step 0, chunk by chunk; between two chunks it holds its folder's lock and its workers."""
 
-    Args:
-        locked: holds the lock of a folder inside its block.
-        after_start: called when workers have been started.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        inputs: RunInputs,
-        guard: Watchdog,
-        *,
-        report: Report,
-        stop: Callable[[], bool],
-        locked: Callable[[Path], AbstractContextManager[None]],
-        after_start: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, config: RunConfig, inputs: RunInputs, guard: Watchdog) -> None:
         self._config, self._inputs, self._guard = config, inputs, guard
-        self._report, self._stop = report, stop
-        self._locked, self._after_start = locked, after_start
         self._directory = planned_start_model(config, inputs.filtered_directory)
         self._layout = stage_layout(config, inputs.filtered_directory)
         self._untaught = self._layout.run_dir / "untaught"
         self._open = ExitStack()
-        self._record: RunRecord | None = None
-        self._workers: SupervisedWorkers | None = None
         self._is_over = False
         self.training: SupervisedTraining | None = None
 
@@ -316,24 +267,22 @@ class WarmStart:
                 build_model(self._config, folder)
             return WarmStartResult(self._directory, cached=False, is_over=True)
         if self.training is None:
-            self._begin()
+            self._take_folder()
             if (known := self._known()) is not None:  # made by another run while this one waited for the lock
                 self.close(failed=False)
                 return known
-        record, training = self._record, self.training
-        assert record is not None, "`_begin` makes it"
-        assert training is not None, "`_begin` makes it"
+            self.training = self._begun()
+        training, record = self.training, self.training.record
         end = record.config.trainer.total_steps
-        newest = record.newest()
-        if newest is None or not self._has_ended(record, newest):
-            goal = end if to_step is None else min(to_step, end)
-            if newest is None or newest.step < goal:
-                training.to(goal, None)
-            newest = record.newest()
+        goal = end if to_step is None else min(to_step, end)
+        newest = record.store.latest()
+        if newest is None or (newest.step < goal and not self._has_ended(record, newest)):
+            training.to(goal, None)
+            newest = record.store.latest()
             assert newest is not None, "training has committed one"
         if not self._has_ended(record, newest):
             return WarmStartResult(self._directory, cached=False, is_over=False, steps=newest.step)
-        self._publish(record, training, newest)
+        self._publish(training, newest)
         return WarmStartResult.of(self._directory, finished_or_set_aside(self._directory), cached=False)
 
     def save_finished(self) -> str | None:
@@ -343,14 +292,15 @@ class WarmStart:
     @property
     def saving(self) -> UnderWay | None:
         """What its save is at."""
-        return None if self._record is None else self._record.saves.at
+        training = self.training  # asked in another thread
+        return None if training is None else training.record.saves.at
 
     def close(self, *, failed: bool) -> None:
         """End the workers and give the folder back."""
-        record, self._record, self._workers, self.training = self._record, None, None, None
+        training, self.training = self.training, None
         with self._open:
-            if record is not None:
-                record.finish(failed=failed, is_over=self._is_over)
+            if training is not None:
+                training.record.finish(failed=failed, is_over=self._is_over)
 
     def _known(self) -> WarmStartResult | None:
         manifest = find_start_model(self._config, self._inputs.filtered_directory)
@@ -358,30 +308,24 @@ class WarmStart:
             return None
         return WarmStartResult.of(self._directory, manifest, cached=True)
 
-    def _begin(self) -> None:
+    def _take_folder(self) -> None:
         layout = self._layout
         layout.run_dir.mkdir(parents=True, exist_ok=True)
-        self._open.enter_context(self._locked(layout.run_dir))
+        self._open.enter_context(locked_run(layout.run_dir, self._guard.report, self._guard.stop, math.inf))
         layout.require_kinds()
         remove_stale_temporaries(layout.run_dir)
-        if self._known() is not None:
-            return
+
+    def _begun(self) -> SupervisedTraining:
         lessons = Lessons.read(self._config, self._inputs)
         settings = stage_settings(self._config, len(lessons.shown))
         if lessons.num_dropped:
             limit = f"longer than warm_start.max_tokens={self._config.warm_start.max_tokens}"
             text = f"{lessons.num_dropped:,} demonstrations are {limit}, and left out"
-            self._report({"event": "note", "text": text})
-        write_text_atomically(layout.settings_json, settings.model_dump_json(indent=2) + "\n")
-        tags = {"stage": "warm-start"}
-        phase = self._guard.phase
-        record = RunRecord(settings, layout, report=self._report, stop=self._stop, phase=phase, tags=tags)
-        workers = SupervisedWorkers(
-            record, self._inputs, lessons, self._guard, self._source(), after_start=self._after_start
-        )
-        self._workers = self._open.enter_context(workers)
-        self._record = record
-        self.training = SupervisedTraining(record, workers, stop=self._stop)
+            self._guard.report({"event": "note", "text": text})
+        write_text_atomically(self._layout.settings_json, settings.model_dump_json(indent=2) + "\n")
+        record = RunRecord(settings, self._layout, self._guard, tags={"stage": "warm-start"})
+        workers = self._open.enter_context(SupervisedWorkers(record, self._inputs, lessons, self._source()))
+        return SupervisedTraining(record, workers)
 
     def _source(self) -> Path:
         """The model that is taught."""
@@ -397,27 +341,20 @@ class WarmStart:
         is_last = newest.step >= record.config.trainer.total_steps
         return is_last or has_learned(record.config, newest.step, best, newest.metrics)
 
-    def _publish(self, record: RunRecord, training: SupervisedTraining, newest: CheckpointInfo) -> None:
+    def _publish(self, training: SupervisedTraining, newest: CheckpointInfo) -> None:
         """The checkpoint with the lowest held-out loss as a model's folder, the last where a reward was wanted."""
-        workers = self._workers
-        assert workers is not None, "`_begin` makes them"
+        record, workers = training.record, training.workers
         training.settle_save()
         wants_reward = self._config.warm_start.stop_at_reward is not None
         taken = newest if wants_reward else record.store.best() or newest
         workers.load(taken.name)
-        weights = workers.full_weights("start_model")
         facts: dict[str, JsonValue] = {
             FINGERPRINT: self._directory.name,
             "steps": taken.step,
             "steps_taken": newest.step,
         }
         facts |= {name.partition("/")[2]: taken.metrics[name] for name in FIGURES if name in taken.metrics}
-
-        def write() -> None:
-            with self._guard.phase("start_model"):
-                export_transformers(weights, workers.start_model, self._directory, facts=facts)
-
-        record.room.hold(write, step=newest.step, path=self._directory)
+        workers.export(self._directory, "start_model", after_step=newest.step, facts=facts)
         self._is_over = True
         self.close(failed=False)
         for folder in (self._layout.checkpoints, self._untaught):  # the journal stays

@@ -5,22 +5,22 @@ The state of the run is the newest committed checkpoint; what is held here can b
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rlcore.answers.judge import audit_text
 from rlcore.checkpoint.catalog import name_of
 from rlcore.checkpoint.save import Saved
-from rlcore.config import SuiteConfig, ValidationConfig
+from rlcore.config import SuiteConfig
 from rlcore.errors import AlarmError, StopRequestedError, WorkerLostError
 from rlcore.evaluation.result import ValidationResult
-from rlcore.run.record import Pace, RunEvents, RunRecord, TrackedState
+from rlcore.run.inputs import suite_fingerprint
+from rlcore.run.record import Pace, RunEvents, RunRecord
 from rlcore.run.watchdog import StepAbandonedError
 from rlcore.run.workers import RunWorkers, TrainingWorkers
 from rlcore.tracking.lineage import SystemSampler
 from rlcore.trainer.alarms import Alarm
-from rlcore.trainer.step import StepResult
+from rlcore.trainer.step import LoopState, StepResult
 
 SEE_ALARMS = "See its metrics, then change the settings, or alarms.*, which may change when a run goes on"
 
@@ -34,14 +34,14 @@ class Training(Generic[W]):
     STAGE = "train"
     """Its name in events."""
 
-    def __init__(self, record: RunRecord, workers: W, *, stop: Callable[[], bool]) -> None:
+    def __init__(self, record: RunRecord, workers: W) -> None:
         self._config, self._layout = record.config, record.layout
-        self._record = record
-        self._workers = workers
+        self.record = record
+        self.workers = workers
         self._events = RunEvents(record, self.STAGE)
-        self._stop = stop
+        self._stop = record.guard.stop
         self._system = SystemSampler(record.layout.run_dir)
-        self._state: TrackedState | None = None
+        self._state: LoopState | None = None
         self._metrics: Mapping[str, float] = {}
         self._saved: Saved | None = None
         self._seconds_for_saves = 0.0
@@ -49,19 +49,19 @@ class Training(Generic[W]):
     @property
     def step(self) -> int:
         """The last finished step of this process; 0 before the first."""
-        return 0 if self._state is None else self._state.loop.step
+        return 0 if self._state is None else self._state.step
 
     def to(self, to_step: int, at_most: int | None) -> Saved:
         """Train until a checkpoint of `to_step` is committed; see `Session.train`."""
         state = self._begin()
-        self._record.wait_for_room(state.loop.step, self.settle_save)
+        self.record.wait_for_room(state.step, self.settle_save)
         pace = Pace(is_warm=bool(self._metrics))
         end = self._config.trainer.total_steps if at_most is None else at_most
         if self._is_over(state, self._metrics):
-            end = state.loop.step
+            end = state.step
         while (saved := self._saved) is None or saved.step < min(to_step, end):
-            if state.loop.step == end:
-                if self._record.saves.state is None:  # it was reached on the way to the chunk before, and ends no chunk
+            if state.step == end:
+                if self.record.saves.state is None:  # it was reached on the way to the chunk before, and ends no chunk
                     self._begin_save(state)
                 self.settle_save()
                 continue
@@ -69,57 +69,52 @@ class Training(Generic[W]):
                 state = self._train_step(state, to_step, pace)
             except StepAbandonedError as given_up:
                 self._save_before(state)
-                raise StopRequestedError(
-                    f"{given_up}; step {state.loop.step} is saved; start again to go on"
-                ) from given_up
-            self._saving(self._record.saves.poll)
+                raise StopRequestedError(f"{given_up}; step {state.step} is saved; start again to go on") from given_up
+            self._saving(self.record.saves.poll)
             if self._is_over(state, self._metrics):
-                end = min(end, state.loop.step)
+                end = min(end, state.step)
             if self._stop():
                 raise StopRequestedError(self.save_finished())
         return saved
 
-    def _is_over(self, state: TrackedState, metrics: Mapping[str, float]) -> bool:
+    def _is_over(self, state: LoopState, metrics: Mapping[str, float]) -> bool:
         """Whether the training ends with this step, before the last one that it may take."""
         return False
 
     def settle_save(self) -> None:
         """Wait for the checkpoint under way, if there is one."""
-        self._saving(self._record.saves.settle)
+        self._saving(self.record.saves.settle)
 
     def save_finished(self) -> str:
         """Save the last finished step, if it is not: a stop was asked for. Says what is saved."""
-        if self._state is None or self._workers.holds != name_of(self._state.loop.step):
+        if self._state is None or self.workers.holds != name_of(self._state.step):
             return "the trainer was told to stop; start again to go on from its last checkpoint"
         self._save_before(self._state)
-        return f"stopped after step {self._state.loop.step}, which is saved; start again to go on"
+        return f"stopped after step {self._state.step}, which is saved; start again to go on"
 
     # ------------------------------------------------------------------ start
 
-    def _begin(self) -> TrackedState:
+    def _begin(self) -> LoopState:
         """The state to go on from: in memory after a chunk, else from the newest checkpoint, else step 0."""
-        self._workers.start()
-        if self._state is not None and self._workers.holds == name_of(self._state.loop.step):
+        self.workers.start()
+        if self._state is not None and self.workers.holds == name_of(self._state.step):
             return self._state  # perhaps ahead of its newest checkpoint, which is still being written
         self.settle_save()
-        newest = self._record.newest()
-        state = self._record.restore(newest)
-        self._events.faults(state.loop.step)
-        self._workers.load("start" if newest is None else newest.name)
-        self._events.refusals(state.loop.step, newest)
-        self._events.journal_problem(state.loop.step)
-        self._state, self._saved = state, None
-        if newest is None:
-            self._state = self._record_start(state)
-        else:
-            self._events.resumed(newest.step)
+        found = self.record.store.find_latest()
+        newest = found.checkpoint
+        state = self.record.restore(newest)
+        self._events.faults(state.step)
+        self.workers.load("start" if newest is None else newest.name)
+        self._events.went_on(state.step, found)
+        self._saved = None
+        self._state = self._record_start(state) if newest is None else state
         return self._state
 
-    def _record_start(self, state: TrackedState) -> TrackedState:
+    def _record_start(self, state: LoopState) -> LoopState:
         """Step 0: the held-out score before any training."""
         metrics, state = self._measured(state)
         self._look_for_holes()
-        self._record.log_step(0, metrics)
+        self.record.log_step(0, metrics)
         return state
 
     def _look_for_holes(self) -> None:
@@ -127,18 +122,20 @@ class Training(Generic[W]):
 
     # ------------------------------------------------------------------ a step
 
-    def _train_step(self, state: TrackedState, to_step: int, pace: Pace) -> TrackedState:
+    def _train_step(self, state: LoopState, to_step: int, pace: Pace) -> LoopState:
         """One step with its line in the journal; where a chunk ends, or at a stop, a checkpoint of it is begun."""
-        result = self._workers.step(state.loop)
-        self._events.shortages(result.state.step, result.shortages, self._workers.micro_batch_tokens)
+        result = self.workers.step(state)
+        self._events.shortages(
+            result.state.step, result.shortages, self.workers.start().config.trainer.max_tokens_per_micro_batch
+        )
         if any(alarm.action == "roll_back" for alarm in result.alarms):
             return self._roll_back(state, result.alarms)
         metrics, state = self._write_line(state, result)
         self._state, self._metrics = state, metrics
         pace.tick()
-        step = state.loop.step
+        step = state.step
         self._events.progress(result, to_step if step <= to_step else self._end_of_chunk(step), pace)
-        self._events.unscored(step, *self._workers.unscored)
+        self._events.unscored(step, *self.workers.unscored)
         self._events.alarms(step, result.alarms)
         fatal = [alarm for alarm in result.alarms if alarm.action == "stop"]
         if step in (to_step, self._end_of_chunk(step)) or self._stop() or fatal:
@@ -148,47 +145,47 @@ class Training(Generic[W]):
             raise AlarmError(f"step {step}: {'; '.join(alarm.text for alarm in fatal)}. {SEE_ALARMS}")
         return state
 
-    def _write_line(self, state: TrackedState, result: StepResult) -> tuple[Mapping[str, float], TrackedState]:
+    def _write_line(self, state: LoopState, result: StepResult) -> tuple[Mapping[str, float], LoopState]:
         """Validate if it is due, and write the step's line."""
         step = result.state.step
         metrics = dict(result.metrics)
-        after = replace(state, loop=result.state)
+        after = result.state
         if self._is_due(step):
             begun = time.perf_counter()
             found, after = self._measured(after)
             metrics["timing_s/testing"] = time.perf_counter() - begun
             metrics |= found
         self._keep_answers(result)
-        metrics |= self._system.sample() | self._record.room_metrics()
+        metrics |= self._system.sample() | self.record.room_metrics()
         if self._events.num_faults:
             metrics["fault/num_retries"] = float(self._events.num_faults)
         if self._seconds_for_saves:
             metrics["timing_s/save_checkpoint"] = self._seconds_for_saves
             self._seconds_for_saves = 0.0
-        self._record.log_step(step, metrics)
-        self._workers.holds = name_of(step)
+        self.record.log_step(step, metrics)
+        self.workers.holds = name_of(step)
         return metrics, after
 
-    def _roll_back(self, state: TrackedState, alarms: Sequence[Alarm]) -> TrackedState:
+    def _roll_back(self, state: LoopState, alarms: Sequence[Alarm]) -> LoopState:
         """Back to the best checkpoint with a lower learning rate; the state to go on from.
 
         Raises:
             AlarmError: it was done `alarms.max_roll_backs` times already.
         """
-        settings, step = self._config.alarms, state.loop.step + 1
+        settings, step = self._config.alarms, state.step + 1
         why = "; ".join(alarm.text for alarm in alarms if alarm.action == "roll_back")
-        if state.loop.num_roll_backs >= settings.max_roll_backs:
+        if state.num_roll_backs >= settings.max_roll_backs:
             raise AlarmError(
-                f"step {step}: {why}; rolled back {state.loop.num_roll_backs} times already "
+                f"step {step}: {why}; rolled back {state.num_roll_backs} times already "
                 f"(alarms.max_roll_backs). {SEE_ALARMS}"
             )
-        back, found = self._record.roll_back(state.loop, settings.roll_back_lr_factor)
-        self._workers.load("start" if found is None else found.name)
+        back, found = self.record.roll_back(state, settings.roll_back_lr_factor)
+        self.workers.load("start" if found is None else found.name)
         self._state, self._saved = back, None
         if found is None:
             self._state = self._record_start(back)
-        self._events.faults(back.loop.step)
-        self._events.rolled_back(back.loop.step, step, why, back.loop.lr_factor)
+        self._events.faults(back.step)
+        self._events.rolled_back(back.step, step, why, back.lr_factor)
         return self._state
 
     # ------------------------------------------------------------------ held-out problems
@@ -202,7 +199,7 @@ class Training(Generic[W]):
         """Whether something is measured after this step."""
         return step == self._config.trainer.total_steps or (self._every > 0 and step % self._every == 0)
 
-    def _measured(self, state: TrackedState) -> tuple[Mapping[str, float], TrackedState]:
+    def _measured(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         """The model of this state on the held-out problems that are due, and the state with its score."""
         raise NotImplementedError
 
@@ -211,19 +208,19 @@ class Training(Generic[W]):
 
     # ------------------------------------------------------------------ saves
 
-    def _begin_save(self, state: TrackedState) -> None:
+    def _begin_save(self, state: LoopState) -> None:
         """Begin a checkpoint of this state, when the one under way is committed."""
         self.settle_save()
         settings = self._config.validation
         metrics = {name: value for name, value in self._metrics.items() if not settings.is_of_suite(name)}
-        self._saving(lambda: self._record.begin_save(state, metrics, self._workers.savers()))
+        self._saving(lambda: self.record.begin_save(state, metrics, self.workers.savers()))
 
-    def _save_before(self, state: TrackedState) -> None:
+    def _save_before(self, state: LoopState) -> None:
         """Save the last finished step: the one after it was given up before it changed anything."""
-        self._workers.holds = name_of(state.loop.step)
+        self.workers.holds = name_of(state.step)
         self.settle_save()
-        newest = self._record.newest()
-        if state.loop.step > (0 if newest is None else newest.step):
+        newest = self.record.store.latest()
+        if state.step > (0 if newest is None else newest.step):
             self._begin_save(state)
             self.settle_save()
 
@@ -237,25 +234,25 @@ class Training(Generic[W]):
         try:
             saved = advance()
         except WorkerLostError:
-            self._record.saves.abandon()
+            self.record.saves.abandon()
             raise
         finally:
             self._seconds_for_saves += time.perf_counter() - begun
         if saved is not None:
             self._saved = saved
-            self._events.saved(saved)
+            self.record.report({"event": "checkpoint", "step": saved.step, "path": str(saved.path)})
 
 
 class RunTraining(Training[RunWorkers]):
     """The reinforcement learning of a run, judged by answers to held-out problems."""
 
-    def _measured(self, state: TrackedState) -> tuple[Mapping[str, float], TrackedState]:
-        step, total = state.loop.step, self._config.trainer.total_steps
-        rates = self._workers.problems.pass_rates if step == 0 else None
+    def _measured(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
+        step, total = state.step, self._config.trainer.total_steps
+        rates = self.workers.problems.pass_rates if step == 0 else None
         found: dict[str, float] = {} if rates is None else dict(rates.metrics())
         if self._config.validation.is_due(step, total):
             result = self.judge(name_of(step), step)
-            found, state = {**found, **result.summary()}, self._record.with_score(state, result)
+            found, state = {**found, **result.summary()}, self.record.with_score(state, result)
         for suite in self._config.validation.suites:
             if suite.is_due(step, total):
                 found |= self.judge_suite(suite, name_of(step), step).summary()
@@ -267,77 +264,67 @@ class RunTraining(Training[RunWorkers]):
 
     def _keep_answers(self, result: StepResult) -> None:
         step = result.state.step
-        if self._record.answers.keeps(step):
-            self._record.keep_answers(step, self._workers.answers_of(result))
+        if self.record.answers.keeps(step):
+            self.record.keep_answers(step, self.workers.answers_of(result))
 
     def _look_for_holes(self) -> None:
         file = self.file_of(name_of(0))
         if not self._config.reward.audit or self._config.data.environment:
             return
-        findings = self._workers.audit(ValidationResult.read(file))
+        findings = self.workers.audit(ValidationResult.read(file))
         if findings:
             text = audit_text(self._config.data.scorer, findings)
-            self._record.happened("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
+            self.record.happened("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
 
     def judge(self, name: str, step: int) -> ValidationResult:
         """Judge what the workers hold, and keep the result under this name."""
-        result, answers = self._workers.validate(name, step)
-        self._record.keep_validation(name, step, answers)
-        self._record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.summary())})
-        self._events.unscored(step, *self._workers.unscored)
+        result, answers = self.workers.validate(name, step)
+        self.record.keep_validation(name, step, answers)
+        self.record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.summary())})
+        self._events.unscored(step, *self.workers.unscored)
         self._keep(result, self.file_of(name))
         return result
 
     def judge_suite(self, suite: SuiteConfig, name: str, step: int) -> ValidationResult:
         """The same on a suite's problems."""
-        result, reason = self._workers.validate_suite(suite, name, step)
+        result, reason = self.workers.validate_suite(suite, name, step)
         if count := result.num_unscored:
             text = f"suite {suite.name}: {count:,} answer(s) have no score and are in no figure; the last one: {reason}"
             data = {"suite": suite.name, "num_answers": count, "reason": reason, "text": text}
-            self._record.happened("scorer_failed", step, data)
+            self.record.happened("scorer_failed", step, data)
         self._keep(result, self.file_of(name, suite.name))
         return result
 
-    def judge_checkpoint(self, checkpoint: str, name: str) -> ValidationResult:
-        """The same for a checkpoint, on all held-out problems; what training found out is not found out again."""
-        step, settings = self._record.store.step_of(checkpoint), self._config.validation
-        result = self._known(step, settings)
+    def judge_checkpoint(self, checkpoint: str, name: str, suite: SuiteConfig | None = None) -> ValidationResult:
+        """The same for a checkpoint, on all held-out problems, or all of a suite's; what training found out is not
+        found out again."""
+        step = self.record.store.step_of(checkpoint)
+        result = (
+            self._known(step, suite) if suite is None else self._known(step, suite, name) or self._known(step, suite)
+        )
         if result is None:
-            self._workers.load(checkpoint)
-            return self.judge(name, step)
-        self._keep(result.renamed(name), self.file_of(name))
+            self.workers.load(checkpoint)
+            return self.judge(name, step) if suite is None else self.judge_suite(suite, name, step)
+        self._keep(result.renamed(name), self.file_of(name, "" if suite is None else suite.name))
         return result.renamed(name)
-
-    def judge_suites(self, checkpoint: str, name: str) -> list[ValidationResult]:
-        """The same on all problems of each suite."""
-        step, found = self._record.store.step_of(checkpoint), []
-        for suite in self._config.validation.suites:
-            result = self._known(step, suite, name) or self._known(step, suite)
-            if result is None:
-                self._workers.load(checkpoint)
-                result = self.judge_suite(suite, name, step)
-            else:
-                result = result.renamed(name)
-                self._keep(result, self.file_of(name, suite.name))
-            found.append(result)
-        return found
 
     def file_of(self, name: str, suite: str = "") -> Path:
         """Where a result of this name is kept."""
         return (self._layout.suites / suite if suite else self._layout.validation) / f"{name}.json"
 
     def _keep(self, result: ValidationResult, file: Path) -> None:
-        self._record.room.hold(lambda: result.write(file), step=result.step, path=file)
+        self.record.room.hold(lambda: result.write(file), step=result.step, path=file)
 
-    def _known(
-        self, step: int, settings: ValidationConfig | SuiteConfig, name: str | None = None
-    ) -> ValidationResult | None:
+    def _known(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
         """The result of this name; None: of this step's validation in training, where that one saw all problems."""
-        suite = settings if isinstance(settings, SuiteConfig) else None
+        settings = self._config.validation if suite is None else suite
         file = self.file_of(name or name_of(step), "" if suite is None else suite.name)
         if (name is None and settings.max_problems) or not file.is_file():
             return None
         result = ValidationResult.read(file)
-        wanted = "" if suite is None else self._workers.fingerprint_of(suite)
+        wanted = ""
+        if suite is not None:
+            folder = self.workers.inputs.of_suite(suite.name).filtered_directory
+            wanted = suite_fingerprint(self._config, suite, folder)
         is_same = (result.step, result.settings, result.suite) == (step, settings.judging, wanted)
         return result if is_same else None

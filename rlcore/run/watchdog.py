@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn, Self
 
@@ -22,14 +22,17 @@ import psutil
 
 from rlcore import stacks
 from rlcore.config import RunConfig
-from rlcore.config.trainer import DeadlineConfig
 from rlcore.errors import HangError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.run.faults import Fault, FaultKind, as_ours, fault_of, note_fault
 from rlcore.run.layout import RunLayout
+from rlcore.run.stop import StopFlag
 from rlcore.storage.publish import write_text_atomically
 
 if TYPE_CHECKING:  # it imports torch, and a test of the watch alone needs none
     from rlcore.checkpoint.save import UnderWay
+
+Report = Callable[[Mapping[str, object]], None]
+"""Takes an event for the flow."""
 
 LOOK_EVERY_S = 0.25
 LAST_RESORT_S = 60.0
@@ -81,58 +84,55 @@ class StepAbandonedError(StopRequestedError):
 
 
 @dataclass(frozen=True, slots=True)
-class Overdue:
-    """A phase that lasts too long; `key`: the setting that says how long it may."""
-
-    phase: str
-    seconds: float
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Running:
     phase: str
     begun: float
     limit_s: float
 
 
-class Watch:
-    """Compares the time of each phase, of a save and of a stop with its deadline, in a thread. A context manager.
+class Watchdog:
+    """Compares the time of each phase, of a save and of a stop with its deadline, in a thread; records a run's faults,
+    with the stacks of all processes. A context manager, entered before workers start.
 
     Args:
-        deadlines: seconds of each phase.
-        stop_asked_s: seconds since a stop was asked for; None while none was.
-        stop_deadline_s: a run that was told to stop has ended after this time. The step has half of it to finish.
-        on_hang: called in the watch's thread, once; must end the process.
-        on_stop_overdue: the same for a stop.
-        on_slow: the same with what a save is at and for how many seconds; again when it has taken twice as long.
+        config: of the run.
+        layout: of the run.
+        stop: whether the run was told to stop. It has ended after `runtime.stop_deadline_s`, and the step has half of
+            that to finish.
+        report: takes events for the flow.
+        give_up: reports an error and ends the process; called from a thread.
+        step: the last finished step.
     """
 
     def __init__(
         self,
-        deadlines: DeadlineConfig,
+        config: RunConfig,
+        layout: RunLayout,
         *,
-        stop_asked_s: Callable[[], float | None],
-        stop_deadline_s: float,
-        on_hang: Callable[[Overdue], None],
-        on_stop_overdue: Callable[[], None],
-        on_slow: Callable[[str, float], None] = lambda what, seconds: None,
+        stop: StopFlag,
+        report: Report,
+        give_up: Callable[[MillraceError], None],
+        step: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._deadlines = deadlines
-        self._stop_asked_s = stop_asked_s
-        self._stop_deadline_s = stop_deadline_s
-        self._on_hang = on_hang
-        self._on_stop_overdue = on_stop_overdue
-        self._on_slow = on_slow
+        self.stop, self.report = stop, report
+        self._layout = layout
+        self._give_up = give_up
+        self._step = step
+        self._deadlines = config.runtime.deadlines
+        self._stop_deadline_s = config.runtime.stop_deadline_s
+        self._last_phase = ""
+        self._has_hung = False
         self.aside: Callable[[], UnderWay | None] = lambda: None
         """What a save is at beside the phases; one that takes long is reported."""
         self._slow: tuple[float, float] = (0.0, 0.0)
         self._running: tuple[_Running, ...] = ()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._folder = layout.logs / "stacks"
 
     def __enter__(self) -> Self:
-        """Start the thread."""
+        """Start the thread. Processes that are started from here on can be asked for their stacks."""
+        stacks.open_folder(self._folder)
         self._thread.start()
         return self
 
@@ -141,12 +141,7 @@ class Watch:
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
-
-    @property
-    def phase_name(self) -> str:
-        """The innermost phase; "" between phases."""
-        running = self._running
-        return running[-1].phase if running else ""
+        stacks.close_folder(self._folder)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -155,7 +150,8 @@ class Watch:
         Raises:
             StepAbandonedError: at its begin, where a stop waits too long and nothing has been changed yet.
         """
-        waited = self._stop_asked_s()
+        self._last_phase = name
+        waited = self.stop.asked_s()
         if waited is not None and waited > self._stop_deadline_s / 2 and name in BEFORE_THE_UPDATE:
             raise StepAbandonedError(f"the step was given up before {name}: a stop was asked for {waited:.0f} s ago")
         limit_s = float(getattr(self._deadlines, DEADLINE_OF[name]))
@@ -176,6 +172,19 @@ class Watch:
             left_s = max(0.0, innermost.limit_s - (time.monotonic() - innermost.begun))
             faulthandler.dump_traceback_later(left_s + LAST_RESORT_S, exit=True, file=sys.__stderr__ or sys.stderr)
 
+    def _look(self) -> None:
+        while not self._ended.wait(LOOK_EVERY_S):
+            waited = self.stop.asked_s()
+            if waited is not None and waited > self._stop_deadline_s:
+                self._stop_takes_too_long()
+                return
+            now = time.monotonic()
+            self._tell_if_slow(now)
+            late = next((one for one in self._running if now - one.begun > one.limit_s), None)
+            if late is not None:
+                self._hangs(late.phase, now - late.begun)
+                return
+
     def _tell_if_slow(self, now: float) -> None:
         under_way = self.aside()
         if under_way is None:
@@ -187,78 +196,7 @@ class Watch:
         is_slow = took_s > after_s
         self._slow = (under_way.begun, 2 * took_s if is_slow else after_s)
         if is_slow:
-            self._on_slow(under_way.what, took_s)
-
-    def _look(self) -> None:
-        while not self._ended.wait(LOOK_EVERY_S):
-            waited = self._stop_asked_s()
-            if waited is not None and waited > self._stop_deadline_s:
-                self._on_stop_overdue()
-                return
-            now = time.monotonic()
-            self._tell_if_slow(now)
-            late = next((one for one in self._running if now - one.begun > one.limit_s), None)
-            if late is not None:
-                key = f"runtime.deadlines.{DEADLINE_OF[late.phase]}"
-                self._on_hang(Overdue(late.phase, now - late.begun, key))
-                return
-
-
-class Watchdog:
-    """Records the faults of a run, with the stacks of all processes. A context manager, entered before workers start.
-
-    Args:
-        config: of the run.
-        layout: of the run.
-        stop_asked_s: seconds since a stop was asked for; None while none was.
-        report: takes events of faults.
-        give_up: reports an error and ends the process; called from a thread.
-        step: the last finished step.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        layout: RunLayout,
-        *,
-        stop_asked_s: Callable[[], float | None],
-        report: Callable[[Mapping[str, object]], None],
-        give_up: Callable[[MillraceError], None],
-        step: Callable[[], int],
-    ) -> None:
-        self._layout = layout
-        self._report = report
-        self._give_up = give_up
-        self._step = step
-        self._stop_deadline_s = config.runtime.stop_deadline_s
-        self._last_phase = ""
-        self._has_hung = False
-        self._open = ExitStack()
-        self.watch = Watch(
-            config.runtime.deadlines,
-            stop_asked_s=stop_asked_s,
-            stop_deadline_s=config.runtime.stop_deadline_s,
-            on_hang=self._hangs,
-            on_stop_overdue=self._stop_takes_too_long,
-            on_slow=self._is_slow,
-        )
-
-    def __enter__(self) -> Self:
-        """Processes that are started from here on can be asked for their stacks."""
-        self._folder = self._layout.logs / "stacks"
-        stacks.open_folder(self._folder)
-        self._open.callback(stacks.close_folder, self._folder)
-        self._open.enter_context(self.watch)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Stop the watch."""
-        self._open.close()
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """The block is this phase; see `Watch.phase`."""
-        self._last_phase = name
-        return self.watch.phase(name)
+            self._is_slow(under_way.what, took_s)
 
     def fault(self, error: Exception) -> Exception:
         """Record an error that ends this process; the error as one of ours, where it is a known fault."""
@@ -269,11 +207,12 @@ class Watchdog:
             self._record(self._with_stacks(found) if isinstance(ours, WorkerLostError) else found)
         return ours
 
-    def _hangs(self, overdue: Overdue) -> None:
+    def _hangs(self, phase: str, seconds: float) -> None:
         self._has_hung = True
-        where = f"in {overdue.phase} after step {self._step()}"
-        message = f"{overdue.key}: hang {where}: no end after {overdue.seconds:.0f} s{self._of_save()}"
-        found = [Fault(FaultKind.HANG, overdue.phase, self._step(), message)]
+        where = f"in {phase} after step {self._step()}"
+        key = f"runtime.deadlines.{DEADLINE_OF[phase]}"
+        message = f"{key}: hang {where}: no end after {seconds:.0f} s{self._of_save()}"
+        found = [Fault(FaultKind.HANG, phase, self._step(), message)]
         # What hangs may be the file system that the stacks and the fault would be written to.
         _within(STACKS_S, lambda: found.append(self._with_stacks(found[0])))
         fault = found[-1]
@@ -285,16 +224,17 @@ class Watchdog:
             f"{what} since {seconds:.0f} s; does the file system answer? What waits for it counts as hung after "
             "runtime.deadlines.save_s"
         )
-        _within(LAST_WORDS_S, lambda: self._report({"event": "note", "text": text}))
+        _within(LAST_WORDS_S, lambda: self.report({"event": "note", "text": text}))
         _within(LAST_WORDS_S, lambda: log.warning("%s", text))
 
     def _of_save(self) -> str:
         """What the save under way is at, if there is one."""
-        saving = self.watch.aside()
+        saving = self.aside()
         return "" if saving is None else f"; {saving.what}"
 
     def _stop_takes_too_long(self) -> None:
-        where = f"{self.watch.phase_name or 'its end'}{self._of_save()}"
+        running = self._running
+        where = f"{running[-1].phase if running else 'its end'}{self._of_save()}"
         self._give_up(
             StopRequestedError(
                 f"runtime.stop_deadline_s: told to stop, the run had not ended after {self._stop_deadline_s:g} s (in "
@@ -314,7 +254,7 @@ class Watchdog:
         return replace(fault, stacks=str(file))
 
     def _record(self, fault: Fault) -> None:
-        self._report(
+        self.report(
             {
                 "event": "fault",
                 "text": f"{fault}; stacks: {fault.stacks}" if fault.stacks else str(fault),

@@ -1,38 +1,36 @@
 """The workers of a run, with the data that they work on and the checkpoint whose weights they hold."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Concatenate, Generic, Self, TypeVar
 
 import pyarrow as pa
-from torch import Tensor
+from pydantic import JsonValue
 
 from rlcore.answers.judge import Case, Finding, audit_reward
 from rlcore.answers.table import training_table, validation_table
+from rlcore.checkpoint.export import export_transformers
 from rlcore.checkpoint.shards import RankSaver
 from rlcore.config import RunConfig, SuiteConfig
-from rlcore.config.trainer import ProfileConfig
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Answer, ValidationResult
 from rlcore.rollout.engine import PASS_RATE_STREAM, requests_for
-from rlcore.rollout.scoring import ScoringPool
-from rlcore.run.inputs import RunInputs, planned_start_model, suite_fingerprint
-from rlcore.run.memory import fit_run
+from rlcore.run.inputs import RunInputs, planned_start_model
 from rlcore.run.problems import HeldOut, Problems
 from rlcore.run.record import RunRecord
-from rlcore.run.watchdog import Watchdog
 from rlcore.runtime.local import start_workers
 from rlcore.trainer.clock import EnterPhase
-from rlcore.trainer.episodes import Episodes
-from rlcore.trainer.experience import ExperienceCollector
+from rlcore.trainer.experience import Answerer, ExperienceCollector, ScoredAnswer
 from rlcore.trainer.step import LoopState, StepResult, Trainer
-from rlcore.trainer.validate import Keep, answers_to, keep_nothing, validate
-from rlcore.types import Prompt, Rollout, Score
+from rlcore.trainer.validate import as_results, validate
+from rlcore.types import Prompt
 from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.group import P, R, WorkerGroup
+from rlcore.workers.memory_plan import fit_run
 from rlcore.workers.worker import Worker
 
 MID_STEP = "in the middle of a step"
@@ -44,42 +42,34 @@ NUM_AUDITED = 8
 
 
 class ProfileWindow:
-    """Called before and after each step. A trace that gets too large ends the window."""
+    """The steps of which every rank writes a trace. One that gets too large ends the window."""
 
-    def __init__(
-        self,
-        settings: ProfileConfig,
-        folder: Path,
-        group: WorkerGroup,
-        report: Callable[[Mapping[str, object]], None],
-    ) -> None:
-        self._settings = settings
-        self._folder = folder
+    def __init__(self, record: RunRecord, group: WorkerGroup) -> None:
+        self._settings, self._folder = record.config.runtime.profile, record.layout.profile
+        self._guard = record.guard
         self._group = group
-        self._report = report
-        self._ended = settings.first_step is None
-
-    def holds(self, step: int) -> bool:
-        """Whether the step is in the window."""
         first = self._settings.first_step
-        return not self._ended and first is not None and first <= step < first + self._settings.num_steps
+        self._steps = range(0) if first is None else range(first, first + self._settings.num_steps)
 
-    def begin(self) -> None:
-        """Record from here on every rank."""
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """The block is this step: it is recorded, and what was recorded is written, where the step is in the window."""
+        if step not in self._steps:
+            yield
+            return
         self._group.each(Worker.start_profile)
-
-    def end(self, step: int) -> None:
-        """Write what was recorded."""
+        yield
         limit = self._settings.max_mb
-        sizes = self._group.each(Worker.stop_profile, str(self._folder), step, limit)
+        with self._guard.phase("profile"):
+            sizes = self._group.each(Worker.stop_profile, str(self._folder), step, limit)
         text = f"profile of step {step}: {max(sizes):.1f} MB a rank, in {self._folder}"
         if max(sizes) > limit:
-            self._ended = True
+            self._steps = range(0)
             text = (
                 f"profile of step {step}: {max(sizes):.1f} MB is over runtime.profile.max_mb={limit:g}: the trace is "
                 "not kept and no further step is profiled. Raise it, or profile a run with fewer or shorter answers"
             )
-        self._report({"event": "note", "text": text})
+        self._guard.report({"event": "note", "text": text})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +99,11 @@ class RankSavers:
 
 
 class TrainingWorkers(Generic[S]):
-    """The ranks of a training. Use as a context manager. Workers are started at their first use and kept.
+    """The ranks of a training. Use as a context manager. Workers are started at their first use and kept."""
 
-    `after_start` is called when workers have been started.
-    """
-
-    def __init__(
-        self, record: RunRecord, guard: Watchdog, start_model: Path, *, after_start: Callable[[], None]
-    ) -> None:
+    def __init__(self, record: RunRecord, start_model: Path) -> None:
         self._config, self._layout, self._report = record.config, record.layout, record.report
-        self._record = record
-        self._guard = guard
-        self._after_start = after_start
+        self._record, self._guard = record, record.guard
         self._open = ExitStack()
         self._parts: S | None = None
         self._version = 0
@@ -136,25 +119,16 @@ class TrainingWorkers(Generic[S]):
         """End the workers and the scorers."""
         self._open.close()
 
-    def start(self) -> None:
-        """Start the workers, if they are not."""
-        self._started()
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Token budget of a micro-batch, as fitted to this host's memory."""
-        return self._started().config.trainer.max_tokens_per_micro_batch
-
     @property
     def unscored(self) -> tuple[int, str]:
-        """See `ScoringPool.unscored`."""
-        raise NotImplementedError
+        """See `ScoringPool.unscored`; (0, "") where no answers are learned from."""
+        return 0, ""
 
     # ------------------------------------------------------------------ weights
 
     def load(self, checkpoint: str) -> None:
         """Put a checkpoint's weights into workers and engines."""
-        workers = self._started().group
+        workers = self.start().group
         found = self._record.store.find(checkpoint)
         name = "start" if found is None else found.name
         if self.holds == name:
@@ -174,43 +148,51 @@ class TrainingWorkers(Generic[S]):
     def hand_over(self, version: int) -> None:
         """Give the engines the weights."""
         with self._guard.phase("update_weights"):
-            handed_over = self._started().group.each(Worker.hand_over, version)[0]
+            handed_over = self.start().group.each(Worker.hand_over, version)[0]
         if handed_over.warning:
             self._report({"event": "note", "text": handed_over.warning})
 
-    def full_weights(self, phase: str = "export") -> Mapping[str, Tensor]:
-        """What the workers hold, whole and on the host."""
+    def export(
+        self,
+        target: Path,
+        phase: str,
+        *,
+        after_step: int,
+        step: int | None = None,
+        facts: Mapping[str, JsonValue] = MappingProxyType({}),
+    ) -> None:
+        """Write what the workers hold as a transformers directory, see `export_transformers`; waits for room."""
+        group, lora = self.start().group, self._config.model.lora
         with self._guard.phase(phase):
-            return self._started().group.each(Worker.full_weights)[0]
+            weights, adapters = group.each(Worker.full_weights)[0], group.each(Worker.adapters)[0]
 
-    def adapters(self) -> Mapping[str, Tensor]:
-        """Their LoRA adapters alone, whole and on the host; empty without `model.lora`."""
-        with self._guard.phase("export"):
-            return self._started().group.each(Worker.adapters)[0]
+        def write() -> None:
+            with self._guard.phase(phase):
+                export_transformers(
+                    weights, self.start_model, target, step=step, facts=facts, lora=lora, adapters=adapters
+                )
+
+        self._record.room.hold(write, step=after_step, path=target)
 
     def savers(self) -> "RankSavers":
         """The workers as those that write a checkpoint."""
-        return RankSavers(self._started().group, self._guard.phase)
+        return RankSavers(self.start().group, self._guard.phase)
 
     # ------------------------------------------------------------------ work
 
     def step(self, state: LoopState) -> StepResult:
         """One step. Whoever records it says what the workers hold then."""
-        parts = self._started()
+        parts = self.start()
         self.holds = MID_STEP
-        profiled = parts.profile.holds(state.step + 1)
-        if profiled:
-            parts.profile.begin()
-        result = parts.take_step(state)
-        if profiled:
-            with self._guard.phase("profile"):
-                parts.profile.end(state.step + 1)
+        with parts.profile.around(state.step + 1):
+            result = parts.take_step(state)
         self._version = result.state.policy_version
         return result
 
     # ------------------------------------------------------------------ start
 
-    def _started(self) -> S:
+    def start(self) -> S:
+        """Start the workers, if they are not."""
         if self._parts is None:
             self._parts = self._start()
             self.holds = None
@@ -229,97 +211,66 @@ class TrainingWorkers(Generic[S]):
                 group.each(Worker.probe_with, probe)
                 info = group.each(Worker.info)[0]
         finally:
-            self._after_start()
+            self._guard.stop.install()  # Ray takes SIGTERM for itself
         self._record.expect(info.num_trained)
         text = (
             f"{group.world_size} worker(s) on {info.device_name}: {info.num_parameters:,} parameters, {info.dtype}, "
             f"attention {info.attention}"
         )
         self._report({"event": "note", "text": text})
-        return group, ProfileWindow(config.runtime.profile, self._layout.profile, group, self._report)
+        return group, ProfileWindow(self._record, group)
 
 
 @dataclass(frozen=True, slots=True)
 class _RunStarted(Started):
     problems: HeldOut
-    scoring: ScoringPool
-    episodes: Episodes | None
+    answerer: Answerer
 
 
 class RunWorkers(TrainingWorkers[_RunStarted]):
     """The ranks of a run, with its problems."""
 
-    def __init__(
-        self, record: RunRecord, inputs: RunInputs, guard: Watchdog, *, after_start: Callable[[], None]
-    ) -> None:
-        start_model = planned_start_model(record.config, inputs.filtered_directory)
-        super().__init__(record, guard, start_model, after_start=after_start)
-        self._inputs = inputs
+    def __init__(self, record: RunRecord, inputs: RunInputs) -> None:
+        super().__init__(record, planned_start_model(record.config, inputs.filtered_directory))
+        self.inputs = inputs
 
     @property
     def unscored(self) -> tuple[int, str]:
         """See `ScoringPool.unscored`."""
-        parts = self._started()
-        return (parts.episodes or parts.scoring).unscored
+        return self.start().answerer.unscored
 
     def validate(self, name: str, step: int) -> tuple[ValidationResult, pa.Table]:
         """Held-out problems by the weights that the workers hold; all of them, or while training those set aside.
         Returns the result and its answers as they are kept."""
-        parts, decode = self._started(), self._started().problems.decode
+        answerer = self.start().answerer
         kept: list[pa.Table] = []
 
-        def keep(rollouts: Sequence[Rollout], scores: Sequence[Score], texts: Sequence[str], greedy: bool) -> None:
-            kept.append(validation_table(step, name, rollouts, scores, texts, decode, greedy=greedy))
+        def keep(answers: Sequence[ScoredAnswer], greedy: bool) -> None:
+            rollouts, scores, texts = zip(*answers, strict=True)
+            kept.append(validation_table(step, name, rollouts, scores, texts, answerer.decode, greedy=greedy))
 
+        prompts = self.start().problems.held_out(in_training=name.startswith("step-"))
         with self._guard.phase("testing"):
-            result = self._judged(parts.problems, parts.config, parts.scoring, parts.episodes, name, step, keep)
+            result = validate(answerer, prompts, name=name, step=step, policy_version=self._version, keep=keep)
         return result, pa.concat_tables(kept)
 
     def validate_suite(self, suite: SuiteConfig, name: str, step: int) -> tuple[ValidationResult, str]:
         """The same on a suite's problems, and why the last of the answers without a score has none. The suite's scorer
         and environment run for as long as that takes."""
-        config = self._started().config
-        problems = HeldOut.of_suite(config, self._inputs, suite)
+        parts = self.start()
+        problems = HeldOut.of_suite(parts.config, self.inputs, suite)
+        prompts = problems.held_out(in_training=name.startswith("step-"))
         with ExitStack() as opened, self._guard.phase("testing"):
-            scoring = opened.enter_context(problems.scoring_pool())
-            episodes = problems.episodes(self._inputs.of_suite(suite.name))
-            if episodes is not None:
-                opened.enter_context(episodes)
-            result = self._judged(problems, problems.config, scoring, episodes, name, step)
-            return result, (episodes or scoring).unscored[1]
-
-    def fingerprint_of(self, suite: SuiteConfig) -> str:
-        """See `suite_fingerprint`."""
-        return suite_fingerprint(self._config, suite, self._inputs.of_suite(suite.name).filtered_directory)
-
-    def _judged(
-        self,
-        problems: HeldOut,
-        config: RunConfig,
-        scoring: ScoringPool,
-        episodes: Episodes | None,
-        name: str,
-        step: int,
-        keep: Keep = keep_nothing,
-    ) -> ValidationResult:
-        return validate(
-            config,
-            self._started().group,
-            problems.held_out(in_training=name.startswith("step-")),
-            scoring,
-            problems.decode,
-            name=name,
-            step=step,
-            policy_version=self._version,
-            episodes=episodes,
-            suite=problems.suite,
-            keep=keep,
-        )
+            answerer = problems.answerer(self.inputs.of_suite(suite.name), opened)(parts.group)
+            result = validate(
+                answerer, prompts, name=name, step=step, policy_version=self._version, suite=problems.suite
+            )
+            return result, answerer.unscored[1]
 
     @property
     def problems(self) -> Problems:
         """What a run that trains works on."""
-        problems = self._started().problems
+        problems = self.start().problems
         assert isinstance(problems, Problems), "an evaluation has no training rows"
         return problems
 
@@ -328,21 +279,13 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
 
         The random numbers follow from the run's seed and the row's place, `first_row` for the first prompt.
         """
-        parts = self._started()
+        parts = self.start()
         requests = requests_for(
             prompts, num_samples, run_seed=parts.config.seed, stream=PASS_RATE_STREAM, step=0, first_group=first_row
         )
+        sampling = parts.config.rollout.sampling
         with self._guard.phase("testing"):
-            return answers_to(
-                parts.config,
-                parts.group,
-                requests,
-                parts.config.rollout.sampling,
-                parts.scoring,
-                parts.problems.decode,
-                policy_version=self._version,
-                episodes=parts.episodes,
-            )
+            return as_results(parts.answerer.answer(requests, sampling, policy_version=self._version))
 
     def audit(self, judged: ValidationResult) -> tuple[Finding, ...]:
         """Answers that the scorer pays for and must not; see `audit_reward`."""
@@ -351,7 +294,7 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             for problem in judged.problems[:NUM_AUDITED]
         ]
         with self._guard.phase("testing"):
-            return audit_reward(cases, self._started().scoring)
+            return audit_reward(cases, self.start().answerer.scoring)
 
     def answers_of(self, result: StepResult) -> pa.Table:
         """The answers of a step as they are kept."""
@@ -363,35 +306,31 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             experience.rollouts,
             experience.scores,
             experience.texts,
-            self._started().problems.decode,
+            self.start().problems.decode,
             batch=batch,
             policy_logprobs=result.logprobs_before,
         )
 
     def _start(self) -> _RunStarted:
         config = fit_run(self._config, self._layout.run_dir, self._report)
-        is_trained = self._inputs.has_training_rows
-        problems = (Problems.read if is_trained else HeldOut.of_run)(config, self._inputs)
-        scoring = self._open.enter_context(problems.scoring_pool())
-        episodes = problems.episodes(self._inputs)
-        if episodes is not None:
-            self._open.enter_context(episodes)
+        is_trained = self.inputs.has_training_rows
+        problems = (Problems.read if is_trained else HeldOut.of_run)(config, self.inputs)
+        answerer_of = problems.answerer(self.inputs, self._open)
         group, profile = self._start_group(config, problems.held_out(in_training=True)[:NUM_PROMPTS])
+        answerer = answerer_of(group)
         if not isinstance(problems, Problems):
-            return _RunStarted(config, group, _train_nothing, profile, problems, scoring, episodes)
+            return _RunStarted(config, group, _train_nothing, profile, problems, answerer)
 
         @cache
         def trainer() -> Trainer:
             """Made for the first step: which rows it draws from is known once their pass rates are."""
-            collector = ExperienceCollector(
-                config, group, problems.stream, scoring, problems.decode, episodes, problems.counted()
-            )
+            collector = ExperienceCollector(answerer, problems.stream, problems.counted())
             return Trainer(config, group, collector, failures=self._layout.failures, enter_phase=self._guard.phase)
 
         def take_step(state: LoopState) -> StepResult:
             return trainer().step(state, epoch=problems.epoch_at(state.num_prompts_drawn))
 
-        return _RunStarted(config, group, take_step, profile, problems, scoring, episodes)
+        return _RunStarted(config, group, take_step, profile, problems, answerer)
 
 
 def _train_nothing(state: LoopState) -> StepResult:

@@ -13,7 +13,6 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -232,9 +231,7 @@ class HeldLock:
                 self._lock.release()
                 raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Release the lock. The file stays, and keeps the name of its last holder."""
         self._lock.release()
 

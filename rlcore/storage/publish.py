@@ -228,8 +228,6 @@ def flush_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-log = logging.getLogger(__name__)
-
 OWNER = ".owner.lock"
 TEMPORARY = re.compile(r"^\.tmp-.+-(?P<pid>\d+)-[0-9a-f]{8}$")
 # Between the birth of a temporary and the taking of its lock lie microseconds; younger ones are left alone.

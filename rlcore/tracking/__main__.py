@@ -34,65 +34,53 @@ ORPHAN_GRACE_S = 30.0
 """Seconds in which the values of a trainer that is gone, and its status, can still be delivered."""
 
 
-class Carrier:
-    """Delivers until the attempt has ended. `parent_pid` is the trainer's process."""
+def carry(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
+    """Deliver and wait in turn, until the trainer (process `parent_pid`) has ended and MLflow has its end, or it is
+    gone and time is up. One warning when MLflow begins to fail, one when it takes values again.
 
-    def __init__(self, delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
-        self._delivery = delivery
-        self._parent_pid = parent_pid
-        self._every_s = every_s
-        self._num_failures = 0
-
-    def run(self) -> None:
-        """Deliver and wait in turn, until the trainer has ended and MLflow has its end, or is gone and time is up.
-
-        Raises:
-            ReplacedError: a newer attempt of the run has begun.
-        """
-        deadline = float("inf")
-        while True:
-            gone = self._trainer_is_gone()
-            if gone:
-                deadline = min(deadline, time.monotonic() + ORPHAN_GRACE_S)
-            if self._turn(gone) or time.monotonic() > deadline:
-                return
-            self._wait(hurry=gone)
-
-    def _trainer_is_gone(self) -> bool:
-        return os.getppid() != self._parent_pid
-
-    def _turn(self, gone: bool) -> bool:
-        """Deliver once; whether MLflow has all and the end. One warning when MLflow begins to fail, one at its end."""
+    Raises:
+        ReplacedError: a newer attempt of the run has begun.
+    """
+    deadline, num_failures = float("inf"), 0
+    while True:
+        gone = os.getppid() != parent_pid
+        if gone:
+            deadline = min(deadline, time.monotonic() + ORPHAN_GRACE_S)
         try:
-            status = self._delivery.catch_up(trainer_is_gone=gone)
+            status = delivery.catch_up(trainer_is_gone=gone)
         except ReplacedError:
             raise
         except Exception as error:
             # Whatever MLflow, its database or the network raises: the training goes on.
-            if self._num_failures == 0:
+            if num_failures == 0:
                 log.warning(
                     "MLflow does not take the values: %s. Training goes on, the journal keeps them; "
                     "trying again, at most %d s apart.",
-                    explain(error, self._delivery.state.uri),
+                    explain(error, delivery.state.uri),
                     LONGEST_PAUSE_S,
                 )
-            self._num_failures += 1
-            return False
-        if self._num_failures:
-            log.warning("MLflow takes the values again; tries that failed: %d.", self._num_failures)
-            self._num_failures = 0
-        return status is not None
+            num_failures += 1
+        else:
+            if num_failures:
+                log.warning("MLflow takes the values again; tries that failed: %d.", num_failures)
+            num_failures = 0
+            if status is not None:
+                return
+        if time.monotonic() > deadline:
+            return
+        _wait(delivery, parent_pid, pause_s(every_s, num_failures), is_failing=num_failures > 0, hurry=gone)
 
-    def _wait(self, *, hurry: bool) -> None:
-        """Until the next turn is due: at once when the trainer ends, later and later while MLflow fails."""
-        until = time.monotonic() + pause_s(self._every_s, self._num_failures)
-        ended = hurry
-        while time.monotonic() < until:
-            if not ended and (self._trainer_is_gone() or self._delivery.has_ended()):
-                ended = True
-                # The trainer waits for this process now: no more long pauses.
-                until = time.monotonic() if self._num_failures == 0 else min(until, time.monotonic() + 1.0)
-            time.sleep(POLL_S)
+
+def _wait(delivery: Delivery, parent_pid: int, seconds: float, *, is_failing: bool, hurry: bool) -> None:
+    """Until the next turn is due: at once when the trainer ends."""
+    until = time.monotonic() + seconds
+    ended = hurry
+    while time.monotonic() < until:
+        if not ended and (os.getppid() != parent_pid or delivery.has_ended()):
+            ended = True
+            # The trainer waits for this process now: no more long pauses.
+            until = min(until, time.monotonic() + 1.0) if is_failing else time.monotonic()
+        time.sleep(POLL_S)
 
 
 def pause_s(every_s: float, num_failures: int) -> float:
@@ -134,7 +122,7 @@ def _carry(run_dir: Path, parent_pid: int, every_s: float) -> None:
         if delivery is None:
             return
         with closing(delivery), suppress(ReplacedError):
-            Carrier(delivery, parent_pid=parent_pid, every_s=every_s).run()
+            carry(delivery, parent_pid=parent_pid, every_s=every_s)
 
 
 if __name__ == "__main__":

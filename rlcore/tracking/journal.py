@@ -25,7 +25,7 @@ from pathlib import Path
 from rlcore.errors import DiskSpaceError, TrackingError
 from rlcore.storage.disk import free_bytes, is_out_of_room, out_of_room
 from rlcore.storage.documents import open_ordinary, parse_json
-from rlcore.storage.publish import temporary_beside
+from rlcore.storage.publish import flush_folder, temporary_beside
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class LineFile:
                 raise
             os.close(self._fd)
             shortened.replace(self.path)
-            _sync_folder(self.path.parent)
+            flush_folder(self.path.parent)
             self._fd = self._open()
             return aside
 
@@ -213,14 +213,6 @@ def _copy_range(source: Path, start: int, stop: int, target: Path) -> None:
             left -= len(block)
         writer.flush()
         os.fsync(writer.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)

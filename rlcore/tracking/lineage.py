@@ -145,10 +145,8 @@ class SystemSampler:
 
     def _gpus(self) -> dict[str, float]:
         nvml = self._nvml
-        if nvml is None:
-            return {}
         metrics: dict[str, float] = {}
-        for index in range(nvml.nvmlDeviceGetCount()):
+        for index in range(0 if nvml is None else nvml.nvmlDeviceGetCount()):
             try:
                 gpu = nvml.nvmlDeviceGetHandleByIndex(index)
                 memory = nvml.nvmlDeviceGetMemoryInfo(gpu)

@@ -53,17 +53,13 @@ def generate(
 
     def arrived(rank: int, some: Sequence[tuple[int, Rollout]]) -> None:
         found = [(indices[rank][place], rollout) for place, rollout in some]
-        for index, rollout in found:
+        for _, rollout in found:
             _require_fresh(rollout, policy_version)
-            ordered[index] = rollout
+        ordered.update(found)
         if take is not None:
             take(found)
 
-    if take is None:
-        for rank, rollouts in enumerate(group.scatter(Worker.generate, arguments)):
-            arrived(rank, list(enumerate(rollouts)))
-    else:
-        group.stream(Worker.generate_stream, arguments, arrived)
+    group.stream(Worker.generate, arguments, arrived)
     return [ordered[index] for index in range(len(requests))]
 
 
@@ -109,6 +105,57 @@ class EarlyScores:
         return [scores[index] for index in sorted(scores)], [self._texts[index] for index in sorted(self._texts)]
 
 
+ScoredAnswer = tuple[Rollout, Score, str]
+"""An answer, its score, and its text, which was scored."""
+
+
+class Answerer:
+    """Has requests answered by the engines of all ranks, in episodes where `episodes` plays them, and scored."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        group: WorkerGroup,
+        scoring: ScoringPool,
+        decode: Decode,
+        episodes: "Episodes | None" = None,
+    ) -> None:
+        self.config, self.group, self.scoring, self.decode = config, group, scoring, decode
+        self._episodes = episodes
+
+    @property
+    def unscored(self) -> tuple[int, str]:
+        """See `ScoringPool.unscored`."""
+        return (self._episodes or self.scoring).unscored
+
+    def answer(
+        self,
+        requests: Sequence[SamplingRequest],
+        sampling: SamplingConfig,
+        *,
+        policy_version: int,
+        clock: PhaseClock | None = None,
+    ) -> list[ScoredAnswer]:
+        """Answers in the order of the requests; with scoring processes they are scored while others are written.
+
+        Raises:
+            EngineError: an engine answered with other weights than `policy_version`.
+        """
+        clock = clock or PhaseClock()
+        if self._episodes is not None:
+            played = self._episodes.play(self.group, requests, sampling, policy_version=policy_version, clock=clock)
+            return list(zip(*played, strict=True))
+        limit, scores = self.config.rollout.max_response_tokens, EarlyScores(self.scoring, self.decode)
+        early = self.config.reward.num_processes > 0
+        take = scores.take if early else None
+        with clock.phase("gen"):
+            rollouts = generate(self.group, requests, sampling, limit, policy_version=policy_version, take=take)
+        with clock.phase("reward"):
+            if not early:
+                scores.take(list(enumerate(rollouts)))
+            return list(zip(rollouts, *scores.collect(), strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class Experience:
     """The answers of one step: `group_ids[i]` counts prompts within the step; `texts[i]` is what was scored.
@@ -134,22 +181,12 @@ class ExperienceCollector:
     """Draws prompts, has them answered and scored; replaces groups that teach nothing, if asked."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        group: WorkerGroup,
-        stream: PromptStream[Prompt] | MixedStream,
-        scoring: ScoringPool,
-        decode: Decode,
-        episodes: "Episodes | None" = None,
-        counted: CountedRows | None = None,
+        self, answerer: Answerer, stream: PromptStream[Prompt] | MixedStream, counted: CountedRows | None = None
     ) -> None:
         """`counted`: the rows of `stream` with their passes, where they are drawn by weights."""
-        self._config = config
-        self._group = group
+        self._config = answerer.config
+        self._answerer = answerer
         self._stream = stream
-        self._scoring = scoring
-        self._decode = decode
-        self._episodes = episodes
         self._counted = counted
 
     def collect(
@@ -162,8 +199,8 @@ class ExperienceCollector:
             self._stream.weigh(self._counted.weights(before))
         wanted = config.trainer.batch_size
         dynamic = config.algo.dynamic_sampling
-        kept: list[tuple[Rollout, Score, str]] = []
-        rest: list[tuple[Rollout, Score, str]] = []
+        kept: list[ScoredAnswer] = []
+        rest: list[ScoredAnswer] = []
         drawn = 0
         tally: dict[int, tuple[int, int]] = {}
         group_size = config.rollout.samples_per_prompt
@@ -208,14 +245,14 @@ class ExperienceCollector:
         unique = list(dict.fromkeys(prompts))
         requests = [SamplingRequest(prompt, sample_index=-1, seed=0) for prompt in unique]
         answers = self._with_overlong_penalty(
-            self._written(requests, SamplingConfig(temperature=0), early=None, version=version, clock=clock)
+            self._answerer.answer(requests, SamplingConfig(temperature=0), policy_version=version, clock=clock)
         )
         found = dict(zip(unique, (score for _, score, _ in answers), strict=True))
         return tuple(found[prompt].total if found[prompt].failure is None else math.nan for prompt in prompts)
 
     def _answer(
         self, prompts: Sequence[Prompt], *, step: int, first_group: int, version: int, clock: PhaseClock
-    ) -> list[tuple[Rollout, Score, str]]:
+    ) -> list[ScoredAnswer]:
         config = self._config
         requests = requests_for(
             prompts,
@@ -225,34 +262,9 @@ class ExperienceCollector:
             step=step,
             first_group=first_group,
         )
-        early = EarlyScores(self._scoring, self._decode) if config.reward.num_processes else None
-        return self._written(requests, config.rollout.sampling, early=early, version=version, clock=clock)
+        return self._answerer.answer(requests, config.rollout.sampling, policy_version=version, clock=clock)
 
-    def _written(
-        self,
-        requests: Sequence[SamplingRequest],
-        sampling: SamplingConfig,
-        *,
-        early: EarlyScores | None,
-        version: int,
-        clock: PhaseClock,
-    ) -> list[tuple[Rollout, Score, str]]:
-        """Answers, scores and texts in the order of the requests. `early`: scores answers while others are written."""
-        if self._episodes is not None:
-            played = self._episodes.play(self._group, requests, sampling, policy_version=version, clock=clock)
-            return list(zip(*played, strict=True))
-        limit, take = self._config.rollout.max_response_tokens, None if early is None else early.take
-        with clock.phase("gen"):
-            rollouts = generate(self._group, requests, sampling, limit, policy_version=version, take=take)
-        with clock.phase("reward"):
-            scores, texts = self._score(rollouts) if early is None else early.collect()
-        return list(zip(rollouts, scores, texts, strict=True))
-
-    def _score(self, rollouts: Sequence[Rollout]) -> tuple[list[Score], list[str]]:
-        texts = self._decode([rollout.response_ids for rollout in rollouts])
-        return self._scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts]), texts
-
-    def _with_overlong_penalty(self, answers: list[tuple[Rollout, Score, str]]) -> list[tuple[Rollout, Score, str]]:
+    def _with_overlong_penalty(self, answers: list[ScoredAnswer]) -> list[ScoredAnswer]:
         overlong = self._config.algo.overlong
         if not overlong.enabled:
             return answers
@@ -264,7 +276,7 @@ class ExperienceCollector:
             for (rollout, score, text), extra in zip(answers, penalties.tolist(), strict=True)
         ]
 
-    def _informative(self, answers: Sequence[tuple[Rollout, Score, str]]) -> list[bool]:
+    def _informative(self, answers: Sequence[ScoredAnswer]) -> list[bool]:
         group_size = self._config.rollout.samples_per_prompt
         scores = torch.tensor([score.total for _, score, _ in answers])
         score_mask = torch.tensor([score.failure is None for _, score, _ in answers])
@@ -272,7 +284,7 @@ class ExperienceCollector:
         return informative_groups(scores, score_mask, groups).tolist()
 
 
-def count_passes(answers: Sequence[tuple[Rollout, Score, str]], tally: dict[int, tuple[int, int]]) -> None:
+def count_passes(answers: Sequence[ScoredAnswer], tally: dict[int, tuple[int, int]]) -> None:
     """Add (right answers, scored answers) of each prompt to a tally by `prompt_id`."""
     for rollout, score, _ in answers:
         if score.failure is None:

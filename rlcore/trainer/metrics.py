@@ -52,11 +52,9 @@ def repeatable(metrics: Mapping[str, float]) -> Metrics:
 def step_metrics(
     config: RunConfig, experience: Experience, found: Estimate, update: Update, handed_over: HandOver
 ) -> Metrics:
-    """Metrics of what a step did: they depend on the run alone."""
+    """Metrics of what a step did beside its update's own: they depend on the run alone."""
     packed, batch = found.batch.packed, found.batch
-    metrics: Metrics = {} if update.critic is None else update.critic.metrics()
-    if update.policy is not None:
-        metrics |= update.policy.metrics(config.algo)
+    metrics: Metrics = {}
     if update.share_skipped:
         metrics[SKIPPED] = update.share_skipped
     if config.rollout.engine != "hf":

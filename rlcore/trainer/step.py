@@ -26,9 +26,6 @@ from rlcore.workers.group import WorkerGroup
 from rlcore.workers.passes import Shortage
 from rlcore.workers.worker import Worker, WorkerInfo
 
-ForwardPass = Callable[[Worker, PackedBatch, int], Tensor]
-"""A verb that computes one number or a few a token: (worker, its share, micro-batches) -> Float[T ...]."""
-
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
@@ -44,6 +41,10 @@ class LoopState:
     entropy_added: float = 0.0
     pass_counts: str = ""
     """Passes of all rows, where rows are drawn by them (`rlcore.batching.pass_counts`)."""
+    best_metric: float = float("-inf")
+    """Best held-out score so far; -inf before the first. No step changes it, but what is measured after one."""
+    best_step: int = 0
+    """Step of the best score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,11 @@ class GroupTrainer:
         """What rank 0 found at its start."""
         return self._group.each(Worker.info)[0]
 
+    def _memory(self) -> tuple[Metrics, tuple[Shortage, ...]]:
+        """Metrics of the ranks' memory, and the passes since the last call that ran out of it."""
+        peaks = self._group.each(Worker.memory_peak)
+        return memory_metrics(peaks), tuple(shortage for peak in peaks for shortage in peak.shortages)
+
 
 class Trainer(GroupTrainer):
     """Runs steps of reinforcement learning on a group of workers."""
@@ -114,15 +120,7 @@ class Trainer(GroupTrainer):
         shares = self._share_out(packed)
         passes = self._forward_passes(packed, shares, clock)
         with clock.phase("adv"):
-            found = estimate(
-                packed,
-                passes,
-                experience.greedy_scores,
-                algo=config.algo,
-                kl_coef=state.kl_coef,
-                parts=Parts.of(experience.scores, config.reward.weights),
-                is_cut=torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts]),
-            )
+            found = self._estimate(packed, passes, experience, state.kl_coef)
         alarms = batch_alarms(config, experience)
         batch = with_selection(config, found.batch, passes.entropy, num_finished=state.step)
         update = self._update(state, experience, batch, alarms, clock)
@@ -130,20 +128,29 @@ class Trainer(GroupTrainer):
             handed_over = self._group.each(Worker.hand_over, state.policy_version + 1)[0]  # equal on all ranks
         after = self._state_after(state, experience, found, update)
         alarms += step_alarms(config, update, found.kl_in_reward, handed_over)
-        metrics: Metrics = {"training/global_step": float(after.step), "training/epoch": float(epoch)}
-        metrics |= step_metrics(config, experience, found, update, handed_over)
-        metrics |= cost_metrics(config, packed, experience, shares, clock.seconds(), self._worker_info)
-        peaks = self._group.each(Worker.memory_peak)
-        shortages = tuple(shortage for peak in peaks for shortage in peak.shortages)
-        metrics |= memory_metrics(peaks)
-        return StepResult(after, metrics, experience, found.batch, update.logprobs_before, alarms, shortages)
+        metrics = {
+            "training/global_step": float(after.step),
+            "training/epoch": float(epoch),
+            **update.metrics(config.algo),
+            **step_metrics(config, experience, found, update, handed_over),
+            **cost_metrics(config, packed, experience, shares, clock.seconds(), self._worker_info),
+        }
+        memory, shortages = self._memory()
+        return StepResult(after, metrics | memory, experience, found.batch, update.logprobs_before, alarms, shortages)
+
+    def _estimate(self, packed: PackedBatch, passes: Passes, experience: Experience, kl_coef: float) -> Estimate:
+        config = self._config
+        parts = Parts.of(experience.scores, config.reward.weights)
+        is_cut = torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts])
+        greedy = experience.greedy_scores
+        return estimate(packed, passes, greedy, algo=config.algo, kl_coef=kl_coef, parts=parts, is_cut=is_cut)
 
     def _forward_passes(self, packed: PackedBatch, shares: Shares, clock: PhaseClock) -> Passes:
         """Old and reference log-probabilities, entropies and values, each only where the algorithm needs it."""
 
-        def computed(verb: ForwardPass, phase: str) -> Float[Tensor, "T ..."]:
+        def computed(verb: Callable[..., Tensor], phase: str, *more: bool) -> Float[Tensor, "T ..."]:
             with clock.phase(phase):
-                arguments = [(select(packed, mine), shares.num_micro) for mine in shares.sequences]
+                arguments = [(select(packed, mine), shares.num_micro, *more) for mine in shares.sequences]
                 return scatter_tokens(self._group.scatter(verb, arguments), packed.cu_seqlens, shares.sequences)
 
         config = self._config
@@ -152,10 +159,10 @@ class Trainer(GroupTrainer):
         if config.trainer.old_logprobs == "behavior":
             old = packed.behavior_logprobs
         elif needs_old_logprobs(config):
-            if config.algo.top_entropy < 1:
-                old, entropy = computed(Worker.old_logprobs_and_entropy, "old_log_prob").unbind(1)
-            else:
-                old = computed(Worker.old_logprobs, "old_log_prob")
+            with_entropy = config.algo.top_entropy < 1
+            old = computed(Worker.old_logprobs, "old_log_prob", with_entropy)
+            if with_entropy:
+                old, entropy = old.unbind(1)
         ref = None if config.algo.kl.where == "off" else computed(Worker.ref_logprobs, "ref")
         values = None if config.critic is None else computed(Worker.values, "values")
         return Passes(old, ref, values, entropy)

@@ -13,7 +13,7 @@ from rlcore.batching.prompts import Demonstration
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import EnterPhase, PhaseClock, unwatched
-from rlcore.trainer.metrics import Metrics, balance_metrics, memory_metrics, mfu_metrics, timing_metrics
+from rlcore.trainer.metrics import Metrics, balance_metrics, mfu_metrics, timing_metrics
 from rlcore.trainer.step import GroupTrainer, LoopState, StepResult
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
@@ -48,7 +48,6 @@ class SupervisedTrainer(GroupTrainer):
         seconds = clock.seconds()
         update_s = {"update_actor": seconds["supervise"]}
         lengths, num_devices = packed.sequence_lengths().tolist(), self._group.world_size
-        peaks = self._group.each(Worker.memory_peak)
         metrics: Metrics = {
             "training/global_step": float(number),
             "training/epoch": float(epoch),
@@ -59,7 +58,6 @@ class SupervisedTrainer(GroupTrainer):
             **balance_metrics(packed, rank_tokens(packed, shares)),
             **mfu_metrics(update_s, lengths, self._worker_info, num_epochs=1, num_devices=num_devices),
             **timing_metrics(seconds, packed, num_answer_tokens=answer_tokens, num_devices=num_devices),
-            **memory_metrics(peaks),
         }
         after = replace(
             state,
@@ -68,7 +66,8 @@ class SupervisedTrainer(GroupTrainer):
             num_prompts_drawn=state.num_prompts_drawn + packed.num_sequences,
             num_tokens=state.num_tokens + packed.num_tokens,
         )
-        return StepResult(after, metrics, shortages=tuple(shortage for peak in peaks for shortage in peak.shortages))
+        memory, shortages = self._memory()
+        return StepResult(after, metrics | memory, shortages=shortages)
 
     def held_out(self, demonstrations: Sequence[Demonstration]) -> Metrics:
         """Loss and accuracy on demonstrations that no step draws; nothing where there are none."""

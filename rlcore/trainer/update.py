@@ -84,6 +84,11 @@ class Update:
     logprobs_before: Float[Tensor, "T"] | None = None
     failure: NonFiniteError | None = None
 
+    def metrics(self, algo: AlgoConfig) -> dict[str, float]:
+        """The `actor/*` and `critic/*` metrics of the steps that were taken."""
+        of_critic = {} if self.critic is None else self.critic.metrics()
+        return of_critic if self.policy is None else of_critic | self.policy.metrics(algo)
+
     def observed_kl(self, algo: AlgoConfig, kl_in_reward: float | None) -> float | None:
         """KL from the reference in nats a token, measured in the loss or in the reward; None where it was not."""
         if algo.kl.where == "loss":

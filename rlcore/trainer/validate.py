@@ -8,53 +8,39 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rlcore.config import RunConfig, SamplingConfig
+from rlcore.config import SamplingConfig
 from rlcore.config.data import ALL_SOURCES
 from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
-from rlcore.rollout.engine import VALIDATION_STREAM, SamplingRequest, requests_for
-from rlcore.rollout.scoring import ScoringPool
-from rlcore.trainer.clock import PhaseClock
-from rlcore.trainer.episodes import Episodes
-from rlcore.trainer.experience import Decode, generate
-from rlcore.types import Prompt, Rollout, Score
-from rlcore.workers.group import WorkerGroup
+from rlcore.rollout.engine import VALIDATION_STREAM, requests_for
+from rlcore.trainer.experience import Answerer, ScoredAnswer
+from rlcore.types import Prompt
 
-Keep = Callable[[Sequence[Rollout], Sequence[Score], Sequence[str], bool], None]
-"""Takes answers, their scores and texts, and whether they are the greedy ones."""
-
-
-def keep_nothing(rollouts: Sequence[Rollout], scores: Sequence[Score], texts: Sequence[str], greedy: bool) -> None:
-    """A `Keep` for answers that nobody wants to read."""
+Keep = Callable[[Sequence[ScoredAnswer], bool], None]
+"""Takes scored answers, and whether they are the greedy ones."""
 
 
 def validate(
-    config: RunConfig,
-    group: WorkerGroup,
+    answerer: Answerer,
     prompts: Sequence[Prompt],
-    scoring: ScoringPool,
-    decode: Decode,
     *,
     name: str,
     step: int,
     policy_version: int,
-    episodes: Episodes | None = None,
     suite: str = "",
-    keep: Keep = keep_nothing,
+    keep: Keep = lambda answers, greedy: None,
 ) -> ValidationResult:
     """Answers to all `prompts` and their scores, which `keep` is given. `suite`: the fingerprint of theirs, if any."""
-    settings = config.validation
+    config, settings = answerer.config, answerer.config.validation
 
     def answered(num_samples: int, sampling: SamplingConfig, *, greedy: bool = False) -> list[Answer]:
         requests = requests_for(prompts, num_samples, run_seed=config.seed, stream=VALIDATION_STREAM, step=0)
-        found = _answered(
-            config, group, requests, sampling, scoring, decode, policy_version=policy_version, episodes=episodes
-        )
-        keep(*found, greedy)
-        return _with_scores(*found)
+        found = answerer.answer(requests, sampling, policy_version=policy_version)
+        keep(found, greedy)
+        return as_results(found)
 
     answers = answered(settings.samples_per_problem, settings.sampling)
     greedy_answers = answered(1, SamplingConfig(temperature=0.0), greedy=True) if settings.greedy else []
-    texts = decode([prompt.token_ids for prompt in prompts])
+    texts = answerer.decode([prompt.token_ids for prompt in prompts])
     count = settings.samples_per_problem
     problems = tuple(
         ProblemResult(
@@ -80,43 +66,8 @@ def validate(
     )
 
 
-def answers_to(
-    config: RunConfig,
-    group: WorkerGroup,
-    requests: Sequence[SamplingRequest],
-    sampling: SamplingConfig,
-    scoring: ScoringPool,
-    decode: Decode,
-    *,
-    policy_version: int,
-    episodes: Episodes | None = None,
-) -> list[Answer]:
-    """Answers to requests with their scores, in the order of the requests."""
-    return _with_scores(
-        *_answered(config, group, requests, sampling, scoring, decode, policy_version=policy_version, episodes=episodes)
-    )
-
-
-def _answered(
-    config: RunConfig,
-    group: WorkerGroup,
-    requests: Sequence[SamplingRequest],
-    sampling: SamplingConfig,
-    scoring: ScoringPool,
-    decode: Decode,
-    *,
-    policy_version: int,
-    episodes: Episodes | None,
-) -> tuple[Sequence[Rollout], Sequence[Score], Sequence[str]]:
-    if episodes is not None:
-        return episodes.play(group, requests, sampling, policy_version=policy_version, clock=PhaseClock())
-    limit = config.rollout.max_response_tokens
-    rollouts = generate(group, requests, sampling, limit, policy_version=policy_version)
-    texts = decode([rollout.response_ids for rollout in rollouts])
-    return rollouts, scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts]), texts
-
-
-def _with_scores(rollouts: Sequence[Rollout], scores: Sequence[Score], texts: Sequence[str]) -> list[Answer]:
+def as_results(answers: Sequence[ScoredAnswer]) -> list[Answer]:
+    """The answers as results keep them."""
     return [
         Answer(
             text=text,
@@ -128,5 +79,5 @@ def _with_scores(rollouts: Sequence[Rollout], scores: Sequence[Score], texts: Se
             said=score.said,
             failure=score.failure,
         )
-        for rollout, text, score in zip(rollouts, texts, scores, strict=True)
+        for rollout, score, text in answers
     ]

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, policy_objective, supervised_objective
 from rlcore.config import RunConfig
-from rlcore.errors import NonFiniteError
 from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, without_adapters
 from rlcore.models.memory import HostedWeights
@@ -59,16 +58,12 @@ class Actor(TrainedModel[CausalPolicy]):
         passes = ("the policy's update", "the policy's log-probabilities")
         super().__init__(policy, config.optim, place, mesh, world_size, passes=passes)
         offloads = lora is not None and lora.offload
-        self._base = HostedWeights(p for p in self.model.parameters() if offloads and not p.requires_grad)
+        self.base = HostedWeights(p for p in self.model.parameters() if offloads and not p.requires_grad)
 
     def put_base_away(self) -> None:
-        """With `model.lora.offload`: have the frozen base on the host alone; no pass may come before `bring_base`."""
+        """With `model.lora.offload`: have the frozen base on the host alone; no pass may come before `base.bring`."""
         reshard(self.model)
-        self._base.put_away()
-
-    def bring_base(self) -> None:
-        """Have the frozen base on the device again."""
-        self._base.bring()
+        self.base.put_away()
 
     @torch.no_grad()
     def logprobs(
@@ -129,18 +124,16 @@ class Actor(TrainedModel[CausalPolicy]):
             return statistics, restore_order(logprobs, batch.packed.cu_seqlens, parts)
 
         summed, logprobs = self.update_pass.run(work, batch.packed, num_micro)
-        grad_norm, is_finite = self.clip(summed)
-        if not is_finite:
-            self.release_gradients()
+
+        def why() -> str:
             rows = self._non_finite_groups(batch, denominator, kl_coef, entropy_added)
-            where = (
-                f"the loss of prompts number {rows} of the step is not finite" if rows else "every loss here is finite"
+            where = f"the loss of prompts number {rows} of the step is not finite"
+            return (
+                f"; {where if rows else 'every loss here is finite'}. A lower optim.lr or algo.clip_high often helps; "
+                "a loss of your own may divide by zero."
             )
-            raise NonFiniteError(
-                f"the policy's loss is {float(summed.pg_loss)} and its gradient norm {grad_norm}: no step was taken; "
-                f"{where}. A lower optim.lr or "
-                "algo.clip_high often helps; a loss of your own may divide by zero."
-            )
+
+        grad_norm = self.clip(summed, f"the policy's loss is {float(summed.pg_loss)}", why)
         alarms = self._config.alarms
         applied = not (alarms.grad_norm == "skip" and grad_norm > alarms.grad_norm_above)  # equal on all ranks
         if applied:
@@ -208,13 +201,8 @@ class Actor(TrainedModel[CausalPolicy]):
             return self._likelihood(micro, num_tokens)
 
         summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch, num_micro)
-        grad_norm, is_finite = self.clip(summed)
-        if not is_finite:
-            self.release_gradients()
-            raise NonFiniteError(
-                f"the supervised loss is {summed.means().get('loss')} and its gradient norm {grad_norm}: no step was "
-                "taken. A lower warm_start.optim.lr, or a longer warm-up, often helps."
-            )
+        remedy = ". A lower warm_start.optim.lr, or a longer warm-up, often helps."
+        grad_norm = self.clip(summed, f"the supervised loss is {summed.means().get('loss')}", lambda: remedy)
         self.step(lr)
         return SupervisedUpdate(summed, grad_norm)
 
@@ -244,7 +232,7 @@ class Actor(TrainedModel[CausalPolicy]):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights under their transformers names, gathered one by one; every rank must iterate."""
-        yield from full_state(self.model, self._base.value)
+        yield from full_state(self.model, self.base.value)
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """The adapters alone under PEFT's names; every rank must iterate."""

@@ -6,11 +6,12 @@ log-probabilities are from another policy than the one that is trained. Rounding
 model's own affair, so the first right hand-over says what is usual.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from rlcore.batching.pack import pack
@@ -18,7 +19,7 @@ from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TakenWeights
-from rlcore.types import PackedBatch, Prompt, Rollout, Score
+from rlcore.types import PackedBatch, Prompt, Score
 
 NUM_PROMPTS = 4
 """Prompts of a probe; each is answered twice."""
@@ -130,25 +131,22 @@ def random_prompts(config: RunConfig, vocab_size: int) -> list[Prompt]:
     return [Prompt(-1 - i, tuple(row), "canary", "{}") for i, row in enumerate(draws.tolist())]
 
 
-def ask(engine: RolloutEngine, config: RunConfig, prompts: Sequence[Prompt]) -> list[Rollout]:
-    """The engine's answers to the probe, at the temperature of training; always by the same seeds."""
+def probed_difference(
+    engine: RolloutEngine,
+    config: RunConfig,
+    prompts: Sequence[Prompt],
+    logprobs: Callable[[PackedBatch, int], Float[Tensor, "T"]],
+) -> float:
+    """Mean |engine's - trainer's| log-probability over the answers' tokens; infinite where one is not finite.
+
+    The engine answers at the temperature of training, always by the same seeds. `logprobs`: the trainer's pass, in as
+    many micro-batches on every rank, however long the answers are.
+    """
     requests = [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_ANSWERS_PER_PROMPT)]
     sampling = SamplingConfig(temperature=config.rollout.sampling.temperature)
-    return engine.generate(requests, sampling, min(_ANSWER_TOKENS, config.rollout.max_response_tokens))
-
-
-def num_micro_batches(config: RunConfig, prompts: Sequence[Prompt]) -> int:
-    """Micro-batches of the trainer's pass over the probe: as many on every rank, however long its answers are."""
+    rollouts = engine.generate(requests, sampling, min(_ANSWER_TOKENS, config.rollout.max_response_tokens))
+    batch = pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
     tokens = _ANSWERS_PER_PROMPT * sum(len(prompt.token_ids) + _ANSWER_TOKENS for prompt in prompts)
-    return -(-tokens // config.trainer.max_tokens_per_micro_batch)
-
-
-def packed_probe(rollouts: Sequence[Rollout]) -> PackedBatch:
-    """The probe and its answers as the trainer takes them."""
-    return pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
-
-
-def mean_difference(batch: PackedBatch, logprobs: Tensor) -> float:
-    """Mean |engine's - trainer's| log-probability over the answers' tokens; infinite where one is not finite."""
-    difference = (batch.behavior_logprobs - logprobs)[batch.loss_mask].abs().mean().item()
+    num_micro = -(-tokens // config.trainer.max_tokens_per_micro_batch)
+    difference = (batch.behavior_logprobs - logprobs(batch, num_micro))[batch.loss_mask].abs().mean().item()
     return difference if np.isfinite(difference) else float("inf")

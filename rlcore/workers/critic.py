@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import ValueStatistics, value_objective
 from rlcore.config import CriticConfig, RunConfig
-from rlcore.errors import NonFiniteError
 from rlcore.models.load import load_value_model
 from rlcore.models.policy import ValueModel
 from rlcore.types import PackedBatch, TrainBatch
@@ -70,13 +69,8 @@ class Critic(TrainedModel[ValueModel]):
             return self._objective(micro, denominator)
 
         summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch.packed, num_micro)
-        grad_norm, is_finite = self.clip(summed)
-        if not is_finite:
-            self.release_gradients()
-            raise NonFiniteError(
-                f"the critic's loss is {float(summed.vf_loss)} and its gradient norm {grad_norm}: no step was taken. "
-                "Look at the saved batch for a non-finite reward; a lower critic.optim.lr often helps."
-            )
+        remedy = ". Look at the saved batch for a non-finite reward; a lower critic.optim.lr often helps."
+        grad_norm = self.clip(summed, f"the critic's loss is {float(summed.vf_loss)}", lambda: remedy)
         self.step(lr)
         return CriticUpdate(summed, grad_norm)
 

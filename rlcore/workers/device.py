@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from rlcore.config import ModelConfig, RuntimeConfig
 from rlcore.errors import ConfigError, ModelError
+from rlcore.models.shape import has_code_for
 
 LOOPBACK = "127.0.0.1"
 
@@ -66,33 +67,18 @@ _FIRST_WHEEL = {12: ("2.7", "12.8"), 10: ("2.7", "12.8"), 9: ("2.1", "11.8"), 8:
 def unsupported_gpu(name: str, capability: tuple[int, int], held: Sequence[str], version: str) -> str | None:
     """Why a torch wheel with code for the architectures `held` cannot run a GPU; None where it can.
 
-    Code for `sm_90` runs on 9.x GPUs from 9.0 on, that for `sm_90a` on 9.0 alone; `compute_90` is compiled for any GPU
-    from 9.0 on when it is first used.
-
     >>> unsupported_gpu("NVIDIA H200", (9, 0), ["sm_80", "sm_90"], "2.13.0") is None
     True
     """
-    major, minor = capability
-    if not held or any(_runs_on(arch, major, minor) for arch in held):
+    if not held or has_code_for(capability, held):
         return None
+    major, minor = capability
     torch_version, cuda = _FIRST_WHEEL.get(major, _FIRST_WHEEL[max(_FIRST_WHEEL)])
     return (
         f"{name} has compute capability {major}.{minor} (sm_{major}{minor}), but torch {version} holds code for "
         f"{', '.join(held)} only. Install torch {torch_version} or newer built for CUDA {cuda} or newer, whose "
         f"torch.cuda.get_arch_list() names sm_{major}{minor}."
     )
-
-
-def _runs_on(arch: str, major: int, minor: int) -> bool:
-    kind, _, number = arch.partition("_")
-    digits = number.rstrip("af")
-    if not digits.isdigit():
-        return False
-    own_major, own_minor = int(digits[:-1]), int(digits[-1])
-    if kind == "compute":
-        return (own_major, own_minor) <= (major, minor)
-    exact = number.endswith("a")
-    return own_major == major and (own_minor == minor if exact else own_minor <= minor)
 
 
 def free_address(*, loopback: bool) -> str:

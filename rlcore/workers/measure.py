@@ -50,17 +50,11 @@ class MemoryMeter:
         self._is_asleep = False
         self._most = Bytes(0, 0)
 
-    def sleeps(self) -> None:
-        """Call when the engine has gone to sleep, or sleeps already."""
-        if not self._is_asleep:
+    def engine_sleeps(self, is_asleep: bool) -> None:
+        """Call when the engine has gone to sleep, and before it wakes; as often as wanted."""
+        if is_asleep != self._is_asleep:
             self.most()
-            self._is_asleep = True
-
-    def wakes(self) -> None:
-        """Call before the engine wakes, or when it is awake already."""
-        if self._is_asleep:
-            self.most()
-            self._is_asleep = False
+            self._is_asleep = is_asleep
 
     def most(self) -> Bytes:
         """The largest counts so far."""

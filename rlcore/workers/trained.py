@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlcore.algos.objective import Statistics
 from rlcore.config.algo import OptimConfig
+from rlcore.errors import NonFiniteError
 from rlcore.models.optim import build_optimizer, clip_grad_norm
 from rlcore.models.parallel import forget_failed_pass, shard
 from rlcore.models.policy import PackedTrunk
@@ -64,11 +65,18 @@ class TrainedModel(Generic[Model]):
             statistics.append(found)
         return total(statistics)
 
-    def clip(self, statistics: Statistics) -> tuple[float, bool]:
-        """Clip the gradient; its norm before, and whether it and the statistics are finite on all ranks."""
+    def clip(self, statistics: Statistics, loss: str, why: Callable[[], str]) -> float:
+        """Clip the gradient; its norm before. `loss`: the loss in words; `why`: called for what else an error says.
+
+        Raises:
+            NonFiniteError: the norm or a statistic is not finite on some rank; the gradients are gone.
+        """
         norm = clip_grad_norm(self.model.parameters(), self._optim.grad_clip).item()
-        finite = math.isfinite(norm) and bool(torch.isfinite(statistics.stack()).all())
-        return norm, on_all_ranks(finite, world_size=self._world_size, device=self._place.device)
+        is_finite = math.isfinite(norm) and bool(torch.isfinite(statistics.stack()).all())
+        if not on_all_ranks(is_finite, world_size=self._world_size, device=self._place.device):
+            self.release_gradients()
+            raise NonFiniteError(f"{loss} and its gradient norm {norm}: no step was taken{why()}")
+        return norm
 
     def step(self, lr: float) -> None:
         """One optimizer step with the gradient there is."""

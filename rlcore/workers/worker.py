@@ -161,18 +161,9 @@ class Worker:
 
     def generate(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
-    ) -> list[Rollout]:
-        """One rollout for each request, in their order, by the weights of the last hand-over."""
-        if self._leaves_engine_alone(requests):
-            return []
-        self._wake_engine()
-        return self._engine.generate(requests, sampling, max_response_tokens)
-
-    def generate_stream(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[list[tuple[int, Rollout]]]:
-        """The same, in handfuls as answers end: (index of the request, its rollout)."""
-        if self._leaves_engine_alone(requests):
+        """(index of a request, its rollout by the weights of the last hand-over), in handfuls as answers end."""
+        if not requests and self._config.rollout.tensor_parallel_size == 1:  # no other rank shares the engine
             return
         self._wake_engine()
         finished: list[tuple[int, Rollout]] = []
@@ -184,19 +175,12 @@ class Worker:
         if finished:
             yield finished
 
-    def _leaves_engine_alone(self, requests: Sequence[SamplingRequest]) -> bool:
-        """Whether it may sleep on: nothing is asked for here, and no other rank shares it."""
-        return not requests and self._config.rollout.tensor_parallel_size == 1
-
-    def old_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
-        """Log-probabilities of the answers under the policy as it is now."""
+    def old_logprobs(
+        self, batch: PackedBatch, num_micro: int, with_entropy: bool = False
+    ) -> Float[Tensor, "T"] | Float[Tensor, "T 2"]:
+        """Log-probabilities of the answers under the policy as it is now; `with_entropy`: its entropy beside them."""
         self._rest_engine()
-        return self._actor.logprobs(batch, num_micro)
-
-    def old_logprobs_and_entropy(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T 2"]:
-        """The same with the policy's entropy at each answer token."""
-        self._rest_engine()
-        return self._actor.logprobs(batch, num_micro, with_entropy=True)
+        return self._actor.logprobs(batch, num_micro, with_entropy=with_entropy)
 
     def ref_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         """Log-probabilities of the answers under the frozen reference."""
@@ -264,24 +248,17 @@ class Worker:
             )
         if self._config.rollout.engine != "vllm":
             return HandOver(0.0)
-        observed = canary.Observed(taken, self._probed_difference())
-        return self._canary.judge(version, self._from_all_ranks(observed))
+        prompts = self._probe or canary.random_prompts(self._config, self._actor.model.head.weight.shape[0])
+        difference = canary.probed_difference(self._engine, self._config, prompts, self._probe_logprobs)
+        observed = [canary.Observed(taken, difference)] * self._world_size
+        if self._world_size > 1:
+            dist.all_gather_object(observed, observed[0])
+        return self._canary.judge(version, observed)
 
-    def _probed_difference(self) -> float:
-        vocab_size = self._actor.model.head.weight.shape[0]
-        prompts = self._probe or canary.random_prompts(self._config, vocab_size)
-        batch = canary.packed_probe(canary.ask(self._engine, self._config, prompts))
-        num_micro = canary.num_micro_batches(self._config, prompts)
+    def _probe_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         if self._config.model.lora is not None and self._config.model.lora.offload:
             self._rest_engine()  # the base comes in the place of its weights
-        return canary.mean_difference(batch, self._actor.logprobs(batch, num_micro))
-
-    def _from_all_ranks(self, observed: canary.Observed) -> list[canary.Observed]:
-        found = [observed]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            found *= dist.get_world_size()
-            dist.all_gather_object(found, observed)
-        return found
+        return self._actor.logprobs(batch, num_micro)
 
     def save(self, verb: Callable[Concatenate[RankSaver, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """A step of a save on this rank."""
@@ -347,14 +324,14 @@ class Worker:
     def _rest_engine(self) -> None:
         """Let the engine release the memory that training needs."""
         self._engine.sleep()
-        self._meter.sleeps()
+        self._meter.engine_sleeps(True)
         if hasattr(self, "_actor"):
-            self._actor.bring_base()
+            self._actor.base.bring()
 
     def _wake_engine(self) -> None:
         """Make room for the engine, which wakes when it is called."""
         self._actor.put_base_away()
-        self._meter.wakes()
+        self._meter.engine_sleeps(False)
 
     def close(self) -> None:
         """Release the engine and leave the other ranks."""

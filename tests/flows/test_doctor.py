@@ -8,7 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from flows.commands import doctor
-from rlcore.run.devices import Devices, Gpu, all_reduce, find_devices
+from rlcore.runtime.devices import Devices, Gpu, all_reduce, find_devices
 from tests.flows.conftest import REPOSITORY, Millrace
 
 

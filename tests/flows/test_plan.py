@@ -17,7 +17,7 @@ from rlcore.errors import ConfigError, DiskSpaceError
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
 from rlcore.models.shape import shape_of
 from rlcore.run.disk import RAY_SPILL_BYTES
-from rlcore.run.memory import Device, plan_memory
+from rlcore.workers.memory_plan import Device, plan_memory
 from tests.models.tiny import write_model
 from tests.storage.small_disk import mounted
 
@@ -151,7 +151,7 @@ def test_a_checkpoint_of_tinyzeros_policy_and_critic_is_planned_by_their_publish
 def test_the_plan_says_what_the_memory_is_for(tmp_path, capsys):
     from flows.plan.table import memory_notes
     from rlcore.models.shape import shape_of
-    from rlcore.run.memory import Device, plan_memory
+    from rlcore.workers.memory_plan import Device, plan_memory
 
     config = load_config(["experiment=countdown_demo", f"paths.root={tmp_path}", "runtime.device=cpu"])
     plan = make_plan(config)

@@ -169,6 +169,9 @@ class _Faulty:
     def scatter(self, verb: Any, arguments: Any) -> list[Any]:
         return self._group.scatter(verb, arguments)
 
+    def stream(self, verb: Any, arguments: Any, take: Any) -> None:
+        self._group.stream(verb, arguments, take)
+
 
 def _after_a_change(worker: Worker, version: int) -> HandOver:
     with torch.no_grad():

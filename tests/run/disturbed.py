@@ -30,7 +30,7 @@ from rlcore import stacks
 from rlcore.checkpoint.catalog import list_checkpoints
 from rlcore.run.process import run
 from rlcore.run.stop import StopFlag
-from rlcore.run.watchdog import Watch
+from rlcore.run.watchdog import Watchdog
 from rlcore.tracking.journal import Journal
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -128,16 +128,16 @@ def start(settings: Path, plan: Mapping[str, Any] | None, events: Path) -> None:
         os.environ.update({} if plan is None else plan.get("env", {}))
         if disturbance is not None:
             listen(disturbance)
-        whole = Watch.phase
+        whole = Watchdog.phase
 
         @contextmanager
-        def phase(self: Watch, name: str) -> Iterator[None]:
+        def phase(self: Watchdog, name: str) -> Iterator[None]:
             with whole(self, name):
                 if disturbance is not None:
                     disturbance.moment(name)
                 yield
 
-        Watch.phase = phase  # type: ignore[method-assign]
+        Watchdog.phase = phase  # type: ignore[method-assign]
 
         def heard(event: Mapping[str, object]) -> None:
             with events.open("a") as file:

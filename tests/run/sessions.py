@@ -7,22 +7,18 @@ from pathlib import Path
 from rlcore.checkpoint.catalog import list_checkpoints
 from rlcore.errors import MillraceError
 from rlcore.run.session import Session
-from rlcore.run.stop import StopFlag
 from tests.run.running import write_settings
-from tests.small_run import SmallRun, prepare
+from tests.small_run import NoSignals, SmallRun, prepare
 
 Event = Mapping[str, object]
 
 
-class Asked(StopFlag):
-    """Asked to stop by the test; the signals of its process are left alone."""
+class Asked(NoSignals):
+    """Asked to stop by the test."""
 
     def __init__(self, asked: Callable[[], bool]) -> None:
-        super().__init__(end_now=lambda: None)
+        super().__init__()
         self._asked = asked
-
-    def install(self) -> None:
-        """Nothing."""
 
     def __call__(self) -> bool:
         return self._asked()

@@ -19,11 +19,12 @@ from rlcore import stacks
 from rlcore.checkpoint.save import CheckpointSaver
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig, RunConfig
-from rlcore.config.trainer import DeadlineConfig
+from rlcore.config.trainer import DeadlineConfig, RuntimeConfig
 from rlcore.errors import WorkerLostError
 from rlcore.run.faults import read_faults
 from rlcore.run.layout import RunLayout
-from rlcore.run.watchdog import Watch, Watchdog
+from rlcore.run.stop import StopFlag
+from rlcore.run.watchdog import Watchdog
 from tests.checkpoint.test_save import NoWaiting, Ranks
 from tests.checkpoint.test_store import SETTINGS, state_at
 
@@ -49,15 +50,19 @@ watchdog.say_and_end(say, 75)
 """
 
 HANGS = """
-import time
-from rlcore.config.trainer import DeadlineConfig
+import sys, time
+from pathlib import Path
+from rlcore.config import RunConfig
 from rlcore.run import watchdog
+from rlcore.run.layout import RunLayout
+from rlcore.run.stop import StopFlag
 
 watchdog.LAST_RESORT_S = 0.1
 never = 1e9
-nobody = watchdog.Watch(
-    DeadlineConfig(save_s=0.1), stop_asked_s=lambda: None, stop_deadline_s=never,
-    on_hang=lambda overdue: time.sleep(never), on_stop_overdue=lambda: None,
+folder = Path(sys.argv[1])
+nobody = watchdog.Watchdog(
+    RunConfig(runtime={"deadlines": {"save_s": 0.1}}), RunLayout(folder, folder), stop=StopFlag(lambda: None),
+    report=lambda event: None, give_up=lambda error: time.sleep(never),
 )
 with nobody, nobody.phase("commit"):
     with nobody.phase("save_checkpoint"):
@@ -121,7 +126,7 @@ def test_a_fault_is_kept_where_its_stacks_cannot_be_written(tmp_path: Path) -> N
     guard = Watchdog(
         RunConfig(),
         layout,
-        stop_asked_s=lambda: None,
+        stop=StopFlag(lambda: None),
         report=heard.append,
         give_up=lambda error: None,
         step=lambda: 7,
@@ -135,8 +140,8 @@ def test_a_fault_is_kept_where_its_stacks_cannot_be_written(tmp_path: Path) -> N
     assert [one["event"] for one in heard] == ["fault"]
 
 
-def test_the_last_resort_ends_a_phase_around_others() -> None:
-    done = subprocess.run([sys.executable, "-c", HANGS], timeout=WAIT_S, capture_output=True, text=True)
+def test_the_last_resort_ends_a_phase_around_others(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], timeout=WAIT_S, capture_output=True, text=True)
     assert done.returncode == 1
     assert "Timeout" in done.stderr
 
@@ -156,16 +161,16 @@ def test_a_save_that_takes_long_is_told_again_after_twice_the_time(
 
     monkeypatch.setattr(store, "prune", kept_up)
     saver = CheckpointSaver(store, NoWaiting())
-    watch = Watch(
-        DeadlineConfig(save_s=1.0),
-        stop_asked_s=lambda: None,
-        stop_deadline_s=60,
-        on_hang=lambda overdue: None,
-        on_stop_overdue=lambda: None,
-        on_slow=lambda what, seconds: told.append((what, seconds)),
+    guard = Watchdog(
+        RunConfig(runtime=RuntimeConfig(deadlines=DeadlineConfig(save_s=1.0))),
+        RunLayout(tmp_path, tmp_path / "run"),
+        stop=StopFlag(lambda: None),
+        report=lambda event: None,
+        give_up=lambda error: None,
     )
-    watch.aside = lambda: saver.at
-    with watch:
+    monkeypatch.setattr(guard, "_is_slow", lambda what, seconds: told.append((what, seconds)))
+    guard.aside = lambda: saver.at
+    with guard:
         ranks = Ranks()
         assert saver.begin(1, lambda: state_at(1), {}, ranks) is None
         ranks.saver.is_written(wait=True)

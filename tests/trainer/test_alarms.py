@@ -12,7 +12,7 @@ from rlcore.errors import ConfigError
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.alarms import SKIPPED, batch_alarms, step_alarms
-from rlcore.trainer.experience import Experience, ExperienceCollector
+from rlcore.trainer.experience import Answerer, Experience, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.trainer.update import PolicySteps, Update
 from rlcore.types import Score
@@ -34,7 +34,7 @@ def steps(root: Path, num_steps: int, *overrides: str) -> tuple[list[StepResult]
     try:
         problems = Problems.read(run.config, run.inputs)
         with problems.scoring_pool() as scoring:
-            collector = ExperienceCollector(run.config, group, problems.stream, scoring, problems.decode)
+            collector = ExperienceCollector(Answerer(run.config, group, scoring, problems.decode), problems.stream)
             trainer = Trainer(run.config, group, collector, failures=run.layout.failures)
             group.each(Worker.hand_over, 0)
             before = group.each(Worker.full_weights)[0]

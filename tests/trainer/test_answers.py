@@ -14,7 +14,7 @@ from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.clock import PhaseClock, unwatched
-from rlcore.trainer.experience import EarlyScores, ExperienceCollector, generate
+from rlcore.trainer.experience import Answerer, EarlyScores, ExperienceCollector, generate
 from rlcore.workers.worker import Worker
 from tests.small_run import SmallRun, prepare, train
 
@@ -85,7 +85,7 @@ def test_groups_of_equal_score_are_dropped_though_the_overlong_penalty_tells_the
     problems = Problems.read(untrained.config, untrained.inputs)
     workers = LocalGroup(untrained.config, str(untrained.model_directory))
     with ScoringPool("tests.rollout.odd_scorers:always_the_same", RewardConfig()) as scoring:
-        collector = ExperienceCollector(untrained.config, workers, problems.stream, scoring, problems.decode)
+        collector = ExperienceCollector(Answerer(untrained.config, workers, scoring, problems.decode), problems.stream)
         workers.each(Worker.hand_over, 0)
         found = collector.collect(step=1, position=0, policy_version=0, clock=PhaseClock(unwatched))
     workers.close()

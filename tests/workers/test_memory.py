@@ -27,16 +27,16 @@ def peak() -> Bytes:
 def test_activations_in_place_of_a_sleeping_pool_are_not_counted_beside_it(traced: None) -> None:
     pool = bytearray(20 * MB)  # counted all the time, as vLLM's is by torch
     meter = MemoryMeter(peak, lambda: len(pool))
-    meter.wakes()
+    meter.engine_sleeps(False)
     del [bytearray(2 * MB)][0]  # generation
-    meter.sleeps()
-    meter.sleeps()  # before each pass
+    meter.engine_sleeps(True)
+    meter.engine_sleeps(True)  # before each pass
     del [bytearray(15 * MB)][0]  # the update
     assert meter.most().allocated == pytest.approx(22 * MB, rel=0.02)
-    meter.wakes()
+    meter.engine_sleeps(False)
     del [bytearray(5 * MB)][0]
     assert meter.most().allocated == pytest.approx(25 * MB, rel=0.02)
-    meter.sleeps()
+    meter.engine_sleeps(True)
     del [bytearray(30 * MB)][0]
     assert meter.most() == meter.most()
     assert meter.most().allocated == pytest.approx(30 * MB, rel=0.02)

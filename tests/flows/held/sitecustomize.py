@@ -20,22 +20,22 @@ HELD_FOR_S = 280.0
 
 
 def hold(phase_name: str, file: Path, after: int) -> None:
-    """Wrap `Watch.phase`."""
-    from rlcore.run.watchdog import Watch
+    """Wrap `Watchdog.phase`."""
+    from rlcore.run.watchdog import Watchdog
 
-    whole, times = Watch.phase, count()
+    whole, times = Watchdog.phase, count()
 
     @contextmanager
-    def phase(self: Watch, name: str) -> Iterator[None]:
+    def phase(self: Watchdog, name: str) -> Iterator[None]:
         with whole(self, name):
             if name == phase_name and not file.exists() and next(times) >= after:
                 file.touch()
                 deadline = time.monotonic() + HELD_FOR_S
-                while self._stop_asked_s() is None and time.monotonic() < deadline:
+                while self.stop.asked_s() is None and time.monotonic() < deadline:
                     time.sleep(0.02)
             yield
 
-    Watch.phase = phase  # type: ignore[method-assign]
+    Watchdog.phase = phase  # type: ignore[method-assign]
 
 
 if "rlcore.run.process" in sys.orig_argv and Path(os.environ.get("HOLD_SETTINGS", "")).is_file():

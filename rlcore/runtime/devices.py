@@ -1,7 +1,7 @@
 """What torch sees of this machine's GPUs, found out in other processes: who asks loads no torch and holds no GPU.
 
-python -m rlcore.run.devices                                # JSON: torch, CUDA, architectures, GPUs
-python -m rlcore.run.devices RANK NUM_RANKS FILE BACKEND    # one rank of an all-reduce that meets in FILE
+python -m rlcore.runtime.devices                                # JSON: torch, CUDA, architectures, GPUs
+python -m rlcore.runtime.devices RANK NUM_RANKS FILE BACKEND    # one rank of an all-reduce that meets in FILE
 """
 
 import json
@@ -63,22 +63,6 @@ def output_of(command: Sequence[str], timeout_s: float = PROBE_S) -> str:
     if done.returncode:
         raise OSError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
     return done.stdout
-
-
-def has_code_for(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Whether a build runs on a GPU: machine code of the same major version and no higher minor, or older PTX.
-
-    >>> has_code_for((8, 6), ["sm_80", "sm_90"]), has_code_for((12, 0), ["sm_80", "sm_90a"])
-    (True, False)
-    >>> has_code_for((12, 0), ["sm_90", "compute_90"]), has_code_for((8, 0), ["sm_86"])
-    (True, False)
-    """
-    for name in architectures:
-        kind, _, digits = name.rstrip("af").partition("_")
-        built = (int(digits[:-1]), int(digits[-1]))
-        if built <= capability and (kind == "compute" or built[0] == capability[0]):
-            return True
-    return False
 
 
 def all_reduce(num_ranks: int, backend: str) -> None:

@@ -19,8 +19,9 @@ from rlcore.models.optim import build_optimizer
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
 from rlcore.models.shape import ModelShape
-from rlcore.run import memory as planning
-from rlcore.run.memory import (
+from rlcore.types import PackedBatch, Prompt, Rollout, Score
+from rlcore.workers import memory_plan as planning
+from rlcore.workers.memory_plan import (
     KEPT_FREE,
     Device,
     chosen_settings,
@@ -31,7 +32,6 @@ from rlcore.run.memory import (
     suggestion,
     too_much,
 )
-from rlcore.types import PackedBatch, Prompt, Rollout, Score
 
 SCRATCH = ScratchModel(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=192)
 QWEN_05B = ModelShape.of_config(PUBLISHED["Qwen/Qwen2.5-0.5B"])
@@ -139,7 +139,7 @@ def test_activations_are_what_autograd_keeps_of_real_passes(policy: CausalPolicy
 
 @pytest.mark.lengthy
 def test_compiled_layers_keep_what_the_compilers_partitioner_keeps_of_a_real_one() -> None:
-    command = [sys.executable, "-m", "tests.run.kept_by_layers"]
+    command = [sys.executable, "-m", "tests.workers.kept_by_layers"]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
     told = found["shape"] | {"num_hidden_layers": 1, "vocab_size": 1, "model_type": "llama"}
     shape = ModelShape.of_config(told)

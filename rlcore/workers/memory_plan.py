@@ -5,10 +5,10 @@ compiled, times one measured factor. All measured constants stand here, at the t
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from rlcore.config import RunConfig
 from rlcore.config.algo import OFFLOAD_PIECE_BYTES
@@ -49,6 +49,8 @@ KEPT_FREE = 0.08
 """Share of the device that the chosen settings leave: fragments of the allocator (it had reserved 7 to 9% more than its
 tensors on an H200 with room to spare), and what the plan gets wrong."""
 GB = 1e9
+
+S = TypeVar("S", bound=Section)
 
 FROZEN_BASE = "policy: frozen base"
 GENERATION, PASSES, POLICY_UPDATE, CRITIC_UPDATE, OPTIMIZER_STEP, HAND_OVER = (
@@ -241,7 +243,8 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
         chunk = model.head_chunk_tokens
         return head_bytes(shape, device.itemsize, chunk, tokens, gradient=gradient, compiled=compiled)
 
-    reference = {"reference, brought back": device.itemsize * shape.policy_parameters} if _offloads(config) else {}
+    is_brought_back = _has_reference(config) and config.algo.kl.offload
+    reference = {"reference, brought back": device.itemsize * shape.policy_parameters} if is_brought_back else {}
     layer = tokens * pass_activation_bytes(shape, device.itemsize)
     passes = {
         "gathered weights": policy_gathered,
@@ -344,10 +347,6 @@ def _has_reference(config: RunConfig) -> bool:
     return config.algo.kl.where != "off" and config.model.lora is None
 
 
-def _offloads(config: RunConfig) -> bool:
-    return _has_reference(config) and config.algo.kl.offload
-
-
 def _adapter_activation_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
     """What autograd keeps for adapters beside what it keeps of the layers, bytes a token: the input of each B."""
     lora = config.model.lora
@@ -386,8 +385,19 @@ def require_fit(config: RunConfig, plan: MemoryPlan) -> None:
     Raises:
         ConfigError: not even one longest answer in a micro-batch fits; says how many bytes are missing and what to set.
     """
-    if plan.cannot_fit and config.runtime.fit_memory != "off":
-        raise ConfigError(refusal(config, plan))
+    if not plan.cannot_fit or config.runtime.fit_memory == "off":
+        return
+    assert plan.usable_bytes is not None, "without a device nothing is refused"
+    missing = plan.floor_bytes - plan.usable_bytes
+    parts = sorted(plan.phases[plan.peak_phase].items(), key=lambda entry: -entry[1])[:3]
+    largest = ", ".join([plan.peak_phase, *(f"{name} {size / GB:.1f} GB" for name, size in parts)])
+    raise ConfigError(
+        f"runtime.fit_memory: the run cannot fit {plan.device.name}: {plan.floor_bytes / GB:.1f} GB are needed with "
+        f"one longest answer in each micro-batch, {plan.usable_bytes / GB:.1f} GB are there ({missing / GB:.1f} GB "
+        f"missing, most of it in: {largest}). {suggestion(config)} "
+        + ("runtime.fit_memory=auto chooses by the plan. " if config.runtime.fit_memory == "check" else "")
+        + "runtime.fit_memory=off tries it anyway."
+    )
 
 
 def fit_run(config: RunConfig, run_dir: Path, report: Callable[[Mapping[str, object]], None]) -> RunConfig:
@@ -426,19 +436,6 @@ def chosen_settings(before: RunConfig, after: RunConfig) -> str:
     return " ".join(f"{name}={shown(value)}" for name, value in new.items() if old.get(name) != value)
 
 
-def refusal(config: RunConfig, plan: MemoryPlan) -> str:
-    """What to say of a plan that cannot fit."""
-    assert plan.usable_bytes is not None, "without a device nothing is refused"
-    missing = plan.floor_bytes - plan.usable_bytes
-    return (
-        f"runtime.fit_memory: the run cannot fit {plan.device.name}: {plan.floor_bytes / GB:.1f} GB are needed with "
-        f"one longest answer in each micro-batch, {plan.usable_bytes / GB:.1f} GB are there ({missing / GB:.1f} GB "
-        f"missing, most of it in: {_largest(plan)}). {suggestion(config)} "
-        + ("runtime.fit_memory=auto chooses by the plan. " if config.runtime.fit_memory == "check" else "")
-        + "runtime.fit_memory=off tries it anyway."
-    )
-
-
 def suggestion(config: RunConfig) -> str:
     """What would lower the peak, of what is not set yet."""
     found = []
@@ -462,18 +459,14 @@ def suggestion(config: RunConfig) -> str:
     return f"Set {', '.join(found)}."
 
 
-def _largest(plan: MemoryPlan) -> str:
-    parts = sorted(plan.phases[plan.peak_phase].items(), key=lambda entry: -entry[1])[:3]
-    return f"{plan.peak_phase}, " + ", ".join(f"{name} {size / GB:.1f} GB" for name, size in parts)
-
-
 def _chosen(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
     """The first variant in which a budget of several answers fits; the last one with a budget of one."""
     for variant, least in _variants(config):
         found = _with_budget(_with_share(variant, shape, device), shape, device, least=least)
         if found is not None:
             return found
-    return _with(_with_share(variant, shape, device), "trainer", max_tokens_per_micro_batch=longest_tokens(config))
+    least = longest_tokens(config)
+    return _with(_with_share(variant, shape, device), {"trainer.max_tokens_per_micro_batch": least})
 
 
 def _variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
@@ -481,35 +474,26 @@ def _variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
     nothing waits on the host and no layer is recomputed while the engine stays awake, then while it sleeps; the
     reference, or the base under adapters, offloaded; the optimizers' moments as well; layers recomputed as well."""
     several = max(4 * longest_tokens(config), TOKENS_STEP)
-    lora = config.model.lora
-    if lora is not None:
-        config = _with(config, "model", lora=lora.model_copy(update={"offload": False}))
-    plain = _with(config, "algo", kl=config.algo.kl.model_copy(update={"offload": False}))
-    plain = _with(_with_optimizers(plain, offload=False), "model", gradient_checkpointing=False)
-    if config.rollout.engine == "vllm":
-        yield _with(plain, "rollout", sleep_level=0), max(several, ENOUGH_TOKENS)
-        plain = _with(plain, "rollout", sleep_level=2)
-    yield plain, several
-    reference = _with(plain, "algo", kl=plain.algo.kl.model_copy(update={"offload": _has_reference(config)}))
-    if lora is not None and config.rollout.engine == "vllm":
-        reference = _with(reference, "model", lora=lora.model_copy(update={"offload": True}))
-        reference = _with(reference, "rollout", sleep_level=1)
-    yield reference, several
-    moments = _with_optimizers(reference, offload=True)
-    yield moments, several
-    yield _with(moments, "model", gradient_checkpointing=True), several
+    has_lora, has_vllm = config.model.lora is not None, config.rollout.engine == "vllm"
+    moments = ["optim.offload", *(["critic.optim.offload"] if config.critic is not None else [])]
+    offloads = [*moments, "algo.kl.offload", *(["model.lora.offload"] if has_lora else [])]
+    variant = _with(config, {**dict.fromkeys(offloads, False), "model.gradient_checkpointing": False})
+    if has_vllm:
+        yield _with(variant, {"rollout.sleep_level": 0}), max(several, ENOUGH_TOKENS)
+        variant = _with(variant, {"rollout.sleep_level": 2})
+    yield variant, several
+    variant = _with(variant, {"algo.kl.offload": _has_reference(config)})
+    if has_lora and has_vllm:
+        variant = _with(variant, {"model.lora.offload": True, "rollout.sleep_level": 1})
+    yield variant, several
+    variant = _with(variant, dict.fromkeys(moments, True))
+    yield variant, several
+    yield _with(variant, {"model.gradient_checkpointing": True}), several
 
 
 def offloads_optimizers(config: RunConfig) -> bool:
     """Whether the moments of every optimizer wait in the host's memory."""
     return config.optim.offload and (config.critic is None or config.critic.optim.offload)
-
-
-def _with_optimizers(config: RunConfig, *, offload: bool) -> RunConfig:
-    config = _with(config, "optim", offload=offload)
-    if config.critic is None:
-        return config
-    return _with(config, "critic", optim=config.critic.optim.model_copy(update={"offload": offload}))
 
 
 def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
@@ -522,14 +506,14 @@ def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConf
     free = _room(device) - others
     share = min(wanted_engine_bytes(config, shape, device.itemsize), free) / device.total_bytes
     down = math.floor(1_000 * share) / 1_000  # rounded up, no budget would fit beside it
-    return _with(config, "rollout", memory_share=min(max(down, 0.05), 0.95))
+    return _with(config, {"rollout.memory_share": min(max(down, 0.05), 0.95)})
 
 
 def _with_budget(config: RunConfig, shape: ModelShape, device: Device, *, least: int) -> RunConfig | None:
     """The largest token budget whose plan fits; None where `least` tokens do not."""
     budget = max(MAX_MICRO_BATCH_TOKENS, least)
     while budget >= least:
-        found = _with(config, "trainer", max_tokens_per_micro_batch=budget)
+        found = _with(config, {"trainer.max_tokens_per_micro_batch": budget})
         if plan_memory(found, shape, device).peak_bytes <= _room(device):
             return found
         budget -= TOKENS_STEP
@@ -537,12 +521,17 @@ def _with_budget(config: RunConfig, shape: ModelShape, device: Device, *, least:
 
 
 def _room(device: Device) -> int:
-    plan = MemoryPlan(device, {}, 0)
-    assert plan.usable_bytes is not None
     assert device.total_bytes is not None
-    return plan.usable_bytes - round(KEPT_FREE * device.total_bytes)
+    return device.total_bytes - CONTEXT_BYTES - round(KEPT_FREE * device.total_bytes)
 
 
-def _with(config: RunConfig, section: str, **changes: Any) -> RunConfig:
-    inner: Section = getattr(config, section)
-    return config.model_copy(update={section: inner.model_copy(update=changes)})
+def _with(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
+    """The settings with other values by dotted key; nothing is validated again."""
+    for key, value in values.items():
+        config = _replaced(config, key.split("."), value)
+    return config
+
+
+def _replaced(section: S, names: Sequence[str], value: object) -> S:
+    name, *rest = names
+    return section.model_copy(update={name: _replaced(getattr(section, name), rest, value) if rest else value})

@@ -2,7 +2,7 @@
 
 What test_memory_plan.py runs in a process of its own: the live shape checks of the tests cannot be compiled.
 
-python -m tests.run.kept_by_layers
+python -m tests.workers.kept_by_layers
 """
 
 import json
