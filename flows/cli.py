@@ -18,6 +18,7 @@ from flows import SOURCE_FOLDER
 from flows.commands.settings import Commands, forked, show_settings, with_root
 from rlcore.errors import EXIT_RESUMABLE, ConfigError, MillraceError, StopRequestedError
 from rlcore.run.stop import ONE_WISH_S
+from rlcore.start import collect_rarely
 
 EXIT_FAILED, EXIT_WRONG_SETTINGS = 1, 2
 CLICK_INTERRUPTED = 130
@@ -577,6 +578,7 @@ def leave(command: Callable[[], object]) -> NoReturn:
     from flows.server.untold import own_process
 
     own_process()
+    collect_rarely()
     signal.signal(signal.SIGTERM, _Terminated())
     codes: list[int] = []
 

@@ -1,4 +1,8 @@
 """The tests, and what their processes share."""
 
+from rlcore.start import collect_rarely
+
+collect_rarely()  # many of our processes live for an import and a few seconds of work
+
 SHARED_STAGES = "MILLRACE_TESTS_STAGES"
 """Environment variable: the folder in which `tests.small_run` makes the stages that many tests begin with."""

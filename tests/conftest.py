@@ -15,6 +15,7 @@ os.environ.update(
         "MKL_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",  # no server of Prefect's own where a test forgets to name one
         "DO_NOT_TRACK": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -12,6 +12,7 @@ from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.load import end_of_text_ids, load_policy
+from rlcore.start import uncollected
 from rlcore.types import Prompt, Rollout
 
 TRAINING_STREAM, VALIDATION_STREAM, WARM_START_STREAM, PASS_RATE_STREAM = 1, 2, 3, 4
@@ -156,8 +157,9 @@ def build_engine(config: RunConfig, model_directory: str, *, device: torch.devic
         return NoEngine()
     end_of_text = end_of_text_ids(model_directory)
     if config.rollout.engine == "vllm":
-        from rlcore.rollout.vllm.engine import VllmEngine
-        from rlcore.rollout.vllm.start import EngineShape
+        with uncollected():
+            from rlcore.rollout.vllm.engine import VllmEngine
+            from rlcore.rollout.vllm.start import EngineShape
 
         max_model_len = config.filter.max_prompt_tokens + config.rollout.max_response_tokens
         shape = EngineShape(model_directory, max_model_len, device, dtype)

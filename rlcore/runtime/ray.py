@@ -26,8 +26,11 @@ from rlcore.runtime.cluster import (
     remove_session,
     unreachable,
 )
-from rlcore.workers.group import P, R
-from rlcore.workers.worker import Worker
+from rlcore.start import uncollected
+
+with uncollected():  # a rank's process begins with these
+    from rlcore.workers.group import P, R
+    from rlcore.workers.worker import Worker
 
 OBJECT_STORE_BYTES = 256 * 1024**2
 """Batches are megabytes; Ray's own default would reserve 30% of the host's memory."""

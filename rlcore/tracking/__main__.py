@@ -15,6 +15,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from rlcore.errors import TrackingError
+from rlcore.start import collect_rarely
 from rlcore.tracking.connection import explain
 from rlcore.tracking.delivery import Delivery, ReplacedError, delivery_lock, open_delivery
 from rlcore.tracking.tracker import PREFIX
@@ -99,6 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parent", type=int, required=True, help="process id of the trainer")
     parser.add_argument("--every-s", type=float, required=True, help="seconds between two deliveries")
     options = parser.parse_args(arguments)
+    collect_rarely()
     # The trainer's end is the signal to end; a Ctrl-C or a TERM to the whole group must not cut off the last values.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
