@@ -6,6 +6,7 @@ import signal
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 # Before anything reads them: two cores are shared with Ray, Prefect and gloo processes, and nothing calls out.
 os.environ.update(
@@ -65,6 +66,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests start processes come first: at the end none of two workers is left with a long one."""
     long = {item.path for item in items if any(item.get_closest_marker(name) for name in TAKE_LONG)}
     items.sort(key=lambda item: item.path not in long)
+
+
+REFERENCE = ("test_pipeline.py", "test_tracking_commands.py")
+SERVER = ("test_children.py", "test_guard.py", "test_recover.py", "test_sweep.py", "test_tasks.py", "test_untold.py")
+"""Files of tests/flows: those around one finished run, and the others around one Prefect server. A server with that run
+costs 40 s of a core, so each of both goes to one worker."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files go to workers whole, and those that share a server together."""
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+    class TogetherScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            name = file.removeprefix("tests/flows/")
+            return next((" ".join(group) for group in (REFERENCE, SERVER) if name in group), file)
+
+    return TogetherScheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

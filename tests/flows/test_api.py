@@ -1,6 +1,7 @@
-"""`import millrace`: the page's blocks are executed as they stand, from an empty folder."""
+"""`import millrace`: the page's blocks are executed as they stand, from a folder with an empty MLflow store."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "python.md"
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint:UserWarning")  # of MLflow's, where warnings are errors
 @pytest.mark.slow
-def test_the_page_is_true(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_true(
+    tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "artifacts").mkdir()
+    shutil.copy(empty_store, tmp_path / "artifacts" / "mlflow.db")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for block in BLOCKS:

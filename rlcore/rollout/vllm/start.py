@@ -1,5 +1,6 @@
 """Starting vLLM inside a process that trains: quiet, without the network, and with torch left as it was."""
 
+import gc
 import importlib.metadata
 import os
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.executor import Executor
 
+        gc.freeze()  # vLLM collects all garbage several times while it starts: what was imported is not visited
         if shape.device.type == "cpu":
             # Its sampler compiles one small function in C++: a minute on a slow machine, for nothing.
             current_platform.simple_compile_backend = "eager"
