@@ -267,10 +267,10 @@ def assert_only_the_second_run_goes_on(millrace: Millrace, spec: Path, *settings
     assert [point["state"] for point in sweep_record(millrace.root)["points"]] == ["finished", "finished"]
 
 
-def test_a_sweep_that_is_told_to_end_has_saved_its_run_and_the_same_command_goes_on(series: Series) -> None:
+def test_an_interrupted_sweep_has_saved_its_run_and_the_same_command_goes_on(series: Series) -> None:
     millrace = under(series.server, series.root)  # it has data and start model
     process, spec = held_sweep(millrace, *UNTRACKED)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     stopped = ended(process)
     assert stopped.code == 75, stopped.err
     assert "Traceback" not in stopped.err
