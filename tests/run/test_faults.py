@@ -116,7 +116,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 
 @pytest.mark.needs_ray
 def test_lost_and_stopped_ranks_and_a_host_without_memory(two_ranks: SmallRun, tmp_path: Path) -> None:
-    run = small(tmp_path, *RAY, "runtime.deadlines.generate_s=15", steps=STEPS)
+    run = small(tmp_path, *RAY, "runtime.deadlines.generate_s=15", "runtime.deadlines.update_s=15", steps=STEPS)
     short = {"RAY_memory_usage_threshold": "0.001", "RAY_memory_monitor_refresh_ms": "100"}
     found = disturb(
         run,
