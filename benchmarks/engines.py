@@ -24,13 +24,13 @@ from benchmarks.grpo_step import draw_lengths
 from benchmarks.limits import wait_for
 from benchmarks.measured import write_result
 from benchmarks.shapes import SHAPES, make_model
+from rlcore.batching.pack import pack
 from rlcore.config import ModelConfig, RunConfig
 from rlcore.config.data import FilterConfig
 from rlcore.config.rollout import RolloutConfig
 from rlcore.models.load import load_policy
 from rlcore.rollout.engine import SamplingRequest, build_engine, requests_for
-from rlcore.types import Prompt, Rollout
-from rlcore.workers.canary import mean_difference, packed_probe
+from rlcore.types import Prompt, Rollout, Score
 
 
 def main() -> None:
@@ -122,10 +122,10 @@ def drawn_requests(arguments: argparse.Namespace, *, vocab_size: int) -> list[Sa
 
 @torch.no_grad()
 def _difference(policy: Any, rollouts: Sequence[Rollout], device: torch.device) -> float:
-    batch = packed_probe(rollouts)
+    batch = pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
     inputs = (batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.target_ids, batch.loss_mask)
     found = policy(*(tensor.to(device) for tensor in inputs), temperature=1.0, entropy="none")
-    return mean_difference(batch, found.logprobs.cpu())
+    return float((batch.behavior_logprobs - found.logprobs.cpu())[batch.loss_mask].abs().mean())
 
 
 if __name__ == "__main__":

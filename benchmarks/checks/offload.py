@@ -6,9 +6,10 @@ import torch
 
 from benchmarks.checks.rig import Rig, Verdict
 from benchmarks.checks.short_memory import COMPARED, weights_norm
+from rlcore.batching.pack import pack
 from rlcore.config.algo import OptimConfig
 from rlcore.models.optim import MOMENTS, build_optimizer
-from rlcore.workers.canary import packed_probe
+from rlcore.types import Score
 from rlcore.workers.worker import Worker
 
 NUM_UPDATES = 4
@@ -65,7 +66,8 @@ def _step(rig: Rig, overrides: tuple[str, ...]) -> dict[str, Any]:
     on_gpu = rig.device.type == "cuda"
     rig.group.each(_put_to_sleep)
     held = torch.cuda.memory_allocated() / 1e9 if on_gpu else 0.0
-    answers = packed_probe(result.experience.rollouts)
+    rollouts = result.experience.rollouts
+    answers = pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
     return {
         "reference": rig.group.each(Worker.ref_logprobs, answers, NUM_UPDATES)[0],
         "numbers": {name: result.metrics[name] for name in COMPARED if name in result.metrics}

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from rlcore.batching.pack import pack
 from rlcore.config import ModelConfig, SamplingConfig
 from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError, WorkerLostError
@@ -27,8 +28,7 @@ from rlcore.rollout.vllm.engine import VllmEngine
 from rlcore.rollout.vllm.short import runner_obstacle, runner_of
 from rlcore.rollout.vllm.start import EngineShape
 from rlcore.rollout.vllm.weights import SentWeights
-from rlcore.types import Prompt, Rollout
-from rlcore.workers.canary import packed_probe
+from rlcore.types import Prompt, Rollout, Score
 
 CPU = torch.device("cpu")
 VOCAB, END = 96, 1
@@ -104,7 +104,7 @@ def differing(engine: VllmEngine, weights: Iterable[tuple[str, Tensor]]) -> list
 def mean_difference(directory: Path, rollouts: list[Rollout], temperature: float) -> float:
     """Mean |engine's - trainer's| log-probability of the sampled tokens."""
     policy = load_policy(directory, model=ModelConfig(), device=CPU)
-    batch = packed_probe(rollouts)
+    batch = pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
     with torch.no_grad():
         inputs = (batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.target_ids, batch.loss_mask)
         found = policy(*inputs, temperature=temperature, entropy="none").logprobs
