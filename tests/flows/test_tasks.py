@@ -1,5 +1,6 @@
 """Stages as Prefect tasks: a flow run that is tried again runs them again; what is done is known from the disk."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,14 @@ from pathlib import Path
 import pytest
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterId,
+    FlowRunFilterName,
+    LogFilter,
+    LogFilterFlowRunId,
+    LogFilterLevel,
+)
 from prefect.flow_engine import run_flow
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
@@ -26,6 +34,8 @@ from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun
 from flows.work.results import PipelineResult, Recorded
 from rlcore.config.fingerprint import run_id
+from rlcore.errors import ConfigError
+from tests.flows.conftest import wait_until
 
 pytestmark = pytest.mark.prefect
 
@@ -74,6 +84,39 @@ def test_a_flow_run_that_is_tried_again_runs_its_stages_again(
     assert on_disk == [0, 1]
     tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
     assert {task.name for task in tasks} <= {"stage {of} a run"}
+
+
+@flow
+def mistaken(ours: bool) -> None:
+    def fail() -> None:
+        raise ConfigError("optim.lr: must be greater than 0; got -1") if ours else ValueError("unforeseen")
+
+    as_task(Stage("stage", "stage", fail, str))
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_mistake_is_its_message_in_state_and_log_and_a_fault_has_its_traceback(
+    client: SyncPrefectClient, ours: bool
+) -> None:
+    run = client.create_flow_run(mistaken, parameters={"ours": ours})
+    with pytest.raises(ValueError, match="optim.lr" if ours else "unforeseen"):
+        run_flow(mistaken, client.read_flow_run(run.id), parameters={"ours": ours})
+    state = client.read_flow_run(run.id).state
+    assert state is not None
+    assert state.message is not None
+    told = "optim.lr: must be greater than 0; got -1" if ours else "unforeseen"
+    assert state.message.endswith(told)
+
+    def errors() -> list[str]:
+        of_this = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[run.id]), level=LogFilterLevel(ge_=logging.ERROR))
+        return [log.message for log in client.read_logs(of_this)]
+
+    wait_until(lambda: any(message.startswith("Finished") for message in errors()), "the log is there")
+    of_exceptions = [message for message in errors() if not message.startswith("Finished")]
+    assert len(of_exceptions) == 2, "of the task and of the flow"
+    for message in of_exceptions:
+        assert (message == told) == ours
+        assert ("Traceback" in message) == (not ours)
 
 
 def test_a_flow_takes_the_settings_that_its_command_has_composed_and_checked(
