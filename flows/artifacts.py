@@ -67,11 +67,7 @@ def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]
     known = run.shown.validations
     known[step] = summary
     shown = sorted(known)[:1] + sorted(known)[1:][-(NUM_VALIDATIONS - 1) :]
-    rows = [
-        {"figure": figure} | {f"step {step}": _with_interval(known[step], figure) for step in shown}
-        for figure in sorted(summary)
-        if not figure.endswith(CI_ENDS)
-    ]
+    rows = _rows({f"step {step}": known[step] for step in shown})
     _show(run, "latest-validation", "table", lambda: json.dumps(rows), f"{run.run_id} at step {step}")
 
 
@@ -98,16 +94,24 @@ def _answer(one: Shown) -> str:
 
 
 def show_validation(run: OpenRun, judgement: Judgement) -> None:
-    """A table of the run's validations: a row for each figure, a column for each validation."""
+    """A table of the run's validations."""
     run.shown.judgements[judgement.name] = judgement
     known = run.shown.judgements.values()
-    figures = sorted({figure for one in known for figure in one.summary if not figure.endswith(CI_ENDS)})
-    rows = [{"figure": figure} | {one.name: _with_interval(one.summary, figure) for one in known} for figure in figures]
+    rows = _rows({one.name: one.summary for one in known})
     steps = ", ".join(f"{one.name}: step {one.step}" for one in known)
     harmless(lambda: create_table_artifact(rows, key=artifact_key(run.run_id, "validation"), description=steps))
 
 
 CI_ENDS = ("/ci_low", "/ci_high")
+
+
+def _rows(summaries: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
+    """A row for each figure, a column for each validation."""
+    figures = sorted({figure for one in summaries.values() for figure in one if not figure.endswith(CI_ENDS)})
+    return [
+        {"figure": figure} | {name: _with_interval(one, figure) for name, one in summaries.items()}
+        for figure in figures
+    ]
 
 
 def _with_interval(summary: Mapping[str, float], figure: str) -> str:
