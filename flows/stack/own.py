@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flows import SOURCE_FOLDER
 from flows.commands.settings import beside_python, with_root
@@ -14,6 +14,10 @@ from flows.server.api import running_prefect
 from rlcore.config.base import FILE_ENDINGS
 from rlcore.config.problems import Problem, settings_error
 from rlcore.errors import MillraceError
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.responses import DeploymentResponse
 
 SLUG = "deploy"
 """Of the schedule that is made here: another one takes its place, and those that people add in the page stay."""
@@ -65,10 +69,8 @@ def _schedule(cron: str | None, timezone: str) -> Any:
     try:
         schedule = CronSchedule(cron=cron, timezone=timezone)
     except ValueError as error:
-        rule, remedy = (
-            "must be five fields of cron, and --timezone a known one",
-            "--cron '0 3 * * *' is each day at 3:00",
-        )
+        rule = "must be five fields of cron, and --timezone a known one"
+        remedy = "--cron '0 3 * * *' is each day at 3:00"
         raise settings_error([Problem("--cron", rule, f"{cron!r} in {timezone}", remedy)]) from error
     return DeploymentScheduleCreate(schedule=schedule, active=True, slug=SLUG)
 
@@ -76,28 +78,21 @@ def _schedule(cron: str | None, timezone: str) -> Any:
 def _apply(settings: RunSettings, name: str, schedule: Any, root: Path) -> tuple[str, str]:
     """Its name with that of its flow, and where its page is."""
     from prefect.client.orchestration import get_client
-    from prefect.exceptions import ObjectNotFound
 
     from flows.stack.deploy import MODEL, OWN, copied
 
     full = f"{MODEL.partition('/')[0]}/{name}"
     with get_client(sync_client=True) as client:
-        try:
-            model = client.read_deployment_by_name(MODEL)
-        except ObjectNotFound:
+        model, known = _known(client, MODEL), _known(client, full)
+        if model is None:
             raise MillraceError(
                 f"the Prefect server at {client.api_url} has no deployment {MODEL}. `millrace up` applies them."
-            ) from None
-        try:
-            known = client.read_deployment_by_name(full)
-        except ObjectNotFound:
-            known = None
+            )
         if known is not None and OWN not in known.tags:
             raise MillraceError(f"{full}: is a deployment of Millrace's own. Give another name by --name.")
         # Prefect forgets the schedules of a deployment that is made anew.
         before = [] if known is None else [copied(one) for one in known.schedules]
-        schedules = [one for one in before if schedule is None or one.slug != SLUG]
-        schedules += [] if schedule is None else [schedule]
+        kept = [one for one in before if schedule is None or one.slug != SLUG]
         made = client.create_deployment(
             flow_id=model.flow_id,
             name=name,
@@ -108,7 +103,7 @@ def _apply(settings: RunSettings, name: str, schedule: Any, root: Path) -> tuple
             },
             description=f"`{settings.experiment}`, deployed by `millrace deploy`.",
             tags=[OWN],
-            schedules=schedules,
+            schedules=kept if schedule is None else [*kept, schedule],
             path=model.path,
             entrypoint=model.entrypoint,
             pull_steps=model.pull_steps,
@@ -117,3 +112,12 @@ def _apply(settings: RunSettings, name: str, schedule: Any, root: Path) -> tuple
             parameter_openapi_schema=model.parameter_openapi_schema,
         )
     return full, f"deployments/deployment/{made}"
+
+
+def _known(client: "SyncPrefectClient", name: str) -> "DeploymentResponse | None":
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        return client.read_deployment_by_name(name)
+    except ObjectNotFound:
+        return None
