@@ -9,6 +9,7 @@ from pathlib import Path
 from prefect.artifacts import Artifact, create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.client.schemas.objects import Artifact as Made
 from prefect.logging import get_run_logger
 
 from flows.live import Shown, last_answers
@@ -44,6 +45,7 @@ def _show(run: OpenRun, what: str, kind: str, data: Callable[[], object], descri
         known = run.shown.artifacts.get(key)
         if known is None:
             made = Artifact(type=kind, key=key, description=description, data=data()).create()
+            assert isinstance(made, Made)  # no event loop runs here, so it was made before the call returned
             run.shown.artifacts[key] = made.id
             return
         with get_client(sync_client=True) as client:

@@ -27,7 +27,7 @@ ALONE = {
 }
 """Metrics that have a curve of their own, by its title."""
 MOST_ANSWERS = 6
-"""Answers that are shown; so many that their prompts differ as a rule."""
+"""Answers that are shown, each to another prompt."""
 MOST_CHARACTERS = 600
 """Of a prompt's end and of an answer's beginning."""
 
@@ -88,7 +88,8 @@ def last_answers(layout: RunLayout) -> list[Shown]:
     """The newest answers on record, the newest first; they are written at the end of each chunk."""
     for part in sorted(_times(parts_of(layout.answers)), key=lambda part: -part[1])[:1]:
         with suppress(OSError, DataError):  # it is deleted at this moment
-            return [_shown(row) for row in reversed(_last_rows(part[0]))]
+            newest = {row["prompt_id"]: row for row in _last_rows(part[0])}
+            return [_shown(row) for row in list(newest.values())[: -MOST_ANSWERS - 1 : -1]]
     return []
 
 
@@ -103,8 +104,8 @@ def _last_rows(part: Path) -> list[dict[str, Any]]:
 
     with pq.ParquetFile(part) as file:
         group = file.metadata.num_row_groups - 1
-        rows = file.read_row_group(group, columns=["step", "validation", "score", "prompt", "answer"])
-    found: list[dict[str, Any]] = rows.slice(max(0, rows.num_rows - MOST_ANSWERS)).to_pylist()
+        rows = file.read_row_group(group, columns=["prompt_id", "step", "validation", "score", "prompt", "answer"])
+    found: list[dict[str, Any]] = rows.to_pylist()
     return found
 
 

@@ -31,7 +31,7 @@ def add_steps(layout: RunLayout, *steps: int, reward: float = 0.5) -> None:
 
 def add_answers(layout: RunLayout, step: int, **more: str) -> None:
     writer = AnswerWriter(layout.answers, AnswersConfig())
-    rows = [row | more for row in Made(step).of_step(step).to_pylist()]
+    rows = [row | more for row in Made(step, groups=8).of_step(step).to_pylist()]
     writer.add(pa.Table.from_pylist(rows, schema=SCHEMA))
     writer.begin_part()
     writer.settle()
@@ -82,6 +82,8 @@ def test_the_last_answers_are_few_and_short(layout: RunLayout) -> None:
     found = last_answers(layout)
     assert len(found) == MOST_ANSWERS
     assert {one.step for one in found} == {2}
+    add_answers(layout, 3)
+    assert len({one.prompt for one in last_answers(layout)}) > 1
     assert all(len(text) == MOST_CHARACTERS + 2 for one in found for text in (one.prompt, one.answer))
 
 
@@ -118,14 +120,14 @@ def test_the_page_follows_the_run_without_a_reload(layout: RunLayout, tmp_path: 
     add_steps(layout, 1)
     with served(layout.root) as url, open_tab(tmp_path / "profile") as tab:
         tab.call("Page.navigate", url=f"{url}live")
-        tab.wait("document.querySelector('#state').innerText.includes('step 1 of')")
+        tab.wait("document.querySelector('#state')?.innerText.includes('step 1 of')")
         tab.value("window.stays = true")
         assert tab.value("document.querySelector('#none').hidden") is False
         before = tab.value("document.querySelector('#curves img').src")
 
         add_steps(layout, 2, 3, reward=0.75)
         add_answers(layout, 3, answer=HOSTILE)
-        tab.wait("document.querySelector('#state').innerText.includes('step 3 of')")
+        tab.wait("document.querySelector('#state')?.innerText.includes('step 3 of')")
         assert "reward 0.75" in tab.texts("#state")[0]
         tab.wait("document.querySelectorAll('.answer').length === 6")
         assert tab.texts(".answer .verbatim")[1] == HOSTILE
