@@ -1,32 +1,27 @@
 """What the Prefect UI shows of a run while it goes on, and after. None of it may stop the run."""
 
-import base64
+import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from uuid import UUID
 
-from prefect.artifacts import (
-    create_link_artifact,
-    create_markdown_artifact,
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import Artifact, create_link_artifact, create_markdown_artifact, create_table_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.client.schemas.objects import Artifact as Made
 from prefect.logging import get_run_logger
 
+from flows.live import Shown, last_answers
 from flows.server.watch import few_retries
 from flows.work.open_run import OpenRun
 from flows.work.results import Judgement
 from flows.work.runs import Comparison
 from rlcore.checkpoint.catalog import scan
-from rlcore.tracking.journal import read_journal
 
 BYTES_PER_MB = 1e6
 NUM_VALIDATIONS = 4
 """Columns of the table of a run's latest validations; the first one is of step 0."""
-REWARD = "critic/score/mean"
 LEFT_ALONE_S = 30.0
 """A server that was away."""
 
@@ -42,20 +37,31 @@ def artifact_key(of: str, what: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", f"{of}-{what}".lower()).strip("-")
 
 
+def _show(run: OpenRun, what: str, kind: str, data: Callable[[], object], description: str | None = None) -> None:
+    """An artifact of the run, made once by this process and changed from then on: the server keeps no history of it."""
+    key = artifact_key(run.run_id, what)
+
+    def show() -> None:
+        known = run.shown.artifacts.get(key)
+        if known is None:
+            made = Artifact(type=kind, key=key, description=description, data=data()).create()
+            assert isinstance(made, Made)  # no event loop runs here, so it was made before the call returned
+            run.shown.artifacts[key] = made.id
+            return
+        with get_client(sync_client=True) as client:
+            client.update_artifact(known, ArtifactUpdate(data=data(), description=description))
+
+    in_passing(run, show)
+
+
 def show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
     """A bar for each stage, one for all its chunks."""
-    in_passing(run, lambda: _show_progress(run, stage, percent, text))
+    _show(run, progress_of(stage), "progress", lambda: percent, text)
 
 
-def _show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
-    known = run.shown.progress.get(stage)
-    if known is not None:
-        update_progress_artifact(known, progress=percent, description=text)
-        return
-    key = artifact_key(run.run_id, f"progress-{stage}")
-    made = create_progress_artifact(percent, key=key, description=text)
-    assert isinstance(made, UUID)
-    run.shown.progress[stage] = made
+def progress_of(stage: str) -> str:
+    """What the bar of a stage is called among the artifacts of its run."""
+    return f"progress-{stage}"
 
 
 def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]) -> None:
@@ -63,48 +69,51 @@ def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]
     known = run.shown.validations
     known[step] = summary
     shown = sorted(known)[:1] + sorted(known)[1:][-(NUM_VALIDATIONS - 1) :]
-    rows = [
-        {"figure": figure} | {f"step {step}": _with_interval(known[step], figure) for step in shown}
-        for figure in sorted(summary)
-        if not figure.endswith(CI_ENDS)
-    ]
-    key = artifact_key(run.run_id, "latest-validation")
-    in_passing(run, lambda: create_table_artifact(rows, key=key, description=f"{run.run_id} at step {step}"))
+    rows = _rows({f"step {step}": known[step] for step in shown})
+    _show(run, "latest-validation", "table", lambda: json.dumps(rows), f"{run.run_id} at step {step}")
 
 
 def show_summary(run: OpenRun, now: str) -> None:
-    """Where the run stands, with a curve of its reward."""
-    key = artifact_key(run.run_id, "summary")
-    in_passing(run, lambda: create_markdown_artifact(_summary(run, now), key=key))
+    """Where the run stands, with its curves and its last answers."""
+    _show(run, "summary", "markdown", lambda: _summary(run, now))
 
 
 def _summary(run: OpenRun, now: str) -> str:
-    records = read_journal(run.layout.journal)
-    training = [(record.step, record.metrics[REWARD]) for record in records if REWARD in record.metrics]
-    held_out = [
-        (record.step, value)
-        for record in records
-        for name, value in record.metrics.items()
-        if name.startswith("val-core/")
-        and name.endswith(f"/reward/mean@{run.config.validation.samples_per_problem}")
-        and not run.config.validation.is_of_suite(name)
-    ]
     page = f"[{run.run_id} in MLflow]({run.shown.mlflow_page})" if run.shown.mlflow_page else ""
-    curve = curve_markdown([("reward in training", training), ("reward on held-out problems", held_out)])
-    return "\n\n".join(part for part in (f"## {run.run_id}", now, curve, page) if part)
+    curves = [f"### {title}\n\n![{title}]({address})" for title, address in run.followed.curves()]
+    answers = [_answer(one) for one in last_answers(run.layout)]
+    head = ["### last answers"] if answers else []
+    return "\n\n".join(part for part in (f"## {run.run_id}", now, page, *curves, *head, *answers) if part)
+
+
+def _answer(one: Shown) -> str:
+    """As a block of code: whatever a model wrote, it is no Markdown."""
+    score = "no score" if one.score is None else f"score {one.score:.3g}"
+    lines = [*one.prompt.splitlines(), "→", *one.answer.splitlines()]
+    return "\n".join(
+        [f"{one.validation or 'training'}, step {one.step}, {score}:", "", *(f"    {line}" for line in lines)]
+    )
 
 
 def show_validation(run: OpenRun, judgement: Judgement) -> None:
-    """A table of the run's validations: a row for each figure, a column for each validation."""
+    """A table of the run's validations."""
     run.shown.judgements[judgement.name] = judgement
     known = run.shown.judgements.values()
-    figures = sorted({figure for one in known for figure in one.summary if not figure.endswith(CI_ENDS)})
-    rows = [{"figure": figure} | {one.name: _with_interval(one.summary, figure) for one in known} for figure in figures]
+    rows = _rows({one.name: one.summary for one in known})
     steps = ", ".join(f"{one.name}: step {one.step}" for one in known)
     harmless(lambda: create_table_artifact(rows, key=artifact_key(run.run_id, "validation"), description=steps))
 
 
 CI_ENDS = ("/ci_low", "/ci_high")
+
+
+def _rows(summaries: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
+    """A row for each figure, a column for each validation."""
+    figures = sorted({figure for one in summaries.values() for figure in one if not figure.endswith(CI_ENDS)})
+    return [
+        {"figure": figure} | {name: _with_interval(one, figure) for name, one in summaries.items()}
+        for figure in figures
+    ]
 
 
 def _with_interval(summary: Mapping[str, float], figure: str) -> str:
@@ -126,7 +135,7 @@ def show_checkpoints(run: OpenRun) -> None:
         }
         for info in scan(run.layout.checkpoints).checkpoints
     ]
-    in_passing(run, lambda: create_table_artifact(rows, key=artifact_key(run.run_id, "checkpoints")))
+    _show(run, "checkpoints", "table", lambda: json.dumps(rows))
 
 
 def show_mlflow_page(run: OpenRun) -> None:
@@ -196,69 +205,3 @@ def harmless(action: Callable[[], object]) -> None:
         action()
     except Exception as error:
         get_run_logger().warning("Prefect did not take an artifact or event: %s", error)
-
-
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 200, 44, 24, 22
-"""Pixels: of the picture, and of its margins for numbers and names."""
-MOST_POINTS = 300
-"""More are not seen, and the picture travels in the artifact's text."""
-COLOURS = ("#3b82f6", "#f97316")
-"""Both are seen on a light page and on a dark one; so is GREY."""
-GREY = "#8b93a1"
-
-Line = Sequence[tuple[int, float]]
-
-
-def curve_markdown(lines: Sequence[tuple[str, Line]]) -> str:
-    """Values over steps, each line with its name; '' where there is nothing to draw."""
-    drawn = [(name, _thinned(points)) for name, points in lines if points]
-    if not drawn:
-        return ""
-    picture = base64.b64encode(curve_svg(drawn).encode()).decode()
-    return f"![{', '.join(name for name, _ in drawn)}](data:image/svg+xml;base64,{picture})"
-
-
-def curve_svg(lines: Sequence[tuple[str, Line]]) -> str:
-    """The picture.
-
-    >>> curve_svg([("reward", [(0, 0.0), (10, 1.0)])]).count("<polyline")
-    1
-    """
-    steps = [step for _, points in lines for step, _ in points]
-    values = [value for _, points in lines for _, value in points]
-    low, high = min(values), max(values)
-    low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
-    first, last = min(steps), max(max(steps), min(steps) + 1)
-
-    def place(step: int, value: float) -> tuple[float, float]:
-        x = LEFT + (step - first) / (last - first) * (WIDTH - LEFT - 8)
-        return round(x, 1), round(TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM), 1)
-
-    bottom = HEIGHT - BOTTOM
-    parts = [
-        f'<path d="M{LEFT} {TOP}V{bottom}H{WIDTH - 8}" fill="none" stroke="{GREY}"/>',
-        _text(LEFT - 4, TOP + 4, f"{high:.3g}", "end"),
-        _text(LEFT - 4, bottom, f"{low:.3g}", "end"),
-        _text(LEFT, HEIGHT - 6, f"step {first}", "start"),
-        _text(WIDTH - 8, HEIGHT - 6, str(last), "end"),
-    ]
-    for number, (name, points) in enumerate(lines):
-        colour = COLOURS[number % len(COLOURS)]
-        places = [place(step, value) for step, value in points]
-        path = " ".join(f"{x},{y}" for x, y in places)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        if len(places) <= 12:  # so few are seen as points; one alone is no line
-            parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in places]
-        parts.append(_text(LEFT + 8 + 200 * number, 12, name, "start", colour))
-    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">{"".join(parts)}</svg>'
-
-
-def _text(x: int, y: int, text: str, anchor: str, colour: str = GREY) -> str:
-    return f'<text x="{x}" y="{y}" font-size="11" fill="{colour}" text-anchor="{anchor}">{text}</text>'
-
-
-def _thinned(points: Line) -> Line:
-    """Every n-th, and the last."""
-    every = -(-len(points) // MOST_POINTS)
-    return [point for index, point in enumerate(points) if index % every == 0 or index == len(points) - 1]

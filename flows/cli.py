@@ -543,6 +543,28 @@ def up(
     command.up(root, wishes)
 
 
+@app.command(
+    epilog=_examples(
+        "millrace deploy mine.yaml",
+        "millrace deploy mine.yaml seed=2 --name mine-2 --cron '0 3 * * *' --timezone Europe/Berlin",
+    )
+)
+def deploy(
+    experiment: Annotated[str, typer.Argument(metavar="FILE", help="An experiment's file, or one's name.")],
+    settings: Settings = None,
+    name: Annotated[str | None, typer.Option(help="Of the deployment.", show_default="the experiment's name")] = None,
+    cron: Annotated[
+        str | None, typer.Option(metavar="'M H D M W'", help="When it runs by itself; none: as before, at first never.")
+    ] = None,
+    timezone: Annotated[str, typer.Option(help="Of --cron.")] = "UTC",
+    root: RootOfRun = None,
+) -> None:
+    """Make a deployment of an experiment in the stack that is up, or bring it up to date. It runs in its worker."""
+    from flows.stack import own
+
+    own.deploy(experiment, settings, name=name, cron=cron, timezone=timezone, root=root)
+
+
 @app.command(epilog=_examples("millrace down"))
 def down(root: Root = ARTIFACTS) -> None:
     """End what `millrace up` has started. Runs save, and go on after the next `up`."""

@@ -4,8 +4,9 @@ Parameters of flows are flat, since Prefect replaces a nested one whole.
 """
 
 import re
+import sys
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated
 
 from pydantic import Field, WithJsonSchema
@@ -75,10 +76,16 @@ class RunSettings:
 def compose_settings(overrides: list[str], experiment: str | None = None, **fields: str | float | None) -> RunSettings:
     """Settings from the command line, or from the parameters of a flow.
 
+    From here on modules are found beside the experiment's file too: so a worker finds them, wherever it was started.
+
     Raises:
         ConfigError: one message with every mistake.
     """
     given = all_overrides(overrides, **fields)
+    named = experiment or split_experiment(tuple(given))[0] or ""
+    folder = str(Path(named).resolve().parent)
+    if named.endswith(FILE_ENDINGS) and folder not in sys.path:
+        sys.path.append(folder)  # the last, so that no file there takes the place of a module of ours
     return RunSettings(in_stack(load_config(given, experiment=experiment)), tuple(given), experiment)
 
 

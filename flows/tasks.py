@@ -16,7 +16,9 @@ from prefect.runtime import flow_run
 from prefect.tasks import Task, exponential_backoff
 
 from flows.artifacts import (
+    artifact_key,
     harmless,
+    progress_of,
     show_checkpoints,
     show_latest_validation,
     show_mlflow_page,
@@ -113,7 +115,7 @@ WARM_START = "warm-start"
 UPDATE_EVERY_S = 5.0
 """Between two updates of the progress artifact; one costs 15 ms."""
 SUMMARY_EVERY_S = 20.0
-"""Between two looks at all of a run: its journal, its checkpoints, the page's curve."""
+"""Between two looks at all of a run: its journal, its answers, its checkpoints."""
 LOG_EVERY_S = 30.0
 """Between two progress lines in the flow run's log."""
 _LEVELS = (("CRITICAL", logging.CRITICAL), ("ERROR", logging.ERROR), ("WARNING", logging.WARNING))
@@ -121,7 +123,7 @@ _LEVELS = (("CRITICAL", logging.CRITICAL), ("ERROR", logging.ERROR), ("WARNING",
 
 def show_start_model(run: OpenRun, model: StartModel) -> None:
     """The bar of a warm start is full at its end, which may come before its last step."""
-    if model.is_over and WARM_START in run.shown.progress:
+    if model.is_over and artifact_key(run.run_id, progress_of(WARM_START)) in run.shown.artifacts:
         show_progress(run, WARM_START, 100.0, f"{model}  done")
 
 
@@ -190,9 +192,10 @@ class RunReporter:
         if is_end or now - self._last_update >= UPDATE_EVERY_S:
             self._last_update = now
             show_progress(self._run, event.stage, 100.0 * event.step / event.total_steps, describe(event))
+        self._look_at_all()
 
     def _look_at_all(self, *, now: bool = False) -> None:
-        """Checkpoints, summary and the way to MLflow, after a checkpoint, but not after each of many."""
+        """Checkpoints, summary and the way to MLflow, but not after each of many steps or checkpoints."""
         shown = self._run.shown
         if not now and time.monotonic() - shown.summary_at < SUMMARY_EVERY_S:
             return

@@ -6,7 +6,10 @@ exactly what `args` holds.
 
 EXIT_RESUMABLE = 75
 """Exit code of a command or trainer that was told to stop: it has saved, and the same command goes on."""
-MODULES_ARE_FOUND = "A module is found in the folder that the command is started in, on PYTHONPATH, or installed"
+MODULES_ARE_FOUND = (
+    "A module is found in the folder that the command is started in, beside the experiment's file, on PYTHONPATH, or "
+    "installed"
+)
 """Remedy where a module that the settings name is not found."""
 
 

@@ -79,7 +79,7 @@ def ui(root: Path, port: int | None) -> None:
     if running is not None:
         store = MlflowStore(tracking_in_stack(TrackingConfig(), root), root)
         print(f"MLflow is up already, by millrace up: {store.runs_url(running.url)}")
-        print(f"Answers: {running.url}/answers/\nLog in with {how_to_log_in(root)}")
+        print(f"{_answers_pages(running.url)}\nLog in with {how_to_log_in(root)}")
         return
     if port is not None and not is_free(port):
         raise MillraceError(
@@ -106,7 +106,7 @@ def ui(root: Path, port: int | None) -> None:
             Service(recipe.name, server.pid, born, recipe.port, recipe.url, recipe.ready_url, str(log_file))
         )
         page = _store_behind(recipe, root, databases).runs_url(recipe.url)
-        print(f"MLflow: {page} (until Ctrl-C; its log: {log_file})\nAnswers: {recipe.url}/answers/")
+        print(f"MLflow: {page} (until Ctrl-C; its log: {log_file})\n{_answers_pages(recipe.url)}")
         print(f"Log in with {how_to_log_in(root)}", flush=True)
         server.wait()
     except KeyboardInterrupt:
@@ -114,6 +114,10 @@ def ui(root: Path, port: int | None) -> None:
     finally:
         if server.poll() is None:
             end_server(psutil.Process(server.pid))
+
+
+def _answers_pages(url: str) -> str:
+    return f"Answers: {url}/answers/\nLive: {url}/answers/live"
 
 
 def _store_behind(recipe: Recipe, root: Path, databases: Databases) -> MlflowStore:

@@ -146,6 +146,21 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
         os.environ.setdefault(name, value)
     if verbose:
         os.environ["PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL"] = "INFO"
+    if (known := running_prefect(root)) is not None:
+        return known
+    home = Path(os.environ.setdefault("PREFECT_HOME", str(root.resolve() / "prefect")))
+    if home not in _servers:
+        _servers[home] = LocalServer(home)
+    os.environ |= _servers[home].environment
+    return PrefectApi(_servers[home].url, home)
+
+
+def running_prefect(root: Path) -> PrefectApi | None:
+    """The server that is there already: named, or recorded under the root. None: one has to be started.
+
+    Raises:
+        MillraceError: a server that was named does not answer.
+    """
     url = os.environ.get("PREFECT_API_URL", "").rstrip("/")
     for home, server in _servers.items():
         if server.url == url:
@@ -159,11 +174,7 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
         os.environ |= {"PREFECT_API_URL": stack.prefect_api_url, CLIENT_LOGIN: login_of(root.resolve())}
         os.environ.setdefault(MLFLOW_PAGE, stack.mlflow_url)
         return PrefectApi(stack.prefect_api_url, None)
-    home = Path(os.environ.setdefault("PREFECT_HOME", str(root.resolve() / "prefect")))
-    if home not in _servers:
-        _servers[home] = LocalServer(home)
-    os.environ |= _servers[home].environment
-    return PrefectApi(_servers[home].url, home)
+    return None
 
 
 def wait_for_prefect(api: PrefectApi) -> None:

@@ -26,7 +26,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Paused, Running
 
-from rlcore.errors import StopRequestedError
+from rlcore.errors import MillraceError, StopRequestedError
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ CONSOLE_GONE = "Execution was aborted by Python system exit call."
 """Prefect's message of a flow run whose worker died before the flow began: rich ends a process that nobody reads."""
 NO_HEARTBEAT = "No heartbeat for 90 s."
 """The message of the automation that calls a run crashed. A server that was away for longer calls a live one so."""
+ENGINE = "prefect.engine"
+"""The logger of the process of a flow run."""
 LEFT = "prefect.flow-run.left"
 """The last event of a suspended run. After a heartbeat the server waits for anything more, and then gives it up."""
 
@@ -233,6 +235,18 @@ def _write_nowhere(console: Any) -> None:
         os.dup2(nowhere, stream)
     os.close(nowhere)
 
+
+def say_mistakes_plainly(record: logging.LogRecord) -> bool:
+    """An error of ours is its message, in the log too: its traceback shows our code, and the mistake is elsewhere."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, MillraceError):
+        return True
+    record.msg, record.args, record.exc_info = str(error), (), None
+    return record.name != ENGINE  # which says once more what the flow run has said
+
+
+for _name in ("prefect.flow_runs", "prefect.task_runs", ENGINE):
+    logging.getLogger(_name).addFilter(say_mistakes_plainly)
 
 if "PREFECT__FLOW_RUN_ID" in os.environ:  # from the import of the flow on, which takes seconds; `watched` is later
     outlive_the_worker()

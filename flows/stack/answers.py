@@ -1,16 +1,20 @@
-"""The page of a root's kept answers: beside MLflow's on its server, behind the same guard and login.
+"""The pages of a root's kept answers and of a run that goes on: beside MLflow's on its server, behind the same guard
+and login.
 
     GET /answers/                     the page
     GET /answers/runs                 names of the runs that have answers on record
     GET /answers/find?run=&...        50 answers of a search (`Query.read`), and how many it has found
     GET /answers/one?run=&key=        one answer with its tokens
+    GET /answers/live                 the page of a run that goes on
+    GET /answers/now?run=             its state, curves and last answers; without `run`: of the one that wrote last
 
-The page asks for what it shows; nothing is written. What a model wrote goes out as JSON and into the page as text.
+The pages ask for what they show; nothing is written. What a model wrote goes out as JSON and into the page as text.
 """
 
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from flows.commands.settings import named_run
+from flows.live import Followed, last_answers
+from flows.work.runs import all_runs
+from flows.work.status import status_of
 from rlcore.answers.query import KeptAnswers, Query, finite
 from rlcore.answers.store import LIGHT, parts_of
 from rlcore.answers.tokens import pieces, tokenizer_of
@@ -32,6 +40,8 @@ ROWS = 50
 """Answers that the page asks for at a time."""
 SHOWN = 400
 """Characters of an answer in the list."""
+MOST_RUNS = 200
+"""Runs that the page of a run offers."""
 LISTED = [*LIGHT.names, "answer"]
 
 
@@ -56,6 +66,8 @@ def answers_app(root: Path) -> Starlette:
         "runs": partial(_runs, runs),
         "find": partial(_find, runs),
         "one": partial(_one, runs),
+        "live": _live_page,
+        "now": partial(_now, runs),
     }
     return Starlette(routes=[Route(PREFIX + path, _told(answer)) for path, answer in routes.items()])
 
@@ -66,7 +78,31 @@ class Runs:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._open: dict[str, tuple[threading.Lock, RunLayout, KeptAnswers]] = {}
+        self._followed: dict[str, tuple[threading.Lock, RunLayout, Followed]] = {}
         self._lock = threading.Lock()
+
+    def begun(self) -> list[str]:
+        """All runs, those that wrote last first."""
+        newest: dict[str, float] = {}
+        for folder in all_runs(self._root):
+            for file in (folder / "metrics.jsonl", folder / "settings.json"):
+                with suppress(OSError):
+                    newest.setdefault(folder.name, file.stat().st_mtime)
+        return sorted(newest, key=lambda name: -newest[name])
+
+    def follow(self, name: str) -> tuple[threading.Lock, RunLayout, Followed]:
+        """One of them.
+
+        Raises:
+            DataError: there is no such run, or its settings cannot be read.
+        """
+        with self._lock:
+            if name not in self._followed:
+                if name not in self.begun():
+                    raise DataError(f"run {name!r}: is none of this root")
+                config, layout = named_run([name], self._root)
+                self._followed[name] = (threading.Lock(), layout, Followed(config, layout.journal))
+            return self._followed[name]
 
     def names(self) -> list[str]:
         """Those that have answers on record, the newest first."""
@@ -112,6 +148,24 @@ def _html() -> str:
     from rlcore.report import answers_page
 
     return answers_page()
+
+
+def _live_page(request: Request) -> Response:
+    from rlcore.report import live_page
+
+    return HTMLResponse(live_page())
+
+
+def _now(runs: Runs, request: Request) -> Response:
+    names = runs.begun()[:MOST_RUNS]
+    name = request.query_params.get("run") or next(iter(names), "")
+    if not name:
+        return JSONResponse({"runs": []})
+    lock, layout, followed = runs.follow(name)
+    with lock:
+        curves = followed.curves()
+    found = {"runs": names, **status_of(layout.run_dir).to_json(), "curves": curves}
+    return JSONResponse(finite(found | {"answers": [asdict(one) for one in last_answers(layout)]}))
 
 
 def _runs(runs: Runs, request: Request) -> Response:

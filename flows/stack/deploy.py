@@ -61,6 +61,10 @@ QUEUES: dict[str, int | None] = {"training": 1, "control": None}
 LOST_AFTER = timedelta(seconds=90)
 """Three heartbeats."""
 OUR_POOL = WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL]))
+OWN = "own"
+"""Tag of deployments that `millrace deploy` has made, and no file lists."""
+MODEL = "pipeline/debug"
+"""They are like this one but for name, parameters and schedule."""
 HEARTBEAT_LOST = "millrace: a flow run without a heartbeat has crashed"
 
 
@@ -118,7 +122,7 @@ def _strangers(client: SyncPrefectClient, wanted: list[dict[str, Any]]) -> list[
     found = []
     for one in client.read_deployments(work_pool_filter=OUR_POOL):
         entrypoint = one.entrypoint or ""
-        if entrypoint.partition(":")[0] in files and (entrypoint, one.name) not in listed:
+        if OWN not in one.tags and entrypoint.partition(":")[0] in files and (entrypoint, one.name) not in listed:
             found.append(f"{client.read_flow(one.flow_id).name}/{one.name}")
     return sorted(found)
 
@@ -171,12 +175,16 @@ NOTHING = {"type": "null"}
 
 
 def ease_forms(client: SyncPrefectClient, pool: WorkPoolFilter) -> None:
-    """Ask for the values themselves. `prefect deploy` writes forms that ask for a value's type first, then for it."""
+    """Ask for the values themselves. `prefect deploy` writes forms that ask for a value's type first, then for it.
+
+    The form of people's own deployments becomes that of the present version.
+    """
+    newest = client.read_deployment_by_name(MODEL).parameter_openapi_schema
     for deployment in client.read_deployments(deployment_filter=DeploymentFilter(), work_pool_filter=pool):
-        schema = deployment.parameter_openapi_schema
+        schema = newest if OWN in deployment.tags else deployment.parameter_openapi_schema
         if schema:
             eased = eased_schema(schema)
-            if eased != schema:
+            if eased != deployment.parameter_openapi_schema:
                 client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=eased))
 
 
@@ -216,7 +224,7 @@ def put_back(client: SyncPrefectClient, pool: WorkPoolFilter, before: Known) -> 
         for schedule in was.schedules:
             same = _same(schedule, now.schedules)
             if same is None:
-                client.create_deployment_schedules(now.id, [_copy(schedule)])
+                client.create_deployment_schedules(now.id, [copied(schedule)])
             elif same.active != schedule.active:
                 # Without its parameters Prefect 3.7 forgets them.
                 client.update_deployment_schedule(now.id, same.id, active=schedule.active, parameters=same.parameters)
@@ -227,7 +235,8 @@ def _same(schedule: DeploymentSchedule, among: list[DeploymentSchedule]) -> Depl
     return next((one for one in among if one.id == schedule.id or (one.slug and one.slug == schedule.slug)), None)
 
 
-def _copy(schedule: DeploymentSchedule) -> DeploymentScheduleCreate:
+def copied(schedule: DeploymentSchedule) -> DeploymentScheduleCreate:
+    """The same, to be made again."""
     return DeploymentScheduleCreate(
         schedule=schedule.schedule,
         active=schedule.active,

@@ -73,6 +73,9 @@ def prefect_recipe(root: Path, databases: Databases, port: int | None, state: St
         "PREFECT_UI_API_URL": "/api",  # of the page's own origin, whatever tunnel it came through
         # Without it a slot of a holder that was killed stays taken for ever once the server is started anew.
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+        # So that `--watch` shows a run's log, and why it has failed.
+        "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
+        "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
         PREFECT_DATABASE: databases.prefect,
     }
     return Recipe("prefect", _serve("prefect", port), environment, port, url, f"{url}/api/health")

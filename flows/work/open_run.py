@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from uuid import UUID
 
 from data.tasks import input_digests, inputs_of
+from flows.live import Followed
 from flows.work.protocol import Event
 from flows.work.results import Judgement, anchored, settings_text
 from flows.work.slots import Claim
@@ -28,13 +29,13 @@ are delivered."""
 
 @dataclass(slots=True)
 class Shown:
-    """What Prefect shows of the run: a bar for each stage, validations, its page in MLflow once known.
+    """What Prefect shows of the run: artifacts by key, validations, its page in MLflow once known.
 
     `validations`: in training, by step. `judgements`: by name. `summary_at`: when the summary was last written.
     `again_at`: when a server that was away is asked again.
     """
 
-    progress: dict[str, UUID] = field(default_factory=dict)
+    artifacts: dict[str, UUID] = field(default_factory=dict)
     validations: dict[int, Mapping[str, float]] = field(default_factory=dict)
     judgements: dict[str, Judgement] = field(default_factory=dict)
     mlflow_page: str = ""
@@ -58,6 +59,7 @@ class OpenRun:
         self.title = title or config.name
         self.layout = RunLayout.of(config)
         self.shown = Shown()
+        self.followed = Followed(config, self.layout.journal)
         self.has_lineage = False
         """Whether this process has noted where the run comes from."""
         stop_wait_s = config.runtime.stop_deadline_s + END_WAIT_S

@@ -266,14 +266,9 @@ def step_of(config: RunConfig, checkpoint: str) -> int:
     return checkpoint_store(config).step_of(checkpoint, verify=False)
 
 
-def validation_file(layout: RunLayout, name: str) -> Path:
-    """Where a validation's answers are."""
-    return layout.validation / f"{name}.json"
-
-
 def known_judgement(config: RunConfig, layout: RunLayout, name: str, step: int) -> Judgement | None:
     """A validation of this step that was made with these settings."""
-    file = validation_file(layout, name)
+    file = layout.validation / f"{name}.json"
     try:
         known = ValidationResult.read(file)
     except DataError:

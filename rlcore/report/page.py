@@ -201,6 +201,11 @@ def answers_page() -> str:
     return scripted_page("answers.html.j2", "answers.js.j2")
 
 
+def live_page() -> str:
+    """The page that asks its server, again and again, how a run stands."""
+    return scripted_page("live.html.j2", "live.js.j2")
+
+
 def report_page(report: doc.Report) -> str:
     """A report as one HTML file."""
     return page("report.html.j2", report=report)

@@ -58,11 +58,11 @@ def nothing_left_running() -> Iterator[None]:
     _started.clear()
 
 
-def start(command: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[str]":
-    """A command in this checkout, in a session of its own."""
+def start(command: Sequence[str], environment: Mapping[str, str], folder: Path = REPOSITORY) -> "subprocess.Popen[str]":
+    """A command in this checkout or another folder, in a session of its own."""
     process = subprocess.Popen(
         command,
-        cwd=REPOSITORY,
+        cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -74,6 +74,16 @@ def test_mistakes_fail_the_flow_run_with_the_command_lines_message(stack: Stack,
     assert "Did you mean optim.lr?" in stack.run(of_a_sweep)["state"]["message"]
     assert not (stack.root / "runs").exists()
     assert not (stack.root / "sweeps").exists()
+    watched = stack.prefect("deployment", "run", "pipeline/debug", "--watch", "-p", f"overrides={json.dumps(wrong)}")
+    assert watched.returncode == 1
+    assert "Did you mean trainer.total_steps?" in watched.stdout, "the reason is told"
+    for lines in (watched.stdout, *messages_of(stack, run, of_a_sweep)):
+        assert "Traceback" not in lines
+
+
+def messages_of(stack: Stack, *runs: str) -> list[str]:
+    """Lines of the logs of flow runs."""
+    return [str(one["message"]) for one in stack.api.filter("logs", logs={"flow_run_id": {"any_": list(runs)}})]
 
 
 # ---------------------------------------------------------------------- by a clock
@@ -290,6 +300,5 @@ def test_the_log_of_ray_workers_is_in_the_flow_runs_log(stack: Stack) -> None:
     loud = "algo.policy_loss=tests.flows.spoken:speaks"
     run = stack.start("train/local", overrides=["name=on_ray", *TINY, "runtime=ray", loud])
     stack.wait(run, "COMPLETED")
-    logs = stack.api.filter("logs", logs={"flow_run_id": {"any_": [run]}})
-    lines = [str(one["message"]) for one in logs]
+    lines = messages_of(stack, run)
     assert any(re.search(r"pid=\d+.*a worker speaks", line) for line in lines), lines

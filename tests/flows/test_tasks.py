@@ -1,5 +1,6 @@
 """Stages as Prefect tasks: a flow run that is tried again runs them again; what is done is known from the disk."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun
 from flows.work.results import PipelineResult, Recorded
 from rlcore.config.fingerprint import run_id
+from rlcore.errors import ConfigError
 
 pytestmark = pytest.mark.prefect
 
@@ -74,6 +76,35 @@ def test_a_flow_run_that_is_tried_again_runs_its_stages_again(
     assert on_disk == [0, 1]
     tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))
     assert {task.name for task in tasks} <= {"stage {of} a run"}
+
+
+@flow
+def mistaken(ours: bool) -> None:
+    def fail() -> None:
+        raise ConfigError("optim.lr: must be greater than 0; got -1") if ours else ValueError("unforeseen")
+
+    as_task(Stage("stage", "stage", fail, str))
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_mistake_is_its_message_in_state_and_log_and_a_fault_has_its_traceback(
+    client: SyncPrefectClient, caplog: pytest.LogCaptureFixture, ours: bool
+) -> None:
+    run = client.create_flow_run(mistaken, parameters={"ours": ours})
+    with pytest.raises(ValueError, match="optim.lr" if ours else "unforeseen"):
+        run_flow(mistaken, client.read_flow_run(run.id), parameters={"ours": ours})
+    state = client.read_flow_run(run.id).state
+    assert state is not None
+    assert state.message is not None
+    told = "optim.lr: must be greater than 0; got -1" if ours else "unforeseen"
+    assert state.message.endswith(told)
+
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    said = [record for record in errors if not record.getMessage().startswith("Finished in state")]
+    assert [record.name for record in said] == ["prefect.task_runs", "prefect.flow_runs"]
+    for record in said:
+        assert (record.getMessage() == told) == ours
+        assert (record.exc_info is None) == ours
 
 
 def test_a_flow_takes_the_settings_that_its_command_has_composed_and_checked(

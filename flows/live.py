@@ -1,0 +1,183 @@
+"""A run as it stands: curves of its journal, its last answers. For the page that follows it and Prefect's artifacts.
+
+What is given out is bounded, whatever the run's length, and holds no setting: settings may name places and people.
+"""
+
+import base64
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlcore.answers.store import parts_of
+from rlcore.config import RunConfig
+from rlcore.errors import DataError
+from rlcore.run.layout import RunLayout
+from rlcore.storage.documents import open_ordinary
+from rlcore.tracking.journal import StepRecord, iter_lines
+
+REWARD = "critic/score/mean"
+ALONE = {
+    "answer length, tokens": "response_length/mean",
+    "entropy, nats a token": "actor/entropy",
+    "gradient norm": "actor/grad_norm",
+    "tokens a second": "perf/throughput",
+}
+"""Metrics that have a curve of their own, by its title."""
+MOST_ANSWERS = 6
+"""Answers that are shown, each to another prompt."""
+MOST_CHARACTERS = 600
+"""Of a prompt's end and of an answer's beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """An answer as it is shown, `prompt` and `answer` shortened. `validation`: its name; None: of training."""
+
+    step: int
+    validation: str | None
+    score: float | None
+    prompt: str
+    answer: str
+
+
+class Followed:
+    """The curves of a run that goes on: each look reads what its journal has got since the last one."""
+
+    def __init__(self, config: RunConfig, journal: Path) -> None:
+        self._config, self._journal = config, journal
+        self._offset = 0
+        self._points: dict[str, dict[int, float]] = {}
+
+    def curves(self) -> list[tuple[str, str]]:
+        """Title and picture of each curve that has values; a run without a journal has none."""
+        with suppress(FileNotFoundError):
+            self._look()
+        held_out = next((name for name in self._points if self._is_held_out(name)), "")
+        lines = {"reward": {"in training": REWARD, "on held-out problems": held_out}}
+        lines |= {title: {title: metric} for title, metric in ALONE.items()}
+        drawn = [
+            (title, picture([(name, sorted(self._points.get(metric, {}).items())) for name, metric in those.items()]))
+            for title, those in lines.items()
+        ]
+        return [(title, address) for title, address in drawn if address]
+
+    def _look(self) -> None:
+        with open_ordinary(self._journal) as file:
+            if os.fstat(file.fileno()).st_size < self._offset:  # cut: the run goes on from an older checkpoint
+                self._offset, self._points = 0, {}
+            for record, end in iter_lines(file.fileno(), self._offset):
+                self._offset = end
+                if isinstance(record, StepRecord):
+                    self._add(record)
+
+    def _add(self, record: StepRecord) -> None:
+        for name, value in record.metrics.items():
+            if name == REWARD or name in ALONE.values() or self._is_held_out(name):
+                self._points.setdefault(name, {})[record.step] = value
+
+    def _is_held_out(self, name: str) -> bool:
+        validation = self._config.validation
+        ours = name.startswith("val-core/") and name.endswith(f"/reward/mean@{validation.samples_per_problem}")
+        return ours and not validation.is_of_suite(name)
+
+
+def last_answers(layout: RunLayout) -> list[Shown]:
+    """The newest answers on record, the newest first; they are written at the end of each chunk."""
+    for part in sorted(_times(parts_of(layout.answers)), key=lambda part: -part[1])[:1]:
+        with suppress(OSError, DataError):  # it is deleted at this moment
+            newest = {row["prompt_id"]: row for row in _last_rows(part[0])}
+            return [_shown(row) for row in list(newest.values())[: -MOST_ANSWERS - 1 : -1]]
+    return []
+
+
+def _times(parts: Sequence[Path]) -> Iterator[tuple[Path, float]]:
+    for part in parts:
+        with suppress(OSError):
+            yield part, part.stat().st_mtime
+
+
+def _last_rows(part: Path) -> list[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(part) as file:
+        group = file.metadata.num_row_groups - 1
+        rows = file.read_row_group(group, columns=["prompt_id", "step", "validation", "score", "prompt", "answer"])
+    found: list[dict[str, Any]] = rows.to_pylist()
+    return found
+
+
+def _shown(row: Mapping[str, Any]) -> Shown:
+    prompt, answer = str(row["prompt"] or ""), str(row["answer"])
+    return Shown(
+        step=row["step"],
+        validation=row["validation"],
+        score=row["score"],
+        prompt=prompt if len(prompt) <= MOST_CHARACTERS else f"… {prompt[-MOST_CHARACTERS:]}",
+        answer=answer if len(answer) <= MOST_CHARACTERS else f"{answer[:MOST_CHARACTERS]} …",
+    )
+
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 200, 44, 24, 22
+"""Pixels: of the picture, and of its margins for numbers and names."""
+MOST_POINTS = 300
+"""More are not seen, and the picture travels in the artifact's text."""
+COLOURS = ("#3b82f6", "#f97316")
+"""Both are seen on a light page and on a dark one; so is GREY."""
+GREY = "#8b93a1"
+
+Line = Sequence[tuple[int, float]]
+
+
+def picture(lines: Sequence[tuple[str, Line]]) -> str:
+    """The address of a picture of values over steps, each line with its name; '' where there is nothing to draw."""
+    drawn = [(name, _thinned(points)) for name, points in lines if points]
+    return f"data:image/svg+xml;base64,{base64.b64encode(curve_svg(drawn).encode()).decode()}" if drawn else ""
+
+
+def curve_svg(lines: Sequence[tuple[str, Line]]) -> str:
+    """The picture itself.
+
+    >>> curve_svg([("reward", [(0, 0.0), (10, 1.0)])]).count("<polyline")
+    1
+    """
+    steps = [step for _, points in lines for step, _ in points]
+    values = [value for _, points in lines for _, value in points]
+    low, high = min(values), max(values)
+    low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
+    first, last = min(steps), max(max(steps), min(steps) + 1)
+
+    def place(step: int, value: float) -> tuple[float, float]:
+        x = LEFT + (step - first) / (last - first) * (WIDTH - LEFT - 8)
+        return round(x, 1), round(TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM), 1)
+
+    bottom = HEIGHT - BOTTOM
+    parts = [
+        f'<path d="M{LEFT} {TOP}V{bottom}H{WIDTH - 8}" fill="none" stroke="{GREY}"/>',
+        _text(LEFT - 4, TOP + 4, f"{high:.3g}", "end"),
+        _text(LEFT - 4, bottom, f"{low:.3g}", "end"),
+        _text(LEFT, HEIGHT - 6, f"step {first}", "start"),
+        _text(WIDTH - 8, HEIGHT - 6, str(last), "end"),
+    ]
+    for number, (name, points) in enumerate(lines):
+        colour = COLOURS[number % len(COLOURS)]
+        places = [place(step, value) for step, value in points]
+        path = " ".join(f"{x},{y}" for x, y in places)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        if len(places) <= 12:  # so few are seen as points; one alone is no line
+            parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in places]
+        parts.append(_text(LEFT + 8 + 200 * number, 12, name, "start", colour))
+    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">{"".join(parts)}</svg>'
+
+
+def _text(x: int, y: int, text: str, anchor: str, colour: str = GREY) -> str:
+    return f'<text x="{x}" y="{y}" font-size="11" fill="{colour}" text-anchor="{anchor}">{text}</text>'
+
+
+def _thinned(points: Line) -> Line:
+    """Every n-th, and the last."""
+    every = -(-len(points) // MOST_POINTS)
+    return [point for index, point in enumerate(points) if index % every == 0 or index == len(points) - 1]

@@ -1,0 +1,116 @@
+"""`millrace deploy`: a deployment of one's own experiment, beside Millrace's own in one Prefect server."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data import multiplication
+from flows.server.api import LocalServer
+from tests.flows.conftest import REPOSITORY, Api, Finished, Millrace, ended, start, under
+
+pytestmark = pytest.mark.prefect
+
+OWN = """
+defaults: [debug, {override /data: custom}, _self_]
+name: own
+data: {build: "my_task:build", scorer: "my_task:score", train_size: 20, validation_size: 5}
+"""
+
+
+@pytest.fixture(scope="module")
+def deployed(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Millrace:
+    """The command line with a server that has Millrace's deployments."""
+    command = under(prefect_server, tmp_path_factory.mktemp("deployed"))
+    environment = os.environ | command.environment | {"MILLRACE_ROOT": str(command.root)}
+    subprocess.run([sys.executable, "-m", "flows.stack.deploy"], cwd=REPOSITORY, env=environment, check=True)
+    return command
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """An experiment, and beside it the task that it names."""
+    shutil.copy(multiplication.__file__, tmp_path / "my_task.py")
+    (tmp_path / "own.yaml").write_text(OWN)
+    return tmp_path / "own.yaml"
+
+
+def deploy(deployed: Millrace, file: Path, *words: str) -> Finished:
+    """The command, in the folder of the file."""
+    words = (sys.executable, "-m", "flows.cli", "deploy", file.name, *words, "--root", str(deployed.root))
+    environment = os.environ | deployed.environment | {"PYTHONPATH": str(REPOSITORY)}
+    return ended(start(words, environment, file.parent))
+
+
+def found(api: Api, name: str) -> dict[str, Any]:
+    (one,) = api.filter("deployments", deployments={"name": {"any_": [name]}}, flows={"name": {"any_": ["pipeline"]}})
+    return one
+
+
+def crons(deployment: dict[str, Any]) -> list[tuple[str, str, bool]]:
+    schedules = [(one["schedule"], one["active"]) for one in deployment["schedules"]]
+    return [(schedule["cron"], schedule["timezone"], active) for schedule, active in schedules]
+
+
+def test_it_is_made_and_brought_up_to_date_and_keeps_its_schedule(deployed: Millrace, own: Path, api: Api) -> None:
+    done = deploy(deployed, own, "--cron", "0 3 * * *", "--timezone", "Europe/Berlin")
+    assert (done.code, done.err) == (0, "")
+    assert "deployment pipeline/own, 0 3 * * * (Europe/Berlin): http://" in done.out
+    made, model = found(api, "own"), found(api, "debug")
+    assert made["parameters"] == {"experiment": str(own), "overrides": [], "root": str(deployed.root)}
+    assert crons(made) == [("0 3 * * *", "Europe/Berlin", True)]
+    like = (
+        "flow_id",
+        "entrypoint",
+        "path",
+        "pull_steps",
+        "work_pool_name",
+        "work_queue_name",
+        "enforce_parameter_schema",
+    )
+    assert [made[key] for key in like] == [model[key] for key in like]
+    assert made["parameter_openapi_schema"] == model["parameter_openapi_schema"]
+
+    done = deploy(deployed, own, "seed=2", "--name", "own")
+    again = found(api, "own")
+    assert (again["id"], done.code) == (made["id"], 0)
+    assert again["parameters"]["overrides"] == ["seed=2"]
+    assert crons(again) == crons(made)
+
+    # The next `millrace up` keeps it, and says nothing of it.
+    environment = os.environ | deployed.environment | {"MILLRACE_ROOT": str(deployed.root)}
+    command = [sys.executable, "-m", "flows.stack.deploy"]
+    told = subprocess.run(command, cwd=REPOSITORY, env=environment, check=True, capture_output=True, text=True)
+    assert "pipeline/own" not in told.stdout
+    assert found(api, "own")["parameters"] == again["parameters"]
+    assert crons(found(api, "own")) == crons(made)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["--cron", "0 3 * *"], 2, ["--cron: must be five fields of cron", "got '0 3 * *' in UTC", "'0 3 * * *'"]),
+        (["data.scorer=my_tusk:score"], 2, ["my_tusk:score", "beside the experiment's file"]),
+        (["--name", "debug"], 1, ["pipeline/debug: is a deployment of Millrace's own", "--name"]),
+    ],
+)
+def test_a_mistake_makes_no_deployment(
+    deployed: Millrace, own: Path, api: Api, words: list[str], code: int, told: list[str]
+) -> None:
+    before = api.filter("deployments")
+    done = deploy(deployed, own, *words)
+    assert done.code == code, done.err
+    assert all(part in done.err for part in told), done.err
+    assert "Traceback" not in done.err
+    assert api.filter("deployments") == before
+
+
+def test_without_a_stack_it_says_how_one_is_started(own: Path, bare: Millrace) -> None:
+    done = deploy(bare, own)
+    assert done.code == 1
+    assert f"no Prefect server is up under {bare.root}" in done.err
+    assert "millrace up --root" in done.err
