@@ -2,23 +2,14 @@
 
 Small spaces (the demo's 5,326 problems) are enumerated by a solver, so a request for too many is refused with their
 exact number. In large spaces random equations over random numbers are drawn, in chunks with generators of their own,
-made from (seed, chunk). Chunks are used in order, so the rows do not depend on how many processes drew them.
-
-A drawing process is `python -m data.countdown_problems SETTINGS SEED`: it reads the number of a chunk from each line of
-standard input, and writes its problems as a line of JSON.
+made from (seed, chunk), and used in order.
 """
 
-import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import combinations_with_replacement, count
 from math import comb, gcd, inf
-from pathlib import Path
 
 import numpy as np
 
@@ -40,10 +31,6 @@ _FEW_SHARE = 0.1
 # Every so many chunks: share of new ones among the wanted problems below which the space counts as used up.
 _STALL_CHUNKS = 32
 _STALL_SHARE = 0.01
-# For fewer rows the start of processes costs more time than it saves.
-_MIN_ROWS_FOR_PROCESSES = 50_000
-# Chunks assigned to a process: the current one and the next.
-_CHUNKS_AHEAD = 2
 CHUNK = 4_096
 """Equations drawn together."""
 # Each try finds one for a third of the rows; the rows left have mostly numbers that reach nothing else.
@@ -102,10 +89,8 @@ class Problem:
         return self
 
 
-def generate(settings: CountdownData, seed: int, *, num_processes: int | None = None) -> Mapping[str, list[Problem]]:
+def generate(settings: CountdownData, seed: int) -> Mapping[str, list[Problem]]:
     """Problems of both splits in their final order. No multiset of numbers occurs in both, no problem twice.
-
-    `num_processes` changes the time alone; None: by the number of rows, at most one for each core.
 
     Raises:
         DataError: the settings contradict each other, or allow fewer problems than asked.
@@ -114,7 +99,7 @@ def generate(settings: CountdownData, seed: int, *, num_processes: int | None = 
     if _is_enumerated(settings):
         found = _from_whole_space(settings, seed)
     else:
-        found = _Dealer(settings, seed).deal(_chunks(settings, seed, _processes(settings, num_processes)))
+        found = _Dealer(settings, seed).deal(draw_chunk(settings, seed, chunk) for chunk in count())
     return {split: _shuffled(problems, seed, split) for split, problems in found.items()}
 
 
@@ -407,58 +392,6 @@ def draw_chunk(settings: CountdownData, seed: int, chunk: int) -> list[Problem]:
     ]
 
 
-def _processes(settings: CountdownData, num_processes: int | None) -> int:
-    if num_processes is not None:
-        return num_processes
-    if sum(_sizes(settings).values()) < _MIN_ROWS_FOR_PROCESSES:
-        return 1
-    # The cores that this process may use; all of them where the system has no such call.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _chunks(settings: CountdownData, seed: int, num_processes: int) -> Iterator[list[Problem]]:
-    """Chunk after chunk without end, drawn here or by several processes."""
-    if num_processes == 1:
-        yield from (draw_chunk(settings, seed, chunk) for chunk in count())
-    with ExitStack() as stack:
-        workers = [stack.enter_context(_worker(settings, seed)) for _ in range(num_processes)]
-        for chunk in range(_CHUNKS_AHEAD * num_processes):
-            _assign(workers[chunk % num_processes], chunk)
-        for chunk in count():
-            worker = workers[chunk % num_processes]
-            assert worker.stdout is not None
-            line = worker.stdout.readline()
-            if not line:
-                raise DataError(f"countdown: a drawing process ended (exit code {worker.wait()}); run again")
-            yield [
-                Problem(tuple(numbers), *rest) for numbers, *rest in json.loads(line)
-            ]  # proved where they were drawn
-            _assign(worker, chunk + _CHUNKS_AHEAD * num_processes)
-
-
-@contextmanager
-def _worker(settings: CountdownData, seed: int) -> Iterator[subprocess.Popen[str]]:
-    """Run a drawing process until the end of the block."""
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    with subprocess.Popen(
-        [sys.executable, "-P", "-m", "data.countdown_problems", settings.model_dump_json(), str(seed)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def _assign(worker: subprocess.Popen[str], chunk: int) -> None:
-    assert worker.stdin is not None
-    worker.stdin.write(f"{chunk}\n")
-    worker.stdin.flush()
-
-
 class _Dealer:
     """Deals drawn problems to splits and classes until all quotas are full."""
 
@@ -526,16 +459,3 @@ def _unit_hash(multiset: Multiset, seed: int) -> float:
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     return (state ^ (state >> 31)) / 2**64
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Entry point of a drawing process."""
-    settings, seed = CountdownData.model_validate_json(arguments[0]), int(arguments[1])
-    for line in sys.stdin:
-        problems = [astuple(problem) for problem in draw_chunk(settings, seed, int(line))]
-        sys.stdout.write(json.dumps(problems) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
