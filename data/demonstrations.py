@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from data.schema import ROWS_PER_GROUP
+from data.schema import ROWS_PER_GROUP, provenance_metadata
 from data.sources import Record, records_of
 from data.stage import StageResult, source_digest
 from data.tokenizer import ID_BYTES, PromptTokenizer, encode_whole, tokenizer_fingerprint
-from data.write import RowWriter
+from data.write import parquet_writer
 from rlcore.config import WarmStartConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
@@ -170,13 +170,13 @@ def _fitting(
 
 
 def _write(target: Path, rows: Sequence[Tokenized], facts: Mapping[str, Any]) -> None:
-    with RowWriter(target, _SCHEMA) as writer:
+    with parquet_writer(target, _SCHEMA) as writer:
         for start in range(0, len(rows), ROWS_PER_GROUP):
             batch = rows[start : start + ROWS_PER_GROUP]
             ids = [np.frombuffer(row.ids, dtype=np.int32) for row in batch]
             arrays = [pa.array(ids, _IDS), pa.array([list(row.lengths) for row in batch], _IDS)]
-            writer.write(pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA))
-        writer.describe({**facts, "split": target.stem})
+            writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA))
+        writer.add_key_value_metadata(provenance_metadata({**facts, "split": target.stem}))
 
 
 # ---------------------------------------------------------------------- rows of the file

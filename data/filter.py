@@ -27,12 +27,13 @@ from data.schema import (
     ground_truths_json,
     open_parquet,
     provenance,
+    provenance_metadata,
     read_batches,
     require_row_schema,
 )
 from data.stage import SPLITS, StageResult, publish_mixture, source_digest
 from data.tokenizer import ID_BYTES, PromptTokenizer, ShortWayError, tokenizer_fingerprint
-from data.write import RowWriter, as_svg, summarize, write_filter_card
+from data.write import as_svg, parquet_writer, summarize, write_filter_card
 from rlcore.config.data import FilterConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
@@ -231,15 +232,15 @@ class _Job:
         kept = [column for column in file.schema_arrow if column.name not in dict(_ADDED)]
         schema = pa.schema([*kept, *_ADDED])
         total, done = file.metadata.num_rows, 0
-        with RowWriter(target, schema) as writer:
+        with parquet_writer(target, schema) as writer:
             for batch in read_batches(file, work.source, ROWS_PER_GROUP):
-                writer.write(work.filtered(batch, done, schema))
+                writer.write_batch(work.filtered(batch, done, schema))
                 done += batch.num_rows
                 self.on_progress(work.split, done, total)
             counts = work.own_counts()
             if not counts.get(work.split):
                 work.refuse_empty(counts)
-            writer.describe({**document, "counts": counts})
+            writer.add_key_value_metadata(provenance_metadata({**document, "counts": counts}))
 
 
 @dataclass(frozen=True, slots=True)

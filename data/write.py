@@ -7,7 +7,6 @@ from; the card of a filtered dataset has the lengths of its prompts.
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -24,44 +23,10 @@ from rlcore.errors import DataError
 _NUM_BINS = 24
 
 
-class RowWriter:
-    """Writes a parquet file in a thread: one record batch is compressed while the next is made.
-
-    At most one batch waits, so memory does not grow. Leaving the block closes the file. A failed write is raised there
-    or at the next `write`.
-    """
-
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        # Values hardly repeat, and rows are not selected by value: dictionaries and statistics would be wasted.
-        self._file = pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False, write_statistics=False)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parquet")
-        self._pending: Future[None] | None = None
-
-    def __enter__(self) -> "RowWriter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
-        try:
-            if kind is None:
-                self._wait()
-        finally:
-            self._thread.shutdown()
-            self._file.close()
-
-    def write(self, batch: pa.RecordBatch) -> None:
-        """Hand a batch to the thread."""
-        self._wait()
-        self._pending = self._thread.submit(self._file.write_batch, batch, row_group_size=ROWS_PER_GROUP)
-
-    def describe(self, document: Mapping[str, Any]) -> None:
-        """Put the provenance into the file's metadata."""
-        self._wait()
-        self._file.add_key_value_metadata(provenance_metadata(document))
-
-    def _wait(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
+def parquet_writer(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+    """A writer of row groups. Values hardly repeat, and rows are not selected by value: dictionaries and statistics
+    would be wasted."""
+    return pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=False, write_statistics=False)
 
 
 def write_splits(
@@ -90,15 +55,15 @@ def _write(directory: Path, task: TaskRows, split: str, document: Mapping[str, A
     schema = row_schema(ground_truth_type(first.ground_truth) if kind is None else kind)
     num_rows = 0
     difficulties: Counter[int] = Counter()
-    with RowWriter(directory / f"{split}.parquet", schema) as writer:
+    with parquet_writer(directory / f"{split}.parquet", schema) as writer:
         for batch in _batches(chain([first], rows)):
-            writer.write(_record_batch(batch, task, split, num_rows, schema))
+            writer.write_batch(_record_batch(batch, task, split, num_rows, schema))
             num_rows += len(batch)
             difficulties.update(row.difficulty for row in batch)
         facts = {"split": split, "data_source": task.data_source, "prompt_form": task.prompt_form}
         by_difficulty = {str(difficulty): difficulties[difficulty] for difficulty in sorted(difficulties)}
         counts = {"rows": num_rows, "by_difficulty": by_difficulty}
-        writer.describe({**document, **facts, "counts": counts})
+        writer.add_key_value_metadata(provenance_metadata({**document, **facts, "counts": counts}))
     return num_rows
 
 
