@@ -38,11 +38,9 @@ def _cpu_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in found)
 
 
-def peak_mb(num_children: int = 0) -> float:
-    """Most memory ever held, in MB (1e6 bytes): this process's, and that of its largest child times `num_children`."""
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return round((own + num_children * child) * 1_024 / 1e6, 1)
+def peak_mb() -> float:
+    """Most memory that this process ever held, in MB (1e6 bytes)."""
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1_024 / 1e6, 1)
 
 
 def machine() -> dict[str, Any]:
