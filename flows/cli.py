@@ -531,6 +531,14 @@ def up(
         str | None,
         typer.Option(envvar="MILLRACE_NOTIFY_URL", help="A webhook that is called when a run fails or pauses."),
     ] = None,
+    notify_block: Annotated[
+        str | None,
+        typer.Option(
+            envvar="MILLRACE_NOTIFY_BLOCK",
+            metavar="TYPE/NAME",
+            help="A notification block in Prefect (Slack, mail, ...) that is told the same.",
+        ),
+    ] = None,
 ) -> None:
     """Start Prefect, MLflow and a worker on this machine. The deployments are applied.
 
@@ -539,7 +547,7 @@ def up(
     """
     from flows.stack import command, control
 
-    wishes = control.Wishes(ray, workers, prefect_port, mlflow_port, notify_url)
+    wishes = control.Wishes(ray, workers, prefect_port, mlflow_port, notify_url, notify_block)
     command.up(root, wishes)
 
 
