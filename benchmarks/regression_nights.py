@@ -1,4 +1,4 @@
-"""Whether nights of `millrace regression debug` tell what was planted, and how often one tells that is as before.
+"""Whether a planted regression is told, and how often a night that is as before.
 
     python -m benchmarks.regression_nights                # 8 real nights, some minutes; 200 simulated ones
     python -m benchmarks.regression_nights --root ROOT    # keeps the runs there, and goes on from those
