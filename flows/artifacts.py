@@ -172,6 +172,12 @@ def show_comparison(made: Comparison) -> None:
         show_link(name, "mlflow", made.mlflow_page, "The same runs in MLflow")
 
 
+def show_regression(name: str, summary: str, html: Path) -> None:
+    """The page of an experiment's nights; the key is the same each night."""
+    text = f"{summary}\n\nFull page: `{html}`\n"
+    harmless(lambda: create_markdown_artifact(text, key=artifact_key(f"regression-{name}", "nights")))
+
+
 def show_evaluation(name: str, lines: Sequence[str]) -> None:
     """The table of an evaluation."""
     text = "\n".join(["```", *lines, "```"])

@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from flows import SOURCE_FOLDER
-from flows.commands.settings import Commands, forked, show_settings, with_root
+from flows.commands.settings import SLOWER_BY, Commands, forked, show_settings, with_root
 from rlcore.errors import EXIT_RESUMABLE, ConfigError, MillraceError, StopRequestedError
 from rlcore.run.stop import ONE_WISH_S
 from rlcore.start import collect_rarely
@@ -229,6 +229,26 @@ def evaluate(
     from flows.commands import evaluate as evaluate_command
 
     evaluate_command.run(models, suite, root=root, as_json=json)
+
+
+@app.command(epilog=_examples("millrace regression countdown_demo", "millrace regression countdown_demo --accept"))
+def regression(
+    experiment: Annotated[str, typer.Argument(help="A name in conf/experiment, or the path of a file.")],
+    settings: Settings = None,
+    slower_by: Annotated[float, typer.Option(min=0, help="Share by which a step may take longer.")] = SLOWER_BY,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Run nothing; hold later nights against the newest one, whatever it is.")
+    ] = False,
+    root: RootOfRun = None,
+    json: Annotated[bool, typer.Option("--json", help="The verdict and its figures as JSON.")] = False,
+) -> None:
+    """Run an experiment anew, and judge it against its last good run. Better, same, worse or broken, and its speed.
+
+    Exit code 0 if it is as good as before or the first one, 3 if it is worse or slower, 1 if it is broken.
+    """
+    from flows.commands import regression as regression_command
+
+    regression_command.run(experiment, settings or [], slower_by=slower_by, root=root, take=accept, as_json=json)
 
 
 @app.command(epilog=_examples("millrace report experiment=countdown_demo", "millrace report artifacts/runs/<run id>"))
@@ -531,6 +551,14 @@ def up(
         str | None,
         typer.Option(envvar="MILLRACE_NOTIFY_URL", help="A webhook that is called when a run fails or pauses."),
     ] = None,
+    notify_block: Annotated[
+        str | None,
+        typer.Option(
+            envvar="MILLRACE_NOTIFY_BLOCK",
+            metavar="TYPE/NAME",
+            help="A notification block in Prefect (Slack, mail, ...) that is told the same.",
+        ),
+    ] = None,
 ) -> None:
     """Start Prefect, MLflow and a worker on this machine. The deployments are applied.
 
@@ -539,7 +567,7 @@ def up(
     """
     from flows.stack import command, control
 
-    wishes = control.Wishes(ray, workers, prefect_port, mlflow_port, notify_url)
+    wishes = control.Wishes(ray, workers, prefect_port, mlflow_port, notify_url, notify_block)
     command.up(root, wishes)
 
 

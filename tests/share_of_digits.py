@@ -12,3 +12,8 @@ LEARNING = ("warm_start.enabled=false", "data.scorer=tests.share_of_digits:score
 def score(text: str, ground_truth: Mapping[str, object]) -> float:
     """The share of digits among an answer's characters."""
     return sum(character.isdigit() for character in text) / max(len(text), 1)
+
+
+def half(text: str, ground_truth: Mapping[str, object]) -> float:
+    """Half of it: a scorer that has been changed without anybody meaning to."""
+    return score(text, ground_truth) / 2

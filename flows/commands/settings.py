@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rlcore.run.layout import RunLayout
 
 ROOT = "paths.root="
+SLOWER_BY = 0.1
+"""Default of `millrace regression --slower-by`: a step that takes more than a tenth longer is told."""
 START = "start"
 """In place of a checkpoint: the model that a run has started from."""
 

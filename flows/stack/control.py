@@ -46,6 +46,8 @@ SAID = "millrace: "
 """Before a line of `flows.stack.deploy` that is for people."""
 NOTIFY_URL = "MILLRACE_NOTIFY_URL"
 """Environment of `up`: where failures and pauses are told. Often a secret, so it is on no command line of ours."""
+NOTIFY_BLOCK = "MILLRACE_NOTIFY_BLOCK"
+"""Environment of `up`: the notification block in Prefect that tells people, as `prefect block ls` names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Wishes:
     prefect_port: int | None = None
     mlflow_port: int | None = None
     notify_url: str | None = None
+    notify_block: str | None = None
 
 
 def up(root: Path, wishes: Wishes | None = None) -> StackState:
@@ -97,7 +100,7 @@ def _started(root: Path, state: StackState, wishes: Wishes, databases: Databases
     state = replace(state, mlflow_url=_url(state, "mlflow"), mlflow_version=version("mlflow"))
     if wishes.ray:
         state = _ensure(root, state, "ray", ray_recipe)
-    _set_up_prefect(root, state, wishes.notify_url)
+    _set_up_prefect(root, state, wishes)
     for number in range(1, wishes.workers + 1):
         worker = partial(worker_recipe, root, databases, number)
         state = _ensure(root, state, f"worker-{number}", worker)
@@ -224,12 +227,12 @@ def _end_order(service: Service) -> tuple[int, str]:
     return (0 if _is_worker(service) else ("ray", "mlflow", "prefect").index(service.name) + 1, service.name)
 
 
-def _set_up_prefect(root: Path, state: StackState, notify_url: str | None) -> None:
+def _set_up_prefect(root: Path, state: StackState, wishes: Wishes) -> None:
     """Work pool, queues, automations and deployments, in a process of its own: Prefect reads its settings once."""
     environment = {**os.environ, **prefect_environment(root, state.prefect_api_url), "PYTHONPATH": str(SOURCE_FOLDER)}
     environment["MILLRACE_ROOT"] = str(root)
-    if notify_url is not None:
-        environment[NOTIFY_URL] = notify_url
+    told = {NOTIFY_URL: wishes.notify_url, NOTIFY_BLOCK: wishes.notify_block}
+    environment |= {name: value for name, value in told.items() if value is not None}
     workers = [service for service in state.services if _is_worker(service)]
     are_up = [WORKERS_ARE_UP] if any(service.process() is not None for service in workers) else []
     done = subprocess.run(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -31,7 +32,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import DeploymentSchedule, FlowRun, State, StateType, WorkPool
 from prefect.client.schemas.responses import DeploymentResponse
-from prefect.events.actions import CallWebhook, ChangeFlowRunState
+from prefect.events.actions import CallWebhook, ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
@@ -41,7 +42,7 @@ from pydantic import SecretStr
 
 from flows import SOURCE_FOLDER
 from flows.server.watch import CONSOLE_GONE, NO_HEARTBEAT
-from flows.stack.control import NOTIFY_URL, SAID, WORKERS_ARE_UP
+from flows.stack.control import NOTIFY_BLOCK, NOTIFY_URL, SAID, WORKERS_ARE_UP
 from flows.stack.recipes import POOL
 from flows.work.slots import Slots
 from rlcore.config.compose import experiment_names
@@ -77,8 +78,7 @@ def main() -> None:
         for name, limit in QUEUES.items():
             _ensure_queue(client, name, limit, has_slots=has_slots)
         _ensure_automation(client)
-        if NOTIFY_URL in os.environ:
-            notify(client, os.environ[NOTIFY_URL])
+        notify(client, os.environ.get(NOTIFY_URL), os.environ.get(NOTIFY_BLOCK))
         recovered = recover_lost_runs(client, workers_are_up=WORKERS_ARE_UP in sys.argv)
         before = known_deployments(client, OUR_POOL)
     _deploy()
@@ -249,9 +249,12 @@ def copied(schedule: DeploymentSchedule) -> DeploymentScheduleCreate:
 BLOCK = "millrace-notify"
 ENDED_BADLY = "millrace: tell of a run that failed or waits"
 SHORT_OF_ROOM = "millrace: tell of a run that waits for room on the disk"
+REGRESSED = "millrace: tell of a night that is not as the ones before"
 BAD_ENDS = ("Failed", "Crashed", "TimedOut", "Suspended")
 """Without Paused: our flow runs are Paused only while they wait for room. That is told by the other automation, with
 all that is known, and of runs that no deployment has started too."""
+TOLD_NIGHTS = ("broken", "worse", "slower", "better")
+"""Verdicts of a regression that people are told; better too, since nobody may have meant it."""
 ANY_RUN = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"})
 STARTED_AS_DEPLOYMENT = ResourceSpecification(
     {"prefect.resource.role": "deployment", "prefect.resource.id": "prefect.deployment.*"}
@@ -261,35 +264,71 @@ OF_A_FLOW_RUN = (
     '{"event": {{ event.event | tojson }}, "run": {{ flow_run.name | tojson }}, '
     '"message": {{ (flow_run.state.message or "") | tojson }}, "page": {{ (flow_run | ui_url) | tojson }}}'
 )
-OF_A_TRAINER = (
+OF_A_RUN = (
     '{"event": {{ event.event | tojson }}, "run": {{ event.resource.name | tojson }}, '
     '"message": {{ event.payload.text | tojson }}}'
 )
 """Bodies of the request: JSON, filled in by the server."""
+WORDS_OF_A_FLOW_RUN = (
+    "{{ flow_run.name }}: {{ flow_run.state.name }}",
+    '{{ flow_run.state.message or "" }}\n{{ flow_run | ui_url }}',
+)
+WORDS_OF_A_RUN = ("{{ event.resource.name }}: {{ event.event }}", "{{ event.payload.text }}")
+"""Subject and body of the same for people."""
 
 
-def notify(client: SyncPrefectClient, url: str) -> None:
-    """Call `url` from now on. The server keeps it as a secret."""
+def notify(client: SyncPrefectClient, url: str | None, block: str | None) -> None:
+    """Call `url`, and have a notification block tell people, from now on. What is None is left out; where both are,
+    what is set up already stays.
+
+    The server keeps the address as a secret, and those of the block where its type does.
+
+    Raises:
+        MillraceError: there is no such block, or it is none that notifies.
+    """
+    hook = None if url is None else _webhook(url)
+    teller = None if block is None else _notification_block(client, block)
+    if hook is None and teller is None:
+        return
+    at_once = partial(EventTrigger, posture=Posture.Reactive, threshold=1, within=timedelta(0))
+    bad_ends = {f"prefect.flow-run.{end}" for end in BAD_ENDS}
+    runs = at_once(expect=bad_ends, match=ANY_RUN, match_related=STARTED_AS_DEPLOYMENT)
+    room = at_once(expect={"millrace.paused_for_disk"})
+    nights = at_once(expect={f"millrace.regression.{word}" for word in TOLD_NIGHTS})
+    for name, trigger, document, (subject, body) in (
+        (ENDED_BADLY, runs, OF_A_FLOW_RUN, WORDS_OF_A_FLOW_RUN),
+        (SHORT_OF_ROOM, room, OF_A_RUN, WORDS_OF_A_RUN),
+        (REGRESSED, nights, OF_A_RUN, WORDS_OF_A_RUN),
+    ):
+        actions: list[CallWebhook | SendNotification] = []
+        if hook is not None:
+            actions.append(CallWebhook(block_document_id=hook, payload=document))
+        if teller is not None:
+            actions.append(SendNotification(block_document_id=teller, subject=subject, body=body))
+        keep_automation(client, AutomationCore(name=name, trigger=trigger, actions=[*actions]))
+
+
+def _webhook(url: str) -> UUID:
     block = Webhook(url=SecretStr(url), headers=SecretDict({"Content-Type": "application/json"}))
     saved = block.save(BLOCK, overwrite=True)
     assert isinstance(saved, UUID)  # no event loop runs here, so it was saved before the call returned
-    runs = EventTrigger(
-        expect={f"prefect.flow-run.{end}" for end in BAD_ENDS},
-        match=ANY_RUN,
-        match_related=STARTED_AS_DEPLOYMENT,
-        posture=Posture.Reactive,
-        threshold=1,
-        within=timedelta(0),
-    )
-    room = EventTrigger(
-        expect={"millrace.paused_for_disk"},
-        posture=Posture.Reactive,
-        threshold=1,
-        within=timedelta(0),
-    )
-    for name, trigger, body in ((ENDED_BADLY, runs, OF_A_FLOW_RUN), (SHORT_OF_ROOM, room, OF_A_TRAINER)):
-        call = CallWebhook(block_document_id=saved, payload=body)
-        keep_automation(client, AutomationCore(name=name, trigger=trigger, actions=[call]))
+    return saved
+
+
+def _notification_block(client: SyncPrefectClient, named: str) -> UUID:
+    """The block that `TYPE/NAME` names, such as `slack-webhook/team`."""
+    known: dict[str, UUID] = {}
+    for one in client.read_block_documents(include_secrets=False):
+        kind, schema = one.block_type, one.block_schema
+        if kind is not None and schema is not None and "notify" in (schema.capabilities or ()):
+            known[f"{kind.slug}/{one.name}"] = one.id
+    if named not in known:
+        raise MillraceError(
+            f"{NOTIFY_BLOCK}: must name a notification block in Prefect as TYPE/NAME; got {named}, and there is "
+            f"{', '.join(sorted(known)) or 'none'}. Make it first, in the page (Blocks) or as docs/stack.md says, "
+            "while the stack is up without this setting"
+        )
+    return known[named]
 
 
 def keep_automation(client: SyncPrefectClient, wanted: AutomationCore) -> None:

@@ -6,6 +6,7 @@
 Everything else is told by the environment: a command line is seen by every user of the machine.
 """
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -39,7 +40,19 @@ def _prefect() -> "Guard":
 
     from flows.server.guard import Guard
 
+    logging.getLogger("prefect.server.utilities.messaging.memory").addFilter(without_address)
     return Guard(create_app(final=True))
+
+
+def without_address(record: logging.LogRecord) -> bool:
+    """Leave the text of httpx's errors out: it has the whole address of a notification block, and that is a secret."""
+    import httpx
+
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, httpx.HTTPError | httpx.InvalidURL):
+        status = f" {error.response.status_code}" if isinstance(error, httpx.HTTPStatusError) else ""
+        record.msg, record.args, record.exc_info = f"{record.getMessage()}: {type(error).__name__}{status}", (), None
+    return True
 
 
 def _mlflow() -> "Guard":

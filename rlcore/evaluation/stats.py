@@ -6,6 +6,7 @@ problems of a value per problem, so one bootstrap over problems serves them all.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -193,3 +194,35 @@ def paired_difference(
         losses=int((gain < 0).sum()),
         ties=int((gain == 0).sum()),
     )
+
+
+def median_ratio(a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95) -> Interval:
+    """Median of `b / a` over pairs of positive values, with the interval that the sign test leaves.
+
+    For times, of which some are many times as long as the others: no outlier moves it, and nothing is assumed of their
+    distribution. The ends are the r-th smallest and the r-th largest ratio, r the largest with
+    P(Binomial(n, 1/2) < r) <= (1 - confidence) / 2 (Thompson 1936); 0 and infinity where n is too small for any.
+
+    Args:
+        a: [n], n >= 1, above 0.
+        b: [n], in the same order, above 0.
+        confidence: level of the interval, at least.
+
+    >>> median_ratio([1.0] * 9, [1.3] * 8 + [40.0], confidence=0.99)
+    Interval(value=1.3, low=1.3, high=40.0)
+    """
+    first, second = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
+    if first.shape != second.shape or first.ndim != 1 or not first.size:
+        raise ValueError(f"a and b must be values of the same pairs, got {first.shape} and {second.shape}")
+    if not (np.isfinite(first) & np.isfinite(second) & (first > 0) & (second > 0)).all():
+        raise ValueError("a and b must be finite and above 0")
+    ratios = np.sort(second / first)
+    n, rank = len(ratios), 0
+    ways = below = 1  # C(n, rank), and the sum of those up to it, out of 2^n: whole numbers of any size
+    tail = (1 - Fraction(confidence)) / 2 * 2**n
+    while below <= tail:
+        ways = ways * (n - rank) // (rank + 1)
+        rank += 1
+        below += ways
+    ends = (ratios[rank - 1], ratios[n - rank]) if rank else (0.0, np.inf)
+    return Interval(float(np.median(ratios)), float(ends[0]), float(ends[1]))
