@@ -1,8 +1,9 @@
 """The report of a run: its key figures, sections and head picture; written as HTML, JSON and pictures."""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,6 @@ from rlcore.report.document import (
     Cell,
     Code,
     Column,
-    Gallery,
     Prose,
     Report,
     Section,
@@ -28,7 +28,7 @@ from rlcore.report.document import (
 )
 from rlcore.report.findings import findings_of
 from rlcore.report.measures import memory_blocks
-from rlcore.report.page import LIGHT, Chart, house_style, render
+from rlcore.report.page import LIGHT, gallery_of, house_style
 from rlcore.report.record import Lineage, RunRecord, read_run
 from rlcore.report.settings import reproduce_command, settings_tables
 from rlcore.storage.publish import temporary_beside, write_json_atomically, write_text_atomically
@@ -83,6 +83,7 @@ def report_of(record: RunRecord, figures: Path | None) -> Report:
         findings=findings_of(record),
         missing=record.missing,
         sections=() if figures is None else sections_of(record, figures),
+        facts=facts_of(record),
     )
 
 
@@ -137,13 +138,6 @@ def sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
         Section("lineage", "Lineage", _lineage(record)),
         Section("journal", "Journal", (_events(record), measures.last_step_table(record))),
     )  # fmt: skip
-
-
-def gallery_of(charts: Sequence[Chart], figures: Path) -> Gallery:
-    """The pictures, drawn and written into `figures`, and the titles of those that had nothing to show."""
-    drawn = {chart.title: render(chart, figures) for chart in charts}
-    pictures = tuple(picture for picture in drawn.values() if picture is not None)
-    return Gallery(pictures, tuple(title for title, picture in drawn.items() if picture is None))
 
 
 def _held_out(record: RunRecord, figures: Path) -> Section:
@@ -265,6 +259,20 @@ def subtitle_of(record: RunRecord) -> str:
     )
 
 
+def facts_of(record: RunRecord) -> tuple[str, ...]:
+    """Devices, size of the model, when the run began, and how long it took by the clock; what is known of them."""
+    facts = []
+    if record.workers:
+        device, count = record.workers["device_name"], record.workers["num_workers"]
+        facts.append(f"{count} × {device}" if device != "CPU" else "on a CPU")
+        facts.append(f"{record.workers['num_parameters']:,} parameters")
+    if record.steps:
+        begun, ended = record.steps[0].time, record.steps[-1].time
+        facts.append(f"begun {datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M} UTC")
+        facts.append(f"{numbers.duration(ended - begun)} by the clock")
+    return tuple(facts)
+
+
 def state_of(record: RunRecord) -> tuple[str, Tone]:
     """How far the run is."""
     total = record.config.trainer.total_steps
@@ -315,9 +323,9 @@ def _effort(record: RunRecord) -> list[Tile]:
         count = len(record.training_steps)
         label = f"{count} training step{'s' if count != 1 else ''}"
         tiles.append(Tile(label, numbers.duration(seconds.last), detail))
-    throughput, step_s = record.series("perf/throughput"), record.series("perf/time_per_step")
+    throughput = record.series("perf/throughput")
     if throughput is not None:
-        detail = f"{numbers.duration(float(np.median(step_s.values)))} a step" if step_s is not None else ""
+        detail = f"{numbers.duration(record.step_s)} a step" if record.step_s is not None else ""
         tiles.append(Tile("Tokens/s/device", numbers.compact(float(np.median(throughput.values)), 3), detail))
     return tiles
 

@@ -15,11 +15,11 @@ from rlcore.errors import DataError
 from rlcore.evaluation.result import Comparison, compare
 from rlcore.evaluation.stats import Array, Interval
 from rlcore.report import numbers
-from rlcore.report.build import ReportFiles, algorithm_of, gallery_of, write_files
+from rlcore.report.build import ReportFiles, algorithm_of, write_files
 from rlcore.report.curves import FEW_POINTS, MOST_POINTS
 from rlcore.report.document import Cell, Column, Finding, Kind, Report, Section, Table, Tile, Value, table
 from rlcore.report.measures import cost_of, levels_of
-from rlcore.report.page import CYCLE, LIGHT, Chart, legend, tidy
+from rlcore.report.page import CYCLE, LIGHT, Chart, gallery_of, legend, tidy
 from rlcore.report.record import RunRecord, read_run
 from rlcore.report.series import Series, make_series
 from rlcore.report.settings import meaning, plain_text, settings_of
@@ -223,17 +223,14 @@ def how_to_read(groups: Sequence[Group]) -> str:
     return "One line a run. Noisy curves are moving means."
 
 
-def _draw(groups: Sequence[Group], find: Find, totals: Find, x_label: str, unit: str, figure: "Figure") -> bool:
+def _draw(groups: Sequence[Group], find: Find, totals: Find, x_label: str, unit: str, figure: "Figure") -> None:
     axes = figure.subplots()
-    drawn = False
     for place, group in enumerate(groups):
         curves = [against(series, totals(run)) for run in group.runs if (series := find(run)) is not None]
         if curves:
             _plot_group(axes, curves, LIGHT[CYCLE[place % len(CYCLE)]], _label(group, len(curves)))
-            drawn = True
     tidy(axes, x=x_label, y=unit, steps=x_label == "training step")
-    legend(axes, 2)
-    return drawn
+    legend(axes)
 
 
 def _label(group: Group, num_curves: int) -> str:
@@ -302,9 +299,11 @@ def comparison_of(runs: Sequence[RunRecord], figures: Path) -> Report:
 
 
 def _title(groups: Sequence[Group]) -> str:
+    """Short enough for one line; the tiles have all labels."""
+    names = list(dict.fromkeys(run.config.name for group in groups for run in group.runs))
     if len(groups) == 1:
-        return f"{groups[0].label}: {len(groups[0].runs)} seeds"
-    return " · ".join(group.label for group in groups)
+        return f"{names[0]}: {len(groups[0].runs)} seeds"
+    return f"{names[0]}: {len(groups)} settings" if len(names) == 1 else f"{names[0]} and {len(groups) - 1} more"
 
 
 def _tile(group: Group) -> Tile:

@@ -204,7 +204,7 @@ MOST_BARS = 24
 """Lengths are put into so many bins at most."""
 
 _BAR = 0.38
-Draw = Callable[["Axes", list[tuple[str, ValidationResult]]], bool]
+Draw = Callable[["Axes", list[tuple[str, ValidationResult]]], None]
 
 
 def charts(record: RunRecord) -> tuple[Chart, ...]:
@@ -220,35 +220,31 @@ def judged(record: RunRecord) -> list[tuple[str, ValidationResult]]:
     return [(label, result) for label, result in both if result is not None]
 
 
-def _drawn(record: RunRecord, draw: Draw, figure: "Figure") -> bool:
-    results = judged(record)
-    if not results:
-        return False
-    axes = figure.subplots()
-    drawn = draw(axes, results)
-    legend(axes)
-    return drawn
+def _drawn(record: RunRecord, draw: Draw, figure: "Figure") -> None:
+    if results := judged(record):
+        axes = figure.subplots()
+        draw(axes, results)
+        legend(axes)
 
 
-def _solve_rates(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> bool:
+def _solve_rates(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> None:
     k = results[0][1].num_samples
     if not k:
-        return False
+        return
     for place, (label, result) in enumerate(results):
         counts = np.bincount([problem.num_solved for problem in result.problems], minlength=k + 1)
         at = np.arange(len(counts)) + (place - 0.5) * _BAR * (len(results) > 1)
         axes.bar(at, 100 * counts / counts.sum(), _BAR, color=LIGHT[COLOURS[place]], label=label)
     tidy(axes, x=f"of {k} sampled answers solved", y="% of problems")
-    return True
 
 
-def _lengths(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> bool:
+def _lengths(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> None:
     lengths = [
         np.array([answer.num_tokens for problem in result.problems for answer in problem.samples])
         for _, result in results
     ]
     if not all(found.size for found in lengths):
-        return False
+        return
     low, high = min(found.min() for found in lengths), max(found.max() for found in lengths)
     step = max(1, -(-(high - low + 1) // MOST_BARS))
     edges = np.arange(low, high + step + 1, step)
@@ -258,14 +254,13 @@ def _lengths(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> bool:
         axes.bar(at, 100 * counts / counts.sum(), _BAR * step, color=LIGHT[COLOURS[place]], label=label)
     tidy(axes, x="tokens of a sampled answer", y="% of answers")
     axes.set_xlim(edges[0] - max(2.0, step), edges[-1] + max(1.0, step))
-    return True
 
 
-def _difficulty(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> bool:
+def _difficulty(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> None:
     parts = [result.by_difficulty() for _, result in results]
     levels = sorted({level for found in parts for level in found})
     if len(levels) < 2:
-        return False
+        return
     for place, ((label, _), found) in enumerate(zip(results, parts, strict=True)):
         rewards = [part.intervals[part.reward_statistic] for part in found.values()]
         at = np.array([levels.index(level) for level in found]) + (place - 0.5) * _BAR * (len(results) > 1)
@@ -277,7 +272,6 @@ def _difficulty(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> bo
         )
     tidy(axes, x="difficulty", y="score", steps=False)
     axes.set_xticks(range(len(levels)), [str(level) for level in levels])
-    return True
 
 
 _CHARTS: tuple[tuple[str, str, str, Draw], ...] = (

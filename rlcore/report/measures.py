@@ -41,7 +41,6 @@ _CONVERGENCE: tuple[Measure, ...] = (
     ("Learning rate of the critic, last", "critic/lr", "last", ""),
 )
 _PERFORMANCE: tuple[Measure, ...] = (
-    ("Seconds a step, median", "perf/time_per_step", "median", "s"),
     ("Throughput, median", "perf/throughput", "median", "tokens/s/device"),
     ("Model FLOP utilization, policy", "perf/mfu/actor", "mean", "%"),
     ("Model FLOP utilization, critic", "perf/mfu/critic", "mean", "%"),
@@ -137,6 +136,9 @@ def performance_table(record: RunRecord) -> Table:
     if record.seconds is not None:
         note = "Sum over steps; validation, checkpoints and start-up come on top."
         rows.append(_row("Seconds of training steps", cell(record.seconds.last, "seconds"), "timing_s/step", note))
+    if record.step_s is not None:
+        note = "Mean without the first step, which warms up."
+        rows.append(_row("Seconds a step", cell(record.step_s, "seconds"), "timing_s/step", note))
     if len(record.steps) > 1:
         wall = cell(record.steps[-1].time - record.steps[0].time, "seconds")
         rows.append(_row("From first to last line of the journal", wall, "", "By the clock, all included."))
@@ -166,7 +168,7 @@ def phase_table(record: RunRecord) -> Table:
         for phase in phases
     ]
     if phases:
-        rows.append(("Step", total, 1.0, "timing_s/step"))
+        rows.append(("Step", record.step_s, 1.0, "timing_s/step"))
     for name, title in BESIDE.items():
         series = record.series(f"timing_s/{name}")
         if series is not None:

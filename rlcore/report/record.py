@@ -23,6 +23,7 @@ from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking.journal import (
     JOURNAL_FILE,
+    WORKERS,
     EventRecord,
     JournalContents,
     StepRecord,
@@ -125,6 +126,18 @@ class RunRecord:
     def seconds(self) -> Series | None:
         """Seconds of training steps up to each step; validation and checkpoints are not counted."""
         return _running_total(self.series("timing_s/step") or self.series("perf/time_per_step"))
+
+    @cached_property
+    def step_s(self) -> float | None:
+        """Mean seconds of a training step, the first one left out where there are others: it warms up."""
+        series = self.series("timing_s/step")
+        return None if series is None else float(series.values[1 if len(series) > 1 else 0 :].mean())
+
+    @property
+    def workers(self) -> Mapping[str, Any]:
+        """What its newest workers found at their start (`rlcore.run.record`): device and size of the model, among
+        others; empty in old journals."""
+        return next((event.data for event in reversed(self.events) if event.name == WORKERS), {})
 
     @cached_property
     def supervised_steps(self) -> tuple[StepRecord, ...]:

@@ -18,6 +18,7 @@ from rlcore.run.inputs import suite_fingerprint
 from rlcore.run.record import Pace, RunEvents, RunRecord
 from rlcore.run.watchdog import StepAbandonedError
 from rlcore.run.workers import RunWorkers, TrainingWorkers
+from rlcore.tracking.journal import WORKERS
 from rlcore.tracking.lineage import SystemSampler
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import LoopState, StepResult
@@ -106,6 +107,7 @@ class Training(Generic[W]):
         self._events.faults(state.step)
         self.workers.load("start" if newest is None else newest.name)
         self._events.went_on(state.step, found)
+        self.record.log_event(WORKERS, state.step, self.workers.found)
         self._saved = None
         self._state = self._record_start(state) if newest is None else state
         return self._state
@@ -185,6 +187,7 @@ class Training(Generic[W]):
         if found is None:
             self._state = self._record_start(back)
         self._events.faults(back.step)
+        self.record.log_event(WORKERS, back.step, self.workers.found)
         self._events.rolled_back(back.step, step, why, back.lr_factor)
         return self._state
 

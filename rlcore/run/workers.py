@@ -108,6 +108,8 @@ class TrainingWorkers(Generic[S]):
         self._parts: S | None = None
         self._version = 0
         self.start_model = start_model
+        self.found: Mapping[str, object] = {}
+        """What the ranks found at their start, once they are started."""
         self.holds: str | None = None
         """Name of the checkpoint whose weights the workers hold; `MID_STEP`; None before any was loaded."""
 
@@ -218,6 +220,8 @@ class TrainingWorkers(Generic[S]):
             f"attention {info.attention}"
         )
         self._report({"event": "note", "text": text})
+        kept = ("device_name", "num_parameters", "dtype", "attention")
+        self.found = {"num_workers": group.world_size, **{name: getattr(info, name) for name in kept}}
         return group, ProfileWindow(self._record, group)
 
 

@@ -181,6 +181,13 @@ def test_curves_are_drawn_against_steps_tokens_and_seconds(comparison):
     assert "### Runs" in comparison.summary
 
 
+def test_the_title_fits_one_line(run_dirs, comparison, tmp_path):
+    seeds = compare_runs(run_dirs[:2], target=tmp_path / "a")
+    others = compare_runs([run_dirs[0], run_dirs[4]], target=tmp_path / "b")
+    titles = [json.loads(files.json.read_text())["title"] for files in (comparison, seeds, others)]
+    assert titles == ["countdown_demo: 2 settings", "countdown_demo: 2 seeds", "countdown_demo and 1 more"]
+
+
 def test_runs_that_cannot_be_paired_are_compared_all_the_same(run_dirs, tmp_path):
     files = compare_runs([run_dirs[0], run_dirs[4]], target=tmp_path)
     row = table(files, "paired")[0]
