@@ -131,7 +131,8 @@ def sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
                 (measures.convergence_table(record), measures.check_table(record))),
         Section("performance", "Performance",
                 (speed, measures.phase_table(record), measures.performance_table(record),
-                 measures.efficiency_table(record), measures.cost_table(record))),
+                 measures.efficiency_table(record), measures.cost_table(record),
+                 *filter(None, [measures.spent_table([(record.run_id, record)])]))),
         Section("memory", "Memory", memory_blocks(record)),
         Section("configuration", "Configuration", settings_tables(record.config)),
         Section("reproduce", "Reproduce", _reproduce(record)),
@@ -323,6 +324,11 @@ def _effort(record: RunRecord) -> list[Tile]:
         count = len(record.training_steps)
         label = f"{count} training step{'s' if count != 1 else ''}"
         tiles.append(Tile(label, numbers.duration(seconds.last), detail))
+    if record.spent is not None:
+        price = record.spent.price(record.config.tracking.price_per_gpu_hour)
+        used = (record.spent.energy_wh, "Wh"), (price, "in money")
+        detail = " · ".join(f"{numbers.compact(value, 3)} {unit}" for value, unit in used if value is not None)
+        tiles.append(Tile("GPU time", numbers.duration(record.spent.gpu_seconds), detail))
     throughput = record.series("perf/throughput")
     if throughput is not None:
         detail = f"{numbers.duration(record.step_s)} a step" if record.step_s is not None else ""

@@ -18,7 +18,7 @@ from rlcore.report import numbers
 from rlcore.report.build import ReportFiles, algorithm_of, write_files
 from rlcore.report.curves import FEW_POINTS, MOST_POINTS
 from rlcore.report.document import Cell, Column, Finding, Kind, Report, Section, Table, Tile, Value, table
-from rlcore.report.measures import cost_of, levels_of
+from rlcore.report.measures import cost_of, levels_of, spent_table
 from rlcore.report.page import CYCLE, LIGHT, Chart, gallery_of, legend, tidy
 from rlcore.report.record import RunRecord, read_run
 from rlcore.report.series import Series, make_series
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FEWEST_RUNS = 2
-IN_SUMMARY = ("runs", "settings", "held_out", "paired", "seeds", "cost")
+IN_SUMMARY = ("runs", "settings", "held_out", "paired", "seeds", "cost", "spent")
 """Tables of a comparison's summary."""
 
 LABELS = ("name", "run_id", "tags", "paths", "tracking")
@@ -292,7 +292,7 @@ def comparison_of(runs: Sequence[RunRecord], figures: Path) -> Report:
             Section("curves", "Curves", (gallery_of(charts(groups), figures),), how_to_read(groups)),
             Section("figures", "Figures",
                     (held_out_table(runs), paired_table(runs), seed_table(groups))),
-            Section("costs", "Costs", (cost_table(runs),)),
+            Section("costs", "Costs", (cost_table(runs), *filter(None, [spent_table(labelled(runs))]))),
             Section("metrics", "Metrics", (metric_table(runs),)),
         ),
     )  # fmt: skip

@@ -21,6 +21,7 @@ from rlcore.evaluation.stats import Interval
 from rlcore.report.series import Series, make_series, series_of
 from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically
+from rlcore.tracking.cost import Spent, spent
 from rlcore.tracking.journal import (
     JOURNAL_FILE,
     WORKERS,
@@ -126,6 +127,17 @@ class RunRecord:
     def seconds(self) -> Series | None:
         """Seconds of training steps up to each step; validation and checkpoints are not counted."""
         return _running_total(self.series("timing_s/step") or self.series("perf/time_per_step"))
+
+    @cached_property
+    def spent(self) -> Spent | None:
+        """What all attempts have cost; None where no GPU was held."""
+        return spent(self.run_dir / JOURNAL_FILE)
+
+    @property
+    def gained(self) -> float:
+        """Held-out reward of the last validation less that of the first; 0 where there are no two."""
+        found = self.held_out(self.reward_statistic)
+        return found[-1][1].value - found[0][1].value if found else 0.0
 
     @cached_property
     def step_s(self) -> float | None:

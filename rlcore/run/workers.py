@@ -23,6 +23,7 @@ from rlcore.run.inputs import RunInputs, planned_start_model
 from rlcore.run.problems import HeldOut, Problems
 from rlcore.run.record import RunRecord
 from rlcore.runtime.local import start_workers
+from rlcore.tracking.cost import GpuUse
 from rlcore.trainer.clock import EnterPhase
 from rlcore.trainer.experience import Answerer, ExperienceCollector, ScoredAnswer
 from rlcore.trainer.step import LoopState, StepResult, Trainer
@@ -125,6 +126,12 @@ class TrainingWorkers(Generic[S]):
     def unscored(self) -> tuple[int, str]:
         """See `ScoringPool.unscored`; (0, "") where no answers are learned from."""
         return 0, ""
+
+    def gpu_uses(self) -> list[GpuUse]:
+        """What each rank has used since its start; nothing on a CPU."""
+        if self._parts is None or self.found.get("device_name") == "CPU":
+            return []
+        return [use for use in self._parts.group.each(Worker.gpu_use) if use is not None]
 
     # ------------------------------------------------------------------ weights
 
