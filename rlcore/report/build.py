@@ -65,7 +65,7 @@ def write_files(report: Report, folder: Path, stem: str, in_summary: Collection[
     """Write a report's HTML and JSON, each whole or not at all. `in_summary` names the tables of its summary."""
     summary = page.markdown_of(report, [table for table in report.tables() if table.name in in_summary])
     files = ReportFiles(folder / f"{stem}.html", folder / f"{stem}.json", summary)
-    write_text_atomically(files.html, page.report_page(report))
+    write_text_atomically(files.html, page.page("report.html.j2", report=report))
     write_json_atomically(files.json, report_json(report))
     return files
 
@@ -326,8 +326,10 @@ def _effort(record: RunRecord) -> list[Tile]:
         tiles.append(Tile(label, numbers.duration(seconds.last), detail))
     if record.spent is not None:
         price = record.spent.price(record.config.tracking.price_per_gpu_hour)
-        used = (record.spent.energy_wh, "Wh"), (price, "in money")
-        detail = " · ".join(f"{numbers.compact(value, 3)} {unit}" for value, unit in used if value is not None)
+        energy_wh = record.spent.energy_wh
+        details = ("" if energy_wh is None else f"{numbers.compact(energy_wh, 3)} Wh",
+                   "" if price is None else f"price {numbers.compact(price, 3)}")  # fmt: skip
+        detail = " · ".join(filter(None, details))
         tiles.append(Tile("GPU time", numbers.duration(record.spent.gpu_seconds), detail))
     throughput = record.series("perf/throughput")
     if throughput is not None:

@@ -11,6 +11,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from rlcore.config.fingerprint import fingerprint
+from rlcore.config.problems import plain_text
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Comparison, compare
 from rlcore.evaluation.stats import Array, Interval
@@ -22,7 +23,7 @@ from rlcore.report.measures import cost_of, levels_of, spent_table
 from rlcore.report.page import CYCLE, LIGHT, Chart, gallery_of, legend, tidy
 from rlcore.report.record import RunRecord, read_run
 from rlcore.report.series import Series, make_series
-from rlcore.report.settings import meaning, plain_text, settings_of
+from rlcore.report.settings import meaning, settings_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -134,11 +135,7 @@ def t_quantile(freedom: int) -> float:
 
 def against(series: Series, totals: Series | None) -> tuple[Array, Array]:
     """A series over steps, or over tokens or seconds up to each of its steps."""
-    if totals is None:
-        return series.steps.astype(float), series.values
-    at = np.searchsorted(totals.steps, series.steps, side="right") - 1
-    x = np.where(at >= 0, totals.values[np.maximum(at, 0)], 0.0)
-    return x, series.values
+    return series.steps.astype(float) if totals is None else totals.up_to(series.steps), series.values
 
 
 def band_of(curves: Sequence[tuple[Array, Array]]) -> Band:

@@ -316,16 +316,9 @@ def cost_of(record: RunRecord, level: float) -> Cost | None:
     """Step, tokens and seconds to a level of the held-out reward; None if the run never reached it."""
     for step, interval in record.held_out(record.reward_statistic):
         if interval.value >= level - ROUNDING:
-            return Cost(step, total_at(record.tokens, step), total_at(record.seconds, step))
+            totals = (record.tokens, record.seconds)
+            return Cost(step, *(None if each is None else float(each.up_to(np.array([step]))[0]) for each in totals))
     return None
-
-
-def total_at(totals: Series | None, step: int) -> float | None:
-    """A running total after a step; 0 before the first one."""
-    if totals is None:
-        return None
-    index = int(np.searchsorted(totals.steps, step, side="right")) - 1
-    return float(totals.values[index]) if index >= 0 else 0.0
 
 
 PLAN_FILE = "memory_plan.json"

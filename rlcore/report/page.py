@@ -18,7 +18,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlcore.report import document as doc
 from rlcore.report import numbers
 from rlcore.report.document import Cell, Column, Gallery, Picture, Report, Table
 
@@ -214,7 +213,7 @@ def page(template: str, **values: Any) -> str:
 
 def scripted_page(template: str, script: str, **values: Any) -> str:
     """A template with a script of ours, the only one that the page's policy lets run."""
-    text = source(script)
+    text = _environment().get_template(script).render()
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return page(template, script=trusted(text), digest=digest, **values)
 
@@ -222,16 +221,6 @@ def scripted_page(template: str, script: str, **values: Any) -> str:
 def answers_page() -> str:
     """The page that asks its server for kept answers."""
     return scripted_page("answers.html.j2", "answers.js.j2")
-
-
-def report_page(report: doc.Report) -> str:
-    """A report as one HTML file."""
-    return page("report.html.j2", report=report)
-
-
-def source(template: str) -> str:
-    """A template without values: a script or style sheet of ours."""
-    return _environment().get_template(template).render()
 
 
 def trusted(text: str) -> "Markup":

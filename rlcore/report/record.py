@@ -114,10 +114,6 @@ class RunRecord:
         """A metric over the steps, None where no step has it."""
         return series_of(self.steps, name)
 
-    def names(self, prefix: str) -> tuple[str, ...]:
-        """Metrics of the journal that begin so, in the order in which they first occur."""
-        return tuple(dict.fromkeys(n for record in self.steps for n in record.metrics if n.startswith(prefix)))
-
     @cached_property
     def tokens(self) -> Series | None:
         """Prompt and answer tokens trained on up to each step."""
@@ -173,8 +169,7 @@ class RunRecord:
         """Which held-out data the scores are of."""
         if self.validations:
             return next(iter(self.validations.values())).data_source
-        names = (name for name in self.names("val-core/") if not self.config.validation.is_of_suite(name))
-        found = {match["source"] for name in names if (match := _CORE.fullmatch(name))}
+        found = {match["source"] for match in self._core_names}
         return ALL_SOURCES if ALL_SOURCES in found else next(iter(sorted(found)), None)
 
     @cached_property
@@ -182,9 +177,14 @@ class RunRecord:
         """k of mean@k; 0 where nothing was sampled on held-out problems."""
         if self.validations:
             return next(iter(self.validations.values())).num_samples
+        return next((int(match["k"]) for match in self._core_names), 0)
+
+    @cached_property
+    def _core_names(self) -> list[re.Match[str]]:
+        """Names of the run's own held-out rewards in the journal, taken apart, in the order in which they occur."""
+        names = dict.fromkeys(name for record in self.steps for name in record.metrics)
         is_of_suite = self.config.validation.is_of_suite
-        found = (_CORE.fullmatch(name) for name in self.names("val-core/") if not is_of_suite(name))
-        return next((int(match["k"]) for match in found if match), 0)
+        return [match for name in names if not is_of_suite(name) and (match := _CORE.fullmatch(name))]
 
     @cached_property
     def before(self) -> ValidationResult | None:
