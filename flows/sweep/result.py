@@ -22,6 +22,8 @@ from rlcore.config.documents import experiment_text
 from rlcore.config.sweep_load import Sweep
 from rlcore.errors import is_stop
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
+from rlcore.tracking.cost import NOTHING, spent
+from rlcore.tracking.journal import JOURNAL_FILE
 from rlcore.tracking.mlflow_store import MlflowStore
 
 BEST_FILE = "best.yaml"
@@ -173,6 +175,10 @@ def finish_in_mlflow(sweep: Sweep, run: str | None, points: Sequence[PointRecord
                 store.log_metrics(run, point.number, {f"sweep/{metric}": point.score}, time.time())
         if result.best_score is not None:
             store.log_metrics(run, 0, {f"best/{metric}": result.best_score}, time.time())
+        runs = {member.run_dir for point in points for member in point.members}
+        if costs := [cost for run_dir in runs if (cost := spent(run_dir / JOURNAL_FILE)) is not None]:
+            total = sum(costs, NOTHING).metrics(sweep.base.tracking.price_per_gpu_hour)
+            store.log_metrics(run, 0, total, time.time())
         for file in (result.folder / SWEEP_FILE, result.best_experiment, result.comparison):
             if file is not None:
                 store.client.log_artifact(run, str(file), "sweep")

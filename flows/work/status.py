@@ -20,6 +20,7 @@ from rlcore.storage.documents import open_ordinary, parse_json, read_ordinary
 from rlcore.storage.locks import RUN_LOCK, Holder, holder_of
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
+from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import READ_BLOCK_BYTES, EventRecord, StepRecord, iter_lines
 
 State = Literal["running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun"]
@@ -51,6 +52,8 @@ class RunStatus:
     changed: float
     size_bytes: int
     note: str
+    gpu_seconds: float | None = None
+    """What it has cost so far, as its last step's line says; None without a GPU."""
 
     def to_json(self) -> dict[str, Any]:
         """For programs; with the age in seconds."""
@@ -59,7 +62,7 @@ class RunStatus:
 
 def status_of(run_dir: Path) -> RunStatus:
     """The status of one run, from what its folder holds. A part that cannot be read counts as absent."""
-    step, reward, pause, changed = _newest(RunLayout(run_dir.parents[1], run_dir).journal)
+    step, reward, pause, changed, gpu_seconds = _newest(RunLayout(run_dir.parents[1], run_dir).journal)
     settings = _document(run_dir / "settings.json")
     state, note = _state(run_dir, pause or Slots(run_dir.parents[1]).reason_of(run_dir.name))
     return RunStatus(
@@ -74,6 +77,7 @@ def status_of(run_dir: Path) -> RunStatus:
         changed=changed or (run_dir / "settings.json").stat().st_mtime,
         size_bytes=size_of(run_dir),
         note=note,
+        gpu_seconds=gpu_seconds,
     )
 
 
@@ -128,9 +132,10 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
     return ("failed" if status == "FAILED" else "lost"), why or "its process is gone; the same command goes on"
 
 
-def _newest(journal: Path) -> tuple[int, float | None, str, float]:
-    """Last step, its reward, what the run waits for ('' for nothing) and the last line's time, by the file's end."""
-    step, reward, pause, changed = 0, None, "", 0.0
+def _newest(journal: Path) -> tuple[int, float | None, str, float, float | None]:
+    """Last step, its reward, what the run waits for ('' for nothing), the last line's time and the GPU-seconds so far,
+    by the file's end."""
+    step, reward, pause, changed, gpu_seconds = 0, None, "", 0.0, None
     with suppress(OSError, DataError), open_ordinary(journal) as file:
         size = os.fstat(file.fileno()).st_size
         for record, _ in iter_lines(file.fileno(), max(0, size - READ_BLOCK_BYTES)):
@@ -138,12 +143,13 @@ def _newest(journal: Path) -> tuple[int, float | None, str, float]:
                 case StepRecord():
                     step, pause = record.step, ""
                     reward = next((record.metrics[name] for name in REWARD_NAMES if name in record.metrics), reward)
+                    gpu_seconds = record.metrics.get(GPU_SECONDS, gpu_seconds)
                 case EventRecord(name=name, data=data):
                     pause = str(data.get("text", "")) if name == PAUSED else "" if name == GOES_ON else pause
                 case None:
                     continue
             changed = record.time
-    return step, reward, pause, changed
+    return step, reward, pause, changed, gpu_seconds
 
 
 def _score(run_dir: Path) -> float | None:

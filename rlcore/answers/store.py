@@ -8,10 +8,8 @@ deletes the parts of later steps. So a run that was killed and started again has
 beside its place, flushed and renamed: it is whole or absent. No torch.
 """
 
-import os
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,8 +17,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlcore.config import AnswersConfig
-from rlcore.storage.disk import BYTES_PER_GB, is_out_of_room, out_of_room, unwritable
-from rlcore.storage.publish import flush_folder, remove_stale_temporaries, temporary_beside
+from rlcore.storage.disk import BYTES_PER_GB
+from rlcore.storage.publish import remove_stale_temporaries, replaced_file
 
 LIGHT = pa.schema(
     [
@@ -92,33 +90,18 @@ def write_part(path: Path, table: pa.Table) -> None:
         DiskSpaceError: no room; nothing is left of it.
         UnwritableError: the folder cannot be written.
     """
-    temporary = temporary_beside(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Dictionaries for what repeats; log-probabilities hardly do, and are split by bytes instead, which packs them.
-        plain = [f"{name}.list.element" for name in _HEAVY]
-        repeats = [name for name in SCHEMA.names if name not in _HEAVY and name not in ("answer", "parts", "token_ids")]
-        with temporary.open("wb") as file:
-            pq.write_table(
-                table,
-                file,
-                row_group_size=ROWS_PER_GROUP,
-                compression="zstd",
-                use_dictionary=[*repeats, "token_ids.list.element"],
-                use_byte_stream_split=plain,
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        flush_folder(path.parent)
-    except BaseException as reason:
-        with suppress(OSError):
-            temporary.unlink()
-        if is_out_of_room(reason):
-            raise out_of_room(path, reason) from reason
-        if isinstance(reason, OSError):
-            raise unwritable(path.parent, reason) from reason
-        raise
+    # Dictionaries for what repeats; log-probabilities hardly do, and are split by bytes instead, which packs them.
+    plain = [f"{name}.list.element" for name in _HEAVY]
+    repeats = [name for name in SCHEMA.names if name not in _HEAVY and name not in ("answer", "parts", "token_ids")]
+    with replaced_file(path) as file:
+        pq.write_table(
+            table,
+            file,
+            row_group_size=ROWS_PER_GROUP,
+            compression="zstd",
+            use_dictionary=[*repeats, "token_ids.list.element"],
+            use_byte_stream_split=plain,
+        )
 
 
 class AnswerWriter:

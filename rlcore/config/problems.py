@@ -46,12 +46,12 @@ def settings_error(problems: Sequence[Problem]) -> ConfigError:
 
 
 def shown(value: Any) -> str:
-    """A value as one writes it in an override, cut to a readable length.
+    """`plain_text`, cut to a readable length.
 
     >>> shown([1, None, True, "x"])
     '[1,null,true,x]'
     """
-    text = _text(value)
+    text = plain_text(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 
@@ -90,11 +90,16 @@ def _likeness(whole: float, last: float) -> float:
     return max(0.6 * last + 0.4 * whole, 0.8 * whole)
 
 
-def _text(value: Any) -> str:
+def plain_text(value: Any) -> str:
+    """A value as one writes it in an override.
+
+    >>> plain_text(None), plain_text(True), plain_text(["+", "-"]), plain_text(0.0003), plain_text("")
+    ('null', 'true', '[+,-]', '0.0003', "''")
+    """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_text, value))}]"
+        return f"[{','.join(map(plain_text, value))}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{name}:{_text(inner)}' for name, inner in value.items())}}}"
+        return f"{{{','.join(f'{name}:{plain_text(inner)}' for name, inner in value.items())}}}"
     return str(value) or "''"

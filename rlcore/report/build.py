@@ -1,8 +1,9 @@
 """The report of a run: its key figures, sections and head picture; written as HTML, JSON and pictures."""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,6 @@ from rlcore.report.document import (
     Cell,
     Code,
     Column,
-    Gallery,
     Prose,
     Report,
     Section,
@@ -28,7 +28,7 @@ from rlcore.report.document import (
 )
 from rlcore.report.findings import findings_of
 from rlcore.report.measures import memory_blocks
-from rlcore.report.page import LIGHT, Chart, house_style, render
+from rlcore.report.page import LIGHT, gallery_of, house_style
 from rlcore.report.record import Lineage, RunRecord, read_run
 from rlcore.report.settings import reproduce_command, settings_tables
 from rlcore.storage.publish import temporary_beside, write_json_atomically, write_text_atomically
@@ -65,7 +65,7 @@ def write_files(report: Report, folder: Path, stem: str, in_summary: Collection[
     """Write a report's HTML and JSON, each whole or not at all. `in_summary` names the tables of its summary."""
     summary = page.markdown_of(report, [table for table in report.tables() if table.name in in_summary])
     files = ReportFiles(folder / f"{stem}.html", folder / f"{stem}.json", summary)
-    write_text_atomically(files.html, page.report_page(report))
+    write_text_atomically(files.html, page.page("report.html.j2", report=report))
     write_json_atomically(files.json, report_json(report))
     return files
 
@@ -83,6 +83,7 @@ def report_of(record: RunRecord, figures: Path | None) -> Report:
         findings=findings_of(record),
         missing=record.missing,
         sections=() if figures is None else sections_of(record, figures),
+        facts=facts_of(record),
     )
 
 
@@ -130,20 +131,14 @@ def sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
                 (measures.convergence_table(record), measures.check_table(record))),
         Section("performance", "Performance",
                 (speed, measures.phase_table(record), measures.performance_table(record),
-                 measures.efficiency_table(record), measures.cost_table(record))),
+                 measures.efficiency_table(record), measures.cost_table(record),
+                 *filter(None, [measures.spent_table([(record.run_id, record)])]))),
         Section("memory", "Memory", memory_blocks(record)),
         Section("configuration", "Configuration", settings_tables(record.config)),
         Section("reproduce", "Reproduce", _reproduce(record)),
         Section("lineage", "Lineage", _lineage(record)),
         Section("journal", "Journal", (_events(record), measures.last_step_table(record))),
     )  # fmt: skip
-
-
-def gallery_of(charts: Sequence[Chart], figures: Path) -> Gallery:
-    """The pictures, drawn and written into `figures`, and the titles of those that had nothing to show."""
-    drawn = {chart.title: render(chart, figures) for chart in charts}
-    pictures = tuple(picture for picture in drawn.values() if picture is not None)
-    return Gallery(pictures, tuple(title for title, picture in drawn.items() if picture is None))
 
 
 def _held_out(record: RunRecord, figures: Path) -> Section:
@@ -265,6 +260,20 @@ def subtitle_of(record: RunRecord) -> str:
     )
 
 
+def facts_of(record: RunRecord) -> tuple[str, ...]:
+    """Devices, size of the model, when the run began, and how long it took by the clock; what is known of them."""
+    facts = []
+    if record.workers:
+        device, count = record.workers["device_name"], record.workers["num_workers"]
+        facts.append(f"{count} × {device}" if device != "CPU" else "on a CPU")
+        facts.append(f"{record.workers['num_parameters']:,} parameters")
+    if record.steps:
+        begun, ended = record.steps[0].time, record.steps[-1].time
+        facts.append(f"begun {datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M} UTC")
+        facts.append(f"{numbers.duration(ended - begun)} by the clock")
+    return tuple(facts)
+
+
 def state_of(record: RunRecord) -> tuple[str, Tone]:
     """How far the run is."""
     total = record.config.trainer.total_steps
@@ -315,9 +324,16 @@ def _effort(record: RunRecord) -> list[Tile]:
         count = len(record.training_steps)
         label = f"{count} training step{'s' if count != 1 else ''}"
         tiles.append(Tile(label, numbers.duration(seconds.last), detail))
-    throughput, step_s = record.series("perf/throughput"), record.series("perf/time_per_step")
+    if record.spent is not None:
+        price = record.spent.price(record.config.tracking.price_per_gpu_hour)
+        energy_wh = record.spent.energy_wh
+        details = ("" if energy_wh is None else f"{numbers.compact(energy_wh, 3)} Wh",
+                   "" if price is None else f"price {numbers.compact(price, 3)}")  # fmt: skip
+        detail = " · ".join(filter(None, details))
+        tiles.append(Tile("GPU time", numbers.duration(record.spent.gpu_seconds), detail))
+    throughput = record.series("perf/throughput")
     if throughput is not None:
-        detail = f"{numbers.duration(float(np.median(step_s.values)))} a step" if step_s is not None else ""
+        detail = f"{numbers.duration(record.step_s)} a step" if record.step_s is not None else ""
         tiles.append(Tile("Tokens/s/device", numbers.compact(float(np.median(throughput.values)), 3), detail))
     return tiles
 

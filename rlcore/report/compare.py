@@ -11,25 +11,26 @@ import numpy as np
 from pydantic import JsonValue
 
 from rlcore.config.fingerprint import fingerprint
+from rlcore.config.problems import plain_text
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Comparison, compare
 from rlcore.evaluation.stats import Array, Interval
 from rlcore.report import numbers
-from rlcore.report.build import ReportFiles, algorithm_of, gallery_of, write_files
+from rlcore.report.build import ReportFiles, algorithm_of, write_files
 from rlcore.report.curves import FEW_POINTS, MOST_POINTS
 from rlcore.report.document import Cell, Column, Finding, Kind, Report, Section, Table, Tile, Value, table
-from rlcore.report.measures import cost_of, levels_of
-from rlcore.report.page import CYCLE, LIGHT, Chart, legend, tidy
+from rlcore.report.measures import cost_of, levels_of, spent_table
+from rlcore.report.page import CYCLE, LIGHT, Chart, gallery_of, legend, tidy
 from rlcore.report.record import RunRecord, read_run
 from rlcore.report.series import Series, make_series
-from rlcore.report.settings import meaning, plain_text, settings_of
+from rlcore.report.settings import meaning, settings_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FEWEST_RUNS = 2
-IN_SUMMARY = ("runs", "settings", "held_out", "paired", "seeds", "cost")
+IN_SUMMARY = ("runs", "settings", "held_out", "paired", "seeds", "cost", "spent")
 """Tables of a comparison's summary."""
 
 LABELS = ("name", "run_id", "tags", "paths", "tracking")
@@ -134,11 +135,7 @@ def t_quantile(freedom: int) -> float:
 
 def against(series: Series, totals: Series | None) -> tuple[Array, Array]:
     """A series over steps, or over tokens or seconds up to each of its steps."""
-    if totals is None:
-        return series.steps.astype(float), series.values
-    at = np.searchsorted(totals.steps, series.steps, side="right") - 1
-    x = np.where(at >= 0, totals.values[np.maximum(at, 0)], 0.0)
-    return x, series.values
+    return series.steps.astype(float) if totals is None else totals.up_to(series.steps), series.values
 
 
 def band_of(curves: Sequence[tuple[Array, Array]]) -> Band:
@@ -223,17 +220,14 @@ def how_to_read(groups: Sequence[Group]) -> str:
     return "One line a run. Noisy curves are moving means."
 
 
-def _draw(groups: Sequence[Group], find: Find, totals: Find, x_label: str, unit: str, figure: "Figure") -> bool:
+def _draw(groups: Sequence[Group], find: Find, totals: Find, x_label: str, unit: str, figure: "Figure") -> None:
     axes = figure.subplots()
-    drawn = False
     for place, group in enumerate(groups):
         curves = [against(series, totals(run)) for run in group.runs if (series := find(run)) is not None]
         if curves:
             _plot_group(axes, curves, LIGHT[CYCLE[place % len(CYCLE)]], _label(group, len(curves)))
-            drawn = True
     tidy(axes, x=x_label, y=unit, steps=x_label == "training step")
-    legend(axes, 2)
-    return drawn
+    legend(axes)
 
 
 def _label(group: Group, num_curves: int) -> str:
@@ -295,16 +289,18 @@ def comparison_of(runs: Sequence[RunRecord], figures: Path) -> Report:
             Section("curves", "Curves", (gallery_of(charts(groups), figures),), how_to_read(groups)),
             Section("figures", "Figures",
                     (held_out_table(runs), paired_table(runs), seed_table(groups))),
-            Section("costs", "Costs", (cost_table(runs),)),
+            Section("costs", "Costs", (cost_table(runs), *filter(None, [spent_table(labelled(runs))]))),
             Section("metrics", "Metrics", (metric_table(runs),)),
         ),
     )  # fmt: skip
 
 
 def _title(groups: Sequence[Group]) -> str:
+    """Short enough for one line; the tiles have all labels."""
+    names = list(dict.fromkeys(run.config.name for group in groups for run in group.runs))
     if len(groups) == 1:
-        return f"{groups[0].label}: {len(groups[0].runs)} seeds"
-    return " · ".join(group.label for group in groups)
+        return f"{names[0]}: {len(groups[0].runs)} seeds"
+    return f"{names[0]}: {len(groups)} settings" if len(names) == 1 else f"{names[0]} and {len(groups) - 1} more"
 
 
 def _tile(group: Group) -> Tile:

@@ -23,7 +23,8 @@ MOST_POINTS = 400
 FEW_POINTS = 12
 """A line of so few points shows them."""
 
-Draw = Callable[[RunRecord, "Figure"], bool]
+Draw = Callable[[RunRecord, "Figure"], object]
+ONE_UPDATE = "each batch is used for one update, before which the old policy and the new one are the same"
 
 
 def charts(record: RunRecord) -> tuple[Chart, ...]:
@@ -39,8 +40,12 @@ def speed_charts(record: RunRecord) -> tuple[Chart, ...]:
 
 
 def _of(record: RunRecord, rows: "tuple[Row, ...]") -> tuple[Chart, ...]:
+    trainer = record.config.trainer
+    once = trainer.mini_batch_size == trainer.batch_size and trainer.epochs_per_batch == 1
+    flat = {"reward": "no answer has scored"} | ({"ppo_kl": ONE_UPDATE, "clipping": ONE_UPDATE} if once else {})
     return tuple(
-        Chart(name, title, caption, partial(draw, record), height_in) for name, title, caption, draw, height_in in rows
+        Chart(name, title, caption, partial(draw, record), height_in, flat.get(name, ""))
+        for name, title, caption, draw, height_in in rows
     )
 
 
@@ -77,25 +82,20 @@ def plot_held_out(
     )
 
 
-def _one(record: RunRecord, figure: "Figure", *, lines: Sequence[tuple[str, str, str]], unit: str) -> bool:
-    """Lines of (metric, colour, label) in one set of axes; a second line that is 0 all along is left out."""
+def _one(record: RunRecord, figure: "Figure", *, lines: Sequence[tuple[str, str, str]], unit: str) -> "Axes":
+    """Lines of (metric, colour, label) in one set of axes; beside others a line that is 0 all along is left out."""
     axes = figure.subplots()
-    drawn = False
-    for metric, colour, label in lines:
-        series = record.series(metric)
-        if series is not None and (not drawn or series.values.any()):
-            plot_series(axes, series, colour, label)
-            drawn = True
+    found = [(series, colour, label) for metric, colour, label in lines if (series := record.series(metric))]
+    for series, colour, label in [one for one in found if one[0].values.any()] or found[:1]:
+        plot_series(axes, series, colour, label)
     tidy(axes, y=unit)
-    legend(axes, 2)
-    return drawn
+    legend(axes)
+    return axes
 
 
-def _reward(record: RunRecord, figure: "Figure") -> bool:
-    axes = figure.subplots()
+def _reward(record: RunRecord, figure: "Figure") -> None:
     held_out = [(record.reward_statistic, "blue", f"held-out {record.reward_statistic.removeprefix('reward/')}")]
-    plot_reward(axes, record, "training", held_out)
-    return axes.has_data()
+    plot_reward(figure.subplots(), record, "training", held_out)
 
 
 def plot_reward(axes: "Axes", record: RunRecord, training: str, held_out: Sequence[tuple[str, str, str]]) -> None:
@@ -110,31 +110,27 @@ def plot_reward(axes: "Axes", record: RunRecord, training: str, held_out: Sequen
     legend(axes)
 
 
-def _validation(record: RunRecord, figure: "Figure") -> bool:
+def _validation(record: RunRecord, figure: "Figure") -> None:
     axes = figure.subplots()
     colours = ("blue", "green", "purple", "orange")[-len(record.core_statistics) :]
-    drawn = False
     for place, (statistic, colour) in enumerate(zip(record.core_statistics, colours, strict=False)):
         found = record.held_out(statistic)
         if found:
             aside = (place - 1.5) * 0.004 * (found[-1][0] - found[0][0])
             plot_held_out(axes, found, colour, statistic.removeprefix("reward/"), aside=aside)
-            drawn = True
     tidy(axes, y="score or share solved")
     legend(axes)
-    return drawn
 
 
-def _pass_rates(record: RunRecord, figure: "Figure") -> bool:
+def _pass_rates(record: RunRecord, figure: "Figure") -> None:
     counts = np.array(record.rows_by_passes)
     axes = figure.subplots()
     colours = [LIGHT["grey" if passes in (0, len(counts) - 1) else "blue"] for passes in range(len(counts))]
     axes.bar(np.arange(len(counts)), 100 * counts / max(1, counts.sum()), 0.8, color=colours)
     tidy(axes, x=f"of {len(counts) - 1} answers right", y="% of training rows")
-    return bool(counts.any())
 
 
-def _supervised(record: RunRecord, figure: "Figure") -> bool:
+def _supervised(record: RunRecord, figure: "Figure") -> None:
     axes = figure.subplots()
     for metric, colour, label in (("sft/loss", "grey", "training"), ("sft/held_out_loss", "blue", "held out")):
         series = series_of(record.supervised_steps, metric)
@@ -142,41 +138,30 @@ def _supervised(record: RunRecord, figure: "Figure") -> bool:
             plot_series(axes, series, colour, label, smooth=False)
     tidy(axes, y="nats/token")
     legend(axes)
-    return axes.has_data()
 
 
-def _throughput(record: RunRecord, figure: "Figure") -> bool:
-    lines = (("perf/throughput", "green", "throughput"),)
-    drawn = _one(record, figure, lines=lines, unit="tokens/s/device")
-    if drawn:
-        axes = figure.axes[0]
-        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # else a steady line lies on the edge
-    return drawn
+def _throughput(record: RunRecord, figure: "Figure") -> None:
+    axes = _one(record, figure, lines=(("perf/throughput", "green", "throughput"),), unit="tokens/s/device")
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # else a steady line lies on the edge
 
 
-def _grad_norm(record: RunRecord, figure: "Figure") -> bool:
-    drawn = _one(
-        record,
-        figure,
-        lines=(("actor/grad_norm", "blue", "policy"), ("critic/grad_norm", "orange", "critic")),
-        unit="global norm before clipping",
-    )
-    if drawn:
-        axes, clip = figure.axes[0], record.config.optim.grad_clip
-        top = axes.get_ylim()[1]
-        if clip < 3 * top:
-            axes.axhline(clip, color=LIGHT["grey"], linewidth=0.9, linestyle=(0, (4, 3)))
-            axes.annotate("clipped above", (1.0, clip), xycoords=("axes fraction", "data"), fontsize=7.5,
-                          color=LIGHT["muted"], ha="right", va="bottom")  # fmt: skip
-    return drawn
+def _grad_norm(record: RunRecord, figure: "Figure") -> None:
+    lines = (("actor/grad_norm", "blue", "policy"), ("critic/grad_norm", "orange", "critic"))
+    axes, clip = _one(record, figure, lines=lines, unit="global norm before clipping"), record.config.optim.grad_clip
+    if axes.lines and clip < 3 * axes.get_ylim()[1]:
+        axes.axhline(clip, color=LIGHT["grey"], linewidth=0.9, linestyle=(0, (4, 3)))
+        axes.annotate("clipped above", (1.0, clip), xycoords=("axes fraction", "data"), fontsize=7.5,
+                      color=LIGHT["muted"], ha="right", va="bottom")  # fmt: skip
 
 
-def _lengths(record: RunRecord, figure: "Figure") -> bool:
+def _lengths(record: RunRecord, figure: "Figure") -> None:
     mean, high, low = (record.series(f"response_length/{part}") for part in ("mean", "max", "min"))
     cut = record.series("response_length/clip_ratio")
     if mean is None:
-        return False
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.15))
+        return
+    is_cut = cut is not None and bool(cut.values.any())
+    heights = (3, 1.15) if is_cut else (1,)
+    upper, *lower = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     if high is not None and low is not None:
         top, bottom = high.thinned(MOST_POINTS), low.thinned(MOST_POINTS)
         upper.fill_between(top.steps, bottom.values, top.values, color=LIGHT["blue"], alpha=0.14, linewidth=0,
@@ -184,20 +169,20 @@ def _lengths(record: RunRecord, figure: "Figure") -> bool:
     plot_series(upper, mean, "blue", "average")
     upper.axhline(record.config.rollout.max_response_tokens, color=LIGHT["red"], linewidth=0.9, linestyle=(0, (4, 3)),
                   label="limit")  # fmt: skip
-    tidy(upper, x="", y="tokens an answer")
+    tidy(upper, x="" if is_cut else "training step", y="tokens an answer")
     upper.set_ylim(bottom=0)
     legend(upper)
-    if cut is not None:
-        plot_series(lower, Series(cut.name, cut.steps, 100 * cut.values), "red", "cut at the limit", smooth=False)
-    tidy(lower, y="cut, %")
-    lower.set_ylim(bottom=0, top=max(1.0, lower.get_ylim()[1]))
-    return True
+    for axes in lower:
+        assert cut is not None, "else there is no second set of axes"
+        plot_series(axes, Series(cut.name, cut.steps, 100 * cut.values), "red", "cut at the limit", smooth=False)
+        tidy(axes, y="cut, %")
+        axes.set_ylim(bottom=0, top=max(1.0, axes.get_ylim()[1]))
 
 
-def _phases(record: RunRecord, figure: "Figure") -> bool:
+def _phases(record: RunRecord, figure: "Figure") -> None:
     steps, seconds = phase_seconds(record)
     if not steps.size:
-        return False
+        return
     axes = figure.subplots()
     thin = [Series(name, steps.astype(np.int64), values).thinned(MOST_POINTS // 4) for name, values in seconds.items()]
     colours = [LIGHT[PHASES[series.name][1]] for series in thin]
@@ -212,8 +197,7 @@ def _phases(record: RunRecord, figure: "Figure") -> bool:
                        linewidth=0)  # fmt: skip
     tidy(axes, y="seconds a step")
     axes.set_ylim(bottom=0, top=1.15 * float(np.quantile(sum(seconds.values()), 0.99)))
-    legend(axes, 3)
-    return True
+    legend(axes)
 
 
 PHASES: Mapping[str, tuple[str, str]] = {
@@ -318,11 +302,11 @@ def joined(spans: list[Span], gap_s: float) -> list[Span]:
     return merged
 
 
-def draw_timeline(record: RunRecord, figure: "Figure") -> bool:
+def draw_timeline(record: RunRecord, figure: "Figure") -> None:
     """Above the phases of a mean step one after another; below the run by the clock, with its interruptions."""
     phases = mean_phases(record)
     if not phases:
-        return False
+        return
     upper, lower = figure.subplots(2, 1, height_ratios=(len(phases) + 1, len(ROWS) + 2))
     at = 0.0
     for place, phase in enumerate(phases):
@@ -335,7 +319,6 @@ def draw_timeline(record: RunRecord, figure: "Figure") -> bool:
         bars = [(start, end - start) for start, end in joined(spans[name], SMALLEST_GAP * last)]
         lower.broken_barh(bars, (place - 0.35, 0.7), color=LIGHT[colour])
     _rows(lower, [name for name, _ in ROWS], "seconds since the first step began; gaps: the run stood still")
-    return True
 
 
 def _rows(axes: "Axes", labels: list[str], x: str) -> None:

@@ -64,10 +64,11 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Gallery:
-    """Pictures side by side. `absent` has the titles of those with nothing to show."""
+    """Pictures side by side. `absent` has the titles of those with nothing to show, `flat` of those that are 0."""
 
     pictures: tuple[Picture, ...]
     absent: tuple[str, ...] = ()
+    flat: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,8 @@ class Report:
     findings: tuple[Finding, ...]
     missing: tuple[str, ...]
     sections: tuple[Section, ...]
+    facts: tuple[str, ...] = ()
+    """When and on what it ran, each in a few words."""
 
     def tables(self) -> Sequence[Table]:
         """All tables, in order."""

@@ -149,7 +149,7 @@ def speed_limit(record: RunRecord) -> Finding:
     rest = sorted((phase for phase in phases if phase is not top), key=lambda phase: -phase.seconds)[:2]
     shares = {phase.name: phase.seconds / total for phase in phases}
     then = ", ".join(f"{phase.title.lower()} {numbers.percent(shares[phase.name])}" for phase in rest)
-    text = f"{top.title} takes {numbers.percent(shares[top.name])} of a step of {numbers.duration(total)}"
+    text = f"{top.title} takes {numbers.percent(shares[top.name])} of a step of {numbers.duration(record.step_s)}"
     text += f"; then {then}." if then else "."
     return Finding("Speed limited by", top.title.lower(), "muted", text, rule, dict(shares))
 

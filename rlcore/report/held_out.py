@@ -14,7 +14,7 @@ from rlcore.errors import DataError
 from rlcore.evaluation.result import Answer, Comparison, ProblemResult, ValidationResult, compare, pass_curve
 from rlcore.evaluation.stats import Interval
 from rlcore.report import page
-from rlcore.report.document import Column, SamplePair, Samples, Table, Tone, table
+from rlcore.report.document import Column, SamplePair, Samples, Table, Tone, Value, table
 from rlcore.report.numbers import score_parts, truth_text
 from rlcore.report.page import LIGHT, Chart, legend, tidy
 from rlcore.report.record import RunRecord, read_run
@@ -38,14 +38,8 @@ _MEANING: Mapping[str, str] = {
 
 def result_table(comparisons: Sequence[Comparison]) -> Table:
     """Every statistic before and after, paired."""
-    rows = [
-        (row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses,
-         _meaning(row.statistic))
-        for row in comparisons
-    ]  # fmt: skip
-    columns = (Column("Figure", "code"), Column("Before", "number"), Column("After", "number"),
-               Column("Paired difference", "difference"), Column("Better on", "number"), Column("Worse on", "number"),
-               Column("Meaning"))  # fmt: skip
+    rows = [(*row, _meaning(found.statistic)) for row, found in zip(_compared(comparisons), comparisons, strict=True)]
+    columns = (*_COMPARED, Column("Meaning"))
     count = comparisons[0].num_problems if comparisons else 0
     note = (
         f"{count} held-out problems; bootstrap intervals over problems. reward is the scorer's total, acc counts "
@@ -54,24 +48,33 @@ def result_table(comparisons: Sequence[Comparison]) -> Table:
     return table("held_out", "Held-out problems", columns, rows, note if rows else "")
 
 
+_COMPARED = (Column("Figure", "code"), Column("Before", "number"), Column("After", "number"),
+             Column("Paired difference", "difference"), Column("Better on", "number"),
+             Column("Worse on", "number"))  # fmt: skip
+
+
+def _compared(comparisons: Sequence[Comparison]) -> list[tuple[Value, ...]]:
+    """A row a statistic, under these columns."""
+    return [
+        (row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses)
+        for row in comparisons
+    ]
+
+
 def suite_table(record: RunRecord) -> Table | None:
     """Every statistic of every suite, before and after; None without suites."""
-    rows: list[tuple[str | Interval | float | None, ...]] = []
+    rows: list[tuple[Value, ...]] = []
     for name, results in record.suites.items():
-        before, after = results.get("before"), results.get("after")
-        if before is None or after is None:
-            alone = before or after
-            found = {} if alone is None else alone.intervals
-            rows += [(name, each, found[each] if before else None, None if before else found[each], None, None, None)
-                     for each in found]  # fmt: skip
-            continue
-        rows += [(name, row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses)
-                 for row in compare(before, after)]  # fmt: skip
+        match results.get("before"), results.get("after"):
+            case ValidationResult() as before, ValidationResult() as after:
+                rows += [(name, *row) for row in _compared(compare(before, after))]
+            case ValidationResult() as before, None:
+                rows += [(name, each, found, *(None,) * 4) for each, found in before.intervals.items()]
+            case None, ValidationResult() as after:
+                rows += [(name, each, None, found, *(None,) * 3) for each, found in after.intervals.items()]
     if not rows:
         return None
-    columns = (Column("Suite", "code"), Column("Figure", "code"), Column("Before", "number"), Column("After", "number"),
-               Column("Paired difference", "difference"), Column("Better on", "number"),
-               Column("Worse on", "number"))  # fmt: skip
+    columns = (Column("Suite", "code"), *_COMPARED)
     note = "Held-out sets without a training part; bootstrap intervals over the problems of each."
     return table("suites", "Suites", columns, rows, note)
 
@@ -204,7 +207,7 @@ MOST_BARS = 24
 """Lengths are put into so many bins at most."""
 
 _BAR = 0.38
-Draw = Callable[["Axes", list[tuple[str, ValidationResult]]], bool]
+Draw = Callable[["Axes", list[tuple[str, ValidationResult]]], None]
 
 
 def charts(record: RunRecord) -> tuple[Chart, ...]:
@@ -220,35 +223,31 @@ def judged(record: RunRecord) -> list[tuple[str, ValidationResult]]:
     return [(label, result) for label, result in both if result is not None]
 
 
-def _drawn(record: RunRecord, draw: Draw, figure: "Figure") -> bool:
-    results = judged(record)
-    if not results:
-        return False
-    axes = figure.subplots()
-    drawn = draw(axes, results)
-    legend(axes)
-    return drawn
+def _drawn(record: RunRecord, draw: Draw, figure: "Figure") -> None:
+    if results := judged(record):
+        axes = figure.subplots()
+        draw(axes, results)
+        legend(axes)
 
 
-def _solve_rates(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> bool:
+def _solve_rates(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> None:
     k = results[0][1].num_samples
     if not k:
-        return False
+        return
     for place, (label, result) in enumerate(results):
         counts = np.bincount([problem.num_solved for problem in result.problems], minlength=k + 1)
         at = np.arange(len(counts)) + (place - 0.5) * _BAR * (len(results) > 1)
         axes.bar(at, 100 * counts / counts.sum(), _BAR, color=LIGHT[COLOURS[place]], label=label)
     tidy(axes, x=f"of {k} sampled answers solved", y="% of problems")
-    return True
 
 
-def _lengths(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> bool:
+def _lengths(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> None:
     lengths = [
         np.array([answer.num_tokens for problem in result.problems for answer in problem.samples])
         for _, result in results
     ]
     if not all(found.size for found in lengths):
-        return False
+        return
     low, high = min(found.min() for found in lengths), max(found.max() for found in lengths)
     step = max(1, -(-(high - low + 1) // MOST_BARS))
     edges = np.arange(low, high + step + 1, step)
@@ -258,14 +257,13 @@ def _lengths(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> bool:
         axes.bar(at, 100 * counts / counts.sum(), _BAR * step, color=LIGHT[COLOURS[place]], label=label)
     tidy(axes, x="tokens of a sampled answer", y="% of answers")
     axes.set_xlim(edges[0] - max(2.0, step), edges[-1] + max(1.0, step))
-    return True
 
 
-def _difficulty(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> bool:
+def _difficulty(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> None:
     parts = [result.by_difficulty() for _, result in results]
     levels = sorted({level for found in parts for level in found})
     if len(levels) < 2:
-        return False
+        return
     for place, ((label, _), found) in enumerate(zip(results, parts, strict=True)):
         rewards = [part.intervals[part.reward_statistic] for part in found.values()]
         at = np.array([levels.index(level) for level in found]) + (place - 0.5) * _BAR * (len(results) > 1)
@@ -277,7 +275,6 @@ def _difficulty(axes: "Axes", results: list[tuple[str, ValidationResult]]) -> bo
         )
     tidy(axes, x="difficulty", y="score", steps=False)
     axes.set_xticks(range(len(levels)), [str(level) for level in levels])
-    return True
 
 
 _CHARTS: tuple[tuple[str, str, str, Draw], ...] = (
@@ -309,7 +306,15 @@ def build_sample_browser(run_dir: Path, *, target: Path | None = None, max_probl
         )
     data, num_kept, num_left_out = browser_data(results, max_problems)
     path = target or run_dir / "report" / FILE_NAME
-    write_text_atomically(path, _page(record.run_id, data, num_kept, num_left_out))
+    html = page.scripted_page(
+        "browser.html.j2",
+        "browser.js.j2",
+        title=record.run_id,
+        data=page.trusted(embedded_json(data)),
+        num_problems=num_kept,
+        num_left_out=num_left_out,
+    )
+    write_text_atomically(path, html)
     return path
 
 
@@ -392,17 +397,6 @@ def _answer(answer: Answer, texts: Texts) -> dict[str, JsonValue]:
         "solved": answer.solved,
         "logprob": answer.logprob,
     }
-
-
-def _page(title: str, data: Mapping[str, JsonValue], num_problems: int, num_left_out: int) -> str:
-    return page.scripted_page(
-        "browser.html.j2",
-        "browser.js.j2",
-        title=title,
-        data=page.trusted(embedded_json(data)),
-        num_problems=num_problems,
-        num_left_out=num_left_out,
-    )
 
 
 def embedded_json(value: Mapping[str, JsonValue]) -> str:

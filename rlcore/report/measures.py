@@ -1,7 +1,7 @@
 """Tables of a run's training: convergence, speed, memory against its plan, checks, every metric of the last step."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -18,6 +18,8 @@ from rlcore.report.record import RunRecord
 from rlcore.report.series import Series, trend_of
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking.catalog import describe
+from rlcore.tracking.cost import NOTHING as NO_COST
+from rlcore.tracking.cost import Spent
 
 MOST_LEVELS = 8
 """Rows of the table of costs at most: the highest levels."""
@@ -41,7 +43,6 @@ _CONVERGENCE: tuple[Measure, ...] = (
     ("Learning rate of the critic, last", "critic/lr", "last", ""),
 )
 _PERFORMANCE: tuple[Measure, ...] = (
-    ("Seconds a step, median", "perf/time_per_step", "median", "s"),
     ("Throughput, median", "perf/throughput", "median", "tokens/s/device"),
     ("Model FLOP utilization, policy", "perf/mfu/actor", "mean", "%"),
     ("Model FLOP utilization, critic", "perf/mfu/critic", "mean", "%"),
@@ -137,6 +138,9 @@ def performance_table(record: RunRecord) -> Table:
     if record.seconds is not None:
         note = "Sum over steps; validation, checkpoints and start-up come on top."
         rows.append(_row("Seconds of training steps", cell(record.seconds.last, "seconds"), "timing_s/step", note))
+    if record.step_s is not None:
+        note = "Mean without the first step, which warms up."
+        rows.append(_row("Seconds a step", cell(record.step_s, "seconds"), "timing_s/step", note))
     if len(record.steps) > 1:
         wall = cell(record.steps[-1].time - record.steps[0].time, "seconds")
         rows.append(_row("From first to last line of the journal", wall, "", "By the clock, all included."))
@@ -166,7 +170,7 @@ def phase_table(record: RunRecord) -> Table:
         for phase in phases
     ]
     if phases:
-        rows.append(("Step", total, 1.0, "timing_s/step"))
+        rows.append(("Step", record.step_s, 1.0, "timing_s/step"))
     for name, title in BESIDE.items():
         series = record.series(f"timing_s/{name}")
         if series is not None:
@@ -189,6 +193,43 @@ def cost_table(record: RunRecord) -> Table:
                Column("Seconds of training", "seconds"))  # fmt: skip
     note = "The first validation at or above the level, with the tokens and seconds of all training steps up to it."
     return table("cost", "What a score cost", columns, rows, note)
+
+
+POINT = 0.01
+"""Of the held-out reward: what costs are told by."""
+
+
+def spent_table(runs: Sequence[tuple[str, RunRecord]]) -> Table | None:
+    """GPU time, energy and price of each run and of all, and by point of held-out reward gained; None without GPUs."""
+    counted = [(label, run, run.spent) for label, run in runs if run.spent is not None]
+    if not counted:
+        return None
+    rows = [_spent_row(label, used, used.price(_price_of(run)), run.gained) for label, run, used in counted]
+    if len(counted) > 1:
+        prices = [used.price(_price_of(run)) for _, run, used in counted]
+        price = None if None in prices else sum(price for price in prices if price is not None)
+        total = sum((used for _, _, used in counted), NO_COST)
+        rows.append(_spent_row("all", total, price, max(run.gained for _, run, _ in counted)))
+    columns = (Column("Run", "code"), Column("GPU time", "seconds"), Column("Energy, Wh", "number"),
+               Column("Price", "number"), Column("Points gained", "number"), Column("GPU time a point", "seconds"),
+               Column("Energy a point, Wh", "number"), Column("Price a point", "number"))  # fmt: skip
+    note = (
+        f"GPU time and energy are those of all attempts; a point is {POINT:g} of held-out reward, from the first "
+        "validation to the last; all runs together are set against the largest gain of one. Prices are by "
+        "tracking.price_per_gpu_hour."
+    )
+    return table("spent", "What it cost", columns, rows, note)
+
+
+def _price_of(run: RunRecord) -> float | None:
+    return run.config.tracking.price_per_gpu_hour
+
+
+def _spent_row(label: str, used: Spent, price: float | None, gained: float) -> tuple[Value, ...]:
+    points = gained / POINT
+    costs = (used.gpu_seconds, used.energy_wh, price)
+    by_point = (None if cost is None or points <= 0 else cost / points for cost in costs)
+    return label, *costs, points, *by_point
 
 
 def check_table(record: RunRecord) -> Table:
@@ -275,16 +316,9 @@ def cost_of(record: RunRecord, level: float) -> Cost | None:
     """Step, tokens and seconds to a level of the held-out reward; None if the run never reached it."""
     for step, interval in record.held_out(record.reward_statistic):
         if interval.value >= level - ROUNDING:
-            return Cost(step, total_at(record.tokens, step), total_at(record.seconds, step))
+            totals = (record.tokens, record.seconds)
+            return Cost(step, *(None if each is None else float(each.up_to(np.array([step]))[0]) for each in totals))
     return None
-
-
-def total_at(totals: Series | None, step: int) -> float | None:
-    """A running total after a step; 0 before the first one."""
-    if totals is None:
-        return None
-    index = int(np.searchsorted(totals.steps, step, side="right")) - 1
-    return float(totals.values[index]) if index >= 0 else 0.0
 
 
 PLAN_FILE = "memory_plan.json"

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, Literal
 
-from rlcore.report import document as doc
 from rlcore.report import numbers
-from rlcore.report.document import Cell, Column, Picture, Report, Table
+from rlcore.report.document import Cell, Column, Gallery, Picture, Report, Table
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -89,18 +89,21 @@ _SPECIAL = re.compile(r"([\\`*_\[\]!|~$]|^[-+#=])")
 _LIST_NUMBER = re.compile(r"^(\d{1,9})([.)])(?=\s|$)")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 _PNG_DPI = 160
+_LEGEND_CHARACTERS, _KEY_CHARACTERS = 84, 6
+"""Characters of a legend's line, and how many of them the drawn sample of a line with its gaps takes."""
 _PAGE_FONT = "var(--font-text)"
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A picture that can be drawn: `draw` fills an empty figure, and returns False if there is nothing to show."""
+    """A picture that can be drawn: `draw` fills an empty figure. `flat`: why it may be 0 at every step."""
 
     name: str
     title: str
     caption: str
-    draw: "Callable[[Figure], bool]"
+    draw: "Callable[[Figure], object]"
     height_in: float = 2.7
+    flat: str = ""
 
 
 @contextmanager
@@ -112,14 +115,31 @@ def house_style() -> Iterator[None]:
         yield
 
 
-def render(chart: Chart, folder: Path) -> Picture | None:
+def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
+    """The pictures, written into the folder; in words those that would be empty, or one line at 0."""
+    pictures, absent, flat = [], [], []
+    for chart in charts:
+        match _render(chart, folder):
+            case Picture() as picture:
+                pictures.append(picture)
+            case "flat":
+                flat.append(f"{chart.title} ({chart.flat})" if chart.flat else chart.title)
+            case _:
+                absent.append(chart.title)
+    return Gallery(tuple(pictures), tuple(absent), tuple(flat))
+
+
+def _render(chart: Chart, folder: Path) -> Picture | Literal["empty", "flat"]:
     """Draw a chart, write `<name>.svg` and `<name>.png` into the folder, and return it for a page."""
     from matplotlib.figure import Figure
 
     with house_style():
         figure = Figure(figsize=(WIDTH_IN, chart.height_in), layout="constrained")
-        if not chart.draw(figure):
-            return None
+        chart.draw(figure)
+        if not any(axes.has_data() for axes in figure.axes):
+            return "empty"
+        if not any(axes.dataLim.intervaly.any() for axes in figure.axes):
+            return "flat"
         svg = _svg(figure)
         figure.set_layout_engine("none")  # it stays as laid out for the SVG
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,17 +186,19 @@ def tidy(axes: "Axes", *, x: str = "training step", y: str = "", steps: bool = T
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: numbers.tick(value)))
 
 
-def legend(axes: "Axes", columns: int = 4) -> None:
-    """Above the axes, on the left, where no line runs; only if there is something to tell apart."""
+def legend(axes: "Axes") -> None:
+    """Above the axes, on the left, where no line runs, in as many columns as are whole; only if there is something to
+    tell apart."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) < 2:
         return
+    longest = max(map(len, labels)) + _KEY_CHARACTERS
     axes.legend(
         handles,
-        labels,
+        [fill(label, _LEGEND_CHARACTERS - _KEY_CHARACTERS) for label in labels],
         loc="lower left",
         bbox_to_anchor=(0.0, 1.0),
-        ncols=columns,
+        ncols=max(1, min(4, _LEGEND_CHARACTERS // longest)),
         borderaxespad=0.2,
         columnspacing=1.4,
         handlelength=1.4,
@@ -191,7 +213,7 @@ def page(template: str, **values: Any) -> str:
 
 def scripted_page(template: str, script: str, **values: Any) -> str:
     """A template with a script of ours, the only one that the page's policy lets run."""
-    text = source(script)
+    text = _environment().get_template(script).render()
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return page(template, script=trusted(text), digest=digest, **values)
 
@@ -204,16 +226,6 @@ def answers_page() -> str:
 def live_page() -> str:
     """The page that asks its server, again and again, how a run stands."""
     return scripted_page("live.html.j2", "live.js.j2")
-
-
-def report_page(report: doc.Report) -> str:
-    """A report as one HTML file."""
-    return page("report.html.j2", report=report)
-
-
-def source(template: str) -> str:
-    """A template without values: a script or style sheet of ours."""
-    return _environment().get_template(template).render()
 
 
 def trusted(text: str) -> "Markup":

@@ -21,8 +21,10 @@ from rlcore.evaluation.stats import Interval
 from rlcore.report.series import Series, make_series, series_of
 from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically
+from rlcore.tracking.cost import Spent, spent
 from rlcore.tracking.journal import (
     JOURNAL_FILE,
+    WORKERS,
     EventRecord,
     JournalContents,
     StepRecord,
@@ -112,10 +114,6 @@ class RunRecord:
         """A metric over the steps, None where no step has it."""
         return series_of(self.steps, name)
 
-    def names(self, prefix: str) -> tuple[str, ...]:
-        """Metrics of the journal that begin so, in the order in which they first occur."""
-        return tuple(dict.fromkeys(n for record in self.steps for n in record.metrics if n.startswith(prefix)))
-
     @cached_property
     def tokens(self) -> Series | None:
         """Prompt and answer tokens trained on up to each step."""
@@ -125,6 +123,29 @@ class RunRecord:
     def seconds(self) -> Series | None:
         """Seconds of training steps up to each step; validation and checkpoints are not counted."""
         return _running_total(self.series("timing_s/step") or self.series("perf/time_per_step"))
+
+    @cached_property
+    def spent(self) -> Spent | None:
+        """What all attempts have cost; None where no GPU was held."""
+        return spent(self.run_dir / JOURNAL_FILE)
+
+    @property
+    def gained(self) -> float:
+        """Held-out reward of the last validation less that of the first; 0 where there are no two."""
+        found = self.held_out(self.reward_statistic)
+        return found[-1][1].value - found[0][1].value if found else 0.0
+
+    @cached_property
+    def step_s(self) -> float | None:
+        """Mean seconds of a training step, the first one left out where there are others: it warms up."""
+        series = self.series("timing_s/step")
+        return None if series is None else float(series.values[1 if len(series) > 1 else 0 :].mean())
+
+    @property
+    def workers(self) -> Mapping[str, Any]:
+        """What its newest workers found at their start (`rlcore.run.record`): device and size of the model, among
+        others; empty in old journals."""
+        return next((event.data for event in reversed(self.events) if event.name == WORKERS), {})
 
     @cached_property
     def supervised_steps(self) -> tuple[StepRecord, ...]:
@@ -148,8 +169,7 @@ class RunRecord:
         """Which held-out data the scores are of."""
         if self.validations:
             return next(iter(self.validations.values())).data_source
-        names = (name for name in self.names("val-core/") if not self.config.validation.is_of_suite(name))
-        found = {match["source"] for name in names if (match := _CORE.fullmatch(name))}
+        found = {match["source"] for match in self._core_names}
         return ALL_SOURCES if ALL_SOURCES in found else next(iter(sorted(found)), None)
 
     @cached_property
@@ -157,9 +177,14 @@ class RunRecord:
         """k of mean@k; 0 where nothing was sampled on held-out problems."""
         if self.validations:
             return next(iter(self.validations.values())).num_samples
+        return next((int(match["k"]) for match in self._core_names), 0)
+
+    @cached_property
+    def _core_names(self) -> list[re.Match[str]]:
+        """Names of the run's own held-out rewards in the journal, taken apart, in the order in which they occur."""
+        names = dict.fromkeys(name for record in self.steps for name in record.metrics)
         is_of_suite = self.config.validation.is_of_suite
-        found = (_CORE.fullmatch(name) for name in self.names("val-core/") if not is_of_suite(name))
-        return next((int(match["k"]) for match in found if match), 0)
+        return [match for name in names if not is_of_suite(name) and (match := _CORE.fullmatch(name))]
 
     @cached_property
     def before(self) -> ValidationResult | None:

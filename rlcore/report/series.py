@@ -64,6 +64,11 @@ class Series:
         """Mean over all steps."""
         return float(self.values.mean())
 
+    def up_to(self, steps: Steps) -> Array:
+        """Of a running total, its value after each of these steps; 0 before the first one."""
+        at = np.searchsorted(self.steps, steps, side="right") - 1
+        return np.where(at >= 0, self.values[np.maximum(at, 0)], 0.0)
+
     def thinned(self, most: int) -> "Series":
         """At most so many points, each the mean of a stretch of steps: what a picture can show."""
         if len(self) <= most:

@@ -11,6 +11,7 @@ from pydantic import JsonValue
 
 from rlcore.config import CriticConfig, LoraConfig, RunConfig
 from rlcore.config.base import leaves
+from rlcore.config.problems import plain_text
 from rlcore.config.run import all_keys
 from rlcore.errors import ConfigError
 from rlcore.report.document import Cell, Column, Table, table
@@ -74,20 +75,6 @@ def meaning(key: str) -> str:
 
 def _cell(value: JsonValue) -> Cell:
     return Cell(plain_text(value), value)
-
-
-def plain_text(value: JsonValue) -> str:
-    """A value as it is written in an override.
-
-    >>> plain_text(None), plain_text(True), plain_text(["+", "-"]), plain_text(0.0003)
-    ('null', 'true', '[+,-]', '0.0003')
-    """
-    match value:
-        case str():
-            return value
-        case list():
-            return f"[{','.join(map(plain_text, value))}]"
-    return json.dumps(value)
 
 
 def reproduce_command(config: RunConfig) -> str | None:

@@ -18,6 +18,8 @@ from rlcore.run.inputs import suite_fingerprint
 from rlcore.run.record import Pace, RunEvents, RunRecord
 from rlcore.run.watchdog import StepAbandonedError
 from rlcore.run.workers import RunWorkers, TrainingWorkers
+from rlcore.tracking.cost import CostMeter
+from rlcore.tracking.journal import WORKERS
 from rlcore.tracking.lineage import SystemSampler
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import LoopState, StepResult
@@ -45,6 +47,7 @@ class Training(Generic[W]):
         self._metrics: Mapping[str, float] = {}
         self._saved: Saved | None = None
         self._seconds_for_saves = 0.0
+        self._meter: CostMeter | None = None
 
     @property
     def step(self) -> int:
@@ -106,6 +109,7 @@ class Training(Generic[W]):
         self._events.faults(state.step)
         self.workers.load("start" if newest is None else newest.name)
         self._events.went_on(state.step, found)
+        self.record.log_event(WORKERS, state.step, self.workers.found)
         self._saved = None
         self._state = self._record_start(state) if newest is None else state
         return self._state
@@ -114,8 +118,14 @@ class Training(Generic[W]):
         """Step 0: the held-out score before any training."""
         metrics, state = self._measured(state)
         self._look_for_holes()
-        self.record.log_step(0, metrics)
+        self.record.log_step(0, {**metrics, **self._cost()})
         return state
+
+    def _cost(self) -> dict[str, float]:
+        """What the run has cost so far; the journal, by its first call, is the one that is gone on with."""
+        if self._meter is None:
+            self._meter = CostMeter(self.record.layout.journal, self._config.tracking.price_per_gpu_hour)
+        return self._meter.metrics(self.workers.gpu_uses())
 
     def _look_for_holes(self) -> None:
         """Audit the reward, where there is one, once the model of step 0 is measured."""
@@ -156,7 +166,7 @@ class Training(Generic[W]):
             metrics["timing_s/testing"] = time.perf_counter() - begun
             metrics |= found
         self._keep_answers(result)
-        metrics |= self._system.sample() | self.record.room_metrics()
+        metrics |= self._system.sample() | self.record.room_metrics() | self._cost()
         if self._events.num_faults:
             metrics["fault/num_retries"] = float(self._events.num_faults)
         if self._seconds_for_saves:
@@ -185,6 +195,7 @@ class Training(Generic[W]):
         if found is None:
             self._state = self._record_start(back)
         self._events.faults(back.step)
+        self.record.log_event(WORKERS, back.step, self.workers.found)
         self._events.rolled_back(back.step, step, why, back.lr_factor)
         return self._state
 

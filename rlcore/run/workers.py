@@ -23,6 +23,7 @@ from rlcore.run.inputs import RunInputs, planned_start_model
 from rlcore.run.problems import HeldOut, Problems
 from rlcore.run.record import RunRecord
 from rlcore.runtime.local import start_workers
+from rlcore.tracking.cost import GpuUse
 from rlcore.trainer.clock import EnterPhase
 from rlcore.trainer.experience import Answerer, ExperienceCollector, ScoredAnswer
 from rlcore.trainer.step import LoopState, StepResult, Trainer
@@ -108,6 +109,8 @@ class TrainingWorkers(Generic[S]):
         self._parts: S | None = None
         self._version = 0
         self.start_model = start_model
+        self.found: Mapping[str, object] = {}
+        """What the ranks found at their start, once they are started."""
         self.holds: str | None = None
         """Name of the checkpoint whose weights the workers hold; `MID_STEP`; None before any was loaded."""
 
@@ -123,6 +126,12 @@ class TrainingWorkers(Generic[S]):
     def unscored(self) -> tuple[int, str]:
         """See `ScoringPool.unscored`; (0, "") where no answers are learned from."""
         return 0, ""
+
+    def gpu_uses(self) -> list[GpuUse]:
+        """What each rank has used since its start; nothing on a CPU."""
+        if self._parts is None or self.found.get("device_name") == "CPU":
+            return []
+        return [use for use in self._parts.group.each(Worker.gpu_use) if use is not None]
 
     # ------------------------------------------------------------------ weights
 
@@ -218,6 +227,8 @@ class TrainingWorkers(Generic[S]):
             f"attention {info.attention}"
         )
         self._report({"event": "note", "text": text})
+        kept = ("device_name", "num_parameters", "dtype", "attention")
+        self.found = {"num_workers": group.world_size, **{name: getattr(info, name) for name in kept}}
         return group, ProfileWindow(self._record, group)
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 from pydantic import JsonValue
@@ -185,26 +186,39 @@ def _holds_anything(directory: Path) -> bool:
         return True
 
 
-def write_text_atomically(path: Path, text: str) -> None:
-    """Replace a file by one rename after a flush: a reader sees the old text or the new one, never a part.
+@contextmanager
+def replaced_file(path: Path, needed_bytes: int | None = None) -> Iterator[BinaryIO]:
+    """Replace a file by one rename after a flush: yields the new one; a reader sees the old file or the new one, never
+    a part.
 
     Raises:
-        DiskSpaceError: no room; the old file is untouched.
+        DiskSpaceError: no room, for `needed_bytes` where that is known; the old file is untouched.
         UnwritableError: the folder cannot be written.
     """
     temporary = temporary_beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_file(temporary, text)
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
         flush_folder(path.parent)
     except BaseException as reason:
-        if isinstance(reason, PermissionError):
-            raise unwritable(path.parent, reason) from reason
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         if is_out_of_room(reason):
-            raise out_of_room(path, reason, needed_bytes=len(text.encode())) from reason
+            raise out_of_room(path, reason, needed_bytes=needed_bytes) from reason
+        if isinstance(reason, OSError) and not isinstance(reason, IsADirectoryError):  # that is in the file's place
+            raise unwritable(path.parent, reason) from reason
         raise
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """`replaced_file` with this text, in UTF-8."""
+    content = text.encode()
+    with replaced_file(path, len(content)) as file:
+        file.write(content)
 
 
 def write_json_atomically(path: Path, value: JsonValue) -> None:

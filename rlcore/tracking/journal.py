@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 JOURNAL_FILE = "metrics.jsonl"
 """Name of the journal in a run's folder."""
 
+WORKERS = "workers"
+"""Event of each start of the ranks: their number, device and precision, and the size of the model."""
+
 READ_BLOCK_BYTES = 1 << 20
 """Bytes read at once: bounds the memory of a reader of a long run."""
 

@@ -7,7 +7,7 @@ import platform
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,7 @@ def _user() -> str:
 
 
 BYTES_PER_GB = 1e9
+MILLIJOULES = 1e3
 NVIDIA_SMI_TIMEOUT_S = 20.0
 
 
@@ -191,6 +192,19 @@ def first_gpu() -> tuple[str, int] | None:
         return name.strip(), int(mib) << 20
     except (OSError, subprocess.TimeoutExpired, IndexError, ValueError):
         return None
+
+
+def energy_reader(uuid: str) -> Callable[[], float | None]:
+    """Reads the joules that a GPU, by its UUID, has taken since its driver was loaded; None where NVML knows none."""
+    nvml = _start_nvml()
+
+    def read() -> float | None:
+        try:
+            return float(nvml.nvmlDeviceGetTotalEnergyConsumption(nvml.nvmlDeviceGetHandleByUUID(uuid))) / MILLIJOULES
+        except nvml.NVMLError:  # older cards have no counter, slices of a card none of their own
+            return None
+
+    return (lambda: None) if nvml is None else read
 
 
 def _start_nvml() -> Any:

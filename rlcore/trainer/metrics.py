@@ -40,6 +40,7 @@ MEASURED_ON_THE_MACHINE = (
     "system/",
     "disk/",
     "fault/",
+    "cost/",
 )
 """Beginnings of the names of metrics that differ from run to run; all others are the same, value for value."""
 

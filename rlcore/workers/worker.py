@@ -26,13 +26,14 @@ from rlcore.models.memory import release_cached_memory
 from rlcore.models.policy import CausalPolicy, ValueModel
 from rlcore.models.shape import ModelShape, known_shape, peak_flops
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, build_engine, engine_dtype
+from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers import canary
 from rlcore.workers.actor import Actor, PolicyUpdate, SupervisedUpdate
 from rlcore.workers.canary import HandOver
 from rlcore.workers.critic import Critic, CriticUpdate
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks, keep_freed_memory, let_segments_grow
-from rlcore.workers.measure import BYTES_PER_GB, MemoryPeak, RankProfiler, gpu_meter
+from rlcore.workers.measure import BYTES_PER_GB, GpuUseMeter, MemoryPeak, RankProfiler, gpu_meter
 from rlcore.workers.reference import Reference
 
 P = ParamSpec("P")
@@ -87,6 +88,8 @@ class Worker:
         torch.set_num_threads(self._config.runtime.threads_per_worker)
         place = choose_place(self._config.runtime, self._config.model)
         self._place = place
+        on_gpu = place.device.type == "cuda"
+        self._gpu_use = GpuUseMeter(f"GPU-{torch.cuda.get_device_properties(place.device).uuid}" if on_gpu else None)
         if place.device.type == "cpu":
             keep_freed_memory()
         elif self._config.rollout.tensor_parallel_size == 1:  # else vLLM shares buffers between processes
@@ -320,6 +323,10 @@ class Worker:
             num_redone=sum(one.num_failures for one in passes),
             shortages=tuple(shortage for one in passes for shortage in one.take_shortages()),
         )
+
+    def gpu_use(self) -> GpuUse | None:
+        """What this rank has used since its start; None on a CPU."""
+        return self._gpu_use.use()
 
     def _rest_engine(self) -> None:
         """Let the engine release the memory that training needs."""

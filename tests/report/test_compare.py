@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import statistics
 
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult, compare
-from rlcore.report import compare_runs
+from rlcore.report import build_report, compare_runs
 from rlcore.report.compare import against, band_of, differing_settings, groups_of, spread_of, t_quantile
 from rlcore.report.measures import cost_of
 from rlcore.report.record import read_run
 from rlcore.report.series import make_series
+from rlcore.tracking.cost import ENERGY_WH, GPU_SECONDS
+from rlcore.tracking.journal import JOURNAL_FILE, Journal
 from tests.report.pages import parse
 from tests.report.runs import write_run
 
@@ -179,6 +182,40 @@ def test_curves_are_drawn_against_steps_tokens_and_seconds(comparison):
     assert not re.search(r"https?:|src=|@import", html)
     parse(html)
     assert "### Runs" in comparison.summary
+
+
+def test_what_it_cost_is_told_by_run_in_all_and_by_point_gained(run_dirs, tmp_path):
+    copies = [tmp_path / "runs" / folder.name for folder in run_dirs[:2]]
+    for place, (folder, copy) in enumerate(zip(run_dirs, copies, strict=False)):
+        shutil.copytree(folder, copy)
+        settings = json.loads((copy / "settings.json").read_text())
+        settings["tracking"]["price_per_gpu_hour"] = 3.0
+        (copy / "settings.json").write_text(json.dumps(settings))
+        with Journal(copy / JOURNAL_FILE) as journal:
+            journal.append_step(40, {GPU_SECONDS: 1_200.0 * (place + 1), ENERGY_WH: 100.0})
+    files = compare_runs(copies, target=tmp_path / "out")
+    gains = [100 * read_run(copy).gained for copy in copies]
+    first, second, both = table(files, "spent")
+    assert [row["GPU time"] for row in (first, second, both)] == [1_200, 2_400, 3_600]
+    assert [row["Price"] for row in (first, second, both)] == pytest.approx([1, 2, 3])
+    assert [row["Energy, Wh"] for row in (first, second, both)] == [100, 100, 200]
+    assert first["Points gained"] == pytest.approx(gains[0])
+    assert [first["GPU time a point"], second["Price a point"]] == pytest.approx([1_200 / gains[0], 2 / gains[1]])
+    assert both["Energy a point, Wh"] == pytest.approx(200 / max(gains))
+    own = build_report(copies[0], target=tmp_path / "own")
+    assert {**table(own, "spent")[0], "Run": first["Run"]} == first
+    assert "20 min" in parse(own.html.read_text()).words
+
+
+def test_on_a_cpu_no_cost_is_told(comparison):
+    assert "spent" not in json.loads(comparison.json.read_text())["tables"]
+
+
+def test_the_title_fits_one_line(run_dirs, comparison, tmp_path):
+    seeds = compare_runs(run_dirs[:2], target=tmp_path / "a")
+    others = compare_runs([run_dirs[0], run_dirs[4]], target=tmp_path / "b")
+    titles = [json.loads(files.json.read_text())["title"] for files in (comparison, seeds, others)]
+    assert titles == ["countdown_demo: 2 settings", "countdown_demo: 2 seeds", "countdown_demo and 1 more"]
 
 
 def test_runs_that_cannot_be_paired_are_compared_all_the_same(run_dirs, tmp_path):

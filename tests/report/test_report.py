@@ -6,6 +6,7 @@ import shlex
 import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +19,18 @@ from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult, compare
 from rlcore.evaluation.stats import Interval
 from rlcore.report import answer_rows, build_report, hero_png, numbers, summary_markdown
-from rlcore.report.curves import charts, run_spans
+from rlcore.report.build import report_of
+from rlcore.report.curves import ONE_UPDATE, charts, run_spans
 from rlcore.report.document import Cell, Column, Report, Table
 from rlcore.report.measures import MemoryPlan, phase_table
-from rlcore.report.page import markdown_of
+from rlcore.report.page import gallery_of, house_style, legend, markdown_of
 from rlcore.report.record import Lineage, RunRecord, Stage, read_run
 from rlcore.report.settings import changed_keys, reproduce_command
 from rlcore.storage.publish import published_directory
-from rlcore.tracking.journal import JOURNAL_FILE, Journal, StepRecord, load_journal
+from rlcore.tracking.catalog import metric_docs
+from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, Journal, StepRecord, load_journal
 from tests.report.pages import Page, parse
+from tests.report.records import record_of
 from tests.report.runs import validation, write_run
 
 pytestmark = pytest.mark.slow
@@ -106,6 +110,15 @@ def test_every_measure_is_defined(grpo_report, ppo_report):
             rows = table(files, name)
             assert rows
             assert all(row["Definition"] for row in rows), name
+
+
+def test_a_step_has_one_time(grpo_run, grpo_report):
+    mean = np.mean(series(grpo_run, "timing_s/step")[1:])
+    rows = {row["Measure"]: row["Value"] for row in table(grpo_report, "performance")}
+    assert rows["Seconds a step"] == pytest.approx(mean)
+    shown = numbers.duration(mean)
+    assert f"{shown} a step" in page_of(grpo_report).words
+    assert f"of a step of {shown}" in page_of(grpo_report).words
 
 
 def test_phases_are_the_means_without_the_first_step(grpo_run, grpo_report):
@@ -342,6 +355,48 @@ def test_figures_of_the_journal_serve_where_the_files_are_gone(tmp_path):
     assert f"{last[name]:.3f}" in files.summary.split("## ")[0]
 
 
+def test_the_head_says_on_what_it_ran_and_when(tmp_path):
+    write_run(tmp_path, experiment="debug", num_steps=2, only=FEW)
+    found = {"num_workers": 2, "device_name": "NVIDIA H200", "num_parameters": 1_234_567}
+    with Journal(tmp_path / JOURNAL_FILE) as journal:
+        journal.append_event(WORKERS, 0, {**found, "device_name": "of the first attempt"})
+        journal.append_event(WORKERS, 2, found)
+    steps = load_journal(tmp_path / JOURNAL_FILE).steps
+    facts = report_of(read_run(tmp_path), None).facts
+    assert facts[:2] == ("2 × NVIDIA H200", "1,234,567 parameters")
+    assert facts[2] == f"begun {datetime.fromtimestamp(steps[0].time, UTC):%Y-%m-%d %H:%M} UTC"
+    assert facts[3] == f"{numbers.duration(steps[-1].time - steps[0].time)} by the clock"
+    assert " · ".join(facts) in page_of(build_report(tmp_path)).words
+
+
+def test_a_picture_of_zeros_is_words(tmp_path):
+    curves = {"actor/ppo_kl": [0.0, 0.0], "actor/entropy": [0.0, 0.1], "response_length/clip_ratio": [0.0, 0.0]}
+    config = load_config([], experiment="debug")
+    assert config.trainer.mini_batch_size == config.trainer.batch_size
+    found = gallery_of(charts(record_of(curves, config=config)), tmp_path)
+    assert [picture.name for picture in found.pictures] == ["entropy"]
+    assert found.flat == (f"KL ({ONE_UPDATE})",)
+    assert "Answer length" in found.absent
+
+
+def test_legends_are_whole():
+    with house_style():
+        figure = Figure(figsize=(6.4, 2.7), layout="constrained")
+        axes = figure.subplots()
+        for place in range(3):
+            axes.plot([0, 1], [0, place], label=f"algo.setting={'x' * 40 * (place + 1)}, optim.lr=0.0003 (3 seeds)")
+        legend(axes)
+        figure.draw_without_rendering()
+    box = axes.get_legend().get_window_extent()
+    assert figure.bbox.x0 <= box.x0
+    assert box.x1 <= figure.bbox.x1
+    assert box.y1 <= figure.bbox.y1
+
+
+def test_no_definition_has_a_placeholder():
+    assert [row.name for row in metric_docs() if "<" in row.definition] == []
+
+
 def test_damaged_parts_are_named_and_the_rest_is_shown(tmp_path):
     run_dir = tmp_path / "damaged"
     write_run(run_dir, experiment="debug", num_steps=2, only=FEW)
@@ -542,7 +597,7 @@ def test_the_supervised_stage_has_its_curve(tmp_path):
     Lineage((Stage("filtered", "0a", "x"), Stage("start model", "1b", "y"))).write(run_dir)
     stage = tmp_path / "warm-starts" / "warm-start-1b"
     chart = next(one for one in charts(read_run(run_dir)) if one.name == "supervised")
-    assert not chart.draw(Figure()), "its folder is gone"
+    assert gallery_of([chart], tmp_path).absent == ("Supervised stage",), "its folder is gone"
     stage.mkdir(parents=True)
     losses = [4.0, 2.5, 1.25]
     with Journal(stage / JOURNAL_FILE) as journal:
@@ -551,7 +606,7 @@ def test_the_supervised_stage_has_its_curve(tmp_path):
             journal.append_step(step, {"sft/loss": loss})
         journal.append_step(4, {"sft/held_out_loss": 1.5})
     figure = Figure()
-    assert next(one for one in charts(read_run(run_dir)) if one.name == "supervised").draw(figure)
+    next(one for one in charts(read_run(run_dir)) if one.name == "supervised").draw(figure)
     drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].get_lines()}
     assert drawn == {"training": ([1, 2, 3], losses), "held out": ([0, 4], [4.5, 1.5])}
 
