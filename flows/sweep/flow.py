@@ -33,7 +33,7 @@ from flows.parameters import (
 from flows.plan.checks import check_run
 from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries, watched
 from flows.sweep.command import checked_sweep
-from flows.sweep.drive import Child, Children, Drive, Ended, search_of
+from flows.sweep.drive import Child, Children, Drive, Ended, sweep_lock
 from flows.sweep.record import PointRecord, best_of, sweep_directory
 from flows.sweep.result import (
     SweepResult,
@@ -52,10 +52,8 @@ from flows.work.trainer import kept_between_runs
 from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import Sweep, sweep_names
 from rlcore.errors import MillraceError, StopRequestedError
-from rlcore.storage.locks import HeldLock
 from rlcore.tracking.mlflow_store import PARENT_TAG
 
-LOCK_FILE = "sweep.lock"
 Spec = Annotated[str, Field(examples=list(sweep_names()))]
 Count = Annotated[int | None, Field(ge=1)]
 Hours = Annotated[float | None, Field(gt=0)]
@@ -86,6 +84,17 @@ class InTurn:
             except Exception as failure:
                 error = str(failure) or type(failure).__name__
             yield Ended(child.index, error)
+
+    def pause(self) -> None:
+        """Between two looks."""
+        pause()
+
+
+def pause() -> None:
+    """Between two looks at what others do; being told to stop ends it."""
+    end_if_cancelled()
+    end_if_suspended()
+    time.sleep(POLL_S)
 
 
 def train_run(settings: RunSettings, to_step: int | None, label: str, mlflow_parent: str | None) -> str:
@@ -129,10 +138,12 @@ class OnWorkers:
                         flying[self._submit(child).id] = child
                 for flow_run_id, error in _ended(client, list(flying)):
                     yield Ended(flying.pop(flow_run_id).index, error)
-                end_if_cancelled()
-                end_if_suspended()
                 if flying:
-                    time.sleep(POLL_S)
+                    pause()
+
+    def pause(self) -> None:
+        """Between two looks."""
+        pause()
 
     def _submit(self, child: Child) -> FlowRun:
         parameters = {
@@ -254,15 +265,17 @@ def sweep(
     folder = sweep_directory(checked)
     tell(f"sweep {checked.sweep_id} in {folder}")
     tell_idle(checked.idle_settings())
-    with watched(), HeldLock(folder / LOCK_FILE, what=f"sweep {checked.sweep_id}"):
-        parent = begin_in_mlflow(checked)
+    with watched():
+        with sweep_lock(checked):
+            parent = begin_in_mlflow(checked)
         with ended_in_mlflow(checked, parent):
             with cancelled_with_us(), children_of(checked, parent, on_workers=on_workers) as children:
                 more: dict[str, JsonValue] = {"mlflow_run_id": parent}
-                drive = Drive(checked, folder, search_of(checked, folder), children, more)
+                drive = Drive(checked, folder, children, more)
                 drive.run()
             points = [drive.points[number] for number in sorted(drive.points)]
-            result = conclude(checked, folder, points, drive, parent)
+            with sweep_lock(checked):
+                result = conclude(checked, folder, points, drive, parent)
     for line in summary_of(result):
         tell(line)
     if result.failed and not result.num_finished:
