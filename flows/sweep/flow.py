@@ -4,10 +4,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from itertools import count
 from pathlib import Path
 from shlex import join
 from typing import Annotated, Any
-from uuid import UUID, uuid4
+from uuid import UUID
 
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -49,6 +50,7 @@ from flows.sweep.result import (
 from flows.tasks import as_task, tell, tell_command, tell_idle
 from flows.work.open_run import open_run
 from flows.work.trainer import kept_between_runs
+from rlcore.config.fingerprint import run_id
 from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import Sweep, sweep_names
 from rlcore.errors import MillraceError, StopRequestedError
@@ -155,9 +157,15 @@ class OnWorkers:
             "label": child.label,
             "mlflow_parent": self._parent,
         }
-        # A request whose answer is lost is sent again: without a key the server would make a second run of it.
-        submitted = run_deployment(DEPLOYMENT, parameters=parameters, timeout=0, idempotency_key=str(uuid4()))
-        assert isinstance(submitted, FlowRun)
+        # With such a key the server gives back a flow run that is there already: one whose answer was lost, and one that
+        # a killed sweep has left to a worker. One that has ended did not bring the run so far: then a further one is made.
+        run, step = run_id(child.settings.config), child.to_step
+        for attempt in count(1):
+            key = f"{self._root} {run} to {step} attempt {attempt}"
+            submitted = run_deployment(DEPLOYMENT, parameters=parameters, timeout=0, idempotency_key=key)
+            assert isinstance(submitted, FlowRun)
+            if submitted.state is None or not submitted.state.is_final():
+                break
         return submitted
 
 
