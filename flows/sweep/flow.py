@@ -157,8 +157,8 @@ class OnWorkers:
             "label": child.label,
             "mlflow_parent": self._parent,
         }
-        # With such a key the server gives back a flow run that is there already: one whose answer was lost, and one that
-        # a killed sweep has left to a worker. One that has ended did not bring the run so far: then a further one is made.
+        # With such a key the server gives back a flow run that is there already: one whose answer was lost, or one that
+        # a killed sweep has left to a worker. One that has ended did not bring the run so far: a further one is made.
         run, step = run_id(child.settings.config), child.to_step
         for attempt in count(1):
             key = f"{self._root} {run} to {step} attempt {attempt}"

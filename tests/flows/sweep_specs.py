@@ -40,7 +40,7 @@ list:
   - {optim.lr: 1.0}
   - {optim.lr: 1e-4}
   - {optim.lr: 2.0}
-pruning: {every_steps: 1}
+pruning: {every_steps: 1, confidence: 0.5}
 """,
     "optuna": """
 name: optuna
