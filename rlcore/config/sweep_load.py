@@ -280,6 +280,10 @@ def _of_pruning(spec: SweepSpec) -> Iterable[Problem]:
     if pruning.pruner in ("median", "percentile") and spec.optuna is None:
         rule = f"compares with finished points, and those of {spec.searches[0]} are trained side by side"
         yield Problem("pruning.pruner", rule, pruning.pruner, "Say paired or successive_halving")
+    needed = {"successive_halving": "min_resource", "hyperband": "max_resource"}.get(pruning.pruner)
+    if needed is not None and spec.optuna is None and not isinstance(pruning.options.get(needed), int):
+        rule = f"must say {needed} in steps: Optuna takes it from finished points, and there are none when it compares"
+        yield Problem("pruning.options", rule, shown(pruning.options), f"Write options: {{{needed}: STEPS}}")
 
 
 def _of_keys(spec: SweepSpec, points: Sequence[Point]) -> Iterable[Problem]:

@@ -97,8 +97,12 @@ def test_settings_of_the_command_go_before_those_of_the_file(tmp_path):
         (EARLY + "pruning: {every_steps: 2, pruner: best}", "pruning.pruner: must be 'paired', 'median'"),
         (EARLY + "pruning: {every_steps: 2, options: {lower: 0}}", "pruning.options: are arguments of Optuna's"),
         (
-            EARLY + "pruning: {every_steps: 2, pruner: hyperband, confidence: 0.9}",
+            EARLY + "pruning: {every_steps: 2, pruner: threshold, confidence: 0.9}",
             "pruning.confidence: is read by pruner: paired alone; got 0.9",
+        ),
+        (
+            EARLY + "pruning: {every_steps: 2, pruner: successive_halving}",
+            "pruning.options: must say min_resource in steps",
         ),
         (
             EARLY + "pruning: {every_steps: 2, pruner: median}",
