@@ -47,7 +47,7 @@ def test_three_processes_one_of_them_killed_share_a_sweep(artifacts_root: Path) 
     killed, second = process("killed"), process("second")
     wait_until(lambda: any(one["by"] == "killed" for one in log_of(root)), "the first has begun a run")
     os.kill(killed.pid, signal.SIGKILL)
-    killed.wait()
+    killed.communicate()
     third = process("third")
     for one in (second, third):
         done = ended(one)
