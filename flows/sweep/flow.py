@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from itertools import count
 from pathlib import Path
 from shlex import join
 from typing import Annotated, Any
@@ -159,14 +158,14 @@ class OnWorkers:
         }
         # With such a key the server gives back a flow run that is there already: one whose answer was lost, or one that
         # a killed sweep has left to a worker. One that has ended did not bring the run so far: a further one is made.
-        run, step = run_id(child.settings.config), child.to_step
-        for attempt in count(1):
-            key = f"{self._root} {run} to {step} attempt {attempt}"
+        run, attempt = run_id(child.settings.config), 1
+        while True:
+            key = f"{self._root} {run} to {child.to_step} attempt {attempt}"
             submitted = run_deployment(DEPLOYMENT, parameters=parameters, timeout=0, idempotency_key=key)
             assert isinstance(submitted, FlowRun)
             if submitted.state is None or not submitted.state.is_final():
-                break
-        return submitted
+                return submitted
+            attempt += 1
 
 
 @contextmanager
