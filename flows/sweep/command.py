@@ -47,6 +47,10 @@ def checked_sweep(spec: str, overrides: list[str], budget: Budget) -> Sweep:
     checked = load_sweep(spec, overrides, budget=budget)
     checked = replace(checked, base=in_stack(checked.base))
     check_before_plan(checked.base)
+    if checked.spec.pruning is not None and checked.spec.pruning.pruner != "paired":
+        from flows.sweep.study import pruner_of  # Optuna, only where its own pruners are asked for
+
+        pruner_of(checked.spec.pruning, lambda number, point, step: {})
     return checked
 
 

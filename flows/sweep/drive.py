@@ -1,6 +1,5 @@
 """The sweep itself: ask for points, train their runs to each comparison, drop the poor ones, and so on."""
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +10,15 @@ from typing import Protocol
 from pydantic import JsonValue
 
 from flows.parameters import RunSettings
-from flows.sweep.record import Member, PointRecord, members_of, write_record
+from flows.sweep.record import Member, PointRecord, PointState, members_of, sweep_directory, write_record
 from flows.tasks import tell
-from rlcore.config.sweep import Budget, Halving, Point
+from rlcore.config.sweep import Budget, Point
 from rlcore.config.sweep_load import Sweep
+from rlcore.storage.locks import FileLock, HeldLock
+
+LOCK_FILE = "sweep.lock"
+LOCK_WAIT_S = 600.0
+"""For another process of the same sweep, which decides in milliseconds and writes the comparison in seconds."""
 
 
 class Spending:
@@ -55,70 +59,6 @@ class Spending:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A point to try, or that an earlier call has done with. `number` counts from 1 and is the same when it is
-    tried again. `pruned`: it was ended before its last step.
-    """
-
-    number: int
-    settings: Point
-    pruned: bool = False
-
-
-class Search(Protocol):
-    """Told of every score, in order, and asked until it has no more points."""
-
-    def done(self) -> Sequence[Candidate]:
-        """Points that need not be asked for again."""
-
-    def ask(self) -> Sequence[Candidate]:
-        """Points to try side by side; none at the end."""
-
-    def keep(self, scores: Mapping[int, float], step: int) -> frozenset[int]:
-        """Of the points that were compared at a step, those that go on."""
-
-    def tell(self, number: int, score: float | None) -> None:
-        """A point's score at its end; None: it failed, or was not begun."""
-
-
-class FixedSearch:
-    """All points at once: a grid, a list, random draws."""
-
-    def __init__(self, sweep: Sweep) -> None:
-        self._points = [Candidate(number, point) for number, point in enumerate(sweep.points, 1)]
-        self._halving = sweep.spec.halving
-        self._sign = 1.0 if sweep.spec.objective.direction == "maximize" else -1.0
-
-    def done(self) -> Sequence[Candidate]:
-        """None: what is finished is found run by run."""
-        return ()
-
-    def ask(self) -> Sequence[Candidate]:
-        """All of them, once."""
-        asked, self._points = self._points, []
-        return asked
-
-    def keep(self, scores: Mapping[int, float], step: int) -> frozenset[int]:
-        """The best, by successive halving; without it all."""
-        if self._halving is None:
-            return frozenset(scores)
-        order = sorted(scores, key=lambda number: (-self._sign * scores[number], number))
-        return frozenset(order[: num_kept(len(order), self._halving)])
-
-    def tell(self, number: int, score: float | None) -> None:
-        """Nothing depends on it."""
-
-
-def num_kept(num_points: int, halving: Halving) -> int:
-    """How many of so many points go on.
-
-    >>> num_kept(9, Halving(first_steps=1, keep_one_in=3)), num_kept(4, Halving(first_steps=1, keep_one_in=3))
-    (3, 2)
-    """
-    return math.ceil(num_points / halving.keep_one_in)
-
-
-@dataclass(frozen=True, slots=True)
 class Child:
     """A run to be trained to a step. `index`: for the one who asks."""
 
@@ -142,41 +82,64 @@ class Children(Protocol):
     def work(self, children: Iterator[Child]) -> Iterator[Ended]:
         """Takes the next child when there is room for it."""
 
+    def pause(self) -> None:
+        """Waits a little for other processes, unless it is told to stop."""
 
-def search_of(sweep: Sweep, folder: Path) -> Search:
-    """How the sweep chooses its points."""
-    if sweep.spec.optuna is None:
-        return FixedSearch(sweep)
-    from flows.sweep.optuna_search import TpeSearch
 
-    return TpeSearch(sweep, folder)
+class _Task:
+    """A run to be brought to a step, by this process or by another one of the same sweep."""
+
+    def __init__(self, point: PointRecord, member: Member, step: int) -> None:
+        self.point = point
+        self.member = member
+        self.step = step
+        self._lock: FileLock | None = None
+
+    def claim(self, folder: Path) -> bool:
+        """Take the run, so that no other process of the sweep works on it; the kernel frees what a killed one had."""
+        file = folder / "claims" / f"{self.member.run_id}.lock"
+        file.parent.mkdir(exist_ok=True)
+        lock = FileLock(file)
+        self._lock = lock if lock.try_acquire() else None
+        return self._lock is not None
+
+    def release(self) -> None:
+        """Leave it to others."""
+        if self._lock is not None:
+            self._lock.release()
+
+
+def sweep_lock(sweep: Sweep) -> HeldLock:
+    """Held by the process that reads or changes the sweep's study, or writes its results."""
+    return HeldLock(sweep_directory(sweep) / LOCK_FILE, what=f"sweep {sweep.sweep_id}", wait_s=LOCK_WAIT_S)
 
 
 class Drive:
-    """One call of a sweep. Its state is written to `sweep.json` after each run."""
+    """One call of a sweep. Its state is written to `sweep.json` after each run.
 
-    def __init__(
-        self, sweep: Sweep, folder: Path, search: Search, children: Children, more: Mapping[str, JsonValue]
-    ) -> None:
+    Several processes may each have such a call of the same sweep under one root: they share its study, one of them at a
+    time works on a run, and the points are those that one process alone would have tried.
+    """
+
+    def __init__(self, sweep: Sweep, folder: Path, children: Children, more: Mapping[str, JsonValue]) -> None:
+        from flows.sweep.study import Study  # Optuna, which a run of a sweep on a worker does not need
+
         self._sweep = sweep
         self._folder = folder
-        self._search = search
         self._children = children
         self._more = more
         self.spending = Spending(sweep.spec.budget)
         self.points: dict[int, PointRecord] = {}
+        self._num_begun = 0
+        with sweep_lock(sweep):
+            self._study = Study(sweep, folder, self._problem_scores)
 
     def run(self) -> None:
         """To the end, or to the end of the budget."""
-        for tried in self._search.done():
-            self._remember(tried.number, tried.settings, pruned=tried.pruned)
-        while not self.spending.ended_by and (asked := self._search.ask()):
-            points = [self._point(one.number, one.settings) for one in asked]
+        while not self.spending.ended_by and (points := self._next_points()):
             self._climb(points)
-            for point in points:
-                if point.state != "stopped early":
-                    self._search.tell(point.number, point.score if point.state == "finished" else None)
             self.save()
+        self._read_study()  # what another process has ended meanwhile
 
     def save(self) -> None:
         """Write `sweep.json`."""
@@ -187,6 +150,25 @@ class Drive:
 
     # ------------------------------------------------------------------ points
 
+    def _next_points(self) -> list[PointRecord]:
+        """Points that have not ended and that this call has not tried; none at the end."""
+        with sweep_lock(self._sweep):
+            if not (found := self._read_study()):
+                self._study.add_points()
+                found = self._read_study()
+            return found
+
+    def _read_study(self) -> list[PointRecord]:
+        """Take over what has ended by the study; of the others, those that are new here."""
+        new = []
+        for one in self._study.points():
+            known = self.points.get(one.number)
+            if one.state != "to do" and (known is None or known.state != one.state):
+                self._remember(one.number, one.settings, one.state)
+            elif known is None:
+                new.append(self._point(one.number, one.settings))
+        return new
+
     def _point(self, number: int, settings: Point) -> PointRecord:
         members, problems = members_of(self._sweep, settings)
         point = PointRecord(number, settings, members)
@@ -195,13 +177,13 @@ class Drive:
         self.points[number] = point
         return point
 
-    def _remember(self, number: int, settings: Point, *, pruned: bool) -> None:
-        """A point that an earlier call has done with, read from its runs."""
+    def _remember(self, number: int, settings: Point, state: PointState) -> None:
+        """A point that an earlier call or another process has done with, read from its runs."""
         point = self._point(number, settings)
         reached = [step for step in self._rungs(point) if self._look(point, step)]
         if reached:  # the last look at a pruned point was one step too far
             self._look(point, reached[-1])
-        point.state = "stopped early" if pruned else "finished"
+        point.state = state
 
     def _look(self, point: PointRecord, step: int) -> bool:
         """Whether all its runs have come to a step; then that is its score there."""
@@ -218,65 +200,81 @@ class Drive:
     def _metric(self, point: PointRecord) -> str:
         return self._sweep.metric_of(point.members[0].config)
 
+    def _problem_scores(self, number: int, settings: Point, step: int) -> Mapping[int, float]:
+        point = self.points.get(number) or PointRecord(number, settings, members_of(self._sweep, settings)[0])
+        return point.problem_scores(self._metric(point), step)
+
     # ------------------------------------------------------------------ comparisons
 
     def _climb(self, points: Sequence[PointRecord]) -> None:
-        """Train them to each comparison; those that fail or are dropped stay behind."""
+        """Train them to each comparison in turn; those that fail or are dropped stay behind."""
         live = [point for point in points if not point.error]
-        for rung in range(len(self._sweep.rungs)):
-            is_last = rung == len(self._sweep.rungs) - 1
+        for rung, step in enumerate(self._sweep.rungs):
             self._train(live, rung)
             live = [point for point in live if self._judged(point, rung)]
-            if is_last:
-                for point in live:
-                    point.state = "finished"
-                return
-            kept = self._search.keep({one.number: one.score for one in live if one.score is not None}, self._step(rung))
+            scores = {point.number: point.score for point in live if point.score is not None}
+            with sweep_lock(self._sweep):
+                if rung == len(self._sweep.rungs) - 1:
+                    for number, score in scores.items():
+                        self._study.finish(number, score)
+                        self.points[number].state = "finished"
+                    return
+                dropped = self._study.drop(scores, step)
             for point in live:
-                if point.number not in kept:
+                if point.number in dropped:
                     point.state = "stopped early"
-                    tell(f"point {point.number} stops at step {self._step(rung)}: {point.label}")
-            live = [point for point in live if point.number in kept]
+                    tell(f"point {point.number} stops at step {step}: {point.label}")
+            live = [point for point in live if point.number not in dropped]
             self.save()
-
-    def _step(self, rung: int) -> int:
-        return self._sweep.rungs[rung]
 
     def _train(self, points: Sequence[PointRecord], rung: int) -> None:
-        """Bring every run of these points to a comparison."""
-        waiting: dict[int, tuple[PointRecord, Member, int]] = {}
+        """Bring every run of these points to a comparison. What another process works on is waited for."""
+        to_do = [_Task(point, member, self._rungs(point)[rung]) for point in points for member in point.members]
+        for task in to_do:
+            task.member.error = ""
+        waiting: dict[int, _Task] = {}
+        while to_do:
+            for ended in self._children.work(self._claimed(to_do, waiting)):
+                self._take(waiting.pop(ended.index), ended.error)
+            if to_do:
+                self._children.pause()
 
-        def to_do() -> Iterator[Child]:
-            """Asked for the next one when there is room: so each counts the budget as it stands then."""
-            for point in points:
-                step = self._rungs(point)[rung]
-                for member in point.members:
-                    member.error = ""
-                    if member.look(self._metric(point), step):
-                        member.state = "done"
-                        continue
-                    if not self.spending.begin(member.run_id, max(0, step - member.step)):
-                        member.state = "not begun"
-                        continue
-                    index = len(waiting)
-                    waiting[index] = point, member, step
-                    label = f"{point.label} seed={member.seed}"
-                    yield Child(index, member.settings, step, label)
+    def _claimed(self, to_do: list[_Task], waiting: dict[int, _Task]) -> Iterator[Child]:
+        """The next run that nobody works on, when there is room for it: so each counts the budget as it stands then.
 
-        for ended in self._children.work(to_do()):
-            point, member, step = waiting[ended.index]
-            has_score = member.look(self._metric(point), step)
-            if not ended.error and not has_score:
-                ended_error = (
-                    f"has no {self._metric(point)} at step {step}, since it was trained before with other steps to "
-                    "validate at; give the sweep's runs another name: name=..."
-                )
+        What is there, or not to be begun, goes from `to_do` as well; what others work on stays.
+        """
+        for task in list(to_do):
+            member, has_claim = task.member, task.claim(self._folder)
+            if member.look(self._metric(task.point), task.step):
+                member.state = "done"
+            elif not has_claim:
+                continue
+            elif not self.spending.begin(member.run_id, max(0, task.step - member.step)):
+                member.state = "not begun"
             else:
-                ended_error = ended.error
-            member.state, member.error = ("failed", ended_error) if ended_error else ("done", "")
-            said = f"{ended_error.splitlines()[0]}" if ended_error else f"{self._metric(point)} {member.score:.4g}"
-            tell(f"point {point.number} seed {member.seed} step {member.step}: {said}")
-            self.save()
+                to_do.remove(task)
+                index = self._num_begun = self._num_begun + 1
+                waiting[index] = task
+                yield Child(index, member.settings, task.step, f"{task.point.label} seed={member.seed}")
+                continue
+            task.release()
+            to_do.remove(task)
+
+    def _take(self, task: _Task, error: str) -> None:
+        """What came of a run that was begun."""
+        point, member = task.point, task.member
+        has_score = member.look(self._metric(point), task.step)
+        task.release()
+        if not error and not has_score:
+            error = (
+                f"has no {self._metric(point)} at step {task.step}, since it was trained before with other steps to "
+                "validate at; give the sweep's runs another name: name=..."
+            )
+        member.state, member.error = ("failed", error) if error else ("done", "")
+        said = error.splitlines()[0] if error else f"{self._metric(point)} {member.score:.4g}"
+        tell(f"point {point.number} seed {member.seed} step {member.step}: {said}")
+        self.save()
 
     def _judged(self, point: PointRecord, rung: int) -> bool:
         """Whether all runs of the point have come so far; its score is then their mean."""

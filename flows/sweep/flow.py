@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from shlex import join
 from typing import Annotated, Any
-from uuid import UUID, uuid4
+from uuid import UUID
 
 from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -33,7 +33,7 @@ from flows.parameters import (
 from flows.plan.checks import check_run
 from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries, watched
 from flows.sweep.command import checked_sweep
-from flows.sweep.drive import Child, Children, Drive, Ended, search_of
+from flows.sweep.drive import Child, Children, Drive, Ended, sweep_lock
 from flows.sweep.record import PointRecord, best_of, sweep_directory
 from flows.sweep.result import (
     SweepResult,
@@ -49,13 +49,12 @@ from flows.sweep.result import (
 from flows.tasks import as_task, tell, tell_command, tell_idle
 from flows.work.open_run import open_run
 from flows.work.trainer import kept_between_runs
+from rlcore.config.fingerprint import run_id
 from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import Sweep, sweep_names
 from rlcore.errors import MillraceError, StopRequestedError
-from rlcore.storage.locks import HeldLock
 from rlcore.tracking.mlflow_store import PARENT_TAG
 
-LOCK_FILE = "sweep.lock"
 Spec = Annotated[str, Field(examples=list(sweep_names()))]
 Count = Annotated[int | None, Field(ge=1)]
 Hours = Annotated[float | None, Field(gt=0)]
@@ -86,6 +85,17 @@ class InTurn:
             except Exception as failure:
                 error = str(failure) or type(failure).__name__
             yield Ended(child.index, error)
+
+    def pause(self) -> None:
+        """Between two looks."""
+        pause()
+
+
+def pause() -> None:
+    """Between two looks at what others do; being told to stop ends it."""
+    end_if_cancelled()
+    end_if_suspended()
+    time.sleep(POLL_S)
 
 
 def train_run(settings: RunSettings, to_step: int | None, label: str, mlflow_parent: str | None) -> str:
@@ -129,10 +139,12 @@ class OnWorkers:
                         flying[self._submit(child).id] = child
                 for flow_run_id, error in _ended(client, list(flying)):
                     yield Ended(flying.pop(flow_run_id).index, error)
-                end_if_cancelled()
-                end_if_suspended()
                 if flying:
-                    time.sleep(POLL_S)
+                    pause()
+
+    def pause(self) -> None:
+        """Between two looks."""
+        pause()
 
     def _submit(self, child: Child) -> FlowRun:
         parameters = {
@@ -144,10 +156,16 @@ class OnWorkers:
             "label": child.label,
             "mlflow_parent": self._parent,
         }
-        # A request whose answer is lost is sent again: without a key the server would make a second run of it.
-        submitted = run_deployment(DEPLOYMENT, parameters=parameters, timeout=0, idempotency_key=str(uuid4()))
-        assert isinstance(submitted, FlowRun)
-        return submitted
+        # With such a key the server gives back a flow run that is there already: one whose answer was lost, or one that
+        # a killed sweep has left to a worker. One that has ended did not bring the run so far: a further one is made.
+        run, attempt = run_id(child.settings.config), 1
+        while True:
+            key = f"{self._root} {run} to {child.to_step} attempt {attempt}"
+            submitted = run_deployment(DEPLOYMENT, parameters=parameters, timeout=0, idempotency_key=key)
+            assert isinstance(submitted, FlowRun)
+            if submitted.state is None or not submitted.state.is_final():
+                return submitted
+            attempt += 1
 
 
 @contextmanager
@@ -254,15 +272,17 @@ def sweep(
     folder = sweep_directory(checked)
     tell(f"sweep {checked.sweep_id} in {folder}")
     tell_idle(checked.idle_settings())
-    with watched(), HeldLock(folder / LOCK_FILE, what=f"sweep {checked.sweep_id}"):
-        parent = begin_in_mlflow(checked)
+    with watched():
+        with sweep_lock(checked):
+            parent = begin_in_mlflow(checked)
         with ended_in_mlflow(checked, parent):
             with cancelled_with_us(), children_of(checked, parent, on_workers=on_workers) as children:
                 more: dict[str, JsonValue] = {"mlflow_run_id": parent}
-                drive = Drive(checked, folder, search_of(checked, folder), children, more)
+                drive = Drive(checked, folder, children, more)
                 drive.run()
             points = [drive.points[number] for number in sorted(drive.points)]
-            result = conclude(checked, folder, points, drive, parent)
+            with sweep_lock(checked):
+                result = conclude(checked, folder, points, drive, parent)
     for line in summary_of(result):
         tell(line)
     if result.failed and not result.num_finished:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from pydantic import JsonValue
@@ -11,14 +12,16 @@ from pydantic import JsonValue
 from flows.parameters import RunSettings
 from flows.stack.state import in_stack
 from flows.work.open_run import require_same_code
-from flows.work.results import committed_step
+from flows.work.results import committed_step, validation_file
+from rlcore.checkpoint.catalog import name_of
 from rlcore.config import RunConfig
 from rlcore.config.compose import judge_settings
 from rlcore.config.fingerprint import run_id
 from rlcore.config.problems import Problem
 from rlcore.config.sweep import Point, shown_point
 from rlcore.config.sweep_load import Sweep
-from rlcore.errors import MillraceError
+from rlcore.errors import DataError, MillraceError
+from rlcore.evaluation.result import ValidationResult, per_problem
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking.journal import read_journal
@@ -83,6 +86,12 @@ class PointRecord:
         """At the last comparison that it was in."""
         return self.scores[max(self.scores)] if self.scores else None
 
+    def problem_scores(self, metric: str, step: int) -> dict[int, float]:
+        """The mean over seeds of a held-out figure of each problem that all of them have answered, by its id."""
+        found = [problem_scores_of(member.config, metric, step) for member in self.members]
+        shared = set.intersection(*(set(one) for one in found))
+        return {problem: fmean(one[problem] for one in found) for problem in shared}
+
     def to_json(self) -> dict[str, JsonValue]:
         """As `sweep.json` holds it."""
         runs: list[JsonValue] = [
@@ -131,6 +140,16 @@ def score_at(config: RunConfig, metric: str, step: int) -> float | None:
     over_all = f"val-core/all/{metric}"  # there where held-out problems come from several sources
     value = found[over_all] if over_all in found else next(iter(found.values()), None)
     return None if value is None else float(value)
+
+
+def problem_scores_of(config: RunConfig, metric: str, step: int) -> dict[int, float]:
+    """The same figure of each held-out problem that has a score, by its id; empty where the answers are not kept."""
+    try:
+        result = ValidationResult.read(validation_file(RunLayout.of(config), name_of(step))).with_figures
+    except DataError:
+        return {}
+    ids = [problem.prompt_id for problem in result.problems]
+    return dict(zip(ids, map(float, per_problem(result.problems)[metric]), strict=True))
 
 
 def sweep_directory(sweep: Sweep) -> Path:

@@ -6,7 +6,7 @@ MLflow may be away: a sweep does not need it.
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +16,17 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.logging import get_run_logger
 
 from flows.artifacts import artifact_key, harmless
-from flows.parameters import written
+from flows.parameters import MLFLOW_PAGE, written
 from flows.sweep.record import SWEEP_FILE, PointRecord, sweep_directory
+from flows.tasks import tell
 from rlcore.config.documents import experiment_text
 from rlcore.config.sweep_load import Sweep
 from rlcore.errors import is_stop
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 from rlcore.tracking.cost import NOTHING, spent
+from rlcore.tracking.delivery import read_state
 from rlcore.tracking.journal import JOURNAL_FILE
-from rlcore.tracking.mlflow_store import MlflowStore
+from rlcore.tracking.mlflow_store import LOCAL_UI, NOTE_TAG, PARENT_TAG, MlflowStore, compare_url
 
 BEST_FILE = "best.yaml"
 FEWEST_TO_COMPARE = 2
@@ -81,17 +83,21 @@ def write_comparison(folder: Path, points: Sequence[PointRecord], *, is_news: bo
     return compare_runs(run_dirs, target=file.parent).html
 
 
+def best_first(sweep: Sweep, points: Sequence[PointRecord]) -> list[PointRecord]:
+    """Finished points before the others, and by their score."""
+    sign = -1.0 if sweep.spec.objective.direction == "maximize" else 1.0
+    return sorted(points, key=lambda one: (one.state != "finished", one.score is None, sign * (one.score or 0.0)))
+
+
 def show_table(sweep: Sweep, points: Sequence[PointRecord]) -> None:
     """A table in Prefect: a row a point, best first."""
     metric = sweep.metric_of(sweep.base)
-    sign = -1.0 if sweep.spec.objective.direction == "maximize" else 1.0
-    order = sorted(points, key=lambda one: (one.state != "finished", one.score is None, sign * (one.score or 0.0)))
     rows = [
         {"point": point.number}
         | {key: str(value) for key, value in point.settings.items()}
         | {metric: point.score, "state": point.state, "step": max(member.step for member in point.members)}
         | {f"seed {member.seed}": member.score if not member.error else "failed" for member in point.members}
-        for point in order
+        for point in best_first(sweep, points)
     ]
     harmless(lambda: create_table_artifact(rows, key=artifact_key(sweep.sweep_id, "sweep"), description=metric))
 
@@ -125,6 +131,10 @@ def summary_of(result: SweepResult) -> list[str]:
 
 
 SWEEP_TAG = "millrace.sweep_id"
+MEMBER_TAG = "millrace.sweep"
+"""Tag `millrace.sweep.<sweep id>` of each run of a sweep, with its point's number."""
+MOST_SHOWN = 20
+"""Points in the description of the sweep's run, and runs in its link to MLflow's comparison: the best ones."""
 PARENT_FILE = "mlflow.json"
 """In the sweep's folder: the id of its run in MLflow."""
 
@@ -139,7 +149,12 @@ def begin_in_mlflow(sweep: Sweep) -> str | None:
     try:
         known = json.loads(file.read_text())["run_id"] if file.is_file() else None
         store = _store(sweep)
-        tags = {SWEEP_TAG: sweep.sweep_id, "stage": "sweep", "mlflow.source.name": "millrace"}
+        tags = {
+            SWEEP_TAG: sweep.sweep_id,
+            "stage": "sweep",
+            "mlflow.source.name": "millrace",
+            NOTE_TAG: _purpose(sweep),
+        }
         run = store.start_or_resume_run(sweep.sweep_id, known, tags)
         write_json_atomically(file, {"run_id": run})
         store.log_params(run, {"sweep": sweep.spec.model_dump(mode="json", exclude_none=True, exclude={"budget"})})
@@ -164,7 +179,7 @@ def ended_in_mlflow(sweep: Sweep, run: str | None) -> Iterator[None]:
 
 
 def finish_in_mlflow(sweep: Sweep, run: str | None, points: Sequence[PointRecord], result: SweepResult) -> None:
-    """Scores by point, the files, and the end."""
+    """Scores by point, the files, the runs of the sweep that were there before, a description, and the end."""
     if run is None:
         return
     try:
@@ -182,9 +197,71 @@ def finish_in_mlflow(sweep: Sweep, run: str | None, points: Sequence[PointRecord
         for file in (result.folder / SWEEP_FILE, result.best_experiment, result.comparison):
             if file is not None:
                 store.client.log_artifact(run, str(file), "sweep")
+        members = _gather(store, run, sweep, points)
+        store.set_tags(run, {NOTE_TAG: _description(store, sweep, points, result, members)})
         store.set_status(run, "FAILED" if result.failed else "FINISHED")
+        tell(f"in MLflow: {store.run_url(run, _pages())}")
     except Exception as error:
         get_run_logger().warning("MLflow did not take all of the sweep: %s", error)
+
+
+def _gather(store: MlflowStore, run: str, sweep: Sweep, points: Sequence[PointRecord]) -> dict[int, list[str]]:
+    """Tag the sweep's runs as its own; the ids in MLflow of each point's runs.
+
+    One that `millrace run` has finished before becomes a child of the sweep's run. One that is a child of another sweep
+    stays there, since MLflow has one parent; it gets the tag.
+    """
+    found: dict[int, list[str]] = {}
+    for point in points:
+        for member in point.members:
+            state = read_state(member.run_dir)
+            if state.mlflow_run_id is None or state.uri != store.uri:
+                continue
+            tags = {f"{MEMBER_TAG}.{sweep.sweep_id}": str(point.number)}
+            if PARENT_TAG not in store.client.get_run(state.mlflow_run_id).data.tags:
+                tags[PARENT_TAG] = run
+            store.set_tags(state.mlflow_run_id, tags)
+            found.setdefault(point.number, []).append(state.mlflow_run_id)
+    return found
+
+
+def _purpose(sweep: Sweep) -> str:
+    """What the sweep is for, as Markdown."""
+    spec = sweep.spec
+    varied = dict.fromkeys([*(key for point in sweep.points for key in point), *spec.space])
+    seeds, keys = ", ".join(map(str, spec.seeds)), ", ".join(f"`{key}`" for key in varied)
+    return "\n".join([
+        f"# Sweep {sweep.sweep_id}",
+        "",
+        f"- Varies {keys} of {spec.experiment or 'the defaults'} by {spec.searches[0]}",
+        f"- {spec.objective.direction.capitalize()}s {sweep.metric_of(sweep.base)}, mean over seeds {seeds}",
+        f"- Compared at step {', '.join(map(str, sweep.rungs))}",
+    ])  # fmt: skip
+
+
+def _description(
+    store: MlflowStore,
+    sweep: Sweep,
+    points: Sequence[PointRecord],
+    result: SweepResult,
+    members: Mapping[int, Sequence[str]],
+) -> str:
+    """Purpose, outcome, the best points, and MLflow's comparison of their runs, as Markdown."""
+    best = best_first(sweep, points)[:MOST_SHOWN]
+    lines = [_purpose(sweep), *(f"- {line}" for line in summary_of(result))]
+    runs = [run for point in best for run in members.get(point.number, ())][:MOST_SHOWN]
+    if len(runs) >= FEWEST_TO_COMPARE:
+        lines.append(f"- [The {len(runs)} best runs side by side]({compare_url(store, runs, _pages())})")
+    lines += ["", "| point | settings | score | state |", "| --- | --- | --- | --- |"]
+    for point in best:
+        score = "" if point.score is None else f"{point.score:.4g}"
+        lines.append(f"| {point.number} | `{point.label}` | {score} | {point.state} |")
+    return "\n".join(lines)
+
+
+def _pages() -> str:
+    """Where MLflow's pages of a sqlite store are: those of the stack, else what `millrace ui` serves."""
+    return os.environ.get(MLFLOW_PAGE) or LOCAL_UI
 
 
 def _store(sweep: Sweep) -> MlflowStore:

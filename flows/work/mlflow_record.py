@@ -33,7 +33,7 @@ from rlcore.tracking.connection import explain
 from rlcore.tracking.delivery import ensure_mlflow_run
 from rlcore.tracking.journal import StepRecord, read_journal
 from rlcore.tracking.lineage import code_diff, environment_facts, lineage_tags
-from rlcore.tracking.mlflow_store import MlflowStore
+from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
 from rlcore.tracking.models import Alias, load_ahead, log_model, name_models
 from rlcore.user_code import code_of
 
@@ -48,8 +48,6 @@ END_WAIT_S = 20.0
 
 MAX_UPLOAD_BYTES = 2_000_000_000
 """Weights over this are not copied into MLflow; it notes where they lie."""
-NOTE_TAG = "mlflow.note.content"
-"""MLflow shows it as the run's description."""
 MOST_ANSWERS = 200
 """Problems in the table of answers; the sample browser has all of them."""
 

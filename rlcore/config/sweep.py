@@ -66,12 +66,17 @@ class RandomSearch(Section):
 
 
 class Pruning(Section):
-    """Points that are worse than the median of the others at the same step are not trained further."""
+    """Poor points are not trained further. They are compared as they come to the same step."""
 
     every_steps: int = Field(ge=1)
     """Steps between two comparisons: a multiple of trainer.steps_per_chunk and of validation.every_steps."""
-    startup_points: int = Field(default=4, ge=1)
-    """Points that are finished before the first one is pruned."""
+    pruner: Literal["paired", "median", "percentile", "successive_halving", "hyperband", "threshold"] = "paired"
+    """paired: drops a point that the best one beats on the same held-out problems, by the interval of the paired
+    difference; the others are Optuna's pruners of those names."""
+    confidence: float = Field(default=0.95, gt=0, lt=1)
+    """Level of the paired interval, 0 to 1. A lower one drops more points, and sooner."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Arguments of Optuna's pruner, such as reduction_factor: 3."""
 
 
 class OptunaSearch(Section):
@@ -87,17 +92,6 @@ class OptunaSearch(Section):
     """Points drawn at random before TPE begins."""
     points_at_once: int = Field(default=1, ge=1)
     """Points chosen at a time, to train side by side on several workers."""
-    pruning: Pruning | None = None
-    """None: every point is trained to its end."""
-
-
-class Halving(Section):
-    """Successive halving: all points a little, the best of them more, the best of those still more."""
-
-    first_steps: int = Field(ge=1)
-    """Steps of every point: a multiple of trainer.steps_per_chunk and of validation.every_steps."""
-    keep_one_in: int = Field(default=3, ge=2)
-    """Of so many points the best goes on, to so many times the steps."""
 
 
 class Budget(Section):
@@ -138,8 +132,8 @@ class SweepSpec(Section):
     """These points."""
     random: RandomSearch | None = None
     optuna: OptunaSearch | None = None
-    halving: Halving | None = None
-    """Stops poor points early; for grid, list and random."""
+    pruning: Pruning | None = None
+    """None: every point is trained to its end."""
     budget: Budget = Budget()
 
     @property

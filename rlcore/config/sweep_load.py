@@ -262,10 +262,28 @@ def _of_search(spec: SweepSpec) -> Iterable[Problem]:
     if size > MOST_POINTS:
         remedy = "Draw some of them by random or optuna"
         problems.append(Problem("grid", f"must have at most {MOST_POINTS:,} points", f"{size:,}", remedy))
-    if spec.halving is not None and spec.optuna is not None:
-        remedy = "Write optuna.pruning instead"
-        problems.append(Problem("halving", "needs all points at once, and Optuna asks for them in turn", "it", remedy))
-    return problems
+    return [*problems, *_of_pruning(spec)]
+
+
+def _of_pruning(spec: SweepSpec) -> Iterable[Problem]:
+    """What is said of the pruner belongs to it, and it has something to compare with."""
+    pruning = spec.pruning
+    if pruning is None:
+        return
+    if pruning.pruner == "paired":
+        if pruning.options:
+            got, remedy = shown(pruning.options), "Leave them out, or name one of Optuna's pruners"
+            yield Problem("pruning.options", "are arguments of Optuna's pruners, and pruner is paired", got, remedy)
+    elif "confidence" in pruning.model_fields_set:
+        remedy = "Leave it out, or say pruner: paired"
+        yield Problem("pruning.confidence", "is read by pruner: paired alone", shown(pruning.confidence), remedy)
+    if pruning.pruner in ("median", "percentile") and spec.optuna is None:
+        rule = f"compares with finished points, and those of {spec.searches[0]} are trained side by side"
+        yield Problem("pruning.pruner", rule, pruning.pruner, "Say paired or successive_halving")
+    needed = {"successive_halving": "min_resource", "hyperband": "max_resource"}.get(pruning.pruner)
+    if needed is not None and spec.optuna is None and not isinstance(pruning.options.get(needed), int):
+        rule = f"must say {needed} in steps: Optuna takes it from finished points, and there are none when it compares"
+        yield Problem("pruning.options", rule, shown(pruning.options), f"Write options: {{{needed}: STEPS}}")
 
 
 def _of_keys(spec: SweepSpec, points: Sequence[Point]) -> Iterable[Problem]:
@@ -334,21 +352,15 @@ def _of_metric(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[Proble
 def _rungs_of(spec: SweepSpec, base: RunConfig) -> tuple[int, ...]:
     """Steps at which points are compared, ending with the last step."""
     total = base.trainer.total_steps
-    if spec.halving is not None:
-        step, found = spec.halving.first_steps, []
-        while step < total:
-            found.append(step)
-            step *= spec.halving.keep_one_in
-        return (*found, total)
-    pruning = spec.optuna.pruning if spec.optuna is not None else None
-    return (*range(pruning.every_steps, total, pruning.every_steps), total) if pruning is not None else (total,)
+    every = spec.pruning.every_steps if spec.pruning is not None else total
+    return (*range(every, total, every), total)
 
 
 def _of_rungs(spec: SweepSpec, rungs: Sequence[int], configs: Iterable[RunConfig]) -> Iterable[Problem]:
     """There is a checkpoint and a validation where points are compared."""
     early = rungs[:-1]
-    key = "halving.first_steps" if spec.halving is not None else "optuna.pruning.every_steps"
-    if (spec.halving or (spec.optuna and spec.optuna.pruning)) and not early:
+    key = "pruning.every_steps"
+    if spec.pruning is not None and not early:
         remedy = "Lower it, or leave out the early stopping"
         yield Problem(key, "must be below trainer.total_steps", str(rungs[-1]), remedy)
     for config in configs:

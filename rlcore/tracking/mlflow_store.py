@@ -56,6 +56,8 @@ EXPERIMENT_KIND_TAG, TRAINING = "mlflow.experimentKind", "custom_model_developme
 """By it MLflow's page shows what belongs to training (runs, charts, models) and not to traces of agents."""
 
 PARENT_TAG = "mlflow.parentRunId"
+NOTE_TAG = "mlflow.note.content"
+"""MLflow shows it as the run's description."""
 """MLflow's own tag for nesting."""
 
 

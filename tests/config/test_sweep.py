@@ -12,6 +12,7 @@ from rlcore.config.sweep_load import SWEEPS_DIR, Sweep, load_sweep, sweep_names
 from rlcore.errors import ConfigError
 
 HEAD = "name: a\nexperiment: debug\n"
+EARLY = "overrides: [trainer.total_steps=8]\ngrid: {optim.lr: [1e-3]}\n"
 
 
 @pytest.fixture
@@ -87,10 +88,26 @@ def test_settings_of_the_command_go_before_those_of_the_file(tmp_path):
         ),
         ("optuna: {num_points: 2, space: {optim.lr: {low: -1.0, high: 1}}}", "optim.lr: must be greater than 0"),
         (
-            "optuna: {num_points: 2, space: {optim.lr: [1]}, pruning: {every_steps: 1}}",
-            "optuna.pruning.every_steps: must be a multiple of validation.every_steps (2)",
+            "optuna: {num_points: 2, space: {optim.lr: [1]}}\npruning: {every_steps: 1}",
+            "pruning.every_steps: must be a multiple of validation.every_steps (2)",
         ),
-        ("grid: {optim.lr: [1e-3]}\nhalving: {first_steps: 2}", "halving.first_steps: must be below"),
+        ("grid: {optim.lr: [1e-3]}\npruning: {every_steps: 2}", "pruning.every_steps: must be below"),
+        ("halving: {first_steps: 2}\ngrid: {optim.lr: [1e-3]}", "halving: there is nothing of that name in a sweep"),
+        (EARLY + "pruning: {every_steps: 2, confidence: 1.0}", "pruning.confidence: must be less than 1"),
+        (EARLY + "pruning: {every_steps: 2, pruner: best}", "pruning.pruner: must be 'paired', 'median'"),
+        (EARLY + "pruning: {every_steps: 2, options: {lower: 0}}", "pruning.options: are arguments of Optuna's"),
+        (
+            EARLY + "pruning: {every_steps: 2, pruner: threshold, confidence: 0.9}",
+            "pruning.confidence: is read by pruner: paired alone; got 0.9",
+        ),
+        (
+            EARLY + "pruning: {every_steps: 2, pruner: successive_halving}",
+            "pruning.options: must say min_resource in steps",
+        ),
+        (
+            EARLY + "pruning: {every_steps: 2, pruner: median}",
+            "pruning.pruner: compares with finished points, and those of grid are trained side by side; got median",
+        ),
         ("grid: {optim.lr: [1e-3]}\nbudget: {hours: 0}", "budget.hours: must be greater than 0"),
         ("grid: {optim.lr: [1e-3]}\ngrid: {}", "sweep: cannot be read"),
         ("overrides: [seed=3]\ngrid: {optim.lr: [1e-3]}", "overrides: seed and run_id differ from run to run"),
@@ -122,8 +139,8 @@ def test_wrong_values_of_all_points_are_told_together_each_once(mistakes):
             ["objective.direction", "list.1", "optim.lr", "objective.metric"],
         ),
         (
-            "random: {num_points: 0, space: {optim.lr: {low: 2, high: 1}, algo: [dapoo]}}\nhalving: {first_steps: 9}",
-            ["random.num_points", "random.space.optim.lr", "algo", "halving.first_steps"],
+            "random: {num_points: 0, space: {optim.lr: {low: 2, high: 1}, algo: [dapoo]}}\npruning: {every_steps: 9}",
+            ["random.num_points", "random.space.optim.lr", "algo", "pruning.every_steps"],
         ),
         ("seed: 3\ngrid: {optim.lr: 5}\nbudget: []", ["seed", "grid.optim.lr", "budget"]),
         ("random: {space: {optim.lr: {low: 2, high: 1}}}", ["random.num_points", "random.space.optim.lr"]),
@@ -170,9 +187,9 @@ def test_a_space_smaller_than_the_draws_gives_each_point_once(load):
     assert sorted(point["algo"] for point in points) == ["dr_grpo", "grpo", "rloo"]
 
 
-def test_halving_compares_at_multiples_and_at_the_end(load):
+def test_points_are_compared_every_so_many_steps_and_at_the_end(load):
     long = "overrides: [trainer.total_steps=30, trainer.steps_per_chunk=2]\n"
-    assert load(HEAD + long + "grid: {optim.lr: [1]}\nhalving: {first_steps: 2}").rungs == (2, 6, 18, 30)
+    assert load(HEAD + long + "grid: {optim.lr: [1]}\npruning: {every_steps: 8}").rungs == (8, 16, 24, 30)
 
 
 def test_the_command_lines_budget_and_overrides_are_added(load):

@@ -42,7 +42,7 @@ def main(root: Path) -> None:
         call("list", "list")
         call("random, one run", "random", max_runs=1)
         call("random", "random")
-        call("halving", "halving")
+        call("paired", "paired")
         call("optuna, three runs", "optuna", max_runs=3)
         call("optuna", "optuna")
         call("alone", "alone")

@@ -32,15 +32,15 @@ random:
     optim.lr: {low: 1e-4, high: 1e-2, log: true}
     rollout.samples_per_prompt: {low: 2, high: 8, step: 2}
 """,
-    "halving": """
-name: halving
+    "paired": """
+name: paired
 experiment: debug
-overrides: [trainer.total_steps=4, validation.every_steps=1, name=halved]
+overrides: [trainer.total_steps=4, validation.every_steps=1, name=pruned]
 list:
   - {optim.lr: 1.0}
   - {optim.lr: 1e-4}
   - {optim.lr: 2.0}
-halving: {first_steps: 1, keep_one_in: 2}
+pruning: {every_steps: 1, confidence: 0.5}
 """,
     "optuna": """
 name: optuna
@@ -52,7 +52,7 @@ optuna:
   space:
     optim.lr: {low: 1e-5, high: 10.0, log: true}
     algo: [grpo, rloo]
-  pruning: {every_steps: 1, startup_points: 2}
+pruning: {pruner: median, every_steps: 1, options: {n_startup_trials: 2}}
 """,
     "stopped": """
 name: stopped
@@ -74,7 +74,7 @@ optuna:
   space:
     optim.lr: {low: 1e-5, high: 10.0, log: true}
     algo: [grpo, rloo]
-  pruning: {every_steps: 1, startup_points: 2}
+pruning: {pruner: median, every_steps: 1, options: {n_startup_trials: 2}}
 """,
     "alone": """
 name: alone

@@ -3,6 +3,7 @@
 import http.client
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,6 +12,7 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterDeploymentId
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from prefect.states import Failed
 
 from flows.parameters import RunSettings
 from flows.server.api import LocalServer
@@ -68,6 +70,14 @@ def test_a_lost_answer_makes_no_second_run_and_a_deleted_run_is_a_failed_one(
             assert lost
             of_it = FlowRunFilter(deployment_id=FlowRunFilterDeploymentId(any_=[deployment]))
             assert [run.id for run in client.read_flow_runs(flow_run_filter=of_it)] == [made.id]
+
+            # A sweep that is killed leaves it to its worker: another process finds it, until it has ended.
+            assert OnWorkers(None, tmp_path)._submit(child).id == made.id
+            client.set_flow_run_state(made.id, Failed(), force=True)
+            further = OnWorkers(None, tmp_path)._submit(child)
+            assert further.id != made.id
+            assert children._submit(child).id == further.id
+            assert children._submit(replace(child, to_step=2)).id not in (made.id, further.id)
 
             def deleted_meanwhile() -> Iterator[Child]:
                 yield child

@@ -17,6 +17,8 @@ import pytest
 from flows.server.api import LocalServer
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import run_id
+from rlcore.evaluation.result import ValidationResult, per_problem
+from rlcore.evaluation.stats import Interval, paired_difference
 from tests.flows.conftest import HELD, REPOSITORY, Api, Millrace, ended, journal, numbers, under, wait_until
 from tests.flows.sweep_specs import SPECS, UNTRACKED
 
@@ -169,20 +171,29 @@ def test_a_budget_ends_a_call_and_the_next_one_goes_on(series: Series) -> None:
     assert settings[0] != settings[1]
 
 
-def test_successive_halving_trains_the_better_ones_further(series: Series) -> None:
-    points = series.points("halving")
-    assert series.calls["halving"]["sweep"]["rungs"] == [1, 2, 4]
+def test_points_that_the_best_one_beats_are_not_trained_further(series: Series) -> None:
+    points = series.points("paired")
+    assert series.calls["paired"]["sweep"]["rungs"] == [1, 2, 3, 4]
+    assert {point["state"] for point in points} == {"finished", "stopped early"}
     live = list(points)
-    for step, num_kept in ((1, 2), (2, 1)):
-        order = sorted(live, key=lambda point: (-score(point["runs"][0], step), point["point"]))
-        for dropped in order[num_kept:]:
-            assert dropped["state"] == "stopped early"
-            assert dropped["runs"][0]["step"] == step
-        live = order[:num_kept]
-    (survivor,) = live
-    assert (survivor["state"], survivor["runs"][0]["step"]) == ("finished", 4)
-    assert survivor["settings"] == {"optim.lr": 1e-4}
-    assert series.result("halving")["num_steps"] == 3 * 1 + 2 * 1 + 1 * 2
+    for step in (1, 2, 3, 4):
+        assert {point["scores"][str(step)] for point in live} == {score(point["runs"][0], step) for point in live}
+        dropped = [point for point in live if point["runs"][0]["step"] == step and step < 4]
+        best = max(live, key=lambda point: (score(point["runs"][0], step), -point["point"]))
+        for point in dropped:
+            assert point["state"] == "stopped early"
+            lead = paired_lead(best["runs"][0], point["runs"][0], step)
+            assert lead.low > 0, "the interval of its difference to the best one excludes 0"
+        live = [point for point in live if point not in dropped]
+    assert series.result("paired")["num_steps"] == sum(point["runs"][0]["step"] for point in points)
+
+
+def paired_lead(best: dict[str, Any], other: dict[str, Any], step: int) -> Interval:
+    """Of two runs' answers to the same problems."""
+    name = f"step-{step:06d}.json"
+    results = [ValidationResult.read(Path(run["run_dir"]) / "validation" / name) for run in (other, best)]
+    values = [per_problem(result.problems)["reward/mean@2"] for result in results]
+    return paired_difference(*values, confidence=0.5).difference
 
 
 def test_optuna_prunes_and_a_second_call_goes_on_with_its_study(series: Series) -> None:

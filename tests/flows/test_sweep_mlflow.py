@@ -1,0 +1,92 @@
+"""What a sweep leaves in MLflow: its run has a description and links, its runs are found, reused ones too."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from prefect.logging import disable_run_logger
+
+from flows.sweep.record import PointRecord, members_of, sweep_directory
+from flows.sweep.result import SweepResult, begin_in_mlflow, finish_in_mlflow
+from rlcore.config.sweep_load import Sweep, load_sweep
+from rlcore.tracking.delivery import ensure_mlflow_run
+from rlcore.tracking.mlflow_store import NOTE_TAG, PARENT_TAG, MlflowStore
+from tests.tracking.conftest import Server
+
+pytestmark = [pytest.mark.slow]
+LEARNING_RATES = [1e-4, 2e-4, 3e-4]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Server]:
+    database = tmp_path_factory.mktemp("server") / "mlflow.db"
+    shutil.copy(empty_store, database)
+    server = Server(database)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def sweep(server: Server, tmp_path: Path) -> Sweep:
+    file = tmp_path / "rates.yaml"
+    settings = f"overrides: [tracking.uri={server.uri!r}, paths.root={tmp_path}]"
+    file.write_text(f"name: rates\nexperiment: debug\n{settings}\ngrid: {{optim.lr: {LEARNING_RATES}}}\n")
+    return load_sweep(str(file))
+
+
+def finished(sweep: Sweep) -> list[PointRecord]:
+    """Points whose runs have a page in MLflow and a score."""
+    points = []
+    for number, settings in enumerate(sweep.points, 1):
+        point = PointRecord(number, settings, members_of(sweep, settings)[0], "finished", {2: 0.1 * number})
+        for member in point.members:
+            member.run_dir.mkdir(parents=True)
+        points.append(point)
+    return points
+
+
+def test_a_sweeps_run_describes_it_and_has_all_its_runs_reused_ones_too(sweep: Sweep) -> None:
+    store = MlflowStore(sweep.base.tracking, Path(sweep.base.paths.root))
+    points = finished(sweep)
+    # The first was made by `millrace run`, the second by another sweep, the third by this one.
+    parents = {"another": store.create_run("another", {})}
+    with disable_run_logger():
+        own = begin_in_mlflow(sweep)
+    assert own is not None
+    begun = store.client.get_run(own).data.tags[NOTE_TAG]
+    assert "Varies `optim.lr` of debug by grid" in begun
+    assert "Maximizes reward/mean@2" in begun
+    pages = [
+        ensure_mlflow_run(point.members[0].run_dir, point.members[0].config, tags)
+        for point, tags in zip(points, ({}, {PARENT_TAG: parents["another"]}, {PARENT_TAG: own}), strict=True)
+    ]
+    result = SweepResult(
+        sweep.sweep_id, sweep_directory(sweep), 3, 3, 0, [], 0, "", 3, 6, 3, points[2].label, 0.3, None, None, own
+    )
+    (result.folder / "sweep.json").write_text("{}")
+    with disable_run_logger():
+        finish_in_mlflow(sweep, own, points, result)
+
+    tags = [store.client.get_run(page).data.tags for page in pages]
+    assert [one[PARENT_TAG] for one in tags] == [own, parents["another"], own]
+    assert [one[f"millrace.sweep.{sweep.sweep_id}"] for one in tags] == ["1", "2", "3"]
+    query = f"tags.`millrace.sweep.{sweep.sweep_id}` != ''"
+    found = store.client.search_runs([store.ensure_experiment()], query)
+    assert {run.info.run_id for run in found} == set(pages)
+
+    run = store.client.get_run(own)
+    assert run.info.status == "FINISHED"
+    text = run.data.tags[NOTE_TAG]
+    assert "3 of 3 points finished" in text
+    rows = [line for line in text.splitlines() if line.endswith("| finished |")]
+    assert [row.split("|")[1].strip() for row in rows] == ["3", "2", "1"], "the best first"
+    (link,) = [line for line in text.splitlines() if "side by side" in line]
+    url = unquote(link.partition("](")[2].removesuffix(")"))
+    assert url.startswith(f"{store.uri}/#/compare-runs?runs=")
+    assert url.endswith("&workflowType=machine_learning"), "the training view, not that of traces"
+    assert [url.index(page) for page in (pages[2], pages[1], pages[0])] == sorted(url.index(page) for page in pages)
