@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.commands.settings import named_run
+from flows.plan.checks import of_the_judge
 from rlcore import sandbox
 from rlcore.answers.judge import audit_reward, cases_of
 from rlcore.answers.judge import rescore as rescore_answers
@@ -55,7 +56,9 @@ def rescore(run: Sequence[str], query: Query, *, scorer: str, root: Path | None,
         found = rescore_answers(answers, query, pool)
         failed = pool.unscored[1]
     if found.num_failed == found.num_answers:
-        raise DataError(f"{scorer}: must score any text, but failed on all answers. The last time: {failed}")
+        raise DataError(
+            of_the_judge(failed) or f"{scorer}: must score any text, but failed on all answers. The last time: {failed}"
+        )
     if as_json:
         print(json.dumps(finite(asdict(found)), ensure_ascii=False))
         return
@@ -85,7 +88,8 @@ def audit(run: Sequence[str], *, scorer: str | None, root: Path | None, as_json:
     name = scorer or config.data.scorer
     if num_failed and not findings:
         raise DataError(
-            f"{name}: must score any text, but failed on {num_failed:,} answers of the audit; none of the others "
+            of_the_judge(failure)
+            or f"{name}: must score any text, but failed on {num_failed:,} answers of the audit; none of the others "
             f"scored. The last time: {failure}. Mend the scorer"
         )
     if as_json:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from flows.commands.settings import named_run
 from flows.plan.table import size
-from flows.work.open_run import END_WAIT_S
+from flows.work.open_run import END_WAIT_S, note_told
 from flows.work.runs import all_runs
-from flows.work.status import EVALUATION, STATES, RunStatus, note_told, status_of, was_told, worker_of
+from flows.work.status import EVALUATION, STATES, RunStatus, status_of, was_told, worker_of
 from flows.work.trainer import LogTail
 from rlcore.errors import ConfigError, DataError, RunInUseError
 from rlcore.storage.locks import Holder
