@@ -25,15 +25,16 @@ NUM_CASES = 32
 """Problems of an audit that was asked for."""
 
 
-def rollouts(run: Sequence[str], query: Query, *, root: Path | None, limit: int, tokens: bool, as_json: bool) -> None:
-    """Show kept answers: as a page of text, or one JSON object a line.
+def rollouts(run: Sequence[str], *, root: Path | None, limit: int, tokens: bool, as_json: bool, **wanted: Any) -> None:
+    """Show kept answers: as a page of text, or one JSON object a line. `wanted`: as `Query.read` takes it.
 
     Raises:
-        ConfigError: tokens of a page of text.
+        ConfigError: tokens of a page of text, or `wanted` cannot be read.
         DataError: no such run, or it has kept no answers.
     """
     if tokens and not as_json:
         raise ConfigError("--tokens: must come with --json, since a page of text has no columns of tokens. Add --json")
+    query = Query.read(**wanted)
     _, _, answers, total = _kept(run, root)
     numbers = answers.find(query)
     shown = numbers.to_pylist()[: limit or None]
@@ -45,12 +46,14 @@ def rollouts(run: Sequence[str], query: Query, *, root: Path | None, limit: int,
         print(f"{len(shown):,} shown of {len(numbers):,} answers that match, of {total:,} on record")
 
 
-def rescore(run: Sequence[str], query: Query, *, scorer: str, root: Path | None, as_json: bool) -> None:
-    """Score kept answers by another scorer and say what it would have changed.
+def rescore(run: Sequence[str], *, scorer: str, root: Path | None, as_json: bool, **wanted: Any) -> None:
+    """Score kept answers by another scorer and say what it would have changed. `wanted`: as `Query.read` takes it.
 
     Raises:
+        ConfigError: `wanted` cannot be read.
         DataError: the scorer failed on all of them.
     """
+    query = Query.read(**wanted)
     config, layout, answers, _ = _kept(run, root)
     with _pool(config, layout, scorer) as pool:
         found = rescore_answers(answers, query, pool)

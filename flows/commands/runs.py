@@ -25,13 +25,13 @@ AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
 """Seconds of a unit, largest first."""
 
 
-def runs(root: Path, names: Sequence[str], states: Sequence[str], *, as_json: bool) -> None:
+def runs(root: Path, names: Sequence[str] | None, states: Sequence[str] | None, *, as_json: bool) -> None:
     """List the runs of a root, the one that wrote last first.
 
     Raises:
         ConfigError: no run can be in that state.
     """
-    for state in states:
+    for state in states or ():
         if state not in STATES:
             raise ConfigError(f"--state: must be one of {', '.join(STATES)}; got {state}")
     root = root.resolve()
