@@ -22,14 +22,15 @@ _WORDS = ("settings", "run", "words")
 def settings(ctx: typer.Context, incomplete: str) -> list[str]:
     """Keys and groups with `=`, and after that members of a group, names of experiments and words that a key takes."""
     before = [str(word) for word in next(filter(None, map(ctx.params.get, _WORDS)), ())]
-    if incomplete == "=" and before:
+    names = {*_groups(), *_words_by_key()}
+    if not incomplete and before[-1:] and before[-1] in names:  # click takes the `=` at the cursor for nothing
         return sorted(_values(before[-1], ""))
     if before[-1:] == ["="]:
         return sorted(_values(before[-2], incomplete))
     key, equals, typed = incomplete.partition("=")
     if equals:
         return [f"{key}={value}" for value in sorted(_values(key, typed))]
-    return [f"{name}=" for name in sorted({*_groups(), *_words_by_key()}) if name.startswith(key)]
+    return [f"{name}=" for name in sorted(names) if name.startswith(key)]
 
 
 def runs(ctx: typer.Context, incomplete: str) -> list[str]:

@@ -268,7 +268,7 @@ def completions(*words: str, cwd: Path) -> list[str]:
     """What Tab gives at the last word, in bash, and what was imported for it."""
     code = (
         "import sys\nfrom flows.cli import app\ntry:\n    app(prog_name='millrace')\n"
-        "finally:\n    print(sorted({'torch', 'pydantic', 'hydra', 'mlflow', 'rich', 'psutil'} & set(sys.modules)))"
+        "finally:\n    print(sorted({'torch', 'hydra', 'mlflow', 'rich', 'psutil', 'rlcore.config'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
