@@ -267,8 +267,8 @@ def test_what_a_command_is_given_is_what_its_function_takes(target: str) -> None
 def completions(*words: str, cwd: Path) -> list[str]:
     """What Tab gives at the last word, in bash, and what was imported for it."""
     code = (
-        "import sys\nfrom flows.cli import app\ntry:\n    app(prog_name='millrace')\n"
-        "finally:\n    print(sorted({'torch', 'hydra', 'mlflow', 'rich', 'psutil', 'rlcore.config'} & set(sys.modules)))"
+        "import sys\nfrom flows.cli import app\ntry:\n    app(prog_name='millrace')\nfinally:\n"
+        "    print(sorted({'torch', 'hydra', 'mlflow', 'rich', 'psutil', 'rlcore.config'} & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
