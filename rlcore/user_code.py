@@ -251,7 +251,8 @@ def working_by(folder: Path) -> Iterator[None]:
 class KeptSource(SourceLoader):
     """Loads one module from its copy, under its original path, so that it finds data files beside it.
 
-    The copy is compiled each time: a bytecode file beside the original may belong to another text.
+    It says nothing of the file's age, so the copy is compiled each time: bytecode beside the original may be of another
+    text.
     """
 
     def __init__(self, kept: Path, path: str) -> None:
@@ -263,10 +264,8 @@ class KeptSource(SourceLoader):
         return self.path
 
     def get_data(self, path: str) -> bytes:
-        """Bytes of the copy; there is no bytecode file."""
-        if path != self.path:
-            raise FileNotFoundError(path)
-        return self.content
+        """Bytes of the copy, or of a data file beside the original."""
+        return self.content if path == self.path else Path(path).read_bytes()
 
 
 class _Finder(MetaPathFinder):

@@ -25,7 +25,7 @@ def settings(ctx: typer.Context, incomplete: str) -> list[str]:
     names = {*_groups(), *_words_by_key()}
     if not incomplete and before[-1:] and before[-1] in names:  # click takes the `=` at the cursor for nothing
         return sorted(_values(before[-1], ""))
-    if before[-1:] == ["="]:
+    if len(before) > 1 and before[-1] == "=":
         return sorted(_values(before[-2], incomplete))
     key, equals, typed = incomplete.partition("=")
     if equals:

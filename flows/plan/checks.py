@@ -222,7 +222,9 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
     rows: list[FirstRow] = []
     for data in (part.data for part in parts_of(config.data)):
         if isinstance(data, CountdownData) and not plan.stage("dataset").cached:
-            _require_problems(data, config.seed)
+            from data.countdown_problems import require_enough
+
+            require_enough(data, config.seed)
         is_scorer_tried = (_may_not_fit(data) or bool(config.reward.weights)) and not config.data.environment
         if not (is_scorer_tried or is_tokenizer_tried or config.data.environment):
             continue
@@ -244,12 +246,6 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
     algo = config.algo
     if ":" in f"{algo.policy_loss}{algo.advantage}" or algo.policy_loss_options or algo.advantage_options:
         _try_functions(algo)
-
-
-def _require_problems(data: CountdownData, seed: int) -> None:
-    from data.countdown_problems import require_enough
-
-    require_enough(data, seed)
 
 
 def _may_not_fit(data: TaskData) -> bool:

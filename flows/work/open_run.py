@@ -126,13 +126,12 @@ def _noted_before_the_first_step(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        with suppress(MillraceError, OSError):  # what ends the block matters more
-            if has_begun(run_dir):
-                pass
-            elif is_stop(error):
-                note_told(run_dir, Holder.me())
-            elif isinstance(error, Exception) and not any(fault.time >= began for fault in read_faults(run_dir)):
-                note_fault(run_dir, fault_of(error, "", 0))
+        if not has_begun(run_dir):
+            with suppress(MillraceError, OSError):  # what ends the block matters more
+                if is_stop(error):
+                    note_told(run_dir, Holder.me())
+                elif isinstance(error, Exception) and not any(fault.time >= began for fault in read_faults(run_dir)):
+                    note_fault(run_dir, fault_of(error, "", 0))
         raise
 
 

@@ -23,8 +23,8 @@ from rlcore.tracking.journal import READ_BLOCK_BYTES, EventRecord, StepRecord, i
 
 State = Literal["running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun"]
 """`waiting`: for room on a disk or for slots. `stopped`: told to stop, and saved. `lost`: its process is gone without a
-word. `not begun`: no trainer has begun, and nobody has stopped or failed. A run whose process lives is one of the first
-three."""
+word. `not begun`: no trainer has begun, and nothing says that a command was stopped or failed before that. A run whose
+process lives is one of the first three."""
 STATES: tuple[State, ...] = get_args(State)
 EVALUATION = "eval"
 """`name` of an evaluation, which is a run without steps."""

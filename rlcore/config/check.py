@@ -161,7 +161,8 @@ def _suite_names(settings: Mapping[str, Any]) -> list[str]:
     """The name of each suite; '' where it has none."""
     section = settings.get("validation")
     suites = section.get("suites") if isinstance(section, dict) else None
-    names = (entry.get("name") if isinstance(entry, dict) else None for entry in suites or ())
+    entries = suites if isinstance(suites, list) else []
+    names = (entry.get("name") if isinstance(entry, dict) else None for entry in entries)
     return [name if isinstance(name, str) else "" for name in names]
 
 
