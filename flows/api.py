@@ -21,6 +21,7 @@ from flows.work.runs import all_runs
 from flows.work.status import RunStatus, status_of
 from rlcore.checkpoint.catalog import CheckpointInfo, scan
 from rlcore.config import RunConfig
+from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
@@ -66,10 +67,21 @@ class Run:
         Raises:
             DataError: there is none of that name, or it is damaged.
         """
-        return ValidationResult.read(self.layout.validation / f"{name}.json")
+        file = self.layout.validation / f"{name}.json"
+        if not file.is_file():
+            there = sorted(each.stem for each in self.layout.validation.glob("*.json"))
+            raise DataError(
+                f"{file}: run {self.id} has no validation of that name. "
+                + (f"There are {', '.join(there)}" if there else "It has none yet; millrace.evaluate makes one")
+            )
+        return ValidationResult.read(file)
 
     def answers(self, name: str = "after") -> "pd.DataFrame":
-        """A row for each sampled answer of a validation: problem, prompt, ground truth, answer, score, its parts."""
+        """A row for each sampled answer of a validation: problem, prompt, ground truth, answer, score, its parts.
+
+        Raises:
+            DataError: as `validation`.
+        """
         import pandas as pd
 
         rows = [

@@ -1,4 +1,7 @@
-"""The command line. Nothing heavy is imported before a command needs it: a mistake is told in a second."""
+"""The command line: words, options and help of each command. What it does is in `flows/commands/`.
+
+Nothing heavy is imported before a command needs it: a mistake is told in a second.
+"""
 
 import atexit
 import logging
@@ -8,14 +11,17 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
+from pkgutil import resolve_name
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from flows import SOURCE_FOLDER
-from flows.commands.settings import SLOWER_BY, Commands, forked, show_settings, with_root
+from flows.commands import complete
+from flows.commands.settings import SLOWER_BY, Commands, composed_or_shown, require_dry_run, with_root
 from rlcore.errors import EXIT_RESUMABLE, ConfigError, MillraceError, StopRequestedError
 from rlcore.run.stop import ONE_WISH_S
 from rlcore.start import collect_rarely
@@ -24,12 +30,6 @@ EXIT_FAILED, EXIT_WRONG_SETTINGS = 1, 2
 CLICK_INTERRUPTED = 130
 """What typer makes of an interrupt at the keyboard."""
 INTERRUPTED = "interrupted; the same command goes on from the last checkpoint"
-
-
-def _examples(*lines: str) -> str:
-    """Commands at the end of a help text, one a line, not wrapped: they are copied from there."""
-    return "\b\n" + "\n".join(("Examples:" if len(lines) > 1 else "Example:", *(f"  {line}" for line in lines)))
-
 
 app = typer.Typer(
     cls=Commands,
@@ -43,6 +43,39 @@ data_app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 
+
+DECLARED: dict[str, Callable[..., None]] = {}
+"""The signature of each command by its target; a test holds it against the target's own."""
+
+
+def command(
+    target: str, *examples: str, name: str | None = None, of: typer.Typer = app
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Declare a command by a signature, which gives its words and options, and a docstring, which gives its help.
+
+    Args:
+        target: `module:function` in `flows`, imported when the command is called, and called with the same parameters;
+            `settings` reach it composed, and without the options that say how.
+        examples: at the end of the help, one a line, not wrapped: they are copied from there.
+    """
+
+    def declare(signature: Callable[..., None]) -> Callable[..., None]:
+        @wraps(signature)
+        def call(**words: Any) -> None:
+            if "settings" not in words or composed_or_shown(words):
+                resolve_name(f"flows.{target}")(**words)
+
+        DECLARED[target] = signature
+        of.command(name, epilog=_lines(examples))(call)
+        return signature
+
+    return declare
+
+
+def _lines(examples: tuple[str, ...]) -> str:
+    return "\b\n" + "\n".join(("Examples:" if len(examples) > 1 else "Example:", *(f"  {line}" for line in examples)))
+
+
 Settings = Annotated[
     list[str] | None,
     typer.Argument(
@@ -50,14 +83,20 @@ Settings = Annotated[
         help="Settings: experiment=<a file in conf/experiment>, a group such as algo=dapo, a key such as "
         "trainer.total_steps=40.",
         show_default=False,
+        autocompletion=complete.settings,
     ),
 ]
 Run = Annotated[
     list[str],
-    typer.Argument(metavar="RUN", help="A run: its folder, its id, or the settings that it was started with."),
+    typer.Argument(
+        metavar="RUN",
+        help="A run: its folder, its id, or the settings that it was started with.",
+        autocompletion=complete.runs_and_settings,
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
-AsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")]
+PlanAsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 ROOT_HELP = "Folder of datasets, models, runs and databases; paths.root=DIR means the same."
 Root = Annotated[Path, typer.Option(metavar="DIR", help=ROOT_HELP)]
 ARTIFACTS = Path("artifacts")
@@ -70,6 +109,7 @@ Fork = Annotated[
         metavar="RUN[@CHECKPOINT]",
         help="Start from the weights of another run: its folder or id, and last (taken if not given), best, or a step.",
         show_default=False,
+        autocompletion=complete.runs,
     ),
 ]
 Cfg = Annotated[
@@ -78,11 +118,6 @@ Cfg = Annotated[
 ]
 Info = Annotated[bool, typer.Option("--info", help="Print what the settings are composed of, and stop.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show Prefect's log and the trainer's too.")]
-
-
-def _require_dry_run(json: bool, dry_run: bool) -> None:
-    if json and not dry_run:  # whoever wants a plan wants no run
-        raise typer.BadParameter("goes with --dry-run alone; nothing was begun", param_hint="--json")
 
 
 def _show_version(wanted: bool) -> None:
@@ -102,44 +137,41 @@ def _of_all_commands(
     """Handle `--version`."""
 
 
-@app.command(
-    epilog=_examples(
-        "millrace run experiment=countdown_demo",
-        "millrace run experiment=countdown_demo seed=2 trainer.total_steps=40",
-        "millrace run experiment=debug --dry-run",
-    )
+@command(
+    "commands.run:run",
+    "millrace run experiment=countdown_demo",
+    "millrace run experiment=countdown_demo seed=2 trainer.total_steps=40",
+    "millrace run experiment=debug --dry-run",
 )
 def run(
     settings: Settings = None,
     root: RootOfRun = None,
     fork: Fork = None,
     dry_run: DryRun = False,
-    json: AsJson = False,
+    as_json: PlanAsJson = False,
     cfg: Cfg = None,
     info: Info = False,
     verbose: Verbose = False,
 ) -> None:
     """Run an experiment from dataset to report, as Prefect flows. What is finished is not done again."""
-    _require_dry_run(json, dry_run)
-    is_shown = cfg is not None or info
-    composed = forked(with_root(settings, root), fork, dry_run=dry_run or is_shown)
-    if is_shown:
-        show_settings(composed, cfg=cfg)
-        return
-    from flows.commands import run as run_command
-
-    run_command.run(composed, dry_run=dry_run, as_json=json, verbose=verbose)
 
 
 @app.command(
-    epilog=_examples(
-        "millrace sweep debug_grid --dry-run",
-        "millrace sweep my_sweep.yaml trainer.total_steps=40",
-        "millrace sweep countdown_lr --max-hours 8",
+    epilog=_lines(
+        (
+            "millrace sweep debug_grid --dry-run",
+            "millrace sweep my_sweep.yaml trainer.total_steps=40",
+            "millrace sweep countdown_lr --max-hours 8",
+        )
     )
 )
 def sweep(
-    spec: Annotated[str, typer.Argument(help="A name in conf/sweep, or the path of a file; see docs/sweeps.md.")],
+    spec: Annotated[
+        str,
+        typer.Argument(
+            help="A name in conf/sweep, or the path of a file; see docs/sweeps.md.", autocompletion=complete.sweeps
+        ),
+    ],
     settings: Settings = None,
     max_runs: Annotated[int | None, typer.Option(min=1, help="Runs to work on at most.")] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Training steps to spend at most.")] = None,
@@ -147,50 +179,40 @@ def sweep(
     root: RootOfRun = None,
     on_workers: Annotated[bool, typer.Option("--on-workers", help="Send the runs to the work pool.")] = False,
     dry_run: DryRun = False,
-    json: AsJson = False,
+    as_json: PlanAsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Run many points of settings, several seeds each. They are compared; what is finished is not done again."""
-    _require_dry_run(json, dry_run)
+    require_dry_run(as_json=as_json, dry_run=dry_run)
     from flows.sweep import command
     from rlcore.config.sweep import Budget
 
-    budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
     command.sweep(
         spec,
         with_root(settings, root),
-        budget=budget,
+        budget=Budget(runs=max_runs, steps=max_steps, hours=max_hours),
         on_workers=on_workers,
         dry_run=dry_run,
-        as_json=json,
+        as_json=as_json,
         verbose=verbose,
     )
 
 
-@app.command(epilog=_examples("millrace train experiment=countdown_demo trainer.total_steps=40"))
+@command("commands.run:train", "millrace train experiment=countdown_demo trainer.total_steps=40")
 def train(
     settings: Settings = None,
     root: RootOfRun = None,
     fork: Fork = None,
     dry_run: DryRun = False,
-    json: AsJson = False,
+    as_json: PlanAsJson = False,
     cfg: Cfg = None,
     info: Info = False,
     verbose: Verbose = False,
 ) -> None:
     """The same training without Prefect. Data, warm start, chunks, validation, weights."""
-    _require_dry_run(json, dry_run)
-    is_shown = cfg is not None or info
-    composed = forked(with_root(settings, root), fork, dry_run=dry_run or is_shown)
-    if is_shown:
-        show_settings(composed, cfg=cfg)
-        return
-    from flows.commands import run as run_command
-
-    run_command.train(composed, dry_run=dry_run, as_json=json, verbose=verbose)
 
 
-@app.command(epilog=_examples("millrace validate experiment=countdown_demo --checkpoint best"))
+@command("commands.run:validate", "millrace validate experiment=countdown_demo --checkpoint best")
 def validate(
     settings: Settings = None,
     root: RootOfRun = None,
@@ -198,72 +220,72 @@ def validate(
     verbose: Verbose = False,
 ) -> None:
     """Judge a checkpoint of a run on the held-out problems."""
-    composed = forked(with_root(settings, root))
-    from flows.commands import run as run_command
-
-    run_command.validate(composed, checkpoint=checkpoint, verbose=verbose)
 
 
-@app.command(
-    "eval",
-    epilog=_examples(
-        "millrace eval artifacts/runs/<run id> --suite gsm8k",
-        "millrace eval <run id>@start <run id>@best --suite gsm8k --suite my_suite.yaml",
-        "millrace eval /models/SmolLM2-135M-Instruct --suite gsm8k rollout.engine=vllm",
-    ),
+@command(
+    "commands.evaluate:run",
+    "millrace eval artifacts/runs/<run id> --suite gsm8k",
+    "millrace eval <run id>@start <run id>@best --suite gsm8k --suite my_suite.yaml",
+    "millrace eval /models/SmolLM2-135M-Instruct --suite gsm8k rollout.engine=vllm",
+    name="eval",
 )
 def evaluate(
-    models: Annotated[
+    words: Annotated[
         list[str],
         typer.Argument(
             metavar="MODEL_OR_RUN... [KEY=VALUE]...",
             help="Model directories, or runs by folder or id with @last (taken if not given), @best, @start or a step; "
             "settings for all of them.",
+            autocompletion=complete.runs_and_settings,
         ),
     ],
-    suite: Annotated[list[str], typer.Option(help="A name in conf/suite, or the path of a file. May be repeated.")],
+    suites: Annotated[
+        list[str],
+        typer.Option(
+            "--suite",
+            help="A name in conf/suite, or the path of a file. May be repeated.",
+            autocompletion=complete.suites,
+        ),
+    ],
     root: RootOfRun = None,
-    json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
 ) -> None:
     """Judge models or checkpoints on suites. Figures have intervals; each model is paired with the first."""
-    from flows.commands import evaluate as evaluate_command
-
-    evaluate_command.run(models, suite, root=root, as_json=json)
 
 
-@app.command(epilog=_examples("millrace regression countdown_demo", "millrace regression countdown_demo --accept"))
+@command("commands.regression:run", "millrace regression countdown_demo", "millrace regression countdown_demo --accept")
 def regression(
-    experiment: Annotated[str, typer.Argument(help="A name in conf/experiment, or the path of a file.")],
-    settings: Settings = None,
+    experiment: Annotated[
+        str,
+        typer.Argument(help="A name in conf/experiment, or the path of a file."),
+    ],
+    overrides: Settings = None,
     slower_by: Annotated[float, typer.Option(min=0, help="Share by which a step may take longer.")] = SLOWER_BY,
-    accept: Annotated[
+    take: Annotated[
         bool, typer.Option("--accept", help="Run nothing; hold later nights against the newest one, whatever it is.")
     ] = False,
     root: RootOfRun = None,
-    json: Annotated[bool, typer.Option("--json", help="The verdict and its figures as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The verdict and its figures as JSON.")] = False,
 ) -> None:
     """Run an experiment anew, and judge it against its last good run. Better, same, worse or broken, and its speed.
 
     Exit code 0 if it is as good as before or the first one, 3 if it is worse or slower, 1 if it is broken.
     """
-    from flows.commands import regression as regression_command
-
-    regression_command.run(experiment, settings or [], slower_by=slower_by, root=root, take=accept, as_json=json)
 
 
-@app.command(epilog=_examples("millrace report experiment=countdown_demo", "millrace report artifacts/runs/<run id>"))
+@command(
+    "commands.run:report",
+    "millrace report experiment=countdown_demo",
+    "millrace report artifacts/runs/<run id>",
+)
 def report(run: Run, root: RootOfRun = None) -> None:
     """Write the report of a run: pages in HTML, their figures in JSON and pictures."""
-    from flows.commands import run as run_command
-
-    run_command.report(run, root)
 
 
-@app.command(
-    epilog=_examples(
-        "millrace checkpoints experiment=countdown_demo --verify",
-        "millrace checkpoints artifacts/runs/<run id> --export model --checkpoint best",
-    )
+@command(
+    "commands.checkpoints:checkpoints",
+    "millrace checkpoints experiment=countdown_demo --verify",
+    "millrace checkpoints artifacts/runs/<run id> --export model --checkpoint best",
 )
 def checkpoints(
     run: Run,
@@ -271,77 +293,61 @@ def checkpoints(
     export: Annotated[Path | None, typer.Option(help="Write one as a transformers directory to this folder.")] = None,
     checkpoint: Annotated[str, typer.Option(help="Which one to export: last, best, or a step.")] = "last",
     prune: Annotated[bool, typer.Option("--prune", help="Delete those that the retention rule does not keep.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="As JSON, with all metrics of each.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, with all metrics of each.")] = False,
     root: RootOfRun = None,
 ) -> None:
     """Show the checkpoints of a run. Step, size, scores, the last and the best, and whether they are whole."""
-    from flows.commands import checkpoints as checkpoints_command
-
-    checkpoints_command.checkpoints(
-        run, root=root, verify=verify, export=export, checkpoint=checkpoint, prune=prune, as_json=json
-    )
 
 
-@app.command(epilog=_examples("millrace runs", "millrace runs countdown --state failed --state lost"))
+@command("commands.runs:runs", "millrace runs", "millrace runs countdown --state failed --state lost")
 def runs(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TEXT]...", help="Only runs with this in their id; none: all.", show_default=False),
+        typer.Argument(
+            metavar="[TEXT]...",
+            help="Only runs with this in their id; none: all.",
+            show_default=False,
+            autocompletion=complete.runs,
+        ),
     ] = None,
-    state: Annotated[
+    states: Annotated[
         list[str] | None,
-        typer.Option(help="Only these: running, waiting, stopping, finished, stopped, failed, lost, 'not begun'."),
+        typer.Option(
+            "--state", help="Only these: running, waiting, stopping, finished, stopped, failed, lost, 'not begun'."
+        ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: AsJson = False,
     root: Root = ARTIFACTS,
 ) -> None:
     """List the runs of a root. State, step, score, age, size, and what each waits for or why it failed."""
-    from flows.commands import runs as runs_commands
-
-    runs_commands.runs(root, names or [], state or [], as_json=json)
 
 
-@app.command(epilog=_examples("millrace logs countdown_demo-s1 -f"))
+@command("commands.runs:logs", "millrace logs countdown_demo-s1 -f")
 def logs(
     run: Run,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until the run ends.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines to begin with.")] = 40,
+    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines to begin with.")] = 40,
     root: RootOfRun = None,
 ) -> None:
     """Show the log of a run's newest trainer process."""
-    from flows.commands import runs as runs_commands
-
-    runs_commands.logs(run, root, num_lines=lines, follow=follow)
 
 
-@app.command(epilog=_examples("millrace stop countdown_demo-s1"))
+@command("commands.runs:stop", "millrace stop countdown_demo-s1")
 def stop(run: Run, root: RootOfRun = None) -> None:
     """Tell a run to stop, and wait until it has. It finishes its step and saves; the same command goes on."""
-    from flows.commands import runs as runs_commands
-
-    runs_commands.stop(run, root)
 
 
-@app.command(epilog=_examples("millrace doctor"))
-def doctor(
-    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
-    root: Root = ARTIFACTS,
-) -> None:
+@command("commands.doctor:doctor", "millrace doctor")
+def doctor(as_json: AsJson = False, root: Root = ARTIFACTS) -> None:
     """Look at what a run needs of this machine. Each line is ok, a warning or an error; exit code 1 for an error."""
-    from flows.commands import doctor as doctor_command
-
-    doctor_command.doctor(root, as_json=json)
 
 
-@app.command(epilog=_examples("millrace new task my_task", "millrace new experiment mine"))
+@command("commands.new:new", "millrace new task my_task", "millrace new experiment mine")
 def new(
     kind: Annotated[str, typer.Argument(metavar="KIND", help="task, experiment or scorer.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the file, without its ending.")],
 ) -> None:
     """Write a task, experiment or scorer to begin with into this folder. It runs as it is."""
-    from flows.commands import new as new_command
-
-    new_command.new(kind, name)
 
 
 Step = Annotated[str, typer.Option(metavar="N|LOW..HIGH", help="Only answers of these steps.")]
@@ -351,11 +357,10 @@ Search = Annotated[str, typer.Option(help="Only answers with this text in them."
 Kind = Annotated[str, typer.Option(help="all, training or validation.")]
 
 
-@app.command(
-    epilog=_examples(
-        "millrace rollouts countdown_demo-s1 --sort -score",
-        "millrace rollouts countdown_demo-s1 --step 20..40 --score ..0 --search '<answer>' --json",
-    )
+@command(
+    "commands.rollouts:rollouts",
+    "millrace rollouts countdown_demo-s1 --sort -score",
+    "millrace rollouts countdown_demo-s1 --step 20..40 --score ..0 --search '<answer>' --json",
 )
 def rollouts(
     run: Run,
@@ -370,104 +375,90 @@ def rollouts(
     ] = "step",
     limit: Annotated[int, typer.Option(min=0, help="Answers at most; 0: all.")] = 20,
     tokens: Annotated[bool, typer.Option("--tokens", help="With --json: also what is known of each token.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     root: RootOfRun = None,
 ) -> None:
     """Show the answers that a run has on record, of training and of validations."""
-    from flows.commands import rollouts as rollouts_command
-    from rlcore.answers.query import Query
-
-    query = Query.read(step, prompt, score, search, kind, sort)
-    rollouts_command.rollouts(run, query, root=root, limit=limit, tokens=tokens, as_json=json)
 
 
-Scorer = Annotated[str, typer.Option(metavar="MODULE:FUNCTION", help="The other scorer.")]
-
-
-@app.command(epilog=_examples("millrace rescore countdown_demo-s1 --scorer my_scorer:score --kind training"))
+@command("commands.rollouts:rescore", "millrace rescore countdown_demo-s1 --scorer my_scorer:score --kind training")
 def rescore(
     run: Run,
-    scorer: Scorer,
+    scorer: Annotated[str, typer.Option(metavar="MODULE:FUNCTION", help="The other scorer.")],
     step: Step = "",
     prompt: Prompt = None,
     score: ScoreRange = "",
     search: Search = "",
     kind: Kind = "all",
-    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: AsJson = False,
     root: RootOfRun = None,
 ) -> None:
     """Score a run's answers by another scorer. Says what would have changed; nothing is written."""
-    from flows.commands import rollouts as rollouts_command
-    from rlcore.answers.query import Query
-
-    query = Query.read(step, prompt, score, search, kind)
-    rollouts_command.rescore(run, query, scorer=scorer, root=root, as_json=json)
 
 
-@app.command(epilog=_examples("millrace audit countdown_demo-s1", "millrace audit my-run --scorer my_scorer:score"))
+@command(
+    "commands.rollouts:audit",
+    "millrace audit countdown_demo-s1",
+    "millrace audit my-run --scorer my_scorer:score",
+)
 def audit(
     run: Run,
     scorer: Annotated[
         str | None,
         typer.Option(metavar="MODULE:FUNCTION", help="Another scorer than the run's own.", show_default=False),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: AsJson = False,
     root: RootOfRun = None,
 ) -> None:
     """Look for holes in a reward. Gives the scorer answers that must not score; exit code 1 if some do."""
-    from flows.commands import rollouts as rollouts_command
-
-    rollouts_command.audit(run, scorer=scorer, root=root, as_json=json)
 
 
-@data_app.command("make", epilog=_examples("millrace data make experiment=countdown_demo"))
+@command("commands.run:make_data", "millrace data make experiment=countdown_demo", name="make", of=data_app)
 def data_make(settings: Settings = None, root: RootOfRun = None) -> None:
     """Make and filter the dataset of an experiment."""
-    composed = forked(with_root(settings, root))
-    from flows.commands import run as run_command
-
-    run_command.make_data(composed)
 
 
-@data_app.command(
-    "pass-rates",
-    epilog=_examples(
-        "millrace data pass-rates experiment=countdown_demo pass_rates.samples=8",
-        "millrace data pass-rates experiment=countdown_demo pass_rates.samples=8 'pass_rates.keep=[0.1,0.9]'",
-    ),
+@command(
+    "commands.run:pass_rates",
+    "millrace data pass-rates experiment=countdown_demo pass_rates.samples=8",
+    "millrace data pass-rates experiment=countdown_demo pass_rates.samples=8 'pass_rates.keep=[0.1,0.9]'",
+    name="pass-rates",
+    of=data_app,
 )
 def data_pass_rates(settings: Settings = None, root: RootOfRun = None, verbose: Verbose = False) -> None:
     """Measure how often an experiment's start model solves each training row. Data and model are made if missing."""
-    composed = forked(with_root(settings, root))
-    from flows.commands import run as run_command
-
-    run_command.pass_rates(composed, verbose=verbose)
 
 
-@data_app.command("inspect", epilog=_examples("millrace data inspect artifacts/datasets/<fingerprint> --rows 5"))
+@command(
+    "commands.run:inspect",
+    "millrace data inspect artifacts/datasets/<fingerprint> --rows 5",
+    name="inspect",
+    of=data_app,
+)
 def data_inspect(
     path: Annotated[Path, typer.Argument(help="A parquet file of a dataset, or its folder.")],
-    rows: Annotated[int, typer.Option(min=0, help="Rows to show of each file, chosen at random.")] = 3,
+    num_rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to show of each file, chosen at random.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Chooses the rows.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page to this file instead.")] = None,
 ) -> None:
     """Show a dataset: rows, counts, lengths, duplicates."""
-    from flows.commands import run as run_command
-
-    run_command.inspect(path, num_rows=rows, seed=seed, as_json=json, html=html)
 
 
-@app.command(
-    epilog=_examples(
-        "millrace compare countdown_demo-s1 countdown_demo-s2",
-        "millrace compare --search \"tags.task = 'countdown' and params.seed = '1'\"",
-    )
+@command(
+    "commands.tracking:compare",
+    "millrace compare countdown_demo-s1 countdown_demo-s2",
+    "millrace compare --search \"tags.task = 'countdown' and params.seed = '1'\"",
 )
 def compare(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RUN]...", help="Run ids, beginnings of them, or folders.", show_default=False),
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Run ids, beginnings of them, or folders.",
+            show_default=False,
+            autocompletion=complete.runs,
+        ),
     ] = None,
     search: Annotated[str, typer.Option(help="Also the runs that this finds in MLflow, in MLflow's language.")] = "",
     root: Root = ARTIFACTS,
@@ -475,53 +466,43 @@ def compare(
     experiment: Annotated[str, typer.Option(help="MLflow experiment to search (tracking.experiment).")] = "millrace",
 ) -> None:
     """Compare runs by settings, curves, figures and costs. The first one is the measure; figures have intervals."""
-    from flows.commands import tracking as tracking_commands
-    from rlcore.config import TrackingConfig
-
-    tracking = TrackingConfig(uri=uri, experiment=experiment)
-    tracking_commands.compare(runs or [], search=search, root=root, tracking=tracking)
 
 
-@app.command(epilog=_examples("millrace sync", "millrace sync countdown_demo-s1 --uri http://127.0.0.1:5000"))
+@command("commands.tracking:sync", "millrace sync", "millrace sync countdown_demo-s1 --uri http://127.0.0.1:5000")
 def sync(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RUN]...", help="Run ids or folders; none: all runs of the root.", show_default=False),
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Run ids or folders; none: all runs of the root.",
+            show_default=False,
+            autocompletion=complete.runs,
+        ),
     ] = None,
     root: Root = ARTIFACTS,
     uri: Uri = None,
 ) -> None:
     """Deliver to MLflow what it has not got of the runs' journals. Doing it again changes nothing."""
-    from flows.commands import tracking as tracking_commands
-
-    tracking_commands.sync(runs or [], root=root, uri=uri)
 
 
-@app.command(epilog=_examples("millrace ui --port 5000"))
+@command("commands.tracking:ui", "millrace ui --port 5000")
 def ui(
     root: Root = ARTIFACTS,
     port: Annotated[int | None, typer.Option(min=1, max=65_535, help="Of the page; none: a free one.")] = None,
 ) -> None:
     """Serve MLflow's pages of the root's store, and that of the answers of its runs, until interrupted."""
-    from flows.commands import tracking as tracking_commands
-
-    tracking_commands.ui(root, port)
 
 
-@app.command(epilog=_examples("millrace gc --dry-run"))
+@command("commands.tracking:gc", "millrace gc --dry-run")
 def gc(
     root: Root = ARTIFACTS,
     uri: Uri = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
 ) -> None:
     """Remove from MLflow the artifacts of runs deleted there. Registered models and metrics stay."""
-    from flows.commands import tracking as tracking_commands
-    from rlcore.config import TrackingConfig
-
-    tracking_commands.gc(root=root, tracking=TrackingConfig(uri=uri), dry_run=dry_run)
 
 
-@app.command(epilog=_examples("millrace slots", "millrace slots --set 2", "millrace slots --gpus 0,1 --per-gpu 2"))
+@command("commands.slots:slots", "millrace slots", "millrace slots --set 2", "millrace slots --gpus 0,1 --per-gpu 2")
 def slots(
     root: Root = ARTIFACTS,
     number: Annotated[
@@ -529,18 +510,15 @@ def slots(
     ] = None,
     gpus: Annotated[str | None, typer.Option(metavar="I,J", help="A slot for each of these GPUs instead.")] = None,
     per_gpu: Annotated[int, typer.Option(min=1, help="Slots of each GPU, for runs that fit side by side.")] = 1,
-    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show or set how many ranks train at a time under a root. Who holds which slot, who waits, in their order."""
-    from flows.commands import slots as slots_command
-
-    slots_command.slots(root, number=number, gpus=gpus, per_gpu=per_gpu, as_json=json)
 
 
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Else the one it had, or a free one.")]
 
 
-@app.command(epilog=_examples("millrace up", "millrace up --ray --workers 2"))
+@app.command(epilog=_lines(("millrace up", "millrace up --ray --workers 2")))
 def up(
     root: Root = ARTIFACTS,
     ray: Annotated[bool, typer.Option("--ray", help="Also a Ray head.")] = False,
@@ -567,19 +545,17 @@ def up(
     """
     from flows.stack import command, control
 
-    wishes = control.Wishes(ray, workers, prefect_port, mlflow_port, notify_url, notify_block)
-    command.up(root, wishes)
+    command.up(root, control.Wishes(ray, workers, prefect_port, mlflow_port, notify_url, notify_block))
 
 
-@app.command(
-    epilog=_examples(
-        "millrace deploy mine.yaml",
-        "millrace deploy mine.yaml seed=2 --name mine-2 --cron '0 3 * * *' --timezone Europe/Berlin",
-    )
+@command(
+    "stack.own:deploy",
+    "millrace deploy mine.yaml",
+    "millrace deploy mine.yaml seed=2 --name mine-2 --cron '0 3 * * *' --timezone Europe/Berlin",
 )
 def deploy(
     experiment: Annotated[str, typer.Argument(metavar="FILE", help="An experiment's file, or one's name.")],
-    settings: Settings = None,
+    overrides: Settings = None,
     name: Annotated[str | None, typer.Option(help="Of the deployment.", show_default="the experiment's name")] = None,
     cron: Annotated[
         str | None, typer.Option(metavar="'M H D M W'", help="When it runs by itself; none: as before, at first never.")
@@ -588,25 +564,16 @@ def deploy(
     root: RootOfRun = None,
 ) -> None:
     """Make a deployment of an experiment in the stack that is up, or bring it up to date. It runs in its worker."""
-    from flows.stack import own
-
-    own.deploy(experiment, settings, name=name, cron=cron, timezone=timezone, root=root)
 
 
-@app.command(epilog=_examples("millrace down"))
+@command("stack.command:down", "millrace down")
 def down(root: Root = ARTIFACTS) -> None:
     """End what `millrace up` has started. Runs save, and go on after the next `up`."""
-    from flows.stack import command
-
-    command.down(root)
 
 
-@app.command(epilog=_examples("millrace status"))
+@command("stack.command:status", "millrace status")
 def status(root: Root = ARTIFACTS) -> None:
     """Show what `millrace up` has started, and whether it answers. Exit code 1 if something is missing."""
-    from flows.stack import command
-
-    command.status(root)
 
 
 def main() -> NoReturn:

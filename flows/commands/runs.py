@@ -11,9 +11,9 @@ from pathlib import Path
 
 from flows.commands.settings import named_run
 from flows.plan.table import size
-from flows.work.open_run import END_WAIT_S
+from flows.work.open_run import END_WAIT_S, note_told
 from flows.work.runs import all_runs
-from flows.work.status import EVALUATION, STATES, RunStatus, note_told, status_of, was_told, worker_of
+from flows.work.status import EVALUATION, STATES, RunStatus, status_of, was_told, worker_of
 from flows.work.trainer import LogTail
 from rlcore.errors import ConfigError, DataError, RunInUseError
 from rlcore.storage.locks import Holder
@@ -25,13 +25,13 @@ AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
 """Seconds of a unit, largest first."""
 
 
-def runs(root: Path, names: Sequence[str], states: Sequence[str], *, as_json: bool) -> None:
+def runs(root: Path, names: Sequence[str] | None, states: Sequence[str] | None, *, as_json: bool) -> None:
     """List the runs of a root, the one that wrote last first.
 
     Raises:
         ConfigError: no run can be in that state.
     """
-    for state in states:
+    for state in states or ():
         if state not in STATES:
             raise ConfigError(f"--state: must be one of {', '.join(STATES)}; got {state}")
     root = root.resolve()

@@ -7,6 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Commands(TyperGroup):
         """Find the command as typer does, and translate its words."""
         name, command, words = super().resolve_command(ctx, args)
         taken = {option: parameter.name for parameter in getattr(command, "params", ()) for option in parameter.opts}
-        if not isinstance(command, TyperGroup):
+        if not isinstance(command, TyperGroup) and not ctx.resilient_parsing:  # nothing is refused while Tab completes
             if taken.keys() & {"settings", "run"}:
                 _refuse_settings_as_options(words, {"--help", *taken})
             if "--root" in taken and "settings" not in taken:
@@ -89,7 +90,29 @@ def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None
     raise settings_error(problems)
 
 
-def show_settings(settings: "RunSettings", *, cfg: str | None) -> None:
+def require_dry_run(*, as_json: bool, dry_run: bool) -> None:
+    """Refuse `--json` without `--dry-run`: whoever wants a plan wants no run."""
+    if as_json and not dry_run:
+        raise typer.BadParameter("goes with --dry-run alone; nothing was begun", param_hint="--json")
+
+
+def composed_or_shown(words: dict[str, Any]) -> bool:
+    """Compose the settings among a command's words, in place of them and of the options that say how.
+
+    Returns:
+        Whether the command goes on; False where the settings were only to be shown (`--cfg`, `--info`).
+    """
+    cfg, info, dry_run = words.pop("cfg", None), words.pop("info", False), words.get("dry_run", False)
+    is_shown = cfg is not None or info
+    require_dry_run(as_json=words.get("as_json", False), dry_run=dry_run)
+    given = with_root(words["settings"], words.pop("root"))
+    words["settings"] = forked(given, words.pop("fork", None), dry_run=dry_run or is_shown)
+    if is_shown:
+        _show(words["settings"], cfg=cfg)
+    return not is_shown
+
+
+def _show(settings: "RunSettings", *, cfg: str | None) -> None:
     """Print the composed settings as YAML (`--cfg job`), or what they are composed of (`--info`).
 
     Raises:

@@ -25,10 +25,11 @@ from rlcore.tracking.connection import has_store
 from rlcore.tracking.mlflow_store import LOCAL_UI, MlflowStore
 
 
-def compare(runs: Sequence[str], *, search: str, root: Path, tracking: TrackingConfig) -> None:
+def compare(runs: Sequence[str] | None, *, search: str, root: Path, uri: str | None, experiment: str) -> None:
     """Write a comparison and say what it concludes."""
     root = root.resolve()
-    made = compare_runs(find_runs(runs, search, root, tracking_in_stack(tracking, root)), root)
+    tracking = tracking_in_stack(TrackingConfig(uri=uri, experiment=experiment), root)
+    made = compare_runs(find_runs(runs or (), search, root, tracking), root)
     print(f"{len(made.runs)} runs: {', '.join(folder.name for folder in made.runs)}\n")
     print("\n".join(made.statements))
     print(f"\n  HTML      {made.html}\n  JSON      {made.json}")
@@ -52,17 +53,17 @@ def _running_mlflow(root: Path) -> Service | None:
     return found if found is not None and found.process() is not None and answers(found) else None
 
 
-def sync(runs: Sequence[str], *, root: Path, uri: str | None) -> None:
+def sync(runs: Sequence[str] | None, *, root: Path, uri: str | None) -> None:
     """Deliver journals; all of the root's where none is named."""
     root = root.resolve()
     folders = named_runs(runs, root) if runs else all_runs(root)
     _end(several.sync(folders, uri), f"no runs under {root / 'runs'}")
 
 
-def gc(*, root: Path, tracking: TrackingConfig, dry_run: bool) -> None:
+def gc(*, root: Path, uri: str | None, dry_run: bool) -> None:
     """Remove artifacts of deleted runs."""
     root = root.resolve()
-    outcomes = several.collect_garbage(root, tracking_in_stack(tracking, root), dry_run=dry_run)
+    outcomes = several.collect_garbage(root, tracking_in_stack(TrackingConfig(uri=uri), root), dry_run=dry_run)
     _end(outcomes, "no artifacts of deleted runs")
 
 

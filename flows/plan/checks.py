@@ -44,6 +44,8 @@ LOSS_DEADLINE_S = 120.0
 """Importing torch on a busy machine takes most of it."""
 FIRST_CALL_S = 60.0
 """Beyond `reward.deadline_s`: a scoring process starts, and the scorer imports what it needs."""
+NO_VERDICT = "JudgeError: "
+"""How the failure of a scorer begins that has asked a judge in vain (`data.judge`)."""
 ANY_ANSWER = "0"
 """Wrong, for most tasks. A scorer is tried on the solution, on it and on an empty answer."""
 
@@ -220,7 +222,9 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
     rows: list[FirstRow] = []
     for data in (part.data for part in parts_of(config.data)):
         if isinstance(data, CountdownData) and not plan.stage("dataset").cached:
-            _require_problems(data, config.seed)
+            from data.countdown_problems import require_enough
+
+            require_enough(data, config.seed)
         is_scorer_tried = (_may_not_fit(data) or bool(config.reward.weights)) and not config.data.environment
         if not (is_scorer_tried or is_tokenizer_tried or config.data.environment):
             continue
@@ -244,12 +248,6 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
         _try_functions(algo)
 
 
-def _require_problems(data: CountdownData, seed: int) -> None:
-    from data.countdown_problems import require_enough
-
-    require_enough(data, seed)
-
-
 def _may_not_fit(data: TaskData) -> bool:
     """Whether the scorer is not the task's own, or the task is not one of ours."""
     is_default = data.scorer == type(data).model_fields["scorer"].default
@@ -265,10 +263,21 @@ def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
     for answer, score in zip(answers, scores, strict=True):
         if score.failure:
             raise ConfigError(
-                f"data.scorer: must score any text; got {scorer}, which failed on the answer {answer[:80]!r} to the "
+                of_the_judge(score.failure)
+                or f"data.scorer: must score any text; got {scorer}, which failed on the answer {answer[:80]!r} to the "
                 f"task's first row, with ground truth {row.ground_truth_json[:200]}: {score.failure}. docs/data.md "
                 "says what it returns"
             )
+
+
+def of_the_judge(failure: str) -> str:
+    """What to say where a scorer failed because its judge gave no verdict; '' where it failed by itself."""
+    if not failure.startswith(NO_VERDICT):
+        return ""
+    return (
+        f"reward.judge: must give a verdict on any answer; got {failure.removeprefix(NO_VERDICT)}. Look whether the "
+        "endpoint answers, and serves reward.judge.model"
+    )
 
 
 def _try_environment(row: "FirstRow", config: RunConfig) -> None:

@@ -1,13 +1,14 @@
 """What a run would do: its stages, what of them is done, its chunks, its room on disk, its tokens. Writes nothing."""
 
-import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
+from safetensors import SafetensorError, safe_open
 
 from data import dataset_directory, dataset_fingerprint, filter_fingerprint, filtered_directory, tokenizer_fingerprint
 from flows.work.open_run import require_same_code
@@ -125,11 +126,6 @@ class RunPlan:
         return plain
 
 
-HEADER_BYTES = 8
-"""A safetensors file begins with the length of its JSON header, little endian."""
-MAX_HEADER_BYTES = 100 << 20
-
-
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
     """`trained`: what a checkpoint holds; each comes with two moments of the optimizer. `policy`: all of the policy."""
@@ -162,15 +158,8 @@ def _file_shapes(path: str) -> dict[str, tuple[int, ...]]:
 
 
 def _header_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    with file.open("rb") as content:
-        length = int.from_bytes(content.read(HEADER_BYTES), "little")
-        if length > MAX_HEADER_BYTES:
-            return
-        try:
-            header = json.loads(content.read(length))
-            yield from ((name, tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return  # whoever loads it will say what is wrong with it
+    with suppress(SafetensorError, OSError), safe_open(file, framework="numpy") as tensors:
+        yield from ((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
 
 
 def _adapters(shapes: dict[str, tuple[int, ...]], lora: LoraConfig) -> int:

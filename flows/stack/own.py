@@ -24,7 +24,13 @@ SLUG = "deploy"
 
 
 def deploy(
-    experiment: str, settings: list[str] | None, *, name: str | None, cron: str | None, timezone: str, root: Path | None
+    experiment: str,
+    overrides: list[str] | None,
+    *,
+    name: str | None,
+    cron: str | None,
+    timezone: str,
+    root: Path | None,
 ) -> None:
     """Check the settings as a worker will see them, make the deployment or bring it up to date, and say how it runs.
 
@@ -34,7 +40,7 @@ def deploy(
     """
     if experiment.endswith(FILE_ENDINGS):
         experiment = str(Path(experiment).resolve())
-    overrides = with_root(settings, None if root is None else root.resolve())
+    overrides = with_root(overrides, None if root is None else root.resolve())
     _stand_where_workers_do()
     composed = compose_settings(overrides, experiment)
     at = Path(composed.config.paths.root).resolve()

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from flows.parameters import RunSettings
 from flows.stack.state import in_stack
 from flows.work.open_run import require_same_code
-from flows.work.results import committed_step, validation_file
+from flows.work.results import committed_step
 from rlcore.checkpoint.catalog import name_of
 from rlcore.config import RunConfig
 from rlcore.config.compose import judge_settings
@@ -145,7 +145,7 @@ def score_at(config: RunConfig, metric: str, step: int) -> float | None:
 def problem_scores_of(config: RunConfig, metric: str, step: int) -> dict[int, float]:
     """The same figure of each held-out problem that has a score, by its id; empty where the answers are not kept."""
     try:
-        result = ValidationResult.read(validation_file(RunLayout.of(config), name_of(step))).with_figures
+        result = ValidationResult.read(RunLayout.of(config).validation / f"{name_of(step)}.json").with_figures
     except DataError:
         return {}
     ids = [problem.prompt_id for problem in result.problems]

@@ -1,8 +1,10 @@
 """A run that this process works on: its lock, its folder, its settings and code on disk, its trainer process."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from uuid import UUID
 
 from data.tasks import input_digests, inputs_of
@@ -14,14 +16,18 @@ from flows.work.trainer import TrainerProcess
 from rlcore.checkpoint.catalog import scan
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import run_id
-from rlcore.errors import CheckpointError, DataError
+from rlcore.errors import CheckpointError, DataError, MillraceError, is_stop
+from rlcore.run.faults import fault_of, note_fault, read_faults
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
-from rlcore.storage.locks import HeldLock
-from rlcore.storage.publish import write_text_atomically
+from rlcore.storage.locks import HeldLock, Holder
+from rlcore.storage.publish import write_json_atomically, write_text_atomically
+from rlcore.tracking.attempts import has_begun
 from rlcore.user_code import code_of, difference, kept_code, working_by
 
 FLOW_LOCK = "flow.lock"
+STOP_FILE = "stop.json"
+"""Which process was told to stop last, and when: a second signal would end it without a save."""
 END_WAIT_S = 60.0
 """Beyond `runtime.stop_deadline_s`: by then a trainer that was told to stop has ended by itself, and its last metrics
 are delivered."""
@@ -102,8 +108,33 @@ def open_run(config: RunConfig, command: Sequence[str] = (), title: str = "") ->
         _keep_code(config, layout)
         _write_settings(config, layout)
         run = OpenRun(config, command, title)
-        with working_by(layout.code), run.trainer:  # an edit meanwhile is for the next start
+        with (
+            _noted_before_the_first_step(layout.run_dir),
+            working_by(layout.code),  # an edit meanwhile is for the next start
+            run.trainer,
+        ):
             yield run
+
+
+def note_told(run_dir: Path, worker: Holder) -> None:
+    """Remember that a process was told to stop."""
+    write_json_atomically(run_dir / STOP_FILE, {"process": [worker.pid, worker.born], "time": round(time.time(), 3)})
+
+
+@contextmanager
+def _noted_before_the_first_step(run_dir: Path) -> Iterator[None]:
+    """Note in the run's folder why the block ends early, where no trainer has begun that would note it."""
+    began = time.time()
+    try:
+        yield
+    except BaseException as error:
+        if not has_begun(run_dir):
+            with suppress(MillraceError, OSError):  # what ends the block matters more
+                if is_stop(error):
+                    note_told(run_dir, Holder.me())
+                elif isinstance(error, Exception) and not any(fault.time >= began for fault in read_faults(run_dir)):
+                    note_fault(run_dir, fault_of(error, "", 0))
+        raise
 
 
 def _write_settings(config: RunConfig, layout: RunLayout) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from flows.progress import REWARD_NAMES
-from flows.work.open_run import FLOW_LOCK
+from flows.work.open_run import FLOW_LOCK, STOP_FILE
 from flows.work.slots import Slots
 from rlcore.checkpoint.catalog import scan
 from rlcore.errors import CheckpointError, DataError
@@ -18,19 +18,17 @@ from rlcore.run.faults import read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import open_ordinary, parse_json, read_ordinary
 from rlcore.storage.locks import RUN_LOCK, Holder, holder_of
-from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
 from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import READ_BLOCK_BYTES, EventRecord, StepRecord, iter_lines
 
 State = Literal["running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun"]
 """`waiting`: for room on a disk or for slots. `stopped`: told to stop, and saved. `lost`: its process is gone without a
-word. `not begun`: no trainer has begun at its steps. A run whose process lives is one of the first three."""
+word. `not begun`: no trainer has begun, and nothing says that a command was stopped or failed before that. A run whose
+process lives is one of the first three."""
 STATES: tuple[State, ...] = get_args(State)
 EVALUATION = "eval"
 """`name` of an evaluation, which is a run without steps."""
-STOP_FILE = "stop.json"
-"""Which process was told to stop last, and when: a second signal would end it without a save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +89,6 @@ def was_told(run_dir: Path, worker: Holder) -> bool:
     return _document(run_dir / STOP_FILE).get("process") == [worker.pid, worker.born]
 
 
-def note_told(run_dir: Path, worker: Holder) -> None:
-    """Remember that it was told."""
-    write_json_atomically(run_dir / STOP_FILE, {"process": [worker.pid, worker.born], "time": round(time.time(), 3)})
-
-
 def size_of(folder: Path) -> int:
     """Bytes of all files below a folder; files that go away meanwhile are left out."""
     return sum(_sizes(folder))
@@ -119,15 +112,17 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
             "stopping" if told else "waiting" if pause else "running",
             pause or f"process {worker.pid} on {worker.host}",
         )
-    history = read_history(run_dir / ATTEMPTS_FILE)
-    if not history.attempts:
-        return "not begun", ""
+    history, faults = read_history(run_dir / ATTEMPTS_FILE), read_faults(run_dir)
     status = history.end.status if history.end is not None else None
+    if not history.attempts:  # a command or flow has noted why it ended before the first step
+        told_at = _document(run_dir / STOP_FILE).get("time", 0.0)
+        status = "KILLED" if told_at > (faults[-1].time if faults else 0.0) else "FAILED" if faults else None
+        if status is None:
+            return "not begun", ""
     if status == "FINISHED":
         return "finished", ""
     if status == "KILLED":
         return "stopped", "the same command goes on"
-    faults = read_faults(run_dir)
     why = f"{faults[-1]}: {faults[-1].message.partition(chr(10))[0]}" if faults else ""
     return ("failed" if status == "FAILED" else "lost"), why or "its process is gone; the same command goes on"
 

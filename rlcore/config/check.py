@@ -1,7 +1,7 @@
 """From composed settings and value overrides to a `RunConfig`, or to every mistake in them."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -16,6 +16,7 @@ from rlcore.config.data import TASKS, CountdownData
 from rlcore.config.problems import Findings, Problem, did_you_mean, nearest, shown
 from rlcore.config.rules import broken_rules
 from rlcore.config.run import RunConfig, all_keys, free_mappings, section_names
+from rlcore.config.suite import SUITES
 
 NULLABLE_SECTIONS = ("critic", "model.lora")
 """Sections that `null` switches off."""
@@ -105,16 +106,23 @@ def validate(settings: Mapping[str, Any], findings: Findings, texts: Mapping[str
 
 def _typed(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
     """The settings without their mistakes. Each round removes at least one wrong value, so the loop ends."""
+    suites = _suite_names(settings)
     while True:
         try:
             # Strict JSON: neither true nor "5" is a number, but 1 is a float and a list is a tuple.
             return RunConfig.model_validate_json(json.dumps(settings), strict=True)
         except ValidationError as error:
             for detail in error.errors(include_url=False):
-                _settle(detail, settings, findings, texts)
+                _settle(detail, settings, findings, texts, suites)
 
 
-def _settle(detail: ErrorDetails, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> None:
+def _settle(
+    detail: ErrorDetails,
+    settings: dict[str, Any],
+    findings: Findings,
+    texts: Mapping[str, str],
+    suites: Sequence[str],
+) -> None:
     parts = _path(detail)
     key = ".".join(parts)
     value = detail["input"]
@@ -122,7 +130,7 @@ def _settle(detail: ErrorDetails, settings: dict[str, Any], findings: Findings, 
         # A name made of digits is parsed as a number; its text is the string that was meant.
         _section_at(settings, parts)[parts[-1]] = texts.get(key, str(value))
         return
-    if inside := _inside_list(detail, parts):
+    if inside := _inside_list(detail, parts, suites if key == SUITES else ()):
         rule, remedy = detail["msg"].replace("Input should be", "must be"), _described(key)
         if detail["type"] == "extra_forbidden":
             rule = "there is no such setting"
@@ -149,12 +157,22 @@ def _path(detail: ErrorDetails) -> list[str]:
     return parts
 
 
-def _inside_list(detail: ErrorDetails, parts: list[str]) -> str:
-    """Place of a mistake in a list of sections: `entry 0: data.train_size`; '' outside of one."""
+def _suite_names(settings: Mapping[str, Any]) -> list[str]:
+    """The name of each suite; '' where it has none."""
+    section = settings.get("validation")
+    suites = section.get("suites") if isinstance(section, dict) else None
+    entries = suites if isinstance(suites, list) else []
+    names = (entry.get("name") if isinstance(entry, dict) else None for entry in entries)
+    return [name if isinstance(name, str) else "" for name in names]
+
+
+def _inside_list(detail: ErrorDetails, parts: list[str], names: Sequence[str]) -> str:
+    """Place of a mistake in a list of sections: `entry 0: data.train_size`, or by a name; '' outside of one."""
     rest = [part for part in detail["loc"] if part not in TASKS][len(parts) :]
     if len(rest) < 2 or not isinstance(rest[0], int):
         return ""
-    return f"entry {rest[0]}: {'.'.join(map(str, rest[1:]))}"
+    entry = (names and names[rest[0]]) or f"entry {rest[0]}"
+    return f"{entry}: {'.'.join(map(str, rest[1:]))}"
 
 
 def _siblings(detail: ErrorDetails, key: str) -> Iterable[str]:

@@ -105,11 +105,7 @@ def judge_settings(
             settings, of_files = deepcopy(_composed(request.choice, _state_of_files(request.experiment)))
         findings.problems += of_files.problems
         findings.unsound |= of_files.unsound
-        for written in request.values:
-            put(settings, written, findings)
-        put_suites(settings, findings)
-        texts = {name: written.text for written in request.values for name in written.names}
-        found.append((validate(filled_in(settings, findings), findings, texts), findings.problems))
+        found.append((_checked(settings, request.values, findings), findings.problems))
     return found
 
 
@@ -123,14 +119,19 @@ def checked_config(settings: dict[str, Any], overrides: Sequence[str]) -> RunCon
     request = _read(overrides, None, findings)
     for group in [*request.choices, *(["experiment"] if request.experiment else [])]:
         findings.add(Problem(group, "cannot be chosen over settings that are there", group, "Give the keys one by one"))
-    for written in request.values:
-        put(settings, written, findings)
-    put_suites(settings, findings)
-    texts = {name: written.text for written in request.values for name in written.names}
-    found = validate(filled_in(settings, findings), findings, texts)
+    found = _checked(settings, request.values, findings)
     if findings.problems:
         raise settings_error(findings.problems)
     return found
+
+
+def _checked(settings: dict[str, Any], values: Sequence[Written], findings: Findings) -> RunConfig:
+    """Plain settings with values put over them, as a typed config without the wrong ones."""
+    for written in values:
+        put(settings, written, findings)
+    put_suites(settings, findings)
+    texts = {name: written.text for written in values for name in written.names}
+    return validate(filled_in(settings, findings), findings, texts)
 
 
 def idle_settings(

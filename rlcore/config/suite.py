@@ -13,7 +13,7 @@ from rlcore.config.rollout import EpisodeConfig, SuiteConfig, ValidationConfig
 from rlcore.config.run import RunConfig
 
 SUITES_DIR = Path(__file__).resolve().parents[2] / "conf" / "suite"
-KEY = "validation.suites"
+SUITES = "validation.suites"
 
 
 def suite_names() -> tuple[str, ...]:
@@ -35,7 +35,7 @@ def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
     found = [_read(entry) if isinstance(entry, str) else entry for entry in named]
     for problem in found:
         if isinstance(problem, Problem):
-            findings.add(problem, KEY)
+            findings.add(problem, SUITES)
     return [entry for entry in found if not isinstance(entry, Problem)]
 
 
@@ -45,15 +45,15 @@ def _read(name: str) -> dict[str, Any] | Problem:
     file = Path(name).expanduser() if is_path else SUITES_DIR / f"{name}.yaml"
     if not is_path and name not in suite_names():
         remedy = f"{did_you_mean(name, suite_names())}There are {', '.join(suite_names())}; a path ends in .yaml"
-        return Problem(KEY, "must name files in conf/suite, or paths", name, remedy)
+        return Problem(SUITES, "must name files in conf/suite, or paths", name, remedy)
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         got = name if Path(name).is_absolute() else f"{name} in {Path.cwd()}"
         reason = " ".join(str(error).split())
-        return Problem(KEY, f"its file cannot be read ({reason})", got, "conf/suite/gsm8k.yaml shows the form")
+        return Problem(SUITES, f"its file cannot be read ({reason})", got, "conf/suite/gsm8k.yaml shows the form")
     if not isinstance(content, dict):
-        return Problem(KEY, "its file must hold keys and values", name, "conf/suite/gsm8k.yaml shows the form")
+        return Problem(SUITES, "its file must hold keys and values", name, "conf/suite/gsm8k.yaml shows the form")
     return {"name": file.stem, **content}
 
 

@@ -15,9 +15,9 @@ from rlcore.errors import DataError
 from rlcore.evaluation.result import Comparison, compare, first_problem
 from rlcore.evaluation.stats import Interval, median_ratio
 from rlcore.report import numbers
-from rlcore.report.build import ReportFiles, gallery_of, write_files
+from rlcore.report.build import ReportFiles, write_files
 from rlcore.report.document import Cell, Column, Finding, Report, Section, Table, Tone, Value, table
-from rlcore.report.page import LIGHT, Chart, legend, tidy
+from rlcore.report.page import LIGHT, Chart, gallery_of, legend, tidy
 from rlcore.report.record import RunRecord
 from rlcore.storage.publish import write_json_atomically
 

@@ -9,6 +9,7 @@ import pytest
 
 import millrace
 from rlcore.errors import ConfigError, DataError
+from rlcore.run.layout import RunLayout
 from tests.flows.conftest import REPOSITORY
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -42,3 +43,14 @@ def test_mistakes_are_errors_of_millrace(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is neither the folder nor the id of a run"):
         millrace.open("nobody", root=tmp_path)
     assert millrace.runs(tmp_path) == []
+
+
+def test_a_validation_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+    config = millrace.compose(experiment="debug", root=tmp_path).config
+    run = millrace.Run(config, RunLayout.of(config))
+    with pytest.raises(DataError, match=r"has no validation of that name. It has none yet"):
+        run.answers()
+    run.layout.validation.mkdir(parents=True)
+    (run.layout.validation / "before.json").touch()
+    with pytest.raises(DataError, match=r"foo.json: run debug-s1-\w+ has no validation of that name. There are before"):
+        run.answers("foo")

@@ -1,5 +1,6 @@
 """The command line: mistakes are told at once and in words, a dry run writes nothing, every command explains itself."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -7,18 +8,21 @@ import sys
 import tempfile
 import tomllib
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import yaml
 
-from flows.cli import app, exit_code
+from flows.cli import DECLARED, app, exit_code
+from flows.commands import complete
 from flows.commands.run import train, validate
 from flows.parameters import compose_settings, written
 from rlcore.config import RunConfig
-from rlcore.config.compose import load_config
+from rlcore.config.compose import GROUPS, load_config
+from rlcore.config.run import all_keys
 from rlcore.errors import CheckpointError, ConfigError, ModelError
 from rlcore.runtime.cluster import private_folder
-from tests.flows.conftest import Millrace
+from tests.flows.conftest import REPOSITORY, Millrace
 
 
 def test_both_mistakes_are_named_with_the_nearest_key(bare: Millrace) -> None:
@@ -250,3 +254,52 @@ def test_a_shell_completes_commands(shell: str, asked: dict[str, str]) -> None:
     )  # fmt: skip
     assert "stop" in done.stdout
     assert "status" not in done.stdout
+
+
+@pytest.mark.parametrize("target", DECLARED)
+def test_what_a_command_is_given_is_what_its_function_takes(target: str) -> None:
+    given = set(inspect.signature(DECLARED[target]).parameters)
+    if "settings" in given:
+        given -= {"root", "fork", "cfg", "info"}
+    inspect.signature(resolve_name(f"flows.{target}")).bind(**dict.fromkeys(given))
+
+
+def completions(*words: str, cwd: Path) -> list[str]:
+    """What Tab gives at the last word, in bash, and what was imported for it."""
+    code = (
+        "import sys\nfrom flows.cli import app\ntry:\n    app(prog_name='millrace')\nfinally:\n"
+        "    print(sorted({'torch', 'hydra', 'mlflow', 'rich', 'psutil', 'rlcore.config'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ
+        | {"PYTHONPATH": str(REPOSITORY), "_MILLRACE_COMPLETE": "complete_bash"}
+        | {"COMP_WORDS": " ".join(("millrace", *words)), "COMP_CWORD": str(len(words))},
+        cwd=cwd, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    *found, imported = done.stdout.splitlines()
+    assert imported == "[]", done.stderr
+    return found
+
+
+def test_tab_completes_settings_runs_and_names_and_loads_nothing_for_it(tmp_path: Path) -> None:
+    for run_id in ("debug-s1-aa", "debug-s2-bb", "mine-s1-cc"):
+        (tmp_path / "other" / "runs" / run_id).mkdir(parents=True)
+        (tmp_path / "other" / "runs" / run_id / "settings.json").touch()
+    (tmp_path / "artifacts" / "runs").mkdir(parents=True)
+    (tmp_path / "other" / "runs" / "debug-s1-aa").rename(tmp_path / "artifacts" / "runs" / "debug-s1-aa")
+    assert completions("run", "trainer.tot", cwd=tmp_path) == ["trainer.total_steps="]
+    assert completions("run", "experiment", "=", "debu", cwd=tmp_path) == ["debug"], "bash cuts at ="
+    assert completions("train", "algo=dap", cwd=tmp_path) == ["algo=dapo"], "other shells do not"
+    assert completions("train", "rollout.engine", "=", cwd=tmp_path) == ["hf", "none", "vllm"]
+    assert completions("data", "make", "sandbox.", cwd=tmp_path)
+    assert completions("stop", "deb", cwd=tmp_path) == ["debug-s1-aa"]
+    assert completions("logs", "--root", "other", "deb", cwd=tmp_path) == ["debug-s2-bb"]
+    assert completions("report", "optim.l", cwd=tmp_path) == ["optim.lr="]
+    assert completions("eval", "--suite", "gs", cwd=tmp_path) == ["gsm8k"]
+    assert completions("run", "--totl", "x", "optim.l", cwd=tmp_path) == ["optim.lr="], "and refuses nothing"
+
+
+def test_tab_knows_every_setting_and_every_group() -> None:
+    assert complete._words_by_key().keys() == all_keys().keys()
+    assert set(complete._groups()) == {*GROUPS, "experiment"}

@@ -104,7 +104,7 @@ def test_wrong_names_are_told(run: SmallRun, suites: list[str], tmp_path: Path) 
         evaluation_settings("nobody", suites, [], tmp_path)
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("data: {task: countdown, trian_size: 3}")
-    with pytest.raises(ConfigError, match=r"entry 0: data.trian_size: there is no such setting"):
+    with pytest.raises(ConfigError, match=r"suites: wrong: data.trian_size: there is no such setting"):
         load_config([f"validation.suites=[{wrong}]"])
     with pytest.raises(ConfigError, match=r"cannot be chosen over settings"):
         evaluation_settings(str(run.layout.run_dir), suites, ["algo=ppo"], None)

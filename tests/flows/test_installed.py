@@ -1,5 +1,6 @@
 """Millrace installed from a wheel, without a checkout."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -42,31 +43,64 @@ def test_the_wheel_holds_every_file_of_the_packages(installed: Path) -> None:
     assert [name for name in tracked if name and not (installed / name).is_file()] == []
 
 
+def millrace(installed: Path, folder: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
+    """A command of the wheel in a folder of its own; its output."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "flows.cli", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=2 * WAIT_S,
+        check=False,
+    )
+    assert done.returncode in codes, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+@pytest.mark.lengthy
+@pytest.mark.slow
+def test_every_command_about_runs_works_without_a_checkout(installed: Path, tmp_path: Path) -> None:
+    def do(*words: str, codes: tuple[int, ...] = (0,)) -> str:
+        return millrace(installed, tmp_path, *words, codes=codes)
+
+    assert "no run" in do("runs")
+    for kind, name in (("task", "sums"), ("experiment", "mine"), ("scorer", "own")):
+        assert "is written" in do("new", kind, name)
+    assert "chunks: 0 of" in do("run", "experiment=mine.yaml", "--dry-run")
+    assert "filter: " in do("data", "make", "experiment=debug")
+    do("train", "experiment=debug", "trainer.total_steps=1", "warm_start.enabled=false")
+    (run,) = json.loads(do("runs", "--json"))
+    assert (run["state"], run["step"]) == ("finished", 1)
+    assert "trainer-1.log" in do("logs", run["run_id"])
+    assert "nobody works on it" in do("stop", run["run_id"])
+    assert "1 shown of" in do("rollouts", run["run_id"], "--limit", "1")
+    assert "answers by own:score" in do("rescore", run["run_id"], "--scorer", "own:score")
+    assert "none of the answers that must not score did" in do("audit", run["run_id"])
+    (dataset,) = (tmp_path / "artifacts" / "datasets").iterdir()
+    assert "share 0 prompts" in do("data", "inspect", str(dataset))
+    (tmp_path / "suite.yaml").write_text(
+        "data: {task: countdown, template: bare, train_size: 1, validation_size: 4, min_numbers: 3, max_numbers: 3}\n"
+        "num_resamples: 100\n"
+    )
+    assert "suite: 4 problems" in do("eval", run["run_id"], "--suite", "suite.yaml")
+    lines = {line["name"]: line for line in json.loads(do("doctor", "--json", codes=(0, 1)))}
+    assert not {"data", "conf", "flows", "rlcore"} & lines.keys(), "Millrace's names are those of the wheel"
+    assert {"Python", "torch", "disk", "Ray"} <= {name for name, line in lines.items() if line["level"] != "error"}
+
+
 @pytest.mark.lengthy
 @pytest.mark.prefect
 @pytest.mark.slow
 def test_the_stack_goes_up_without_a_checkout(installed: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
-
-    def millrace(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "flows.cli", *words, "--root", str(root)],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(installed)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=2 * WAIT_S,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
     try:
-        assert "deployments are up to date" in millrace("up")
+        assert "deployments are up to date" in millrace(installed, tmp_path, "up", "--root", str(root))
         stack = Stack(root)
         run = stack.start("dataset/local")
         stack.wait(run, "COMPLETED")
         assert list(root.glob("datasets/*/manifest.json"))
     finally:
-        millrace("down")
+        millrace(installed, tmp_path, "down", "--root", str(root))

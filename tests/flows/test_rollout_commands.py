@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from flows.commands import rollouts
-from rlcore.answers.query import Query
 from rlcore.errors import ConfigError, DataError
 from tests.run.running import small
 from tests.run.sessions import run_to_the_end
@@ -24,13 +23,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 
 def test_answers_are_shown_as_a_page_and_as_json(run: SmallRun, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(run.layout.run_dir)]
-    rollouts.rollouts(
-        words, Query.read(kind="training", sort="-score"), root=None, limit=3, tokens=False, as_json=False
-    )
+    rollouts.rollouts(words, kind="training", sort="-score", root=None, limit=3, tokens=False, as_json=False)
     page = capsys.readouterr().out
     assert page.count("-- step ") == page.count("\n=> ") == 3
     assert page.endswith("3 shown of 64 answers that match, of 256 on record\n")
-    rollouts.rollouts(words, Query.read(step="2", kind="training"), root=None, limit=0, tokens=True, as_json=True)
+    rollouts.rollouts(words, step="2", kind="training", root=None, limit=0, tokens=True, as_json=True)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["step"] for row in rows] == [2] * 32
     assert all(len(row["token_ids"]) == len(row["behavior_logprobs"]) == row["num_tokens"] for row in rows)
@@ -48,11 +45,11 @@ def test_rescored_and_audited_by_a_scorer_of_ones_own(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, os.fspath(tmp_path)])
     words = [str(run.layout.run_dir)]
-    rollouts.rescore(words, Query(), scorer="my_own_scorer:score", root=None, as_json=True)
+    rollouts.rescore(words, scorer="my_own_scorer:score", root=None, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["num_answers"] == 256
     assert found["mean_after"] > found["mean_before"]
-    rollouts.rescore(words, Query(kind="training"), scorer="my_own_scorer:score", root=None, as_json=False)
+    rollouts.rescore(words, kind="training", scorer="my_own_scorer:score", root=None, as_json=False)
     assert capsys.readouterr().out.startswith("64 answers by my_own_scorer:score: mean ")
     rollouts.audit(words, scorer=None, root=None, as_json=False)
     assert "none of the answers that must not score did" in capsys.readouterr().out
@@ -67,12 +64,12 @@ def test_a_scorer_that_fails_is_told(run: SmallRun) -> None:
     with pytest.raises(DataError, match=r"must score any text, but failed on \d+ answers of the audit"):
         rollouts.audit(words, scorer="math:prod", root=None, as_json=False)
     with pytest.raises(DataError, match="must score any text, but failed on all answers"):
-        rollouts.rescore(words, Query(), scorer="math:prod", root=None, as_json=True)
+        rollouts.rescore(words, scorer="math:prod", root=None, as_json=True)
 
 
 def test_tokens_are_for_json(run: SmallRun) -> None:
     with pytest.raises(ConfigError, match="--tokens: must come with --json"):
-        rollouts.rollouts([str(run.layout.run_dir)], Query(), root=None, limit=1, tokens=True, as_json=False)
+        rollouts.rollouts([str(run.layout.run_dir)], root=None, limit=1, tokens=True, as_json=False)
 
 
 def test_a_run_without_answers_says_why(run: SmallRun) -> None:

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from flows.commands.runs import logs, stop
-from flows.work.open_run import FLOW_LOCK
+from flows.work.open_run import FLOW_LOCK, note_told, open_run
 from flows.work.results import settings_text
 from flows.work.runs import named_runs
-from flows.work.status import note_told, status_of
+from flows.work.status import status_of
 from rlcore.config.compose import load_config
-from rlcore.errors import DataError, RunInUseError
+from rlcore.errors import DataError, RunInUseError, StopRequestedError
 from rlcore.run.disk import GOES_ON, PAUSED
-from rlcore.run.faults import fault_of, note_fault
+from rlcore.run.faults import fault_of, note_fault, read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import HeldLock, Holder
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, Finish, Owner
@@ -69,6 +69,34 @@ def test_the_state_of_a_run_that_nobody_works_on(layout: RunLayout) -> None:
     found = status_of(layout.run_dir)
     assert (found.state, found.note) == ("finished", "")
     assert found.size_bytes == sum(path.stat().st_size for path in layout.run_dir.rglob("*") if path.is_file())
+
+
+def test_the_state_of_a_run_that_ended_before_its_first_step(layout: RunLayout) -> None:
+    config = load_config([f"paths.root={layout.root}", "trainer.total_steps=50"], experiment="debug")
+
+    def state_after(error: BaseException) -> tuple[str, str]:
+        with pytest.raises(type(error)), open_run(config):
+            raise error
+        found = status_of(layout.run_dir)
+        return found.state, found.note
+
+    assert state_after(DataError("suite sums: no rows")) == ("failed", "data after step 0: suite sums: no rows")
+    assert state_after(KeyboardInterrupt()) == ("stopped", "the same command goes on")
+    assert state_after(StopRequestedError("told to stop while it waited")) == ("stopped", "the same command goes on")
+    assert state_after(OSError("disk")) == ("failed", "error after step 0: disk")
+    assert len(read_faults(layout.run_dir)) == 2
+    begin(layout, "FINISHED")
+    assert status_of(layout.run_dir).state == "finished"
+    with pytest.raises(DataError), open_run(config):
+        raise DataError("after the first step the trainer's own record counts")
+    assert len(read_faults(layout.run_dir)) == 2
+
+
+def test_a_run_that_was_told_to_stop_while_it_waited_is_stopped(layout: RunLayout) -> None:
+    with worked_on(layout):
+        note_told(layout.run_dir, Holder.me())
+        assert status_of(layout.run_dir).state == "stopping"
+    assert status_of(layout.run_dir).state == "stopped"
 
 
 def test_the_state_of_a_run_that_is_worked_on(layout: RunLayout) -> None:

@@ -79,6 +79,20 @@ def test_a_scorer_that_fails_on_a_row_of_the_task(dry_run: Try, scorer: str, why
         dry_run(f"data.scorer=tried_out:{scorer}")
 
 
+def test_a_judge_that_does_not_answer_is_told_as_a_judge(dry_run: Try) -> None:
+    dead = (
+        "reward.deadline_s=35",
+        "reward.judge.url=http://127.0.0.1:9/v1",
+        "reward.judge.model=m",
+        "reward.judge.tries=1",
+    )
+    with pytest.raises(
+        ConfigError, match=r"^reward\.judge: must give a verdict .*; got no verdict of http://127"
+    ) as told:
+        dry_run("data.scorer=data.judge:score", "reward.num_processes=1", *dead)
+    assert "data.scorer" not in str(told.value)
+
+
 def test_a_scorer_is_called_with_the_solution_of_the_rows_that_a_build_makes(dry_run: Try) -> None:
     dry_run("data=custom", "data.build=tried_out:seven", "data.scorer=tried_out:right")
     with pytest.raises(ConfigError, match=r"on the answer '7' to the task's first row, with ground truth 7: KeyError"):

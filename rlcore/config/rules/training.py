@@ -10,11 +10,10 @@ from rlcore.config.algo import (
     POLICY_LOSSES,
     UNGROUPED_ADVANTAGES,
     AlgoConfig,
-    OptimConfig,
 )
 from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules.registry import Rule, row, rule
-from rlcore.config.run import RunConfig
+from rlcore.config.run import RunConfig, value_at
 from rlcore.errors import MODULES_ARE_FOUND
 
 DISCOUNTED_ADVANTAGES: frozenset[str] = frozenset({"gae", "reinforce_pp"})
@@ -22,43 +21,33 @@ DISCOUNTED_ADVANTAGES: frozenset[str] = frozenset({"gae", "reinforce_pp"})
 _DEFAULT = AlgoConfig()
 
 
-@rule("algo.policy_loss")
-def policy_loss_is_known(config: RunConfig) -> Problem | None:
-    """The loss has a short name, or is the user's function."""
-    return _unknown("algo.policy_loss", config.algo.policy_loss, tuple(POLICY_LOSSES))
+def _is_known(field: str, known: tuple[str, ...]) -> Rule:
+    """A loss or an advantage has a short name, or is the user's function."""
+    key = f"algo.{field}"
+
+    def check(config: RunConfig) -> Problem | None:
+        name = getattr(config.algo, field)
+        if name in known or ":" in name:
+            return None
+        remedy = f"{did_you_mean(name, known)}There are {', '.join(known)}"
+        return Problem(key, "must be one that is there, or `module:function` of your own", name, remedy)
+
+    return Rule(f"{field}_is_known", (key,), check)
 
 
-@rule("algo.advantage")
-def advantage_is_known(config: RunConfig) -> Problem | None:
-    """The advantage has a short name, or is the user's function."""
-    return _unknown("algo.advantage", config.algo.advantage, ADVANTAGES)
+def _own_is_found(name: str, field: str) -> Rule:
+    """The user's function has a module that is found, and is named there."""
+    key = f"algo.{field}"
 
+    def check(config: RunConfig) -> Problem | None:
+        given = getattr(config.algo, field)
+        module, colon, function = given.partition(":")
+        why = _not_found(module, function) if colon else None
+        if why is None:
+            return None
+        return Problem(key, "must name a function as module:function", f"{given} ({why})", MODULES_ARE_FOUND)
 
-@rule("algo.policy_loss")
-def own_loss_is_found(config: RunConfig) -> Problem | None:
-    """The user's loss has a module that is found, and a function that is named there."""
-    return _unfound("algo.policy_loss", config.algo.policy_loss)
-
-
-@rule("algo.advantage")
-def own_advantage_is_found(config: RunConfig) -> Problem | None:
-    """The user's advantage has a module that is found, and a function that is named there."""
-    return _unfound("algo.advantage", config.algo.advantage)
-
-
-def _unknown(key: str, name: str, known: tuple[str, ...]) -> Problem | None:
-    if name in known or ":" in name:
-        return None
-    remedy = f"{did_you_mean(name, known)}There are {', '.join(known)}"
-    return Problem(key, "must be one that is there, or `module:function` of your own", name, remedy)
-
-
-def _unfound(key: str, name: str) -> Problem | None:
-    module, colon, function = name.partition(":")
-    why = _not_found(module, function) if colon else None
-    if why is None:
-        return None
-    return Problem(key, "must name a function as module:function", f"{name} ({why})", MODULES_ARE_FOUND)
+    return Rule(name, (key,), check)
 
 
 def _not_found(module: str, function: str) -> str | None:
@@ -91,47 +80,38 @@ def kl_settings_have_effect(config: RunConfig) -> Problem | None:
     return Problem(f"algo.kl.{given[0]}", "has no effect without a reference (algo.kl.where)", got, remedy)
 
 
-@rule("optim", "trainer.total_steps")
-def policy_warmup_fits(config: RunConfig) -> Problem | None:
-    """The policy's learning rate reaches its peak before the run ends."""
-    return _warmup("optim", config.optim, config.trainer.total_steps)
+def _warmup_fits(stage: str, section: str, key: str = "trainer.total_steps") -> Rule:
+    """The learning rate of a section reaches its peak before its stage ends."""
 
+    def check(config: RunConfig) -> Problem | None:
+        optim, total_steps = value_at(config, section), value_at(config, key)
+        if optim is None or (section.startswith("warm_start") and not config.warm_start.enabled):
+            return None
+        steps, ratio = optim.warmup_steps, optim.warmup_ratio
+        if steps > 0 and ratio > 0:
+            got = f"warmup_steps {steps} and warmup_ratio {ratio}"
+            return Problem(
+                f"{section}.warmup_ratio", "must be 0 where warmup_steps is given", got, "Set one of the two"
+            )
+        if steps >= total_steps > 1 or steps > total_steps:
+            got = f"{steps} with {key.rpartition('.')[2]} {total_steps}"
+            return Problem(f"{section}.warmup_steps", f"must be under {key}", got, "Warm up for fewer steps")
+        return None
 
-@rule("critic.optim", "trainer.total_steps")
-def critic_warmup_fits(config: RunConfig) -> Problem | None:
-    """The critic's learning rate reaches its peak before the run ends."""
-    return None if config.critic is None else _warmup("critic.optim", config.critic.optim, config.trainer.total_steps)
-
-
-@rule("warm_start")
-def warm_start_warmup_fits(config: RunConfig) -> Problem | None:
-    """The warm start's learning rate reaches its peak before the stage ends."""
-    warm = config.warm_start
-    return _warmup("warm_start.optim", warm.optim, warm.max_steps, "warm_start.max_steps") if warm.enabled else None
-
-
-def _warmup(section: str, optim: OptimConfig, total_steps: int, key: str = "trainer.total_steps") -> Problem | None:
-    steps, ratio = optim.warmup_steps, optim.warmup_ratio
-    if steps > 0 and ratio > 0:
-        got = f"warmup_steps {steps} and warmup_ratio {ratio}"
-        return Problem(f"{section}.warmup_ratio", "must be 0 where warmup_steps is given", got, "Set one of the two")
-    if steps >= total_steps > 1 or steps > total_steps:
-        got = f"{steps} with {key.rpartition('.')[2]} {total_steps}"
-        return Problem(f"{section}.warmup_steps", f"must be under {key}", got, "Warm up for fewer steps")
-    return None
+    return Rule(f"{stage}_warmup_fits", (section, key), check)
 
 
 RULES: tuple[Rule, ...] = (
     row("local_runtime_is_one_process", "runtime.num_workers", "runtime.backend",
         "must be 1 with runtime.backend=local",
         lambda c: c.runtime.backend == "ray" or c.runtime.num_workers == 1, "Set runtime.backend=ray"),
-    policy_warmup_fits,
-    critic_warmup_fits,
-    warm_start_warmup_fits,
-    policy_loss_is_known,
-    advantage_is_known,
-    own_loss_is_found,
-    own_advantage_is_found,
+    _warmup_fits("policy", "optim"),
+    _warmup_fits("critic", "critic.optim"),
+    _warmup_fits("warm_start", "warm_start.optim", "warm_start.max_steps"),
+    _is_known("policy_loss", tuple(POLICY_LOSSES)),
+    _is_known("advantage", ADVANTAGES),
+    _own_is_found("own_loss_is_found", "policy_loss"),
+    _own_is_found("own_advantage_is_found", "advantage"),
     row("groups_have_members", "rollout.samples_per_prompt", "algo.advantage",
         "must be at least 2 with an advantage that compares the answers to a prompt",
         lambda c: c.algo.advantage not in GROUP_ADVANTAGES or c.rollout.samples_per_prompt >= 2,

@@ -1,0 +1,81 @@
+"""Tab completion of settings, runs and names. It reads folders and one page, so a key is there at once: no class loads.
+
+A shell may have cut a word at `=` (bash does): then the value alone is completed.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+
+from flows import SOURCE_FOLDER
+
+CONF = SOURCE_FOLDER / "conf"
+PAGE = SOURCE_FOLDER / "docs" / "settings.md"
+_ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| ([^|]*)", re.MULTILINE)
+_NO_GROUPS = ("suite", "sweep")
+_WORDS = ("settings", "run", "words")
+"""Parameters of commands that hold settings."""
+
+
+def settings(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Keys and groups with `=`, and after that members of a group, names of experiments and words that a key takes."""
+    before = [str(word) for word in next(filter(None, map(ctx.params.get, _WORDS)), ())]
+    names = {*_groups(), *_words_by_key()}
+    if not incomplete and before[-1:] and before[-1] in names:  # click takes the `=` at the cursor for nothing
+        return sorted(_values(before[-1], ""))
+    if len(before) > 1 and before[-1] == "=":
+        return sorted(_values(before[-2], incomplete))
+    key, equals, typed = incomplete.partition("=")
+    if equals:
+        return [f"{key}={value}" for value in sorted(_values(key, typed))]
+    return [f"{name}=" for name in sorted(names) if name.startswith(key)]
+
+
+def runs(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Ids of the runs of the root."""
+    return sorted(_run_ids(ctx, incomplete))
+
+
+def runs_and_settings(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Ids of runs; settings where there is none."""
+    return runs(ctx, incomplete) or settings(ctx, incomplete)
+
+
+def suites(incomplete: str) -> list[str]:
+    """Names in conf/suite."""
+    return sorted(_values("suite", incomplete))
+
+
+def sweeps(incomplete: str) -> list[str]:
+    """Names in conf/sweep."""
+    return sorted(_values("sweep", incomplete))
+
+
+def _run_ids(ctx: typer.Context, typed: str) -> Iterator[str]:
+    root = Path(ctx.params.get("root") or "artifacts")
+    return (file.parent.name for file in root.glob("runs/*/settings.json") if file.parent.name.startswith(typed))
+
+
+def _groups() -> Iterator[str]:
+    return (path.name for path in CONF.glob("[a-z]*") if path.is_dir() and path.name not in _NO_GROUPS)
+
+
+def _values(key: str, typed: str) -> Iterator[str]:
+    names = [file.stem for file in (CONF / key).glob("*.yaml")] or _words_by_key().get(key, [])
+    return (name for name in names if name.startswith(typed))
+
+
+def _words_by_key() -> dict[str, list[str]]:
+    """The words that each setting takes, as its type says; none for a number. Without the page (in a wheel): keys."""
+    if not PAGE.is_file():
+        from rlcore.config.run import all_keys
+
+        return {key: [] for key in all_keys()}
+    rows = _ROW.findall(PAGE.read_text(encoding="utf-8").partition("\n## Of the run")[2])
+    return {key: re.findall(r"`(\w+)`", kind) if kind.startswith("`") else _truths(kind) for key, kind in rows}
+
+
+def _truths(kind: str) -> list[str]:
+    return ["true", "false"] if kind.startswith("true or false") else []
