@@ -21,7 +21,6 @@ from pathlib import Path
 from types import FrameType
 
 from rlcore.errors import RunInUseError, StopRequestedError
-from rlcore.storage.locks import RunLock
 
 ONE_WISH_S = 5.0
 """Two SIGTERMs within this time are one."""
@@ -72,6 +71,8 @@ def locked_run(
         RunInUseError: it is still held after `wait_s`; names process, host and since when.
         StopRequestedError: a stop was asked for meanwhile.
     """
+    from rlcore.storage.locks import RunLock  # the command line takes signals from here, and reads no settings for it
+
     deadline = time.monotonic() + wait_s
     told = False
     with ExitStack() as held:
