@@ -40,10 +40,9 @@ def deploy(
     """
     if experiment.endswith(FILE_ENDINGS):
         experiment = str(Path(experiment).resolve())
-    overrides = with_root(overrides, None if root is None else root.resolve())
+    at = Path(compose_settings(with_root(overrides, root), experiment).config.paths.root).resolve()
     _stand_where_workers_do()
-    composed = compose_settings(overrides, experiment)
-    at = Path(composed.config.paths.root).resolve()
+    composed = compose_settings(with_root(overrides, at), experiment)
     api = running_prefect(at)
     if api is None:
         raise MillraceError(

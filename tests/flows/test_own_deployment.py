@@ -114,3 +114,9 @@ def test_without_a_stack_it_says_how_one_is_started(own: Path, bare: Millrace) -
     assert done.code == 1
     assert f"no Prefect server is up under {bare.root}" in done.err
     assert "millrace up --root" in done.err
+
+
+def test_the_root_is_that_of_the_folder_that_the_command_is_started_in(own: Path, bare: Millrace) -> None:
+    environment = os.environ | bare.environment | {"PYTHONPATH": str(REPOSITORY)}
+    done = ended(start((sys.executable, "-m", "flows.cli", "deploy", own.name), environment, own.parent))
+    assert f"no Prefect server is up under {own.parent / 'artifacts'}" in done.err

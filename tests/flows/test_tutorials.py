@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.stack.control import down
+from tests.flows.stack import Stack
 from tests.flows.test_documented_commands import BLOCK, REPOSITORY
 
 pytestmark = pytest.mark.lengthy  # what each command does has its own tests
@@ -33,7 +35,7 @@ ON_A_CPU = (
 def steps_of(page: Path) -> Iterator[tuple[str, str]]:
     """The files of a page as (name, text) and its command lines as ("", line), in order."""
     for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
-        named = re.match(r"# (?:millrace .*=)?([\w/]+\.(?:py|yaml))\n", block)
+        named = re.match(r"# (?:millrace .*[= ])?([\w/]+\.(?:py|yaml))\n", block)
         if named and language in ("python", "yaml"):
             yield named[1], block
         elif language == "":
@@ -43,6 +45,8 @@ def steps_of(page: Path) -> Iterator[tuple[str, str]]:
 def told_by(line: str, folder: Path) -> str:
     """What a command says, once it has ended with the exit code that the page gives it."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    if line.startswith("prefect"):  # after the line that `up` has printed
+        environment |= Stack(folder / "artifacts").environment
     done = subprocess.run(line, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     code = re.search(r"# +exit code (\d+)", line)
     assert done.returncode == (int(code[1]) if code else 0), f"{line}\n{done.stdout}\n{done.stderr}"
@@ -54,11 +58,13 @@ def go_through(page: str, folder: Path, settings: Mapping[str, str], other_words
 
     Args:
         settings: beginning of a command -> what the test adds to it.
-        other_words: word of a command -> the test's own.
+        other_words: word of a command or file -> the test's own.
     """
     told = {}
     for name, text in steps_of(TUTORIALS / page):
         if name:
+            for word, own in other_words.items():
+                text = text.replace(word, own)
             (folder / name).write_text(text)
             continue
         line, _, comment = text.partition("  #")
@@ -90,3 +96,13 @@ def test_a_real_model(tmp_path: Path, smollm2: Path) -> None:
     settings = {"millrace run ": ON_A_CPU, "millrace eval ": "rollout=hf rollout.max_response_tokens=8"}
     told = go_through("real-model.md", tmp_path, settings, {"--suite countdown": "--suite few.yaml"})
     assert "finished" not in told["millrace run experiment=smollm2_countdown --dry-run"]
+
+
+def test_a_group_that_shares_its_cards(tmp_path: Path) -> None:
+    try:
+        told = go_through("nightly.md", tmp_path, {}, {"countdown_demo": "debug", "total_steps: 60": "total_steps: 2"})
+    finally:
+        down(tmp_path / "artifacts")
+    assert "team-s2" in told["millrace runs"]
+    assert "3 of 3 points finished" in told["millrace sweep rates.yaml runtime.priority=-1"]
+    assert "first" in told["millrace regression team.yaml"]
