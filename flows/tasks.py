@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from shlex import join
 from typing import Any, TypeVar
@@ -29,7 +29,15 @@ from flows.artifacts import (
 from flows.chain import Stage
 from flows.parameters import RunSettings, experiment_name
 from flows.progress import describe, display
-from flows.server.watch import end_if_cancelled, end_if_suspended, show_paused, show_running, told_to_end, watched
+from flows.server.watch import (
+    SignalsHeld,
+    end_if_cancelled,
+    end_if_suspended,
+    show_paused,
+    show_running,
+    told_to_end,
+    watched,
+)
 from flows.work.open_run import OpenRun, open_run
 from flows.work.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
 from flows.work.results import Judgement, StartModel
@@ -74,13 +82,13 @@ def as_task(stage: Stage[R]) -> R:
         Pause: the flow run was suspended before it.
     """
     end_if_suspended()
+    if stage.run is not None:
+        stage.run.trainer.on_event = display().event  # also after this task, where a signal may end the run too
+    signals = SignalsHeld()
 
     def work() -> R:
-        if stage.run is None:
+        with nullcontext() if stage.run is None else reported(stage.run), signals.let_through():
             result = stage.work()
-        else:
-            with reported(stage.run):
-                result = stage.work()
         if line := stage.says(result):
             tell(line)
         if isinstance(result, Judgement) and stage.run is not None:
@@ -98,7 +106,8 @@ def as_task(stage: Stage[R]) -> R:
         retry_delay_seconds=exponential_backoff(RETRY_BACKOFF_S),
         retry_condition_fn=is_worth_a_retry,
     )
-    return task()
+    with signals:
+        return task()
 
 
 def is_worth_a_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:

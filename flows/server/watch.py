@@ -9,12 +9,13 @@ So the flow looks itself, every few seconds. Whoever hears the event is quicker 
 import atexit
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Self
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
@@ -162,6 +163,54 @@ def told_to_end() -> Iterator[None]:
         if _watch is None or (_watch.is_deployed and not _watch.is_cancelled()):
             raise
         raise FlowCancelledError(str(ended) if isinstance(ended, StopRequestedError) else TOLD_TO_END) from ended
+
+
+class SignalsHeld:
+    """A block in which SIGINT and SIGTERM wait for a part of it that lets them through, or for its end.
+
+    For Prefect's engine around our work: interrupted while it makes or ends a task run, it fails with an error of its
+    own, and the stop is lost. A second signal is not held. In another thread than the main one nothing is held.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._noted: int | None = None
+
+    def __enter__(self) -> Self:
+        """Hold them from here on."""
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._hold()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """The signal that was held comes now."""
+        self._let_go()
+
+    @contextmanager
+    def let_through(self) -> Iterator[None]:
+        """Inside the block signals come at once; one that was held comes at its beginning."""
+        try:
+            self._let_go()
+            yield
+        finally:
+            self._hold()
+
+    def _hold(self) -> None:
+        for number in self._handlers:
+            signal.signal(number, self._note)
+
+    def _let_go(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        noted, self._noted = self._noted, None
+        if noted is not None:
+            signal.raise_signal(noted)
+
+    def _note(self, number: int, frame: object) -> None:
+        again, self._noted = self._noted is not None, number
+        if again:
+            self._let_go()
 
 
 def end_if_suspended() -> None:

@@ -186,7 +186,7 @@ def _live(file: Path) -> Wish | None:
     lock = FileLock(file)
     try:
         if lock.try_acquire(create=False):
-            lock.release()
+            lock.release(everywhere=True)
             return None
         return _WISH.validate_json(file.read_bytes())
     except FileNotFoundError:

@@ -80,11 +80,16 @@ class FileLock:
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, content, 0)
 
-    def release(self) -> None:
-        """Release the lock. Safe to call twice."""
+    def release(self, *, everywhere: bool = False) -> None:
+        """Release the lock; a child that was given its descriptor keeps it. Safe to call twice.
+
+        `everywhere`: no child keeps it. One that another thread is starting has a copy until it runs its program.
+        """
         descriptor, self._descriptor = self._descriptor, None
         _held.discard(self)
         if descriptor is not None:
+            if everywhere:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
 
 
@@ -161,6 +166,7 @@ def holder_of(path: Path) -> Holder | None:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment; `HeldLock` tries longer than that
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
     except BlockingIOError:
         return read_holder(path) or NAMELESS
     finally:

@@ -25,10 +25,11 @@ BRIEF = (
     "validation.every_steps=1"
 )
 ON_A_CPU = (
-    "rollout=hf data.train_size=16 data.validation_size=2 warm_start.max_steps=1 warm_start.steps_per_chunk=1 "
-    "warm_start.check_every=1 warm_start.batch_size=2 trainer.total_steps=1 trainer.steps_per_chunk=1 "
-    "trainer.batch_size=1 trainer.mini_batch_size=1 trainer.max_tokens_per_micro_batch=1024 "
-    "rollout.samples_per_prompt=2 rollout.max_response_tokens=8 validation.samples_per_problem=1"
+    "rollout=hf data.train_size=16 data.validation_size=2 optim.warmup_steps=0 warm_start.optim.warmup_steps=0 "
+    "warm_start.max_steps=1 warm_start.steps_per_chunk=1 warm_start.check_every=1 warm_start.batch_size=2 "
+    "trainer.total_steps=1 trainer.steps_per_chunk=1 trainer.batch_size=1 trainer.mini_batch_size=1 "
+    "trainer.max_tokens_per_micro_batch=1024 rollout.samples_per_prompt=2 rollout.max_response_tokens=8 "
+    "validation.every_steps=1 validation.samples_per_problem=1"
 )
 
 
@@ -93,7 +94,7 @@ def test_a_real_model(tmp_path: Path, smollm2: Path) -> None:
     (tmp_path / "artifacts").mkdir()
     (tmp_path / "artifacts" / "models").symlink_to(smollm2.parent)
     (tmp_path / "few.yaml").write_text((REPOSITORY / "conf/suite/countdown.yaml").read_text().replace("1024", "2"))
-    settings = {"millrace run ": ON_A_CPU, "millrace eval ": "rollout=hf rollout.max_response_tokens=8"}
+    settings = {"millrace run ": ON_A_CPU, "millrace eval ": "rollout.engine=hf rollout.max_response_tokens=8"}
     told = go_through("real-model.md", tmp_path, settings, {"--suite countdown": "--suite few.yaml"})
     assert "finished" not in told["millrace run experiment=smollm2_countdown --dry-run"]
 

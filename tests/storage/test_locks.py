@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import DataError, RunInUseError
-from rlcore.storage.locks import RunLock, read_holder
+from rlcore.storage.locks import FileLock, RunLock, holder_of, read_holder
 from tests.storage.small_disk import fill
 
 HOLD = """
@@ -161,3 +161,32 @@ def test_a_lock_file_that_is_deleted_while_it_is_taken_is_not_the_lock(tmp_path,
         assert deleted
         with pytest.raises(RunInUseError):
             take(tmp_path)
+
+
+def test_a_child_that_another_thread_is_starting_keeps_no_lock_that_was_released_everywhere(tmp_path):
+    lock, again = FileLock(tmp_path / "slot.lock"), FileLock(tmp_path / "slot.lock")
+    assert lock.try_acquire()
+    copy = os.dup(lock.fileno())  # as a child has it between fork and exec
+    lock.release(everywhere=True)
+    assert again.try_acquire()
+    again.release()
+    assert lock.try_acquire()
+    os.close(copy)
+    copy = os.dup(lock.fileno())
+    lock.release()
+    assert not again.try_acquire(), "a child that was given the descriptor keeps the lock"
+    os.close(copy)
+
+
+def test_a_look_at_a_lock_leaves_none_in_a_child_that_is_being_started(tmp_path, monkeypatch):
+    path, copies = tmp_path / "run.lock", []
+    path.touch()
+    close = os.close
+    monkeypatch.setattr(os, "close", lambda descriptor: (copies.append(os.dup(descriptor)), close(descriptor)))
+    assert holder_of(path) is None
+    monkeypatch.undo()
+    lock = FileLock(path)
+    assert lock.try_acquire()
+    lock.release()
+    for copy in copies:
+        os.close(copy)
