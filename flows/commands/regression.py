@@ -26,7 +26,7 @@ from rlcore.report.nights import Night, judge, last_good, read_nights, slowest_g
 from rlcore.report.record import read_run
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import HeldLock
-from rlcore.tracking.mlflow_store import MlflowStore
+from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def _keep_in_mlflow(settings: RunSettings, nights: Sequence[Night], files: Repor
                 store.log_metrics(run, one.number, one.metrics(), one.time)
         for file in (files.html, files.json):
             store.client.log_artifact(run, str(file), "regression")
-        store.set_tags(run, {"mlflow.note.content": files.summary})
+        store.set_tags(run, {NOTE_TAG: files.summary})
         store.set_status(run, "FINISHED")
     except Exception as error:
         log.warning("MLflow did not take the night (%s); the next one brings it", error)

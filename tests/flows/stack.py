@@ -58,9 +58,13 @@ class Stack:
 
     def prefect(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """Prefect's own command line."""
-        environment = {**self.environment, "PREFECT_HOME": str(self.root / "prefect")}
+        return self.python("-m", "prefect", "--no-prompt", *words)
+
+    def python(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Python that talks to this Prefect."""
+        environment = {**self.environment, "PREFECT_HOME": str(self.root / "prefect"), "PYTHONPATH": str(REPOSITORY)}
         return subprocess.run(
-            [sys.executable, "-m", "prefect", "--no-prompt", *words],
+            [sys.executable, *words],
             cwd=REPOSITORY,
             env=os.environ | environment,
             capture_output=True,

@@ -3,10 +3,7 @@
 import contextlib
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from rlcore.config import TrackingConfig
 from rlcore.errors import DataError
 from rlcore.report.nights import read_nights
 from rlcore.tracking.mlflow_store import MlflowStore
-from tests.flows.conftest import REPOSITORY, WAIT_S, wait_until
+from tests.flows.conftest import wait_until
 from tests.flows.serving import serving
 from tests.flows.stack import Stack, stack_up
 from tests.share_of_digits import LEARNING
@@ -127,16 +124,7 @@ for overrides in nights:
 
 def in_prefect(stack: Stack, code: str, *words: str) -> str:
     """Python that talks to the stack's Prefect; what it prints."""
-    environment = {**stack.environment, "PREFECT_HOME": str(stack.root / "prefect"), "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        cwd=REPOSITORY,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
+    done = stack.python("-c", code, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert SECRET not in done.stdout + done.stderr
     return done.stdout

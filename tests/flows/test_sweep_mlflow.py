@@ -1,6 +1,5 @@
 """What a sweep leaves in MLflow: its run has a description and links, its runs are found, reused ones too."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
@@ -13,7 +12,7 @@ from flows.sweep.result import SweepResult, begin_in_mlflow, finish_in_mlflow
 from rlcore.config.sweep_load import Sweep, load_sweep
 from rlcore.tracking.delivery import ensure_mlflow_run
 from rlcore.tracking.mlflow_store import NOTE_TAG, PARENT_TAG, MlflowStore
-from tests.tracking.conftest import Server
+from tests.tracking.conftest import Server, running_server
 
 pytestmark = [pytest.mark.slow]
 LEARNING_RATES = [1e-4, 2e-4, 3e-4]
@@ -21,14 +20,8 @@ LEARNING_RATES = [1e-4, 2e-4, 3e-4]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Server]:
-    database = tmp_path_factory.mktemp("server") / "mlflow.db"
-    shutil.copy(empty_store, database)
-    server = Server(database)
-    try:
-        server.start()
+    with running_server(tmp_path_factory.mktemp("server"), empty_store) as server:
         yield server
-    finally:
-        server.close()
 
 
 @pytest.fixture

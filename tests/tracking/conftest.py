@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -94,9 +95,10 @@ def run_dir(root: Path) -> Path:
     return root / "runs" / "run-1"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Server]:
-    database = tmp_path_factory.mktemp("server") / "mlflow.db"
+@contextmanager
+def running_server(folder: Path, empty_store: Path) -> Iterator[Server]:
+    """A server with an empty store of its own in this folder, for the block."""
+    database = folder / "mlflow.db"
     shutil.copy(empty_store, database)
     server = Server(database)
     try:
@@ -104,6 +106,12 @@ def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Itera
         yield server
     finally:
         server.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Server]:
+    with running_server(tmp_path_factory.mktemp("server"), empty_store) as server:
+        yield server
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
