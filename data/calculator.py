@@ -1,15 +1,29 @@
-"""Exact arithmetic for the model: as a tool that it calls, and as an environment in which every turn is a call.
+"""Exact arithmetic for the model: as a tool that it calls, and as environments in which a turn ends with a computation.
 
 data.environment=rlcore.rollout.tools:Tools episode.tools=[data.calculator:calculate]
 millrace run experiment=countdown_calculator
+python -m data.calculator gsm8k/train.jsonl demonstrations.jsonl     # for experiment=smollm2_gsm8k_calculator
 """
 
+import json
+import re
+import sys
 from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+from data import gsm8k
 from data.arithmetic import evaluate
 from data.countdown import COMPUTED, score
+from data.sources import records_of
 from rlcore.rollout.environment import Turn
+
+_ASKED = re.compile(r"<<([^<>=]{1,200})=$")
+_SOLVED = re.compile(r"<<([^<>=]+)=([^<>]*)>>")
+_DECIMAL = re.compile(r"(?<![0-9.])([0-9]{0,20})\.([0-9]{1,20})(?![0-9.])")
+_WHOLE = re.compile(r"(?<![0-9.])0+(?=[0-9])")
+_PLACES = 4
 
 
 def calculate(expression: str) -> str:
@@ -41,3 +55,79 @@ class Countdown:
         found = score(text, self._row)
         reply = COMPUTED.format(value=calculate(text)) if evaluate(text) else ": ="
         return Turn(reply, done=found.parts["correct"] == 1.0, reward=found.parts["correct"], parts=found.parts)
+
+
+class WordProblems:
+    """GSM8K with a calculator: a turn that ends with `<<48/2=` is answered by the value, any other ends the episode.
+
+    The reward is the strict score of all that the model wrote.
+    """
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """Keep the ground truth."""
+        self._row, self._texts, self._calls, self._failed = row, [], 0, 0
+
+    def step(self, text: str) -> Turn:
+        """Compute what the turn asks for, or score the answer."""
+        self._texts.append(text)
+        asked = _ASKED.search(text.rstrip())
+        reply = computed(asked[1]) if asked else None
+        self._calls += asked is not None
+        self._failed += asked is not None and reply is None
+        found = gsm8k.score("\n".join(self._texts), self._row)
+        parts = {**found.parts, "calls": self._calls, "calls_failed": self._failed}
+        if asked:
+            return Turn(reply or "?", parts=parts)
+        return Turn("", done=True, reward=found.total, parts=parts)
+
+
+def computed(expression: str) -> str | None:
+    """The value of an expression of numbers with or without decimals, to four places; None where there is none.
+
+    >>> computed("0.5*30"), computed("100/3"), computed("-2"), computed("1/0")
+    ('15', '33.3333', None, None)
+    """
+    whole = _DECIMAL.sub(lambda found: f"({int(found[1] + found[2])}/{10 ** len(found[2])})", expression)
+    found = evaluate(_WHOLE.sub("", whole).strip())
+    if found is None or found.value is None:
+        return None
+    return f"{float(round(found.value, _PLACES)):.{_PLACES}f}".rstrip("0").rstrip(".")
+
+
+def episode(answer: str) -> list[dict[str, str]] | None:
+    """A published solution as the messages of an episode; None where a stated value is not the calculator's.
+
+    >>> [message["content"] for message in episode("He has 48/2 = <<48/2=24>>24 clips.\\n#### 24")]
+    ['He has 48/2 = <<48/2=', '24', '24 clips.\\n#### 24']
+    """
+    messages, end = [], 0
+    for call in _SOLVED.finditer(answer):
+        value = computed(call[1])
+        try:
+            stated = Fraction(call[2])
+        except ValueError:
+            return None
+        if value is None or Fraction(value) != stated:
+            return None
+        messages.append({"role": "assistant", "content": answer[end : call.start()] + f"<<{call[1]}="})
+        messages.append({"role": "user", "content": value})
+        end = call.end()
+    return [*messages, {"role": "assistant", "content": answer[end:]}]
+
+
+def main(source: Path, target: Path) -> None:
+    """Write the demonstrations of a published file of GSM8K, and tell how many solutions were left out."""
+    left_out, lines = 0, []
+    for record in records_of(source):
+        messages = episode(record.text("answer"))
+        if messages is None:
+            left_out += 1
+            continue
+        asked = {"role": "user", "content": gsm8k.prompt_of(record.text("question"))}
+        lines.append(json.dumps({"messages": [asked, *messages]}))
+    target.write_text("\n".join(lines) + "\n")
+    print(f"{target}: {len(lines):,} demonstrations; {left_out:,} solutions state a value that is not the calculator's")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -55,10 +55,15 @@ def _rows(settings: "Gsm8kData", split: str) -> Iterator[Row]:
     for record in records(settings.source, split, _SUBSET, settings.revision):
         question, answer = record.text("question"), record.text("answer")
         yield Row(
-            prompt=(Message("user", f"{question} {_INSTRUCTION}"),),
+            prompt=(Message("user", prompt_of(question)),),
             ground_truth=reference_number(answer, record.where),
             solution=answer,
         )
+
+
+def prompt_of(question: str) -> str:
+    """What the model is asked."""
+    return f"{question} {_INSTRUCTION}"
 
 
 def reference_number(answer: str, where: str) -> str:
