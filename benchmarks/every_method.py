@@ -1,43 +1,59 @@
-"""Every loss and every advantage in the list: a short training on the demo with each, held-out reward before and after.
+"""Every loss, advantage and correction: a short training on the demo with each, held-out reward before and after.
 
-    nice python benchmarks/every_method.py                     # all, one after the other; those that are done are kept
-    nice python benchmarks/every_method.py --only gspo gdpo
+    nice python -m benchmarks.every_method                      # those that the file lacks, one after the other
+    python -m benchmarks.every_method --jobs 25                 # at once, where there are as many cores
+    nice python -m benchmarks.every_method --only gspo gdpo     # these, also where the file has them
+    python -m benchmarks.every_method paths.root=/tmp/tried --steps 2 --only gspo --to /tmp/tried.json
 
-Each begins with a warm start to the same reward. Writes docs/results/every_method.json and prints a Markdown table.
+Each begins with a warm start to the same reward. Needs no Prefect and no MLflow; a finished run is not run again.
+Merges each run into docs/results/every_method.json as it ends, and prints a Markdown table.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 
 from benchmarks.seeds import RESULTS, read_seed
 from rlcore.config.algo import ADVANTAGES, POLICY_LOSSES
 from rlcore.config.compose import load_config
 from rlcore.run.layout import RunLayout
 
-STEPS = 30
-DEMO = (
-    "experiment=countdown_demo", f"trainer.total_steps={STEPS}", f"trainer.steps_per_chunk={STEPS}",
-    f"validation.every_steps={STEPS}", "runtime.backend=local", "tracking.enabled=false", "seed=1",
-)  # fmt: skip
+DEMO = ("experiment=countdown_demo", "runtime.backend=local", "tracking.enabled=false", "seed=1")
+LENGTHS = ("trainer.total_steps", "trainer.steps_per_chunk", "validation.every_steps")
+TWO_UPDATES = "trainer.mini_batch_size=32"
+"""Optimizer steps a batch of losses and corrections: with one the ratio is 1, and several are the same."""
 SETTINGS = {
-    "ppo_clip": ("trainer.mini_batch_size=32",),
-    **{name: ("trainer.mini_batch_size=32", f"algo.policy_loss={name}") for name in POLICY_LOSSES},
-    "gspo": ("trainer.mini_batch_size=32", "algo=gspo"),
-    "cispo": ("trainer.mini_batch_size=32", "algo=cispo"),
+    **{name: (TWO_UPDATES, f"algo.policy_loss={name}") for name in POLICY_LOSSES},
+    "gspo": (TWO_UPDATES, "algo=gspo"),
+    "cispo": (TWO_UPDATES, "algo=cispo"),
     **{name: (f"algo.advantage={name}",) for name in ADVANTAGES},
     "gae": ("algo=ppo", "algo.lam=0.95", "critic.optim.lr=1e-3", "critic.warmup_steps=5"),
     "gdpo": ("algo.advantage=gdpo", "reward.weights={correct: 1.0, format: 0.2}"),
+    "clip_cov": (TWO_UPDATES, "algo.clip_cov.share=0.0002"),
+    "top_entropy": (TWO_UPDATES, "algo.top_entropy=0.2"),
+    "off_policy_mask": (TWO_UPDATES, "algo.off_policy_mask=0.1"),
+    "importance_mask": (TWO_UPDATES, "algo.importance.mode=mask", "algo.importance.level=sequence"),
+    "rejection": (TWO_UPDATES, "algo.rejection.level=sequence-sum"),
+    "mask_truncated": (TWO_UPDATES, "algo.mask_truncated=true"),
+    "entropy_target": (TWO_UPDATES, "algo.entropy_control.target=0.5"),
 }
-"""Settings of each. Losses get two optimizer steps a batch: with one the ratio is 1 and several are the same."""
 
 
-def trained(name: str) -> dict[str, object]:
-    """Train with a method, unless that has been done; its validations."""
-    arguments = [*DEMO, f"name=every_method_{name}", *SETTINGS[name]]
-    subprocess.run([sys.executable, "-m", "flows.cli", "train", *arguments], check=True)
-    return {"method": name, "settings": list(SETTINGS[name]), **read_seed(RunLayout.of(load_config(arguments)))}
+def trained(name: str, overrides: list[str]) -> dict[str, object]:
+    """Train with a method, unless that has been done; its validations and seconds."""
+    arguments = [*DEMO, f"name=every_method_{name}", *SETTINGS[name], *overrides]
+    begun = time.perf_counter()
+    command = [sys.executable, "-m", "flows.cli", "train", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name}: exit code {done.returncode}\n{done.stdout[-3_000:]}")
+    run = {"method": name, "settings": list(SETTINGS[name]), **read_seed(RunLayout.of(load_config(arguments)))}
+    return {**run, "command_s": round(time.perf_counter() - begun, 1)}
 
 
 def table(runs: list[dict[str, object]]) -> str:
@@ -50,22 +66,39 @@ def table(runs: list[dict[str, object]]) -> str:
             f"{point['sampled']:.3f} [{point['low']:.3f}, {point['high']:.3f}]" for point in (points[0], points[-1])
         ]
         lines.append(
-            f"| {run['method']} | {shown[0]} | {shown[1]} | {points[-1]['sampled'] - points[0]['sampled']:+.3f} |"
+            f"| `{run['method']}` | {shown[0]} | {shown[1]} | {points[-1]['sampled'] - points[0]['sampled']:+.3f} |"
         )
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Command line."""
+def main() -> int:
+    """Command line; 1 if a training failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    file = RESULTS / "every_method.json"
-    done = {run["method"]: run for run in json.loads(file.read_text())} if file.exists() else {}
-    for name in parser.parse_args().only:
-        done[name] = trained(name)
-        file.write_text(json.dumps([done[each] for each in SETTINGS if each in done], indent=1) + "\n")
+    parser.add_argument("overrides", nargs="*", help="settings as on the command line, for each method")
+    parser.add_argument("--only", nargs="+", choices=SETTINGS, help="these methods, also those that the file has")
+    parser.add_argument("--steps", type=int, default=30, help="of each training; validated before and after")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at once")
+    parser.add_argument("--to", type=Path, default=RESULTS / "every_method.json", metavar="FILE", help="merged into")
+    given = parser.parse_args()
+    os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")  # runtime.threads_per_worker is what torch takes
+    done = {run["method"]: run for run in json.loads(given.to.read_text())} if given.to.exists() else {}
+    failed = 0
+    with ThreadPoolExecutor(given.jobs) as pool:
+        wanted = given.only or [name for name in SETTINGS if name not in done]
+        overrides = [*(f"{key}={given.steps}" for key in LENGTHS), *given.overrides]
+        for future in as_completed([pool.submit(trained, name, overrides) for name in wanted]):
+            try:
+                run = future.result()
+            except RuntimeError as error:
+                failed += 1
+                print(error, file=sys.stderr, flush=True)
+                continue
+            done[run["method"]] = run
+            given.to.write_text(json.dumps([done[each] for each in SETTINGS if each in done], indent=1) + "\n")
+            print(f"{run['method']}: {run['command_s']} s", flush=True)
     print(table([done[each] for each in SETTINGS if each in done]))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
