@@ -1,6 +1,8 @@
 """A whole GRPO step of the reference run's share of one GPU: seconds of each phase, tokens a second, MFU.
 
     python -m benchmarks.grpo_step                                   # on a GPU, with vLLM
+    python -m benchmarks.grpo_step --ranks 2                         # the same batch on two GPUs: strong scaling
+    python -m benchmarks.grpo_step --ranks 2 --prompts 256           # twice the batch: weak scaling
     python -m benchmarks.grpo_step --shape=tiny --engine=hf --prompts=8 --mean=12 --longest=32 --steps=2    # rehearsal
 
 veRL's GRPO benchmark (Llama-3.2-1B, GSM8K, 8 GPUs) gives each GPU 128 prompts of 107 tokens, 5 answers to each, mean
@@ -34,11 +36,12 @@ REFERENCE_TOKENS_PER_S = 2_092.46
 PROMPT_TOKENS, SAMPLES = 107, 5
 
 
-def settings(arguments: argparse.Namespace, directory: Path) -> RunConfig:
-    """The reference experiment with one GPU's share of the batch."""
+def settings(arguments: argparse.Namespace, directory: Path, *, ranks: int = 1) -> RunConfig:
+    """The reference experiment with `prompts` of its batch on one rank in this process, or on several under Ray."""
     prompts, engine = arguments.prompts, "hf" if arguments.engine == "none" else arguments.engine
+    backend = "local" if ranks == 1 else "ray"
     overrides = [
-        f"model.path={directory}", "runtime=local", "runtime.num_workers=1", "runtime.threads_per_worker=4",
+        f"model.path={directory}", f"runtime={backend}", f"runtime.num_workers={ranks}", "runtime.threads_per_worker=4",
         f"trainer.batch_size={prompts}", f"trainer.mini_batch_size={prompts // 4}", "algo.kl.offload=false",
         f"rollout.max_response_tokens={arguments.longest}", "rollout.tensor_parallel_size=1",
         "model.gradient_checkpointing=false", "tracking.enabled=false", f"rollout={engine}",
@@ -53,7 +56,7 @@ def settings(arguments: argparse.Namespace, directory: Path) -> RunConfig:
 
 def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Warm up, measure, and put the figures together."""
-    config = settings(arguments, directory)
+    config = settings(arguments, directory, ranks=arguments.ranks)
     vocab_size = SHAPES[arguments.shape]["vocab_size"]
     lengths = draw_lengths(arguments.prompts * SAMPLES, arguments.mean, arguments.longest)
     steps = run_steps(
@@ -85,23 +88,26 @@ def figures(arguments: argparse.Namespace, config: RunConfig, results: Sequence[
     step_s = statistics.median(result.metrics["perf/time_per_step"] for result in results)
     work = work_of(arguments.shape, first, config)
     least = least_seconds(work, rates)
-    tokens = work.tokens
-    update_flops = 6.0 * (work.body + work.head) * tokens
+    tokens = int(first.metrics["perf/total_num_tokens"])
+    update_flops = 6.0 * (work.body + work.head) * work.tokens
     name = "training/rollout_probs_diff_mean"
+    speed = tokens / step_s / arguments.ranks
     apart = [result.metrics[name] for result in results if name in result.metrics]
     return {
-        "what": "GRPO step, one GPU's share of veRL's Llama-3.2-1B GSM8K benchmark",
+        "what": "GRPO step of veRL's Llama-3.2-1B GSM8K benchmark",
         "shape": arguments.shape,
         "engine": arguments.engine,
+        "ranks": arguments.ranks,
+        "prompts": arguments.prompts,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU",
         "torch": torch.__version__,
         "overrides": arguments.overrides,
         "steps": len(results),
         "tokens": tokens,
-        "answer_tokens": work.answer_tokens,
+        "answer_tokens": sum(len(one.response_ids) for one in first.experience.rollouts),
         "step_s": step_s,
-        "tokens_per_s": tokens / step_s,
-        "ratio_to_reference": tokens / step_s / REFERENCE_TOKENS_PER_S if arguments.shape == "llama3.2-1b" else None,
+        "tokens_per_s": speed,
+        "ratio_to_reference": speed / REFERENCE_TOKENS_PER_S if arguments.shape == "llama3.2-1b" else None,
         "phases_s": phases,
         "rest_s": step_s - sum(phases.values()),
         "update_tokens_per_s": tokens / phases["update_actor"],
@@ -117,21 +123,21 @@ def figures(arguments: argparse.Namespace, config: RunConfig, results: Sequence[
 
 
 def work_of(shape: str, result: StepResult, config: RunConfig) -> Work:
-    """What one step computes."""
+    """What one step computes on each rank."""
     known = SHAPES[shape]
-    heads = known["num_attention_heads"]
+    heads, ranks = known["num_attention_heads"], config.runtime.num_workers
     body, head = matrix_weights(shape)
     lengths = [len(one.prompt.token_ids) + len(one.response_ids) for one in result.experience.rollouts]
     return Work(
         body=body,
         head=head,
-        tokens=sum(lengths),
-        answer_tokens=sum(len(one.response_ids) for one in result.experience.rollouts),
+        tokens=sum(lengths) // ranks,
+        answer_tokens=sum(len(one.response_ids) for one in result.experience.rollouts) // ranks,
         longest_answer=max(len(one.response_ids) for one in result.experience.rollouts),
         updates=-(-config.trainer.batch_size // config.trainer.mini_batch_size),
         reference=config.algo.kl.where != "off",
         old_pass=has(result, "old_log_prob"),
-        attended=sum(length * (length + 1) // 2 for length in lengths),
+        attended=sum(length * (length + 1) // 2 for length in lengths) // ranks,
         width=heads * known.get("head_dim", known["hidden_size"] // heads),
         layers=known["num_hidden_layers"],
     )
@@ -139,7 +145,8 @@ def work_of(shape: str, result: StepResult, config: RunConfig) -> Work:
 
 def show(found: dict[str, Any]) -> None:
     """The phase table."""
-    print(f"\n{found['device']}, {found['engine']}, median of {found['steps']} steps, {found['tokens']:,} tokens")
+    device = f"{found['ranks']} x {found['device']}"
+    print(f"\n{device}, {found['engine']}, median of {found['steps']} steps, {found['tokens']:,} tokens")
     print(f"{'phase':<16}{'seconds':>9}{'share':>8}{'least':>9}")
     for name, value in found["phases_s"].items():
         least = found["least_s"].get(name)
@@ -158,7 +165,7 @@ def describe_step(parser: argparse.ArgumentParser) -> None:
     """Arguments that say what a step is, and where its model and figures lie."""
     parser.add_argument("--shape", choices=SHAPES, default="llama3.2-1b")
     parser.add_argument("--engine", choices=("vllm", "hf", "none"), default="vllm")
-    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--prompts", type=int, default=128, help="of a step, of all ranks")
     describe_lengths(parser)
     parser.add_argument("--scorers", type=int, default=4, help="scoring processes")
     parser.add_argument("--model", type=Path, help="folder for the model; kept and used again")
@@ -170,6 +177,7 @@ def main() -> None:
     """Run and print; with --out also as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     describe_step(parser)
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that share the batch")
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--trace", action="store_true", help="profile the last step")

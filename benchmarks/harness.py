@@ -22,7 +22,7 @@ from rlcore.models.load import load_tokenizer
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.turns import TurnTokens
-from rlcore.runtime.local import LocalGroup
+from rlcore.runtime.local import start_workers
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import Answerer, Decode, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
@@ -35,11 +35,12 @@ from rlcore.workers.worker import Worker
 PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
 
 
-class FixedLengths(LocalGroup):
-    """A worker in this process whose answers have given lengths; without `real`, random answers at once."""
+class FixedLengths:
+    """`WorkerGroup` of the settings' ranks whose answers have given lengths; without `real`, random answers at once."""
 
     def __init__(self, config: RunConfig, directory: str, lengths: Sequence[int], *, vocab_size: int, real: bool):
-        super().__init__(config, directory)
+        self._group = start_workers(config, directory)
+        self.world_size = self._group.world_size
         self.lengths = lengths
         self._vocab_size = vocab_size
         self._real = real
@@ -50,8 +51,12 @@ class FixedLengths(LocalGroup):
         if verb is Worker.hand_over:
             self._version = args[0]
             if not self._real:
-                return [HandOver(0.0)]
-        return super().each(verb, *args, **kwargs)
+                return [HandOver(0.0)] * self.world_size
+        return self._group.each(verb, *args, **kwargs)
+
+    def scatter(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The verb."""
+        return self._group.scatter(verb, arguments)
 
     def stream(
         self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, Any], None]
@@ -59,14 +64,23 @@ class FixedLengths(LocalGroup):
         """Answers as they end; the requests get their lengths."""
         arguments = self._limited(arguments)
         if self._real:
-            super().stream(verb, arguments, take)
-        else:
-            take(0, [(index, self._random(request)) for index, request in enumerate(arguments[0][0])])
+            self._group.stream(verb, arguments, take)
+            return
+        for rank, (requests, *_) in enumerate(arguments):
+            take(rank, [(index, self._random(request)) for index, request in enumerate(requests)])
+
+    def close(self) -> None:
+        """End the workers."""
+        self._group.close()
 
     def _limited(self, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        ((requests, sampling, limit),) = arguments
-        limited = [replace(request, max_tokens=length) for request, length in zip(requests, self.lengths, strict=True)]
-        return [(limited, sampling, limit)]
+        lengths = iter(self.lengths)  # of rank 0's requests first
+        limited = [
+            ([replace(request, max_tokens=next(lengths)) for request in requests], *more)
+            for requests, *more in arguments
+        ]
+        assert next(lengths, None) is None, "a length for each request"
+        return limited
 
     def _random(self, request: SamplingRequest) -> Rollout:
         drawn = np.random.default_rng(request.seed)
@@ -117,7 +131,7 @@ class Loop:
 def worker_group(
     config: RunConfig, directory: Path, lengths: Sequence[int], *, vocab_size: int, real: bool = True
 ) -> Iterator[FixedLengths]:
-    """The worker with its engine, ended at the end; its engine has no weights yet."""
+    """The workers with their engines, ended at the end; the engines have no weights yet."""
     group = FixedLengths(config, str(directory), lengths, vocab_size=vocab_size, real=real)
     try:
         yield group
@@ -136,7 +150,7 @@ def training_loop(
     vocab_size: int,
     real_prompts: Sequence[Prompt] = (),
 ) -> Iterator[Loop]:
-    """Training from step 0 with the weights that the worker has, on random prompts or on those given."""
+    """Training from step 0 with the weights that the workers have, on random prompts or on those given."""
     rng = np.random.default_rng(3)
     prompts = list(real_prompts) or [
         Prompt(i, tuple(rng.integers(4, vocab_size, prompt_tokens).tolist()), config.data.task, ground_truth)
@@ -168,7 +182,7 @@ def _episodes(config: RunConfig, tokenizer: Any, decode: Decode) -> contextlib.A
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Measured steps and the worker's own peak."""
+    """Measured steps and the largest peak of a rank."""
 
     results: list[StepResult]
     peak: MemoryPeak
@@ -200,7 +214,7 @@ def run_steps(
                 print(f"step {number + 1} ({kind}): {seconds_line(result)}", flush=True)
                 if number >= warm_up:
                     results.append(result)
-        peak = group.each(Worker.memory_peak)[0]
+        peak = max(group.each(Worker.memory_peak), key=lambda one: one.reserved_gb)
     return Steps(results, peak)
 
 

@@ -34,6 +34,7 @@ from rlcore.algos.aggregation import Denominator
 from rlcore.batching.balance import share_out
 from rlcore.batching.pack import pack, select_train
 from rlcore.config.compose import load_config
+from rlcore.models.shape import known_shape
 from rlcore.types import Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.actor import Actor
 from rlcore.workers.device import choose_place, join_ranks, let_segments_grow
@@ -77,7 +78,11 @@ def one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     actor = Actor(config, str(arguments.model), place, mesh, world_size)
     whole = batch(arguments)
     shares = share_out(
-        whole.packed, range(whole.packed.num_sequences), num_ranks=world_size, max_tokens=arguments.max_tokens
+        whole.packed,
+        range(whole.packed.num_sequences),
+        num_ranks=world_size,
+        max_tokens=arguments.max_tokens,
+        shape=known_shape(actor.model.decoder.config.to_dict()),
     )
     mine = select_train(whole, shares.sequences[rank])
     counts = Denominator(whole.packed.num_loss_tokens, whole.packed.num_sequences, arguments.longest)

@@ -1,9 +1,11 @@
-"""Which sequences go to which mini-batch, rank and micro-batch: balanced by length, under a token budget.
+"""Which sequences go to which mini-batch, rank and micro-batch: balanced by cost, under a token budget.
 
 Ranks and micro-batches use the largest differencing method of Karmarkar and Karp ("The differencing method of set
-partitioning", 1982).
+partitioning", 1982). Ranks wait for each other at every micro-batch, whose layers they gather together, so both are
+balanced by operations where there are several ranks, and micro-batches of one rank by tokens, which take its memory.
 """
 
+import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,14 +14,21 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from rlcore.algos.aggregation import token_counts
+from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
+
+CLOSE_ENOUGH = 1e-3
+"""Share of the mean by which the heaviest part may be over it before sequences are exchanged."""
 
 
 def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = False) -> list[list[int]]:
     """Indices of `lengths` in `num_parts` parts whose sums are nearly equal; each part ascending.
 
-    With `equal_counts` each part holds the same number of indices (`num_parts` divides their number). Without it a
-    part is never empty while there are at least `num_parts` indices and all lengths are positive.
+    With `equal_counts` each part holds the same number of indices (`num_parts` divides their number). The differencing
+    method then gives each part one of every `num_parts` lengths next to each other, so the part with the longest is too
+    heavy where lengths are skewed; pairs are exchanged after it. Without `equal_counts` a part is never empty while
+    there are at least `num_parts` indices and all lengths are positive.
 
     >>> partition([8, 7, 6, 5, 4], 2)
     [[1, 3, 4], [0, 2]]
@@ -44,14 +53,65 @@ def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = Fa
         merged.sort(key=lambda part: (-part[0], part[1]))
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], serial, merged))
         serial += 1
-    return [sorted(indices) for _, indices in heap[0][2]]
+    parts = [indices for _, indices in heap[0][2]]
+    return [sorted(indices) for indices in (_exchanged(parts, lengths) if equal_counts else parts)]
 
 
-def num_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
-    """Fewest parts of `partition` in which no part of more than one sequence is over `max_tokens`."""
+def _exchanged(parts: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """The parts after exchanges of two indices between the heaviest part and another, until none makes it lighter."""
+    sums = [sum(lengths[i] for i in part) for part in parts]
+    enough = (1 + CLOSE_ENOUGH) * sum(sums) / len(sums)
+    while max(sums) > enough:
+        by_sum = sorted(range(len(parts)), key=sums.__getitem__)
+        heavy, found = by_sum.pop(), None
+        for light in by_sum:
+            if (found := _best_exchange(parts[heavy], parts[light], lengths, sums[heavy] - sums[light])) is not None:
+                break
+        if found is None:
+            break
+        out, back = found
+        for part, gone, come in ((heavy, out, back), (light, back, out)):
+            parts[part] = [come if i == gone else i for i in parts[part]]
+            sums[part] += lengths[come] - lengths[gone]
+    return parts
+
+
+def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], gap: int) -> tuple[int, int] | None:
+    """One index of each part whose exchange brings the two sums, `gap` apart, closest; None where none does."""
+    candidates = sorted(light, key=lambda i: (lengths[i], i))
+    values = [lengths[i] for i in candidates]
+    best, closest = None, gap
+    for out in sorted(heavy):
+        at = bisect.bisect_left(values, lengths[out] - gap / 2)
+        for back in candidates[max(at - 1, 0) : at + 1]:
+            left = abs(gap - 2 * (lengths[out] - lengths[back]))
+            if left < closest:
+                best, closest = (out, back), left
+    return best
+
+
+def costs(batch: PackedBatch, shape: ModelShape | None) -> list[int]:
+    """What a pass over each sequence costs beside another; its tokens where the model's shape is not known.
+
+    In units of the operations of `ModelShape.update_flops` over 6: a token's products with the layers' weights, a
+    target's with the head, and attention with the square of the length.
+    """
+    lengths = batch.sequence_lengths()
+    if shape is None:
+        tokens: list[int] = lengths.tolist()
+        return tokens
+    targets = token_counts(batch.loss_mask, batch.sequence_ids(), batch.num_sequences)
+    layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
+    found: list[int] = (layers * lengths + shape.embedding * targets + width * lengths**2).tolist()
+    return found
+
+
+def num_micro_batches(lengths: Sequence[int], max_tokens: int, weights: Sequence[int] | None = None) -> int:
+    """Fewest parts of `partition`, by lengths and by `weights`, with no part of more than one sequence over
+    `max_tokens`."""
     count = max(1, -(-sum(lengths) // max_tokens))
     while count < len(lengths):
-        parts = partition(lengths, count)
+        parts = [part for each in (lengths, weights or lengths) for part in partition(each, count)]
         if all(len(part) == 1 or sum(lengths[i] for i in part) <= max_tokens for part in parts):
             break
         count += 1
@@ -67,12 +127,17 @@ class Shares:
     num_micro: int
 
 
-def share_out(batch: PackedBatch, candidates: Sequence[int], *, num_ranks: int, max_tokens: int) -> Shares:
-    """Deal `candidates` (indices into the batch) to the ranks, equal in number and nearly equal in tokens."""
+def share_out(
+    batch: PackedBatch, candidates: Sequence[int], *, num_ranks: int, max_tokens: int, shape: ModelShape | None
+) -> Shares:
+    """Deal `candidates` (indices into the batch) to the ranks, equal in number and nearly equal in cost."""
     lengths = batch.sequence_lengths().tolist()
-    parts = partition([lengths[i] for i in candidates], num_ranks, equal_counts=True)
+    weights = costs(batch, shape if num_ranks > 1 else None)
+    parts = partition([weights[i] for i in candidates], num_ranks, equal_counts=True)
     sequences = tuple(tuple(candidates[i] for i in part) for part in parts)
-    num_micro = max(num_micro_batches([lengths[i] for i in part], max_tokens) for part in sequences)
+    num_micro = max(
+        num_micro_batches([lengths[i] for i in part], max_tokens, [weights[i] for i in part]) for part in sequences
+    )
     return Shares(sequences, num_micro)
 
 

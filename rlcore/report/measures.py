@@ -156,7 +156,7 @@ def efficiency_table(record: RunRecord) -> Table:
     low, high = record.series("global_seqlen/balanced_min"), record.series("global_seqlen/balanced_max")
     if low is not None and high is not None and record.config.runtime.num_workers > 1:
         idle = float(((high.values - low.values) / np.maximum(high.values, 1)).mean())
-        note = "Mean of 1 - balanced_min / balanced_max: time in which ranks wait for each other."
+        note = "Mean of 1 - balanced_min / balanced_max. Shares cost the same: long answers cost more a token."
         rows.append(_row("Tokens the lightest rank lacks", Cell(numbers.percent(idle, 2), idle), high.name, note))
     return table("efficiency", "Efficiency", _MEASURES, rows)
 

@@ -1,6 +1,6 @@
 """One training step: it reads as the algorithm."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -71,12 +71,14 @@ class GroupTrainer:
         self._group = group
         self._enter_phase = enter_phase
 
-    def _share_out(self, packed: PackedBatch) -> Shares:
+    def _share_out(self, packed: PackedBatch, sequences: Sequence[int] | None = None) -> Shares:
+        """Shares of the ranks in some sequences of a batch; None: in all."""
         return share_out(
             packed,
-            range(packed.num_sequences),
+            range(packed.num_sequences) if sequences is None else sequences,
             num_ranks=self._group.world_size,
             max_tokens=self._config.trainer.max_tokens_per_micro_batch,
+            shape=self._worker_info.shape,
         )
 
     @cached_property
@@ -186,6 +188,7 @@ class Trainer(GroupTrainer):
             self._config,
             self._group,
             batch,
+            share_out=self._share_out,
             num_finished=state.step,
             lr_factor=state.lr_factor,
             kl_coef=state.kl_coef,

@@ -16,18 +16,20 @@ from rlcore.algos.losses import asks_for
 from rlcore.algos.objective import PolicyStatistics, ValueStatistics
 from rlcore.algos.schedules import lr_at
 from rlcore.algos.selection import clipped_by_covariance, rank_share, token_covariance
-from rlcore.batching.balance import Shares, mini_batches, share_out
+from rlcore.batching.balance import Shares, mini_batches
 from rlcore.batching.pack import scatter_tokens, select_train, token_indices
 from rlcore.config import AlgoConfig, RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import PhaseClock
-from rlcore.types import TrainBatch
+from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.actor import PolicyUpdate
 from rlcore.workers.critic import CriticUpdate
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 
 R = TypeVar("R", PolicyUpdate, CriticUpdate)
+ShareOut = Callable[[PackedBatch, Sequence[int]], Shares]
+"""(batch, some of its sequences) -> which rank works on which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ def update_models(
     group: WorkerGroup,
     batch: TrainBatch,
     *,
+    share_out: ShareOut,
     num_finished: int,
     lr_factor: float,
     kl_coef: float,
@@ -177,10 +180,13 @@ def update_models(
         if config.critic is not None:
             critic_lr = lr_factor * lr_at(num_finished, optim=config.critic.optim, total_steps=trainer.total_steps)
             with clock.phase("update_critic"):
-                critic = _critic_steps(config, group, batch, critic_lr)
+                critic = _critic_steps(config, group, batch, share_out, critic_lr)
         if is_warmed_up:
             with clock.phase("update_actor"):
-                for step in _optimizer_steps(config, group, batch, Worker.update_policy, lr, kl_coef, entropy_added):
+                steps = _optimizer_steps(
+                    config, group, batch, share_out, Worker.update_policy, lr, kl_coef, entropy_added
+                )
+                for step in steps:
                     taken.append(step)  # one by one: those before a step that fails count
     except NonFiniteError as error:
         num_applied = sum(step.by_rank[0].applied for step in taken)
@@ -203,8 +209,10 @@ def update_models(
     )
 
 
-def _critic_steps(config: RunConfig, group: WorkerGroup, batch: TrainBatch, lr: float) -> CriticSteps | None:
-    taken = list(_optimizer_steps(config, group, batch, Worker.update_critic, lr))
+def _critic_steps(
+    config: RunConfig, group: WorkerGroup, batch: TrainBatch, share_out: ShareOut, lr: float
+) -> CriticSteps | None:
+    taken = list(_optimizer_steps(config, group, batch, share_out, Worker.update_critic, lr))
     if not taken:
         return None
     stats = functools.reduce(operator.add, (update.stats for step in taken for update in step.by_rank))
@@ -216,7 +224,12 @@ def _mean_grad_norm(taken: Sequence[_MiniBatchUpdate[R]]) -> float:
 
 
 def _optimizer_steps(
-    config: RunConfig, group: WorkerGroup, batch: TrainBatch, verb: Callable[..., R], *rates: float
+    config: RunConfig,
+    group: WorkerGroup,
+    batch: TrainBatch,
+    share_out: ShareOut,
+    verb: Callable[..., R],
+    *rates: float,
 ) -> Iterator[_MiniBatchUpdate[R]]:
     """An optimizer step on each mini-batch that has a token with a loss, in each epoch."""
     packed, trainer = batch.packed, config.trainer
@@ -225,7 +238,7 @@ def _optimizer_steps(
         sequences for sequences in mini_batches(packed.group_ids, trainer.mini_batch_size) if lengths[sequences].any()
     ]
     for sequences in in_one_epoch * trainer.epochs_per_batch:
-        shares = share_out(packed, sequences, num_ranks=group.world_size, max_tokens=trainer.max_tokens_per_micro_batch)
+        shares = share_out(packed, sequences)
         denominator = _denominator(lengths[sequences], norm_tokens=config.rollout.max_response_tokens)
         arguments = [(select_train(batch, mine), shares.num_micro, denominator, *rates) for mine in shares.sequences]
         yield _MiniBatchUpdate(shares, group.scatter(verb, arguments))

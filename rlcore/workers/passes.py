@@ -14,15 +14,17 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlcore.algos.objective import Statistics
-from rlcore.batching.balance import partition
+from rlcore.batching.balance import costs, partition
 from rlcore.batching.pack import scatter_tokens, select, select_train
 from rlcore.errors import DeviceMemoryError
 from rlcore.models import memory
 from rlcore.models.memory import Refused, attempted, release_cached_memory
 from rlcore.models.parallel import CountedCollectives
+from rlcore.models.policy import PackedTrunk
+from rlcore.models.shape import ModelShape, known_shape
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import on_all_ranks
 
@@ -32,9 +34,9 @@ Parts: TypeAlias = Sequence[Sequence[int]]
 """The sequences of each micro-batch, by their indices in the rank's batch."""
 
 
-def micro_batches(batch: PackedBatch, num_micro: int) -> list[list[int]]:
-    """Sequences of each micro-batch, nearly equal in tokens."""
-    return partition(batch.sequence_lengths().tolist(), num_micro)
+def micro_batches(batch: PackedBatch, num_micro: int, shape: ModelShape | None = None) -> list[list[int]]:
+    """Sequences of each micro-batch, nearly equal in cost to a model of this shape; without one, in tokens."""
+    return partition(costs(batch, shape), num_micro)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +109,24 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The several ranks that make a pass together: what the pass of a sharded model orders of all of them, and where
-    they are asked how it went."""
+    """The several ranks that make a pass together: what the pass of a sharded model orders of all of them, where they
+    are asked how it went, and the model's shape, by which micro-batches cost the same on all."""
 
     collectives: CountedCollectives
     world_size: int
     device: torch.device
+    shape: ModelShape | None
 
     def all_went_well(self, went_well: bool) -> bool:
         """The same answer on all."""
         return on_all_ranks(went_well, world_size=self.world_size, device=self.device)
 
 
-def ranks_of(model: nn.Module, *, world_size: int, device: torch.device) -> Ranks | None:
+def ranks_of(model: PackedTrunk, *, world_size: int, device: torch.device) -> Ranks | None:
     """Those of a model that is sharded over several; None where there is one."""
-    return None if world_size == 1 else Ranks(CountedCollectives(model), world_size, device)
+    if world_size == 1:
+        return None
+    return Ranks(CountedCollectives(model), world_size, device, known_shape(model.decoder.config.to_dict()))
 
 
 _ELSEWHERE = Refused("another rank")
@@ -167,7 +172,8 @@ class PassBudget:
             DeviceMemoryError: it ran out with a single sequence in each micro-batch; on all ranks.
         """
         while True:
-            parts = micro_batches(batch, min(num_micro * self.factor, batch.num_sequences))
+            shape = None if self._ranks is None else self._ranks.shape
+            parts = micro_batches(batch, min(num_micro * self.factor, batch.num_sequences), shape)
             if self._ranks is None:
                 outcome = attempted(partial(work, parts))
             else:

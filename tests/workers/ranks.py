@@ -99,7 +99,9 @@ def main() -> None:
             torch.nn.init.constant_(worker.critic_model().value_head.weight, 0.1)
         batch = batch_from(tensors)
         order = case["order"]
-        shares = share_out(batch.packed, order, num_ranks=world_size, max_tokens=case["max_tokens"])
+        shares = share_out(
+            batch.packed, order, num_ranks=world_size, max_tokens=case["max_tokens"], shape=worker.info().shape
+        )
         mine = select_train(batch, shares.sequences[rank])
         denominator = Denominator(batch.packed.num_loss_tokens, int(batch.packed.score_mask.sum()), 8)
         seen = watch_gradients(worker._actor.optimizer, worker.policy_model())
