@@ -9,6 +9,7 @@ import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Int
@@ -18,6 +19,8 @@ from rlcore.algos.aggregation import token_counts
 from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
 
+_Part: TypeAlias = tuple[int, int, Any]
+"""-(sum of a part), an index of it (-1: none), and its indices as nested pairs: lists put together cost the square."""
 CLOSE_ENOUGH = 1e-3
 """Share of the mean by which the heaviest part may be over it before sequences are exchanged."""
 
@@ -40,21 +43,36 @@ def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = Fa
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     step = num_parts if equal_counts else 1
     # Each heap entry is a partial solution: parts sorted by falling sum; the key is the spread between its ends.
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    heap: list[tuple[int, int, list[_Part]]] = []
     for serial, start in enumerate(range(0, len(order), step)):
-        parts = [(lengths[i], [i]) for i in order[start : start + step]]
-        parts += [(0, []) for _ in range(num_parts - len(parts))]
-        heapq.heappush(heap, (parts[-1][0] - parts[0][0], serial, parts))
+        parts: list[_Part] = [(-lengths[i], i, i) for i in order[start : start + step]]
+        parts += [(0, -1, None)] * (num_parts - len(parts))
+        heapq.heappush(heap, (parts[0][0] - parts[-1][0], serial, parts))
     serial = len(order)
     while len(heap) > 1:
         _, _, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
-        merged = [(a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
-        merged.sort(key=lambda part: (-part[0], part[1]))
-        heapq.heappush(heap, (merged[-1][0] - merged[0][0], serial, merged))
+        merged: list[_Part] = [
+            (a + b, i if i >= 0 else j, (left, right))
+            for (a, i, left), (b, j, right) in zip(first, reversed(second), strict=True)
+        ]
+        merged.sort(key=lambda part: part[:2])
+        heapq.heappush(heap, (merged[0][0] - merged[-1][0], serial, merged))
         serial += 1
-    parts = [indices for _, indices in heap[0][2]]
-    return [sorted(indices) for indices in (_exchanged(parts, lengths) if equal_counts else parts)]
+    found = [_indices(tree) for _, _, tree in heap[0][2]]
+    return [sorted(indices) for indices in (_exchanged(found, lengths) if equal_counts else found)]
+
+
+def _indices(tree: Any) -> list[int]:
+    """The leaves of nested pairs that are not None."""
+    found, rest = [], [tree]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, tuple):
+            rest += node
+        elif node is not None:
+            found.append(node)
+    return found
 
 
 def _exchanged(parts: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
