@@ -26,6 +26,7 @@ from flows.server.secret import CLIENT_LOGIN, login_of
 from flows.stack.control import Wishes, down, up
 from flows.stack.state import read_stack
 from flows.work.slots import Slots
+from rlcore.checkpoint.catalog import scan
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import read_holder
 from rlcore.tracking.journal import read_journal
@@ -154,18 +155,15 @@ def run_serially(root: Path, sweep_file: Path) -> None:
 
 
 def compare(shared: Path, serial: Path) -> tuple[int, int, int]:
-    """Values compared, different ones, and files of the last checkpoints whose tensors differ."""
+    """Of the runs in `serial`: values compared, different ones, files of the last checkpoints whose tensors differ."""
     num_values = num_different = num_other = 0
-    folders = {folder.name for folder in (serial / "runs").iterdir()}
-    if folders != {folder.name for folder in (shared / "runs").iterdir()}:
-        sys.exit("the two roots have other runs")
-    for name in sorted(folders):
+    for name in sorted(folder.name for folder in (serial / "runs").iterdir()):
         layouts = [RunLayout(root, root / "runs" / name) for root in (shared, serial)]
         one, other = ([repeatable(dict(r.metrics)) for r in read_journal(it.journal)] for it in layouts)
         for left, right in zip(one, other, strict=True):
             num_values += len(right)
             num_different += sum(left.get(key) != right.get(key) for key in left.keys() | right.keys())
-        last = [sorted((it.checkpoints / "step-000012").rglob("*.safetensors")) for it in layouts]
+        last = [sorted(scan(it.checkpoints).checkpoints[-1].path.rglob("*.safetensors")) for it in layouts]
         for files in zip(*last, strict=True):
             mine, its = map(load_file, files)  # the order of a file's header is not fixed
             num_other += mine.keys() != its.keys() or any(not mine[key].equal(its[key]) for key in mine)
@@ -197,6 +195,8 @@ def main() -> None:
     shared = share(root / "slots", sweep_file)
     shared_s = time.monotonic() - began
     run_serially(root / "serial", sweep_file)
+    if len({frozenset(run.name for run in (root / name / "runs").iterdir()) for name in ("slots", "serial")}) > 1:
+        sys.exit("the two roots have other runs")
     num_values, num_different, num_other = compare(root / "slots", root / "serial")
     rows = table(shared.log())
     for row in rows:
