@@ -81,7 +81,8 @@ class TrackingState:
 
     `attempt` is the newest attempt that MLflow has a description of; `main_bytes` counts what has been delivered of
     `metrics.jsonl`; `settled_status` is the end of that attempt as MLflow has it; `num_failures` counts deliveries
-    that failed; `traced_step` is the last step whose sample of answers has been delivered. Files of earlier versions have more keys, which are ignored.
+    that failed; `traced_step` is the last step whose sample of answers has been sent. Files of earlier versions have
+    more keys, which are ignored.
     """
 
     format_version: int = FORMAT_VERSION

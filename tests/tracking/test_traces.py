@@ -12,8 +12,8 @@ from mlflow.entities import Trace
 from rlcore.answers.store import AnswerWriter
 from rlcore.config import AnswersConfig, RunConfig
 from rlcore.tracking.delivery import change_state, read_state, sync_run
-from rlcore.tracking.tracker import Tracker
 from rlcore.tracking.traces import sample
+from rlcore.tracking.tracker import Tracker
 from tests.answers.made import Made
 from tests.tracking.conftest import Server, held_port, wait_until
 from tests.tracking.reading import main_run, points, values
