@@ -83,6 +83,11 @@ def parts_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.parquet"))
 
 
+def training_parts(folder: Path) -> list[Path]:
+    """Those of training, in the order of their steps."""
+    return [path for path in parts_of(folder) if _TRAINING.match(path.name)]
+
+
 def write_part(path: Path, table: pa.Table) -> None:
     """Write one part in place of what has its name.
 
@@ -171,7 +176,7 @@ class AnswerWriter:
         self._part, self._written = None, None
         remove_stale_temporaries(self._folder)
         for path in parts_of(self._folder):
-            if _last_step(path) <= step:
+            if last_step(path) <= step:
                 continue
             first = _first_step(path)
             if first <= step:  # a checkpoint inside a part: older ones were deleted, or other steps ended chunks then
@@ -188,8 +193,7 @@ class AnswerWriter:
         """Delete the oldest training parts, but never the newest, while all parts are larger than they may be."""
         sizes = {path: path.stat().st_size for path in parts_of(self._folder)}
         too_many = sum(sizes.values()) - self._settings.max_gb * BYTES_PER_GB
-        training = [path for path in sizes if _TRAINING.match(path.name)]
-        for path in training[:-1]:
+        for path in training_parts(self._folder)[:-1]:
             if too_many <= 0:
                 return
             path.unlink()
@@ -203,11 +207,12 @@ def _training_name(table: pa.Table) -> str:
 
 def _first_step(path: Path) -> int:
     found = _TRAINING.match(path.name)
-    return _last_step(path) if found is None else int(found["first"])
+    return last_step(path) if found is None else int(found["first"])
 
 
-def _last_step(path: Path) -> int:
-    """Of a training part, or of a validation in training; -1 for one that was asked for, which no cut concerns."""
+def last_step(path: Path) -> int:
+    """The last step in a part of training, or that of a validation in training; -1 for one that was asked for, which no
+    cut concerns."""
     for pattern, group in ((_TRAINING, "last"), (_VALIDATION, "step")):
         if found := pattern.match(path.name):
             return int(found[group])

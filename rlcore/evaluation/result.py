@@ -88,9 +88,10 @@ class ProblemResult:
         return (bool(self.scored) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
 
     @property
-    def num_unscored(self) -> int:
-        """Answers that the scorer failed on."""
-        return len(self.samples) - len(self.scored) + (self.greedy is not None and self.greedy.failure is not None)
+    def failures(self) -> list[str]:
+        """Of each answer that the scorer failed on, why it has no score."""
+        answers = [*self.samples, *([self.greedy] if self.greedy else [])]
+        return [answer.failure for answer in answers if answer.failure is not None]
 
     @property
     def num_solved(self) -> int:
@@ -211,9 +212,14 @@ class ValidationResult:
         return dict(zip(columns, found, strict=True))
 
     @property
+    def failures(self) -> list[str]:
+        """Of each answer that the scorer failed on, why it has no score; it is in no figure."""
+        return [why for problem in self.problems for why in problem.failures]
+
+    @property
     def num_unscored(self) -> int:
-        """Answers that the scorer failed on; they are in no figure."""
-        return sum(problem.num_unscored for problem in self.problems)
+        """How many these are."""
+        return len(self.failures)
 
     @cached_property
     def intervals(self) -> Mapping[str, Interval]:

@@ -1,6 +1,6 @@
-"""`import millrace`: the page's blocks are executed as they stand, from a folder with an empty MLflow store."""
+"""`import millrace`: the notebook in docs is executed as it stands, from a folder with an empty MLflow store."""
 
-import re
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,22 +10,21 @@ import pytest
 import millrace
 from rlcore.errors import ConfigError, DataError
 from rlcore.run.layout import RunLayout
-from tests.flows.conftest import REPOSITORY
-
-BLOCKS = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL)
+from tests.notebook import NOTEBOOK, notebook
 
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint:UserWarning")  # of MLflow's, where warnings are errors
 @pytest.mark.slow
-def test_the_page_is_true(
+def test_the_notebook_is_true(
     tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "artifacts").mkdir()
     shutil.copy(empty_store, tmp_path / "artifacts" / "mlflow.db")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    for block in BLOCKS:
-        exec(block, names)
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
     run, metrics, answers = names["run"], names["metrics"], names["answers"]
     assert run.status().state == "finished"
     assert (run.config.seed, run.config.rollout.samples_per_prompt) == (2, 8)
@@ -35,6 +34,10 @@ def test_the_page_is_true(
     assert [info.step for info in run.checkpoints()] == [1, 2]
     assert names["same"].folder == run.folder
     assert names["result"].step == 1
+
+
+def test_the_notebook_is_the_page() -> None:
+    assert NOTEBOOK.read_text() == notebook(), "make generated"
 
 
 def test_mistakes_are_errors_of_millrace(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import REPOSITORY, WAIT_S
+from flows.server.secret import login_of
+from tests.flows.conftest import REPOSITORY, WAIT_S, ended, start
 from tests.flows.stack import Stack
+from tests.report.chromium import PROGRAM, open_tab
 
 PACKAGES = ("conf", "data", "flows", "rlcore")
 
@@ -43,12 +46,12 @@ def test_the_wheel_holds_every_file_of_the_packages(installed: Path) -> None:
     assert [name for name in tracked if name and not (installed / name).is_file()] == []
 
 
-def millrace(installed: Path, folder: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
-    """A command of the wheel in a folder of its own; its output."""
+def python(installed: Path, folder: Path, *words: str, codes: tuple[int, ...] = (0,), **environment: str) -> str:
+    """Python in a folder of its own, with the wheel; its output."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "flows.cli", *words],
+        [sys.executable, "-P", *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(installed)},
+        env={**os.environ, "PYTHONPATH": str(installed), **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -58,6 +61,28 @@ def millrace(installed: Path, folder: Path, *words: str, codes: tuple[int, ...] 
     assert done.returncode in codes, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout
+
+
+def millrace(installed: Path, folder: Path, *words: str, codes: tuple[int, ...] = (0,)) -> str:
+    """A command of the wheel in a folder of its own; its output."""
+    return python(installed, folder, "-m", "flows.cli", *words, codes=codes)
+
+
+def tab(installed: Path, folder: Path, *words: str) -> list[str]:
+    """What Tab gives at the last word, in bash."""
+    asked = {"COMP_WORDS": " ".join(("millrace", *words)), "COMP_CWORD": str(len(words))}
+    asked["_MILLRACE_COMPLETE"] = "complete_bash"
+    return python(installed, folder, "-c", "from flows.cli import app; app(prog_name='millrace')", **asked).splitlines()
+
+
+API = """
+import millrace
+settings = millrace.compose("trainer.total_steps=1", experiment="mine.yaml", root="artifacts")
+(run,) = millrace.runs("artifacts")
+same = millrace.open(run.id, root="artifacts")
+print(settings.config.name, same.status().state, same.metrics().index.tolist()[-1], same.checkpoints()[-1].step)
+print(len(same.answers("after")))
+"""
 
 
 @pytest.mark.lengthy
@@ -70,11 +95,21 @@ def test_every_command_about_runs_works_without_a_checkout(installed: Path, tmp_
     for kind, name in (("task", "sums"), ("experiment", "mine"), ("scorer", "own")):
         assert "is written" in do("new", kind, name)
     assert "chunks: 0 of" in do("run", "experiment=mine.yaml", "--dry-run")
+    assert "name: mine" in do("train", "experiment=mine.yaml", "--cfg", "job")
+    assert "mine.yaml" in do("train", "experiment=mine.yaml", "--info")
+    do("train", "experiment=mine.yaml", "-m", "seed=1,2", codes=(2,))
+    assert tab(installed, tmp_path, "train", "trainer.tot") == ["trainer.total_steps="]
+    assert tab(installed, tmp_path, "train", "algo=dap") == ["algo=dapo"]
     assert "filter: " in do("data", "make", "experiment=debug")
     do("train", "experiment=debug", "trainer.total_steps=1", "warm_start.enabled=false")
     (run,) = json.loads(do("runs", "--json"))
     assert (run["state"], run["step"]) == ("finished", 1)
+    assert tab(installed, tmp_path, "logs", "deb") == [run["run_id"]]
     assert "trainer-1.log" in do("logs", run["run_id"])
+    assert "trainer-1.log" in do("logs", "-f", run["run_id"]), "it ends with the run"
+    name, state, row, step, answers = python(installed, tmp_path, "-c", API).split()
+    assert (name, state, row, step) == ("mine", "finished", "1", "1")
+    assert int(answers) > 0
     assert "nobody works on it" in do("stop", run["run_id"])
     assert "1 shown of" in do("rollouts", run["run_id"], "--limit", "1")
     assert "answers by own:score" in do("rescore", run["run_id"], "--scorer", "own:score")
@@ -86,9 +121,30 @@ def test_every_command_about_runs_works_without_a_checkout(installed: Path, tmp_
         "num_resamples: 100\n"
     )
     assert "suite: 4 problems" in do("eval", run["run_id"], "--suite", "suite.yaml")
+    page_shows_answers(installed, tmp_path, run["run_id"])
     lines = {line["name"]: line for line in json.loads(do("doctor", "--json", codes=(0, 1)))}
     assert not {"data", "conf", "flows", "rlcore"} & lines.keys(), "Millrace's names are those of the wheel"
     assert {"Python", "torch", "disk", "Ray"} <= {name for name, line in lines.items() if line["level"] != "error"}
+
+
+def page_shows_answers(installed: Path, folder: Path, run_id: str) -> None:
+    """`millrace ui`: the page of answers in a browser, where there is one."""
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    process = start([sys.executable, "-P", "-m", "flows.cli", "ui"], environment, folder)
+    try:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")  # it may say first that its usual port is taken
+        url = next((line.split()[1] for line in lines if line.startswith("Answers: ")), None)
+        assert url is not None, ended(process)
+        if PROGRAM is not None:
+            with open_tab(folder / "profile") as page:
+                page.log_in(*login_of(folder / "artifacts").split(":", 1))
+                page.call("Page.navigate", url=url)
+                page.wait("document.querySelectorAll('.item').length > 0")
+                assert run_id in page.value("document.body.innerHTML")
+    finally:
+        process.send_signal(signal.SIGINT)
+        ended(process)
 
 
 @pytest.mark.lengthy
@@ -102,5 +158,12 @@ def test_the_stack_goes_up_without_a_checkout(installed: Path, tmp_path: Path) -
         run = stack.start("dataset/local")
         stack.wait(run, "COMPLETED")
         assert list(root.glob("datasets/*/manifest.json"))
+        millrace(installed, tmp_path, "new", "experiment", "mine")
+        said = millrace(installed, tmp_path, "deploy", "mine.yaml", "--root", str(root))
+        assert "deployment pipeline/mine" in said
+        run = stack.start("pipeline/mine", overrides=["trainer.total_steps=1", "warm_start.enabled=false"])
+        stack.wait(run, "COMPLETED")
+        (step,) = root.glob("runs/*/checkpoints/step-000001")
+        assert step.is_dir()
     finally:
         millrace(installed, tmp_path, "down", "--root", str(root))
