@@ -4,6 +4,7 @@ Legend: N answers, R tokens of all answers laid end to end, without their prompt
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -77,10 +78,10 @@ class _Tokens:
         self.lengths = np.array([len(rollout.response_ids) for rollout in rollouts], dtype=np.int64)
         self.ends = np.cumsum(self.lengths)
         self.starts = self.ends - self.lengths
-        parts = [rollout.behavior_logprobs for rollout in rollouts]
-        self.behavior = np.concatenate([np.zeros(0), *parts]).astype(np.float32)
+        self.ids = np.fromiter(chain.from_iterable(r.response_ids for r in rollouts), np.int32, self.lengths.sum())
+        self.behavior = _joined([rollout.behavior_logprobs for rollout in rollouts], np.float32)
         whole = [np.ones(n, dtype=bool) if r.is_sampled is None else r.is_sampled for r, n in self._each()]
-        self.is_sampled = np.concatenate([np.zeros(0, dtype=bool), *whole])
+        self.is_sampled = _joined(whole, np.bool_)
 
     def _each(self) -> "zip[tuple[Rollout, int]]":
         return zip(self.rollouts, self.lengths.tolist(), strict=True)
@@ -93,16 +94,17 @@ class _Tokens:
 
     def sums(self, values: np.ndarray) -> np.ndarray:
         """Values of all tokens -> their sum for each answer."""
-        total = np.concatenate([np.zeros(1), np.cumsum(values, dtype=np.float64)])
-        sums: np.ndarray = total[self.ends] - total[self.starts]
-        return sums
+        return self._reduced(np.add, values)
 
     def maxima(self, values: np.ndarray) -> np.ndarray:
         """Values >= 0 of all tokens -> their maximum for each answer, 0 for an empty one."""
+        return self._reduced(np.maximum, values)
+
+    def _reduced(self, function: np.ufunc, values: np.ndarray) -> np.ndarray:
         found = np.zeros(len(self.lengths), dtype=np.float64)
         full = self.lengths > 0
         if full.any():
-            found[full] = np.maximum.reduceat(values, self.starts[full])
+            found[full] = function.reduceat(values, self.starts[full], dtype=np.float64)
         return found
 
     def column(self, values: np.ndarray, present: np.ndarray | None = None) -> pa.Array:
@@ -114,6 +116,10 @@ class _Tokens:
         ends = np.cumsum(np.where(present, self.lengths, 0)).astype(np.int32)
         offsets = pa.array(np.concatenate([np.zeros(1, dtype=np.int32), ends]))
         return pa.ListArray.from_arrays(offsets, pa.array(kept), mask=pa.array(~present))
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+    return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype=dtype)
 
 
 def _table(
@@ -130,7 +136,6 @@ def _table(
     count = len(rollouts)
     prompts = list(dict.fromkeys(rollout.prompt for rollout in rollouts))
     prompt_texts = dict(zip(prompts, decode([prompt.token_ids for prompt in prompts]), strict=True))
-    ids = np.concatenate([np.zeros(0), *(np.asarray(rollout.response_ids) for rollout in rollouts)]).astype(np.int32)
     turned = np.array([rollout.is_sampled is not None for rollout in rollouts], dtype=bool)
     means = tokens.sums(np.where(tokens.is_sampled, tokens.behavior, 0)) / np.maximum(tokens.sums(tokens.is_sampled), 1)
     columns = {
@@ -151,7 +156,7 @@ def _table(
         "said": [score.said for score in scores],
         "parts": [list(score.parts.items()) for score in scores],
         "failure": [score.failure for score in scores],
-        "token_ids": tokens.column(ids),
+        "token_ids": tokens.column(tokens.ids),
         "is_sampled": tokens.column(tokens.is_sampled, present=turned),
         "behavior_logprobs": tokens.column(tokens.behavior),
         **columns,
