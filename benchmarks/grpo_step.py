@@ -99,6 +99,7 @@ def figures(arguments: argparse.Namespace, config: RunConfig, results: Sequence[
         "engine": arguments.engine,
         "ranks": arguments.ranks,
         "prompts": arguments.prompts,
+        "longest": arguments.longest,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU",
         "torch": torch.__version__,
         "overrides": arguments.overrides,

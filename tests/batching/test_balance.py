@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.rank_balance import waiting
 from rlcore.batching.balance import costs, num_micro_batches, partition, share_out
-from rlcore.batching.pack import pack, select
+from rlcore.batching.pack import pack
 from rlcore.config.model import PUBLISHED
 from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
-from rlcore.workers.passes import micro_batches
 
 LENGTHS = st.lists(st.integers(1, 1500), min_size=1, max_size=60)
 
@@ -132,17 +132,7 @@ def test_ranks_wait_for_each_other_less_than_a_hundredth_of_a_pass(
     """At each micro-batch all wait for the one with most to do; by tokens alone up to a tenth of the time."""
     batch = drawn_batch(np.random.default_rng(num_ranks), sequences, mean=mean, longest=longest)
 
-    def waits(shape: ModelShape | None) -> float:
-        shares = share_out(batch, range(sequences), num_ranks=num_ranks, max_tokens=32_768, shape=shape)
-        whole = costs(batch, SHAPE)
-        by_rank = []
-        for mine in shares.sequences:
-            parts = micro_batches(select(batch, mine), shares.num_micro, shape)
-            by_rank.append([sum(whole[mine[i]] for i in part) for part in parts])
-        slowest = np.max(by_rank, axis=0).sum()
-        return float(slowest / np.mean(np.sum(by_rank, axis=1)) - 1)
-
-    by_cost, by_tokens = waits(SHAPE), waits(None)
+    by_cost, by_tokens = (waiting(batch, num_ranks, shape) for shape in (SHAPE, None))
     assert by_cost <= 0.01
     assert by_cost <= by_tokens
 

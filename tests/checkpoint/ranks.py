@@ -1,6 +1,7 @@
 """What each gloo rank of the checkpoint tests runs.
 
 python -m tests.checkpoint.ranks RANK WORLD_SIZE OUT
+python -m tests.checkpoint.ranks RANK WORLD_SIZE OUT FROM TO     goes on from a checkpoint for a step, and saves
 """
 
 import os
@@ -18,8 +19,20 @@ from tests.checkpoint.small import build, save_shards, state_of, train, whole
 
 def main() -> None:
     rank, world_size, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    dist.init_process_group("gloo", init_method=f"file://{out / 'meeting'}", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{out / f'meeting-{world_size}'}", rank=rank, world_size=world_size
+    )
     mesh = init_device_mesh("cpu", (world_size,))
+    if len(sys.argv) > 4:
+        source, target = (out / name for name in sys.argv[4:])
+        model, optimizer = build(seed=8, mesh=mesh)
+        load_shards(source, model=model, optimizer=optimizer)
+        keep(target.with_suffix(f".read-{rank}"), state_of(model, optimizer), rank)
+        train(model, optimizer, 1)
+        save_shards(target, model=model, optimizer=optimizer)
+        keep(target.with_suffix(f".left-{rank}"), state_of(model, optimizer), rank)
+        dist.barrier()
+        return
 
     # What one process saved, read by all ranks, and saved again by them.
     model, optimizer = build(seed=3, mesh=mesh)

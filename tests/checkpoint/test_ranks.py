@@ -74,6 +74,28 @@ def test_moments_that_wait_on_the_host(left_by_ranks):
     assert_same(state_of(model, optimizer), load_file(left_by_ranks / "offloaded-0"))
 
 
+@pytest.mark.lengthy
+def test_eight_then_four_then_one_go_on_with_the_same_bits(tmp_path):
+    """Each reads what the others had, weights and moments; all the training is that of one, up to rounding."""
+    model, optimizer = build(seed=1)
+    train(model, optimizer, 2)
+    save_shards(tmp_path / "start", model=model, optimizer=optimizer)
+    left = state_of(model, optimizer)
+    for world_size, source, target in ((8, "start", "eight"), (4, "eight", "four")):
+        rest = [str(world_size), str(tmp_path), source, target]
+        run_side_by_side(*(["tests.checkpoint.ranks", str(rank), *rest] for rank in range(world_size)), timeout_s=400)
+        assert_same(load_file(tmp_path / f"{target}.read-0"), left)
+        left = load_file(tmp_path / f"{target}.left-0")
+    again, its_optimizer = build(seed=9)
+    load_shards(tmp_path / "four", model=again, optimizer=its_optimizer)
+    assert_same(state_of(again, its_optimizer), left)
+    train(again, its_optimizer, 1)
+    train(model, optimizer, 3)
+    expected = state_of(model, optimizer)
+    for name, value in state_of(again, its_optimizer).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_training_on_ranks_is_training_on_one(left_by_ranks):
     model, optimizer = build(seed=1)
     train(model, optimizer, 4)

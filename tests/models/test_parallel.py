@@ -1,4 +1,4 @@
-"""Two real gloo ranks give the loss, gradient, norm and weights of one process."""
+"""Real gloo ranks give the loss, gradient, norm and weights of one process."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tests.side_by_side import run_side_by_side
 pytestmark = pytest.mark.multiprocess
 
 ROOT = Path(__file__).parents[2]
-EVERYTHING = tuple(sequences for rank in SPLIT for sequences in rank)
+EVERYTHING = tuple(sequences for rank in SPLIT[2] for sequences in rank)
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +25,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def two_ranks(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two processes, run once for all tests here, left what they found."""
+@pytest.fixture(scope="module", params=[2, *(pytest.param(n, marks=pytest.mark.lengthy) for n in (4, 8))], ids=str)
+def ranks(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where so many processes, run once for all tests here, left what they found."""
     out = tmp_path_factory.mktemp("ranks")
     run_side_by_side(
-        *(["tests.models.ranks", str(rank), "2", str(models), str(out)] for rank in range(2)),
-        timeout_s=200,
+        *(
+            ["tests.models.ranks", str(rank), str(request.param), str(models), str(out)]
+            for rank in range(request.param)
+        ),
+        timeout_s=500,
     )
     return out
+
+
+def of_all(ranks: Path, name: str) -> list[dict[str, Tensor]]:
+    """What each rank has saved under a name."""
+    return [load_file(file) for file in sorted(ranks.glob(f"{name}-[0-9].safetensors"))]
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
@@ -46,31 +54,31 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], toleranc
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ROUNDED])
-def test_two_ranks_equal_one(case: str, models: Path, two_ranks: Path) -> None:
+def test_ranks_equal_one(case: str, models: Path, ranks: Path) -> None:
     expected = run_case(case, models, EVERYTHING, None)
     assert len(expected) > 40
-    assert_equal(load_file(two_ranks / f"{case}-0.safetensors"), expected, 1e-5)
+    assert_equal(load_file(ranks / f"{case}-0.safetensors"), expected, 1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_rank_sees_the_same_whole(case: str, two_ranks: Path) -> None:
-    first, second = (load_file(two_ranks / f"{case}-{rank}.safetensors") for rank in range(2))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+def test_every_rank_sees_the_same_whole(case: str, ranks: Path) -> None:
+    first, *others = of_all(ranks, case)
+    assert len(others) in (1, 3, 7)
+    for other in others:
+        assert first.keys() == other.keys()
+        assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_half_precision_compute_keeps_float32_master_weights_and_gradients(models: Path, two_ranks: Path) -> None:
-    found = load_file(two_ranks / "bfloat16-0.safetensors")
+def test_half_precision_compute_keeps_float32_master_weights_and_gradients(models: Path, ranks: Path) -> None:
+    found = load_file(ranks / "bfloat16-0.safetensors")
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     expected = run_case("tied", models, EVERYTHING, None)
     assert not torch.equal(found["loss.0"], expected["loss.0"])
     torch.testing.assert_close(found["loss.0"], expected["loss.0"], rtol=0.02, atol=0.5)
 
 
-def test_a_base_in_the_compute_type_gives_the_numbers_of_one_in_float32(two_ranks: Path) -> None:
-    found, expected = (
-        load_file(two_ranks / f"{case}-0.safetensors") for case in ("lora-bfloat16", "lora-float32-base")
-    )
+def test_a_base_in_the_compute_type_gives_the_numbers_of_one_in_float32(ranks: Path) -> None:
+    found, expected = (load_file(ranks / f"{case}-0.safetensors") for case in ("lora-bfloat16", "lora-float32-base"))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         if not name.startswith("weight."):
@@ -79,9 +87,8 @@ def test_a_base_in_the_compute_type_gives_the_numbers_of_one_in_float32(two_rank
     assert {found[name].dtype for name in found if name.startswith("weight.")} == {torch.bfloat16}
 
 
-def test_the_full_state_of_a_sharded_policy_is_the_model_it_was_loaded_from(models: Path, two_ranks: Path) -> None:
+def test_the_full_state_of_a_sharded_policy_is_the_model_it_was_loaded_from(models: Path, ranks: Path) -> None:
     expected = load_file(models / MODEL_OF["tied"] / "model.safetensors")
-    for rank in range(2):
-        state = load_file(two_ranks / f"state-{rank}.safetensors")
+    for state in of_all(ranks, "state"):
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in expected)

@@ -155,10 +155,11 @@ def test_without_memory_for_a_copy_training_waits_for_the_save(
 
 @pytest.mark.multiprocess
 @pytest.mark.needs_ray
-def test_one_rank_then_two_then_one(undisturbed: SmallRun, tmp_path: Path) -> None:
-    runtimes = ("runtime=local", "runtime=ray runtime.num_workers=2", "runtime=local")
-    for step, runtime in zip((2, 4, 6), runtimes, strict=True):
-        run = elsewhere(undisturbed, tmp_path, *steps(step), QUIET, *runtime.split())
+@pytest.mark.parametrize("ranks", [(1, 2, 1), pytest.param((8, 4, 1), marks=pytest.mark.lengthy)], ids=str)
+def test_a_run_goes_on_with_other_ranks(undisturbed: SmallRun, tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    for step, number in zip((2, 4, 6), ranks, strict=True):
+        runtime = "runtime=local" if number == 1 else "runtime=ray"
+        run = elsewhere(undisturbed, tmp_path, *steps(step), QUIET, runtime, f"runtime.num_workers={number}")
         with session_of(run) as session:
             assert "skipped" not in session.train(step)
     found, expected = steps_of(run), steps_of(undisturbed)

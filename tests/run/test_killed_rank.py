@@ -65,6 +65,27 @@ def test_seven_kills_and_the_numbers_are_the_same(undisturbed: SmallRun, tmp_pat
     assert weights_of(run) == weights_of(undisturbed)
 
 
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_one_of_many_ranks_killed_in_an_update_and_the_numbers_are_those_of_one(num_ranks: int, tmp_path: Path) -> None:
+    """A step has 4 prompts, so some of 8 ranks have none to answer."""
+    one = small(tmp_path, *KEPT, steps=4)
+    assert disturb(one, None)[0]["code"] == 0, said(one)
+    ranks = one.config.runtime.model_copy(update={"backend": "ray", "num_workers": num_ranks})
+    found = {}
+    for name, plan in {
+        "whole": [None],
+        "killed": [{"at": "update_actor", "nth": 3, "to": f"rank-{num_ranks - 1}", "signals": ["SIGKILL"]}, None],
+    }.items():
+        run = replace(one, config=one.config.model_copy(update={"runtime": ranks, "run_id": name}))
+        codes = [start["code"] for start in disturb(run, *plan)]
+        assert codes == [FAILED, 0][-len(plan) :], said(run)
+        found[name] = steps_of(run), weights_of(run)
+    assert found["whole"] == found["killed"]
+    for step, metrics in steps_of(one).items():
+        for name in metrics.keys() - {name for name in metrics if name.startswith(("global_seqlen/", "perf/"))}:
+            assert found["whole"][0][step][name] == pytest.approx(metrics[name], rel=1e-5, abs=1e-5), (step, name)
+
+
 @pytest.mark.parametrize("moment", ["gen", "environment"])
 def test_killed_between_the_turns_of_episodes_it_ends_the_same(moment: str, tmp_path: Path) -> None:
     """The ninth time of a moment lies after the first step, in episodes of up to six turns."""
