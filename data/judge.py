@@ -63,6 +63,7 @@ def judged(settings: JudgeConfig, response: str, truth: str) -> float:
         "messages": [{"role": "user", "content": text}],
         "temperature": 0,
         "max_tokens": settings.max_tokens,
+        **_form(settings),
     })  # fmt: skip
     key = hashlib.sha256(f"{settings.url}\n{settings.highest}\n{asked}".encode()).hexdigest()
     cached = _cache(settings.cache)
@@ -73,6 +74,25 @@ def judged(settings: JudgeConfig, response: str, truth: str) -> float:
     with cached:
         cached.execute("insert or ignore into verdicts values (?, ?)", (key, verdict))
     return verdict
+
+
+def _form(settings: JudgeConfig) -> Mapping[str, object]:
+    """What a request says of the form of its answer. An enumeration ends, where a number may get digits for ever."""
+    if settings.levels is None:
+        return {}
+    evenly = (settings.highest * level / (settings.levels - 1) for level in range(settings.levels))
+    scores = [min(settings.highest, float(f"{score:.6g}")) for score in evenly]
+    schema = {
+        "type": "object",
+        "properties": {
+            "score": {"type": "number", "enum": [int(score) if score.is_integer() else score for score in scores]}
+        },
+        "required": ["score"],
+        "additionalProperties": False,
+    }
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
+    }
 
 
 def read_verdict(text: str, highest: float) -> float:

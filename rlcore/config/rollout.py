@@ -81,6 +81,9 @@ class JudgeConfig(Section):
     `{"score": X}` or `<score>X</score>`, and have no second one."""
     highest: float = Field(default=1.0, gt=0)
     """Best score; the part `judge` is the score over it, 0 to 1. A score outside 0 to this is no verdict."""
+    levels: int | None = Field(default=None, ge=2)
+    """Structured output: by a JSON schema (`response_format`) it can write `{"score": X}` alone, without reasons,
+    X one of so many numbers, evenly from 0 to `highest`; so a small model gives a verdict too. None: free text."""
     rules: str = ""
     """`module:function` of a scorer beside the judge: its parts, and its total added to the judge's; '' for none."""
     tries: int = Field(default=3, ge=1)

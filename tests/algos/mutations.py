@@ -3,8 +3,9 @@
     python -m tests.algos.mutations            every mutation (some minutes); writes tests/algos/mutations.md
     python -m tests.algos.mutations dual       those whose file or description contains the word
 
-Each one is made in a copy of the sources, never in the checkout. A mutation that no test notices ends the script with
-exit code 1. `test_mutations.py` keeps this list and the written table in step with the sources.
+Each one is made in a copy of the sources, never in the checkout, and the test that the table names is run before all
+others. A mutation that no test notices ends the script with exit code 1. `test_mutations.py` keeps this list and the
+written table in step with the sources.
 """
 
 import os
@@ -43,10 +44,10 @@ def listed() -> list[Mutation]:
     return [Mutation(**entry) for entry in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["mutation"]]
 
 
-def first_failure(copy: Path, first: str) -> str | None:
-    """Run tests/algos of a copy of the sources, the file `first` before the others, up to the first test that fails."""
+def first_failure(copy: Path, *tests: str) -> str | None:
+    """Run tests of a copy of the sources, in this order, up to the first one that fails."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"]
-    command += [f"tests/algos/{first}", "tests/algos"]
+    command += [f"tests/algos/{test}" for test in tests]
     command += ["--ignore=tests/algos/test_mutations.py"]  # it compares the list of mutations with the sources
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
@@ -56,8 +57,8 @@ def first_failure(copy: Path, first: str) -> str | None:
     return failed and failed[1]
 
 
-def test_that_turns_red(mutation: Mutation, copy: Path) -> str | None:
-    """The first test that fails with this mutation in the copy."""
+def test_that_turns_red(mutation: Mutation, copy: Path, known: str | None) -> str | None:
+    """A test that fails with this mutation in the copy: the one known to, else the first of all."""
     target = copy / ALGOS / mutation.file
     source = (ROOT / ALGOS / mutation.file).read_text()
     if source.count(mutation.old) != 1:
@@ -65,7 +66,9 @@ def test_that_turns_red(mutation: Mutation, copy: Path) -> str | None:
     target.write_text(source.replace(mutation.old, mutation.new))
     own = f"test_{mutation.file}"
     try:
-        return first_failure(copy, own if (ROOT / "tests/algos" / own).exists() else ANY)
+        if known and (red := first_failure(copy, known)):
+            return red
+        return first_failure(copy, own if (ROOT / "tests/algos" / own).exists() else ANY, "")
     finally:
         target.write_text(source)
 
@@ -75,6 +78,13 @@ def read_table() -> dict[str, str]:
     lines = TABLE.read_text().splitlines() if TABLE.exists() else []
     rows = [line.rsplit("|", 2)[:2] for line in lines if line.startswith("|")]
     return {name: red.strip() for name, red in rows}
+
+
+def is_there(test: str) -> bool:
+    """Whether there is a test `file.py::name`."""
+    file, _, name = test.partition("::")
+    path = ROOT / "tests/algos" / file
+    return path.is_file() and f"def {name}(" in path.read_text()
 
 
 def write_table(found: dict[str, str]) -> None:
@@ -94,7 +104,9 @@ def write_table(found: dict[str, str]) -> None:
 
 def main(word: str) -> int:
     """Try the mutations whose description contains the word; 1 if one went unnoticed."""
-    found = read_table() if word else {}
+    known = read_table()
+    found = dict(known) if word else {}
+    known = {name: test for name, test in known.items() if is_there(test)}
     unnoticed = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
@@ -103,11 +115,11 @@ def main(word: str) -> int:
         (copy / "docs").mkdir()
         for part in ("pyproject.toml", "tests/__init__.py", "tests/conftest.py", "docs/algorithms.md"):
             shutil.copy(ROOT / part, copy / part)
-        if broken := first_failure(copy, ANY):
+        if broken := first_failure(copy, ANY, ""):
             raise SystemExit(f"{broken} fails without any mutation")
         for mutation in listed():
             if word in mutation.row():
-                red = test_that_turns_red(mutation, copy)
+                red = test_that_turns_red(mutation, copy, known.get(mutation.row()))
                 unnoticed += red is None
                 found[mutation.row()] = red or NONE
                 print(f"{mutation.row()}| {red or NONE} |", flush=True)

@@ -47,10 +47,10 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(json.dumps(seen).encode())
 
     def do_POST(self) -> None:
-        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path != "/v1/chat/completions":
             seen["elsewhere"] += 1
-        found = re.search(r"case=(\w+)", json.loads(asked)["messages"][0]["content"])
+        found = re.search(r"case=(\w+)", asked["messages"][0]["content"])
         case = found[1] if found else "good"
         seen[case] += 1
         said = self.headers.get("Authorization", "").encode()
@@ -80,24 +80,27 @@ class Handler(BaseHTTPRequestHandler):
             case "no_choices":
                 self.reply(b'{"choices": []}')
             case "content_type":
-                self.reply(told("good"), kind="text/html")
+                self.reply(told(TEXTS["good"]), kind="text/html")
             case "no_text":
                 self.reply(b'{"choices": [{"message": {"content": null}}]}')
             case "bomb":
                 self.reply(gzip.compress(b" " * 50_000_000), Content_Encoding="gzip")
             case "cut_off":
-                self.reply(told("good"), Content_Length="100000")
+                self.reply(told(TEXTS["good"]), Content_Length="100000")
                 self.close_connection = True
             case "a_list":
                 self.reply(b"[" * 200_000)
             case "flaky":
-                self.reply(told("good"), 503 if seen[case] < 3 else 200)
+                self.reply(told(TEXTS["good"]), 503 if seen[case] < 3 else 200)
+            case "form":  # the second of the scores that the request allows
+                form = asked["response_format"]["json_schema"]["schema"]
+                self.reply(told(json.dumps({"score": form["properties"]["score"]["enum"][1]})))
             case _:
-                self.reply(told(case))
+                self.reply(told(TEXTS[case]))
 
 
-def told(case: str) -> bytes:
-    return json.dumps({"choices": [{"message": {"content": TEXTS[case]}}]}).encode()
+def told(text: str) -> bytes:
+    return json.dumps({"choices": [{"message": {"content": text}}]}).encode()
 
 
 if __name__ == "__main__":

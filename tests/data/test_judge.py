@@ -63,6 +63,26 @@ def test_no_broken_judge_gives_a_score_and_each_is_counted(
     assert "status 401" in str(found["wrong_key"].failure)
 
 
+@pytest.mark.parametrize(
+    ("levels", "highest", "second"), [(2, 1, 1.0), (5, 4, 0.25), (11, 0.6666667, 0.1), (3, 7, 0.5)]
+)
+def test_structured_output_allows_levels_from_zero_to_the_highest(
+    url: str, monkeypatch: pytest.MonkeyPatch, levels: int, highest: float, second: float
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    with ScoringPool(JUDGE, settings(url, num_processes=1, tries=1, levels=levels, highest=highest)) as pool:
+        (score,) = pool.score(["case=form"], ["{}"])
+    assert score.failure is None
+    assert score.total == pytest.approx(second, rel=1e-5)
+
+
+def test_free_text_is_asked_for_without_a_form(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    with ScoringPool(JUDGE, settings(url, num_processes=1, tries=1)) as pool:
+        (score,) = pool.score(["case=form"], ["{}"])
+    assert score.failure, "the endpoint breaks off where the request has no form"
+
+
 def test_the_same_is_asked_once_and_a_file_keeps_it_for_other_processes(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,5 @@
-"""A real vLLM server as judge: its texts are read, one that is no verdict gives no score, a wrong key is refused."""
+"""A real vLLM server as judge: with structured output a small model gives verdicts, which are trained on; a text
+that is no verdict gives no score and is masked; a wrong key is refused."""
 
 import os
 import socket
@@ -13,7 +14,9 @@ import pytest
 
 from rlcore.config.rollout import JudgeConfig, RewardConfig
 from rlcore.rollout.scoring import ScoringPool
+from rlcore.runtime.local import LocalGroup
 from tests.rollout.real_vllm import real_vllm
+from tests.small_run import prepare, train
 
 pytestmark = [*real_vllm(timeout_s=600), pytest.mark.lengthy]
 
@@ -49,11 +52,10 @@ def _is_up(port: int) -> bool:
         return False
 
 
-def settings(url: str) -> RewardConfig:
-    judge = JudgeConfig(
-        url=url, model="judge", key_variable="JUDGE_KEY", prompt="{response}", max_tokens=24, deadline_s=60
-    )
-    return RewardConfig(num_processes=2, deadline_s=65, judge=judge)
+def settings(url: str, **judge: object) -> RewardConfig:
+    given = {"url": url, "model": "judge", "key_variable": "JUDGE_KEY", "prompt": "{response}", "max_tokens": 24}
+    asked = JudgeConfig.model_validate({**given, "deadline_s": 60, **judge})
+    return RewardConfig(num_processes=2, deadline_s=65, judge=asked)
 
 
 def test_what_a_real_model_writes_without_a_score_is_no_verdict(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +63,45 @@ def test_what_a_real_model_writes_without_a_score_is_no_verdict(url: str, monkey
     with ScoringPool(JUDGE, settings(url)) as pool:
         (prose,) = pool.score([ASKED], ["{}"])
     assert "must end with its one score; it has 0 in" in str(prose.failure)
+
+
+def test_with_structured_output_each_answer_of_a_small_model_is_a_verdict(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    reward = settings(url, prompt=JudgeConfig().prompt, highest=4, levels=5, max_tokens=48)
+    with ScoringPool(JUDGE, reward) as pool:
+        scores = pool.score(["<answer>3 + 4</answer>", "banana"], ['{"numbers": [3, 4], "target": 7}'] * 2)
+    assert [score.failure for score in scores] == [None, None]
+    assert {score.total for score in scores} <= {0, 0.25, 0.5, 0.75, 1}
+    assert [dict(score.parts) for score in scores] == [{"judge": score.total} for score in scores]
+
+
+def test_verdicts_are_trained_on_and_where_there_is_none_the_step_has_no_update(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One prompt with two answers."""
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    asked = (
+        f"data.scorer={JUDGE}", "reward.num_processes=2", "reward.deadline_s=65", f"reward.judge.url={url}",
+        "reward.judge.model=judge", "reward.judge.key_variable=JUDGE_KEY", "reward.judge.deadline_s=60",
+        "reward.judge.max_tokens=48", "reward.judge.highest=4", "trainer.batch_size=1", "trainer.mini_batch_size=1",
+        "rollout.samples_per_prompt=2", "warm_start.enabled=false",
+    )  # fmt: skip
+    for form in ((), ("reward.judge.levels=5",)):
+        run = prepare(tmp_path, *asked, *form)
+        group = LocalGroup(run.config, str(run.model_directory))
+        try:
+            (step,) = train(run, group, 1)
+        finally:
+            group.close()
+        if form:
+            assert "reward/unscored_share" not in step
+            assert 0 <= step["reward/judge/mean"] <= 1
+            assert "actor/grad_norm" in step
+        else:
+            assert (step["reward/unscored_share"], step["alarm/update_skipped"]) == (1.0, 1.0)
+            assert "actor/grad_norm" not in step
 
 
 def test_a_wrong_key_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
