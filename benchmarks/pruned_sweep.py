@@ -6,8 +6,9 @@ The run of `experiment=debug` on countdown's prompts, with a scorer from which i
 digits in an answer, `tests/share_of_digits.py`): six learning rates by two aggregations by two numbers of answers, for
 each of three seeds, once without pruning and once with `pruning: {every_steps: N}` (paired intervals). Without Prefect,
 one run after the other, as in a sweep of one process; the data are there before. Counts training steps, and processor
-seconds of the trainer processes, so other work on the machine does not matter. Exit code 0 if every seed has the same
-winner and at most 0.6 of the processor seconds.
+seconds of the trainer processes, so other work on the machine does not matter. Where the winners differ, their last
+answers are held against each other, problem by problem. Exit code 0 if every seed has the same winner and at most 0.6
+of the processor seconds.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from flows.sweep.record import best_of, sweep_directory
 from flows.work.open_run import open_run
 from flows.work.trainer import kept_between_runs
 from rlcore.config.sweep_load import load_sweep
+from rlcore.evaluation.stats import paired_difference
 from tests.share_of_digits import LEARNING
 
 GRID = {
@@ -35,6 +37,7 @@ GRID = {
     "algo.aggregation": ["token-mean", "seq-mean-token-mean"],
     "rollout.samples_per_prompt": [2, 4],
 }
+NUM_SAMPLES = 2
 MOST_SHARE = 0.6
 
 
@@ -63,7 +66,8 @@ def trainers_processor_seconds() -> float:
 def run_sweep(root: Path, name: str, seed: int, steps: int, every: int, grid: dict[str, Any], **more: Any) -> Drive:
     """One sweep to its end."""
     overrides = [f"name={name}", f"trainer.total_steps={steps}", f"trainer.steps_per_chunk={every}",
-                 f"validation.every_steps={every}", "data.validation_size=256", "trainer.batch_size=16",
+                 f"validation.every_steps={every}", "data.validation_size=256", "trainer.batch_size=64",
+                 "trainer.mini_batch_size=64", f"validation.samples_per_problem={NUM_SAMPLES}",
                  "tracking.enabled=false", *LEARNING, f"paths.root={root}"]  # fmt: skip
     spec = {"name": name, "experiment": "debug", "seeds": [seed], "grid": grid, "overrides": overrides, **more}
     file = root / f"{name}.yaml"
@@ -83,6 +87,8 @@ def measured(root: Path, kind: str, seed: int, steps: int, every: int) -> dict[s
     seconds = trainers_processor_seconds() - before
     best = best_of(drive.points.values(), "maximize")
     assert best is not None
+    assert best.score is not None
+    answers = best.problem_scores(f"reward/mean@{NUM_SAMPLES}", steps)
     print(f"{kind}, seed {seed}: {seconds:.0f} s, {best.label}: {best.score:.4f}", flush=True)
     points = [drive.points[number] for number in sorted(drive.points)]
     return {
@@ -90,6 +96,7 @@ def measured(root: Path, kind: str, seed: int, steps: int, every: int) -> dict[s
         "steps": drive.spending.num_steps,
         "winner": dict(best.settings),
         "score": best.score,
+        "answers": [answers[problem] for problem in sorted(answers)],
         "steps_by_point": [point.members[0].step for point in points],
         "scores_by_point": [point.score for point in points],
     }
@@ -101,8 +108,8 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--every", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--every", type=int, default=4)
     given = parser.parse_args()
     root = given.root.resolve()
     root.mkdir(parents=True, exist_ok=True)
@@ -114,16 +121,20 @@ def main() -> None:
             whole, pruned = (measured(root, kind, seed, given.steps, given.every) for kind in ("whole", "pruned"))
             share = round(pruned["processor_seconds"] / whole["processor_seconds"], 3)
             same = pruned["winner"] == whole["winner"]
-            found.append({"seed": seed, "share": share, "same_winner": same, "whole": whole, "pruned": pruned})
+            gain = paired_difference(pruned.pop("answers"), whole.pop("answers")).difference
+            lead = {"value": gain.value, "low": gain.low, "high": gain.high}
+            found.append({"seed": seed, "share": share, "same_winner": same, "lead_of_the_winner_without": lead,
+                          "whole": whole, "pruned": pruned})  # fmt: skip
             passed = all(one["same_winner"] and one["share"] <= MOST_SHARE for one in found)
             document = {"steps": given.steps, "every": given.every, "grid": GRID, "passed": passed, "seeds": found}
             given.out.write_text(json.dumps(document, indent=1) + "\n")
-    print("| seed | steps | with pruning | processor seconds | with pruning | share | same winner |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| seed | steps | with pruning | processor seconds | with pruning | share | same winner | behind by |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for one in found:
-        whole, pruned = one["whole"], one["pruned"]
+        whole, pruned, lead = one["whole"], one["pruned"], one["lead_of_the_winner_without"]
         print(f"| {one['seed']} | {whole['steps']} | {pruned['steps']} | {whole['processor_seconds']:.0f} | "
-              f"{pruned['processor_seconds']:.0f} | {one['share']:.2f} | {one['same_winner']} |")  # fmt: skip
+              f"{pruned['processor_seconds']:.0f} | {one['share']:.2f} | {one['same_winner']} | "
+              f"{lead['value']:.4f} [{lead['low']:.4f}, {lead['high']:.4f}] |")  # fmt: skip
     sys.exit(0 if passed else 1)
 
 

@@ -5,6 +5,7 @@ on one sweep, and a call that goes on finds what an earlier one has decided.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,10 +47,12 @@ class Candidate:
 
 
 class PairedPruner(BasePruner):
-    """Drops a trial that the best one of the same step beats on the same held-out problems.
+    """Drops a trial that the best one of the same step beats on the same held-out problems, unless few are left.
 
-    It does where the interval of the paired difference (`paired_difference`) excludes 0. Trials that share no problem
-    are not compared.
+    It is beaten where the interval of the paired difference (`paired_difference`) excludes 0. Of n trials that have
+    begun, the best n / (k + 1) of the k-th comparison go on, beaten or not: a lead early in training, however sure, is
+    none at the end. These are never fewer than successive halving (Karnin, Koren and Somekh, ICML 2013) has at that
+    step if its first rung is the first comparison. Trials that share no problem are not compared.
     """
 
     def __init__(self, scores: ProblemScores, confidence: float) -> None:
@@ -62,9 +65,13 @@ class PairedPruner(BasePruner):
         if step is None:
             return False
         sign = 1.0 if study.direction == optuna.study.StudyDirection.MAXIMIZE else -1.0
-        there = [one for one in study.get_trials(deepcopy=False) if step in one.intermediate_values]
-        best = max(there, key=lambda one: (sign * one.intermediate_values[step], -one.number))
-        ours, theirs = (self._scores(_number(one), _settings(one), step) for one in (trial, best))
+        begun = [one for one in study.get_trials(deepcopy=False) if one.intermediate_values]
+        there = [one for one in begun if step in one.intermediate_values]
+        there.sort(key=lambda one: (-sign * one.intermediate_values[step], one.number))
+        num_safe = math.ceil(len(begun) / (1 + len(trial.intermediate_values)))
+        if trial.number in {one.number for one in there[:num_safe]}:
+            return False
+        ours, theirs = (self._scores(_number(one), _settings(one), step) for one in (trial, there[0]))
         shared = sorted(ours.keys() & theirs.keys())
         if not shared:
             return False

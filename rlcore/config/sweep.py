@@ -72,7 +72,7 @@ class Pruning(Section):
     """Steps between two comparisons: a multiple of trainer.steps_per_chunk and of validation.every_steps."""
     pruner: Literal["paired", "median", "percentile", "successive_halving", "hyperband", "threshold"] = "paired"
     """paired: drops a point that the best one beats on the same held-out problems, by the interval of the paired
-    difference; the others are Optuna's pruners of those names."""
+    difference, and leaves n / (k + 1) of n points after the k-th comparison; the others are Optuna's of those names."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
     """Level of the paired interval, 0 to 1. A lower one drops more points, and sooner."""
     options: dict[str, JsonValue] = Field(default_factory=dict)

@@ -18,7 +18,9 @@ import psutil
 
 from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, login_of
 from flows.stack.control import Wishes, down, up
-from flows.stack.state import read_stack
+from flows.stack.recipes import prefect_recipe
+from flows.stack.services import start, wait_until_ready
+from flows.stack.state import Databases, StackState, read_stack, write_stack
 from rlcore.storage.locks import read_holder
 from tests.flows.conftest import REPOSITORY, WAIT_S, Api, basic, journal, wait_until
 from tests.report.chromium import Tab
@@ -184,6 +186,18 @@ def stack_up(root: Path, wishes: Wishes | None = None) -> Iterator[Stack]:
     """A stack that is up inside the block."""
     try:
         up(root, wishes=wishes)
+        yield Stack(root)
+    finally:
+        down(root)
+
+
+@contextmanager
+def prefect_up(root: Path) -> Iterator[Stack]:
+    """A stack's Prefect server alone, without deployments; up inside the block."""
+    service = start(root, prefect_recipe(root, Databases.chosen(root), None, StackState()))
+    try:
+        write_stack(root, StackState(prefect_api_url=f"{service.url}/api", services=(service,)))
+        wait_until_ready(service)
         yield Stack(root)
     finally:
         down(root)

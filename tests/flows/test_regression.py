@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from flows.commands import regression
-from flows.stack.control import Wishes, up
 from rlcore.config import TrackingConfig
 from rlcore.errors import DataError
 from rlcore.report.nights import read_nights
 from rlcore.tracking.mlflow_store import MlflowStore
 from tests.flows.conftest import wait_until
 from tests.flows.serving import serving
-from tests.flows.stack import Stack, stack_up
+from tests.flows.stack import Stack, prefect_up
 from tests.share_of_digits import LEARNING
 
 UNTRACKED = "tracking.enabled=false"
@@ -111,14 +110,17 @@ with get_client(sync_client=True) as client:
         print(error)
     notify(client, None, "slack-webhook/team")
 resource = {{"prefect.resource.id": "millrace.regression.x", "prefect.resource.name": "x"}}
-emit_event("millrace.regression.slower", resource=resource, payload={{"text": "a step takes longer"}})
+for word in ("same", "slower"):
+    emit_event(f"millrace.regression.{{word}}", resource=resource, payload={{"text": "a step takes longer"}})
 """
-NIGHTS = """
+NIGHT = """
 import json, sys
+from prefect.client.orchestration import get_client
 from flows.maintain import regression
-root, *nights = sys.argv[1:]
-for overrides in nights:
-    regression("debug", json.loads(overrides), root=root)
+from flows.stack.deploy import notify
+with get_client(sync_client=True) as client:
+    notify(client, None, "custom-webhook/failing")
+regression("debug", json.loads(sys.argv[2]), root=sys.argv[1])
 """
 
 
@@ -147,18 +149,16 @@ def test_a_worse_night_is_told_by_the_block_that_a_setting_names_and_a_failing_b
 
     root = tmp_path / "root"
     shutil.copytree(first_night, root)
-    with serving(Handler) as server, stack_up(root, Wishes(workers=0)) as stack:
+    with serving(Handler) as server, prefect_up(root) as stack:
         said = in_prefect(stack, BLOCKS, server.rpartition(":")[2])
         assert "got slack-webhook/taem, and there is custom-webhook/failing, slack-webhook/team" in said
         wait_until(lambda: len(told) == 1, "the block tells of an event")
         assert (told[0]["title"], told[0]["message"]) == ("x: millrace.regression.slower", "a step takes longer")
-        up(root, Wishes(workers=0, notify_block="custom-webhook/failing"))
         answers.append(500)
-        as_before, worse = (json.dumps([*words, UNTRACKED]) for words in (LEARNING, HALVED))
-        in_prefect(stack, NIGHTS, str(root), as_before, worse)
+        in_prefect(stack, NIGHT, str(root), json.dumps([*HALVED, UNTRACKED]))
         wait_until(lambda: len(told) > 1, "the block is asked to tell of the night")
-        assert told[1]["title"] == "debug: millrace.regression.worse"
-        assert told[1]["message"].startswith("debug, night 3: worse; held-out reward"), "night 2 was as before"
+        assert told[1]["title"] == "debug: millrace.regression.worse", "nobody is told of one that is as before"
+        assert told[1]["message"].startswith("debug, night 2: worse; held-out reward")
         run = stack.newest("regression")
         assert (run["state_type"], run["state_name"]) == ("COMPLETED", "Worse")
         wait_until(lambda: "HTTPStatusError 500" in stack.log("prefect"), "the server says that the block has failed")

@@ -13,6 +13,8 @@ from rlcore.errors import ConfigError
 from rlcore.evaluation.stats import paired_difference
 
 HEAD = "name: a\nexperiment: debug\noverrides: [validation.every_steps=1, trainer.total_steps=8]\n"
+GRID_OF_SIX = "grid: {optim.lr: [1e-4, 2e-4, 3e-4, 4e-4, 5e-4, 6e-4]}\n"
+GRID_OF_24 = f"grid: {{warm_start.max_steps: {[*range(1, 25)]}}}\n"
 GRID = "grid: {optim.lr: [1e-4, 2e-4, 3e-4, 4e-4]}\n"
 TPE = "optuna: {num_points: 6, startup_points: 3, space: {optim.lr: {low: 1e-5, high: 1e-2, log: true}}}\n"
 Table = Mapping[int, Mapping[int, float]]
@@ -49,34 +51,53 @@ TABLE: Table = {1: answers(1, 0.0), 2: answers(2, 1.0), 3: answers(3, 0.95), 4: 
 
 @pytest.mark.parametrize("direction", ["maximize", "minimize"])
 @pytest.mark.parametrize("confidence", [0.5, 0.95, 0.9999])
-def test_the_paired_pruner_drops_whom_the_best_beats_beyond_doubt(open_study, direction, confidence):
+def test_the_paired_pruner_drops_of_the_worse_half_whom_the_best_beats_beyond_doubt(open_study, direction, confidence):
     text = f"objective: {{direction: {direction}}}\npruning: {{every_steps: 1, confidence: {confidence}}}\n"
-    study = open_study(GRID + text, TABLE)
+    table = {**TABLE, 5: answers(5, 0.97), 6: answers(6, -0.97)}
+    study = open_study(GRID_OF_SIX + text, table)
     study.add_points()
-    scores, sign = means(TABLE), 1 if direction == "maximize" else -1
-    best = max(scores, key=lambda number: sign * scores[number])
+    scores, sign = means(table), 1 if direction == "maximize" else -1
+    order = sorted(scores, key=lambda number: -sign * scores[number])
 
     def is_beaten(number: int) -> bool:
         """The twin: mean of the differences, by hand, and the interval of the same bootstrap."""
-        lead = [sign * (TABLE[best][problem] - TABLE[number][problem]) for problem in TABLE[best]]
+        lead = [sign * (table[order[0]][problem] - table[number][problem]) for problem in table[order[0]]]
         found = paired_difference([0.0] * len(lead), lead, confidence=confidence)
         return found.difference.low > 0
 
-    expected = {number for number in TABLE if is_beaten(number)}
-    assert best not in expected
+    expected = {number for number in order[3:] if is_beaten(number)}
     assert study.drop(scores, 1) == expected
     assert study.drop(scores, 1) == expected, "a call that was broken off here decides the same"
     # Far from the best: dropped at any level. The unpaired intervals, as wide as problems differ, tell nobody apart.
-    assert expected >= ({1, 4} if direction == "maximize" else {1, 2, 3})
-    assert (3 in expected) == (direction == "minimize" or confidence == 0.5)
+    assert expected == ({1, 4, 6} if direction == "maximize" else {2, 3, 5})
+
+
+def test_the_paired_pruner_leaves_no_fewer_than_successive_halving(open_study):
+    table = {number: answers(0, 3.0 * number) for number in range(1, 25)}  # each beats those below it beyond doubt
+    study = open_study(GRID_OF_24 + "pruning: {every_steps: 1}\n", table)
+    study.add_points()
+    scores, left = means(table), []
+    for step in range(1, 7):
+        dropped = study.drop(scores, step)
+        scores = {number: score for number, score in scores.items() if number not in dropped}
+        left.append(len(scores))
+    assert left == [12, 8, 6, 5, 4, 4]
+    assert scores.keys() == {21, 22, 23, 24}
+
+
+def test_of_equal_points_none_is_dropped(open_study):
+    table = {number: answers(number, 0.0) for number in range(1, 5)}
+    study = open_study(GRID + "pruning: {every_steps: 1}\n", table)
+    study.add_points()
+    assert not study.drop(means(table), 1)
 
 
 def test_only_problems_of_both_are_compared(open_study):
     table = {1: {1: 1.0, 2: 1.0, 9: 0.0}, 2: {3: 0.0, 4: 0.0}, 3: {1: 0.0, 2: 0.0}, 4: {9: 0.0, 1: 1.0}}
     study = open_study(GRID + "pruning: {every_steps: 1}\n", table)
     study.add_points()
-    # Point 2 shares no problem with the best, 4 is as good as it on those that both have.
-    assert study.drop({1: 0.9, 2: 0.0, 3: 0.0, 4: 0.1}, 1) == {3}
+    # Point 2 shares no problem with the best.
+    assert study.drop({1: 0.9, 2: 0.1, 3: 0.0, 4: 0.8}, 1) == {3}
 
 
 def test_a_pruner_of_optunas_takes_its_options(open_study):
