@@ -30,7 +30,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import YAMLError, safe_load
 
 from rlcore.config.algo import CriticConfig
 from rlcore.config.base import FILE_ENDINGS, leaves
@@ -277,14 +277,17 @@ def _choose(request: _Request, group: str, value: Any, findings: Findings) -> No
 
 
 def _why_unreadable(file: Path) -> str:
-    """Why this process cannot read a file; '' if it can."""
+    """Why this process cannot read settings in a file; '' if it can, and where the composition says it better."""
     try:
+        if file.is_dir():
+            return "must be a file, not a folder"
         if not file.is_file():
             return "there is no such file"
-        with file.open("rb"):
-            return ""
+        return "" if isinstance(safe_load(file.read_bytes()), dict) else "its file must hold keys and values"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
+    except (YAMLError, UnicodeError):
+        return ""
 
 
 def _state_of_files(experiment: str | None) -> tuple[Hashable, ...]:

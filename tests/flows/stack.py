@@ -110,6 +110,16 @@ class Stack:
         answer = self.ask(f"flow_runs/{run_id}/set_state", {"state": state})
         assert answer["status"] == "ACCEPT", answer
 
+    def retry_cancelled(self, run_id: str) -> None:
+        """Ask for another try once Prefect's worker has done with the cancelled process: it takes that one's slot back,
+        and on a busy machine does so after a new process has it."""
+        logs = {"flow_run_id": {"any_": [run_id]}}
+        is_over = "Cancelled flow run"
+        wait_until(
+            lambda: any(one["message"].startswith(is_over) for one in self.api.filter("logs", logs=logs)), is_over
+        )
+        self.set_state(run_id, RETRY)
+
     def wait(self, run_id: str, *states: str) -> dict[str, Any]:
         """Until it is in one of these states; any other end is a failure."""
         wait_until(lambda: self.run(run_id)["state_type"] in (*states, *ENDS), f"{run_id} is {states}")

@@ -22,7 +22,7 @@ from rlcore.config import TrackingConfig
 from rlcore.tracking.mlflow_store import MlflowStore
 from tests.flows.conftest import HELD, Millrace, ended, numbers, start, wait_until
 from tests.flows.serving import serving
-from tests.flows.stack import ENDS, RETRY, Stack, stack_up
+from tests.flows.stack import ENDS, Stack, stack_up
 from tests.flows.sweep_series import in_the_way
 from tests.flows.sweep_specs import SPECS, UNTRACKED
 from tests.share_of_digits import LEARNING
@@ -288,7 +288,7 @@ def test_an_optuna_search_on_workers_is_stopped_twice_and_goes_on(stack: Stack) 
     begun = len(children_of(stack, run))
 
     # Tried again in the page, it goes on with its study.
-    stack.set_state(run, RETRY)
+    stack.retry_cancelled(run)
     for number in range(begun, begun + 7):  # a deadline for each: seven processes, one after the other
 
         def has_ended(number: int = number) -> bool:
@@ -333,7 +333,7 @@ def test_a_sweep_in_one_process_is_cancelled_and_tried_again(stack: Stack) -> No
     saved = sorted(path.name for path in stack.root.glob("runs/stopped-*/checkpoints/step-*"))
     assert saved == ["step-000001", "step-000001", "step-000002"]
 
-    stack.set_state(run, RETRY)
+    stack.retry_cancelled(run)
     assert stack.wait(run, "COMPLETED")["run_count"] == 2
     assert [point["state"] for point in record_of(stack, "stopped")["points"]] == ["finished", "finished"]
 

@@ -32,12 +32,20 @@ FILES = {
     "short.yaml": "name: s\nexperiment: debug\ngrid:\n  lr: [1e-3]\n",
     "mine.yaml": "defaults: [debug, _self_]\nname: mine\nlr: 1e-4\n",
     "tab.yaml": "defaults: [debug, _self_]\n\tname: mine\n",
+    "list.yaml": "- debug\n",
+    "nothing.yaml": "# later\n",
+    "folder.yaml/file": "",
+    "twice.yaml": "defaults: [debug, _self_]\nseed: 1\nseed: 2\n",
+    "latin.yaml": "name: \xe9",
     "nobase.yaml": "defaults: [nope, _self_]\n",
     "rows/train.jsonl": '{"q": "What is 2 + 2?", "a": "4"}\n',
     "rows/test.jsonl": '{"q": "What is 1 + 2?", "a": "3"}\n',
     "half/train.jsonl": '{"q": "What is 2 + 2?", "a": "4"}\n',
     "torn/train.jsonl": '{"q": "What is\n',
     "torn/test.jsonl": '{"q": "What is\n',
+    "csv/train.csv": "q,a\nWhat is 2 + 2?,4\n",
+    "bare/train.jsonl": "",
+    "bare/test.jsonl": "",
     "empty/nothing": "",
     "no_tokenizer/config.json": json.dumps({"model_type": "qwen2"}),
 }
@@ -65,6 +73,12 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train experiment=gone.yaml", ["there is no such file", "got gone.yaml in", "Name a file"]),
     ("train experiment=mine.yaml", ["lr: there is no such setting", "Did you mean optim.lr?"]),
     ("train experiment=tab.yaml", ["cannot be read", "line 2", "Mend the file"]),
+    ("train experiment=empty", ["experiment: must name a file in conf/experiment; got empty"]),
+    ("train experiment=list.yaml", ["experiment: its file must hold keys and values", "got list.yaml", "Name a file"]),
+    ("train experiment=nothing.yaml", ["experiment: its file must hold keys and values", "got nothing.yaml"]),
+    ("train experiment=folder.yaml", ["experiment: must be a file, not a folder", "got folder.yaml"]),
+    ("train experiment=twice.yaml", ["duplicate key seed", "line 3", "Mend the file"]),
+    ("train experiment=latin.yaml", ["cannot be read", "codec can't decode byte", "Mend the file"]),
     ("train experiment=nobase.yaml", ["experiment/nope", "Mend the file"]),
     # values
     ("train lr=1e-4", ["lr: there is no such setting; got 0.0001", "Did you mean optim.lr?"]),
@@ -90,6 +104,9 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (" ".join(["train data.source=rows", *MAPPED, "data.question=question"]), ["question", "given more than once"]),
     (" ".join(["train data.source=rows", *MAPPED[:1], "data.question=question", *MAPPED[2:]]), ["question", "q"]),
     (" ".join(["train data.source=half", *MAPPED]), ["half", "test"]),
+    (" ".join(["train data.source=rows/train.jsonl", *MAPPED]), ["data.source: must be a folder", "rows/train.jsonl"]),
+    (" ".join(["train data.source=csv", *MAPPED]), ["csv lacks train.jsonl or train.parquet", "Put the files there"]),
+    (" ".join(["train data.source=bare", *MAPPED]), ["bare: the train split has no row"]),
     (" ".join(["train data.source=torn", *MAPPED]), ["torn", "train.jsonl"]),
     (" ".join(["train data.source=gone", *MAPPED]), ["gone"]),
     ("train data.build=mine:build", ["data.build: is a setting of task custom", "add data=custom"]),
@@ -97,6 +114,8 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train data.scorer=mine", ["data.scorer: must be `module:function`; got mine"]),
     ("train data.scorer=mine:gone", ["data.scorer: must name a function", "no attribute 'gone'"]),
     ("train data.scorer=gone:score", ["No module named 'gone'", "A module is found in the folder"]),
+    ("train data=custom data.build=broken:build", ["data.build: must name a function", "broken.py, line 1"]),
+    ("train data=custom data.build=mine:says_one", ["mine:says_one must return data.rows.TaskRows, got str"]),
     ("train data.scorer=broken:score", ["SyntaxError", "broken.py, line 1"]),
     *((f"train data.scorer=mine:{name}", [f"got mine:{name}, which failed on the answer", why, "docs/data.md"])
       for name, why in (
@@ -108,6 +127,9 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("sweep seed.yaml", ["seed: there is nothing of that name in a sweep; got [1,2]", "Did you mean seeds?"]),
     ("sweep typo.yaml", ["grids: there is nothing of that name in a sweep", "Did you mean grid?"]),
     ("sweep short.yaml", ["grid.lr: there is no such setting", "Did you mean optim.lr?"]),
+    ("sweep nothing.yaml", ["name: is missing"]),
+    ("eval model --suite nothing.yaml", ["validation.suites: its file must hold keys and values; got nothing.yaml"]),
+    ("eval model --suite gsm9k", ["must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k?"]),
     ("sweep nope", ["sweep: must be the path of a file, or a name in conf/sweep; got nope"]),
     ("sweep debug_grid seed=3", ["seed and run_id differ from run to run", "Say seeds: [...] instead"]),
 ]  # fmt: skip
@@ -119,7 +141,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("new")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="latin-1")
     (folder / "model").mkdir()
     build_scratch_tokenizer(ScratchModel(), folder / "model")
     (folder / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
