@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import shutil
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from flows.commands import regression
+from flows.stack import control
 from flows.stack.control import Wishes, up
+from flows.work.trainer import kept_between_runs
 from rlcore.config import TrackingConfig
 from rlcore.errors import DataError
 from rlcore.report.nights import read_nights
@@ -39,6 +42,13 @@ def by_hand(root: Path, *overrides: str, code: int = 0, take: bool = False) -> d
     assert found == code
     told: dict[str, Any] = json.loads(out.getvalue())
     return told
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_trainer() -> Iterator[None]:
+    """For all nights by hand, as long as it does not fail."""
+    with kept_between_runs():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +126,11 @@ emit_event("millrace.regression.slower", resource=resource, payload={{"text": "a
 NIGHTS = """
 import json, sys
 from flows.maintain import regression
+from flows.work.trainer import kept_between_runs
 root, *nights = sys.argv[1:]
-for overrides in nights:
-    regression("debug", json.loads(overrides), root=root)
+with kept_between_runs():
+    for overrides in nights:
+        regression("debug", json.loads(overrides), root=root)
 """
 
 
@@ -133,7 +145,7 @@ def in_prefect(stack: Stack, code: str, *words: str) -> str:
 @pytest.mark.prefect
 @pytest.mark.slow
 def test_a_worse_night_is_told_by_the_block_that_a_setting_names_and_a_failing_block_harms_nothing(
-    first_night: Path, tmp_path: Path
+    first_night: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[dict[str, Any]] = []
     answers = [200]
@@ -147,7 +159,9 @@ def test_a_worse_night_is_told_by_the_block_that_a_setting_names_and_a_failing_b
 
     root = tmp_path / "root"
     shutil.copytree(first_night, root)
+    monkeypatch.setattr(control, "_set_up_prefect", lambda *_: None)  # a block needs a server and no deployments
     with serving(Handler) as server, stack_up(root, Wishes(workers=0)) as stack:
+        monkeypatch.undo()
         said = in_prefect(stack, BLOCKS, server.rpartition(":")[2])
         assert "got slack-webhook/taem, and there is custom-webhook/failing, slack-webhook/team" in said
         wait_until(lambda: len(told) == 1, "the block tells of an event")
