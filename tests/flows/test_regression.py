@@ -13,7 +13,7 @@ import pytest
 
 from flows.commands import regression
 from flows.stack import control
-from flows.stack.control import Wishes, up
+from flows.stack.control import Wishes
 from flows.work.trainer import kept_between_runs
 from rlcore.config import TrackingConfig
 from rlcore.errors import DataError
@@ -125,9 +125,13 @@ emit_event("millrace.regression.slower", resource=resource, payload={{"text": "a
 """
 NIGHTS = """
 import json, sys
+from prefect.client.orchestration import get_client
 from flows.maintain import regression
+from flows.stack.deploy import notify
 from flows.work.trainer import kept_between_runs
 root, *nights = sys.argv[1:]
+with get_client(sync_client=True) as client:
+    notify(client, None, "custom-webhook/failing")
 with kept_between_runs():
     for overrides in nights:
         regression("debug", json.loads(overrides), root=root)
@@ -159,14 +163,12 @@ def test_a_worse_night_is_told_by_the_block_that_a_setting_names_and_a_failing_b
 
     root = tmp_path / "root"
     shutil.copytree(first_night, root)
-    monkeypatch.setattr(control, "_set_up_prefect", lambda *_: None)  # a block needs a server and no deployments
+    monkeypatch.setattr(control, "_set_up_prefect", lambda *_: None)  # no deployment is run here: see test_stack.py
     with serving(Handler) as server, stack_up(root, Wishes(workers=0)) as stack:
-        monkeypatch.undo()
         said = in_prefect(stack, BLOCKS, server.rpartition(":")[2])
         assert "got slack-webhook/taem, and there is custom-webhook/failing, slack-webhook/team" in said
         wait_until(lambda: len(told) == 1, "the block tells of an event")
         assert (told[0]["title"], told[0]["message"]) == ("x: millrace.regression.slower", "a step takes longer")
-        up(root, Wishes(workers=0, notify_block="custom-webhook/failing"))
         answers.append(500)
         as_before, worse = (json.dumps([*words, UNTRACKED]) for words in (LEARNING, HALVED))
         in_prefect(stack, NIGHTS, str(root), as_before, worse)
