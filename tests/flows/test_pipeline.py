@@ -311,9 +311,8 @@ def test_a_cancellation_reaches_a_run_that_no_worker_has_started(millrace: Millr
     assert run["state_type"] == "CANCELLED"
 
 
-def test_a_killed_flow_takes_its_trainer_along_and_the_run_goes_on_without_prefect_even_if_mlflow_refuses_its_store(
-    millrace: Millrace, reference: Reference
-) -> None:
+def test_a_killed_flow_takes_its_trainer_along_and_the_run_goes_on(millrace: Millrace, reference: Reference) -> None:
+    """Without Prefect, and with a store that MLflow refuses."""
     process = millrace.start("run", *UNTRACKED)
     wait_for_step(millrace, 22)
     trainer = trainer_of(process)

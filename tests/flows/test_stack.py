@@ -1,5 +1,7 @@
 """The local stack: real servers, a real worker, runs started as deployments."""
 
+import asyncio
+import inspect
 import json
 import os
 import shutil
@@ -22,6 +24,7 @@ import pytest
 
 from flows.server.api import require_same_series
 from flows.server.database import PREFECT_DATABASE
+from flows.stack import serve
 from flows.stack.command import up as up_command
 from flows.stack.control import Wishes, down, status, up
 from flows.stack.recipes import listener, prefect_recipe
@@ -64,6 +67,28 @@ def test_a_record_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
 def test_nothing_is_recorded_where_nothing_was_started(tmp_path: Path) -> None:
     assert status(tmp_path) == []
     down(tmp_path)
+
+
+def test_a_server_that_learns_of_a_changed_automation_does_not_stop_for_it() -> None:
+    """Prefect's own way waits, in the loop, for a lock that a task of the loop may hold."""
+    from prefect.server.events.models import automations
+
+    assert "run_coro_as_sync(automation_changed(" in inspect.getsource(automations), "what `serve` replaces"
+
+    async def change() -> list[str]:
+        lock, order = asyncio.Lock(), []
+
+        async def learn() -> None:
+            async with lock:
+                order.append("learnt")
+
+        async with lock:
+            serve._soon(learn())
+            order.append("answered")
+        await asyncio.gather(*serve._begun)
+        return order
+
+    assert asyncio.run(change()) == ["answered", "learnt"]
 
 
 @pytest.fixture
