@@ -21,10 +21,11 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import State, StateType
+from prefect.context import SettingsContext, get_settings_context
 from prefect.events import Event, Resource
 from prefect.exceptions import Abort, Pause, TerminationSignal
 from prefect.runtime import deployment, flow_run
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, Settings
 from prefect.states import Cancelled, Paused, Running
 
 from rlcore.errors import MillraceError, StopRequestedError
@@ -256,9 +257,21 @@ def _set_state(state: State[object]) -> None:
         client.set_flow_run_state(UUID(str(flow_run.id)), state)
 
 
+_few: dict[int, tuple[Settings, Settings]] = {}
+"""By number of retries: the settings that were usual, and the same with so few."""
+
+
 def few_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
-    """Inside the block requests to a Prefect server that is away are given up soon."""
-    return temporary_settings({PREFECT_CLIENT_MAX_RETRIES: number})
+    """Inside the block requests to a Prefect server that is away are given up soon.
+
+    Prefect's own `temporary_settings` validates all settings anew each time: a quarter of a small run's flow.
+    """
+    context = get_settings_context()
+    usual, few = _few.get(number, (None, None))
+    if few is None or usual is not context.settings:
+        few = context.settings.copy_with_update(updates={PREFECT_CLIENT_MAX_RETRIES: number})
+        _few[number] = context.settings, few
+    return SettingsContext(profile=context.profile, settings=few)
 
 
 def _tell_that_we_leave(one: UUID) -> None:

@@ -6,11 +6,13 @@
 Everything else is told by the environment: a command line is seen by every user of the machine.
 """
 
+import asyncio
 import logging
 import os
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flows.stack.state import LOOPBACK, MLFLOW_DATABASE
 from rlcore.start import uncollected
@@ -37,11 +39,27 @@ def main() -> None:
 def _prefect() -> "Guard":
     """Prefect asks for its login itself, on websockets too."""
     from prefect.server.api.server import create_app
+    from prefect.server.events.models import automations
 
     from flows.server.guard import Guard
 
+    vars(automations)["run_coro_as_sync"] = _soon
     logging.getLogger("prefect.server.utilities.messaging.memory").addFilter(without_address)
     return Guard(create_app(final=True))
+
+
+_begun: set["asyncio.Task[None]"] = set()
+
+
+def _soon(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run it in the server's own loop, after the request that asks for it.
+
+    Prefect 3.7 stops the loop until another thread has done it: learnt of an automation that was changed, under a lock
+    that a task of the loop may hold. Then the server answers nobody any more.
+    """
+    task = asyncio.get_running_loop().create_task(coroutine)
+    _begun.add(task)  # the loop keeps no task alive
+    task.add_done_callback(_begun.discard)
 
 
 def without_address(record: logging.LogRecord) -> bool:

@@ -35,7 +35,7 @@ random:
     "paired": """
 name: paired
 experiment: debug
-overrides: [trainer.total_steps=4, validation.every_steps=1, name=pruned]
+overrides: [trainer.total_steps=2, validation.every_steps=1, name=pruned]
 list:
   - {optim.lr: 1.0}
   - {optim.lr: 1e-4}

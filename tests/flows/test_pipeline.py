@@ -206,24 +206,6 @@ def test_a_second_run_does_no_finished_work_again(reference: Reference) -> None:
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
-def test_training_without_prefect_gives_the_same_numbers_even_if_mlflow_refuses_its_store(
-    millrace: Millrace, reference: Reference
-) -> None:
-    database = millrace.root / "mlflow.db"
-    shutil.copy(reference.millrace.root / "mlflow.db", database)
-    with sqlite3.connect(database) as store:
-        store.execute("update alembic_version set version_num = 'ffffffffffff'")
-    store.close()
-    done = Millrace(millrace.root, {})("train", *SMALL)
-    assert done.code == 0, done.err
-    assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
-    assert "the store was made by another MLflow version" in done.err
-    assert "The training is not touched by that; the same command again writes the rest" in done.err
-    database.unlink()
-    late = Millrace(millrace.root, {})("sync", "--root", str(millrace.root))
-    assert "bytes of the journal delivered; the run is FINISHED" in late.out, late.err
-
-
 @pytest.mark.lengthy
 def test_a_hang_without_prefect_is_found_and_retried(millrace: Millrace, reference: Reference, tmp_path: Path) -> None:
     hangs_once = ("algo.policy_loss=tests.run.harmful:hangs", "runtime.deadlines.update_s=20")
@@ -291,8 +273,8 @@ def told_in_time(api: Api, millrace: Millrace, name: str) -> dict[str, Any]:
 
 def test_a_signal_saves_and_the_same_command_goes_on(millrace: Millrace, api: Api, reference: Reference) -> None:
     step = 22  # and then two steps on: many are left, since a signal takes its time on a busy machine
-    for number in (signal.SIGINT, signal.SIGTERM):
-        process = millrace.start("run", *SMALL)
+    for number, settings in ((signal.SIGINT, UNTRACKED), (signal.SIGTERM, SMALL)):
+        process = millrace.start("run", *settings)
         wait_for_step(millrace, step)
         process.send_signal(number)
         stopped = ended(process)
@@ -308,7 +290,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(millrace: Millrace, api: Ap
         tasks = api.filter("task_runs", flow_runs={"id": {"any_": [run["id"]]}}, sort="EXPECTED_START_TIME_ASC")
         *before, last = (task["state_type"] for task in tasks)
         assert (set(before), last) == ({"COMPLETED"}, "CANCELLED")
-        assert set(mlflow_rows(millrace.root, OF_RUNS)) == {("KILLED",)}
+    assert set(mlflow_rows(millrace.root, OF_RUNS)) == {("KILLED",)}
     assert "step 0-20, skipped" in stopped.out, "the second command went on"
     calm = numbers(reference.run_dir)
     assert numbers(millrace.run_dir()) == {step: calm[step] for step in range(saved + 1)}
@@ -330,16 +312,27 @@ def test_a_cancellation_reaches_a_run_that_no_worker_has_started(millrace: Millr
 
 
 def test_a_killed_flow_takes_its_trainer_along_and_the_run_goes_on(millrace: Millrace, reference: Reference) -> None:
+    """Without Prefect, and with a store that MLflow refuses."""
     process = millrace.start("run", *UNTRACKED)
     wait_for_step(millrace, 22)
     trainer = trainer_of(process)
     assert trainer is not None
     os.killpg(process.pid, signal.SIGKILL)
     ended(process)
-    done = millrace("run", *UNTRACKED)  # at once: the trainer that is left may still be saving
+    database = millrace.root / "mlflow.db"
+    shutil.copy(reference.millrace.root / "mlflow.db", database)
+    with sqlite3.connect(database) as store:
+        store.execute("update alembic_version set version_num = 'ffffffffffff'")
+    store.close()
+    done = Millrace(millrace.root, {})("train", *SMALL)  # at once: the trainer that is left may still be saving
     assert done.code == 0, done.err
     assert not trainer.is_running()
     assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
+    assert "the store was made by another MLflow version" in done.err
+    assert "The training is not touched by that; the same command again writes the rest" in done.err
+    database.unlink()
+    late = Millrace(millrace.root, {})("sync", "--root", str(millrace.root))
+    assert "bytes of the journal delivered; the run is FINISHED" in late.out, late.err
 
 
 @pytest.mark.lengthy  # make demo below is refused by the same lock

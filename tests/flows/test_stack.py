@@ -1,5 +1,7 @@
 """The local stack: real servers, a real worker, runs started as deployments."""
 
+import asyncio
+import inspect
 import json
 import os
 import shutil
@@ -8,6 +10,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import urllib.error
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +24,7 @@ import pytest
 
 from flows.server.api import require_same_series
 from flows.server.database import PREFECT_DATABASE
+from flows.stack import serve
 from flows.stack.command import up as up_command
 from flows.stack.control import Wishes, down, status, up
 from flows.stack.recipes import listener, prefect_recipe
@@ -63,6 +67,28 @@ def test_a_record_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
 def test_nothing_is_recorded_where_nothing_was_started(tmp_path: Path) -> None:
     assert status(tmp_path) == []
     down(tmp_path)
+
+
+def test_a_server_that_learns_of_a_changed_automation_does_not_stop_for_it() -> None:
+    """Prefect's own way waits, in the loop, for a lock that a task of the loop may hold."""
+    from prefect.server.events.models import automations
+
+    assert "run_coro_as_sync(automation_changed(" in inspect.getsource(automations), "what `serve` replaces"
+
+    async def change() -> list[str]:
+        lock, order = asyncio.Lock(), []
+
+        async def learn() -> None:
+            async with lock:
+                order.append("learnt")
+
+        async with lock:
+            serve._soon(learn())
+            order.append("answered")
+        await asyncio.gather(*serve._begun)
+        return order
+
+    assert asyncio.run(change()) == ["answered", "learnt"]
 
 
 @pytest.fixture
@@ -225,6 +251,8 @@ def test_a_second_up_starts_nothing_again_and_leaves_what_people_have_switched(
     stack: Stack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = read_stack(stack.root)
+    with pytest.raises(MillraceError, match="must name a notification block"):
+        up(stack.root, Wishes(notify_block="slack-webhook/nobody"))
     nightly, mine = switched_on_by_hand(stack)
     up_command(stack.root, Wishes())
     said = capsys.readouterr().out.splitlines()
@@ -331,22 +359,19 @@ def test_the_form_refuses_a_negative_learning_rate_and_runs_a_file_of_ones_own(s
 def test_a_wrong_override_fails_the_flow_run_with_the_command_lines_message_and_is_told_outside(
     stack: Stack, hook: Hook
 ) -> None:
-    # Prefect's watch misses the end of a run now and then: with a limit it ends, and with code 1 too.
-    watched = ("--watch", "--watch-timeout", "90", "-p", 'overrides=["trainer.totl_steps=5"]')
-    done = stack.prefect("deployment", "run", "pipeline/debug", *watched)
-    assert done.returncode == 1
-    assert stack.newest()["state_type"] == "FAILED"
-    assert "Did you mean trainer.total_steps?" in stack.newest()["state"]["message"]
+    run = stack.start("pipeline/debug", overrides=["trainer.totl_steps=5"])
+    assert "Did you mean trainer.total_steps?" in stack.wait(run, "FAILED")["state"]["message"]
     wait_until(lambda: hook.heard("prefect.flow-run.Failed", "trainer.totl_steps"), "the hook hears of the failure")
 
 
 @pytest.mark.prefect
 @pytest.mark.slow
 def test_a_wrong_value_is_refused_before_there_is_a_run(stack: Stack) -> None:
-    for wrong, told in (("learning_rate=-1", "learning_rate"), ("experiment=debg", "countdown_demo")):
-        done = stack.prefect("deployment", "run", "pipeline/debug", "-p", wrong)
-        assert done.returncode == 1
-        assert told in done.stdout + done.stderr
+    for wrong, told in (({"learning_rate": -1}, "learning_rate"), ({"experiment": "debg"}, "countdown_demo")):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            stack.start("pipeline/debug", **wrong)
+        assert refused.value.code == 409
+        assert told in refused.value.read().decode()
 
 
 @pytest.mark.prefect
@@ -370,8 +395,7 @@ def test_a_completed_run_that_is_tried_again_is_completed_again(stack: Stack) ->
     stack.wait(run, "COMPLETED")
     with suppress(psutil.NoSuchProcess):
         stack.process_of(run).wait()
-    retried = stack.prefect("flow-run", "retry", run)
-    assert retried.returncode == 0, retried.stderr
+    stack.set_state(run, RETRY)
     wait_until(lambda: stack.run(run)["run_count"] == 2, "it has begun again")
     stack.wait(run, "COMPLETED")
     assert sorted(numbers(stack.run_dir("own"))) == [0, 1], "no step was done again"

@@ -1,5 +1,6 @@
 """`millrace compare`, `sync`, `gc`, `ui`, their flows, and what MLflow's own pages show of a real run."""
 
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
+from flows.cli import app, exit_code
 from flows.server.secret import login_of, mlflow_client
 from flows.stack.recipes import free_port, mlflow_recipe
 from flows.stack.services import end_server, start, wait_until_ready
@@ -29,7 +32,7 @@ from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import models_of, name_models
 from rlcore.tracking.tracker import Tracker
 from tests.flows.attempts import Attempt
-from tests.flows.conftest import REPOSITORY, SMALL, WAIT_S, Finished, Millrace, Reference, ended
+from tests.flows.conftest import REPOSITORY, SMALL, WAIT_S, Finished, Millrace, Reference
 from tests.report.chromium import PROGRAM, Tab, open_tab
 from tests.report.runs import write_run
 
@@ -56,7 +59,13 @@ def root(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def millrace(root: Path, *words: str) -> Finished:
-    return ended(started(root, *words))
+    """A command in this process, which has imported MLflow already; without the login of a test's own client."""
+    out, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as environment, redirect_stdout(out), redirect_stderr(errors):
+        for name in os.environ.keys() - without_login().keys():
+            environment.delenv(name)
+        code = exit_code(lambda: app([*words, "--root", str(root)]))
+    return Finished(code, out.getvalue(), errors.getvalue())
 
 
 def started(root: Path, *words: str) -> "subprocess.Popen[str]":

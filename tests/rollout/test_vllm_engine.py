@@ -52,7 +52,8 @@ def engine(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def canary(folder: Path) -> dict[str, Any]:
-    return facts_of(folder, "canary")
+    found: dict[str, Any] = facts_of(folder, "training")["canary"]
+    return found
 
 
 def test_no_answer_comes_before_the_first_hand_over(engine: dict[str, Any]) -> None:
@@ -197,17 +198,14 @@ def test_a_training_run_goes_through_and_repeats(folder: Path) -> None:
 
 def test_adapters_reach_vllm_merged_while_their_base_waits_on_the_host(folder: Path) -> None:
     adapters = facts_of(folder, "adapters")
-    assert adapters["waits"] == adapters["stays"]
-    assert adapters["waits"]["difference"] < 1e-5
-    for metrics in adapters["waits"]["steps"]:
+    assert adapters["difference"] < 1e-5
+    for metrics in adapters["steps"]:
         assert metrics["training/rollout_probs_diff_mean"] < 1e-4
-    assert adapters["waits"]["steps"][1]["actor/kl_loss"] > 0
+    assert adapters["steps"][1]["actor/kl_loss"] > 0
 
 
-def test_episodes_of_several_turns_repeat(folder: Path) -> None:
-    episodes = facts_of(folder, "episodes")
-    assert episodes["first"] == episodes["second"]
-    for metrics in episodes["first"]:
+def test_episodes_of_several_turns_are_trained_on(folder: Path) -> None:
+    for metrics in facts_of(folder, "episodes"):
         assert metrics["training/rollout_probs_diff_mean"] < 1e-4, "each turn's tokens are those of one packed forward"
         assert metrics["reward/turns/mean"] > 2
         assert metrics["reward/correct/mean"] > 0
@@ -230,6 +228,14 @@ def test_logits_of_a_bfloat16_engine_are_not_rounded(folder: Path) -> None:
     assert facts["dtype"] == "torch.float32"
     assert facts["off"] < 1e-4 < 1e-3 < facts["off_when_rounded"]
     assert facts["differing"] == []
+
+
+def test_in_bfloat16_a_right_hand_over_is_taken_and_a_tensor_one_small_step_old_is_found(folder: Path) -> None:
+    """The rounding hides such a step from the log-probabilities: the tensors are compared."""
+    facts = facts_of(folder, "importance")["rounded"]
+    assert facts["difference"] > 1e-4
+    assert facts["warning"] == ""
+    assert "Tensors that differ (1): model.layers.0.mlp.gate_proj.weight. Nothing was sampled" in facts["stale"]
 
 
 @pytest.mark.parametrize("mode", ["off", "truncate", "mask"])

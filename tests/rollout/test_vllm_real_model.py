@@ -16,7 +16,7 @@ import pytest
 from tests.rollout.real_vllm import real_vllm
 from tests.side_by_side import ROOT
 
-pytestmark = real_vllm(timeout_s=600)
+pytestmark = [*real_vllm(timeout_s=600), pytest.mark.lengthy]  # on a small model: test_vllm_engine.py
 
 
 @pytest.fixture(scope="module")

@@ -25,18 +25,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> dict[str, list[Any]]:
     """What each rank saw, by part."""
-    _run(*([str(folder), str(rank)] for rank in range(NUM_RANKS)))
+    _run("ranks", folder)
     return {
         part: [json.loads((folder / f"{part}-{rank}.json").read_text(encoding="utf-8")) for rank in range(NUM_RANKS)]
         for part in ("tied", "untied", "canary")
     }
 
 
-def _run(*arguments: list[str]) -> None:
-    """A process for each list of arguments, side by side."""
+def _run(what: str, folder: Path) -> None:
+    """In a process that has not imported vLLM yet."""
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # before its import
     run_side_by_side(
-        *(["tests.rollout.vllm_spanning", *one] for one in arguments),
-        environment={**os.environ, "PYTHONPATH": str(ROOT)},
+        ["tests.rollout.vllm_spanning", what, str(folder)],
+        environment={**os.environ, **quiet, "PYTHONPATH": str(ROOT)},
         timeout_s=500,
     )
 
@@ -85,8 +86,9 @@ def test_a_tensor_that_is_wrong_on_one_rank_stops_all_by_its_name(ranks: dict[st
         assert rank["right again"] < 1e-4
 
 
+@pytest.mark.lengthy  # Ray's workers: runtime/test_ray.py; the engine over ranks: above
 def test_workers_that_share_an_engine_train_under_ray(folder: Path) -> None:
-    _run([str(folder)])
+    _run("training", folder)
     steps = json.loads((folder / "training.json").read_text(encoding="utf-8"))
     assert len(steps) == 3
     for metrics in steps:

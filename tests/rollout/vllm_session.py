@@ -316,7 +316,6 @@ def main(folder: Path) -> None:
     parts = {
         "engine": engine_facts,
         "untied": untied_facts,
-        "canary": vllm_training.canary_facts,
         "training": vllm_training.training_facts,
         "adapters": vllm_training.adapter_facts,
         "episodes": vllm_training.episode_facts,

@@ -1,12 +1,15 @@
-"""One vLLM engine over two ranks: `python -m tests.rollout.vllm_spanning FOLDER RANK` for each of them.
+"""One vLLM engine over two ranks: `python -m tests.rollout.vllm_spanning ranks FOLDER`.
 
-And a training run with such an engine under Ray: `python -m tests.rollout.vllm_spanning FOLDER`. As in `vllm_session`
-the processes write what they saw as JSON, and the tests judge it.
+And a training run with such an engine under Ray: `python -m tests.rollout.vllm_spanning training FOLDER`. As in
+`vllm_session` the processes write what they saw as JSON, and the tests judge it.
 """
 
 import json
+import multiprocessing
 import sys
+import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ from tests.small_run import SmallRun, prepare, train
 
 NUM_RANKS = 2
 SPANNING = SETTINGS.model_copy(update={"tensor_parallel_size": NUM_RANKS})
+DEADLINE_S = 450.0
 WRONG = "model.layers.0.mlp.down_proj.weight"
 
 
@@ -54,6 +58,7 @@ def spanning_run(folder: Path) -> SmallRun:
         "reward.num_processes=1",
         "model.scratch.num_heads=2",
         "model.scratch.hidden_size=64",
+        "warm_start.enabled=false",
     )
 
 
@@ -88,10 +93,10 @@ def _in_order(rollouts: list[Rollout], requests: Any) -> bool:
     return [(r.prompt, r.sample_index) for r in rollouts] == [(r.prompt, r.sample_index) for r in requests]
 
 
-def canary_facts(config: RunConfig, model_directory: Path, rank: int) -> dict[str, Any]:
+def canary_facts(config: RunConfig, model_directory: Path, rank: int, address: str) -> dict[str, Any]:
     """A hand-over that goes wrong on the second rank alone: what each rank says."""
     worker = Worker(config, str(model_directory), rank=rank, world_size=NUM_RANKS)
-    worker.setup("")  # the ranks have met
+    worker.setup(address)
     facts: dict[str, Any] = {"right": worker.hand_over(0).difference}
     load = handover.load
 
@@ -139,15 +144,39 @@ def rank_main(folder: Path, rank: int) -> None:
     parts: dict[str, Callable[[], Any]] = {
         "tied": lambda: engine_facts(folder, "tied", rank),
         "untied": lambda: engine_facts(folder, "untied", rank),
-        "canary": lambda: canary_facts(run.config, run.model_directory, rank),
+        "canary": lambda: canary_facts(run.config, run.model_directory, rank, f"file://{folder}/met-canary"),
     }
     for name, part in parts.items():
-        join_ranks(f"file://{folder}/met-{name}", rank=rank, world_size=NUM_RANKS, device=CPU)
+        if name != "canary":  # whose worker meets the others by itself
+            join_ranks(f"file://{folder}/met-{name}", rank=rank, world_size=NUM_RANKS, device=CPU)
         (folder / f"{name}-{rank}.json").write_text(json.dumps(part()), encoding="utf-8")
 
 
+def both_ranks(folder: Path) -> None:
+    """A process for each, forked from this one, which has imported vLLM for both."""
+    from vllm.platforms import current_platform
+
+    current_platform.simple_compile_backend = "eager"  # as `start_vllm` does before it imports the rest
+    import vllm.v1.executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    context, deadline = multiprocessing.get_context("fork"), time.monotonic() + DEADLINE_S
+    ranks = [context.Process(target=rank_main, args=(folder, rank)) for rank in range(NUM_RANKS)]
+    for one in ranks:
+        one.start()
+    try:
+        while left := [one for one in ranks if one.exitcode is None]:
+            wait([one.sentinel for one in left], max(deadline - time.monotonic(), 0))
+            if any(one.exitcode for one in ranks) or time.monotonic() > deadline:
+                sys.exit(f"exit codes of the ranks: {[one.exitcode for one in ranks]}")
+    finally:
+        for one in ranks:
+            one.kill()
+
+
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        (Path(sys.argv[1]) / "training.json").write_text(json.dumps(training_facts(Path(sys.argv[1]))))
+    what, folder = sys.argv[1], Path(sys.argv[2])
+    if what == "ranks":
+        both_ranks(folder)
     else:
-        rank_main(Path(sys.argv[1]), int(sys.argv[2]))
+        (folder / "training.json").write_text(json.dumps(training_facts(folder)))

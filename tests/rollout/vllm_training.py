@@ -11,12 +11,14 @@ from rlcore.errors import EngineError
 from rlcore.rollout.vllm import weights as handover
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer import step as step_module
+from rlcore.trainer.metrics import Metrics
 from rlcore.workers.actor import Actor
 from rlcore.workers.canary import HandOver
 from rlcore.workers.worker import Worker
 from tests.rollout.vllm_session import differing
 from tests.small_run import SmallRun, prepare, train
 
+STALE = "model.layers.0.mlp.gate_proj.weight"
 VLLM = ("rollout.engine=vllm", "rollout.max_num_seqs=64", "rollout.memory_share=0.3")
 
 
@@ -28,13 +30,25 @@ def _group(run: SmallRun) -> LocalGroup:
     return LocalGroup(run.config, str(run.model_directory))
 
 
-def canary_facts(folder: Path) -> dict[str, Any]:
-    """Hand-overs that are wrong on purpose: what each stops with."""
+def training_facts(folder: Path) -> dict[str, Any]:
+    """A few steps, and the same again in a new engine, whose hand-overs are then wrong on purpose."""
     run = _run(folder)
+    group = _group(run)
+    first = train(run, group, 3)
+    group.close()
+    group = _group(run)
+    second = train(run, group, 3)
+    canary = canary_facts(run, group)
+    group.close()
+    return {"first": first, "second": second, "canary": canary}
+
+
+def canary_facts(run: SmallRun, group: LocalGroup) -> dict[str, Any]:
+    """Hand-overs that are wrong on purpose: what each stops with."""
     facts: dict[str, Any] = {}
     tied_head, load = handover.tied_head, handover.load
 
-    group = _group(run)
+    group.each(Worker.reset)
     handover.tied_head = lambda model: (None, None)  # the fault of every stock path on a CPU
     facts["stale_head"] = _stopped(group, 0, restoring=lambda: setattr(handover, "tied_head", tied_head))
     facts["right_difference"] = group.each(Worker.hand_over, 1)[0].difference
@@ -50,62 +64,42 @@ def canary_facts(folder: Path) -> dict[str, Any]:
     Actor.weights = lambda self: (pair for pair in weights(self) if pair[0] != "model.norm.weight")
     facts["left_out"] = _stopped(group, 3, restoring=lambda: setattr(Actor, "weights", weights))
     facts["right_again"] = group.each(Worker.hand_over, 4)[0].difference
-    group.close()
     return facts
 
 
-def training_facts(folder: Path) -> dict[str, Any]:
-    """A few steps of the countdown demo, its model trained less before, and the same again."""
-    run = _run(
-        folder,
-        "warm_start.stop_at_reward=0.1",
-        "trainer.batch_size=16",
-        "trainer.mini_batch_size=16",
-        "rollout.samples_per_prompt=4",
-        experiment="countdown_demo",
-    )
-    found = []
-    for _ in range(2):
-        group = _group(run)
-        found.append(train(run, group, 3))
-        group.close()
-    return {"first": found[0], "second": found[1]}
-
-
 def adapter_facts(folder: Path) -> dict[str, Any]:
-    """Steps with adapters over a base that is on the device while the engine is not; the same with one that stays."""
-    found: dict[str, Any] = {}
-    for name, offload in (("stays", "false"), ("waits", "true")):
-        run = _run(
-            folder, "model.lora.rank=4", f"model.lora.offload={offload}", "rollout.sleep_level=1", "optim.lr=0.05",
-            "algo.kl.where=loss",
-        )  # fmt: skip
-        group = _group(run)
-        steps = train(run, group, 2)
-        found[name] = {"steps": steps, "difference": group.each(Worker.hand_over, 9)[0].difference}
-        group.close()
-    return found
+    """Steps with adapters over a base that is on the device while the engine is not."""
+    run = _run(
+        folder, "model.lora.rank=4", "model.lora.offload=true", "rollout.sleep_level=1", "optim.lr=0.05",
+        "algo.kl.where=loss",
+    )  # fmt: skip
+    group = _group(run)
+    steps = train(run, group, 2)
+    difference = group.each(Worker.hand_over, 9)[0].difference
+    group.close()
+    return {"steps": steps, "difference": difference}
 
 
-def episode_facts(folder: Path) -> dict[str, Any]:
-    """Steps of number guessing, its turns one by one, and the same again."""
+def episode_facts(folder: Path) -> list[Metrics]:
+    """Steps of number guessing, its turns one by one."""
     run = _run(folder, experiment="number_guessing")
-    found = []
-    for _ in range(2):
-        group = _group(run)
-        found.append(train(run, group, 2))
+    group = _group(run)
+    try:
+        return train(run, group, 2)
+    finally:
         group.close()
-    return {"first": found[0], "second": found[1]}
 
 
 def importance_facts(folder: Path) -> dict[str, Any]:
-    """One step under each correction, the engine in bfloat16 and the trainer in float32: loss and its parts."""
+    """A step under each correction, the engine in bfloat16 and the trainer in float32: loss and its parts.
+
+    No step moves the weights, so that all three begin with the same answers in one engine.
+    """
+    settings = ("rollout.dtype=bfloat16", "algo.importance.cap=1.001", "seed=2", "optim.lr=1e-12")
+    runs = {mode: _run(folder, *settings, f"algo.importance.mode={mode}") for mode in ("off", "truncate", "mask")}
+    group = _group(runs["off"])
     facts: dict[str, Any] = {}
-    for mode in ("off", "truncate", "mask"):
-        run = _run(
-            folder, "rollout.dtype=bfloat16", f"algo.importance.mode={mode}", "algo.importance.cap=1.001", "seed=2"
-        )
-        group = _group(run)
+    for mode, run in runs.items():
         seen: list[Any] = []
         estimate = step_module.estimate
 
@@ -127,10 +121,23 @@ def importance_facts(folder: Path) -> dict[str, Any]:
             "behavior": batch.packed.behavior_logprobs[mask].tolist(),
             "advantages": batch.advantages[mask].tolist(),
         }
-        if mode == "off":
-            facts["logits"] = group.each(_logits_facts)[0]
-        group.close()
+    facts["logits"] = group.each(_logits_facts)[0]
+    facts["rounded"] = _rounded_facts(group)
+    group.close()
     return facts
+
+
+def _rounded_facts(group: LocalGroup) -> dict[str, Any]:
+    """A right hand-over to an engine in bfloat16, and one of which a tensor is a small step of training old."""
+    right = group.each(Worker.hand_over, 10)[0]
+    load = handover.load
+
+    def one_step_old(model: nn.Module, config: Any, weights: Any, expected: frozenset[str]) -> None:
+        load(model, config, ((n, t - 1e-4 if n == STALE else t) for n, t in weights), expected)
+
+    handover.load = one_step_old
+    stale = _stopped(group, 11, restoring=lambda: setattr(handover, "load", load))
+    return {"difference": right.difference, "warning": right.warning, "stale": stale}
 
 
 def _logits_facts(worker: Worker) -> dict[str, Any]:

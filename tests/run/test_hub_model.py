@@ -28,23 +28,22 @@ def test_a_model_of_the_hub_trains_like_its_directory(tmp_path: Path) -> None:
     made = prepare(tmp_path)
     cache_of(made.model_directory, tmp_path / "hf")
     program = (
-        "import sys; from pathlib import Path; from tests.small_run import prepare; "
+        "import runpy, sys; from pathlib import Path; from tests.small_run import prepare; "
         "from tests.run.running import write_settings; "
-        "print(write_settings(prepare(Path(sys.argv[1]), *sys.argv[2:])))"
+        "settings = write_settings(prepare(Path(sys.argv[1]), *sys.argv[2:])); print(settings, flush=True); "
+        "sys.argv = ['process', '--settings', str(settings)]; "
+        "runpy.run_module('rlcore.run.process', run_name='__main__', alter_sys=True)"
     )
     overrides = ["tracking.enabled=false", "warm_start.enabled=false", f"model.path={HUB_ID}"]
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    prepared = subprocess.run(
+    trained = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path), *overrides],
-        env=environment,
+        env={**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        check=True,
+        timeout=540,
     )
-    settings = Path(prepared.stdout.split()[-1])
-    command = [sys.executable, "-m", "rlcore.run.process", "--settings", str(settings)]
-    trained = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=540)
     assert trained.returncode == 0, trained.stderr
+    settings = Path(trained.stdout.split()[0])
 
     local = prepare(tmp_path, *overrides[:2], f"model.path={made.model_directory}")
     finish(write_settings(local), tmp_path / "out.log")

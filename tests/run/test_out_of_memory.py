@@ -56,6 +56,7 @@ def test_it_stands_in_the_journal_in_mlflow_and_among_the_events_of_the_flow(tmp
     assert text.count('"event": "out_of_memory"') == 2
 
 
+@pytest.mark.lengthy  # of two ranks without a run: workers/test_budget.py
 @pytest.mark.multiprocess
 def test_one_of_two_ranks_under_ray_finds_no_memory_and_both_go_on(tmp_path: Path) -> None:
     plain = prepare(tmp_path / "plain", *SETTINGS)

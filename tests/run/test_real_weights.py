@@ -99,6 +99,7 @@ def test_a_supervised_step_is_that_of_transformers(smollm2: Path, batch: PackedB
         assert (gradient - parameter.grad).norm() < 1e-3 * scale, name
 
 
+@pytest.mark.lengthy  # on small models: trainer/test_step.py, models/test_policy.py, workers/test_gradients.py
 def test_a_step_of_grpo_samples_scores_and_updates_as_transformers_would(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_step_of_grpo_samples_scores_and_updates_as_transformers_would(
     group.close()
 
 
+@pytest.mark.lengthy  # on small models: models/test_lora.py, checkpoint/test_export.py
 def test_merged_adapters_are_exported_and_loaded_again(smollm2: Path, batch: PackedBatch, tmp_path: Path) -> None:
     policy = add_adapters(load_policy(smollm2, model=ModelConfig(), device=CPU), LoraConfig(rank=4), seed=1)
     with torch.no_grad():

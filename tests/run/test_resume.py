@@ -4,8 +4,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -92,7 +90,7 @@ def test_sigterm_saves_and_the_run_goes_on(undisturbed: SmallRun, tmp_path: Path
     assert process.exitcode == EXIT_RESUMABLE, log.read_text()
     assert list(run.layout.checkpoints.glob("step-*")), "the finished step was not saved"
     assert not list(ray_folder().glob(f"session_2*_{process.pid}")), "a Ray session is left"
-    finish(settings, log)
+    finish(write_settings(small(tmp_path, steps=STEPS)), log)
     assert steps_of(run) == steps_of(undisturbed)
     assert weights_of(run) == weights_of(undisturbed)
 
@@ -118,12 +116,8 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name(undisturbed: SmallRun
     settings = undisturbed.layout.settings_json
     before = settings.read_text()
     settings.write_text(other.config.model_dump_json())
-    done = subprocess.run(
-        [sys.executable, "-m", "rlcore.run.process", "--settings", str(settings)],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    log = tmp_path / "out.log"
+    code = run_module("rlcore.run.process", ["--settings", str(settings)], output=log, timeout_s=DEADLINE_S)
     settings.write_text(before)
-    assert done.returncode == 1
-    assert "optim.lr: 0.0003 in the checkpoint, 0.001 now" in done.stderr
+    assert code == 1
+    assert "optim.lr: 0.0003 in the checkpoint, 0.001 now" in log.read_text()

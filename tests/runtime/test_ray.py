@@ -44,6 +44,7 @@ def here(root: Path, algo: str) -> list[Metrics]:
         group.close()
 
 
+@pytest.mark.lengthy  # of GRPO: run/test_resume.py
 def test_ray_and_this_process_give_the_same_metrics_value_for_value(root: Path) -> None:
     """With a critic beside the actor. Two ranks have none here: what they sum is shown in tests/workers."""
     assert in_ray("metrics", root, "algo=ppo") == here(root, "ppo")

@@ -85,7 +85,7 @@ def main() -> None:
     rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     tensors = load_file(folder / "batch.safetensors")
-    for case in json.loads((folder / "cases.json").read_text()):
+    for number, case in enumerate(json.loads((folder / f"cases-{world_size}.json").read_text())):
         config = RunConfig.model_validate(case["config"])
         place = choose_place(config.runtime, config.model)
         if world_size > 1 and not torch.distributed.is_initialized():
@@ -119,7 +119,7 @@ def main() -> None:
             assert not has_gradients(worker.critic_model())
         if rank == 0:
             save_file(found, folder / f"{case['name']}-{world_size}.safetensors")
-        if case["name"] == "grpo-whole" and world_size > 1:
+        if number == 0 and world_size > 1:
             outcome = one_rank_without_a_number(worker, mine, shares.num_micro, denominator, rank)
             (folder / f"outcome-{rank}-of-{world_size}").write_text(outcome)
 

@@ -73,7 +73,9 @@ def main() -> None:
     root, kind = Path(sys.argv[1]).resolve(), sys.argv[2]
     rank, world_size = (int(sys.argv[3]), 2) if kind == "ranks" else (0, 1)
     torch.set_num_threads(1)
-    run = prepare(root / f"rank-{rank}", "algo=ppo", "model.scratch.max_position_embeddings=512")
+    run = prepare(
+        root / f"rank-{rank}", "algo=ppo", "model.scratch.max_position_embeddings=512", "warm_start.enabled=false"
+    )
     config = run.config
     assert config.critic is not None
     place = choose_place(config.runtime, config.model)

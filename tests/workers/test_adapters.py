@@ -28,7 +28,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     groups: list[LocalGroup] = []
 
     def open_one(*overrides: str) -> Worker:
-        run = prepare(tmp_path, "model.lora.rank=4", "optim.lr=0.05", *overrides)
+        run = prepare(tmp_path, "model.lora.rank=4", "optim.lr=0.05", "warm_start.enabled=false", *overrides)
         groups.append(LocalGroup(run.config, str(run.model_directory)))
         return groups[-1].each(lambda worker: worker)[0]
 

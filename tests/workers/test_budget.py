@@ -16,7 +16,7 @@ from rlcore.workers.passes import GROW_AFTER, PassBudget
 from tests.side_by_side import run_side_by_side
 
 
-@pytest.mark.parametrize("kind", ["plain", "sharded", "ranks"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("sharded", marks=pytest.mark.lengthy), "ranks"])
 @pytest.mark.multiprocess
 def test_passes_short_of_memory_give_the_same_numbers(kind: str, tmp_path: Path) -> None:
     # Large blocks of their own, given back when they are free: then the limit bounds what tensors take.

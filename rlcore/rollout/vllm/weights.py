@@ -184,4 +184,6 @@ def _held(module: nn.Module, kind: str) -> Tensor | None:
         dtype = getattr(module, "params_dtype", None) or torch.float32
         product: Tensor = method.apply(module, torch.eye(width, dtype=dtype))
         return product.t().to(dtype)  # a head's product is float32
-    return parameter if isinstance(parameter, Tensor) else None
+    if not isinstance(parameter, Tensor):
+        return None
+    return parameter.to(getattr(module, "params_dtype", None) or parameter.dtype)  # AMX's kernels widen a bias
