@@ -145,15 +145,15 @@ def _page(request: Request) -> Response:
 
 @cache
 def _html() -> str:
-    from rlcore.report import answers_page
+    from rlcore.report.page import scripted_page
 
-    return answers_page()
+    return scripted_page("answers.html.j2")
 
 
 def _live_page(request: Request) -> Response:
-    from rlcore.report import live_page
+    from rlcore.report.page import scripted_page
 
-    return HTMLResponse(live_page())
+    return HTMLResponse(scripted_page("live.html.j2"))
 
 
 def _now(runs: Runs, request: Request) -> Response:
