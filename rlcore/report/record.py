@@ -235,7 +235,7 @@ def read_run(run_dir: Path) -> RunRecord:
     )
     if config is None:
         raise DataError(
-            f"{file}: cannot be read (it is not there); name the folder of a run, such as artifacts/runs/<run id>"
+            f"{file}: cannot be read (it is not there); name the folder of a run, as artifacts/runs/<id>"
         )
     checkpoints: tuple[CheckpointInfo, ...] = ()
     try:  # first: the lines of a newer one come before it
