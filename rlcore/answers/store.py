@@ -73,8 +73,7 @@ PART_BYTES = 32 * 2**20
 """In memory: what waits for a chunk's end is written at this size already."""
 ROWS_PER_GROUP = 256
 """Few, so that one answer is read without many others."""
-_TRAINING = re.compile(r"^train-(?P<first>\d{6,})-(?P<last>\d{6,})\.parquet$")
-_VALIDATION = re.compile(r"^validation-step-(?P<step>\d{6,})\.parquet$")
+_PART = re.compile(r"(train-(?P<first>\d{6,})-|validation-step-)(?P<last>\d{6,})\.parquet")
 _HEAVY = [name for name in TOKENS.names if name not in ("token_ids", "is_sampled")]
 
 
@@ -171,9 +170,9 @@ class AnswerWriter:
         self._part, self._written = None, None
         remove_stale_temporaries(self._folder)
         for path in parts_of(self._folder):
-            if _last_step(path) <= step:
+            first, last = _steps_of(path)
+            if last <= step:
                 continue
-            first = _first_step(path)
             if first <= step:  # a checkpoint inside a part: older ones were deleted, or other steps ended chunks then
                 table = pq.read_table(path)
                 kept = table.filter(pc.field("step") <= step)
@@ -188,7 +187,7 @@ class AnswerWriter:
         """Delete the oldest training parts, but never the newest, while all parts are larger than they may be."""
         sizes = {path: path.stat().st_size for path in parts_of(self._folder)}
         too_many = sum(sizes.values()) - self._settings.max_gb * BYTES_PER_GB
-        training = [path for path in sizes if _TRAINING.match(path.name)]
+        training = [path for path in sizes if path.name.startswith("train-")]
         for path in training[:-1]:
             if too_many <= 0:
                 return
@@ -201,14 +200,9 @@ def _training_name(table: pa.Table) -> str:
     return f"train-{steps['min']:06d}-{steps['max']:06d}.parquet"
 
 
-def _first_step(path: Path) -> int:
-    found = _TRAINING.match(path.name)
-    return _last_step(path) if found is None else int(found["first"])
-
-
-def _last_step(path: Path) -> int:
-    """Of a training part, or of a validation in training; -1 for one that was asked for, which no cut concerns."""
-    for pattern, group in ((_TRAINING, "last"), (_VALIDATION, "step")):
-        if found := pattern.match(path.name):
-            return int(found[group])
-    return -1
+def _steps_of(path: Path) -> tuple[int, int]:
+    """First and last step of a part; twice -1 of a validation that was asked for, which no cut concerns."""
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return -1, -1
+    return int(found["first"] or found["last"]), int(found["last"])

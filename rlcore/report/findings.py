@@ -66,16 +66,16 @@ def converged(record: RunRecord) -> Finding:
     )
     series = record.series("critic/score/mean")
     trend = None if series is None else trend_of(series)
-    if trend is None:
+    if series is None or trend is None:
         return _unknown("Converged", rule, f"A trend needs {FEWEST_STEPS} steps in the last third of the run.")
-    change, smallest = trend.change, SMALLEST_CHANGE * score_range(record)
-    values: dict[str, JsonValue] = {"change": asdict(change), "num_steps": trend.num_steps}
-    shown = f"{numbers.signed_interval(change)} over the last {trend.num_steps} steps"
+    smallest, num_steps = SMALLEST_CHANGE * score_range(record), len(last_part(series))
+    values: dict[str, JsonValue] = {"change": asdict(trend), "num_steps": num_steps}
+    shown = f"{numbers.signed_interval(trend)} over the last {num_steps} steps"
     tone: Tone = "watch"
     verdict, text = "still rising", f"was still rising: {shown}. More steps would likely help"
-    if not change.excludes_zero or abs(change.value) < smallest:
+    if not trend.excludes_zero or abs(trend.value) < smallest:
         verdict, tone, text = "yes", "good", f"no longer moves: {shown}"
-    elif change.value < 0:
+    elif trend.value < 0:
         verdict, tone, text = "falling", "bad", f"was falling: {shown}"
     return Finding("Converged", verdict, tone, f"The training reward {text}.", rule, values)
 
@@ -133,8 +133,8 @@ def _limits(record: RunRecord) -> Iterable[tuple[str, float, str]]:
         if gap > LARGEST_GAP * score_range(record):
             yield "overfitting", gap, f"The training reward is {numbers.fixed(gap)} above the held-out one."
     trend = None if rewards is None else trend_of(rewards)
-    if trend is not None and trend.change.low > 0 and trend.change.value >= SMALLEST_CHANGE * score_range(record):
-        yield "number of steps", trend.change.value, "The reward was still rising when the run ended."
+    if trend is not None and trend.low > 0 and trend.value >= SMALLEST_CHANGE * score_range(record):
+        yield "number of steps", trend.value, "The reward was still rising when the run ended."
 
 
 def speed_limit(record: RunRecord) -> Finding:

@@ -14,7 +14,7 @@ from rlcore.report.curves import PHASES, mean_phases
 from rlcore.report.document import Block, Cell, Kind, Prose, Table, Value, cell, table
 from rlcore.report.findings import stability_checks
 from rlcore.report.record import RunRecord
-from rlcore.report.series import TENTH, Series, first_part, last_part, smooth, trend_of, up_to, window_of
+from rlcore.report.series import TENTH, Series, first_part, last_part, smooth, trend_of, up_to, warmed_up
 from rlcore.storage.documents import read_document
 from rlcore.tracking.catalog import describe
 from rlcore.tracking.cost import NOTHING as NO_COST
@@ -37,47 +37,70 @@ def _late(series: Series) -> float:
     return float(last_part(series).mean())
 
 
-Measure = tuple[str, str, Callable[[Series], Cell | float], str]
-"""Label, metric, how its values are summed up, unit."""
+class Measure(NamedTuple):
+    """A row of a table: how a metric's values are summed up (None: nothing to say), and how that is shown.
 
-_CONVERGENCE: tuple[Measure, ...] = (
-    ("Entropy, first → last tenth", "actor/entropy", _change, ""),
-    ("KL in the loss, first → last tenth", "actor/kl_loss", _change, ""),
-    ("KL in the reward, first → last tenth", "actor/reward_kl_penalty", _change, ""),
-    ("Explained variance, first → last tenth", "critic/vf_explained_var", _change, ""),
-    ("Value loss, first → last tenth", "critic/vf_loss", _change, ""),
-    ("Step size in KL, median / largest", "actor/ppo_kl", _extent, ""),
-    ("Gradient norm, median / largest", "actor/grad_norm", _extent, ""),
-    ("Clipped tokens, last third", "actor/pg_clipfrac", _late, "%"),
-    ("Learning rate of the policy, last", "actor/lr", lambda series: series.iloc[-1], ""),
-    ("Learning rate of the critic, last", "critic/lr", lambda series: series.iloc[-1], ""),
+    `note`: what it means, where that is not the metric's own definition.
+    """
+
+    label: str
+    metric: str
+    sum_up: Callable[[Series], Value]
+    kind: Kind = "number"
+    unit: str = ""
+    note: str = ""
+
+
+REWARD, STEP_S = "critic/score/mean", "timing_s/step"
+_CONVERGENCE = (
+    Measure("Training reward, first tenth", REWARD, lambda each: first_part(each).mean(), "score"),
+    Measure("Training reward, last tenth", REWARD, lambda each: last_part(each, TENTH).mean(), "score"),
+    Measure("Training reward, best", REWARD, lambda each: smooth(each).max(), "score",
+            note="Highest moving mean, over 1/15 of the run."),
+    Measure("Trend of the training reward", REWARD, trend_of, "difference", note="Change of the fitted line over the "
+            "last third of the steps, with a 95% interval."),
+    Measure("Entropy, first → last tenth", "actor/entropy", _change),
+    Measure("KL in the loss, first → last tenth", "actor/kl_loss", _change),
+    Measure("KL in the reward, first → last tenth", "actor/reward_kl_penalty", _change),
+    Measure("Explained variance, first → last tenth", "critic/vf_explained_var", _change),
+    Measure("Value loss, first → last tenth", "critic/vf_loss", _change),
+    Measure("Step size in KL, median / largest", "actor/ppo_kl", _extent),
+    Measure("Gradient norm, median / largest", "actor/grad_norm", _extent),
+    Measure("Clipped tokens, last third", "actor/pg_clipfrac", _late, "percent"),
+    Measure("Learning rate of the policy, last", "actor/lr", lambda each: each.iloc[-1]),
+    Measure("Learning rate of the critic, last", "critic/lr", lambda each: each.iloc[-1]),
+)  # fmt: skip
+_PERFORMANCE = (
+    Measure("Seconds of training steps", STEP_S, pd.Series.sum, "seconds",
+            note="Sum over steps; validation, checkpoints and start-up come on top."),
+    Measure("Seconds a step", STEP_S, lambda each: warmed_up(each).mean(), "seconds",
+            note="Mean without the first step, which warms up."),
+    Measure("Tokens trained on", "perf/total_num_tokens", pd.Series.sum, note="Sum over steps."),
+    Measure("Throughput, median", "perf/throughput", pd.Series.median, unit="tokens/s/device"),
+    Measure("Model FLOP utilization, policy", "perf/mfu/actor", pd.Series.mean, "percent"),
+    Measure("Model FLOP utilization, critic", "perf/mfu/critic", pd.Series.mean, "percent"),
+    Measure("Device memory held, peak", "perf/max_memory_allocated_gb", pd.Series.max, unit="GB"),
+    Measure("Device memory reserved, peak", "perf/max_memory_reserved_gb", pd.Series.max, unit="GB"),
+    Measure("Host memory in use, peak", "perf/cpu_memory_used_gb", pd.Series.max, unit="GB"),
+)  # fmt: skip
+_EFFICIENCY = (
+    Measure("Answer length, last third", "response_length/mean", _late, unit="tokens"),
+    Measure("Answers cut at the limit, last third", "response_length/clip_ratio", _late, "percent"),
+    Measure("Prompt length, mean", "prompt_length/mean", pd.Series.mean, unit="tokens"),
+    Measure("Groups of equal score, last third", "reward/equal_group_share", _late, "percent"),
+    Measure("Groups replaced, mean a step", "reward/groups_dropped", pd.Series.mean),
+    Measure("Generation per answer token", "timing_per_token_ms/gen", pd.Series.median, unit="ms"),
+    Measure("Policy update per token", "timing_per_token_ms/update_actor", pd.Series.median, unit="ms"),
+    Measure("Reference pass per token", "timing_per_token_ms/ref", pd.Series.median, unit="ms"),
+    Measure("Critic update per token", "timing_per_token_ms/update_critic", pd.Series.median, unit="ms"),
+    Measure("Sampler's distance from the trainer", "training/rollout_probs_diff_mean", pd.Series.mean),
 )
-_PERFORMANCE: tuple[Measure, ...] = (
-    ("Throughput, median", "perf/throughput", pd.Series.median, "tokens/s/device"),
-    ("Model FLOP utilization, policy", "perf/mfu/actor", pd.Series.mean, "%"),
-    ("Model FLOP utilization, critic", "perf/mfu/critic", pd.Series.mean, "%"),
-    ("Device memory held, peak", "perf/max_memory_allocated_gb", pd.Series.max, "GB"),
-    ("Device memory reserved, peak", "perf/max_memory_reserved_gb", pd.Series.max, "GB"),
-    ("Host memory in use, peak", "perf/cpu_memory_used_gb", pd.Series.max, "GB"),
-)
-_EFFICIENCY: tuple[Measure, ...] = (
-    ("Answer length, last third", "response_length/mean", _late, "tokens"),
-    ("Answers cut at the limit, last third", "response_length/clip_ratio", _late, "%"),
-    ("Prompt length, mean", "prompt_length/mean", pd.Series.mean, "tokens"),
-    ("Groups of equal score, last third", "reward/equal_group_share", _late, "%"),
-    ("Groups replaced, mean a step", "reward/groups_dropped", pd.Series.mean, ""),
-    ("Generation per answer token", "timing_per_token_ms/gen", pd.Series.median, "ms"),
-    ("Policy update per token", "timing_per_token_ms/update_actor", pd.Series.median, "ms"),
-    ("Reference pass per token", "timing_per_token_ms/ref", pd.Series.median, "ms"),
-    ("Critic update per token", "timing_per_token_ms/update_critic", pd.Series.median, "ms"),
-    ("Sampler's distance from the trainer", "training/rollout_probs_diff_mean", pd.Series.mean, ""),
-)
-_MEMORY: tuple[Measure, ...] = (
-    ("Device memory held by tensors, peak", "perf/max_memory_allocated_gb", pd.Series.max, "GB"),
-    ("Device memory reserved by the allocator, peak", "perf/max_memory_reserved_gb", pd.Series.max, "GB"),
-    ("Host memory in use, all processes, peak", "perf/cpu_memory_used_gb", pd.Series.max, "GB"),
-    ("Memory of the trainer's process, peak", "system/process_memory_gb", pd.Series.max, "GB"),
-)
+_MEMORY = {
+    "Device memory held by tensors, peak": "perf/max_memory_allocated_gb",
+    "Device memory reserved by the allocator, peak": "perf/max_memory_reserved_gb",
+    "Host memory in use, all processes, peak": "perf/cpu_memory_used_gb",
+    "Memory of the trainer's process, peak": "system/process_memory_gb",
+}
 
 Row = tuple[Value, ...]
 
@@ -89,75 +112,43 @@ def _table(name: str, title: str, rows: Iterable[Row]) -> Table:
 
 def _measured(record: RunRecord, measures: Iterable[Measure]) -> Iterable[Row]:
     """A row of each measure whose metric the run has."""
-    for label, metric, sum_up, unit in measures:
+    for label, metric, sum_up, kind, unit, note in measures:
         series = record.series(metric)
-        if series is not None:
-            yield _row(label, _with_unit(sum_up(series), unit), metric)
-
-
-def _with_unit(value: Cell | float, unit: str) -> Cell:
-    if isinstance(value, Cell):
-        return value
-    return cell(float(value), "percent") if unit == "%" else cell(float(value), unit=unit)
-
-
-def _row(label: str, value: Value, metric: str, note: str = "") -> Row:
-    return label, value, metric, note or _definition_of(metric)
+        if series is not None and (value := sum_up(series)) is not None:
+            yield label, cell(value, kind, unit), metric, note or _definition_of(metric)
 
 
 def convergence_table(record: RunRecord) -> Table:
     """What changed from the first steps to the last."""
-    rows: list[Row] = []
-    reward = record.series("critic/score/mean")
-    last_tenth = 0.0 if reward is None else float(last_part(reward, TENTH).mean())
-    if reward is not None:
-        name, curve = "critic/score/mean", smooth(reward)
-        first_tenth, best = float(first_part(reward).mean()), float(curve.max())
-        where = f"Highest moving mean, at step {curve.idxmax()}."
-        rows += [
-            _row("Training reward, first tenth", cell(first_tenth, "score"), name),
-            _row("Training reward, last tenth", cell(last_tenth, "score"), name),
-            _row(f"Training reward, best {window_of(reward)} steps", cell(best, "score"), name, where),
-        ]
-        trend = trend_of(reward)
-        if trend is not None:
-            note = f"Change of the fitted line over the last {trend.num_steps} steps, with a 95% interval."
-            rows.append(_row("Trend of the training reward", cell(trend.change, "difference"), name, note))
-    held_out = record.held_out(record.reward_statistic)
+    rows: list[Row] = list(_measured(record, _CONVERGENCE))
+    reward, held_out = record.series(REWARD), record.held_out(record.reward_statistic)
     if held_out:
         step, found = held_out[-1]
-        rows.append(_row("Held-out reward, last", found, f"val-core/{record.data_source}/{record.reward_statistic}"))
+        name = f"val-core/{record.data_source}/{record.reward_statistic}"
+        rows.append(("Held-out reward, last", found, name, _definition_of(name)))
         if reward is not None and step > 0:
-            gap = cell(last_tenth - found.value, "signed")
-            rows.append(_row("Training less held-out reward", gap, "", "A large gap is learning by heart."))
-    return _table("convergence", "From the first steps to the last", [*rows, *_measured(record, _CONVERGENCE)])
+            gap = cell(last_part(reward, TENTH).mean() - found.value, "signed")
+            rows.append(("Training less held-out reward", gap, "", "A large gap is learning by heart."))
+    return _table("convergence", "From the first steps to the last", rows)
 
 
 def performance_table(record: RunRecord) -> Table:
     """How fast it went, and what it took."""
-    rows: list[Row] = []
-    if record.seconds is not None:
-        note = "Sum over steps; validation, checkpoints and start-up come on top."
-        rows.append(_row("Seconds of training steps", cell(record.seconds.iloc[-1], "seconds"), "timing_s/step", note))
-    if record.step_s is not None:
-        note = "Mean without the first step, which warms up."
-        rows.append(_row("Seconds a step", cell(record.step_s, "seconds"), "timing_s/step", note))
+    rows: list[Row] = list(_measured(record, _PERFORMANCE))
     if len(record.steps) > 1:
         wall = cell(record.steps[-1].time - record.steps[0].time, "seconds")
-        rows.append(_row("From first to last line of the journal", wall, "", "By the clock, all included."))
-    if record.tokens is not None:
-        rows.append(_row("Tokens trained on", record.tokens.iloc[-1], "perf/total_num_tokens", "Sum over steps."))
-    return _table("performance", "Speed and memory", [*rows, *_measured(record, _PERFORMANCE)])
+        rows.insert(0, ("From first to last line of the journal", wall, "", "By the clock, all included."))
+    return _table("performance", "Speed and memory", rows)
 
 
 def efficiency_table(record: RunRecord) -> Table:
     """How much of the work taught something."""
-    rows = list(_measured(record, _EFFICIENCY))
+    rows: list[Row] = list(_measured(record, _EFFICIENCY))
     low, high = record.series("global_seqlen/balanced_min"), record.series("global_seqlen/balanced_max")
     if low is not None and high is not None and record.config.runtime.num_workers > 1:
         idle = cell(float(((high - low) / high.clip(lower=1)).mean()), "percent")
         note = "Mean of 1 - balanced_min / balanced_max: time in which ranks wait for each other."
-        rows.append(_row("Tokens the lightest rank lacks", idle, "global_seqlen/balanced_max", note))
+        rows.append(("Tokens the lightest rank lacks", idle, "global_seqlen/balanced_max", note))
     return _table("efficiency", "Efficiency", rows)
 
 
@@ -367,11 +358,12 @@ def memory_blocks(record: RunRecord) -> tuple[Block, ...]:
 def _peaks(record: RunRecord, planned_gb: float | None) -> Table:
     """The measured peaks; that of the device's tensors beside what was planned."""
     rows: list[Row] = []
-    for label, peak, metric, _ in _measured(record, _MEMORY):
-        planned = planned_gb if metric == "perf/max_memory_allocated_gb" else None
-        assert isinstance(peak, Cell)
-        share = float(str(peak.value)) / planned if planned else Cell("")
-        rows.append((label, peak, cell(planned, unit="GB"), share, metric))
+    for label, metric in _MEMORY.items():
+        series = record.series(metric)
+        if series is not None:
+            peak, planned = float(series.max()), planned_gb if metric == "perf/max_memory_allocated_gb" else None
+            share = peak / planned if planned else Cell("")
+            rows.append((label, cell(peak, unit="GB"), cell(planned, unit="GB"), share, metric))
     columns: dict[str, Kind] = {"Measure": "text", "Peak": "number", "Planned": "number", "Of the plan": "share",
                                 "Metric": "code"}  # fmt: skip
     return table("memory_peak", "Measured", columns, rows)

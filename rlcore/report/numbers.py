@@ -62,9 +62,9 @@ def signed(value: float) -> str:
     """With its sign, also where it is positive.
 
     >>> signed(0.25), signed(-0.25), signed(-0.0001)
-    ('+0.250', '−0.250', '+0.000')
+    ('+0.250', '−0.250', '0.000')
     """
-    return f"{value:+z,.3f}".replace("-", "−")
+    return fixed(0.0) if abs(value) < 0.0005 else f"{value:+,.3f}".replace("-", "−")
 
 
 def interval(found: Interval) -> str:

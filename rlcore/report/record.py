@@ -18,7 +18,7 @@ from rlcore.config.data import ALL_SOURCES
 from rlcore.errors import CheckpointError, DataError, MillraceError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare, core_name
 from rlcore.evaluation.stats import Interval
-from rlcore.report.series import Series, series_of
+from rlcore.report.series import Series, series_of, warmed_up
 from rlcore.storage.documents import read_document
 from rlcore.tracking.cost import Spent, spent
 from rlcore.tracking.journal import (
@@ -116,7 +116,7 @@ class RunRecord:
     def step_s(self) -> float | None:
         """Mean seconds of a training step, the first one left out where there are others: it warms up."""
         series = self.series("timing_s/step")
-        return None if series is None else float(series.iloc[min(1, len(series) - 1) :].mean())
+        return None if series is None else float(warmed_up(series).mean())
 
     @property
     def workers(self) -> Mapping[str, Any]:
@@ -234,9 +234,7 @@ def read_run(run_dir: Path) -> RunRecord:
         file, _SETTINGS, "these settings are of another version of Millrace, which can make the report, or damaged"
     )
     if config is None:
-        raise DataError(
-            f"{file}: cannot be read (it is not there); name the folder of a run, as artifacts/runs/<id>"
-        )
+        raise DataError(f"{file}: cannot be read (it is not there); name the folder of a run, as artifacts/runs/<id>")
     checkpoints: tuple[CheckpointInfo, ...] = ()
     try:  # first: the lines of a newer one come before it
         catalog = scan(run_dir / "checkpoints")

@@ -1,7 +1,6 @@
 """One metric over the steps of a run: its moving mean, the points that a picture can show, whether it still rises."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -54,6 +53,11 @@ def last_part(series: Series, share: float = LAST_PART) -> Series:
     return series.iloc[-max(1, round(share * len(series))) :]
 
 
+def warmed_up(series: Series) -> Series:
+    """All but the first step, which warms up; that one alone where there is no other."""
+    return series.iloc[min(1, len(series) - 1) :]
+
+
 def thinned(series: Series, most: int) -> Series:
     """At most so many points, each the mean of a stretch of steps: what a picture can show."""
     if len(series) <= most:
@@ -68,16 +72,9 @@ def up_to(totals: Series, steps: "pd.Index[int]") -> Series:
     return totals.reindex(steps, method="ffill").fillna(0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Trend:
-    """Change of the fitted line from the first to the last step of the last part, with a 95% interval."""
-
-    change: Interval
-    num_steps: int
-
-
-def trend_of(series: Series) -> Trend | None:
-    """Least-squares line over the last part; None if that is too short.
+def trend_of(series: Series) -> Interval | None:
+    """Change of the least-squares line over the last part, from its first step to its last, with a 95% interval; None
+    if that part is too short.
 
     The interval is that of independent noise around the line. Each step has prompts of its own, so the noise is close
     to independent.
@@ -89,4 +86,4 @@ def trend_of(series: Series) -> Trend | None:
     (slope, _), covariance = np.polyfit(steps - steps.mean(), part.to_numpy(), 1, cov=True)
     length = float(steps[-1] - steps[0])
     change, half = float(slope) * length, _NORMAL_95 * float(np.sqrt(covariance[0, 0])) * length
-    return Trend(Interval(change, change - half, change + half), len(part))
+    return Interval(change, change - half, change + half)

@@ -185,7 +185,6 @@ def _user() -> str:
 
 BYTES_PER_GB = 1e9
 MILLIJOULES = 1e3
-NVIDIA_SMI_TIMEOUT_S = 20.0
 
 
 class SystemSampler:
@@ -250,19 +249,9 @@ def _gpus(nvml: Any) -> Iterator[tuple[str, int]]:
 
 
 def first_gpu() -> tuple[str, int] | None:
-    """Name and bytes of memory of the host's first GPU, by NVML or the driver's own tool; None where there is none.
-
-    Unlike torch it puts nothing on the GPU."""
+    """Name and bytes of memory of the host's first GPU; None where there is none. Unlike torch it puts nothing on it."""
     nvml = _start_nvml()
-    if nvml is not None and (gpu := next(_gpus(nvml), None)) is not None:
-        return gpu
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
-        name, mib = done.stdout.splitlines()[0].rsplit(",", 1)
-        return name.strip(), int(mib) << 20
-    except (OSError, subprocess.TimeoutExpired, IndexError, ValueError):
-        return None
+    return None if nvml is None else next(_gpus(nvml), None)
 
 
 def energy_reader(uuid: str) -> Callable[[], float | None]:
@@ -279,11 +268,8 @@ def energy_reader(uuid: str) -> Callable[[], float | None]:
 
 
 def _start_nvml() -> Any:
-    """The NVML module, ready to be asked; None without it or without a driver."""
-    try:
-        pynvml = importlib.import_module("pynvml")
-    except ImportError:
-        return None
+    """The NVML module, ready to be asked; None without a driver."""
+    pynvml = importlib.import_module("pynvml")  # has no types
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
