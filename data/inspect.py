@@ -4,15 +4,14 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from markupsafe import Markup
 from rich.console import Group, RenderableType
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +20,7 @@ from data.schema import ROWS_PER_GROUP, find_type, open_parquet, provenance, rea
 from data.stage import SPLITS
 from data.write import LengthSummary, as_svg, summarize
 from rlcore.errors import DataError
+from rlcore.report import document
 from rlcore.storage.manifest import part_directories
 
 LONGEST_SHOWN_CHARS = 600
@@ -60,6 +60,14 @@ class Leakage:
     second: str
     num_prompts: int
     num_multisets: int
+
+    @property
+    def is_leak(self) -> bool:
+        """Whether there is any."""
+        return bool(self.num_prompts or self.num_multisets)
+
+    def __str__(self) -> str:
+        return f"{self.first} and {self.second} share {self.num_prompts:,} prompts, {self.num_multisets:,} multisets"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,36 +259,52 @@ def _shown_row(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def as_rich(report: DatasetReport) -> RenderableType:
     """Tables for a terminal."""
     parts: list[RenderableType] = []
-    for split in report.splits:
-        table = Table(title=f"{split.name}: {split.path}", title_justify="left", show_header=False)
-        for name, value in _facts(split):
-            table.add_row(name, Text(value))
-        parts.append(table)
-        parts += [_panel(row, split.name) for row in split.rows]
-    if report.splits:
-        parts.insert(0, _schema_table(report.splits[0]))
-    for pair in report.leakage:
-        leaks = pair.num_prompts or pair.num_multisets
-        text = f"{pair.first} and {pair.second} share {pair.num_prompts:,} prompts, {pair.num_multisets:,} multisets"
-        parts.append(Text(text, style="bold red" if leaks else "green"))
-    return Group(*parts)
+    for section in _document(report).sections:
+        for block in section.blocks:
+            if isinstance(block, document.Table) and block.rows:
+                table = Table(title=f"{section.title}: {block.title}", title_justify="left", show_header=False)
+                for row in block.rows:
+                    table.add_row(*(Text(cell.text) for cell in row))
+                parts.append(table)
+    leaks = (Text(str(pair), style="bold red" if pair.is_leak else "green") for pair in report.leakage)
+    return Group(*parts, *leaks)
 
 
-def _schema_table(split: SplitReport) -> Table:
-    table = Table("column", "type", title="Schema", title_justify="left")
-    for name, kind in split.columns:
-        table.add_row(name, Text(kind))
-    for name, value in split.provenance.items():
-        table.add_row(Text(f"provenance {name}", style="dim"), Text(_brief(value), style="dim"))
-    return table
+def as_html(report: DatasetReport) -> str:
+    """One self-contained page, in the looks of a run's report."""
+    from rlcore.report.page import page
+
+    return page("report.html.j2", report=_document(report))
 
 
-def _panel(row: Mapping[str, Any], split: str) -> Panel:
-    text = Text()
-    for name, value in _shown_row(row):
-        text.append(f"{name}: ", style="bold")
-        text.append(f"{_cut(value)}\n")
-    return Panel(text, title=f"{split} row {row['row']}", title_align="left")
+def _document(report: DatasetReport) -> document.Report:
+    """The same for a terminal and for a page."""
+    leaks = any(pair.is_leak for pair in report.leakage)
+    return document.Report(
+        genre="dataset",
+        title=report.path,
+        subtitle=" · ".join(map(str, report.leakage)),
+        state="splits overlap" if leaks else "",
+        state_tone="bad",
+        tiles=(),
+        findings=(),
+        missing=(),
+        sections=tuple(document.Section(split.name, split.name, tuple(_blocks(split))) for split in report.splits),
+    )
+
+
+def _blocks(split: SplitReport) -> Iterator[document.Block]:
+    def pairs(title: str, rows: Iterable[tuple[str, str]]) -> document.Table:
+        return document.table(f"{split.name}-{title}", title, {"": "text", " ": "code"}, rows)
+
+    yield pairs(split.path, _facts(split))
+    if split.lengths is not None:
+        svg = Markup(as_svg(split.lengths, f"Prompt lengths of {split.name}", unit=split.length_unit))
+        yield document.Gallery((document.Picture(f"{split.name}-lengths", "Prompt lengths", "", svg),))
+    yield pairs("columns", split.columns)
+    yield pairs("provenance", ((name, _brief(value)) for name, value in split.provenance.items()))
+    for row in split.rows:
+        yield pairs(f"row {row['row']}", ((name, _cut(value)) for name, value in _shown_row(row)))
 
 
 def _brief(value: Any) -> str:
@@ -289,39 +313,3 @@ def _brief(value: Any) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_SHOWN_CHARS else f"{text[:LONGEST_SHOWN_CHARS]} ... ({len(text):,} characters)"
-
-
-_STYLE = """body{font:15px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;margin:1rem 0}td,th{border:1px solid #ccc;padding:.2rem .6rem;text-align:left;
-vertical-align:top}pre{white-space:pre-wrap;overflow-wrap:anywhere;margin:0}svg{max-width:100%}
-.bad{color:#b3261e;font-weight:bold}.good{color:#1b6e3c}"""
-
-
-def as_html(report: DatasetReport) -> str:
-    """One self-contained page."""
-    body = [f"<h1>{escape(report.path)}</h1>"]
-    for pair in report.leakage:
-        kind = "bad" if pair.num_prompts or pair.num_multisets else "good"
-        body.append(
-            f'<p class="{kind}">{escape(pair.first)} and {escape(pair.second)} share {pair.num_prompts:,} prompts and '
-            f"{pair.num_multisets:,} multisets of numbers.</p>"
-        )
-    for split in report.splits:
-        body += [f"<h2>{escape(split.name)}</h2>", _html_table(_facts(split))]
-        if split.lengths is not None:
-            body.append(as_svg(split.lengths, f"Prompt lengths of {split.name}", unit=split.length_unit))
-        body += ["<h3>Columns</h3>", _html_table(split.columns)]
-        if split.provenance:
-            rows = ((name, _brief(value)) for name, value in split.provenance.items())
-            body += ["<h3>Provenance</h3>", _html_table(rows)]
-        for row in split.rows:
-            body += [f"<h3>Row {row['row']}</h3>", _html_table((name, _cut(value)) for name, value in _shown_row(row))]
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(report.path)}</title>"
-        f"<style>{_STYLE}</style><body>{''.join(body)}</body></html>\n"
-    )
-
-
-def _html_table(rows: Iterable[tuple[str, str]]) -> str:
-    cells = (f"<tr><th>{escape(name)}</th><td><pre>{escape(value)}</pre></td></tr>" for name, value in rows)
-    return f"<table>{''.join(cells)}</table>"

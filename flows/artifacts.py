@@ -155,7 +155,7 @@ def show_report(run_dir: Path, html: Path) -> None:
     """The report's summary as the flow run shows it."""
 
     def create() -> object:
-        from rlcore.report import summary_markdown
+        from rlcore.report.build import summary_markdown
 
         text = f"{summary_markdown(run_dir)}\n\nFull report: `{html}`\n"
         return create_markdown_artifact(text, key=artifact_key(run_dir.name, "report"))

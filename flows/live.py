@@ -5,7 +5,7 @@ What is given out is bounded, whatever the run's length, and holds no setting: s
 
 import base64
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 
 from rlcore.answers.store import parts_of
 from rlcore.config import RunConfig
-from rlcore.errors import DataError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import open_ordinary
 from rlcore.tracking.journal import StepRecord, iter_lines
@@ -28,6 +27,7 @@ ALONE = {
 """Metrics that have a curve of their own, by its title."""
 MOST_ANSWERS = 6
 """Answers that are shown, each to another prompt."""
+COLUMNS = ["prompt_id", "step", "validation", "score", "prompt", "answer"]
 MOST_CHARACTERS = 600
 """Of a prompt's end and of an answer's beginning."""
 
@@ -86,27 +86,15 @@ class Followed:
 
 def last_answers(layout: RunLayout) -> list[Shown]:
     """The newest answers on record, the newest first; they are written at the end of each chunk."""
-    for part in sorted(_times(parts_of(layout.answers)), key=lambda part: -part[1])[:1]:
-        with suppress(OSError, DataError):  # it is deleted at this moment
-            newest = {row["prompt_id"]: row for row in _last_rows(part[0])}
-            return [_shown(row) for row in list(newest.values())[: -MOST_ANSWERS - 1 : -1]]
-    return []
-
-
-def _times(parts: Sequence[Path]) -> Iterator[tuple[Path, float]]:
-    for part in parts:
-        with suppress(OSError):
-            yield part, part.stat().st_mtime
-
-
-def _last_rows(part: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(part) as file:
-        group = file.metadata.num_row_groups - 1
-        rows = file.read_row_group(group, columns=["prompt_id", "step", "validation", "score", "prompt", "answer"])
-    found: list[dict[str, Any]] = rows.to_pylist()
-    return found
+    with suppress(OSError, ValueError):  # there is no part yet, or it is deleted at this moment
+        newest = max(parts_of(layout.answers), key=lambda part: part.stat().st_mtime)
+        with pq.ParquetFile(newest) as file:
+            rows = file.read_row_group(file.metadata.num_row_groups - 1, columns=COLUMNS).to_pylist()
+        each_prompt = {row["prompt_id"]: row for row in rows}
+        return [_shown(row) for row in list(each_prompt.values())[: -MOST_ANSWERS - 1 : -1]]
+    return []
 
 
 def _shown(row: Mapping[str, Any]) -> Shown:

@@ -12,12 +12,10 @@ The pages ask for what they show; nothing is written. What a model wrote goes ou
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from functools import cache, partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -59,26 +57,48 @@ class WithAnswers:
 
 
 def answers_app(root: Path) -> Starlette:
-    """The page of the runs under a root."""
+    """The pages of the runs under a root. A mistake in a request is a sentence for whoever asked."""
+
+    def told(request: Request, error: Exception) -> Response:
+        return JSONResponse({"error": str(error)}, 400)
+
     runs = Runs(root)
-    routes: dict[str, Callable[[Request], Response]] = {
-        "": _page,
-        "runs": partial(_runs, runs),
-        "find": partial(_find, runs),
-        "one": partial(_one, runs),
-        "live": _live_page,
-        "now": partial(_now, runs),
+    routes = {
+        "": lambda _: _page("answers.html.j2"),
+        "runs": lambda _: JSONResponse(runs.with_answers()),
+        "find": runs.find,
+        "one": runs.one,
+        "live": lambda _: _page("live.html.j2"),
+        "now": runs.now,
     }
-    return Starlette(routes=[Route(PREFIX + path, _told(answer)) for path, answer in routes.items()])
+    return Starlette(
+        routes=[Route(PREFIX + path, answer) for path, answer in routes.items()],
+        exception_handlers={MillraceError: told},
+    )
+
+
+def _page(template: str) -> Response:
+    from rlcore.report.page import scripted_page
+
+    return HTMLResponse(scripted_page(template))
+
+
+@dataclass(slots=True)
+class Opened:
+    """A run of the root. Whoever holds the lock may search it or look at its journal; others wait."""
+
+    layout: RunLayout
+    answers: KeptAnswers
+    lock: threading.Lock
+    followed: Followed | None = None
 
 
 class Runs:
-    """The runs of a root, each opened once. A search of one run holds up other searches of that run alone."""
+    """The runs of a root, each opened once, and what is asked of them."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._open: dict[str, tuple[threading.Lock, RunLayout, KeptAnswers]] = {}
-        self._followed: dict[str, tuple[threading.Lock, RunLayout, Followed]] = {}
+        self._opened: dict[str, Opened] = {}
         self._lock = threading.Lock()
 
     def begun(self) -> list[str]:
@@ -90,21 +110,7 @@ class Runs:
                     newest.setdefault(folder.name, file.stat().st_mtime)
         return sorted(newest, key=lambda name: -newest[name])
 
-    def follow(self, name: str) -> tuple[threading.Lock, RunLayout, Followed]:
-        """One of them.
-
-        Raises:
-            DataError: there is no such run, or its settings cannot be read.
-        """
-        with self._lock:
-            if name not in self._followed:
-                if name not in self.begun():
-                    raise DataError(f"run {name!r}: is none of this root")
-                config, layout = named_run([name], self._root)
-                self._followed[name] = (threading.Lock(), layout, Followed(config, layout.journal))
-            return self._followed[name]
-
-    def names(self) -> list[str]:
+    def with_answers(self) -> list[str]:
         """Those that have answers on record, the newest first."""
         newest: dict[str, float] = {}
         for folder in (self._root / "runs").glob("*/answers"):
@@ -112,78 +118,55 @@ class Runs:
                 newest[folder.parent.name] = max(path.stat().st_mtime for path in parts_of(folder))
         return sorted(newest, key=lambda name: -newest[name])
 
-    def open(self, name: str) -> tuple[threading.Lock, RunLayout, KeptAnswers]:
-        """One of them.
-
-        Raises:
-            DataError: there is no such run.
-        """
+    def _open(self, name: str, known: Sequence[str], problem: str) -> Opened:
+        """A run of this name among the known ones."""
+        if name not in known:
+            raise DataError(f"run {name!r}: {problem}")
         with self._lock:
-            if name not in self._open:
-                if name not in self.names():
-                    raise DataError(f"run {name!r}: is none of this root, or has no answers on record")
+            if name not in self._opened:
                 layout = RunLayout(self._root, self._root / "runs" / name)
-                self._open[name] = (threading.Lock(), layout, KeptAnswers(layout.answers))
-            return self._open[name]
+                self._opened[name] = Opened(layout, KeptAnswers(layout.answers), threading.Lock())
+            return self._opened[name]
 
+    def _asked(self, request: Request) -> Opened:
+        problem = "is none of this root, or has no answers on record"
+        return self._open(request.query_params.get("run", ""), self.with_answers(), problem)
 
-def _told(answer: Callable[[Request], Response]) -> Callable[[Request], Response]:
-    """A mistake in a request is a sentence for whoever asked."""
+    def now(self, request: Request) -> Response:
+        """State, curves and last answers of a run."""
+        names = self.begun()
+        name = request.query_params.get("run") or next(iter(names), "")
+        if not name:
+            return JSONResponse({"runs": []})
+        run = self._open(name, names, "is none of this root")
+        with run.lock:
+            if run.followed is None:
+                run.followed = Followed(named_run([name], self._root)[0], run.layout.journal)
+            curves = run.followed.curves()
+        found = {"runs": names[:MOST_RUNS], **status_of(run.layout.run_dir).to_json(), "curves": curves}
+        return JSONResponse(finite(found | {"answers": [asdict(one) for one in last_answers(run.layout)]}))
 
-    def told(request: Request) -> Response:
-        try:
-            return answer(request)
-        except MillraceError as error:
-            return JSONResponse({"error": str(error)}, 400)
+    def find(self, request: Request) -> Response:
+        """A page of the answers that a search finds."""
+        given = request.query_params
+        words = {name: given[name] for name in ("step", "score", "search", "kind", "sort") if given.get(name)}
+        query = Query.read(prompt=_number("prompt", given.get("prompt")), **words)
+        offset = _number("offset", given.get("offset")) or 0
+        run = self._asked(request)
+        with run.lock:
+            numbers = run.answers.find(query)
+            rows = run.answers.rows(numbers.slice(offset, ROWS).to_pylist(), LISTED)
+        rows = [{**row, "answer": row["answer"][:SHOWN]} for row in rows]
+        return JSONResponse(finite({"total": len(numbers), "rows": rows}))
 
-    return told
-
-
-def _page(request: Request) -> Response:
-    return HTMLResponse(_html())
-
-
-@cache
-def _html() -> str:
-    from rlcore.report import answers_page
-
-    return answers_page()
-
-
-def _live_page(request: Request) -> Response:
-    from rlcore.report import live_page
-
-    return HTMLResponse(live_page())
-
-
-def _now(runs: Runs, request: Request) -> Response:
-    names = runs.begun()[:MOST_RUNS]
-    name = request.query_params.get("run") or next(iter(names), "")
-    if not name:
-        return JSONResponse({"runs": []})
-    lock, layout, followed = runs.follow(name)
-    with lock:
-        curves = followed.curves()
-    found = {"runs": names, **status_of(layout.run_dir).to_json(), "curves": curves}
-    return JSONResponse(finite(found | {"answers": [asdict(one) for one in last_answers(layout)]}))
-
-
-def _runs(runs: Runs, request: Request) -> Response:
-    return JSONResponse(runs.names())
-
-
-def _find(runs: Runs, request: Request) -> Response:
-    given = request.query_params
-    words = {name: given[name] for name in ("step", "score", "search", "kind", "sort") if given.get(name)}
-    query = Query.read(prompt=_number("prompt", given.get("prompt")), **words)
-    offset = _number("offset", given.get("offset")) or 0
-    lock, _, answers = runs.open(given.get("run", ""))
-    with lock:
-        numbers = answers.find(query)
-        rows = answers.rows(numbers.slice(offset, ROWS).to_pylist(), LISTED)
-    for row in rows:
-        row["answer"] = row["answer"][:SHOWN]
-    return JSONResponse(finite({"total": len(numbers), "rows": rows}))
+    def one(self, request: Request) -> Response:
+        """One answer with its tokens."""
+        run = self._asked(request)
+        with run.lock:
+            row = run.answers.one(request.query_params.get("key", ""))
+        decode = tokenizer_of(run.layout.inputs_json)
+        texts = None if decode is None else pieces(decode, row["token_ids"])
+        return JSONResponse(finite({**row, "pieces": texts}))
 
 
 def _number(name: str, text: str | None) -> int | None:
@@ -192,12 +175,3 @@ def _number(name: str, text: str | None) -> int | None:
     if not text.isdecimal():
         raise ConfigError(f"{name}: must be a whole number, got {text!r}")
     return int(text)
-
-
-def _one(runs: Runs, request: Request) -> Response:
-    lock, layout, answers = runs.open(request.query_params.get("run", ""))
-    with lock:
-        row: dict[str, Any] = answers.one(request.query_params.get("key", ""))
-    decode = tokenizer_of(layout.inputs_json)
-    texts = None if decode is None else pieces(decode, row["token_ids"])
-    return JSONResponse(finite({**row, "pieces": texts}))

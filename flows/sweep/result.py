@@ -78,7 +78,7 @@ def write_comparison(folder: Path, points: Sequence[PointRecord], *, is_news: bo
     ]
     if len(run_dirs) < FEWEST_TO_COMPARE:
         return None
-    from rlcore.report import compare_runs
+    from rlcore.report.compare import compare_runs
 
     return compare_runs(run_dirs, target=file.parent).html
 

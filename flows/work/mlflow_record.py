@@ -114,7 +114,8 @@ def log_result(page: Page, report: Report | None) -> None:
 
 def _log_summary(page: Page) -> None:
     """The report's head as the run's description, and the answers as a table that MLflow's page shows."""
-    from rlcore.report import answer_rows, summary_markdown
+    from rlcore.report.build import summary_markdown
+    from rlcore.report.samples import answer_rows
 
     page.store.set_tags(page.mlflow_run, {NOTE_TAG: summary_markdown(page.layout.run_dir)})
     rows = answer_rows(page.layout.run_dir, MOST_ANSWERS)

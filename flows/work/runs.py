@@ -22,7 +22,7 @@ from rlcore.tracking.mlflow_store import MlflowStore, compare_url, search_run_id
 from rlcore.tracking.models import find_garbage, remove_garbage
 
 if TYPE_CHECKING:
-    from rlcore.report import ReportFiles
+    from rlcore.report.build import ReportFiles
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def compare(folders: Sequence[Path], root: Path) -> Comparison:
     Raises:
         DataError: fewer than two runs, or a folder that cannot be read.
     """
-    from rlcore.report import compare_runs
+    from rlcore.report.compare import compare_runs
 
     files = compare_runs(folders)
     told = json.loads(files.json.read_text())

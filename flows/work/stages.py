@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from data import StageResult
 from flows.progress import display
@@ -43,15 +43,20 @@ from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_start_model
 from rlcore.run.layout import RunLayout
 from rlcore.run.pass_rates import is_wanted, planned_pass_rates
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
-from rlcore.tracking.lineage import code_diff, code_revision, environment_facts
+from rlcore.tracking.lineage import (
+    PASS_RATES_STAGE,
+    Lineage,
+    Stage,
+    code_diff,
+    code_revision,
+    environment_facts,
+    stage_of,
+)
 from rlcore.user_code import code_of
-
-if TYPE_CHECKING:
-    from rlcore.report.record import Stage
 
 log = logging.getLogger(__name__)
 
-DRAWN_WITH = ("rlcore.report", "matplotlib.figure", "matplotlib.backends.backend_svg", "jinja2")
+DRAWN_WITH = ("rlcore.report.build", "matplotlib.figure", "matplotlib.backends.backend_svg", "jinja2")
 """Imported where a report needs them, if not by `load_ahead`."""
 DIFF_FILE = "code.diff"
 """What the source had changed since its commit when the run was last started."""
@@ -293,8 +298,6 @@ def record_lineage(run: OpenRun, inputs: RunInputs) -> None:
     """
     if run.has_lineage:
         return
-    from rlcore.report.record import Lineage
-
     run.has_lineage = True
     try:
         revision = code_revision()
@@ -311,9 +314,7 @@ def record_lineage(run: OpenRun, inputs: RunInputs) -> None:
         log.warning("%s: where the run comes from was not noted: %s", run.layout.run_dir, error)
 
 
-def _lineage_stages(run: OpenRun, inputs: RunInputs) -> "tuple[Stage, ...]":
-    from rlcore.report.record import PASS_RATES_STAGE, Stage, stage_of
-
+def _lineage_stages(run: OpenRun, inputs: RunInputs) -> tuple[Stage, ...]:
     folders = {
         "dataset": _dataset(run.config),
         "filtered": inputs.filtered_directory,
@@ -344,11 +345,11 @@ def write_report(layout: RunLayout) -> Report:
     """Write the report with its sample browser, unless the one on disk is current."""
     if (known := known_report(layout)) is not None:
         return known
-    from rlcore.report import build_report, build_sample_browser, hero_png
+    from rlcore.report.build import build_report
+    from rlcore.report.samples import build_sample_browser
 
     digest, folder = report_fingerprint(layout), layout.run_dir / "report"
     files = build_report(layout.run_dir)
-    hero_png(layout.run_dir, files.html.with_name("hero.png"))
     try:
         build_sample_browser(layout.run_dir)
     except DataError:  # no validation yet, which the report says too

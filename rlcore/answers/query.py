@@ -201,10 +201,8 @@ class KeptAnswers:
         return pa.array(np.concatenate([np.zeros(0, dtype=bool), *masks]))
 
 
-_EMPTY = pa.table(
-    {**{field.name: pa.nulls(0, field.type) for field in LIGHT}, "part": pa.nulls(0, pa.int32()),
-     "place": pa.nulls(0, pa.int64())}
-)  # fmt: skip
+_EMPTY = LIGHT.append(pa.field("part", pa.int32())).append(pa.field("place", pa.int64())).empty_table()
+"""The light columns of all parts, and where each row is: number of its part, and place in it."""
 
 
 def _rows_of(path: Path, places: np.ndarray, columns: list[str]) -> list[dict[str, Any]]:

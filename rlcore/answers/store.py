@@ -73,8 +73,7 @@ PART_BYTES = 32 * 2**20
 """In memory: what waits for a chunk's end is written at this size already."""
 ROWS_PER_GROUP = 256
 """Few, so that one answer is read without many others."""
-_TRAINING = re.compile(r"^train-(?P<first>\d{6,})-(?P<last>\d{6,})\.parquet$")
-_VALIDATION = re.compile(r"^validation-step-(?P<step>\d{6,})\.parquet$")
+_PART = re.compile(r"(train-(?P<first>\d{6,})-|validation-step-)(?P<last>\d{6,})\.parquet")
 _HEAVY = [name for name in TOKENS.names if name not in ("token_ids", "is_sampled")]
 
 
@@ -85,7 +84,7 @@ def parts_of(folder: Path) -> list[Path]:
 
 def training_parts(folder: Path) -> list[Path]:
     """Those of training, in the order of their steps."""
-    return [path for path in parts_of(folder) if _TRAINING.match(path.name)]
+    return [path for path in parts_of(folder) if path.name.startswith("train-")]
 
 
 def write_part(path: Path, table: pa.Table) -> None:
@@ -176,9 +175,9 @@ class AnswerWriter:
         self._part, self._written = None, None
         remove_stale_temporaries(self._folder)
         for path in parts_of(self._folder):
-            if last_step(path) <= step:
+            first, last = steps_of(path)
+            if last <= step:
                 continue
-            first = _first_step(path)
             if first <= step:  # a checkpoint inside a part: older ones were deleted, or other steps ended chunks then
                 table = pq.read_table(path)
                 kept = table.filter(pc.field("step") <= step)
@@ -205,15 +204,9 @@ def _training_name(table: pa.Table) -> str:
     return f"train-{steps['min']:06d}-{steps['max']:06d}.parquet"
 
 
-def _first_step(path: Path) -> int:
-    found = _TRAINING.match(path.name)
-    return last_step(path) if found is None else int(found["first"])
-
-
-def last_step(path: Path) -> int:
-    """The last step in a part of training, or that of a validation in training; -1 for one that was asked for, which no
-    cut concerns."""
-    for pattern, group in ((_TRAINING, "last"), (_VALIDATION, "step")):
-        if found := pattern.match(path.name):
-            return int(found[group])
-    return -1
+def steps_of(path: Path) -> tuple[int, int]:
+    """First and last step of a part; twice -1 of a validation that was asked for, which no cut concerns."""
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return -1, -1
+    return int(found["first"] or found["last"]), int(found["last"])

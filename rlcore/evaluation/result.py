@@ -24,6 +24,7 @@ from rlcore.evaluation.stats import (
     pass_at_k,
 )
 from rlcore.score import Score
+from rlcore.storage.documents import first_problem
 from rlcore.storage.publish import write_json_atomically
 
 FORMAT_VERSION = 1
@@ -292,14 +293,6 @@ class ValidationResult:
 
 _DOCUMENT = TypeAdapter(dict[str, Any])
 _RESULT = TypeAdapter(ValidationResult)
-
-
-def first_problem(error: Exception) -> str:
-    """What is wrong with a file, in a line: of a ValidationError the first place and its message."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    detail = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(map(str, detail['loc'])) or 'content'}: {detail['msg']}"
 
 
 # ------------------------------------------------------------------ figures by number of answers, and two validations

@@ -1,40 +1,24 @@
-"""The report of a run: its key figures, sections and head picture; written as HTML, JSON and pictures."""
+"""The report of a run: its key figures and sections; written as HTML, JSON and pictures."""
 
 import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 from pydantic import JsonValue
 
 from rlcore.evaluation.result import Comparison
-from rlcore.report import curves, held_out, measures, numbers, page
-from rlcore.report import document as doc
-from rlcore.report.curves import plot_reward
-from rlcore.report.document import (
-    Block,
-    Cell,
-    Code,
-    Column,
-    Prose,
-    Report,
-    Section,
-    Table,
-    Tile,
-    Tone,
-)
+from rlcore.report import curves, held_out, measures, numbers, page, samples
+from rlcore.report.document import Block, Cell, Prose, Report, Section, Table, Tile, Tone, cell, table
 from rlcore.report.findings import findings_of
-from rlcore.report.measures import memory_blocks
-from rlcore.report.page import LIGHT, gallery_of, house_style
-from rlcore.report.record import Lineage, RunRecord, read_run
+from rlcore.report.plots import gallery_of
+from rlcore.report.record import RunRecord, read_run
+from rlcore.report.series import TENTH, first_part, last_part
 from rlcore.report.settings import reproduce_command, settings_tables
-from rlcore.storage.publish import temporary_beside, write_json_atomically, write_text_atomically
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure, SubFigure
+from rlcore.storage.publish import write_json_atomically, write_text_atomically
+from rlcore.tracking.lineage import Lineage
 
 FORMAT_VERSION = 1
 
@@ -120,105 +104,69 @@ def summary_markdown(run_dir: Path) -> str:
 
 def sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
     """All chapters; pictures are drawn and written into `figures`."""
+    draw = partial(gallery_of, folder=figures)
     shown = "The same held-out problems before and after, by the greedy answer or the first sample: the first of each "
-    learning, speed = (gallery_of(found, figures) for found in (curves.charts(record), curves.speed_charts(record)))
+    runs = [(record.run_id, record)]
     return (
-        Section("curves", "Curves", (learning, measures.curve_table(record))),
-        _held_out(record, figures),
-        Section("answers", "Answers", (held_out.samples_of(record.before, record.after),),
-                f"{shown}kind by id, not the best."),
+        Section("curves", "Curves", (draw(curves.charts(record)), measures.curve_table(record))),
+        held_out.section_of(record, draw),
+        Section("answers", "Answers", (samples.samples_of(record),), f"{shown}kind by id, not the best."),
         Section("convergence", "Convergence",
                 (measures.convergence_table(record), measures.check_table(record))),
         Section("performance", "Performance",
-                (speed, measures.phase_table(record), measures.performance_table(record),
-                 measures.efficiency_table(record), measures.cost_table(record),
-                 *filter(None, [measures.spent_table([(record.run_id, record)])]))),
-        Section("memory", "Memory", memory_blocks(record)),
+                (draw(curves.speed_charts(record)), measures.phase_table(record), measures.performance_table(record),
+                 measures.efficiency_table(record), measures.cost_table(runs),
+                 *filter(None, [measures.spent_table(runs)]))),
+        Section("memory", "Memory", measures.memory_blocks(record)),
         Section("configuration", "Configuration", settings_tables(record.config)),
-        Section("reproduce", "Reproduce", _reproduce(record)),
-        Section("lineage", "Lineage", _lineage(record)),
+        Section("reproduce", "Reproduce", tuple(_reproduce(record))),
+        Section("lineage", "Lineage", tuple(_lineage(record))),
         Section("journal", "Journal", (_events(record), measures.last_step_table(record))),
     )  # fmt: skip
 
 
-def _held_out(record: RunRecord, figures: Path) -> Section:
-    results = held_out.judged(record)
-    lead = ""
-    blocks: list[Block | None] = []
-    if len(results) == 2:
-        settings = results[1][1].settings
-        lead = (
-            f"{settings.samples_per_problem} samples a problem at temperature {settings.sampling.temperature:g}, "
-            f"{settings.confidence:.0%} intervals from {settings.num_resamples:,} bootstrap resamples over problems. "
-            f"Before is step {results[0][1].step}, after is step {results[1][1].step}."
-        )
-        blocks.append(held_out.result_table(record.paired))
-    elif results:
-        blocks.append(held_out.single_table(results[0][1]))
-    if results:
-        blocks += [
-            gallery_of(held_out.charts(record), figures),
-            held_out.source_table(record),
-            held_out.difficulty_table(record),
-            held_out.pass_table(record),
-        ]
-    blocks += [held_out.progress_table(record), held_out.suite_table(record)]
-    return Section("held_out", "Held-out problems", tuple(block for block in blocks if block is not None), lead)
-
-
-def _reproduce(record: RunRecord) -> tuple[Block, ...]:
-    typed = record.lineage.command if record.lineage is not None else ()
+def _reproduce(record: RunRecord) -> Iterator[Block]:
+    if record.lineage is not None and record.lineage.command:
+        yield from (Prose("As it was started:"), Prose(" ".join(record.lineage.command), is_code=True))
     command = reproduce_command(record.config)
-    elsewhere = (
-        "No command line of this version composes to these settings (a model path that is not on this machine "
-        "is a usual reason); settings.json in the run's folder holds all of them."
-    )
-    complete = "The same settings, complete, from this version of Millrace:"
-    same = (
+    if command is not None:
+        yield Prose("The same settings, complete, from this version of Millrace:")
+        yield Prose(command, is_code=True)
+    else:
+        yield Prose(
+            "No command line of this version composes to these settings (a model path that is not on this machine "
+            "is a usual reason); settings.json in the run's folder holds all of them."
+        )
+    yield Prose(
         f"Seed {record.config.seed} fixes data, initial weights, order of prompts and every sampled token. The "
         "same versions of torch and transformers, the same kind of device and the same number of threads give the "
         "same numbers; others differ in the last digits, which sampling turns into other answers."
     )
-    return (
-        *((Prose("As it was started:"), Code(" ".join(typed))) if typed else ()),
-        *((Prose(complete), Code(command)) if command is not None else (Prose(elsewhere),)),
-        Prose(same),
-    )
 
 
-def _lineage(record: RunRecord) -> tuple[Block, ...]:
-    blocks: list[Block] = []
-    if record.lineage is not None:
-        blocks += _lineage_tables(record.lineage)
-    if record.checkpoints:
-        rows = [(info.name, doc.cell(info.size_bytes / 1e6, unit="MB")) for info in record.checkpoints]
-        columns = (Column("Name", "code"), Column("Size", "number"))
-        blocks.append(doc.table("checkpoints", "Checkpoints on disk", columns, rows))
-    return tuple(blocks) or (Prose("Nothing is recorded of where this run comes from."),)
-
-
-def _lineage_tables(lineage: Lineage) -> Iterator[Table]:
+def _lineage(record: RunRecord) -> Iterator[Block]:
+    lineage = record.lineage or Lineage()
     if lineage.stages:
         rows = [
             (stage.name, stage.fingerprint, stage.path,
              Cell(", ".join(f"{key} {value}" for key, value in stage.facts.items()), dict(stage.facts)))
             for stage in lineage.stages
         ]  # fmt: skip
-        columns = (Column("Stage"), Column("Fingerprint", "code"), Column("Path", "code"), Column("Facts"))
-        yield doc.table("stages", "Stages", columns, rows)
-    facts = dict(lineage.environment)
-    if lineage.git_commit:
-        facts = {"git commit": lineage.git_commit + (" + changes" if lineage.git_dirty else ""), **facts}
+        yield table("stages", "Stages", {"Stage": "text", "Fingerprint": "code", "Path": "code", "Facts": "text"}, rows)
+    commit = lineage.git_commit + (" + changes" if lineage.git_dirty else "")
+    facts = {**({"git commit": commit} if commit else {}), **lineage.environment}
     if facts:
-        pairs = (Column("What"), Column("Version", "code"))
-        yield doc.table("environment", "Code and packages", pairs, list(facts.items()))
+        yield table("environment", "Code and packages", {"What": "text", "Version": "code"}, list(facts.items()))
+    if record.checkpoints:
+        sizes = [(info.name, cell(info.size_bytes / 1e6, unit="MB")) for info in record.checkpoints]
+        yield table("checkpoints", "Checkpoints on disk", {"Name": "code", "Size": "number"}, sizes)
+    elif not lineage.stages and not facts:
+        yield Prose("Nothing is recorded of where this run comes from.")
 
 
 def _events(record: RunRecord) -> Table:
     rows = [(event.step, event.name, json.dumps(event.data, ensure_ascii=False)) for event in record.events]
-    return doc.table(
-        "events", "Events", (Column("Step", "number"), Column("Event", "code"), Column("Data", "code")), rows
-    )
+    return table("events", "Events", {"Step": "number", "Event": "code", "Data": "code"}, rows)
 
 
 ALGORITHMS = {
@@ -286,106 +234,43 @@ def tiles_of(record: RunRecord) -> tuple[Tile, ...]:
     """The key figures."""
     rows = {row.statistic: row for row in record.paired}
     k = record.num_samples
-    wanted = ((record.reward_statistic, "Held-out reward"), ("reward/greedy", "Greedy answer"),
-              (f"reward/pass@{k}", f"pass@{k}"))  # fmt: skip
-    tiles = [_gain(label, rows[name]) for name, label in dict(wanted).items() if name in rows]
-    if not tiles:
-        tiles = _without_pairs(record)
-    return (*tiles, *_effort(record))
+    wanted = {record.reward_statistic: "Held-out reward", "reward/greedy": "Greedy answer",
+              f"reward/pass@{k}": f"pass@{k}"}  # fmt: skip
+    tiles = [_gain(label, rows[name]) for name, label in wanted.items() if name in rows]
+    return (*(tiles or _without_pairs(record)), *_effort(record))
 
 
 def _gain(label: str, row: Comparison) -> Tile:
-    gain = doc.cell(row.paired.difference, "difference")
-    shown = f"{numbers.fixed(row.first.value)} → {numbers.fixed(row.second.value)}"
+    gain = cell(row.paired.difference, "difference")
     unit = row.statistic.partition("/")[2]
-    title = label if unit == label or label == "Greedy answer" else f"{label} ({unit})"
-    return Tile(title, shown, gain.text, gain.tone)
+    title = label if unit in (label, "greedy") else f"{label} ({unit})"
+    return Tile(title, f"{numbers.fixed(row.first.value)} → {numbers.fixed(row.second.value)}", gain.text, gain.tone)
 
 
-def _without_pairs(record: RunRecord) -> list[Tile]:
+def _without_pairs(record: RunRecord) -> Iterator[Tile]:
     """One held-out figure alone, or the training reward."""
     held_out = record.held_out(record.reward_statistic)
+    reward = record.series("critic/score/mean")
     if held_out:
         step, found = held_out[-1]
         ends = f"[{numbers.fixed(found.low)}, {numbers.fixed(found.high)}], step {step}"
-        return [Tile("Held-out reward", numbers.fixed(found.value), ends)]
-    reward = record.series("critic/score/mean")
-    if reward is None:
-        return []
-    first, last = float(reward.head(0.1).mean()), reward.tail(0.1).mean()
-    return [Tile("Training reward", f"{numbers.fixed(first)} → {numbers.fixed(last)}", "first and last tenth of steps")]
+        yield Tile("Held-out reward", numbers.fixed(found.value), ends)
+    elif reward is not None:
+        shown = " → ".join(numbers.fixed(part.mean()) for part in (first_part(reward), last_part(reward, TENTH)))
+        yield Tile("Training reward", shown, "first and last tenth of steps")
 
 
-def _effort(record: RunRecord) -> list[Tile]:
-    tiles = []
-    tokens, seconds = record.tokens, record.seconds
-    if seconds is not None:
-        detail = f"{numbers.amount(tokens.last)} tokens" if tokens is not None else ""
+def _effort(record: RunRecord) -> Iterator[Tile]:
+    if record.seconds is not None:
+        detail = f"{numbers.short(record.tokens.iloc[-1])} tokens" if record.tokens is not None else ""
         count = len(record.training_steps)
         label = f"{count} training step{'s' if count != 1 else ''}"
-        tiles.append(Tile(label, numbers.duration(seconds.last), detail))
+        yield Tile(label, numbers.duration(record.seconds.iloc[-1]), detail)
     if record.spent is not None:
-        price = record.spent.price(record.config.tracking.price_per_gpu_hour)
-        energy_wh = record.spent.energy_wh
-        details = ("" if energy_wh is None else f"{numbers.compact(energy_wh, 3)} Wh",
-                   "" if price is None else f"price {numbers.compact(price, 3)}")  # fmt: skip
-        detail = " · ".join(filter(None, details))
-        tiles.append(Tile("GPU time", numbers.duration(record.spent.gpu_seconds), detail))
+        costs = (("{} Wh", record.spent.energy_wh), ("price {}", record.price))
+        details = [text.format(numbers.compact(cost, 3)) for text, cost in costs if cost is not None]
+        yield Tile("GPU time", numbers.duration(record.spent.gpu_seconds), " · ".join(details))
     throughput = record.series("perf/throughput")
     if throughput is not None:
         detail = f"{numbers.duration(record.step_s)} a step" if record.step_s is not None else ""
-        tiles.append(Tile("Tokens/s/device", numbers.compact(float(np.median(throughput.values)), 3), detail))
-    return tiles
-
-
-_SIZE_IN = (10.0, 4.4)
-_DPI = 200
-_MOST_TILES = 5
-
-
-def hero_png(run_dir: Path, path: Path) -> Path:
-    """Draw the head of a run's report into a PNG of 2000 x 880 pixels.
-
-    Raises:
-        DataError: the folder holds no run.
-    """
-    from matplotlib.figure import Figure
-
-    record = read_run(run_dir)
-    with house_style():
-        figure = Figure(figsize=_SIZE_IN, facecolor=LIGHT["surface"])
-        plot, side = figure.subfigures(1, 2, width_ratios=(2.35, 1), squeeze=False)[0]
-        _title(figure, record)
-        _curve(plot, record)
-        _figures(side, tiles_of(record)[:_MOST_TILES])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_beside(path)
-        figure.savefig(temporary, dpi=_DPI, format="png", metadata={})
-    temporary.replace(path)
-    return path
-
-
-def _title(figure: "Figure", record: RunRecord) -> None:
-    config = record.config
-    figure.text(0.045, 0.925, config.name, fontsize=15, fontweight="bold", va="center")
-    line = f"{algorithm_of(record)} on {config.data.task}, {model_of(record)}, seed {config.seed}"
-    figure.text(0.045, 0.862, line, fontsize=9.5, color=LIGHT["muted"], va="center")
-
-
-def _curve(figure: "SubFigure", record: RunRecord) -> None:
-    axes = figure.add_axes((0.085, 0.125, 0.885, 0.62))
-    greedy = [("reward/greedy", "orange", "held-out, greedy")] if record.reward_statistic != "reward/greedy" else []
-    sampled = (record.reward_statistic, "blue", "held-out, sampled (95% interval)")
-    plot_reward(axes, record, "training reward", [*greedy, sampled])
-
-
-def _figures(figure: "SubFigure", tiles: tuple[Tile, ...]) -> None:
-    tones = {"good": LIGHT["green"], "bad": LIGHT["red"], "watch": LIGHT["orange"]}
-    step = 0.82 / _MOST_TILES
-    for place, tile in enumerate(tiles):
-        top = 0.925 - place * step * 1.08
-        figure.text(0.08, top, tile.label, fontsize=8.5, color=LIGHT["muted"], va="center")
-        figure.text(0.08, top - 0.055, tile.text, fontsize=15.5, fontweight="bold", va="center")
-        figure.text(
-            0.08, top - 0.108, tile.detail, fontsize=8.5, color=tones.get(tile.tone, LIGHT["muted"]), va="center"
-        )
+        yield Tile("Tokens/s/device", numbers.compact(throughput.median(), 3), detail)

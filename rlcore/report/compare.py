@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 from pydantic import JsonValue
+from scipy.special import stdtrit
 
 from rlcore.config.fingerprint import fingerprint
 from rlcore.config.problems import plain_text
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Comparison, compare
-from rlcore.evaluation.stats import Array, Interval
+from rlcore.evaluation.stats import Interval
 from rlcore.report import numbers
 from rlcore.report.build import ReportFiles, algorithm_of, write_files
-from rlcore.report.curves import FEW_POINTS, MOST_POINTS
-from rlcore.report.document import Cell, Column, Finding, Kind, Report, Section, Table, Tile, Value, table
-from rlcore.report.measures import cost_of, levels_of, spent_table
-from rlcore.report.page import CYCLE, LIGHT, Chart, gallery_of, legend, tidy
+from rlcore.report.document import Cell, Finding, Kind, Report, Section, Table, Tile, Value, table
+from rlcore.report.measures import cost_table, spent_table
+from rlcore.report.plots import CYCLE, FEW_POINTS, LIGHT, MOST_POINTS, Chart, gallery_of, plot_intervals, tidy
 from rlcore.report.record import RunRecord, read_run
-from rlcore.report.series import Series, make_series
+from rlcore.report.series import Series, smooth, thinned, up_to
 from rlcore.report.settings import meaning, settings_of
 
 if TYPE_CHECKING:
@@ -40,10 +41,6 @@ GRID_POINTS = 120
 """Points at which the curves of several seeds are averaged."""
 
 MOST_KEYS_IN_A_LABEL = 2
-
-# Two-sided 95% quantiles of Student's t for 1, 2, ... degrees of freedom.
-_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-         2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +60,6 @@ class Spread:
     lowest: float
     highest: float
     num_runs: int
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """A curve over seeds: mean, lowest and highest at each x."""
-
-    x: Array
-    mean: Array
-    low: Array
-    high: Array
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, ...]]:
@@ -123,28 +110,21 @@ def spread_of(values: Sequence[float]) -> Spread:
     found = np.asarray(values, dtype=float)
     count, mean = len(found), float(found.mean())
     deviation = float(found.std(ddof=1)) if count > 1 else 0.0
-    half = t_quantile(count - 1) * deviation / np.sqrt(count) if count > 1 else 0.0
-    interval = Interval(mean, mean - float(half), mean + float(half))
-    return Spread(interval, deviation, float(found.min()), float(found.max()), count)
+    half = float(stdtrit(count - 1, 0.975)) * deviation / np.sqrt(count) if count > 1 else 0.0
+    return Spread(Interval(mean, mean - half, mean + half), deviation, float(found.min()), float(found.max()), count)
 
 
-def t_quantile(freedom: int) -> float:
-    """Two-sided 95% quantile of Student's t; to three digits from 21 degrees of freedom on."""
-    return _T_95[freedom - 1] if freedom <= len(_T_95) else 1.96 + 2.5 / freedom
-
-
-def against(series: Series, totals: Series | None) -> tuple[Array, Array]:
+def against(series: Series, totals: Series | None) -> Series:
     """A series over steps, or over tokens or seconds up to each of its steps."""
-    return series.steps.astype(float) if totals is None else totals.up_to(series.steps), series.values
+    return series if totals is None else series.set_axis(up_to(totals, series.index))
 
 
-def band_of(curves: Sequence[tuple[Array, Array]]) -> Band:
-    """Mean and range of curves, interpolated onto points that all of them reach."""
-    low = max(float(x[0]) for x, _ in curves)
-    high = min(float(x[-1]) for x, _ in curves)
+def band_of(curves: Sequence[Series]) -> pd.DataFrame:
+    """`mean`, `min` and `max` of curves at points that all of them reach, interpolated."""
+    low, high = max(curve.index[0] for curve in curves), min(curve.index[-1] for curve in curves)
     grid = np.linspace(low, max(low, high), GRID_POINTS)
-    values = np.stack([np.interp(grid, x, y) for x, y in curves])
-    return Band(grid, values.mean(axis=0), values.min(axis=0), values.max(axis=0))
+    values = pd.DataFrame([np.interp(grid, curve.index, curve) for curve in curves], columns=grid)
+    return values.agg(["mean", "min", "max"]).T
 
 
 def final_scores(group: Group) -> dict[str, list[float]]:
@@ -152,8 +132,7 @@ def final_scores(group: Group) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for run in group.runs:
         for statistic in run.core_statistics:
-            curve = run.held_out(statistic)
-            if curve:
+            if curve := run.held_out(statistic):
                 found.setdefault(statistic, []).append(curve[-1][1].value)
     return found
 
@@ -163,6 +142,8 @@ def reward_of(group: Group) -> Spread | None:
     values = final_scores(group).get(group.runs[0].reward_statistic)
     return spread_of(values) if values else None
 
+
+# ------------------------------------------------------------------ pictures
 
 Find = Callable[[RunRecord], Series | None]
 _AXES: tuple[tuple[str, str, str, Find], ...] = (
@@ -183,7 +164,7 @@ _METRICS: tuple[tuple[str, str, str], ...] = (
 def charts(groups: Sequence[Group]) -> tuple[Chart, ...]:
     """Held-out and training reward against steps, tokens and seconds; other metrics against steps."""
     kinds: tuple[tuple[str, str, Find], ...] = (
-        ("held_out", "Held-out reward", held_out_series),
+        ("held_out", "Held-out reward", lambda run: run.held_out_series(run.reward_statistic)),
         ("training", "Training reward", partial(_metric, "critic/score/mean")),
     )
     rewards = [
@@ -199,18 +180,10 @@ def charts(groups: Sequence[Group]) -> tuple[Chart, ...]:
     return (*rewards, *others)
 
 
-def held_out_series(run: RunRecord) -> Series | None:
-    """The held-out reward over its steps."""
-    name = run.reward_statistic
-    return make_series(name, [(step, found.value) for step, found in run.held_out(name)])
-
-
 def _metric(name: str, run: RunRecord) -> Series | None:
     """Its moving mean: lines of several runs over each other are not to be read in their noise."""
     series = run.series(name)
-    if series is None or len(series) <= FEW_POINTS:
-        return series
-    return Series(series.name, series.steps, series.smooth).thinned(MOST_POINTS)
+    return series if series is None or len(series) <= FEW_POINTS else thinned(smooth(series), MOST_POINTS)
 
 
 def how_to_read(groups: Sequence[Group]) -> str:
@@ -225,27 +198,22 @@ def _draw(groups: Sequence[Group], find: Find, totals: Find, x_label: str, unit:
     for place, group in enumerate(groups):
         curves = [against(series, totals(run)) for run in group.runs if (series := find(run)) is not None]
         if curves:
-            _plot_group(axes, curves, LIGHT[CYCLE[place % len(CYCLE)]], _label(group, len(curves)))
+            label = f"{group.label} ({len(curves)} seeds)" if len(curves) > 1 else group.label
+            _plot_group(axes, curves, CYCLE[place % len(CYCLE)], label)
     tidy(axes, x=x_label, y=unit, steps=x_label == "training step")
-    legend(axes)
 
 
-def _label(group: Group, num_curves: int) -> str:
-    return f"{group.label} ({num_curves} seeds)" if num_curves > 1 else group.label
-
-
-def _plot_group(axes: "Axes", curves: Sequence[tuple[Array, Array]], colour: str, label: str) -> None:
+def _plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str) -> None:
     if len(curves) == 1:
-        x, y = curves[0]
-        axes.plot(x, y, color=colour, marker="o" if len(x) <= FEW_POINTS else "", markersize=3.5, label=label)
+        marker = "o" if len(curves[0]) <= FEW_POINTS else ""
+        axes.plot(curves[0].index, curves[0], color=LIGHT[colour], marker=marker, markersize=3.5, label=label)
         return
     band = band_of(curves)
-    if np.ptp(band.x) == 0:  # one point each: a range has no width to be drawn over
-        ends = np.array([band.mean[:1] - band.low[:1], band.high[:1] - band.mean[:1]])
-        axes.errorbar(band.x[:1], band.mean[:1], ends, color=colour, marker="o", capsize=3, label=label)
+    if band.index[0] == band.index[-1]:  # one point each: a range has no width to be drawn over
+        plot_intervals(axes, [(band.index[0], Interval(*band.iloc[0]))], colour, label)
         return
-    axes.fill_between(band.x, band.low, band.high, color=colour, alpha=0.16, linewidth=0)
-    axes.plot(band.x, band.mean, color=colour, label=label)
+    axes.fill_between(band.index, band["min"], band["max"], color=LIGHT[colour], alpha=0.16, linewidth=0)
+    axes.plot(band.index, band["mean"], color=LIGHT[colour], label=label)
 
 
 # ------------------------------------------------------------------ the comparison
@@ -272,7 +240,7 @@ def compare_runs(run_dirs: Sequence[Path], *, target: Path | None = None) -> Rep
 
 def comparison_of(runs: Sequence[RunRecord], figures: Path) -> Report:
     """The comparison before it is written; pictures are written into `figures`."""
-    groups = groups_of(runs)
+    groups, named = groups_of(runs), labelled(runs)
     return Report(
         genre="comparison",
         title=_title(groups),
@@ -282,14 +250,14 @@ def comparison_of(runs: Sequence[RunRecord], figures: Path) -> Report:
         tiles=tuple(map(_tile, groups)),
         findings=(_best(groups), _paired(runs)),
         missing=tuple(
-            f"{label}: {text}" for label, run in labelled(runs) for text in run.missing if "lineage" not in text
+            f"{label}: {text}" for label, run in named for text in run.missing if "lineage" not in text
         ),
         sections=(
             Section("runs", "Runs", (run_table(runs, groups), settings_table(runs))),
             Section("curves", "Curves", (gallery_of(charts(groups), figures),), how_to_read(groups)),
             Section("figures", "Figures",
                     (held_out_table(runs), paired_table(runs), seed_table(groups))),
-            Section("costs", "Costs", (cost_table(runs), *filter(None, [spent_table(labelled(runs))]))),
+            Section("costs", "Costs", tuple(filter(None, [cost_table(named), spent_table(named)]))),
             Section("metrics", "Metrics", (metric_table(runs),)),
         ),
     )  # fmt: skip
@@ -355,6 +323,13 @@ def _paired(runs: Sequence[RunRecord]) -> Finding:
                    {label: asdict(gain) for label, gain in gains.items()})  # fmt: skip
 
 
+# ------------------------------------------------------------------ tables
+
+
+def _columns(runs: Sequence[RunRecord], kind: Kind) -> dict[str, Kind]:
+    return {label: kind for label, _ in labelled(runs)}
+
+
 def run_table(runs: Sequence[RunRecord], groups: Sequence[Group]) -> Table:
     """Each run in a row."""
     setting = {id(run): group.label for group in groups for run in group.runs}
@@ -362,13 +337,13 @@ def run_table(runs: Sequence[RunRecord], groups: Sequence[Group]) -> Table:
     for label, run in labelled(runs):
         held_out: Sequence[Interval | None] = [found for _, found in run.held_out(run.reward_statistic)] or [None]
         steps = Cell(f"{run.last_step} of {run.config.trainer.total_steps}", run.last_step)
-        totals = [None if series is None else series.last for series in (run.tokens, run.seconds)]
+        totals = [None if series is None else series.iloc[-1] for series in (run.tokens, run.seconds)]
         rows.append(
             (label, setting[id(run)], algorithm_of(run), run.config.seed, steps, held_out[0], held_out[-1], *totals)
         )
-    columns = (Column("Run", "code"), Column("Setting"), Column("Algorithm"), Column("Seed", "number"),
-               Column("Steps", "number"), Column("Held-out reward, first", "number"), Column("last", "number"),
-               Column("Tokens", "number"), Column("Training time", "seconds"))  # fmt: skip
+    columns: dict[str, Kind] = {"Run": "code", "Setting": "text", "Algorithm": "text", "Seed": "number",
+                                "Steps": "number", "Held-out reward, first": "number", "last": "number",
+                                "Tokens": "number", "Training time": "seconds"}  # fmt: skip
     return table("runs", "Runs", columns, rows)
 
 
@@ -378,13 +353,9 @@ def settings_table(runs: Sequence[RunRecord]) -> Table:
         (key, *(Cell(plain_text(value), value) for value in values), meaning(key))
         for key, values in differing_settings(runs).items()
     ]
-    columns = (Column("Setting", "code"), *_columns(runs, "code"), Column("Meaning"))
+    columns: dict[str, Kind] = {"Setting": "code", **_columns(runs, "code"), "Meaning": "text"}
     note = "All other settings are the same; names, tags, paths and tracking are not compared."
     return table("settings", "Settings that differ", columns, rows, note)
-
-
-def _columns(runs: Sequence[RunRecord], kind: Kind) -> list[Column]:
-    return [Column(label, kind) for label, _ in labelled(runs)]
 
 
 def held_out_table(runs: Sequence[RunRecord]) -> Table:
@@ -395,7 +366,7 @@ def held_out_table(runs: Sequence[RunRecord]) -> Table:
         (name, *(found[-1][1] if found else None for found in each)) for name, each in curves.items() if any(each)
     ]
     note = "At each run's last validation; intervals are over problems, within the run."
-    columns = (Column("Figure", "code"), *_columns(runs, "number"))
+    columns: dict[str, Kind] = {"Figure": "code", **_columns(runs, "number")}
     return table("held_out", "Held-out figures at the end", columns, rows, note)
 
 
@@ -412,8 +383,8 @@ def paired_table(runs: Sequence[RunRecord]) -> Table:
             for row in found
             if row.statistic in run.core_statistics
         ]
-    columns = (Column("Run", "code"), Column("Figure", "code"), Column(f"Difference from {base}", "difference"),
-               Column("Better on", "number"), Column("Worse on", "number"), Column("Problems", "number"))  # fmt: skip
+    columns: dict[str, Kind] = {"Run": "code", "Figure": "code", f"Difference from {base}": "difference",
+                                "Better on": "number", "Worse on": "number", "Problems": "number"}  # fmt: skip
     note = "Paired over problems: how hard each one is cancels. One run each: what another seed would do is not in it."
     return table("paired", "The same problems, run against run", columns, rows, note)
 
@@ -436,30 +407,17 @@ def seed_table(groups: Sequence[Group]) -> Table:
             found = spread_of(values)
             mean, deviation = (found.mean, found.deviation) if found.num_runs > 1 else (found.mean.value, None)
             rows.append((group.label, statistic, found.num_runs, mean, deviation, found.lowest, found.highest))
-    columns = (Column("Setting"), Column("Figure", "code"), Column("Seeds", "number"), Column("Mean", "score"),
-               Column("Deviation", "score"), Column("Lowest", "score"), Column("Highest", "score"))  # fmt: skip
+    columns: dict[str, Kind] = {"Setting": "text", "Figure": "code", "Seeds": "number", "Mean": "score",
+                                "Deviation": "score", "Lowest": "score", "Highest": "score"}  # fmt: skip
     note = "Over runs that differ by their seed alone: mean with the 95% interval of Student's t over seeds."
     return table("seeds", "Over seeds", columns, rows, note)
 
 
-def cost_table(runs: Sequence[RunRecord]) -> Table:
-    """What each level of the held-out reward cost each run."""
-    never = Cell("not reached", None, "muted")
-    rows: list[tuple[Value, ...]] = []
-    for level in levels_of(*runs):
-        for label, run in labelled(runs):
-            cost = cost_of(run, level)
-            rows.append((level, label, *((never,) * 3 if cost is None else (cost.step, cost.tokens, cost.seconds))))
-    columns = (Column("Held-out reward", "number"), Column("Run", "code"), Column("Step", "number"),
-               Column("Tokens", "number"), Column("Training time", "seconds"))  # fmt: skip
-    note = "The first validation at or above the level; finer than the steps between two validations it cannot be."
-    return table("cost", "What a score cost", columns, rows, note)
-
-
 def metric_table(runs: Sequence[RunRecord]) -> Table:
     """Every metric's last value, as MLflow shows it, a column a run."""
-    found = [{name: value for record in run.steps for name, value in record.metrics.items()} for run in runs]
-    names = sorted({name for values in found for name in values})
-    rows = [(name, *(values.get(name) for values in found)) for name in names]
-    columns = (Column("Metric", "code"), *_columns(runs, "number"))
-    return table("metrics", f"Every metric's last value ({len(names)})", columns, rows, folded=True)
+    last = pd.concat([run.metrics.ffill().tail(1).T for run in runs], axis="columns").sort_index()
+    rows: list[tuple[Value, ...]] = [
+        (str(name), *(None if np.isnan(value) else value for value in values)) for name, *values in last.itertuples()
+    ]
+    columns: dict[str, Kind] = {"Metric": "code", **_columns(runs, "number")}
+    return table("metrics", f"Every metric's last value ({len(rows)})", columns, rows, folded=True)

@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import JsonValue
 
 from rlcore.evaluation.result import Answer
 from rlcore.evaluation.stats import Interval
 from rlcore.report import numbers
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 Tone = Literal["", "good", "bad", "watch", "muted"]
 
@@ -22,7 +26,7 @@ class Cell:
     tone: Tone = ""
 
 
-Kind = Literal["text", "code", "number", "score", "share", "seconds", "signed", "difference"]
+Kind = Literal["text", "code", "number", "score", "share", "percent", "seconds", "signed", "difference"]
 Value = Cell | Interval | str | float | None
 """What a row has in a column."""
 
@@ -54,12 +58,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A drawn chart: SVG to be put into a page, and the name of its files (`figures/<name>.png`)."""
+    """A drawn chart: markup to be put into a page, and the name of its files (`figures/<name>.png`)."""
 
     name: str
     title: str
     caption: str
-    svg: str
+    svg: "Markup"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +77,10 @@ class Gallery:
 
 @dataclass(frozen=True, slots=True)
 class Prose:
-    """A paragraph."""
+    """A paragraph, or something to copy into a terminal."""
 
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Code:
-    """Something to copy into a terminal."""
-
-    text: str
+    is_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +104,7 @@ class Samples:
     pairs: tuple[SamplePair, ...]
 
 
-Block = Table | Gallery | Prose | Code | Samples
+Block = Table | Gallery | Prose | Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +163,15 @@ class Report:
 def table(
     name: str,
     title: str,
-    columns: Sequence[Column],
+    columns: Mapping[str, Kind],
     rows: Iterable[Sequence[Value]],
     note: str = "",
     *,
     folded: bool = False,
 ) -> Table:
-    """A table whose values are shown as their columns say."""
-    cells = tuple(tuple(cell(value, column.kind) for value, column in zip(row, columns, strict=True)) for row in rows)
-    return Table(name, title, tuple(columns), cells, note, folded)
+    """A table whose values are shown as their columns say: kinds by title."""
+    cells = tuple(tuple(cell(value, kind) for value, kind in zip(row, columns.values(), strict=True)) for row in rows)
+    return Table(name, title, tuple(Column(*column) for column in columns.items()), cells, note, folded)
 
 
 def cell(value: Value, kind: Kind = "number", unit: str = "") -> Cell:
@@ -194,13 +192,14 @@ def cell(value: Value, kind: Kind = "number", unit: str = "") -> Cell:
             return Cell(numbers.signed_interval(value), asdict(value), tone)
         case Interval():
             return Cell(numbers.interval(value), asdict(value))
-    show = _SHOWN.get(kind, numbers.compact)
-    return Cell(f"{show(value)} {unit}" if unit else show(value), value)
+    shown = _SHOWN.get(kind, numbers.compact)(value)
+    return Cell(f"{shown} {unit}" if unit else shown, value)
 
 
 _SHOWN: Mapping[Kind, Callable[[float], str]] = {
     "score": numbers.fixed,
     "share": numbers.percent,
+    "percent": partial(numbers.percent, decimals=2),
     "seconds": numbers.duration,
     "signed": numbers.signed,
 }

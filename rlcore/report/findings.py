@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 
-import numpy as np
 from pydantic import JsonValue
 
 from rlcore.report import numbers
-from rlcore.report.curves import mean_phases
+from rlcore.report.curves import PHASES, mean_phases
 from rlcore.report.document import Finding, Tone
 from rlcore.report.record import RunRecord
-from rlcore.report.series import FEWEST_STEPS, Series, trend_of
+from rlcore.report.series import FEWEST_STEPS, TENTH, Series, first_part, last_part, smooth, trend_of
 
 SMALLEST_CHANGE = 0.01
 """Of the range of scores: a trend smaller than this over a third of the run is not worth going on for."""
@@ -67,16 +66,16 @@ def converged(record: RunRecord) -> Finding:
     )
     series = record.series("critic/score/mean")
     trend = None if series is None else trend_of(series)
-    if trend is None:
+    if series is None or trend is None:
         return _unknown("Converged", rule, f"A trend needs {FEWEST_STEPS} steps in the last third of the run.")
-    change, smallest = trend.change, SMALLEST_CHANGE * score_range(record)
-    values: dict[str, JsonValue] = {"change": asdict(change), "num_steps": trend.num_steps}
-    shown = f"{numbers.signed_interval(change)} over the last {trend.num_steps} steps"
+    smallest, num_steps = SMALLEST_CHANGE * score_range(record), len(last_part(series))
+    values: dict[str, JsonValue] = {"change": asdict(trend), "num_steps": num_steps}
+    shown = f"{numbers.signed_interval(trend)} over the last {num_steps} steps"
     tone: Tone = "watch"
     verdict, text = "still rising", f"was still rising: {shown}. More steps would likely help"
-    if not change.excludes_zero or abs(change.value) < smallest:
+    if not trend.excludes_zero or abs(trend.value) < smallest:
         verdict, tone, text = "yes", "good", f"no longer moves: {shown}"
-    elif change.value < 0:
+    elif trend.value < 0:
         verdict, tone, text = "falling", "bad", f"was falling: {shown}"
     return Finding("Converged", verdict, tone, f"The training reward {text}.", rule, values)
 
@@ -121,21 +120,21 @@ def _limits(record: RunRecord) -> Iterable[tuple[str, float, str]]:
     equal, cut = record.series("reward/equal_group_share"), record.series("response_length/clip_ratio")
     rewards = record.series("critic/score/mean")
     grouped = record.config.rollout.samples_per_prompt > 1
-    if grouped and equal is not None and (late := equal.tail(LATE).mean()) > LARGEST_EQUAL_SHARE:
-        high = rewards is not None and rewards.tail(LATE).mean() > 0.5 * score_range(record)
+    if grouped and equal is not None and (late := float(last_part(equal).mean())) > LARGEST_EQUAL_SHARE:
+        high = rewards is not None and last_part(rewards).mean() > 0.5 * score_range(record)
         why = "most are solved every time: harder problems would teach more" if high else "most are never solved"
         yield "equal groups", late, f"{numbers.percent(late)} of prompts get the same score on every answer; {why}."
-    if cut is not None and (late := cut.tail(LATE).mean()) > LARGEST_CUT_SHARE:
+    if cut is not None and (late := float(last_part(cut).mean())) > LARGEST_CUT_SHARE:
         limit = record.config.rollout.max_response_tokens
         yield "answer length", late, f"{numbers.percent(late)} of answers are cut at {limit} tokens."
     held_out = record.held_out(record.reward_statistic)
     if rewards is not None and held_out and held_out[-1][0] > 0:
-        gap = rewards.tail(0.1).mean() - held_out[-1][1].value
+        gap = float(last_part(rewards, TENTH).mean()) - held_out[-1][1].value
         if gap > LARGEST_GAP * score_range(record):
             yield "overfitting", gap, f"The training reward is {numbers.fixed(gap)} above the held-out one."
     trend = None if rewards is None else trend_of(rewards)
-    if trend is not None and trend.change.low > 0 and trend.change.value >= SMALLEST_CHANGE * score_range(record):
-        yield "number of steps", trend.change.value, "The reward was still rising when the run ended."
+    if trend is not None and trend.low > 0 and trend.value >= SMALLEST_CHANGE * score_range(record):
+        yield "number of steps", trend.value, "The reward was still rising when the run ended."
 
 
 def speed_limit(record: RunRecord) -> Finding:
@@ -144,22 +143,18 @@ def speed_limit(record: RunRecord) -> Finding:
     phases = mean_phases(record)
     if not phases:
         return _unknown("Speed limited by", rule, "No phase has been timed.")
-    total = sum(phase.seconds for phase in phases)
-    top = max(phases, key=lambda phase: phase.seconds)
-    rest = sorted((phase for phase in phases if phase is not top), key=lambda phase: -phase.seconds)[:2]
-    shares = {phase.name: phase.seconds / total for phase in phases}
-    then = ", ".join(f"{phase.title.lower()} {numbers.percent(shares[phase.name])}" for phase in rest)
-    text = f"{top.title} takes {numbers.percent(shares[top.name])} of a step of {numbers.duration(record.step_s)}"
+    shares = {name: seconds / sum(phases.values()) for name, seconds in phases.items()}
+    top, *rest = sorted(shares, key=lambda name: -shares[name])[:3]
+    then = ", ".join(f"{PHASES[name][0].lower()} {numbers.percent(shares[name])}" for name in rest)
+    title = PHASES[top][0]
+    text = f"{title} takes {numbers.percent(shares[top])} of a step of {numbers.duration(record.step_s)}"
     text += f"; then {then}." if then else "."
-    return Finding("Speed limited by", top.title.lower(), "muted", text, rule, dict(shares))
+    return Finding("Speed limited by", title.lower(), "muted", text, rule, dict(shares))
 
 
 def _unknown(topic: str, rule: str, why: str) -> Finding:
     return Finding(topic, "not known", "muted", why, rule, {})
 
-
-LATE = 1 / 3
-"""Share of the run that counts as its end."""
 
 # Each limit with the reason for its size.
 GRAD_SPIKE = 10.0  # the optimizer clips, but a gradient ten times the usual one comes from a batch unlike the others
@@ -188,40 +183,37 @@ Rule = tuple[str, str, str, Callable[[Series, RunRecord], Judgement]]
 """A check's name, its metric, the rule in words, and the rule itself: what was measured, as text and number; passed."""
 
 
-def _at_most(value: float, limit: float, shown: str) -> Judgement:
-    return shown, float(value), bool(value <= limit)
-
-
 def _fall(series: Series, record: RunRecord) -> Judgement:
-    fall = float(series.smooth.max() - series.smooth[-1])
-    return _at_most(fall, LARGEST_FALL * score_range(record), f"{numbers.fixed(fall)} below the best")
+    curve = smooth(series)
+    fall = float(curve.max() - curve.iloc[-1])
+    return f"{numbers.fixed(fall)} below the best", fall, fall <= LARGEST_FALL * score_range(record)
 
 
 def _spike(series: Series, record: RunRecord) -> Judgement:
-    median = float(np.median(series.values))
-    spike = float(series.values.max()) / median if median > 0 else 1.0
-    return _at_most(spike, GRAD_SPIKE, f"{numbers.compact(spike, 3)} × median")
+    median = float(series.median())
+    spike = float(series.max()) / median if median > 0 else 1.0
+    return f"{numbers.compact(spike, 3)} × median", spike, spike <= GRAD_SPIKE
 
 
 def _largest(series: Series, record: RunRecord) -> Judgement:
-    size = float(np.abs(series.values).max())
-    return _at_most(size, LARGEST_PPO_KL, f"{numbers.compact(size, 3)} nats/token")
+    size = float(series.abs().max())
+    return f"{numbers.compact(size, 3)} nats/token", size, size <= LARGEST_PPO_KL
 
 
 def _late_share(limit: float, series: Series, record: RunRecord) -> Judgement:
-    share = series.tail(LATE).mean()
-    return _at_most(share, limit, numbers.percent(share, 1))
+    share = float(last_part(series).mean())
+    return numbers.percent(share, 1), share, share <= limit
 
 
 def _entropy(series: Series, record: RunRecord) -> Judgement:
-    begin, end = float(series.head(0.1).mean()), series.tail(LATE).mean()
+    begin, end = float(first_part(series).mean()), float(last_part(series).mean())
     grown = begin > 0 and end > ENTROPY_GROWTH * begin
     measured = f"{numbers.compact(begin, 3)} → {numbers.compact(end, 3)} nats/token"
     return measured, end, end >= SMALLEST_ENTROPY and not grown
 
 
 def _explained(series: Series, record: RunRecord) -> Judgement:
-    share = series.tail(LATE).mean()
+    share = float(last_part(series).mean())
     return numbers.fixed(share), share, share > 0
 
 
@@ -267,4 +259,4 @@ def score_range(record: RunRecord) -> float:
     high, low = record.series("critic/score/max"), record.series("critic/score/min")
     if high is None or low is None:
         return 1.0
-    return float(high.values.max() - low.values.min()) or 1.0
+    return float(high.max() - low.min()) or 1.0

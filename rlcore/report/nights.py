@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+import pandas as pd
+from pydantic import TypeAdapter
 
 from rlcore.errors import DataError
-from rlcore.evaluation.result import Comparison, compare, first_problem
+from rlcore.evaluation.result import Comparison, compare
 from rlcore.evaluation.stats import Interval, median_ratio
 from rlcore.report import numbers
 from rlcore.report.build import ReportFiles, write_files
-from rlcore.report.document import Cell, Column, Finding, Report, Section, Table, Tone, Value, table
-from rlcore.report.page import LIGHT, Chart, gallery_of, legend, tidy
+from rlcore.report.document import Cell, Finding, Report, Section, Table, Tone, Value, table
+from rlcore.report.plots import Chart, gallery_of, plot_intervals, tidy
 from rlcore.report.record import RunRecord
+from rlcore.storage.documents import read_document
 from rlcore.storage.publish import write_json_atomically
 
 if TYPE_CHECKING:
@@ -91,16 +93,8 @@ def read_nights(folder: Path) -> tuple[Night, ...]:
     Raises:
         DataError: the file is damaged.
     """
-    file = folder / FILE
-    if not file.is_file():
-        return ()
-    try:
-        return _NIGHTS.validate_json(file.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise DataError(
-            f"{file}: cannot be read as the nights of a regression ({first_problem(error)}). Bring it back, or move it "
-            "away: the next night is the first one then."
-        ) from error
+    remedy = "bring it back, or move it away: the next night is the first one then"
+    return read_document(folder / FILE, _NIGHTS, remedy) or ()
 
 
 def write_nights(folder: Path, nights: Sequence[Night]) -> None:
@@ -132,7 +126,7 @@ def judge(number: int, run: RunRecord, good: RunRecord | None, slowest: RunRecor
     last, series = run.after, run.series(STEP_S)
     night = Night(number, time.time(), run.run_id, "" if good is None else good.run_id, "first", "not known", "")
     commit = "" if run.lineage is None else run.lineage.git_commit
-    night = replace(night, commit=commit, step_s=None if series is None else float(np.median(series.values)))
+    night = replace(night, commit=commit, step_s=None if series is None else float(series.median()))
     if last is None or not last.with_figures.problems:
         return replace(night, score="broken", text="it has no validation after training, so there is no score")
     statistic = last.reward_statistic
@@ -151,13 +145,13 @@ def judge(number: int, run: RunRecord, good: RunRecord | None, slowest: RunRecor
 
 def _ratio(slowest: RunRecord, run: RunRecord) -> Interval | None:
     """Of the steps that both have: with the same settings they do the same work. None: they are too few to say."""
-    one, other = slowest.series(STEP_S), run.series(STEP_S)
-    if one is None or other is None:
+    times = [record.series(STEP_S) for record in (slowest, run)]
+    if any(each is None for each in times):
         return None
-    shared, at_one, at_other = np.intersect1d(one.steps, other.steps, return_indices=True)
-    if not len(shared):
+    shared = pd.concat(times, axis="columns", join="inner")
+    if shared.empty:
         return None
-    ratio = median_ratio(one.values[at_one], other.values[at_other], confidence=CONFIDENCE)
+    ratio = median_ratio(shared.iloc[:, 0], shared.iloc[:, 1], confidence=CONFIDENCE)
     return ratio if np.isfinite(ratio.high) else None
 
 
@@ -213,18 +207,17 @@ def _date(night: Night) -> str:
 
 
 def _charts(nights: Sequence[Night]) -> tuple[Chart, ...]:
+    def seconds(night: Night) -> Interval | None:
+        return None if night.step_s is None else Interval(night.step_s, night.step_s, night.step_s)
+
     return (
         Chart("held_out", "Held-out reward", "", partial(_draw, nights, lambda night: night.held_out)),
         Chart("difference", "Difference from the last good run", "", partial(_draw, nights, lambda night: night.gain)),
-        Chart("seconds", "Seconds a step", "", partial(_draw, nights, _seconds)),
+        Chart("seconds", "Seconds a step", "", partial(_draw, nights, seconds)),
     )
 
 
-def _seconds(night: Night) -> Interval | None:
-    return None if night.step_s is None else Interval(night.step_s, night.step_s, night.step_s)
-
-
-def _draw(nights: Sequence[Night], value: Callable[[Night], Interval | None], figure: "Figure") -> bool:
+def _draw(nights: Sequence[Night], value: Callable[[Night], Interval | None], figure: "Figure") -> None:
     """A point a night with its interval: those that are as before, better ones, and the others."""
     axes = figure.subplots()
     for label, words, colour in (
@@ -234,12 +227,8 @@ def _draw(nights: Sequence[Night], value: Callable[[Night], Interval | None], fi
     ):
         shown = [(night.number, one) for night in nights if night.word in words and (one := value(night)) is not None]
         if shown:
-            ends = np.array([[one.value - one.low, one.high - one.value] for _, one in shown]).clip(0).T
-            x, y = [number for number, _ in shown], [one.value for _, one in shown]
-            axes.errorbar(x, y, ends, color=LIGHT[colour], fmt="o", markersize=4, capsize=2.5, label=label)
+            plot_intervals(axes, shown, colour, label, linestyle="none")
     tidy(axes, x="night")
-    legend(axes)
-    return any(value(night) is not None for night in nights)
 
 
 def _table(nights: Sequence[Night]) -> Table:
@@ -251,7 +240,11 @@ def _table(nights: Sequence[Night]) -> Table:
         )
         for night in reversed(nights)
     ]  # fmt: skip
-    columns = (Column("Night", "number"), Column("Date, UTC"), Column("Verdict"), Column("Held-out reward", "number"),
-               Column("Difference", "difference"), Column("Step", "seconds"), Column("Times as long", "number"),
-               Column("Commit", "code"), Column("Run", "code"), Column("What was found"))  # fmt: skip
-    return table("nights", "Nights, the newest first", columns, rows)
+    return table(
+        "nights",
+        "Nights, the newest first",
+        {"Night": "number", "Date, UTC": "text", "Verdict": "text", "Held-out reward": "number",
+         "Difference": "difference", "Step": "seconds", "Times as long": "number", "Commit": "code", "Run": "code",
+         "What was found": "text"},
+        rows,
+    )  # fmt: skip

@@ -1,9 +1,10 @@
 """Numbers, durations and curves as short text for people."""
 
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from rlcore.evaluation.stats import Interval
 
@@ -11,7 +12,7 @@ NOTHING = "–"
 """Shown where there is no value."""
 
 _BARS = "▁▂▃▄▅▆▇█"
-_MINUTE_S, _HOUR_S, _DAY_S = 60.0, 3_600.0, 86_400.0
+_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 # Below it, zeros would have to be counted.
 _SCIENTIFIC_BELOW = 1e-3
 
@@ -35,15 +36,14 @@ def compact(value: float | None, digits: int = 4) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def tick(value: float) -> str:
-    """A number in the short form of an axis.
+def short(value: float) -> str:
+    """A number for an axis or a tile: large ones in three digits.
 
-    >>> [tick(value) for value in (0.25, 12000, 1500000, 0.0002, -3)]
-    ['0.25', '12k', '1.5M', '2e-4', '-3']
+    >>> [short(value) for value in (0.25, 12345, 1500000, 3.1e9, 0.0002, -3)]
+    ['0.25', '12.3k', '1.5M', '3.1G', '2e-4', '-3']
     """
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for limit, scale, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= limit:
-            scale = 1e3 if letter == "k" else limit
             return f"{value / scale:.3g}{letter}"
     return _scientific(value, 1) if value and abs(value) < _SCIENTIFIC_BELOW else f"{value:.4g}"
 
@@ -61,13 +61,10 @@ def fixed(value: float | None) -> str:
 def signed(value: float) -> str:
     """With its sign, also where it is positive.
 
-    >>> signed(0.25), signed(-0.25), signed(0.0)
+    >>> signed(0.25), signed(-0.25), signed(-0.0001)
     ('+0.250', '−0.250', '0.000')
     """
-    text = fixed(abs(value))
-    if float(text.replace(",", "")) == 0.0:
-        return text
-    return f"{'+' if value > 0 else '−'}{text}"
+    return fixed(0.0) if abs(value) < 0.0005 else f"{value:+,.3f}".replace("-", "−")
 
 
 def interval(found: Interval) -> str:
@@ -94,7 +91,7 @@ def percent(share: float | None, decimals: int = 0) -> str:
         return NOTHING
     if 0 < share < 0.5 * 10 ** -(decimals + 2):
         return f"<{10**-decimals:g}%"
-    return f"{100 * share:.{decimals}f}%"
+    return f"{share:.{decimals}%}"
 
 
 def duration(seconds: float | None) -> str:
@@ -105,33 +102,13 @@ def duration(seconds: float | None) -> str:
     """
     if seconds is None or math.isnan(seconds):
         return NOTHING
+    for (unit_s, unit), (finer_s, finer) in itertools.pairwise(_UNITS):
+        if seconds >= unit_s:
+            whole, rest = divmod(round(seconds / finer_s), unit_s // finer_s)
+            return f"{whole} {unit} {rest} {finer}" if rest else f"{whole} {unit}"
     if seconds < 1:
         return f"{1e3 * seconds:.0f} ms"
-    if seconds < _MINUTE_S:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    for unit_s, unit, smaller_s, smaller in (
-        (_DAY_S, "d", _HOUR_S, "h"),
-        (_HOUR_S, "h", _MINUTE_S, "min"),
-        (_MINUTE_S, "min", 1.0, "s"),
-    ):
-        if seconds >= unit_s:
-            whole = round(seconds / smaller_s)
-            each = round(unit_s / smaller_s)
-            rest = whole % each
-            return f"{whole // each} {unit}" + (f" {rest} {smaller}" if rest else "")
-    raise AssertionError(f"no unit for {seconds} s")
-
-
-def amount(count: float) -> str:
-    """A large count in three digits.
-
-    >>> [amount(value) for value in (950, 12345, 2_480_000, 3.1e9)]
-    ['950', '12.3k', '2.48M', '3.1G']
-    """
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= limit:
-            return f"{count / limit:.3g}{letter}"
-    return f"{count:.3g}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
@@ -140,35 +117,13 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     >>> sparkline([0, 1, 2, 3], width=4)
     '▁▃▆█'
     """
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
+    finite = np.array([value for value in values if math.isfinite(value)])
+    if not finite.size:
         return ""
-    count = min(width, len(finite))
-    edges = [round(index * len(finite) / count) for index in range(count + 1)]
-    means = [sum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means), max(means)
-    if high == low:
-        return _BARS[3] * count
-    return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] for mean in means)
-
-
-def truth_text(ground_truth_json: str) -> str:
-    """A ground truth in one line: `target 7, numbers 3 4`.
-
-    >>> truth_text('{"target": 7, "numbers": [3, 4]}')
-    'target 7, numbers 3 4'
-    """
-    try:
-        truth = json.loads(ground_truth_json)
-    except ValueError:
-        return ground_truth_json
-    if not isinstance(truth, dict):
-        return str(truth)
-    return ", ".join(f"{key} {_plain(value)}" for key, value in truth.items())
-
-
-def _plain(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    means = np.array([stretch.mean() for stretch in np.array_split(finite, min(width, finite.size))])
+    span = np.ptp(means)
+    shares = (means - means.min()) / span if span else np.full(means.shape, 0.45)
+    return "".join(_BARS[round(share * (len(_BARS) - 1))] for share in shares.tolist())
 
 
 def score_parts(parts: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""A run as read from its folder, once, with its lineage; parts that are missing are named, not raised."""
+"""A run as read from its folder, once; parts that are missing are named, not raised."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,19 +8,18 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from pydantic import TypeAdapter, ValidationError
+import pandas as pd
+from pydantic import TypeAdapter
 
 from rlcore.checkpoint.catalog import CheckpointInfo, scan
 from rlcore.checkpoint.state import STATE, TrainerState, journal_problem
 from rlcore.config import RunConfig
 from rlcore.config.data import ALL_SOURCES
 from rlcore.errors import CheckpointError, DataError, MillraceError
-from rlcore.evaluation.result import Comparison, ValidationResult, compare, core_name, first_problem
+from rlcore.evaluation.result import Comparison, ValidationResult, compare, core_name
 from rlcore.evaluation.stats import Interval
-from rlcore.report.series import Series, make_series, series_of
-from rlcore.storage.manifest import read_manifest
-from rlcore.storage.publish import write_json_atomically
+from rlcore.report.series import Series, series_of, warmed_up
+from rlcore.storage.documents import read_document
 from rlcore.tracking.cost import Spent, spent
 from rlcore.tracking.journal import (
     JOURNAL_FILE,
@@ -31,48 +30,12 @@ from rlcore.tracking.journal import (
     load_journal,
     missing_steps,
 )
+from rlcore.tracking.lineage import PASS_RATES_STAGE, Lineage, read_lineage
 
-SETTINGS_FILE = "settings.json"
-LINEAGE_FILE = "lineage.json"
-INPUTS_FILE = "inputs.json"
-Fact = str | int | float | bool | None
-PASS_RATES_STAGE = "pass rates"
-"""Name of the table of pass rates among a run's stages; its fact `rows_by_passes` is the histogram."""
 MOST_VALIDATIONS_KEPT = 32
 """In memory, since the parts of a report read them one after the other."""
+_SETTINGS = TypeAdapter(RunConfig)
 _CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean@(?P<k>\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """What one stage left for the next: `dataset`, `filter`, `model`, ... `facts` are counts and other plain values."""
-
-    name: str
-    fingerprint: str
-    path: str
-    facts: Mapping[str, Fact] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Lineage:
-    """The whole chain. `command` is the command line as typed, empty where it was not kept."""
-
-    stages: tuple[Stage, ...] = ()
-    command: tuple[str, ...] = ()
-    git_commit: str = ""
-    git_dirty: bool = False
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    def write(self, run_dir: Path) -> Path:
-        """Keep it in the run's folder."""
-        target = run_dir / LINEAGE_FILE
-        document: dict[str, Any] = _LINEAGE.dump_python(self, mode="json")
-        write_json_atomically(target, document)
-        return target
-
-
-_LINEAGE = TypeAdapter(Lineage)
-_INPUTS = TypeAdapter(dict[str, Path])
 
 
 @dataclass(frozen=True)
@@ -110,24 +73,38 @@ class RunRecord:
         """Whether all steps of the settings are in the journal."""
         return self.last_step >= self.config.trainer.total_steps
 
+    @cached_property
+    def metrics(self) -> pd.DataFrame:
+        """Every metric: a row a step, a column a name, NaN where the step has none."""
+        return pd.DataFrame([record.metrics for record in self.steps], [record.step for record in self.steps])
+
     def series(self, name: str) -> Series | None:
         """A metric over the steps, None where no step has it."""
-        return series_of(self.steps, name)
+        return self.metrics[name].dropna() if name in self.metrics else None
+
+    def _total(self, name: str) -> Series | None:
+        series = self.series(name)
+        return None if series is None else series.cumsum()
 
     @cached_property
     def tokens(self) -> Series | None:
         """Prompt and answer tokens trained on up to each step."""
-        return _running_total(self.series("perf/total_num_tokens"))
+        return self._total("perf/total_num_tokens")
 
     @cached_property
     def seconds(self) -> Series | None:
         """Seconds of training steps up to each step; validation and checkpoints are not counted."""
-        return _running_total(self.series("timing_s/step") or self.series("perf/time_per_step"))
+        return self._total("timing_s/step" if "timing_s/step" in self.metrics else "perf/time_per_step")
 
     @cached_property
     def spent(self) -> Spent | None:
         """What all attempts have cost; None where no GPU was held."""
         return spent(self.run_dir / JOURNAL_FILE)
+
+    @property
+    def price(self) -> float | None:
+        """What that is in money; None without a price."""
+        return None if self.spent is None else self.spent.price(self.config.tracking.price_per_gpu_hour)
 
     @property
     def gained(self) -> float:
@@ -139,7 +116,7 @@ class RunRecord:
     def step_s(self) -> float | None:
         """Mean seconds of a training step, the first one left out where there are others: it warms up."""
         series = self.series("timing_s/step")
-        return None if series is None else float(series.values[1 if len(series) > 1 else 0 :].mean())
+        return None if series is None else float(warmed_up(series).mean())
 
     @property
     def workers(self) -> Mapping[str, Any]:
@@ -182,9 +159,8 @@ class RunRecord:
     @cached_property
     def _core_names(self) -> list[re.Match[str]]:
         """Names of the run's own held-out rewards in the journal, taken apart, in the order in which they occur."""
-        names = dict.fromkeys(name for record in self.steps for name in record.metrics)
         is_of_suite = self.config.validation.is_of_suite
-        return [match for name in names if not is_of_suite(name) and (match := _CORE.fullmatch(name))]
+        return [found for name in map(str, self.metrics) if not is_of_suite(name) and (found := _CORE.fullmatch(name))]
 
     @cached_property
     def before(self) -> ValidationResult | None:
@@ -199,13 +175,17 @@ class RunRecord:
         later = [result for result in self.validations.values() if result.step > 0 and result is not self.before]
         return max(later, key=lambda result: result.step, default=None)
 
+    @property
+    def judged(self) -> dict[str, ValidationResult]:
+        """The validations before and after, those that are there, by these words."""
+        both = {"before": self.before, "after": self.after}
+        return {label: result for label, result in both.items() if result is not None}
+
     @cached_property
     def paired(self) -> tuple[Comparison, ...]:
         """Before against after on the same problems; nothing where either is missing."""
-        if self.before is None or self.after is None:
-            return ()
         try:
-            return compare(self.before, self.after)
+            return compare(*self.judged.values()) if len(self.judged) == 2 else ()
         except DataError:
             return ()
 
@@ -214,25 +194,21 @@ class RunRecord:
 
         `statistic` is the name below `val-core/<data_source>/`, such as `reward/mean@4`.
         """
-        if self.data_source is None:
-            return ()
-        name = core_name(self.data_source, statistic)
+        name = core_name(str(self.data_source), statistic)
         found = {
-            record.step: Interval(
-                record.metrics[name],
-                record.metrics.get(f"{name}/ci_low", record.metrics[name]),
-                record.metrics.get(f"{name}/ci_high", record.metrics[name]),
-            )
+            record.step: Interval(*(record.metrics.get(name + end, value) for end in ("", "/ci_low", "/ci_high")))
             for record in self.steps
-            if name in record.metrics
+            if (value := record.metrics.get(name)) is not None
+        } or {
+            result.step: result.intervals[statistic]
+            for result in self.validations.values()
+            if statistic in result.intervals
         }
-        if not found:
-            found = {
-                result.step: result.intervals[statistic]
-                for result in self.validations.values()
-                if statistic in result.intervals
-            }
         return tuple(sorted(found.items()))
+
+    def held_out_series(self, statistic: str) -> Series | None:
+        """The same without its intervals."""
+        return series_of((step, found.value) for step, found in self.held_out(statistic))
 
     @property
     def reward_statistic(self) -> str:
@@ -253,43 +229,45 @@ def read_run(run_dir: Path) -> RunRecord:
         DataError: the folder holds no settings of a run.
     """
     missing: list[str] = []
-    config = _read_settings(run_dir)
-    checkpoints = _read_checkpoints(run_dir / "checkpoints", missing)  # first: the lines of a newer one come before it
+    file = run_dir / "settings.json"
+    config = read_document(
+        file, _SETTINGS, "these settings are of another version of Millrace, which can make the report, or damaged"
+    )
+    if config is None:
+        raise DataError(f"{file}: cannot be read (it is not there); name the folder of a run, as artifacts/runs/<id>")
+    checkpoints: tuple[CheckpointInfo, ...] = ()
+    try:  # first: the lines of a newer one come before it
+        catalog = scan(run_dir / "checkpoints")
+        checkpoints, missing = catalog.checkpoints, [refusal.reason for refusal in catalog.refusals]
+    except CheckpointError as error:
+        missing.append(str(error))
     journal = _read_journal(run_dir / JOURNAL_FILE, missing)
     missing += _journal_gaps(run_dir / JOURNAL_FILE, journal, checkpoints)
-    validations = _read_validations(run_dir / "validation", missing)
-    steps = tuple(sorted(journal.steps, key=lambda record: record.step))
-    lineage = _read_lineage(run_dir, missing)
-    suites = {
-        suite.name: _read_validations(run_dir / "suites" / suite.name, missing) for suite in config.validation.suites
-    }
-    record = RunRecord(run_dir, config, steps, journal.events, validations, lineage, checkpoints, (), suites)
-    return replace(record, missing=(*missing, *_gaps(record)))
-
-
-def _read_settings(run_dir: Path) -> RunConfig:
-    file = run_dir / SETTINGS_FILE
+    lineage = None
     try:
-        return RunConfig.model_validate_json(file.read_bytes())
-    except OSError as error:
-        raise DataError(
-            f"{file}: cannot be read ({error.strerror}); name the folder of a run, such as artifacts/runs/<run id>"
-        ) from error
-    except ValidationError as error:
-        raise DataError(
-            f"{file}: {first_problem(error)}; the settings are of another version of Millrace, or damaged. Make the "
-            "report with the version that ran it"
-        ) from error
+        lineage = read_lineage(run_dir)
+    except DataError as error:
+        missing.append(str(error))
+    record = RunRecord(
+        run_dir,
+        config,
+        tuple(sorted(journal.steps, key=lambda record: record.step)),
+        journal.events,
+        _read_validations(run_dir / "validation", missing),
+        lineage,
+        checkpoints,
+        (),
+        {each.name: _read_validations(run_dir / "suites" / each.name, missing) for each in config.validation.suites},
+    )
+    return replace(record, missing=(*missing, *_gaps(record)))
 
 
 def _read_journal(file: Path, missing: list[str]) -> JournalContents:
     try:
         contents = load_journal(file)
-    except FileNotFoundError:
-        missing.append(f"{file.name} is not there: no step has been trained yet, so there are no curves.")
-        return JournalContents((), (), 0, 0)
     except OSError as error:
-        missing.append(f"{file.name} cannot be read ({error}), so there are no curves.")
+        why = "is not there: no step has been trained yet" if not file.exists() else f"cannot be read ({error})"
+        missing.append(f"{file.name} {why}, so there are no curves.")
         return JournalContents((), (), 0, 0)
     if contents.num_damaged_lines:
         missing.append(f"{file.name} has {contents.num_damaged_lines} unreadable lines; their steps are left out.")
@@ -333,32 +311,10 @@ def _read_validations(folder: Path, missing: list[str]) -> dict[str, ValidationR
 
 @lru_cache(maxsize=MOST_VALIDATIONS_KEPT)
 def _read_validation(file: Path, changed_ns: int, size: int) -> ValidationResult:
-    """One with its intervals. Report, picture, browser and summary of a run each ask for it, and it takes 0.1 s."""
+    """One with its intervals. Report, browser and summary of a run each ask for it, and it takes 0.1 s."""
     result = ValidationResult.read(file)
     result.summary()
     return result
-
-
-def _read_lineage(run_dir: Path, missing: list[str]) -> Lineage | None:
-    """What `Lineage.write` wrote; without it the stages of the run's inputs; None without either."""
-    file = run_dir / LINEAGE_FILE
-    if not file.is_file():
-        return _from_inputs(run_dir)
-    try:
-        return _LINEAGE.validate_json(file.read_bytes())
-    except (OSError, ValidationError) as error:
-        missing.append(f"{file}: cannot be read as a lineage ({first_problem(error)}); the report goes on without it")
-        return None
-
-
-def _read_checkpoints(folder: Path, missing: list[str]) -> tuple[CheckpointInfo, ...]:
-    try:
-        catalog = scan(folder)
-    except CheckpointError as error:
-        missing.append(str(error))
-        return ()
-    missing += [refusal.reason for refusal in catalog.refusals]
-    return catalog.checkpoints
 
 
 def _gaps(record: RunRecord) -> Iterable[str]:
@@ -377,34 +333,3 @@ def _gaps(record: RunRecord) -> Iterable[str]:
         yield f"The run has {record.last_step} of {total} steps; figures are those of its last step so far."
     if record.lineage is None:
         yield "No lineage.json and no inputs.json: where data, model and code come from is not recorded."
-
-
-def _running_total(series: Series | None) -> Series | None:
-    if series is None:
-        return None
-    return make_series(series.name, list(zip(series.steps.tolist(), np.cumsum(series.values).tolist(), strict=True)))
-
-
-def _from_inputs(run_dir: Path) -> Lineage | None:
-    """The folders that the run was started with, each described by its manifest."""
-    try:
-        folders = _INPUTS.validate_json((run_dir / INPUTS_FILE).read_bytes())
-    except (OSError, ValidationError):
-        return None
-    return Lineage(stages=tuple(stage_of(name, folder) for name, folder in folders.items()))
-
-
-def stage_of(name: str, folder: Path) -> Stage:
-    """A stage as its folder's manifest describes it; the folder alone where it has none (a model from elsewhere)."""
-    try:
-        manifest = read_manifest(folder)
-    except MillraceError:
-        manifest = None
-    facts: dict[str, Fact] = {}
-    if manifest is not None:
-        counts = manifest.values.get("counts")  # rows by split and the like, which stand one level down
-        below = {f"{key} rows": value for key, value in counts.items()} if isinstance(counts, Mapping) else {}
-        values = {**manifest.values, **below}
-        facts = {key: value for key, value in values.items() if isinstance(value, str | int | float | bool)}
-        facts["size_bytes"] = manifest.size_bytes
-    return Stage(name.removesuffix("_directory"), folder.name, str(folder), facts)

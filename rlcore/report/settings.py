@@ -14,7 +14,7 @@ from rlcore.config.base import leaves
 from rlcore.config.problems import plain_text
 from rlcore.config.run import all_keys
 from rlcore.errors import ConfigError
-from rlcore.report.document import Cell, Column, Table, table
+from rlcore.report.document import Cell, Table, table
 
 _BARE = re.compile(r"[A-Za-z_./][A-Za-z0-9_./:@%-]*")
 _NULL_SECTIONS: Mapping[str, type[CriticConfig | LoraConfig]] = {"critic": CriticConfig, "model.lora": LoraConfig}
@@ -45,18 +45,18 @@ def settings_tables(config: RunConfig) -> tuple[Table, Table]:
     """What differs from the defaults, and everything else."""
     defaults, settings = defaults_of(config), settings_of(config)
     changed = set(changed_keys(config))
-    columns = (Column("Setting", "code"), Column("Value", "code"), Column("Default", "code"), Column("Meaning"))
     differing = [
         (key, _cell(value), _cell(defaults[key]) if key in defaults else Cell("–"), meaning(key))
         for key, value in settings.items()
         if key in changed
     ]
     same = [(key, _cell(value), meaning(key)) for key, value in settings.items() if key not in changed]
-    rest = (Column("Setting", "code"), Column("Value", "code"), Column("Meaning"))
     return (
-        table("settings_changed", "Settings that differ from the defaults", columns, differing),
-        table("settings_default", f"Settings at their defaults ({len(same)})", rest, same, folded=True),
-    )
+        table("settings_changed", "Settings that differ from the defaults",
+              {"Setting": "code", "Value": "code", "Default": "code", "Meaning": "text"}, differing),
+        table("settings_default", f"Settings at their defaults ({len(same)})",
+              {"Setting": "code", "Value": "code", "Meaning": "text"}, same, folded=True),
+    )  # fmt: skip
 
 
 @cache

@@ -7,7 +7,13 @@ import os
 import stat
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlcore.errors import DataError
+
+T = TypeVar("T")
 
 READ_BLOCK_BYTES = 1 << 20
 
@@ -52,3 +58,26 @@ def parse_json(content: str | bytes) -> Any:
         return json.loads(content)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
+
+
+def read_document(path: Path, kind: TypeAdapter[T], remedy: str = "") -> T | None:
+    """A JSON file as a typed value; None where there is no file.
+
+    Raises:
+        DataError: it cannot be read, or is of another form. `remedy`: what to do, or what happens without it.
+    """
+    try:
+        return kind.validate_json(read_ordinary(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        told = f"{path}: cannot be read ({first_problem(error)})"
+        raise DataError(f"{told}; {remedy}" if remedy else told) from error
+
+
+def first_problem(error: Exception) -> str:
+    """What is wrong with a file, in a line: of a ValidationError the first place and its message."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    detail = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, detail['loc'])) or 'content'}: {detail['msg']}"

@@ -1,4 +1,4 @@
-"""Where a run comes from: code, machine, packages and the tags by which it is found in MLflow."""
+"""Where a run comes from: code, machine, packages, the stages before it, and its tags in MLflow."""
 
 import getpass
 import importlib
@@ -8,14 +8,19 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
+from pydantic import TypeAdapter
 
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.errors import MillraceError
+from rlcore.storage.documents import read_document
+from rlcore.storage.manifest import read_manifest
+from rlcore.storage.publish import write_json_atomically
 
 RUN_ID_TAG = "millrace.run_id"
 """Tag of a run's own MLflow run; its value is the run's folder name."""
@@ -29,8 +34,74 @@ SOURCE_FOLDER = Path(__file__).parents[2]
 PACKAGES = ("torch", "transformers", "datasets", "ray", "prefect", "mlflow", "vllm", "flash-attn", "numpy", "pyarrow")
 """Packages whose versions can change the numbers or the speed."""
 
+LINEAGE_FILE = "lineage.json"
+INPUTS_FILE = "inputs.json"
+"""The folders that a run's workers were started with, by name."""
+
+PASS_RATES_STAGE = "pass rates"
+"""Name of the table of pass rates among a run's stages; its fact `rows_by_passes` is the histogram."""
+
+Fact = str | int | float | bool | None
+
 GIT_TIMEOUT_S = 10.0
 """A repository on a slow network disk must not hold up a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one stage left for the next: `dataset`, `filter`, `model`, ... `facts` are counts and other plain values."""
+
+    name: str
+    fingerprint: str
+    path: str
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The whole chain. `command` is the command line as typed, empty where it was not kept."""
+
+    stages: tuple[Stage, ...] = ()
+    command: tuple[str, ...] = ()
+    git_commit: str = ""
+    git_dirty: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def write(self, run_dir: Path) -> None:
+        """Keep it in the run's folder."""
+        write_json_atomically(run_dir / LINEAGE_FILE, _LINEAGE.dump_python(self, mode="json"))
+
+
+_LINEAGE = TypeAdapter(Lineage)
+_INPUTS = TypeAdapter(dict[str, Path])
+
+
+def read_lineage(run_dir: Path) -> Lineage | None:
+    """What `Lineage.write` wrote; without it the stages of the run's inputs; None without either.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    known = read_document(run_dir / LINEAGE_FILE, _LINEAGE)
+    folders = read_document(run_dir / INPUTS_FILE, _INPUTS) if known is None else None
+    if folders is None:
+        return known
+    return Lineage(stages=tuple(stage_of(name.removesuffix("_directory"), each) for name, each in folders.items()))
+
+
+def stage_of(name: str, folder: Path) -> Stage:
+    """A stage as its folder's manifest describes it; the folder alone where it has none (a model from elsewhere)."""
+    try:
+        manifest = read_manifest(folder)
+    except MillraceError:
+        manifest = None
+    if manifest is None:
+        return Stage(name, folder.name, str(folder))
+    counts = manifest.values.get("counts")  # rows by split and the like, which stand one level down
+    below = {f"{key} rows": value for key, value in counts.items()} if isinstance(counts, Mapping) else {}
+    values = {**manifest.values, **below, "size_bytes": manifest.size_bytes}
+    facts = {key: value for key, value in values.items() if isinstance(value, str | int | float | bool)}
+    return Stage(name, folder.name, str(folder), facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +185,6 @@ def _user() -> str:
 
 BYTES_PER_GB = 1e9
 MILLIJOULES = 1e3
-NVIDIA_SMI_TIMEOUT_S = 20.0
 
 
 class SystemSampler:
@@ -179,19 +249,9 @@ def _gpus(nvml: Any) -> Iterator[tuple[str, int]]:
 
 
 def first_gpu() -> tuple[str, int] | None:
-    """Name and bytes of memory of the host's first GPU, by NVML or the driver's own tool; None where there is none.
-
-    Unlike torch it puts nothing on the GPU."""
+    """Name and bytes of memory of the host's first GPU; None where there is none. Unlike torch it puts nothing on it."""
     nvml = _start_nvml()
-    if nvml is not None and (gpu := next(_gpus(nvml), None)) is not None:
-        return gpu
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
-        name, mib = done.stdout.splitlines()[0].rsplit(",", 1)
-        return name.strip(), int(mib) << 20
-    except (OSError, subprocess.TimeoutExpired, IndexError, ValueError):
-        return None
+    return None if nvml is None else next(_gpus(nvml), None)
 
 
 def energy_reader(uuid: str) -> Callable[[], float | None]:
@@ -208,11 +268,8 @@ def energy_reader(uuid: str) -> Callable[[], float | None]:
 
 
 def _start_nvml() -> Any:
-    """The NVML module, ready to be asked; None without it or without a driver."""
-    try:
-        pynvml = importlib.import_module("pynvml")
-    except ImportError:
-        return None
+    """The NVML module, ready to be asked; None without a driver."""
+    pynvml = importlib.import_module("pynvml")  # has no types
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote as quote_url
 
 from rlcore.config import TrackingConfig
+from rlcore.config.base import leaves
 from rlcore.errors import TrackingError
 from rlcore.storage.sqlite import SQLITE
 from rlcore.tracking.attempts import FinalStatus
@@ -153,7 +154,11 @@ class MlflowStore:
         """
         from mlflow.entities import Param
 
-        params = {key: _cut(value, MAX_PARAM_CHARACTERS) for key, value in _taken(flatten(settings)).items()}
+        texts = {
+            key: value if isinstance(value, str) else json.dumps(value, default=os.fspath)
+            for key, value in leaves(settings).items()
+        }
+        params = {key: _cut(value, MAX_PARAM_CHARACTERS) for key, value in _taken(texts).items()}
         known = self.client.get_run(run_id).data.params
         missing = [Param(key, value) for key, value in params.items() if key not in known]
         for start in range(0, len(missing), MAX_BATCH):
@@ -272,21 +277,6 @@ def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOC
     runs = quote_url(json.dumps(list(mlflow_run_ids)))
     experiments = quote_url(json.dumps([store.ensure_experiment()]))
     return f"{store.page_root(ui)}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING_VIEW}"
-
-
-def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted keys and texts.
-
-    >>> flatten({"algo": {"lam": 1.0, "kl": {"where": "off"}}, "tags": {}})
-    {'algo.lam': '1.0', 'algo.kl.where': 'off', 'tags': '{}'}
-    """
-    flat: dict[str, str] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value, default=os.fspath)
-    return flat
 
 
 def _taken(values: Mapping[str, str]) -> dict[str, str]:

@@ -36,8 +36,8 @@ WEIGHTS: Kind = "transformers"
 EXTERNAL = "mlflow.model.isExternal"
 """MLflow's own tag of a model whose files are elsewhere; its page says so."""
 
-RUNS_AT_A_TIME = 200
-"""Deleted runs in one page of a search."""
+MOST_DELETED_RUNS = 50_000
+"""MLflow's limit for one search."""
 
 
 def log_model(
@@ -218,19 +218,34 @@ class Garbage:
 
 def find_garbage(uri: str) -> list[Garbage]:
     """Artifacts of all deleted runs of a store, and of the models that these runs made. Raises what MLflow raises."""
+    from mlflow.entities import ViewType
+
     client = connect(uri)
-    found: list[Garbage] = []
-    for run in _deleted_runs(client):
-        run_id, name = str(run.info.run_id), str(run.info.run_name)
-        files = list(_files(partial(client.list_artifacts, run_id)))
-        found.append(_garbage(run_id, name, "", str(run.info.artifact_uri), files, ""))
-        kept = _registered(client, run_id)
-        for model in client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'"):
-            model_id = str(model.model_id)
-            files = list(_files(partial(client.list_logged_model_artifacts, model_id)))
-            location = str(model.artifact_location)
-            found.append(_garbage(run_id, name, model_id, location, files, kept.get(model_id, "")))
-    return [one for one in found if one.num_files]
+    experiments = [one.experiment_id for one in client.search_experiments(view_type=ViewType.ALL)]
+    deleted = client.search_runs(experiments, run_view_type=ViewType.DELETED_ONLY, max_results=MOST_DELETED_RUNS)
+    return [one for run in deleted for one in _garbage_of(client, run) if one.num_files]
+
+
+def _garbage_of(client: "MlflowClient", run: "Run") -> "Iterator[Garbage]":
+    run_id = str(run.info.run_id)
+    yield _garbage(run, "", str(run.info.artifact_uri), _files(partial(client.list_artifacts, run_id)))
+    kept = {
+        model_of(version): f"it is {version.name} version {version.version} in the model registry"
+        for version in client.search_model_versions(f"run_id = '{run_id}'")
+    }
+    for model in client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'"):
+        model_id = str(model.model_id)
+        files = _files(partial(client.list_logged_model_artifacts, model_id))
+        yield _garbage(run, model_id, str(model.artifact_location), files, kept.get(model_id, ""))
+
+
+def _garbage(run: "Run", model_id: str, location: str, files: "Iterator[FileInfo]", kept: str = "") -> Garbage:
+    owner = model_id or str(run.info.run_id)
+    if not kept and owner not in location.split("/"):
+        # Deleting is recursive: a place that is not this run's alone must not be deleted for it.
+        kept = f"its place {location} does not name {owner}"
+    sizes = [file.file_size or 0 for file in files]
+    return Garbage(str(run.info.run_id), str(run.info.run_name), model_id, location, len(sizes), sum(sizes), kept)
 
 
 def remove_garbage(uri: str, garbage: Garbage) -> None:
@@ -244,37 +259,6 @@ def remove_garbage(uri: str, garbage: Garbage) -> None:
         client.delete_logged_model(garbage.model_id)
     repository = get_artifact_repository(garbage.location, tracking_uri=uri)
     repository.delete_artifacts()  # type: ignore[no-untyped-call]
-
-
-def _garbage(run_id: str, name: str, model_id: str, location: str, files: "list[FileInfo]", kept: str) -> Garbage:
-    owner = model_id or run_id
-    if not kept and owner not in location.split("/"):
-        # Deleting is recursive: a place that is not this run's alone must not be deleted for it.
-        kept = f"its place {location} does not name {owner}"
-    return Garbage(run_id, name, model_id, location, len(files), sum(file.file_size or 0 for file in files), kept)
-
-
-def _deleted_runs(client: "MlflowClient") -> "Iterator[Run]":
-    from mlflow.entities import ViewType
-
-    experiments = [one.experiment_id for one in client.search_experiments(view_type=ViewType.ALL)]
-    token: str | None = None
-    while experiments:
-        page = client.search_runs(
-            experiments, run_view_type=ViewType.DELETED_ONLY, max_results=RUNS_AT_A_TIME, page_token=token
-        )
-        yield from page
-        token = page.token
-        if not token:
-            return
-
-
-def _registered(client: "MlflowClient", run_id: str) -> dict[str, str]:
-    """Why a model of a run stays, by the model's id: it is in the registry."""
-    found: dict[str, str] = {}
-    for version in client.search_model_versions(f"run_id = '{run_id}'"):
-        found[model_of(version)] = f"it is {version.name} version {version.version} in the model registry"
-    return found
 
 
 def _files(children: "Callable[[str | None], list[FileInfo]]", folder: str | None = None) -> "Iterator[FileInfo]":

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlcore.answers.store import LIGHT, TEXTS, last_step, training_parts
+from rlcore.answers.store import LIGHT, TEXTS, steps_of, training_parts
 
 if TYPE_CHECKING:
     from mlflow.entities import Span, TraceInfo
@@ -41,9 +41,9 @@ def parts_to_trace(answers: Path, done: int, per_step: int) -> Iterator[tuple[in
         OSError, pyarrow.ArrowException: a part cannot be read; it may have been deleted just now.
     """
     for path in training_parts(answers):
-        if last_step(path) > done:
+        if steps_of(path)[1] > done:
             table = pq.read_table(path, columns=[*LIGHT.names, *TEXTS.names], filters=[("step", ">", done)])
-            yield last_step(path), sample(table, per_step)
+            yield steps_of(path)[1], sample(table, per_step)
 
 
 def sample(table: pa.Table, per_step: int) -> list[dict[str, Any]]:

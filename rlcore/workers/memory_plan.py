@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from pydantic import JsonValue
+
 from rlcore.config import RunConfig
 from rlcore.config.algo import OFFLOAD_PIECE_BYTES
 from rlcore.config.base import Section, leaves
 from rlcore.config.problems import shown
 from rlcore.errors import ConfigError
 from rlcore.models.shape import ModelShape, shape_of
-from rlcore.report.measures import MemoryPlan as ReportedPlan
+from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking.lineage import first_gpu
 
 CONTEXT_BYTES = 1_000_000_000
@@ -413,7 +415,9 @@ def fit_run(config: RunConfig, run_dir: Path, report: Callable[[Mapping[str, obj
     require_fit(new, plan)
     chosen = chosen_settings(config, new)
     notes = (f"The phase that holds most is {plan.peak_phase}.", *([f"Chosen: {chosen}"] if chosen else []))
-    ReportedPlan(plan.phases[plan.peak_phase], device.total_bytes, device.name, notes).write(run_dir)
+    kept: dict[str, JsonValue] = {"parts": dict(plan.phases[plan.peak_phase]), "notes": list(notes)}
+    kept |= {"capacity_bytes": device.total_bytes, "device": device.name}
+    write_json_atomically(run_dir / "memory_plan.json", kept)
     told = f"memory plan: {plan.peak_phase} holds most, {plan.peak_bytes / GB:.1f} GB{too_much(plan)}"
     report({"event": "note", "text": f"{told}; chosen: {chosen}" if chosen else told})
     return new

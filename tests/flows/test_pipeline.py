@@ -160,7 +160,7 @@ def test_mlflow_has_settings_datasets_report_and_weights(first: dict[str, Any], 
     datasets = {name for (name,) in mlflow_rows(root, "select name from datasets")}
     assert datasets == {"countdown", "countdown filtered", "countdown held-out"}
     names = {path.name for path in (root / "mlartifacts").rglob("*")}
-    assert {"report.html", "samples.html", "hero.png", "settings.yaml", "after.json", "model.safetensors"} <= names
+    assert {"report.html", "samples.html", "settings.yaml", "after.json", "model.safetensors"} <= names
     assert {"lineage.json", "answers.json"} <= names
     assert tags["mlflow.note.content"].startswith("# debug")
     assert tags["env.python"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.report import ReportFiles, build_report
+from rlcore.report.build import ReportFiles, build_report
 from tests.report.runs import write_run
 
 

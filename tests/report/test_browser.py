@@ -8,8 +8,7 @@ import pytest
 
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Answer, ValidationResult
-from rlcore.report import build_sample_browser
-from rlcore.report.held_out import at_each_step, embedded_json
+from rlcore.report.samples import at_each_step, build_sample_browser
 from tests.report.chromium import PROGRAM, open_tab
 from tests.report.pages import parse
 from tests.report.runs import validation, write_run
@@ -113,10 +112,11 @@ def test_a_run_without_answers_is_refused(tmp_path):
         build_sample_browser(tmp_path / "young")
 
 
-def test_embedded_json_cannot_end_its_element():
-    text = embedded_json({"x": HOSTILE})
-    assert not set("<>&\u2028") & set(text)
-    assert json.loads(text) == {"x": HOSTILE}
+def test_embedded_json_cannot_end_its_element(page):
+    (text,) = re.findall(r'id="data">(.*)', page.read_text())
+    assert text.endswith("</script>")
+    assert not set("<>&\u2028") & set(text.removesuffix("</script>"))
+    assert HOSTILE in data_of(page)["texts"]
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the page is not clicked through")
@@ -127,7 +127,7 @@ def test_clicking_through_it(run_dir, page, tmp_path):
         tab.open(page)
 
         def ids() -> list[int]:
-            return tab.value("[...document.querySelectorAll('.item')].map((each) => Number(each.dataset.id))")
+            return tab.value("[...document.querySelectorAll('.item')].map((each) => Number(each.dataset.key))")
 
         def shown() -> str:
             return tab.texts("#detail h2")[0]
@@ -139,7 +139,7 @@ def test_clicking_through_it(run_dir, page, tmp_path):
 
         # A click on a problem, then on a step, shows that step's answers.
         chosen = next(problem for problem in first.problems if problem.prompt_id == 12)
-        tab.click('.item[data-id="12"]')
+        tab.click('.item[data-key="12"]')
         assert shown() == "Problem 12"
         assert chosen.prompt_text in tab.texts("#detail .card")[0]
         tab.click('.step[data-step="0"]')
@@ -150,7 +150,7 @@ def test_clicking_through_it(run_dir, page, tmp_path):
         ]
 
         # What an environment said is set apart from what the model wrote.
-        tab.click('.item[data-id="7"]')
+        tab.click('.item[data-key="7"]')
         assert tab.texts("#answers .verbatim")[0] == EPISODE
         marked = tab.texts("#answers .verbatim:first-child .muted")
         assert [line.strip() for line in marked] == [
@@ -158,7 +158,7 @@ def test_clicking_through_it(run_dir, page, tmp_path):
             "[environment] <b>+",
             "[environment] reward 1",
         ]
-        tab.click('.item[data-id="12"]')
+        tab.click('.item[data-key="12"]')
 
         # Keys: to the right a later step, down the next problem.
         tab.press("ArrowRight")
@@ -168,7 +168,7 @@ def test_clicking_through_it(run_dir, page, tmp_path):
         assert shown() == f"Problem {following}"
 
         # A problem that was not judged at the open step shows its last one; that step's button is dead.
-        tab.click('.item[data-id="5"]')
+        tab.click('.item[data-key="5"]')
         assert tab.texts(".step[aria-pressed=true]")[0].startswith("step 40")
         assert tab.value("document.querySelector('.step[data-step=\"20\"]').disabled")
 

@@ -13,7 +13,7 @@ import rlcore.evaluation
 import rlcore.report
 from rlcore.report import numbers
 from rlcore.report.page import code, escape
-from rlcore.report.series import make_series
+from rlcore.report.series import series_of, smooth, thinned, window_of
 from tests.test_imports import loaded_by
 
 MODULES = [
@@ -63,25 +63,25 @@ def test_sparklines_of_odd_series():
 
 def test_smoothing_is_a_centred_mean():
     values = np.random.default_rng(0).random(100)
-    series = make_series("x", list(enumerate(values)))
-    assert series.window == 7  # 100 // 15 = 6, and the step itself
-    half = series.window // 2
-    naive = [values[max(0, i - half) : i + half + 1].mean() for i in range(100)]
-    assert series.smooth == pytest.approx(naive)
+    series = series_of(enumerate(values))
+    assert window_of(series) == 7  # 100 // 15 = 6, and the step itself
+    naive = [values[max(0, i - 3) : i + 4].mean() for i in range(100)]
+    assert smooth(series).tolist() == pytest.approx(naive)
+    assert smooth(series_of([(1, 2.0), (2, 4.0)])).tolist() == [3.0, 3.0]
 
 
 def test_thinning_keeps_the_mean():
     values = np.random.default_rng(0).random(1_000)
-    thin = make_series("x", list(enumerate(values))).thinned(100)
-    assert len(thin) == 100
-    assert thin.values == pytest.approx(values.reshape(100, 10).mean(axis=1))
-    assert thin.values.mean() == pytest.approx(values.mean())
+    thin = thinned(series_of(enumerate(values)), 100)
+    assert thin.index.tolist() == [10 * place + 4 for place in range(100)]
+    assert thin.tolist() == pytest.approx(values.reshape(100, 10).mean(axis=1))
+    assert len(thinned(series_of(enumerate(values[:950])), 400)) == 400
 
 
 def test_series_are_in_order_of_steps():
-    series = make_series("x", [(2, 5.0), (1, 3.0)])
-    assert (series.first, series.last, series.steps.tolist()) == (3.0, 5.0, [1, 2])
-    assert make_series("x", []) is None
+    series = series_of([(2, 5.0), (1, 3.0)])
+    assert (series.tolist(), series.index.tolist()) == ([3.0, 5.0], [1, 2])
+    assert series_of([]) is None
 
 
 @pytest.mark.parametrize("text", ["- a", "1. a", "1) a", "123456789. a", "1.", "# a", "+ a", "= a", "a\n- b"])

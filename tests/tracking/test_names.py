@@ -11,7 +11,6 @@ from mlflow.utils.validation import _validate_metric_name
 
 import rlcore.tracking.catalog
 import rlcore.tracking.connection
-import rlcore.tracking.mlflow_store
 from rlcore.errors import TrackingError
 from rlcore.tracking.catalog import describe, metric_docs
 from rlcore.tracking.connection import mlflow_name
@@ -19,7 +18,7 @@ from rlcore.tracking.connection import mlflow_name
 
 @pytest.mark.parametrize(
     "module",
-    [rlcore.tracking.connection, rlcore.tracking.catalog, rlcore.tracking.mlflow_store],
+    [rlcore.tracking.connection, rlcore.tracking.catalog],
     ids=lambda module: module.__name__,
 )
 def test_examples_in_docstrings(module):

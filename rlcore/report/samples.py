@@ -1,0 +1,206 @@
+"""Answers to held-out problems: side by side in the report, all of them in the sample browser, and as rows."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from rlcore.errors import DataError
+from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
+from rlcore.report import numbers, page
+from rlcore.report.document import SamplePair, Samples, Tone
+from rlcore.report.record import RunRecord, read_run
+from rlcore.storage.publish import write_text_atomically
+
+SAMPLES_OF_A_KIND = 3
+"""Problems shown of each kind: newly solved, lost, never solved, always solved."""
+
+MOST_PROBLEMS = 2_000
+"""Problems in one page at most, those that changed most first: more make a page that is slow to open."""
+
+FILE_NAME = "samples.html"
+
+_KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
+    (False, True): ("newly solved", "good"),
+    (True, False): ("lost", "bad"),
+    (False, False): ("still unsolved", ""),
+    (True, True): ("solved both times", ""),
+}
+
+
+def samples_of(record: RunRecord) -> Samples:
+    """Answers to the same problems: newly solved, lost, unsolved and solved ones, the first of each by id."""
+    if record.before is None or record.after is None:
+        return Samples(())
+    later = {problem.prompt_id: problem for problem in record.after.problems}
+    kinds: dict[str, list[SamplePair]] = {kind: [] for kind, _ in _KINDS.values()}
+    for problem in sorted(record.before.problems, key=lambda problem: problem.prompt_id):
+        other = later.get(problem.prompt_id)
+        if other is None or (was := shown_answer(problem)) is None or (became := shown_answer(other)) is None:
+            continue
+        kind, tone = _KINDS[was.solved, became.solved]
+        if len(kinds[kind]) < SAMPLES_OF_A_KIND:
+            truth = truth_text(problem.ground_truth_json)
+            pair = SamplePair(kind, tone, problem.prompt_text, truth, was, became, _solved(problem), _solved(other))
+            kinds[kind].append(pair)
+    return Samples(tuple(pair for pairs in kinds.values() for pair in pairs))
+
+
+def shown_answer(problem: ProblemResult) -> Answer | None:
+    """The greedy answer, else the first sample: not the best one."""
+    return problem.greedy or next(iter(problem.samples), None)
+
+
+def _solved(problem: ProblemResult) -> str:
+    count = len(problem.samples)
+    return f"{problem.num_solved} of {count} samples right" if count else ""
+
+
+def truth_text(ground_truth_json: str) -> str:
+    """A ground truth in one line: `target 7, numbers 3 4`.
+
+    >>> truth_text('{"target": 7, "numbers": [3, 4]}')
+    'target 7, numbers 3 4'
+    """
+    try:
+        truth = json.loads(ground_truth_json)
+    except ValueError:
+        return ground_truth_json
+    if not isinstance(truth, dict):
+        return str(truth)
+    plain = {key: " ".join(map(str, each)) if isinstance(each, list) else each for key, each in truth.items()}
+    return ", ".join(f"{key} {value}" for key, value in plain.items())
+
+
+def answer_rows(run_dir: Path, most: int) -> list[dict[str, JsonValue]]:
+    """The newest validation's problems, by id: prompt, answer (greedy, else the first sample), its score and parts, and
+    how many samples are right; the score before training beside it where that is known.
+
+    Raises:
+        DataError: the folder holds no run.
+    """
+    record = read_run(run_dir)
+    newest = record.after or record.before
+    if newest is None:
+        return []
+    before = {} if record.before is None else {problem.prompt_id: problem for problem in record.before.problems}
+    chosen = sorted(newest.problems, key=lambda problem: problem.prompt_id)[:most]
+    return [_row(problem, before.get(problem.prompt_id), newest.step) for problem in chosen]
+
+
+def _row(problem: ProblemResult, before: ProblemResult | None, step: int) -> dict[str, JsonValue]:
+    answer = shown_answer(problem)
+    earlier = None if before is None else shown_answer(before)
+    return {
+        "step": step,
+        "problem": problem.prompt_id,
+        "prompt": problem.prompt_text,
+        "truth": truth_text(problem.ground_truth_json),
+        "answer": None if answer is None else answer.text,
+        "score": None if answer is None else answer.score,
+        "parts": None if answer is None else numbers.score_parts(answer.parts),
+        "logprob": None if answer is None else answer.logprob,
+        "samples right": f"{problem.num_solved} of {len(problem.samples)}",
+        "score before": None if earlier is None else earlier.score,
+    }
+
+
+# ------------------------------------------------------------------ the browser
+
+
+def build_sample_browser(run_dir: Path, *, target: Path | None = None, max_problems: int = MOST_PROBLEMS) -> Path:
+    """Write the sample browser of a run (default: `report/samples.html` in its folder).
+
+    Raises:
+        DataError: the folder holds no run, or the run has no validation with answers yet.
+    """
+    record = read_run(run_dir)
+    results = at_each_step(record.validations)
+    if not results:
+        raise DataError(
+            f"{run_dir / 'validation'}: holds no validation that can be read, so there are no answers to show; wait "
+            "for the first one, or run millrace validate"
+        )
+    data, num_left_out = browser_data(results, max_problems)
+    path = target or run_dir / "report" / FILE_NAME
+    html = page.scripted_page("browser.html.j2", title=record.run_id, data=data, num_left_out=num_left_out)
+    write_text_atomically(path, html)
+    return path
+
+
+def at_each_step(validations: Mapping[str, ValidationResult]) -> list[ValidationResult]:
+    """One validation for each step, in order: the one with the most problems, `before` and `after` by their step."""
+    found: dict[int, ValidationResult] = {}
+    for result in sorted(validations.values(), key=lambda result: (result.step, -len(result.problems), result.name)):
+        found.setdefault(result.step, result)
+    return list(found.values())
+
+
+def browser_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[dict[str, JsonValue], int]:
+    """What the page's script reads, and how many problems are left out. Equal texts are stored once."""
+    answers: dict[int, dict[int, ProblemResult]] = {}
+    for index, result in enumerate(results):
+        for problem in result.problems:
+            answers.setdefault(problem.prompt_id, {})[index] = problem
+    kept = sorted(answers.items(), key=lambda one: (-abs(_change(one[1])), one[0]))[:max_problems]
+    texts: Texts = {}
+    problems: list[JsonValue] = [_problem(number, seen, len(results), texts) for number, seen in kept]
+    data: dict[str, JsonValue] = {
+        "validations": [{"name": result.name, "step": result.step} for result in results],
+        "problems": problems,
+        "texts": list(texts),
+    }
+    return data, len(answers) - len(kept)
+
+
+Texts = dict[str, int]
+"""Texts by number: an answer that is given a hundred times is in the file once."""
+
+
+def _problem(
+    number: int, seen: Mapping[int, ProblemResult], num_validations: int, texts: Texts
+) -> dict[str, JsonValue]:
+    first, last = seen[min(seen)], seen[max(seen)]
+    return {
+        "id": number,
+        "difficulty": first.difficulty,
+        "prompt": _number(texts, first.prompt_text),
+        "truth": _number(texts, truth_text(first.ground_truth_json)),
+        "first": _score(first),
+        "last": _score(last),
+        "at": [_judged(seen[index], texts) if index in seen else None for index in range(num_validations)],
+    }
+
+
+def _number(texts: Texts, text: str) -> int:
+    return texts.setdefault(text, len(texts))
+
+
+def _change(seen: Mapping[int, ProblemResult]) -> float:
+    """Mean score at the last validation less that at the first."""
+    return _score(seen[max(seen)]) - _score(seen[min(seen)])
+
+
+def _score(problem: ProblemResult) -> float:
+    return problem.mean_score if problem.samples or problem.greedy is None else problem.greedy.score
+
+
+def _judged(problem: ProblemResult, texts: Texts) -> dict[str, JsonValue]:
+    return {
+        "score": _score(problem),
+        "greedy": _answer(problem.greedy, texts) if problem.greedy is not None else None,
+        "samples": [_answer(answer, texts) for answer in problem.samples],
+    }
+
+
+def _answer(answer: Answer, texts: Texts) -> dict[str, JsonValue]:
+    return {
+        "text": _number(texts, answer.text),
+        "score": answer.score,
+        "parts": dict(answer.parts),
+        "tokens": answer.num_tokens,
+        "cut": answer.finish_reason == "length",
+        "solved": answer.solved,
+        "logprob": answer.logprob,
+    }
