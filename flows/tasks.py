@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from shlex import join
 from typing import Any, TypeVar
@@ -59,12 +60,24 @@ def flow_run_name() -> str:
     return " ".join([f"{flow_run.flow_name}/{experiment_name(given.get('experiment'))}", *seed[:1]])
 
 
+CHECKED: ContextVar[Any] = ContextVar("checked", default=None)
+"""What a command has composed and checked before its flow run began: a run's settings, or a sweep."""
+
+
+def run_with(checked: object, call: Callable[[], R]) -> R:
+    """Call a flow, which finds in `CHECKED` what it need not compose and check again."""
+    token = CHECKED.set(checked)
+    try:
+        return call()
+    finally:
+        CHECKED.reset(token)
+
+
 @contextmanager
 def working_on(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
     """The run of these settings inside the block; the flow run is watched for cancellation. `verb`: of the command that
     does the same.
     """
-    say_settings(settings, verb)
     with watched(), open_run(settings.config, settings.command(verb)) as run:
         yield run
 

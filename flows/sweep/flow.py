@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from pathlib import Path
 from shlex import join
 from typing import Annotated, Any
@@ -46,7 +45,7 @@ from flows.sweep.result import (
     write_best,
     write_comparison,
 )
-from flows.tasks import as_task, tell, tell_command, tell_idle
+from flows.tasks import CHECKED, as_task, run_with, tell, tell_command, tell_idle
 from flows.work.open_run import open_run
 from flows.work.trainer import kept_between_runs
 from rlcore.config.fingerprint import run_id
@@ -218,25 +217,10 @@ def _error(state: State) -> str:
     return "" if state.is_completed() else f"{state.name}: {state.message or 'no message'}"
 
 
-_CHECKED: ContextVar[Sweep | None] = ContextVar("checked", default=None)
-"""What a command has composed and checked before its flow run began."""
-
-
 def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:
     """Run a sweep that was checked already; in Prefect it has the parameters that give it."""
-    budget = checked.spec.budget
-    token = _CHECKED.set(checked)
-    try:
-        return sweep(
-            spec,
-            overrides,
-            max_runs=budget.runs,
-            max_steps=budget.steps,
-            max_hours=budget.hours,
-            on_workers=on_workers,
-        )
-    finally:
-        _CHECKED.reset(token)
+    most = checked.spec.budget
+    return run_with(checked, lambda: sweep(spec, overrides, most.runs, most.steps, most.hours, on_workers=on_workers))
 
 
 def sweep_run_name() -> str:
@@ -265,10 +249,8 @@ def sweep(
         on_workers: Runs go to the work pool as runs of the deployment sweep-child/local, not one by one in here.
         root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
     """
-    checked = _CHECKED.get()
-    if checked is None:
-        budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
-        checked = checked_sweep(spec, all_overrides(overrides, root=root), budget)
+    budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
+    checked: Sweep = CHECKED.get() or checked_sweep(spec, all_overrides(overrides, root=root), budget)
     folder = sweep_directory(checked)
     tell(f"sweep {checked.sweep_id} in {folder}")
     tell_idle(checked.idle_settings())
