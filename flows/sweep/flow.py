@@ -39,8 +39,7 @@ from flows.sweep.result import (
     begin_in_mlflow,
     ended_in_mlflow,
     finish_in_mlflow,
-    show_summary,
-    show_table,
+    show_result,
     summary_of,
     write_best,
     write_comparison,
@@ -345,7 +344,6 @@ def conclude(
         mlflow_run_id=parent,
     )
     drive.save()
-    show_table(sweep, points)
-    show_summary(sweep, result)
+    show_result(sweep, points, result)
     finish_in_mlflow(sweep, parent, points, result)
     return result
