@@ -1,21 +1,22 @@
 """The sweep itself: ask for points, train their runs to each comparison, drop the poor ones, and so on."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
 
 from pydantic import JsonValue
 
 from flows.parameters import RunSettings
+from flows.server.watch import end_if_cancelled, end_if_suspended
 from flows.sweep.record import Member, PointRecord, PointState, members_of, sweep_directory, write_record
 from flows.tasks import tell
 from rlcore.config.sweep import Budget, Point
 from rlcore.config.sweep_load import Sweep
 from rlcore.storage.locks import FileLock, HeldLock
 
+POLL_S = 1.0
 LOCK_FILE = "sweep.lock"
 LOCK_WAIT_S = 600.0
 """For another process of the same sweep, which decides in milliseconds and writes the comparison in seconds."""
@@ -76,14 +77,16 @@ class Ended:
     error: str
 
 
-class Children(Protocol):
-    """Works on runs, and tells of each as it ends. A failed one is no error here."""
+Work = Callable[[Iterator[Child]], Iterator[Ended]]
+"""Works on runs, and tells of each as it ends: takes the next one when there is room for it. A failed one is no error
+here."""
 
-    def work(self, children: Iterator[Child]) -> Iterator[Ended]:
-        """Takes the next child when there is room for it."""
 
-    def pause(self) -> None:
-        """Waits a little for other processes, unless it is told to stop."""
+def pause() -> None:
+    """Between two looks at what others do; being told to stop ends it."""
+    end_if_cancelled()
+    end_if_suspended()
+    time.sleep(POLL_S)
 
 
 class _Task:
@@ -121,12 +124,12 @@ class Drive:
     time works on a run, and the points are those that one process alone would have tried.
     """
 
-    def __init__(self, sweep: Sweep, folder: Path, children: Children, more: Mapping[str, JsonValue]) -> None:
+    def __init__(self, sweep: Sweep, folder: Path, work: Work, more: Mapping[str, JsonValue]) -> None:
         from flows.sweep.study import Study  # Optuna, which a run of a sweep on a worker does not need
 
         self._sweep = sweep
         self._folder = folder
-        self._children = children
+        self._work = work
         self._more = more
         self.spending = Spending(sweep.spec.budget)
         self.points: dict[int, PointRecord] = {}
@@ -234,10 +237,10 @@ class Drive:
             task.member.error = ""
         waiting: dict[int, _Task] = {}
         while to_do:
-            for ended in self._children.work(self._claimed(to_do, waiting)):
+            for ended in self._work(self._claimed(to_do, waiting)):
                 self._take(waiting.pop(ended.index), ended.error)
             if to_do:
-                self._children.pause()
+                pause()
 
     def _claimed(self, to_do: list[_Task], waiting: dict[int, _Task]) -> Iterator[Child]:
         """The next run that nobody works on, when there is room for it: so each counts the budget as it stands then.

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from shlex import join
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.flows import Flow
 from prefect.runtime import flow_run
 from prefect.states import Cancelling
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from flows import chain
 from flows.parameters import (
@@ -32,7 +33,7 @@ from flows.parameters import (
 from flows.plan.checks import check_run
 from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries, watched
 from flows.sweep.command import checked_sweep
-from flows.sweep.drive import Child, Children, Drive, Ended, sweep_lock
+from flows.sweep.drive import POLL_S, Child, Drive, Ended, Work, pause, sweep_lock
 from flows.sweep.record import PointRecord, best_of, sweep_directory
 from flows.sweep.result import (
     SweepResult,
@@ -59,41 +60,24 @@ Hours = Annotated[float | None, Field(gt=0)]
 DEPLOYMENT = "sweep-child/local"
 IN_FLIGHT = 8
 """Child flow runs that wait or run at a time; how many of them run is the work queue's concurrency limit."""
-POLL_S = 1.0
 STOP_WAIT_S = 20.0
 """For children on workers to save once the sweep is told to stop; Prefect's worker kills the sweep after 30 s."""
 
 
-class InTurn:
-    """Each in this process: its stages are tasks of the sweep's flow run."""
-
-    def __init__(self, mlflow_parent: str | None) -> None:
-        self._parent = mlflow_parent
-
-    def work(self, children: Iterator[Child]) -> Iterator[Ended]:
-        """One after the other. Being told to stop is passed on; the run in hand has saved."""
-        for child in children:
-            end_if_cancelled()
-            end_if_suspended()
-            error = ""
-            try:
-                train_run(child.settings, child.to_step, child.label, self._parent)
-            except StopRequestedError:
-                raise
-            except Exception as failure:
-                error = str(failure) or type(failure).__name__
-            yield Ended(child.index, error)
-
-    def pause(self) -> None:
-        """Between two looks."""
-        pause()
-
-
-def pause() -> None:
-    """Between two looks at what others do; being told to stop ends it."""
-    end_if_cancelled()
-    end_if_suspended()
-    time.sleep(POLL_S)
+def work_here(children: Iterator[Child], mlflow_parent: str | None) -> Iterator[Ended]:
+    """One after the other in this process: their stages are tasks of the sweep's flow run. Being told to stop is passed
+    on; the run in hand has saved."""
+    for child in children:
+        end_if_cancelled()
+        end_if_suspended()
+        error = ""
+        try:
+            train_run(child.settings, child.to_step, child.label, mlflow_parent)
+        except StopRequestedError:
+            raise
+        except Exception as failure:
+            error = str(failure) or type(failure).__name__
+        yield Ended(child.index, error)
 
 
 def train_run(settings: RunSettings, to_step: int | None, label: str, mlflow_parent: str | None) -> str:
@@ -139,10 +123,6 @@ class OnWorkers:
                     yield Ended(flying.pop(flow_run_id).index, error)
                 if flying:
                     pause()
-
-    def pause(self) -> None:
-        """Between two looks."""
-        pause()
 
     def _submit(self, child: Child) -> FlowRun:
         parameters = {
@@ -257,9 +237,8 @@ def sweep(
         with sweep_lock(checked):
             parent = begin_in_mlflow(checked)
         with ended_in_mlflow(checked, parent):
-            with cancelled_with_us(), children_of(checked, parent, on_workers=on_workers) as children:
-                more: dict[str, JsonValue] = {"mlflow_run_id": parent}
-                drive = Drive(checked, folder, children, more)
+            with cancelled_with_us(), work_of(checked, parent, on_workers=on_workers) as work:
+                drive = Drive(checked, folder, work, {"mlflow_run_id": parent})
                 drive.run()
             points = [drive.points[number] for number in sorted(drive.points)]
             with sweep_lock(checked):
@@ -304,18 +283,18 @@ def sweep_child(
 
 
 @contextmanager
-def children_of(sweep: Sweep, parent: str | None, *, on_workers: bool) -> Iterator[Children]:
+def work_of(sweep: Sweep, parent: str | None, *, on_workers: bool) -> Iterator[Work]:
     """How its runs are worked on."""
     if on_workers:
-        yield OnWorkers(parent, sweep_directory(sweep).parent.parent)
+        yield OnWorkers(parent, sweep_directory(sweep).parent.parent).work
         return
     alike = not any(key.partition(".")[0] == "runtime" for point in sweep.points for key in point)
     alike = alike and not any(key.partition(".")[0] == "runtime" for key in sweep.spec.space)
     if alike and sweep.base.runtime.backend == "local":
         with kept_between_runs():
-            yield InTurn(parent)
+            yield partial(work_here, mlflow_parent=parent)
     else:
-        yield InTurn(parent)
+        yield partial(work_here, mlflow_parent=parent)
 
 
 def conclude(

@@ -15,10 +15,11 @@ from shlex import join
 from prefect.logging import get_run_logger
 
 from flows.artifacts import show_page, show_table
-from flows.parameters import MLFLOW_PAGE, written
+from flows.parameters import MLFLOW_PAGE
 from flows.sweep.record import SWEEP_FILE, PointRecord, sweep_directory
 from flows.tasks import tell
 from rlcore.config.documents import experiment_text
+from rlcore.config.problems import override_value
 from rlcore.config.sweep_load import Sweep
 from rlcore.errors import is_stop
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
@@ -57,7 +58,8 @@ def write_best(folder: Path, sweep: Sweep, best: PointRecord) -> Path:
     """The best point with its first seed as an experiment's file."""
     file = folder / BEST_FILE
     metric = sweep.metric_of(best.members[0].config)
-    words = ["millrace", "run", f"experiment={written(str(file))}", f"paths.root={written(str(folder.parent.parent))}"]
+    experiment, root = (override_value(str(path)) for path in (file, folder.parent.parent))
+    words = ["millrace", "run", f"experiment={experiment}", f"paths.root={root}"]
     comment = (
         f"{join(words)}\n"
         f"The best point of sweep {sweep.sweep_id}: {best.label}\n"
