@@ -4,8 +4,8 @@
     python -m flows.stack.serve mlflow PORT
     python -m flows.stack.serve one-command FD
 
-The last one is Prefect's for one command (`flows.server.api`), on a socket that the command has opened: whoever connects
-before it is up waits in the socket's queue, so nothing polls and no port is guessed.
+The last one is Prefect's for one command (`flows.server.api`), on a socket that the command has opened: whoever
+connects before it is up waits in the socket's queue, so nothing polls and no port is guessed.
 
 Everything else is told by the environment: a command line is seen by every user of the machine.
 """
@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.stack.state import LOOPBACK, MLFLOW_DATABASE
 from rlcore.start import uncollected
 
 if TYPE_CHECKING:
@@ -40,6 +39,8 @@ def main() -> None:
     if name == ONE_COMMAND:
         uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on")).run([socket.socket(fileno=int(place))])
     else:
+        from flows.stack.state import LOOPBACK
+
         uvicorn.run(app, host=LOOPBACK, port=int(place), log_level="warning", lifespan="on")
 
 
@@ -69,6 +70,7 @@ def _mlflow() -> "Guard":
     """MLflow's own logins need a second database, and a hash of a password for each request."""
     from flows.server.guard import Guard
     from flows.stack.answers import WithAnswers
+    from flows.stack.state import MLFLOW_DATABASE
     from rlcore.tracking.connection import mlflow_app
 
     login = os.environ.pop(MLFLOW_LOGIN)

@@ -111,8 +111,8 @@ def plain_text(value: Any, text: Callable[[str], str] = lambda text: text or "''
 def override_value(value: Any) -> str:
     """A value as Hydra reads it in an override: what is more than a plain word or path is quoted.
 
-    >>> override_value(["+", 3e-4]), override_value("off"), override_value("/data/artifacts"), override_value("/my data")
-    ("['+',0.0003]", "'off'", '/data/artifacts', "'/my data'")
+    >>> override_value(["+", 3e-4]), override_value("off"), override_value("/data"), override_value("/my data")
+    ("['+',0.0003]", "'off'", '/data', "'/my data'")
     """
     return plain_text(value, _quoted)
 

@@ -4,9 +4,9 @@ import itertools
 import math
 import random
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from rlcore.config.base import Section
 from rlcore.config.problems import override_value
@@ -47,7 +47,12 @@ class Range(Section):
         return self
 
 
-Values = tuple[JsonValue, ...] | Range
+VALUES, RANGE = "of a list", "of a range"
+"""Where mistakes in the values of a space are, beside their key."""
+Values = Annotated[
+    Annotated[tuple[JsonValue, ...], Tag(VALUES)] | Annotated[Range, Tag(RANGE)],
+    Discriminator(lambda said: RANGE if isinstance(said, dict | Range) else VALUES),
+]
 """Values of a setting: a list of them, or a range of numbers."""
 Space = dict[str, Values]
 

@@ -247,11 +247,11 @@ CASES = [
         for name in ("rloo", "pass_at_k", "tests.algos.custom_loss:scaled")
     ],
     *[
-        ("own_advantage_is_found", f"algo.advantage={wrong}", "algo.advantage=tests.algos.custom_loss:scaled")
+        ("advantage_is_known", f"algo.advantage={wrong}", "algo.advantage=tests.algos.custom_loss:scaled")
         for wrong in ("mine:advantage", "tests.algos.custom_loss:scale", ":scaled")
     ],
     *[
-        ("own_loss_is_found", f"algo.policy_loss={wrong}", "algo.policy_loss=tests.algos.custom_loss:my_loss")
+        ("policy_loss_is_known", f"algo.policy_loss={wrong}", "algo.policy_loss=tests.algos.custom_loss:my_loss")
         for wrong in ("mine:loss", "no.such.package:loss", "tests.algos.custom_loss:my_los", ":my_loss")
     ],
     (
