@@ -8,7 +8,6 @@ from statistics import fmean
 
 from pydantic import JsonValue
 
-from flows.parameters import RunSettings
 from flows.server.watch import end_if_cancelled, end_if_suspended
 from flows.sweep.record import Member, PointRecord, PointState, members_of, sweep_directory, write_record
 from flows.tasks import tell
@@ -59,27 +58,37 @@ class Spending:
         return self._steps
 
 
-@dataclass(frozen=True, slots=True)
-class Child:
-    """A run to be trained to a step. `index`: for the one who asks."""
+@dataclass(eq=False, slots=True)
+class Task:
+    """A run to be brought to a step, by this process or by another one of the same sweep."""
 
-    index: int
-    settings: RunSettings
+    point: PointRecord
+    member: Member
     to_step: int
-    label: str
+    lock: FileLock | None = None
+
+    @property
+    def label(self) -> str:
+        """What tells it from the sweep's other runs."""
+        return f"{self.point.label} seed={self.member.seed}"
+
+    def claim(self, folder: Path) -> bool:
+        """Take the run, so that no other process of the sweep works on it; the kernel frees what a killed one had."""
+        file = folder / "claims" / f"{self.member.run_id}.lock"
+        file.parent.mkdir(exist_ok=True)
+        lock = FileLock(file)
+        self.lock = lock if lock.try_acquire() else None
+        return self.lock is not None
+
+    def release(self) -> None:
+        """Leave it to others."""
+        if self.lock is not None:
+            self.lock.release()
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How it went. `error`: nothing, or one message."""
-
-    index: int
-    error: str
-
-
-Work = Callable[[Iterator[Child]], Iterator[Ended]]
-"""Works on runs, and tells of each as it ends: takes the next one when there is room for it. A failed one is no error
-here."""
+Work = Callable[[Iterator[Task]], Iterator[tuple[Task, str]]]
+"""Brings runs to their steps, and tells of each as it ends, with what went wrong ('': nothing): takes the next one when
+there is room for it. A failed one is no error here."""
 
 
 def pause() -> None:
@@ -87,29 +96,6 @@ def pause() -> None:
     end_if_cancelled()
     end_if_suspended()
     time.sleep(POLL_S)
-
-
-class _Task:
-    """A run to be brought to a step, by this process or by another one of the same sweep."""
-
-    def __init__(self, point: PointRecord, member: Member, step: int) -> None:
-        self.point = point
-        self.member = member
-        self.step = step
-        self._lock: FileLock | None = None
-
-    def claim(self, folder: Path) -> bool:
-        """Take the run, so that no other process of the sweep works on it; the kernel frees what a killed one had."""
-        file = folder / "claims" / f"{self.member.run_id}.lock"
-        file.parent.mkdir(exist_ok=True)
-        lock = FileLock(file)
-        self._lock = lock if lock.try_acquire() else None
-        return self._lock is not None
-
-    def release(self) -> None:
-        """Leave it to others."""
-        if self._lock is not None:
-            self._lock.release()
 
 
 def sweep_lock(sweep: Sweep) -> HeldLock:
@@ -133,7 +119,6 @@ class Drive:
         self._more = more
         self.spending = Spending(sweep.spec.budget)
         self.points: dict[int, PointRecord] = {}
-        self._num_begun = 0
         with sweep_lock(sweep):
             self._study = Study(sweep, folder, self._problem_scores)
 
@@ -232,46 +217,43 @@ class Drive:
 
     def _train(self, points: Sequence[PointRecord], rung: int) -> None:
         """Bring every run of these points to a comparison. What another process works on is waited for."""
-        to_do = [_Task(point, member, self._rungs(point)[rung]) for point in points for member in point.members]
+        to_do = [Task(point, member, self._rungs(point)[rung]) for point in points for member in point.members]
         for task in to_do:
             task.member.error = ""
-        waiting: dict[int, _Task] = {}
         while to_do:
-            for ended in self._work(self._claimed(to_do, waiting)):
-                self._take(waiting.pop(ended.index), ended.error)
+            for task, error in self._work(self._claimed(to_do)):
+                self._take(task, error)
             if to_do:
                 pause()
 
-    def _claimed(self, to_do: list[_Task], waiting: dict[int, _Task]) -> Iterator[Child]:
+    def _claimed(self, to_do: list[Task]) -> Iterator[Task]:
         """The next run that nobody works on, when there is room for it: so each counts the budget as it stands then.
 
         What is there, or not to be begun, goes from `to_do` as well; what others work on stays.
         """
         for task in list(to_do):
             member, has_claim = task.member, task.claim(self._folder)
-            if member.look(self._metric(task.point), task.step):
+            if member.look(self._metric(task.point), task.to_step):
                 member.state = "done"
             elif not has_claim:
                 continue
-            elif not self.spending.begin(member.run_id, max(0, task.step - member.step)):
+            elif not self.spending.begin(member.run_id, max(0, task.to_step - member.step)):
                 member.state = "not begun"
             else:
                 to_do.remove(task)
-                index = self._num_begun = self._num_begun + 1
-                waiting[index] = task
-                yield Child(index, member.settings, task.step, f"{task.point.label} seed={member.seed}")
+                yield task
                 continue
             task.release()
             to_do.remove(task)
 
-    def _take(self, task: _Task, error: str) -> None:
+    def _take(self, task: Task, error: str) -> None:
         """What came of a run that was begun."""
         point, member = task.point, task.member
-        has_score = member.look(self._metric(point), task.step)
+        has_score = member.look(self._metric(point), task.to_step)
         task.release()
         if not error and not has_score:
             error = (
-                f"has no {self._metric(point)} at step {task.step}, since it was trained before with other steps to "
+                f"has no {self._metric(point)} at step {task.to_step}, since it was trained before with other steps to "
                 "validate at; give the sweep's runs another name: name=..."
             )
         member.state, member.error = ("failed", error) if error else ("done", "")

@@ -33,7 +33,7 @@ from flows.parameters import (
 from flows.plan.checks import check_run
 from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries, watched
 from flows.sweep.command import checked_sweep
-from flows.sweep.drive import POLL_S, Child, Drive, Ended, Work, pause, sweep_lock
+from flows.sweep.drive import POLL_S, Drive, Task, Work, pause, sweep_lock
 from flows.sweep.record import PointRecord, best_of, sweep_directory
 from flows.sweep.result import (
     SweepResult,
@@ -64,20 +64,20 @@ STOP_WAIT_S = 20.0
 """For children on workers to save once the sweep is told to stop; Prefect's worker kills the sweep after 30 s."""
 
 
-def work_here(children: Iterator[Child], mlflow_parent: str | None) -> Iterator[Ended]:
+def work_here(tasks: Iterator[Task], mlflow_parent: str | None) -> Iterator[tuple[Task, str]]:
     """One after the other in this process: their stages are tasks of the sweep's flow run. Being told to stop is passed
     on; the run in hand has saved."""
-    for child in children:
+    for task in tasks:
         end_if_cancelled()
         end_if_suspended()
         error = ""
         try:
-            train_run(child.settings, child.to_step, child.label, mlflow_parent)
+            train_run(task.member.settings, task.to_step, task.label, mlflow_parent)
         except StopRequestedError:
             raise
         except Exception as failure:
             error = str(failure) or type(failure).__name__
-        yield Ended(child.index, error)
+        yield task, error
 
 
 def train_run(settings: RunSettings, to_step: int | None, label: str, mlflow_parent: str | None) -> str:
@@ -108,37 +108,37 @@ class OnWorkers:
                     "applies the deployments and starts a worker; without on_workers the runs go on in this process."
                 ) from None
 
-    def work(self, children: Iterator[Child]) -> Iterator[Ended]:
+    def work(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, str]]:
         """Up to `IN_FLIGHT` at a time."""
-        flying: dict[UUID, Child] = {}
+        flying: dict[UUID, Task] = {}
         with get_client(sync_client=True) as client:
             exhausted = False
             while flying or not exhausted:
                 while not exhausted and len(flying) < IN_FLIGHT:
-                    child = next(children, None)
-                    exhausted = child is None
-                    if child is not None:
-                        flying[self._submit(child).id] = child
+                    task = next(tasks, None)
+                    exhausted = task is None
+                    if task is not None:
+                        flying[self._submit(task).id] = task
                 for flow_run_id, error in _ended(client, list(flying)):
-                    yield Ended(flying.pop(flow_run_id).index, error)
+                    yield flying.pop(flow_run_id), error
                 if flying:
                     pause()
 
-    def _submit(self, child: Child) -> FlowRun:
+    def _submit(self, task: Task) -> FlowRun:
         parameters = {
-            "experiment": child.settings.experiment,
+            "experiment": task.member.settings.experiment,
             # A worker may stand elsewhere, and its deployment knows another root.
-            "overrides": [text for text in child.settings.overrides if not text.startswith("paths.root=")],
+            "overrides": [text for text in task.member.settings.overrides if not text.startswith("paths.root=")],
             "root": self._root,
-            "to_step": child.to_step,
-            "label": child.label,
+            "to_step": task.to_step,
+            "label": task.label,
             "mlflow_parent": self._parent,
         }
         # With such a key the server gives back a flow run that is there already: one whose answer was lost, or one that
         # a killed sweep has left to a worker. One that has ended did not bring the run so far: a further one is made.
-        run, attempt = run_id(child.settings.config), 1
+        run, attempt = run_id(task.member.settings.config), 1
         while True:
-            key = f"{self._root} {run} to {child.to_step} attempt {attempt}"
+            key = f"{self._root} {run} to {task.to_step} attempt {attempt}"
             submitted = run_deployment(DEPLOYMENT, parameters=parameters, timeout=0, idempotency_key=key)
             assert isinstance(submitted, FlowRun)
             if submitted.state is None or not submitted.state.is_final():
