@@ -70,10 +70,12 @@ def make_dataset(config: RunConfig) -> StageResult:
 
 def filter_rows(config: RunConfig) -> StageResult:
     """Tokenize and filter the dataset, which must be there; or find the result."""
-    from data import filter_dataset
+    from data import build_dataset, filter_dataset
 
     root = _root(config)
     tokenizer = ensure_tokenizer(config)
+    for one in _compared(config).values():
+        build_dataset(one.data, seed=one.seed, root=root, splits=("validation",))
     return filter_dataset(
         _dataset(config),
         tokenizer,
@@ -81,38 +83,25 @@ def filter_rows(config: RunConfig) -> StageResult:
         root=root,
         tools=config.episode.tools,
         chat_template_kwargs=config.data.chat_template_kwargs,
-        suites=_suite_datasets(config),
+        suites=suite_datasets(config),
         on_progress=_show_rows,
     )
 
 
-def _suite_datasets(config: RunConfig) -> dict[str, Path]:
-    """The datasets that the filter compares the training rows with, made as far as they are missing."""
-    from data import build_dataset
-
-    places = suite_datasets(config)
-    if places:
-        seen = {suite.name: suite_settings(config, suite) for suite in config.validation.suites}
-        root, splits = _root(config), ("validation",)
-        places = {
-            name: build_dataset(one.data, seed=one.seed, root=root, splits=splits).directory
-            for name, one in seen.items()
-        }
-    return places
-
-
 def suite_datasets(config: RunConfig) -> dict[str, Path]:
-    """Where these datasets are, or will be, by the suite's name; empty where the filter compares nothing."""
-    if config.filter.decontaminate == "off":
-        return {}
+    """Where the datasets are, or will be, that the filter compares the training rows with, by the suite's name."""
     from data import dataset_directory, dataset_fingerprint
 
     root = _root(config)
-    seen = {suite.name: suite_settings(config, suite) for suite in config.validation.suites}
     return {
         name: dataset_directory(dataset_fingerprint(one.data, one.seed, root, ("validation",)), root)
-        for name, one in seen.items()
+        for name, one in _compared(config).items()
     }
+
+
+def _compared(config: RunConfig) -> dict[str, RunConfig]:
+    suites = () if config.filter.decontaminate == "off" else config.validation.suites
+    return {suite.name: suite_settings(config, suite) for suite in suites}
 
 
 def _show_rows(split: str, done: int, total: int) -> None:
