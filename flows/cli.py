@@ -495,7 +495,7 @@ def gc(
     """Remove from MLflow the artifacts of runs deleted there. Registered models and metrics stay."""
 
 
-@command("commands.slots:slots", "millrace slots", "millrace slots --set 2", "millrace slots --gpus 0,1 --per-gpu 2")
+@command("commands.runs:slots", "millrace slots", "millrace slots --set 2", "millrace slots --gpus 0,1 --per-gpu 2")
 def slots(
     root: Root = ARTIFACTS,
     number: Annotated[

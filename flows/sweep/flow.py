@@ -22,14 +22,7 @@ from prefect.states import Cancelling
 from pydantic import Field
 
 from flows import chain
-from flows.parameters import (
-    NO_OVERRIDES,
-    Root,
-    RunSettings,
-    all_overrides,
-    compose_settings,
-    experiment_name,
-)
+from flows.parameters import NO_OVERRIDES, Root, RunSettings, all_overrides, compose_settings, experiment_name
 from flows.plan.checks import check_run
 from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries, watched
 from flows.sweep.command import checked_sweep

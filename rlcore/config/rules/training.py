@@ -4,13 +4,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlcore.config.algo import (
-    ADVANTAGES,
-    GROUP_ADVANTAGES,
-    POLICY_LOSSES,
-    UNGROUPED_ADVANTAGES,
-    AlgoConfig,
-)
+from rlcore.config.algo import ADVANTAGES, GROUP_ADVANTAGES, POLICY_LOSSES, UNGROUPED_ADVANTAGES, AlgoConfig
 from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules.registry import Rule, row, rule
 from rlcore.config.run import RunConfig, value_at
