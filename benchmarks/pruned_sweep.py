@@ -24,7 +24,7 @@ import yaml
 from prefect.logging import disable_run_logger
 
 from flows import chain
-from flows.sweep.drive import Child, Drive, Ended
+from flows.sweep.drive import Drive, Task
 from flows.sweep.record import best_of, sweep_directory
 from flows.work.open_run import open_run
 from flows.work.trainer import kept_between_runs
@@ -41,20 +41,13 @@ NUM_SAMPLES = 2
 MOST_SHARE = 0.6
 
 
-class Here:
-    """Runs of a sweep, one after the other, without Prefect."""
-
-    def work(self, children: Iterator[Child]) -> Iterator[Ended]:
-        """Train each to its step; a failure ends the measurement."""
-        for child in children:
-            config = child.settings.config
-            with open_run(config) as run:
-                inputs = chain.make_rows(config, chain.run_here).inputs
-                chain.train(run, inputs, chain.run_here, child.to_step)
-            yield Ended(child.index, "")
-
-    def pause(self) -> None:
-        """Nobody else works on the sweep."""
+def work_here(tasks: Iterator[Task]) -> Iterator[tuple[Task, str]]:
+    """Train each to its step, without Prefect; a failure ends the measurement."""
+    for task in tasks:
+        config = task.member.config
+        with open_run(config) as run:
+            chain.train(run, chain.make_rows(config, chain.run_here).inputs, chain.run_here, task.to_step)
+        yield task, ""
 
 
 def trainers_processor_seconds() -> float:
@@ -74,7 +67,7 @@ def run_sweep(root: Path, name: str, seed: int, steps: int, every: int, grid: di
     file.write_text(yaml.safe_dump(spec))
     sweep = load_sweep(str(file))
     with kept_between_runs():
-        drive = Drive(sweep, sweep_directory(sweep), Here(), {})
+        drive = Drive(sweep, sweep_directory(sweep), work_here, {})
         drive.run()
     return drive
 

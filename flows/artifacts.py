@@ -3,8 +3,9 @@
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from prefect.artifacts import Artifact, create_link_artifact, create_markdown_artifact, create_table_artifact
 from prefect.client.orchestration import get_client
@@ -101,7 +102,7 @@ def show_validation(run: OpenRun, judgement: Judgement) -> None:
     known = run.shown.judgements.values()
     rows = _rows({one.name: one.summary for one in known})
     steps = ", ".join(f"{one.name}: step {one.step}" for one in known)
-    harmless(lambda: create_table_artifact(rows, key=artifact_key(run.run_id, "validation"), description=steps))
+    show_table(run.run_id, "validation", rows, steps)
 
 
 CI_ENDS = ("/ci_low", "/ci_high")
@@ -154,39 +155,35 @@ def show_mlflow_page(run: OpenRun) -> None:
 def show_report(run_dir: Path, html: Path) -> None:
     """The report's summary as the flow run shows it."""
 
-    def create() -> object:
+    def text() -> str:
         from rlcore.report.build import summary_markdown
 
-        text = f"{summary_markdown(run_dir)}\n\nFull report: `{html}`\n"
-        return create_markdown_artifact(text, key=artifact_key(run_dir.name, "report"))
+        return f"{summary_markdown(run_dir)}\n\nFull report: `{html}`"
 
-    harmless(create)
+    show_page(run_dir.name, "report", text)
 
 
 def show_comparison(made: Comparison) -> None:
     """A comparison as the flow run shows it, and a link to MLflow's page of the same runs."""
-    text = f"{made.summary}\n\nFull comparison: `{made.html}`\n"
     name = f"comparison-{made.html.parent.name}"
-    harmless(lambda: create_markdown_artifact(text, key=artifact_key(name, "report")))
+    show_page(name, "report", lambda: f"{made.summary}\n\nFull comparison: `{made.html}`")
     if made.mlflow_page:
         show_link(name, "mlflow", made.mlflow_page, "The same runs in MLflow")
 
 
-def show_regression(name: str, summary: str, html: Path) -> None:
-    """The page of an experiment's nights; the key is the same each night."""
-    text = f"{summary}\n\nFull page: `{html}`\n"
-    harmless(lambda: create_markdown_artifact(text, key=artifact_key(f"regression-{name}", "nights")))
+def show_page(of: str, what: str, text: Callable[[], str]) -> None:
+    """Markdown."""
+    harmless(lambda: create_markdown_artifact(f"{text()}\n", key=artifact_key(of, what)))
 
 
-def show_evaluation(name: str, lines: Sequence[str]) -> None:
-    """The table of an evaluation."""
-    text = "\n".join(["```", *lines, "```"])
-    harmless(lambda: create_markdown_artifact(text, key=artifact_key(name, "evaluation")))
+def show_table(of: str, what: str, rows: list[dict[str, Any]], description: str) -> None:
+    """A table."""
+    harmless(lambda: create_table_artifact(rows, key=artifact_key(of, what), description=description))
 
 
-def show_link(name: str, what: str, url: str, text: str) -> None:
+def show_link(of: str, what: str, url: str, text: str) -> None:
     """A link."""
-    harmless(lambda: create_link_artifact(url, text, key=artifact_key(name, what)))
+    harmless(lambda: create_link_artifact(url, text, key=artifact_key(of, what)))
 
 
 def in_passing(run: OpenRun, action: Callable[[], object]) -> None:

@@ -14,7 +14,16 @@ from flows.progress import display
 from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun
-from flows.work.results import Export, Judgement, PassRateTable, PipelineResult, Report, StartModel, describe_rows
+from flows.work.results import (
+    Export,
+    Judgement,
+    PassRateTable,
+    PipelineResult,
+    Report,
+    StartModel,
+    describe_rows,
+    known_report,
+)
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.errors import WorkerLostError
 from rlcore.evaluation.result import ValidationResult
@@ -149,7 +158,7 @@ def run_chain(run: OpenRun, do: RunStage, record: MlflowRecord, *, with_report: 
     rows = make_rows(run.config, do)
     inputs = rows.inputs
     record.start(rows.dataset, rows.filtered)
-    if with_report:
+    if with_report and known_report(run.layout) is None:
         stages.load_ahead()
     train(run, inputs, do)
     last = export_last(run, inputs, do)
@@ -165,6 +174,11 @@ def run_chain(run: OpenRun, do: RunStage, record: MlflowRecord, *, with_report: 
     recorded = record.finish(report, last, best)
     html = None if report is None else report.html
     return PipelineResult(run.run_id, run.layout.run_dir, judgements, html, last.directory, recorded)
+
+
+def look(stage: Stage[R]) -> R:
+    """Run a stage, and say nothing: for what is on disk already, or told in another way."""
+    return stage.work()
 
 
 def run_here(stage: Stage[R]) -> R:

@@ -49,7 +49,7 @@ DECLARED: dict[str, Callable[..., None]] = {}
 
 
 def command(
-    target: str, *examples: str, name: str | None = None, of: typer.Typer = app
+    target: str, *examples: str, name: str | None = None, about: str | None = None, of: typer.Typer = app
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Declare a command by a signature, which gives its words and options, and a docstring, which gives its help.
 
@@ -57,6 +57,7 @@ def command(
         target: `module:function` in `flows`, imported when the command is called, and called with the same parameters;
             `settings` reach it composed, and without the options that say how.
         examples: at the end of the help, one a line, not wrapped: they are copied from there.
+        about: help in place of the docstring, where commands share a signature.
     """
 
     def declare(signature: Callable[..., None]) -> Callable[..., None]:
@@ -66,7 +67,7 @@ def command(
                 resolve_name(f"flows.{target}")(**words)
 
         DECLARED[target] = signature
-        of.command(name, epilog=_lines(examples))(call)
+        of.command(name, epilog=_lines(examples), help=about)(call)
         return signature
 
     return declare
@@ -138,6 +139,12 @@ def _of_all_commands(
 
 
 @command(
+    "commands.run:train",
+    "millrace train experiment=countdown_demo trainer.total_steps=40",
+    name="train",
+    about="The same training without Prefect. Data, warm start, chunks, validation, weights.",
+)
+@command(
     "commands.run:run",
     "millrace run experiment=countdown_demo",
     "millrace run experiment=countdown_demo seed=2 trainer.total_steps=40",
@@ -196,20 +203,6 @@ def sweep(
         as_json=as_json,
         verbose=verbose,
     )
-
-
-@command("commands.run:train", "millrace train experiment=countdown_demo trainer.total_steps=40")
-def train(
-    settings: Settings = None,
-    root: RootOfRun = None,
-    fork: Fork = None,
-    dry_run: DryRun = False,
-    as_json: PlanAsJson = False,
-    cfg: Cfg = None,
-    info: Info = False,
-    verbose: Verbose = False,
-) -> None:
-    """The same training without Prefect. Data, warm start, chunks, validation, weights."""
 
 
 @command("commands.run:validate", "millrace validate experiment=countdown_demo --checkpoint best")
@@ -502,7 +495,7 @@ def gc(
     """Remove from MLflow the artifacts of runs deleted there. Registered models and metrics stay."""
 
 
-@command("commands.slots:slots", "millrace slots", "millrace slots --set 2", "millrace slots --gpus 0,1 --per-gpu 2")
+@command("commands.runs:slots", "millrace slots", "millrace slots --set 2", "millrace slots --gpus 0,1 --per-gpu 2")
 def slots(
     root: Root = ARTIFACTS,
     number: Annotated[

@@ -1,18 +1,19 @@
 """Flows over several runs or models: compare them, judge them on suites, and keep a root tidy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from shlex import join, quote
 from typing import Annotated, Any
 
-from prefect import flow, task
-from prefect.cache_policies import NO_CACHE
+from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 from prefect.states import Completed
 from pydantic import Field
 
-from flows.artifacts import harmless, show_comparison, show_evaluation, show_regression
+from flows.artifacts import harmless, show_comparison, show_page
+from flows.chain import Stage
 from flows.commands import evaluate as evaluation
 from flows.commands import regression as nightly
 from flows.commands.settings import SLOWER_BY
@@ -26,24 +27,6 @@ from rlcore.config import PathsConfig, TrackingConfig
 from rlcore.errors import TrackingError
 
 
-@task(task_run_name="prune", cache_policy=NO_CACHE)
-def prune(folders: list[Path], dry_run: bool) -> list[Outcome]:
-    """Delete checkpoints that the retention rules do not keep."""
-    return _told("prune", several.prune(folders, dry_run=dry_run))
-
-
-@task(task_run_name="sync", cache_policy=NO_CACHE)
-def sync(folders: list[Path]) -> list[Outcome]:
-    """Deliver journals to MLflow."""
-    return _told("sync", several.sync(folders, None))
-
-
-@task(task_run_name="gc", cache_policy=NO_CACHE)
-def gc(root: Path, dry_run: bool) -> list[Outcome]:
-    """Remove artifacts of runs that were deleted in MLflow."""
-    return _told("gc", several.collect_garbage(root, tracking_in_stack(TrackingConfig(), root), dry_run=dry_run))
-
-
 @flow(name="maintain", flow_run_name="maintain")
 def maintain(root: Root = None, dry_run: bool = False) -> list[Outcome]:
     """Prune checkpoints, deliver journals, remove artifacts of deleted runs; runs that are going on are left alone.
@@ -55,33 +38,27 @@ def maintain(root: Root = None, dry_run: bool = False) -> list[Outcome]:
     at = Path(root or PathsConfig().root).resolve()
     where = quote(str(at))
     tell_command(f"millrace sync --root {where}; millrace gc --root {where}{' --dry-run' if dry_run else ''}")
-    folders = all_runs(at)
-    outcomes = prune(folders, dry_run)
-    if not dry_run:
-        outcomes += sync(folders)
-    outcomes += gc(at, dry_run)
+    folders, tracking = all_runs(at), tracking_in_stack(TrackingConfig(), at)
+    work: dict[str, Callable[[], list[Outcome]]] = {
+        "prune": lambda: several.prune(folders, dry_run=dry_run),
+        "sync": lambda: [] if dry_run else several.sync(folders, None),
+        "gc": lambda: several.collect_garbage(at, tracking, dry_run=dry_run),
+    }
+    outcomes: list[Outcome] = []
+    for name, do in work.items():
+        outcomes += as_task(Stage(name, name, do, partial(_lines, name)))
     failed = [str(outcome) for outcome in outcomes if not outcome.ok]
     if failed:
         raise TrackingError("not all went well:\n" + "\n".join(failed))
     return outcomes
 
 
-def _told(what: str, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    for outcome in outcomes:
-        tell(f"{what}: {outcome}")
-    return list(outcomes)
+def _lines(name: str, outcomes: Sequence[Outcome]) -> str:
+    return "\n".join(f"{name}: {outcome}" for outcome in outcomes)
 
 
 NO_RUNS: list[str] = []
 """The default; the flow does not change it."""
-
-
-@task(task_run_name="compare", cache_policy=NO_CACHE)
-def write_comparison(folders: list[Path], root: Path) -> Comparison:
-    """Write the comparison, and keep it with the runs in MLflow."""
-    made = several.compare(folders, root)
-    tell(f"comparison: {made.html}")
-    return made
 
 
 @flow(name="compare", flow_run_name="compare")
@@ -95,7 +72,9 @@ def compare(runs: list[str] = NO_RUNS, search: str = "", root: Root = None) -> C
     """
     at = Path(root or PathsConfig().root).resolve()
     tell_command(join(["millrace", "compare", *runs, *(["--search", search] if search else []), "--root", str(at)]))
-    made = write_comparison(several.find_runs(runs, search, at, tracking_in_stack(TrackingConfig(), at)), at)
+    folders = several.find_runs(runs, search, at, tracking_in_stack(TrackingConfig(), at))
+    work = partial(several.compare, folders, at)
+    made = as_task(Stage("compare", "compare", work, lambda one: f"comparison: {one.html}"))
     show_comparison(made)
     return made
 
@@ -119,7 +98,7 @@ def evaluate(
         found = evaluation.evaluate_all(models, suites, overrides, at, command, as_task)
     lines = evaluation.table_lines(found)
     tell("\n".join(lines))
-    show_evaluation(found[0].folder.name, lines)
+    show_page(found[0].folder.name, "evaluation", lambda: "\n".join(["```", *lines, "```"]))
     return [str(one.folder) for one in found]
 
 
@@ -146,7 +125,8 @@ def regression(
         night, files = nightly.night(settings, as_task, slower_by=slower_by)
     text = nightly.said(name, night)
     tell(text)
-    show_regression(name, files.summary, files.html)
+    page = f"{files.summary}\n\nFull page: `{files.html}`"
+    show_page(f"regression-{name}", "nights", lambda: page)  # the key is the same each night
     resource = {"prefect.resource.id": f"millrace.regression.{name}", "prefect.resource.name": name}
     harmless(lambda: emit_event(f"millrace.regression.{night.word}", resource=resource, payload={"text": text}))
     return Completed(name=night.word.capitalize(), message=text)

@@ -3,7 +3,6 @@
 Parameters of flows are flat, since Prefect replaces a nested one whole.
 """
 
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -15,6 +14,7 @@ from flows.stack.state import in_stack
 from rlcore.config import RunConfig
 from rlcore.config.base import FILE_ENDINGS
 from rlcore.config.compose import experiment_names, idle_settings, load_config
+from rlcore.config.problems import override_value
 
 _NAMES = experiment_names()
 _EITHER = {
@@ -93,20 +93,8 @@ def all_overrides(overrides: list[str], **fields: str | float | None) -> list[st
     """The overrides, and those that the typed parameters stand for."""
     return [
         *overrides,
-        *(f"{FIELDS[name]}={written(value)}" for name, value in fields.items() if value not in (None, "")),
+        *(f"{FIELDS[name]}={override_value(value)}" for name, value in fields.items() if value not in (None, "")),
     ]
-
-
-def written(value: str | float | None) -> str:
-    """A value as Hydra reads it: a path with more than plain letters in it is quoted.
-
-    >>> written(3e-4), written("/data/artifacts"), written("/my data")
-    ('0.0003', '/data/artifacts', "'/my data'")
-    """
-    text = str(value)
-    if not isinstance(value, str) or re.fullmatch(r"[\w.+\-]*(/[\w.+\-]*)+", text, re.ASCII):
-        return text
-    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text) + "'"
 
 
 def split_experiment(overrides: tuple[str, ...]) -> tuple[str | None, list[str]]:

@@ -1,7 +1,6 @@
 """Flows of one run: the whole chain, and each of its stages alone."""
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import TypeVar
 
 from prefect import Flow, flow
@@ -22,11 +21,9 @@ from flows.parameters import (
     split_experiment,
 )
 from flows.plan.checks import check_run
-from flows.server.watch import watched
-from flows.tasks import as_task, flow_run_name, say_settings, tell, working_on
+from flows.tasks import CHECKED, as_task, flow_run_name, run_with, say_settings, tell, working_on
 from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.open_run import open_run
 from flows.work.results import Export, Judgement, PassRateTable, PipelineResult, Report, StartModel, checkpoint_name
 from rlcore.errors import ConfigError
 from rlcore.run.layout import RunLayout
@@ -34,45 +31,39 @@ from rlcore.run.pass_rates import WITHOUT_PASS_RATES, is_wanted
 
 R = TypeVar("R")
 
-_CHECKED: ContextVar[RunSettings | None] = ContextVar("checked", default=None)
-"""What a command has composed and checked before its flow run began."""
-
 
 def run_checked(settings: RunSettings) -> PipelineResult:
     """Run the pipeline with settings that were checked already; in Prefect it has the parameters that give them."""
-    token = _CHECKED.set(settings)
-    try:
-        return pipeline(*split_experiment(settings.overrides))
-    finally:
-        _CHECKED.reset(token)
+    return run_with(settings, lambda: pipeline(*split_experiment(settings.overrides)))
 
 
-@flow(name="pipeline", flow_run_name=flow_run_name)
-def pipeline(
-    experiment: Experiment = None,
-    overrides: list[str] = NO_OVERRIDES,
-    seed: Seed = None,
-    total_steps: Steps = None,
-    learning_rate: Rate = None,
-    batch_size: Count = None,
-    samples_per_prompt: Count = None,
-    root: Root = None,
-) -> PipelineResult:
-    """Run an experiment from its dataset to its report. What is finished already is not done again.
+def _of_a_run(name: str, description: str, verb: str, work: Callable[[RunSettings], R]) -> Flow[..., R]:
+    """A flow that does some work with the settings of one run. `verb`: of the command that does the same."""
 
-    Args:
-        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
-        overrides: Settings as on the command line, such as rollout.samples_per_prompt=16.
-        seed: Fixes data, initial weights, order of prompts and every sampled token.
-        total_steps: Steps of the run; a step is one batch of prompts sampled, scored and learned from.
-        learning_rate: Learning rate of the policy, such as 0.0003 or 1e-6.
-        batch_size: Prompts of a step.
-        samples_per_prompt: Answers to each prompt; a group for GRPO.
-        root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
-    """
-    settings = _CHECKED.get()
-    if settings is None:
-        settings = compose_settings(
+    @flow(name=name, description=description, flow_run_name=flow_run_name)
+    def of_a_run(
+        experiment: Experiment = None,
+        overrides: list[str] = NO_OVERRIDES,
+        seed: Seed = None,
+        total_steps: Steps = None,
+        learning_rate: Rate = None,
+        batch_size: Count = None,
+        samples_per_prompt: Count = None,
+        root: Root = None,
+    ) -> R:
+        """Compose the settings, and work with them.
+
+        Args:
+            experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
+            overrides: Settings as on the command line, such as algo.clip_high=0.28.
+            seed: Fixes data, initial weights, order of prompts and every sampled token.
+            total_steps: Steps of the run; a step is one batch of prompts sampled, scored and learned from.
+            learning_rate: Learning rate of the policy, such as 0.0003 or 1e-6.
+            batch_size: Prompts of a step.
+            samples_per_prompt: Answers to each prompt; a group for GRPO.
+            root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
+        """
+        settings: RunSettings = CHECKED.get() or compose_settings(
             overrides,
             experiment,
             seed=seed,
@@ -82,16 +73,17 @@ def pipeline(
             samples_per_prompt=samples_per_prompt,
             root=root,
         )
-        say_settings(settings, "train")
+        say_settings(settings, verb)
+        return work(settings)
+
+    return of_a_run
+
+
+def _run(settings: RunSettings) -> PipelineResult:
+    if CHECKED.get() is None:
         check_run(settings)
-    else:
-        say_settings(settings, "train")
     prefect = {"flow_run_id": str(flow_run.id), "deployment": str(deployment.name or "")}
-    with (
-        watched(),
-        open_run(settings.config, settings.command("run")) as run,
-        MlflowRecord(run, prefect) as record,
-    ):
+    with working_on(settings, "run") as run, MlflowRecord(run, prefect) as record:
         result = chain.run_chain(run, as_task, record, with_report=True)
         if result.report is not None:
             show_report(run.layout.run_dir, result.report)
@@ -101,44 +93,67 @@ def pipeline(
         return result
 
 
-@flow(name="train", flow_run_name=flow_run_name)
-def train(
-    experiment: Experiment = None,
-    overrides: list[str] = NO_OVERRIDES,
-    seed: Seed = None,
-    total_steps: Steps = None,
-    learning_rate: Rate = None,
-    batch_size: Count = None,
-    samples_per_prompt: Count = None,
-    root: Root = None,
-) -> Export:
-    """Train an experiment's model, from its newest checkpoint if it has one.
-
-    Args:
-        experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
-        overrides: Settings as on the command line, such as algo.clip_high=0.28.
-        seed: Fixes data, initial weights, order of prompts and every sampled token.
-        total_steps: Steps of the run; a step is one batch of prompts sampled, scored and learned from.
-        learning_rate: Learning rate of the policy, such as 0.0003 or 1e-6.
-        batch_size: Prompts of a step.
-        samples_per_prompt: Answers to each prompt; a group for GRPO.
-        root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
-    """
-    settings = compose_settings(
-        overrides,
-        experiment,
-        seed=seed,
-        total_steps=total_steps,
-        learning_rate=learning_rate,
-        batch_size=batch_size,
-        samples_per_prompt=samples_per_prompt,
-        root=root,
-    )
+def _train(settings: RunSettings) -> Export:
     with working_on(settings, "train") as run:
         inputs = chain.make_rows(run.config, as_task).inputs
         chain.train(run, inputs, as_task)
         show_checkpoints(run)
         return chain.export_last(run, inputs, as_task)
+
+
+def _make_start_model(settings: RunSettings) -> StartModel:
+    with working_on(settings, "train") as run:
+        return chain.make_start_model(run, chain.make_rows(run.config, as_task).inputs, as_task)
+
+
+def _measure_pass_rates(settings: RunSettings) -> PassRateTable:
+    if not is_wanted(settings.config):
+        raise ConfigError(WITHOUT_PASS_RATES)
+    with working_on(settings, "data pass-rates") as run:
+        inputs = chain.make_rows(run.config, as_task).inputs
+        chain.make_start_model(run, inputs, as_task)
+        return chain.measure_pass_rates(run, inputs, as_task)
+
+
+def _write_report(settings: RunSettings) -> Report:
+    layout = RunLayout.of(settings.config)
+    made = chain.write_report(layout, settings.config.name, as_task)
+    show_report(layout.run_dir, made.html)
+    return made
+
+
+pipeline = _of_a_run(
+    "pipeline",
+    "Run an experiment from its dataset to its report. What is finished already is not done again.",
+    "train",
+    _run,
+)
+dataset = _of_a_run(
+    "dataset",
+    "Make the dataset of an experiment, unless it is there.",
+    "data make",
+    lambda settings: chain.make_dataset(settings.config, as_task),
+)
+filter_flow = _of_a_run(
+    "filter",
+    "Tokenize and filter the dataset of an experiment, which is made if it is missing.",
+    "data make",
+    lambda settings: chain.make_rows(settings.config, as_task).filtered,
+)
+warm_start = _of_a_run(
+    "warm-start",
+    "Make the model that an experiment's training starts from, unless it is there.",
+    "train",
+    _make_start_model,
+)
+pass_rates = _of_a_run(
+    "pass-rates",
+    "Measure how often an experiment's start model solves each training row, unless that is known.",
+    "data pass-rates",
+    _measure_pass_rates,
+)
+train = _of_a_run("train", "Train an experiment's model, from its newest checkpoint if it has one.", "train", _train)
+report = _of_a_run("report", "Write the report of a run as one HTML file, and as JSON.", "report", _write_report)
 
 
 @flow(name="validate", flow_run_name=flow_run_name)
@@ -159,76 +174,7 @@ def validate(
         root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
     """
     settings = compose_settings(overrides, experiment, seed=seed, root=root)
+    say_settings(settings, "validate")
     with working_on(settings, "validate") as run:
         inputs = stages.prepare_inputs(run.config)
         return [chain.judge(run, inputs, one, as_task) for one in ("start", checkpoint_name(checkpoint))]
-
-
-def _stage_flow(name: str, description: str, verb: str, work: Callable[[RunSettings], R]) -> Flow[..., R]:
-    """A flow of one stage. `verb`: of the command that does the same."""
-
-    @flow(name=name, description=description, flow_run_name=flow_run_name)
-    def stage(
-        experiment: Experiment = None, overrides: list[str] = NO_OVERRIDES, seed: Seed = None, root: Root = None
-    ) -> R:
-        """Run the stage.
-
-        Args:
-            experiment: A name in conf/experiment, or a file's path where the worker is; none: the defaults.
-            overrides: Settings as on the command line, such as filter.max_prompt_tokens=256.
-            seed: Fixes data, initial weights, order of prompts and every sampled token.
-            root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
-        """
-        settings = compose_settings(overrides, experiment, seed=seed, root=root)
-        say_settings(settings, verb)
-        return work(settings)
-
-    return stage
-
-
-def _make_start_model(settings: RunSettings) -> StartModel:
-    with watched(), open_run(settings.config, settings.command("train")) as run:
-        return chain.make_start_model(run, chain.make_rows(run.config, as_task).inputs, as_task)
-
-
-def _measure_pass_rates(settings: RunSettings) -> PassRateTable:
-    if not is_wanted(settings.config):
-        raise ConfigError(WITHOUT_PASS_RATES)
-    with watched(), open_run(settings.config, settings.command("data pass-rates")) as run:
-        inputs = chain.make_rows(run.config, as_task).inputs
-        chain.make_start_model(run, inputs, as_task)
-        return chain.measure_pass_rates(run, inputs, as_task)
-
-
-def _write_report(settings: RunSettings) -> Report:
-    layout = RunLayout.of(settings.config)
-    made = chain.write_report(layout, settings.config.name, as_task)
-    show_report(layout.run_dir, made.html)
-    return made
-
-
-dataset = _stage_flow(
-    "dataset",
-    "Make the dataset of an experiment, unless it is there.",
-    "data make",
-    lambda settings: chain.make_dataset(settings.config, as_task),
-)
-filter_flow = _stage_flow(
-    "filter",
-    "Tokenize and filter the dataset of an experiment, which is made if it is missing.",
-    "data make",
-    lambda settings: chain.make_rows(settings.config, as_task).filtered,
-)
-warm_start = _stage_flow(
-    "warm-start",
-    "Make the model that an experiment's training starts from, unless it is there.",
-    "train",
-    _make_start_model,
-)
-pass_rates = _stage_flow(
-    "pass-rates",
-    "Measure how often an experiment's start model solves each training row, unless that is known.",
-    "data pass-rates",
-    _measure_pass_rates,
-)
-report = _stage_flow("report", "Write the report of a run as one HTML file, and as JSON.", "report", _write_report)

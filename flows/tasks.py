@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from shlex import join
 from typing import Any, TypeVar
@@ -15,29 +16,11 @@ from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.tasks import Task, exponential_backoff
 
-from flows.artifacts import (
-    artifact_key,
-    harmless,
-    progress_of,
-    show_checkpoints,
-    show_latest_validation,
-    show_mlflow_page,
-    show_progress,
-    show_summary,
-    show_validation,
-)
+from flows import artifacts
 from flows.chain import Stage
 from flows.parameters import RunSettings, experiment_name
 from flows.progress import describe, display
-from flows.server.watch import (
-    SignalsHeld,
-    end_if_cancelled,
-    end_if_suspended,
-    show_paused,
-    show_running,
-    told_to_end,
-    watched,
-)
+from flows.server import watch
 from flows.work.open_run import OpenRun, open_run
 from flows.work.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
 from flows.work.results import Judgement, StartModel
@@ -59,13 +42,25 @@ def flow_run_name() -> str:
     return " ".join([f"{flow_run.flow_name}/{experiment_name(given.get('experiment'))}", *seed[:1]])
 
 
+CHECKED: ContextVar[Any] = ContextVar("checked", default=None)
+"""What a command has composed and checked before its flow run began: a run's settings, or a sweep."""
+
+
+def run_with(checked: object, call: Callable[[], R]) -> R:
+    """Call a flow, which finds in `CHECKED` what it need not compose and check again."""
+    token = CHECKED.set(checked)
+    try:
+        return call()
+    finally:
+        CHECKED.reset(token)
+
+
 @contextmanager
 def working_on(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
     """The run of these settings inside the block; the flow run is watched for cancellation. `verb`: of the command that
     does the same.
     """
-    say_settings(settings, verb)
-    with watched(), open_run(settings.config, settings.command(verb)) as run:
+    with watch.watched(), open_run(settings.config, settings.command(verb)) as run:
         yield run
 
 
@@ -81,10 +76,10 @@ def as_task(stage: Stage[R]) -> R:
     Raises:
         Pause: the flow run was suspended before it.
     """
-    end_if_suspended()
+    watch.end_if_suspended()
     if stage.run is not None:
         stage.run.trainer.on_event = display().event  # also after this task, where a signal may end the run too
-    signals = SignalsHeld()
+    signals = watch.SignalsHeld()
 
     def work() -> R:
         with nullcontext() if stage.run is None else reported(stage.run), signals.let_through():
@@ -92,7 +87,7 @@ def as_task(stage: Stage[R]) -> R:
         if line := stage.says(result):
             tell(line)
         if isinstance(result, Judgement) and stage.run is not None:
-            show_validation(stage.run, result)
+            artifacts.show_validation(stage.run, result)
         if isinstance(result, StartModel) and stage.run is not None:
             show_start_model(stage.run, result)
         return result
@@ -132,8 +127,8 @@ _LEVELS = (("CRITICAL", logging.CRITICAL), ("ERROR", logging.ERROR), ("WARNING",
 
 def show_start_model(run: OpenRun, model: StartModel) -> None:
     """The bar of a warm start is full at its end, which may come before its last step."""
-    if model.is_over and artifact_key(run.run_id, progress_of(WARM_START)) in run.shown.artifacts:
-        show_progress(run, WARM_START, 100.0, f"{model}  done")
+    if model.is_over and artifacts.artifact_key(run.run_id, artifacts.progress_of(WARM_START)) in run.shown.artifacts:
+        artifacts.show_progress(run, WARM_START, 100.0, f"{model}  done")
 
 
 class RunReporter:
@@ -160,7 +155,7 @@ class RunReporter:
             case Validated(name, step, summary):
                 self._log.info("%s", describe(event))
                 if name.startswith("step-"):
-                    show_latest_validation(self._run, step, summary)
+                    artifacts.show_latest_validation(self._run, step, summary)
             case Note(text):
                 self._log.info("%s", text)
             case Happening(name, data):
@@ -171,7 +166,7 @@ class RunReporter:
         """The flow run is Paused while it waits for room or for slots, until the trainer says anything else."""
         if isinstance(event, Happening) and event.name in (PAUSED, WAITS):
             self._is_paused = True
-            harmless(lambda: show_paused(str(event.data.get("text"))))
+            artifacts.harmless(lambda: watch.show_paused(str(event.data.get("text"))))
         else:
             self.go_on()
 
@@ -179,7 +174,7 @@ class RunReporter:
         """The flow run is Running again, if it was Paused."""
         if self._is_paused:
             self._is_paused = False
-            harmless(show_running)
+            artifacts.harmless(watch.show_running)
 
     def line(self, line: str) -> None:
         """A line of the trainer's log."""
@@ -200,7 +195,7 @@ class RunReporter:
             self._log.info("%s", describe(event))
         if is_end or now - self._last_update >= UPDATE_EVERY_S:
             self._last_update = now
-            show_progress(self._run, event.stage, 100.0 * event.step / event.total_steps, describe(event))
+            artifacts.show_progress(self._run, event.stage, 100.0 * event.step / event.total_steps, describe(event))
         self._look_at_all()
 
     def _look_at_all(self, *, now: bool = False) -> None:
@@ -209,17 +204,17 @@ class RunReporter:
         if not now and time.monotonic() - shown.summary_at < SUMMARY_EVERY_S:
             return
         shown.summary_at = time.monotonic()
-        show_checkpoints(self._run)
+        artifacts.show_checkpoints(self._run)
         text = "" if self._progress_now is None else describe(self._progress_now)
-        show_summary(self._run, text)
-        show_mlflow_page(self._run)
+        artifacts.show_summary(self._run, text)
+        artifacts.show_mlflow_page(self._run)
 
     def _emit(self, name: str, payload: dict[str, object]) -> None:
         resource = {
             "prefect.resource.id": f"millrace.run.{self._run.run_id}",
             "prefect.resource.name": self._run.run_id,
         }
-        harmless(lambda: emit_event(f"millrace.{name}", resource=resource, payload=payload))
+        artifacts.harmless(lambda: emit_event(f"millrace.{name}", resource=resource, payload=payload))
 
 
 @contextmanager
@@ -232,7 +227,7 @@ def reported(run: OpenRun) -> Iterator[None]:
         display().event(event)
 
     try:
-        with told_to_end(), run.heard_by(event, reporter.line, end_if_cancelled):
+        with watch.told_to_end(), run.heard_by(event, reporter.line, watch.end_if_cancelled):
             yield
     finally:
         reporter.go_on()  # a flow run that stays Paused starts no further task, nor this one again

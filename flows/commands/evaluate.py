@@ -130,7 +130,7 @@ def run(words: Sequence[str], suites: Sequence[str], *, root: Path | None, as_js
     roots = [root_of(word) for word in overrides if word.startswith(ROOT)]
     at = root or (roots[-1] if roots else None)
     if as_json:
-        found = evaluate_all(models, suites, overrides, at, command, _quietly)
+        found = evaluate_all(models, suites, overrides, at, command, chain.look)
         print(json.dumps(as_document(found), indent=2))
         return
     with shown_on(display_for_console()):
@@ -160,10 +160,6 @@ def evaluate_all(
         )
     configs = {model: evaluation_settings(model, suites, overrides, root) for model in dict.fromkeys(models)}
     return [evaluate(model, config, command, do) for model, config in configs.items()]
-
-
-def _quietly(stage: "chain.Stage[chain.R]") -> "chain.R":
-    return stage.work()
 
 
 def as_document(found: Sequence[Evaluation]) -> dict[str, Any]:

@@ -240,7 +240,8 @@ def forked(settings: list[str], source: str | None = None, *, dry_run: bool = Fa
         DataError: there is no such run.
         CheckpointError: it has no such checkpoint, or that is broken.
     """
-    from flows.parameters import compose_settings, written
+    from flows.parameters import compose_settings
+    from rlcore.config.problems import override_value
 
     if source is None:
         return compose_settings(settings)
@@ -255,9 +256,9 @@ def forked(settings: list[str], source: str | None = None, *, dry_run: bool = Fa
     target = weights.folder if dry_run else weights.ensure()
     model = start_model_of(weights.config, weights.layout) if is_missing else target
     more = [
-        f"model.path={written(str(model))}",
+        f"model.path={override_value(str(model))}",
         "warm_start.enabled=false",
-        f"tags.forked_from={written(weights.label)}",
+        f"tags.forked_from={override_value(weights.label)}",
     ]
     composed = compose_settings([*settings, *more])
     if not is_missing:

@@ -90,7 +90,7 @@ class LocalServer:
         }
         with listener, self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                tethered([sys.executable, "-m", "flows.server.local", str(listener.fileno())]),
+                tethered([sys.executable, "-m", "flows.stack.serve", "one-command", str(listener.fileno())]),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -12,17 +12,8 @@ from shlex import quote
 
 from flows import SOURCE_FOLDER
 from flows.server.database import PREFECT_DATABASE
-from flows.stack.recipes import (
-    SERVE,
-    Recipe,
-    listens,
-    mlflow_recipe,
-    prefect_environment,
-    prefect_recipe,
-    ray_recipe,
-    say,
-    worker_recipe,
-)
+from flows.stack import recipes
+from flows.stack.recipes import say
 from flows.stack.services import PortTakenError, answers, end_server, end_worker, start, wait_until_ready
 from flows.stack.state import (
     MLFLOW_DATABASE,
@@ -94,15 +85,15 @@ def _up(root: Path, wishes: Wishes, databases: Databases) -> StackState:
 
 
 def _started(root: Path, state: StackState, wishes: Wishes, databases: Databases) -> StackState:
-    state = _ensure(root, state, "prefect", partial(prefect_recipe, root, databases, wishes.prefect_port))
+    state = _ensure(root, state, "prefect", partial(recipes.prefect_recipe, root, databases, wishes.prefect_port))
     state = replace(state, prefect_api_url=f"{_url(state, 'prefect')}/api", prefect_version=version("prefect"))
-    state = _ensure(root, state, "mlflow", partial(mlflow_recipe, root, databases, wishes.mlflow_port))
+    state = _ensure(root, state, "mlflow", partial(recipes.mlflow_recipe, root, databases, wishes.mlflow_port))
     state = replace(state, mlflow_url=_url(state, "mlflow"), mlflow_version=version("mlflow"))
     if wishes.ray:
-        state = _ensure(root, state, "ray", ray_recipe)
+        state = _ensure(root, state, "ray", recipes.ray_recipe)
     _set_up_prefect(root, state, wishes)
     for number in range(1, wishes.workers + 1):
-        worker = partial(worker_recipe, root, databases, number)
+        worker = partial(recipes.worker_recipe, root, databases, number)
         state = _ensure(root, state, f"worker-{number}", worker)
     write_stack(root, state)
     return state
@@ -125,7 +116,7 @@ def status(root: Path) -> list[tuple[Service, str]]:
         process = service.process()
         if process is None:
             found.append((service, "gone"))
-        elif answers(service) and listens(process, service.port):
+        elif answers(service) and recipes.listens(process, service.port):
             found.append((service, "up"))
         else:
             found.append((service, "does not answer"))
@@ -177,7 +168,7 @@ def _require_guards(root: Path, state: StackState) -> None:
     for name in ("prefect", "mlflow"):
         service = state.service(name)
         process = None if service is None else service.process()
-        if process is not None and SERVE not in process.cmdline():
+        if process is not None and recipes.SERVE not in process.cmdline():
             raise MillraceError(
                 f"{name} is up (process {process.pid}) and asks nobody for a login: another Millrace has started it. "
                 f"`millrace down --root {quote(str(root))}`, then `millrace up` again."
@@ -191,7 +182,7 @@ def _with_databases(state: StackState, databases: Databases) -> StackState:
     return replace(state, prefect_database=shown.prefect, mlflow_database=shown.mlflow)
 
 
-def _ensure(root: Path, state: StackState, name: str, recipe: Callable[[StackState], Recipe]) -> StackState:
+def _ensure(root: Path, state: StackState, name: str, recipe: Callable[[StackState], recipes.Recipe]) -> StackState:
     known = state.service(name)
     if known is not None and known.process() is not None:
         wait_until_ready(known)
@@ -229,7 +220,11 @@ def _end_order(service: Service) -> tuple[int, str]:
 
 def _set_up_prefect(root: Path, state: StackState, wishes: Wishes) -> None:
     """Work pool, queues, automations and deployments, in a process of its own: Prefect reads its settings once."""
-    environment = {**os.environ, **prefect_environment(root, state.prefect_api_url), "PYTHONPATH": str(SOURCE_FOLDER)}
+    environment = {
+        **os.environ,
+        **recipes.prefect_environment(root, state.prefect_api_url),
+        "PYTHONPATH": str(SOURCE_FOLDER),
+    }
     environment["MILLRACE_ROOT"] = str(root)
     told = {NOTIFY_URL: wishes.notify_url, NOTIFY_BLOCK: wishes.notify_block}
     environment |= {name: value for name, value in told.items() if value is not None}

@@ -7,22 +7,21 @@ Talks to the server of `PREFECT_API_URL`. What is there already is brought up to
 
 import os
 import socket
-import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
 import psutil
 import yaml
+from prefect import Flow
 from prefect.blocks.webhook import Webhook
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.filters import (
-    DeploymentFilter,
     FlowRunFilter,
     FlowRunFilterEndTime,
     FlowRunFilterState,
@@ -30,7 +29,7 @@ from prefect.client.schemas.filters import (
     WorkPoolFilter,
     WorkPoolFilterName,
 )
-from prefect.client.schemas.objects import DeploymentSchedule, FlowRun, State, StateType, WorkPool
+from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions, FlowRun, State, StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.events.actions import CallWebhook, ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
@@ -38,18 +37,27 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Scheduled
 from prefect.types import SecretDict
-from pydantic import SecretStr
+from prefect.utilities.callables import parameter_schema
+from pydantic import BaseModel, ConfigDict, SecretStr, TypeAdapter, ValidationError
 
-from flows import SOURCE_FOLDER
+from flows import SOURCE_FOLDER, maintain, pipeline
 from flows.server.watch import CONSOLE_GONE, NO_HEARTBEAT
 from flows.stack.control import NOTIFY_BLOCK, NOTIFY_URL, SAID, WORKERS_ARE_UP
 from flows.stack.recipes import POOL
+from flows.sweep import flow as sweep
 from flows.work.slots import Slots
 from rlcore.config.compose import experiment_names
 from rlcore.errors import MillraceError
 from rlcore.storage.locks import BIRTH_TOLERANCE_S
 
-DEPLOYMENTS = Path(__file__).with_name("prefect.yaml")
+DEPLOYMENTS = Path(__file__).with_name("deployments.yaml")
+FLOWS: Mapping[str, tuple[str, Flow[..., Any]]] = {
+    found.name: (f"{module.__name__.replace('.', '/')}.py:{variable}", found)
+    for module in (pipeline, sweep, maintain)
+    for variable, found in vars(module).items()
+    if isinstance(found, Flow)
+}
+"""Each flow by its name, and where a worker finds it."""
 JOB: dict[str, Any] = {
     # The worker's folder; else a temporary one, which a killed worker leaves.
     "job_configuration": {"working_dir": "."},
@@ -65,75 +73,164 @@ OUR_POOL = WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL]))
 OWN = "own"
 """Tag of deployments that `millrace deploy` has made, and no file lists."""
 MODEL = "pipeline/debug"
-"""They are like this one but for name, parameters and schedule."""
+"""They are of its flow, and have its form."""
+ONE_AFTER_THE_OTHER = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 HEARTBEAT_LOST = "millrace: a flow run without a heartbeat has crashed"
+
+
+class Deployment(BaseModel):
+    """What the file says of a deployment."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    about: str
+    tags: list[str]
+    parameters: dict[str, Any] = {}
+    queue: Literal["training", "control"] = "training"
+    in_turn: bool = False
+    schedules: list[dict[str, Any]] = []
 
 
 def main() -> None:
     """Set it all up, and say what is worth saying."""
-    wanted = _deployments()
+    wanted, root = read_deployments(), os.environ["MILLRACE_ROOT"]
     with get_client(sync_client=True) as client:
-        pool = _ensure_pool(client)
-        has_slots = bool(Slots(Path(os.environ["MILLRACE_ROOT"])).devices())
+        _ensure_pool(client)
+        has_slots = bool(Slots(Path(root)).devices())
         for name, limit in QUEUES.items():
             _ensure_queue(client, name, limit, has_slots=has_slots)
         _ensure_automation(client)
         notify(client, os.environ.get(NOTIFY_URL), os.environ.get(NOTIFY_BLOCK))
         recovered = recover_lost_runs(client, workers_are_up=WORKERS_ARE_UP in sys.argv)
-        before = known_deployments(client, OUR_POOL)
-    _deploy()
-    with get_client(sync_client=True) as client:
-        put_back(client, OUR_POOL, before)
-        ease_forms(client, OUR_POOL)
-        strangers = _strangers(client, wanted)
+        for name, one in wanted.items():
+            put_deployment(client, name, one, one.parameters | {"root": root}, list(map(schedule_of, one.schedules)))
+        strangers = _bring_others_up_to_date(client, wanted)
     for name in recovered:
         _say(f"flow run {name} had lost its process; it is scheduled again")
     for name in strangers:
         _say(f"deployment {name} is in {DEPLOYMENTS.name} no more; `prefect deployment delete '{name}'` takes it away")
-    _say(f"deployments are up to date in work pool {pool.name}")
+    _say(f"deployments are up to date in work pool {POOL}")
 
 
 def _say(text: str) -> None:
     print(f"{SAID}{text}", flush=True)
 
 
-def _deployments() -> list[dict[str, Any]]:
-    """What the file lists.
+def read_deployments() -> dict[str, Deployment]:
+    """What the file lists, by flow and name.
 
     Raises:
-        MillraceError: a deployment's experiment is not in `conf/experiment`.
+        MillraceError: an entry is none, or its experiment is not in `conf/experiment`.
     """
-    listed: list[dict[str, Any]] = yaml.safe_load(DEPLOYMENTS.read_text())["deployments"]
-    known = experiment_names()
-    for one in listed:
-        experiment = one.get("parameters", {}).get("experiment")
+    try:
+        listed = TypeAdapter(dict[str, Deployment]).validate_python(yaml.safe_load(DEPLOYMENTS.read_text()))
+        for one in listed.values():
+            for schedule in one.schedules:
+                schedule_of(schedule)
+    except (yaml.YAMLError, ValidationError) as error:
+        raise MillraceError(f"{DEPLOYMENTS}: {error}. Mend it; its head says what an entry holds.") from error
+    for name, one in listed.items():
+        flow, known, experiment = name.partition("/")[0], experiment_names(), one.parameters.get("experiment")
+        if flow not in FLOWS:
+            raise MillraceError(
+                f"{DEPLOYMENTS}: deployment {name}: there is no flow {flow}; there is {', '.join(FLOWS)}"
+            )
         if experiment is not None and experiment not in known:
             raise MillraceError(
-                f"{DEPLOYMENTS}: deployment {one['name']!r} of {one['entrypoint']}: experiment={experiment} is no file "
-                f"in conf/experiment; there is {', '.join(known)}. Take the deployment out, or bring the file back."
+                f"{DEPLOYMENTS}: deployment {name}: experiment={experiment} is no file in conf/experiment; there is "
+                f"{', '.join(known)}. Take the deployment out, or bring the file back."
             )
     return listed
 
 
-def _strangers(client: SyncPrefectClient, wanted: list[dict[str, Any]]) -> list[str]:
-    """Deployments of our files that were applied once and are listed no more: they still start runs."""
-    listed = {(one["entrypoint"], one["name"]) for one in wanted}
-    files = {one["entrypoint"].partition(":")[0] for one in wanted}
-    found = []
+def schedule_of(said: Mapping[str, Any]) -> DeploymentScheduleCreate:
+    """A schedule as the file says it: `slug`, whether it is `active` at first, and Prefect's words for when."""
+    when = {key: value for key, value in said.items() if key not in ("slug", "active")}
+    return DeploymentScheduleCreate(schedule=when, slug=said.get("slug"), active=said.get("active", False))  # type: ignore[arg-type]
+
+
+def put_deployment(
+    client: SyncPrefectClient,
+    name: str,
+    wanted: Deployment,
+    parameters: Mapping[str, Any],
+    schedules: Sequence[DeploymentScheduleCreate],
+    *,
+    switch: bool = False,
+) -> UUID:
+    """Make a deployment, or bring it up to date; its id.
+
+    Of one that is there, schedules that people have added stay, and what they have switched or paused stays so.
+
+    Args:
+        client: of the server.
+        name: of the flow and the deployment.
+        wanted: what it is for, its tags and its queue.
+        parameters: of its flow runs.
+        schedules: known again by their slugs.
+        switch: known ones are switched as these say, too.
+    """
+    flow, _, own_name = name.partition("/")
+    entrypoint, found = FLOWS[flow]
+    fields: dict[str, Any] = {
+        "description": wanted.about,
+        "tags": wanted.tags,
+        "parameters": dict(parameters),
+        "entrypoint": entrypoint,
+        "pull_steps": [{"prefect.deployments.steps.set_working_directory": {"directory": str(SOURCE_FOLDER)}}],
+        "work_pool_name": POOL,
+        "work_queue_name": wanted.queue,
+        "concurrency_limit": 1 if wanted.in_turn else None,
+        "concurrency_options": ONE_AFTER_THE_OTHER if wanted.in_turn else None,
+        "parameter_openapi_schema": eased_schema(parameter_schema(found).model_dump_for_openapi()),
+        "enforce_parameter_schema": True,
+    }
+    known = known_deployment(client, name)
+    if known is None:
+        flow_id = client.create_flow_from_name(flow)
+        return client.create_deployment(flow_id, own_name, schedules=list(schedules), **fields)
+    client.update_deployment(known.id, DeploymentUpdate(**fields))
+    by_slug = {one.slug: one for one in known.schedules}
+    for one in schedules:
+        if (same := by_slug.get(one.slug)) is None:
+            client.create_deployment_schedules(known.id, [one])
+        else:
+            active = one.active if switch else same.active
+            # Without its parameters Prefect 3.7 forgets them.
+            client.update_deployment_schedule(known.id, same.id, active, one.schedule, parameters=same.parameters)
+    return known.id
+
+
+def known_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
+    """A deployment by flow and name; None where there is none."""
+    try:
+        return client.read_deployment_by_name(name)
+    except ObjectNotFound:
+        return None
+
+
+def _bring_others_up_to_date(client: SyncPrefectClient, wanted: Mapping[str, Deployment]) -> list[str]:
+    """Give people's own deployments the form of the present version. The names of those that were applied once and are
+    listed no more: they still start runs."""
+    files = {entrypoint.partition(":")[0] for entrypoint, _ in FLOWS.values()}
+    form = client.read_deployment_by_name(MODEL).parameter_openapi_schema
+    strangers = []
     for one in client.read_deployments(work_pool_filter=OUR_POOL):
-        entrypoint = one.entrypoint or ""
-        if OWN not in one.tags and entrypoint.partition(":")[0] in files and (entrypoint, one.name) not in listed:
-            found.append(f"{client.read_flow(one.flow_id).name}/{one.name}")
-    return sorted(found)
+        if OWN in one.tags:
+            client.update_deployment(one.id, DeploymentUpdate(parameter_openapi_schema=form))
+            continue
+        name = f"{client.read_flow(one.flow_id).name}/{one.name}"
+        if (one.entrypoint or "").partition(":")[0] in files and name not in wanted:
+            strangers.append(name)
+    return sorted(strangers)
 
 
-def _ensure_pool(client: SyncPrefectClient) -> WorkPool:
+def _ensure_pool(client: SyncPrefectClient) -> None:
     """A pool of processes on this host."""
     try:
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=JOB))
     except ObjectNotFound:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=JOB))
-    return client.read_work_pool(POOL)
 
 
 def _ensure_queue(client: SyncPrefectClient, name: str, limit: int | None, *, has_slots: bool) -> None:
@@ -166,26 +263,7 @@ def _ensure_automation(client: SyncPrefectClient) -> None:
     keep_automation(client, wanted)
 
 
-def _deploy() -> None:
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(DEPLOYMENTS)]
-    subprocess.run(command, cwd=SOURCE_FOLDER, check=True)
-
-
 NOTHING = {"type": "null"}
-
-
-def ease_forms(client: SyncPrefectClient, pool: WorkPoolFilter) -> None:
-    """Ask for the values themselves. `prefect deploy` writes forms that ask for a value's type first, then for it.
-
-    The form of people's own deployments becomes that of the present version.
-    """
-    newest = client.read_deployment_by_name(MODEL).parameter_openapi_schema
-    for deployment in client.read_deployments(deployment_filter=DeploymentFilter(), work_pool_filter=pool):
-        schema = newest if OWN in deployment.tags else deployment.parameter_openapi_schema
-        if schema:
-            eased = eased_schema(schema)
-            if eased != deployment.parameter_openapi_schema:
-                client.update_deployment(deployment.id, DeploymentUpdate(parameter_openapi_schema=eased))
 
 
 def eased_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,47 +281,6 @@ def _eased(one: Mapping[str, Any]) -> dict[str, Any]:
         return dict(one)
     (kind,) = (kind for kind in kinds if kind != NOTHING)
     return {**{key: value for key, value in one.items() if key not in ("anyOf", "default")}, **kind}
-
-
-Known = Mapping[UUID, DeploymentResponse]
-
-
-def known_deployments(client: SyncPrefectClient, pool: WorkPoolFilter) -> Known:
-    """The deployments as they are now."""
-    return {one.id: one for one in client.read_deployments(work_pool_filter=pool)}
-
-
-def put_back(client: SyncPrefectClient, pool: WorkPoolFilter, before: Known) -> None:
-    """Schedules that were on are on, those that were added are there, and what was paused is paused."""
-    for now in known_deployments(client, pool).values():
-        was = before.get(now.id)
-        if was is None:
-            continue
-        if now.paused != was.paused:
-            client.update_deployment(now.id, DeploymentUpdate(paused=was.paused))
-        for schedule in was.schedules:
-            same = _same(schedule, now.schedules)
-            if same is None:
-                client.create_deployment_schedules(now.id, [copied(schedule)])
-            elif same.active != schedule.active:
-                # Without its parameters Prefect 3.7 forgets them.
-                client.update_deployment_schedule(now.id, same.id, active=schedule.active, parameters=same.parameters)
-
-
-def _same(schedule: DeploymentSchedule, among: list[DeploymentSchedule]) -> DeploymentSchedule | None:
-    """The file's schedules have slugs, by which they are known again; those that people add have none as a rule."""
-    return next((one for one in among if one.id == schedule.id or (one.slug and one.slug == schedule.slug)), None)
-
-
-def copied(schedule: DeploymentSchedule) -> DeploymentScheduleCreate:
-    """The same, to be made again."""
-    return DeploymentScheduleCreate(
-        schedule=schedule.schedule,
-        active=schedule.active,
-        max_scheduled_runs=schedule.max_scheduled_runs,
-        parameters=schedule.parameters,
-        slug=schedule.slug,
-    )
 
 
 BLOCK = "millrace-notify"

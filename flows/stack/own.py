@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flows import SOURCE_FOLDER
 from flows.commands.settings import beside_python, with_root
@@ -14,10 +14,6 @@ from flows.server.api import running_prefect
 from rlcore.config.base import FILE_ENDINGS
 from rlcore.config.problems import Problem, settings_error
 from rlcore.errors import MillraceError
-
-if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
-    from prefect.client.schemas.responses import DeploymentResponse
 
 SLUG = "deploy"
 """Of the schedule that is made here: another one takes its place, and those that people add in the page stay."""
@@ -49,9 +45,9 @@ def deploy(
             f"no Prefect server is up under {at}, and a deployment lies in one. `millrace up --root {quote(str(at))}` "
             "starts it, with the worker that runs the deployment."
         )
-    schedule = _schedule(cron, timezone)
+    schedules = _schedules(cron, timezone)
     check_run(composed)
-    deployment, page = _apply(composed, name or composed.config.name, schedule, at)
+    deployment, page = _apply(composed, name or composed.config.name, schedules, at)
     print(f"deployment {deployment}{f', {cron} ({timezone})' if cron else ''}: {api.url.removesuffix('/api')}/{page}")
     print(beside_python(f"prefect deployment run {quote(deployment)} --watch"))
 
@@ -64,65 +60,37 @@ def _stand_where_workers_do() -> None:
         os.chdir(SOURCE_FOLDER)
 
 
-def _schedule(cron: str | None, timezone: str) -> Any:
-    """A schedule of Prefect's that is on; None without `cron`."""
+def _schedules(cron: str | None, timezone: str) -> list[Any]:
+    """A schedule of Prefect's that is on; none without `cron`."""
     if cron is None:
-        return None
-    from prefect.client.schemas.actions import DeploymentScheduleCreate
-    from prefect.client.schemas.schedules import CronSchedule
+        return []
+    from flows.stack.deploy import schedule_of
 
     try:
-        schedule = CronSchedule(cron=cron, timezone=timezone)
+        return [schedule_of({"cron": cron, "timezone": timezone, "slug": SLUG, "active": True})]
     except ValueError as error:
         rule = "must be five fields of cron, and --timezone a known one"
         remedy = "--cron '0 3 * * *' is each day at 3:00"
         raise settings_error([Problem("--cron", rule, f"{cron!r} in {timezone}", remedy)]) from error
-    return DeploymentScheduleCreate(schedule=schedule, active=True, slug=SLUG)
 
 
-def _apply(settings: RunSettings, name: str, schedule: Any, root: Path) -> tuple[str, str]:
+def _apply(settings: RunSettings, name: str, schedules: list[Any], root: Path) -> tuple[str, str]:
     """Its name with that of its flow, and where its page is."""
     from prefect.client.orchestration import get_client
 
-    from flows.stack.deploy import MODEL, OWN, copied
+    from flows.stack.deploy import MODEL, OWN, Deployment, known_deployment, put_deployment
 
     full = f"{MODEL.partition('/')[0]}/{name}"
+    wanted = Deployment(about=f"`{settings.experiment}`, deployed by `millrace deploy`.", tags=[OWN])
+    overrides = [text for text in settings.overrides if not text.startswith("paths.root=")]
+    parameters = {"experiment": settings.experiment, "overrides": overrides, "root": str(root)}
     with get_client(sync_client=True) as client:
-        model, known = _known(client, MODEL), _known(client, full)
-        if model is None:
+        if known_deployment(client, MODEL) is None:
             raise MillraceError(
                 f"the Prefect server at {client.api_url} has no deployment {MODEL}. `millrace up` applies them."
             )
+        known = known_deployment(client, full)
         if known is not None and OWN not in known.tags:
             raise MillraceError(f"{full}: is a deployment of Millrace's own. Give another name by --name.")
-        # Prefect forgets the schedules of a deployment that is made anew.
-        before = [] if known is None else [copied(one) for one in known.schedules]
-        kept = [one for one in before if schedule is None or one.slug != SLUG]
-        made = client.create_deployment(
-            flow_id=model.flow_id,
-            name=name,
-            parameters={
-                "experiment": settings.experiment,
-                "overrides": [text for text in settings.overrides if not text.startswith("paths.root=")],
-                "root": str(root),
-            },
-            description=f"`{settings.experiment}`, deployed by `millrace deploy`.",
-            tags=[OWN],
-            schedules=kept if schedule is None else [*kept, schedule],
-            path=model.path,
-            entrypoint=model.entrypoint,
-            pull_steps=model.pull_steps,
-            work_pool_name=model.work_pool_name,
-            work_queue_name=model.work_queue_name,
-            parameter_openapi_schema=model.parameter_openapi_schema,
-        )
+        made = put_deployment(client, full, wanted, parameters, schedules, switch=True)
     return full, f"deployments/deployment/{made}"
-
-
-def _known(client: "SyncPrefectClient", name: str) -> "DeploymentResponse | None":
-    from prefect.exceptions import ObjectNotFound
-
-    try:
-        return client.read_deployment_by_name(name)
-    except ObjectNotFound:
-        return None

@@ -2,6 +2,10 @@
 
     python -m flows.stack.serve prefect PORT
     python -m flows.stack.serve mlflow PORT
+    python -m flows.stack.serve one-command FD
+
+The last one is Prefect's for one command (`flows.server.api`), on a socket that the command has opened: whoever
+connects before it is up waits in the socket's queue, so nothing polls and no port is guessed.
 
 Everything else is told by the environment: a command line is seen by every user of the machine.
 """
@@ -9,17 +13,18 @@ Everything else is told by the environment: a command line is seen by every user
 import asyncio
 import logging
 import os
+import socket
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.stack.state import LOOPBACK, MLFLOW_DATABASE
 from rlcore.start import uncollected
 
 if TYPE_CHECKING:
     from flows.server.guard import Guard
 
+ONE_COMMAND = "one-command"
 MLFLOW_LOGIN = "MILLRACE_MLFLOW_LOGIN"
 MLFLOW_ARTIFACTS = "MLFLOW_ARTIFACTS_DESTINATION"
 ANSWERS_ROOT = "MILLRACE_ANSWERS_ROOT"
@@ -30,14 +35,20 @@ def main() -> None:
     """Serve until SIGTERM."""
     import uvicorn
 
-    name, port = sys.argv[1:]
+    name, place = sys.argv[1:]
     with uncollected():
-        app = _mlflow() if name == "mlflow" else _prefect()
-    uvicorn.run(app, host=LOOPBACK, port=int(port), log_level="warning", lifespan="on")
+        app = _mlflow() if name == "mlflow" else _prefect(for_one_command=name == ONE_COMMAND)
+    if name == ONE_COMMAND:
+        uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on")).run([socket.socket(fileno=int(place))])
+    else:
+        from flows.stack.state import LOOPBACK
+
+        uvicorn.run(app, host=LOOPBACK, port=int(place), log_level="warning", lifespan="on")
 
 
-def _prefect() -> "Guard":
-    """Prefect asks for its login itself, on websockets too."""
+def _prefect(*, for_one_command: bool) -> "Guard":
+    """Prefect asks for its login itself, on websockets too. For one command: no page, and only the services that record
+    runs and events."""
     from prefect.server.api.server import create_app
     from prefect.server.events.models import automations
 
@@ -45,7 +56,7 @@ def _prefect() -> "Guard":
 
     vars(automations)["run_coro_as_sync"] = _soon
     logging.getLogger("prefect.server.utilities.messaging.memory").addFilter(without_address)
-    return Guard(create_app(final=True))
+    return Guard(create_app(final=True, ephemeral=for_one_command))
 
 
 _begun: set["asyncio.Task[None]"] = set()
@@ -77,6 +88,7 @@ def _mlflow() -> "Guard":
     """MLflow's own logins need a second database, and a hash of a password for each request."""
     from flows.server.guard import Guard
     from flows.stack.answers import WithAnswers
+    from flows.stack.state import MLFLOW_DATABASE
     from rlcore.tracking.connection import mlflow_app
 
     login = os.environ.pop(MLFLOW_LOGIN)

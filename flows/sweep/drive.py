@@ -1,21 +1,21 @@
 """The sweep itself: ask for points, train their runs to each comparison, drop the poor ones, and so on."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Protocol
 
 from pydantic import JsonValue
 
-from flows.parameters import RunSettings
+from flows.server.watch import end_if_cancelled, end_if_suspended
 from flows.sweep.record import Member, PointRecord, PointState, members_of, sweep_directory, write_record
 from flows.tasks import tell
 from rlcore.config.sweep import Budget, Point
 from rlcore.config.sweep_load import Sweep
 from rlcore.storage.locks import FileLock, HeldLock
 
+POLL_S = 1.0
 LOCK_FILE = "sweep.lock"
 LOCK_WAIT_S = 600.0
 """For another process of the same sweep, which decides in milliseconds and writes the comparison in seconds."""
@@ -58,55 +58,44 @@ class Spending:
         return self._steps
 
 
-@dataclass(frozen=True, slots=True)
-class Child:
-    """A run to be trained to a step. `index`: for the one who asks."""
-
-    index: int
-    settings: RunSettings
-    to_step: int
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How it went. `error`: nothing, or one message."""
-
-    index: int
-    error: str
-
-
-class Children(Protocol):
-    """Works on runs, and tells of each as it ends. A failed one is no error here."""
-
-    def work(self, children: Iterator[Child]) -> Iterator[Ended]:
-        """Takes the next child when there is room for it."""
-
-    def pause(self) -> None:
-        """Waits a little for other processes, unless it is told to stop."""
-
-
-class _Task:
+@dataclass(eq=False, slots=True)
+class Task:
     """A run to be brought to a step, by this process or by another one of the same sweep."""
 
-    def __init__(self, point: PointRecord, member: Member, step: int) -> None:
-        self.point = point
-        self.member = member
-        self.step = step
-        self._lock: FileLock | None = None
+    point: PointRecord
+    member: Member
+    to_step: int
+    lock: FileLock | None = None
+
+    @property
+    def label(self) -> str:
+        """What tells it from the sweep's other runs."""
+        return f"{self.point.label} seed={self.member.seed}"
 
     def claim(self, folder: Path) -> bool:
         """Take the run, so that no other process of the sweep works on it; the kernel frees what a killed one had."""
         file = folder / "claims" / f"{self.member.run_id}.lock"
         file.parent.mkdir(exist_ok=True)
         lock = FileLock(file)
-        self._lock = lock if lock.try_acquire() else None
-        return self._lock is not None
+        self.lock = lock if lock.try_acquire() else None
+        return self.lock is not None
 
     def release(self) -> None:
         """Leave it to others."""
-        if self._lock is not None:
-            self._lock.release()
+        if self.lock is not None:
+            self.lock.release()
+
+
+Work = Callable[[Iterator[Task]], Iterator[tuple[Task, str]]]
+"""Brings runs to their steps, and tells of each as it ends, with what went wrong ('': nothing): takes the next one when
+there is room for it. A failed one is no error here."""
+
+
+def pause() -> None:
+    """Between two looks at what others do; being told to stop ends it."""
+    end_if_cancelled()
+    end_if_suspended()
+    time.sleep(POLL_S)
 
 
 def sweep_lock(sweep: Sweep) -> HeldLock:
@@ -121,16 +110,15 @@ class Drive:
     time works on a run, and the points are those that one process alone would have tried.
     """
 
-    def __init__(self, sweep: Sweep, folder: Path, children: Children, more: Mapping[str, JsonValue]) -> None:
+    def __init__(self, sweep: Sweep, folder: Path, work: Work, more: Mapping[str, JsonValue]) -> None:
         from flows.sweep.study import Study  # Optuna, which a run of a sweep on a worker does not need
 
         self._sweep = sweep
         self._folder = folder
-        self._children = children
+        self._work = work
         self._more = more
         self.spending = Spending(sweep.spec.budget)
         self.points: dict[int, PointRecord] = {}
-        self._num_begun = 0
         with sweep_lock(sweep):
             self._study = Study(sweep, folder, self._problem_scores)
 
@@ -229,46 +217,43 @@ class Drive:
 
     def _train(self, points: Sequence[PointRecord], rung: int) -> None:
         """Bring every run of these points to a comparison. What another process works on is waited for."""
-        to_do = [_Task(point, member, self._rungs(point)[rung]) for point in points for member in point.members]
+        to_do = [Task(point, member, self._rungs(point)[rung]) for point in points for member in point.members]
         for task in to_do:
             task.member.error = ""
-        waiting: dict[int, _Task] = {}
         while to_do:
-            for ended in self._children.work(self._claimed(to_do, waiting)):
-                self._take(waiting.pop(ended.index), ended.error)
+            for task, error in self._work(self._claimed(to_do)):
+                self._take(task, error)
             if to_do:
-                self._children.pause()
+                pause()
 
-    def _claimed(self, to_do: list[_Task], waiting: dict[int, _Task]) -> Iterator[Child]:
+    def _claimed(self, to_do: list[Task]) -> Iterator[Task]:
         """The next run that nobody works on, when there is room for it: so each counts the budget as it stands then.
 
         What is there, or not to be begun, goes from `to_do` as well; what others work on stays.
         """
         for task in list(to_do):
             member, has_claim = task.member, task.claim(self._folder)
-            if member.look(self._metric(task.point), task.step):
+            if member.look(self._metric(task.point), task.to_step):
                 member.state = "done"
             elif not has_claim:
                 continue
-            elif not self.spending.begin(member.run_id, max(0, task.step - member.step)):
+            elif not self.spending.begin(member.run_id, max(0, task.to_step - member.step)):
                 member.state = "not begun"
             else:
                 to_do.remove(task)
-                index = self._num_begun = self._num_begun + 1
-                waiting[index] = task
-                yield Child(index, member.settings, task.step, f"{task.point.label} seed={member.seed}")
+                yield task
                 continue
             task.release()
             to_do.remove(task)
 
-    def _take(self, task: _Task, error: str) -> None:
+    def _take(self, task: Task, error: str) -> None:
         """What came of a run that was begun."""
         point, member = task.point, task.member
-        has_score = member.look(self._metric(point), task.step)
+        has_score = member.look(self._metric(point), task.to_step)
         task.release()
         if not error and not has_score:
             error = (
-                f"has no {self._metric(point)} at step {task.step}, since it was trained before with other steps to "
+                f"has no {self._metric(point)} at step {task.to_step}, since it was trained before with other steps to "
                 "validate at; give the sweep's runs another name: name=..."
             )
         member.state, member.error = ("failed", error) if error else ("done", "")

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from shlex import join
 from typing import Annotated, Any
@@ -19,34 +19,26 @@ from prefect.exceptions import ObjectNotFound
 from prefect.flows import Flow
 from prefect.runtime import flow_run
 from prefect.states import Cancelling
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from flows import chain
-from flows.parameters import (
-    NO_OVERRIDES,
-    Root,
-    RunSettings,
-    all_overrides,
-    compose_settings,
-    experiment_name,
-)
+from flows.parameters import NO_OVERRIDES, Root, RunSettings, all_overrides, compose_settings, experiment_name
 from flows.plan.checks import check_run
 from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries, watched
 from flows.sweep.command import checked_sweep
-from flows.sweep.drive import Child, Children, Drive, Ended, sweep_lock
+from flows.sweep.drive import POLL_S, Drive, Task, Work, pause, sweep_lock
 from flows.sweep.record import PointRecord, best_of, sweep_directory
 from flows.sweep.result import (
     SweepResult,
     begin_in_mlflow,
     ended_in_mlflow,
     finish_in_mlflow,
-    show_summary,
-    show_table,
+    show_result,
     summary_of,
     write_best,
     write_comparison,
 )
-from flows.tasks import as_task, tell, tell_command, tell_idle
+from flows.tasks import CHECKED, as_task, run_with, tell, tell_command, tell_idle
 from flows.work.open_run import open_run
 from flows.work.trainer import kept_between_runs
 from rlcore.config.fingerprint import run_id
@@ -61,41 +53,24 @@ Hours = Annotated[float | None, Field(gt=0)]
 DEPLOYMENT = "sweep-child/local"
 IN_FLIGHT = 8
 """Child flow runs that wait or run at a time; how many of them run is the work queue's concurrency limit."""
-POLL_S = 1.0
 STOP_WAIT_S = 20.0
 """For children on workers to save once the sweep is told to stop; Prefect's worker kills the sweep after 30 s."""
 
 
-class InTurn:
-    """Each in this process: its stages are tasks of the sweep's flow run."""
-
-    def __init__(self, mlflow_parent: str | None) -> None:
-        self._parent = mlflow_parent
-
-    def work(self, children: Iterator[Child]) -> Iterator[Ended]:
-        """One after the other. Being told to stop is passed on; the run in hand has saved."""
-        for child in children:
-            end_if_cancelled()
-            end_if_suspended()
-            error = ""
-            try:
-                train_run(child.settings, child.to_step, child.label, self._parent)
-            except StopRequestedError:
-                raise
-            except Exception as failure:
-                error = str(failure) or type(failure).__name__
-            yield Ended(child.index, error)
-
-    def pause(self) -> None:
-        """Between two looks."""
-        pause()
-
-
-def pause() -> None:
-    """Between two looks at what others do; being told to stop ends it."""
-    end_if_cancelled()
-    end_if_suspended()
-    time.sleep(POLL_S)
+def work_here(tasks: Iterator[Task], mlflow_parent: str | None) -> Iterator[tuple[Task, str]]:
+    """One after the other in this process: their stages are tasks of the sweep's flow run. Being told to stop is passed
+    on; the run in hand has saved."""
+    for task in tasks:
+        end_if_cancelled()
+        end_if_suspended()
+        error = ""
+        try:
+            train_run(task.member.settings, task.to_step, task.label, mlflow_parent)
+        except StopRequestedError:
+            raise
+        except Exception as failure:
+            error = str(failure) or type(failure).__name__
+        yield task, error
 
 
 def train_run(settings: RunSettings, to_step: int | None, label: str, mlflow_parent: str | None) -> str:
@@ -126,41 +101,37 @@ class OnWorkers:
                     "applies the deployments and starts a worker; without on_workers the runs go on in this process."
                 ) from None
 
-    def work(self, children: Iterator[Child]) -> Iterator[Ended]:
+    def work(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, str]]:
         """Up to `IN_FLIGHT` at a time."""
-        flying: dict[UUID, Child] = {}
+        flying: dict[UUID, Task] = {}
         with get_client(sync_client=True) as client:
             exhausted = False
             while flying or not exhausted:
                 while not exhausted and len(flying) < IN_FLIGHT:
-                    child = next(children, None)
-                    exhausted = child is None
-                    if child is not None:
-                        flying[self._submit(child).id] = child
+                    task = next(tasks, None)
+                    exhausted = task is None
+                    if task is not None:
+                        flying[self._submit(task).id] = task
                 for flow_run_id, error in _ended(client, list(flying)):
-                    yield Ended(flying.pop(flow_run_id).index, error)
+                    yield flying.pop(flow_run_id), error
                 if flying:
                     pause()
 
-    def pause(self) -> None:
-        """Between two looks."""
-        pause()
-
-    def _submit(self, child: Child) -> FlowRun:
+    def _submit(self, task: Task) -> FlowRun:
         parameters = {
-            "experiment": child.settings.experiment,
+            "experiment": task.member.settings.experiment,
             # A worker may stand elsewhere, and its deployment knows another root.
-            "overrides": [text for text in child.settings.overrides if not text.startswith("paths.root=")],
+            "overrides": [text for text in task.member.settings.overrides if not text.startswith("paths.root=")],
             "root": self._root,
-            "to_step": child.to_step,
-            "label": child.label,
+            "to_step": task.to_step,
+            "label": task.label,
             "mlflow_parent": self._parent,
         }
         # With such a key the server gives back a flow run that is there already: one whose answer was lost, or one that
         # a killed sweep has left to a worker. One that has ended did not bring the run so far: a further one is made.
-        run, attempt = run_id(child.settings.config), 1
+        run, attempt = run_id(task.member.settings.config), 1
         while True:
-            key = f"{self._root} {run} to {child.to_step} attempt {attempt}"
+            key = f"{self._root} {run} to {task.to_step} attempt {attempt}"
             submitted = run_deployment(DEPLOYMENT, parameters=parameters, timeout=0, idempotency_key=key)
             assert isinstance(submitted, FlowRun)
             if submitted.state is None or not submitted.state.is_final():
@@ -218,25 +189,10 @@ def _error(state: State) -> str:
     return "" if state.is_completed() else f"{state.name}: {state.message or 'no message'}"
 
 
-_CHECKED: ContextVar[Sweep | None] = ContextVar("checked", default=None)
-"""What a command has composed and checked before its flow run began."""
-
-
 def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:
     """Run a sweep that was checked already; in Prefect it has the parameters that give it."""
-    budget = checked.spec.budget
-    token = _CHECKED.set(checked)
-    try:
-        return sweep(
-            spec,
-            overrides,
-            max_runs=budget.runs,
-            max_steps=budget.steps,
-            max_hours=budget.hours,
-            on_workers=on_workers,
-        )
-    finally:
-        _CHECKED.reset(token)
+    most = checked.spec.budget
+    return run_with(checked, lambda: sweep(spec, overrides, most.runs, most.steps, most.hours, on_workers=on_workers))
 
 
 def sweep_run_name() -> str:
@@ -265,10 +221,8 @@ def sweep(
         on_workers: Runs go to the work pool as runs of the deployment sweep-child/local, not one by one in here.
         root: Folder of datasets, models, runs and the MLflow store; none: as in the settings.
     """
-    checked = _CHECKED.get()
-    if checked is None:
-        budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
-        checked = checked_sweep(spec, all_overrides(overrides, root=root), budget)
+    budget = Budget(runs=max_runs, steps=max_steps, hours=max_hours)
+    checked: Sweep = CHECKED.get() or checked_sweep(spec, all_overrides(overrides, root=root), budget)
     folder = sweep_directory(checked)
     tell(f"sweep {checked.sweep_id} in {folder}")
     tell_idle(checked.idle_settings())
@@ -276,9 +230,8 @@ def sweep(
         with sweep_lock(checked):
             parent = begin_in_mlflow(checked)
         with ended_in_mlflow(checked, parent):
-            with cancelled_with_us(), children_of(checked, parent, on_workers=on_workers) as children:
-                more: dict[str, JsonValue] = {"mlflow_run_id": parent}
-                drive = Drive(checked, folder, children, more)
+            with cancelled_with_us(), work_of(checked, parent, on_workers=on_workers) as work:
+                drive = Drive(checked, folder, work, {"mlflow_run_id": parent})
                 drive.run()
             points = [drive.points[number] for number in sorted(drive.points)]
             with sweep_lock(checked):
@@ -323,18 +276,18 @@ def sweep_child(
 
 
 @contextmanager
-def children_of(sweep: Sweep, parent: str | None, *, on_workers: bool) -> Iterator[Children]:
+def work_of(sweep: Sweep, parent: str | None, *, on_workers: bool) -> Iterator[Work]:
     """How its runs are worked on."""
     if on_workers:
-        yield OnWorkers(parent, sweep_directory(sweep).parent.parent)
+        yield OnWorkers(parent, sweep_directory(sweep).parent.parent).work
         return
     alike = not any(key.partition(".")[0] == "runtime" for point in sweep.points for key in point)
     alike = alike and not any(key.partition(".")[0] == "runtime" for key in sweep.spec.space)
     if alike and sweep.base.runtime.backend == "local":
         with kept_between_runs():
-            yield InTurn(parent)
+            yield partial(work_here, mlflow_parent=parent)
     else:
-        yield InTurn(parent)
+        yield partial(work_here, mlflow_parent=parent)
 
 
 def conclude(
@@ -363,7 +316,6 @@ def conclude(
         mlflow_run_id=parent,
     )
     drive.save()
-    show_table(sweep, points)
-    show_summary(sweep, result)
+    show_result(sweep, points, result)
     finish_in_mlflow(sweep, parent, points, result)
     return result

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
 
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.logging import get_run_logger
 
-from flows.artifacts import artifact_key, harmless
-from flows.parameters import MLFLOW_PAGE, written
+from flows.artifacts import show_page, show_table
+from flows.parameters import MLFLOW_PAGE
 from flows.sweep.record import SWEEP_FILE, PointRecord, sweep_directory
 from flows.tasks import tell
 from rlcore.config.documents import experiment_text
+from rlcore.config.problems import override_value
 from rlcore.config.sweep_load import Sweep
 from rlcore.errors import is_stop
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
@@ -58,7 +58,8 @@ def write_best(folder: Path, sweep: Sweep, best: PointRecord) -> Path:
     """The best point with its first seed as an experiment's file."""
     file = folder / BEST_FILE
     metric = sweep.metric_of(best.members[0].config)
-    words = ["millrace", "run", f"experiment={written(str(file))}", f"paths.root={written(str(folder.parent.parent))}"]
+    experiment, root = (override_value(str(path)) for path in (file, folder.parent.parent))
+    words = ["millrace", "run", f"experiment={experiment}", f"paths.root={root}"]
     comment = (
         f"{join(words)}\n"
         f"The best point of sweep {sweep.sweep_id}: {best.label}\n"
@@ -89,8 +90,8 @@ def best_first(sweep: Sweep, points: Sequence[PointRecord]) -> list[PointRecord]
     return sorted(points, key=lambda one: (one.state != "finished", one.score is None, sign * (one.score or 0.0)))
 
 
-def show_table(sweep: Sweep, points: Sequence[PointRecord]) -> None:
-    """A table in Prefect: a row a point, best first."""
+def show_result(sweep: Sweep, points: Sequence[PointRecord], result: SweepResult) -> None:
+    """In Prefect: a table with a row a point, best first, and where everything is."""
     metric = sweep.metric_of(sweep.base)
     rows = [
         {"point": point.number}
@@ -99,14 +100,9 @@ def show_table(sweep: Sweep, points: Sequence[PointRecord]) -> None:
         | {f"seed {member.seed}": member.score if not member.error else "failed" for member in point.members}
         for point in best_first(sweep, points)
     ]
-    harmless(lambda: create_table_artifact(rows, key=artifact_key(sweep.sweep_id, "sweep"), description=metric))
-
-
-def show_summary(sweep: Sweep, result: SweepResult) -> None:
-    """Where everything is, as Markdown in Prefect."""
+    show_table(sweep.sweep_id, "sweep", rows, metric)
     lines = [f"# Sweep {result.sweep_id}", "", *(f"- {line}" for line in summary_of(result))]
-    key = artifact_key(sweep.sweep_id, "sweep-summary")
-    harmless(lambda: create_markdown_artifact("\n".join(lines) + "\n", key=key))
+    show_page(sweep.sweep_id, "sweep-summary", lambda: "\n".join(lines))
 
 
 def summary_of(result: SweepResult) -> list[str]:

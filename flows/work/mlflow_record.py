@@ -14,6 +14,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from data import StageResult
 from flows.parameters import MLFLOW_PAGE
@@ -34,7 +35,7 @@ from rlcore.tracking.delivery import ensure_mlflow_run
 from rlcore.tracking.journal import StepRecord, read_journal
 from rlcore.tracking.lineage import code_diff, environment_facts, lineage_tags
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
-from rlcore.tracking.models import Alias, load_ahead, log_model, name_models
+from rlcore.tracking.models import Alias, Kind, load_ahead, log_model, name_models
 from rlcore.user_code import code_of
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,12 @@ class Page:
     mlflow_run: str
     config: RunConfig
     layout: RunLayout
+
+    @classmethod
+    def of(cls, run: OpenRun, tags: Mapping[str, str]) -> "Page":
+        """The page of a run, made with these tags unless it is there."""
+        mlflow_run = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
+        return cls(MlflowStore(run.config.tracking, run.layout.root), mlflow_run, run.config, run.layout)
 
 
 def log_start(page: Page, tags: Mapping[str, str], dataset: StageResult, filtered: StageResult) -> None:
@@ -128,41 +135,23 @@ def log_models(page: Page, last: Export, best: Export) -> None:
     config, layout = page.config, page.layout
     records = {record.step: record for record in read_journal(layout.journal)}
     tags = {"settings_fingerprint": settings_fingerprint(config)}
+
+    def log(folder: Path, kind: Kind, name: str, step: int, **more: Any) -> str:
+        metrics, time_s = _scores(records.get(step))
+        given = {"metrics": metrics, "time_s": time_s, **more}
+        return log_model(page.store, page.mlflow_run, folder, kind=kind, name=name, step=step, **given)
+
     for info in scan(layout.checkpoints).checkpoints:
-        metrics, time_s = _scores(records.get(info.step))
-        log_model(
-            page.store,
-            page.mlflow_run,
-            info.path,
-            kind="checkpoint",
-            name=info.path.name,
-            step=info.step,
-            metrics=metrics,
-            time_s=time_s,
-            tags={**tags, "size_bytes": str(info.size_bytes)},
+        size = {"size_bytes": str(info.size_bytes)}
+        log(info.path, "checkpoint", info.path.name, info.step, tags=tags | size)
+    kept = {
+        one.step: log(
+            one.directory, "transformers", f"weights-{one.step:06d}", one.step, tags=tags, max_bytes=MAX_UPLOAD_BYTES
         )
-    kept: dict[int, str] = {}
-    for export in (last, best):
-        if export.step not in kept:
-            kept[export.step] = _log_weights(page, export, records.get(export.step), tags)
+        for one in {last.step: last, best.step: best}.values()
+    }
     named: dict[Alias, str] = {"last": kept[last.step], "best": kept[best.step]}
     name_models(page.store, page.mlflow_run, named, config.tracking.registered_model)
-
-
-def _log_weights(page: Page, export: Export, record: StepRecord | None, tags: Mapping[str, str]) -> str:
-    metrics, time_s = _scores(record)
-    return log_model(
-        page.store,
-        page.mlflow_run,
-        export.directory,
-        kind="transformers",
-        name=f"weights-{export.step:06d}",
-        step=export.step,
-        metrics=metrics,
-        time_s=time_s,
-        tags=tags,
-        max_bytes=MAX_UPLOAD_BYTES,
-    )
 
 
 def _scores(record: StepRecord | None) -> tuple[dict[str, float], float]:
@@ -272,7 +261,7 @@ def _record_start(
     filtered: StageResult,
 ) -> Recorded:
     tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=prefect)
-    page = _page(run, ensure_mlflow_run(run.layout.run_dir, run.config, tags))
+    page = Page.of(run, tags)
     located = _located(known, page)
     run.shown.mlflow_page = located.url  # from here on the flow run's page has the way there
     log_start(page, tags, dataset, filtered)
@@ -282,14 +271,10 @@ def _record_start(
 def _record_end(
     run: OpenRun, known: Recorded, digest: str, models: str, report: Report | None, last: Export, best: Export
 ) -> Recorded:
-    page = _page(run, ensure_mlflow_run(run.layout.run_dir, run.config, {}))
+    page = Page.of(run, {})
     log_result(page, report)
     log_models(page, last, best)
     return replace(_located(known, page), report=digest, models=models).write(run.layout)
-
-
-def _page(run: OpenRun, mlflow_run: str) -> Page:
-    return Page(MlflowStore(run.config.tracking, run.layout.root), mlflow_run, run.config, run.layout)
 
 
 def _located(known: Recorded, page: Page) -> Recorded:

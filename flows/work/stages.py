@@ -13,28 +13,10 @@ from typing import Any
 
 from data import StageResult
 from flows.progress import display
+from flows.work import results
 from flows.work.open_run import OpenRun
 from flows.work.protocol import Progress
-from flows.work.results import (
-    SOURCE_FILE,
-    Chunk,
-    Export,
-    Judgement,
-    PassRateTable,
-    Report,
-    StartModel,
-    best_step_wanted,
-    checkpoint_store,
-    committed_step,
-    found_export,
-    known_judgement,
-    known_pass_rates,
-    known_report,
-    known_start_model,
-    known_suites,
-    report_fingerprint,
-    step_of,
-)
+from flows.work.results import Chunk, Export, Judgement, PassRateTable, Report, StartModel
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.suite import suite_settings
 from rlcore.errors import DataError
@@ -75,10 +57,12 @@ def make_dataset(config: RunConfig) -> StageResult:
 
 def filter_rows(config: RunConfig) -> StageResult:
     """Tokenize and filter the dataset, which must be there; or find the result."""
-    from data import filter_dataset
+    from data import build_dataset, filter_dataset
 
     root = _root(config)
     tokenizer = ensure_tokenizer(config)
+    for one in _compared(config).values():
+        build_dataset(one.data, seed=one.seed, root=root, splits=("validation",))
     return filter_dataset(
         _dataset(config),
         tokenizer,
@@ -86,38 +70,25 @@ def filter_rows(config: RunConfig) -> StageResult:
         root=root,
         tools=config.episode.tools,
         chat_template_kwargs=config.data.chat_template_kwargs,
-        suites=_suite_datasets(config),
+        suites=suite_datasets(config),
         on_progress=_show_rows,
     )
 
 
-def _suite_datasets(config: RunConfig) -> dict[str, Path]:
-    """The datasets that the filter compares the training rows with, made as far as they are missing."""
-    from data import build_dataset
-
-    places = suite_datasets(config)
-    if places:
-        seen = {suite.name: suite_settings(config, suite) for suite in config.validation.suites}
-        root, splits = _root(config), ("validation",)
-        places = {
-            name: build_dataset(one.data, seed=one.seed, root=root, splits=splits).directory
-            for name, one in seen.items()
-        }
-    return places
-
-
 def suite_datasets(config: RunConfig) -> dict[str, Path]:
-    """Where these datasets are, or will be, by the suite's name; empty where the filter compares nothing."""
-    if config.filter.decontaminate == "off":
-        return {}
+    """Where the datasets are, or will be, that the filter compares the training rows with, by the suite's name."""
     from data import dataset_directory, dataset_fingerprint
 
     root = _root(config)
-    seen = {suite.name: suite_settings(config, suite) for suite in config.validation.suites}
     return {
         name: dataset_directory(dataset_fingerprint(one.data, one.seed, root, ("validation",)), root)
-        for name, one in seen.items()
+        for name, one in _compared(config).items()
     }
+
+
+def _compared(config: RunConfig) -> dict[str, RunConfig]:
+    suites = () if config.filter.decontaminate == "off" else config.validation.suites
+    return {suite.name: suite_settings(config, suite) for suite in suites}
 
 
 def _show_rows(split: str, done: int, total: int) -> None:
@@ -185,7 +156,7 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
 def warm_start(run: OpenRun, inputs: RunInputs, to_step: int) -> StartModel:
     """Make the model of step 0, or find it: the supervised steps to `to_step`, or to their end."""
     inputs.write(run.layout)
-    if (known := known_start_model(run.config, inputs)) is not None:
+    if (known := results.known_start_model(run.config, inputs)) is not None:
         return known
     result = run.trainer.call("warm_start", to_step=to_step)
     return StartModel(
@@ -195,10 +166,10 @@ def warm_start(run: OpenRun, inputs: RunInputs, to_step: int) -> StartModel:
 
 def measure_pass_rates(run: OpenRun, inputs: RunInputs) -> PassRateTable:
     """Measure the pass rates of the training rows, or find them. The model of step 0 must be there."""
-    if (known := known_pass_rates(run.config, inputs)) is not None:
+    if (known := results.known_pass_rates(run.config, inputs)) is not None:
         return known
     _call(run, inputs, "pass_rates")
-    made = known_pass_rates(run.config, inputs)
+    made = results.known_pass_rates(run.config, inputs)
     assert made is not None, "the trainer has published it"
     return replace(made, cached=False)
 
@@ -222,8 +193,8 @@ def train_chunk(run: OpenRun, inputs: RunInputs, start: int, stop: int, at_most:
 
     The trainer goes on while it saves, to `at_most` (None: the run's end).
     """
-    if committed_step(run.config) >= stop:
-        return Chunk(start, stop, checkpoint_store(run.config).path_of(stop), skipped=True, metrics={})
+    if results.committed_step(run.config) >= stop:
+        return Chunk(start, stop, results.checkpoint_store(run.config).path_of(stop), skipped=True, metrics={})
     record_lineage(run, inputs)
     result = _call(run, inputs, "train", to_step=stop, **({} if at_most is None else {"at_most": at_most}))
     return Chunk(start, stop, Path(result["checkpoint"]), skipped=False, metrics=result["metrics"])
@@ -231,8 +202,8 @@ def train_chunk(run: OpenRun, inputs: RunInputs, start: int, stop: int, at_most:
 
 def validate(run: OpenRun, inputs: RunInputs, checkpoint: str, name: str) -> Judgement:
     """Judge a checkpoint (`start`, `last`, `best`, or its folder's name), or find its result."""
-    step = step_of(run.config, checkpoint)
-    if (known := known_judgement(run.config, run.layout, name, step)) is not None:
+    step = results.step_of(run.config, checkpoint)
+    if (known := results.known_judgement(run.config, run.layout, name, step)) is not None:
         return known
     result = _call(run, inputs, "validate", checkpoint=checkpoint, name=name)
     return Judgement(name, step, Path(result["file"]), cached=False, summary=result["summary"])
@@ -244,9 +215,9 @@ def evaluate(run: OpenRun, inputs: RunInputs) -> list[ValidationResult]:
     Raises:
         DataError: no problem of a suite has a score; they are judged again the next time.
     """
-    if (known := known_suites(run.config, run.layout, inputs, "before", 0)) is None:
+    if (known := results.known_suites(run.config, run.layout, inputs, "before", 0)) is None:
         _call(run, inputs, "evaluate")
-        known = known_suites(run.config, run.layout, inputs, "before", 0)
+        known = results.known_suites(run.config, run.layout, inputs, "before", 0)
     if known is None:
         raise DataError(f"{run.layout.suites}: the results are not there, or not those of these suites; evaluate again")
     for suite, result in zip(run.config.validation.suites, known, strict=True):
@@ -261,8 +232,8 @@ def evaluate(run: OpenRun, inputs: RunInputs) -> list[ValidationResult]:
 
 def export(run: OpenRun, inputs: RunInputs) -> Export:
     """Write the newest checkpoint's weights for others, unless that is done."""
-    step = committed_step(run.config)
-    if (known := found_export(run.layout.exported_model, step)) is not None:
+    step = results.committed_step(run.config)
+    if (known := results.found_export(run.layout.exported_model, step)) is not None:
         return known
     result = _call(run, inputs, "export", checkpoint="last")
     return Export(Path(result["directory"]), step, cached=False)
@@ -273,10 +244,10 @@ def export_best(run: OpenRun, inputs: RunInputs, last: Export) -> Export:
 
     `last` where nobody wants them (`tracking.log_best`).
     """
-    best_step = best_step_wanted(run.config, run.layout, last.step)
+    best_step = results.best_step_wanted(run.config, run.layout, last.step)
     if best_step is None:
         return last
-    if (known := found_export(run.layout.exported_best, best_step)) is not None:
+    if (known := results.found_export(run.layout.exported_best, best_step)) is not None:
         return known
     result = _call(run, inputs, "export", checkpoint="best")
     return Export(Path(result["directory"]), int(result["step"]), cached=False)
@@ -343,18 +314,18 @@ def load_ahead() -> None:
 
 def write_report(layout: RunLayout) -> Report:
     """Write the report with its sample browser, unless the one on disk is current."""
-    if (known := known_report(layout)) is not None:
+    if (known := results.known_report(layout)) is not None:
         return known
     from rlcore.report.build import build_report
     from rlcore.report.samples import build_sample_browser
 
-    digest, folder = report_fingerprint(layout), layout.run_dir / "report"
+    digest, folder = results.report_fingerprint(layout), layout.run_dir / "report"
     files = build_report(layout.run_dir)
     try:
         build_sample_browser(layout.run_dir)
     except DataError:  # no validation yet, which the report says too
         (folder / "samples.html").unlink(missing_ok=True)
-    write_json_atomically(folder / SOURCE_FILE, {"fingerprint": digest, "html": str(files.html)})
+    write_json_atomically(folder / results.SOURCE_FILE, {"fingerprint": digest, "html": str(files.html)})
     return Report(files.html, cached=False)
 
 

@@ -131,7 +131,7 @@ def _settle(
         _section_at(settings, parts)[parts[-1]] = texts.get(key, str(value))
         return
     if inside := _inside_list(detail, parts, suites if key == SUITES else ()):
-        rule, remedy = detail["msg"].replace("Input should be", "must be"), _described(key)
+        rule, remedy = rule_of(detail), _described(key)
         if detail["type"] == "extra_forbidden":
             rule = "there is no such setting"
             remedy = did_you_mean(str(detail["loc"][-1]), _siblings(detail, key)) or remedy
@@ -200,7 +200,6 @@ def _add_unknown(name: str, value: Any, settings: Mapping[str, Any], findings: F
 
 def _wrong_value(key: str, detail: ErrorDetails) -> Problem:
     value = detail["input"]
-    rule = detail["msg"].replace("Input should be", "must be").replace("String should", "must")
     if detail["type"] in ("model_type", "model_attributes_type", "union_tag_invalid", "dict_type"):
         inside = sorted(name for name in all_keys() if name.startswith(f"{key}."))
         hint = f"such as {inside[0] if inside else f'{key}.name=value'}"
@@ -212,7 +211,13 @@ def _wrong_value(key: str, detail: ErrorDetails) -> Problem:
             remedy = "In YAML write it in quotes: 'off' without them is the boolean false. "
         else:
             remedy = did_you_mean(str(value), expected.replace("'", "").replace(" or ", ", ").split(", "))
-    return Problem(key, rule, shown(value), (remedy + _described(key)).strip())
+    return Problem(key, rule_of(detail), shown(value), (remedy + _described(key)).strip())
+
+
+def rule_of(detail: ErrorDetails) -> str:
+    """The rule that a value breaks, in our words."""
+    told = detail["msg"].removeprefix("Value error, ")
+    return told.replace("Input should be", "must be").replace("String should", "must")
 
 
 def _described(key: str) -> str:

@@ -9,6 +9,13 @@ from rlcore.config.base import Bound, Section
 
 Operation = Literal["+", "-", "*", "/"]
 
+Scorer = Annotated[str, Field(description="`module:function` that scores an answer text against a ground truth.")]
+Revision = Annotated[
+    str,
+    Field(description="Commit, tag or branch of a hub dataset; '' for the newest. Its commit is part of the dataset's "
+          "fingerprint."),
+]  # fmt: skip
+
 _ORDER = "Lower one or raise the other"
 
 ALL_SOURCES = "all"
@@ -66,8 +73,7 @@ class CountdownData(Conversation):
     operation; how many is drawn for each row. None: a solution shows the right equation and its value alone. Only
     templates with `<think>` show either. `bare` with the environment `data.calculator:Countdown` shows a turn for each,
     with the reply."""
-    scorer: str = "data.countdown:score"
-    """`module:function` that scores an answer text against a ground truth."""
+    scorer: Scorer = "data.countdown:score"
 
 
 class Gsm8kData(Conversation):
@@ -77,12 +83,10 @@ class Gsm8kData(Conversation):
     """Which task in `data/` makes the rows."""
     source: str = "openai/gsm8k"
     """A hub dataset by its id, or a folder holding `train` and `test` as .jsonl or .parquet."""
-    revision: str = ""
-    """Commit, tag or branch of a hub dataset; '' for the newest. Its commit is part of the dataset's fingerprint."""
+    revision: Revision = ""
     template: Literal["chat", "text"] = "chat"
     """chat: the tokenizer's chat template is applied. text: the question alone, for base models."""
-    scorer: str = "data.gsm8k:score"
-    """`module:function` that scores an answer text against a ground truth."""
+    scorer: Scorer = "data.gsm8k:score"
 
 
 class ParquetData(Conversation):
@@ -97,8 +101,7 @@ class ParquetData(Conversation):
     template: Literal["auto", "chat", "text"] = "auto"
     """chat: the tokenizer's chat template is applied. text: the one message is the whole prompt. auto: by the
     file's own provenance, chat without one."""
-    scorer: str = "data.countdown:score"
-    """`module:function` that scores an answer text against a ground truth."""
+    scorer: Scorer = "data.countdown:score"
 
 
 class MappedData(Conversation):
@@ -110,8 +113,7 @@ class MappedData(Conversation):
     """A folder holding the two splits as .jsonl or .parquet, or a hub id."""
     subset: str = ""
     """Subset of a hub dataset; '' for its default."""
-    revision: str = ""
-    """Commit, tag or branch of a hub dataset; '' for the newest. Its commit is part of the dataset's fingerprint."""
+    revision: Revision = ""
     train_split: str = "train"
     """Name of the training split: the file's stem, or the split on the hub."""
     validation_split: str = "test"
@@ -128,8 +130,7 @@ class MappedData(Conversation):
     """Name in metrics (`val-core/<data_source>/...`); '' takes the source's."""
     template: Literal["chat", "text"] = "chat"
     """chat: the tokenizer's chat template is applied. text: question and instruction alone."""
-    scorer: str = "data.math:score"
-    """`module:function` that scores an answer text against a ground truth."""
+    scorer: Scorer = "data.math:score"
 
 
 class CustomData(Conversation):
@@ -145,8 +146,7 @@ class CustomData(Conversation):
     """Rows of the validation split."""
     options: tuple[str, ...] = ()
     """Further words for the function."""
-    scorer: str = "data.multiplication:score"
-    """`module:function` that scores an answer text against a ground truth."""
+    scorer: Scorer = "data.multiplication:score"
 
 
 class ReasoningGymData(Conversation):
@@ -163,8 +163,7 @@ class ReasoningGymData(Conversation):
     """Rows of the validation split; no question occurs in both splits, and none twice."""
     template: Literal["chat", "text"] = "chat"
     """chat: the tokenizer's chat template is applied. text: question and instruction alone."""
-    scorer: str = "data.reasoning_gym:score"
-    """`module:function` that scores an answer text against a ground truth."""
+    scorer: Scorer = "data.reasoning_gym:score"
 
 
 TaskData = Annotated[

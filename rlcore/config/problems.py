@@ -1,6 +1,7 @@
 """Mistakes in the settings: how they are collected, and their words."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 from rlcore.errors import ConfigError
 
 _LONGEST_VALUE = 60
+_PLAIN = re.compile(r"[A-Za-z_/][\w.\-/]*", re.ASCII)
+_WORDS_OF_YAML = frozenset({"true", "false", "null", "nan", "inf", "yes", "no", "on", "off"})
 # Below this likeness a proposal confuses more than it helps: "trainer.totl_steps" reaches 0.95, unrelated keys 0.4.
 _LEAST_LIKENESS = 0.6
 
@@ -90,8 +93,8 @@ def _likeness(whole: float, last: float) -> float:
     return max(0.6 * last + 0.4 * whole, 0.8 * whole)
 
 
-def plain_text(value: Any) -> str:
-    """A value as one writes it in an override.
+def plain_text(value: Any, text: Callable[[str], str] = lambda text: text or "''") -> str:
+    """A value as one reads it; `text` writes each text in it.
 
     >>> plain_text(None), plain_text(True), plain_text(["+", "-"]), plain_text(0.0003), plain_text("")
     ('null', 'true', '[+,-]', '0.0003', "''")
@@ -99,7 +102,22 @@ def plain_text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(plain_text, value))}]"
+        return f"[{','.join(plain_text(inner, text) for inner in value)}]"
     if isinstance(value, dict):
-        return f"{{{','.join(f'{name}:{plain_text(inner)}' for name, inner in value.items())}}}"
-    return str(value) or "''"
+        return f"{{{','.join(f'{name}:{plain_text(inner, text)}' for name, inner in value.items())}}}"
+    return text(value) if isinstance(value, str) else str(value)
+
+
+def override_value(value: Any) -> str:
+    """A value as Hydra reads it in an override: what is more than a plain word or path is quoted.
+
+    >>> override_value(["+", 3e-4]), override_value("off"), override_value("/data"), override_value("/my data")
+    ("['+',0.0003]", "'off'", '/data', "'/my data'")
+    """
+    return plain_text(value, _quoted)
+
+
+def _quoted(text: str) -> str:
+    if _PLAIN.fullmatch(text) and text.lower() not in _WORDS_OF_YAML:
+        return text
+    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text) + "'"

@@ -3,13 +3,13 @@
 import itertools
 import math
 import random
-import re
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from rlcore.config.base import Section
+from rlcore.config.problems import override_value
 
 Point = Mapping[str, JsonValue]
 """Dotted keys or groups of one point, and their values."""
@@ -17,8 +17,6 @@ SEARCHES = ("grid", "list", "random", "optuna")
 """Ways to choose points; a sweep has exactly one of them."""
 MOST_DRAWS = 1_000
 """Tries to draw a new point, before the space counts as used up."""
-_PLAIN = re.compile(r"[A-Za-z_][\w.\-/]*")
-_WORDS_OF_YAML = frozenset({"true", "false", "null", "nan", "inf", "yes", "no", "on", "off"})
 
 
 class Range(Section):
@@ -49,7 +47,12 @@ class Range(Section):
         return self
 
 
-Values = tuple[JsonValue, ...] | Range
+VALUES, RANGE = "of a list", "of a range"
+"""Where mistakes in the values of a space are, beside their key."""
+Values = Annotated[
+    Annotated[tuple[JsonValue, ...], Tag(VALUES)] | Annotated[Range, Tag(RANGE)],
+    Discriminator(lambda said: RANGE if isinstance(said, dict | Range) else VALUES),
+]
 """Values of a setting: a list of them, or a range of numbers."""
 Space = dict[str, Values]
 
@@ -181,7 +184,7 @@ def written(point: Point) -> list[str]:
     >>> written({"optim.lr": 1e-5, "algo": "dapo", "data.operations": ["+", "-"], "filter.overlong": "off"})
     ['optim.lr=1e-05', 'algo=dapo', "data.operations=['+','-']", "filter.overlong='off'"]
     """
-    return [f"{key}={_written(value)}" for key, value in point.items()]
+    return [f"{key}={override_value(value)}" for key, value in point.items()]
 
 
 def shown_point(point: Point) -> str:
@@ -220,16 +223,3 @@ def _draw_one(values: Values, generator: random.Random) -> JsonValue:
     drawn = generator.uniform(low, high) if not values.log else math.exp(generator.uniform(*map(math.log, (low, high))))
     drawn = round(drawn) if values.is_whole else float(f"{drawn:.4g}")
     return min(max(drawn, low), high)
-
-
-def _written(value: JsonValue) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, str):
-        plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS_OF_YAML
-        return value if plain else "'" + value.replace("'", "\\'") + "'"
-    if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{name}:{_written(inner)}' for name, inner in value.items())}}}"
-    return repr(value)

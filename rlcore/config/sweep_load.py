@@ -13,12 +13,14 @@ from pydantic import JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 from yaml import YAMLError
 
+from rlcore.config import sweep
 from rlcore.config.base import FILE_ENDINGS, keys_of
+from rlcore.config.check import rule_of
 from rlcore.config.compose import CONF_DIR, GROUPS, idle_settings, judge_settings
 from rlcore.config.fingerprint import fingerprint, lasting_settings, run_id
 from rlcore.config.problems import Problem, did_you_mean, settings_error, shown
 from rlcore.config.run import RunConfig, all_keys, is_key, section_names
-from rlcore.config.sweep import SEARCHES, Budget, Point, SweepSpec, edges_of, points_of, shown_point, written
+from rlcore.config.sweep import Budget, Point, SweepSpec, shown_point, written
 
 SWEEPS_DIR = CONF_DIR / "sweep"
 _WORDS = tuple(key.name.rpartition(".")[2] for key in keys_of(SweepSpec)) + tuple(SweepSpec.model_fields)
@@ -104,7 +106,7 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
     replaced = {_key(text) for text in overrides}
     shared = (*(text for text in spec.overrides if _key(text) not in replaced), *overrides)
     of_search = [] if problems and not spec.searches else list(_of_search(spec))
-    points = points_of(spec) if not of_search else []
+    points = sweep.points_of(spec) if not of_search else []
     # A space that is empty because its entries are wrong has their problems already.
     of_search = [one for one in of_search if not any(told.key.startswith(f"{one.key}.") for told in problems)]
     problems += [*of_search, *_of_keys(spec, points), *_of_seeds(spec, shared)]
@@ -128,8 +130,8 @@ def _judged(
     swept = {key for point in points for key in point} | spec.space.keys()
     given = [key for key in map(_key, shared) if key in swept]
     problems += [Problem(key, "is swept, and given for all points", key, "Keep one") for key in given]
-    told = {problem.key.removeprefix(f"{search}.") for problem in problems for search in SEARCHES}
-    every = edges_of(spec.space) if spec.optuna is not None else points
+    told = {problem.key.removeprefix(f"{search}.") for problem in problems for search in sweep.SEARCHES}
+    every = sweep.edges_of(spec.space) if spec.optuna is not None else points
     checked = [{key: value for key, value in point.items() if key not in told} for point in every]
     judged = judge_settings([shared, *([*shared, *written(point)] for point in checked)], experiment=spec.experiment)
     (base, of_all), of_points = judged[0], judged[1:]
@@ -178,7 +180,7 @@ def _parsed(content: Mapping[str, Any], problems: list[Problem]) -> SweepSpec:
         except ValidationError as error:
             details = error.errors(include_url=False)
         if is_first:  # later ones follow from the removals
-            problems += [problem for detail in details if (problem := _of_detail(detail)) is not None]
+            problems += map(_of_detail, details)
         is_first = False
         places = {_place(content, detail["loc"]) for detail in details}
         for path in sorted(places, reverse=True):  # the entries of a list from its end
@@ -207,32 +209,16 @@ def _take_out(content: Any, path: Sequence[int | str]) -> None:
         del content[last]
 
 
-def _of_detail(detail: ErrorDetails) -> Problem | None:
-    loc = [str(part) for part in detail["loc"]]
-    got, kind = detail["input"], detail["type"]
-    # The values of a space are a list or a range, and pydantic complains about both; only the fitting one counts.
-    branch = next((part for part in loc if part.startswith(("tuple[", "function-after["))), None)
-    if branch is not None:
-        loc.remove(branch)
-        if kind == "tuple_type" and isinstance(got, dict):
-            return None
-        if kind in ("model_type", "model_attributes_type") and isinstance(got, list):
-            return None
-        if kind in ("tuple_type", "model_type", "model_attributes_type"):
-            remedy = "Write [1, 2] or {low: 1, high: 2}"
-            return Problem(".".join(loc), "must be a list of values, or a range", shown(got), remedy)
-    key = ".".join(loc)
+def _of_detail(detail: ErrorDetails) -> Problem:
+    loc = [str(part) for part in detail["loc"] if part not in (sweep.VALUES, sweep.RANGE)]
+    got, kind, key = detail["input"], detail["type"], ".".join(loc)
+    if kind == "tuple_type" and sweep.VALUES in detail["loc"]:
+        return Problem(key, "must be a list of values, or a range", shown(got), "Write [1, 2] or {low: 1, high: 2}")
     if kind == "extra_forbidden":
         words = tuple(SweepSpec.model_fields) if len(loc) == 1 else _WORDS
         remedy = f"{did_you_mean(loc[-1], words)}docs/sweeps.md lists what a sweep may say"
         return Problem(key, "there is nothing of that name in a sweep", shown(got), remedy)
-    rule = (
-        detail["msg"]
-        .removeprefix("Value error, ")
-        .replace("Input should be", "must be")
-        .replace("String should", "must")
-    )
-    return Problem(key, "is missing" if kind == "missing" else rule, shown(got), "See docs/sweeps.md")
+    return Problem(key, "is missing" if kind == "missing" else rule_of(detail), shown(got), "See docs/sweeps.md")
 
 
 # ---------------------------------------------------------------------- checks
@@ -242,7 +228,7 @@ def _of_search(spec: SweepSpec) -> Iterable[Problem]:
     """The sweep has one way to choose points, and something to try."""
     said = spec.searches
     if not said:
-        remedy = f"Say one of {', '.join(SEARCHES)}; docs/sweeps.md shows each"
+        remedy = f"Say one of {', '.join(sweep.SEARCHES)}; docs/sweeps.md shows each"
         return [Problem("sweep", "is empty: it says nothing to try", spec.name, remedy)]
     if len(said) > 1:
         return [Problem("sweep", "says more than one way to choose points", ", ".join(said), "Keep one of them")]

@@ -249,7 +249,7 @@ def _gpus(nvml: Any) -> Iterator[tuple[str, int]]:
 
 
 def first_gpu() -> tuple[str, int] | None:
-    """Name and bytes of memory of the host's first GPU; None where there is none. Unlike torch it puts nothing on it."""
+    """Name and bytes of memory of the host's first GPU; None where there is none. Allocates nothing on it."""
     nvml = _start_nvml()
     return None if nvml is None else next(_gpus(nvml), None)
 

@@ -56,7 +56,7 @@ CASES = [
     ("a_mixture_has_parts", "data.task=mixture data.parts=[]", MIXTURE % ("", "")),
     ("a_mixture_has_parts", MIXTURE % ("", ",name:all"), MIXTURE % ("", ",name:mine")),
     ("a_mixture_scores_by_part", MIXTURE % ("", "") + " data.scorer=a.b:c", MIXTURE % ("", "")),
-    ("parts_keep_the_rules", MIXTURE % (",min_numbers:5", ""), MIXTURE % (",min_numbers:4", "")),
+    ("every_dataset_must_keep_the_rules", MIXTURE % (",min_numbers:5", ""), MIXTURE % (",min_numbers:4", "")),
     (
         "reasoning_gym_is_scored_apart",
         "data.task=reasoning_gym data.scorer=data.reasoning_gym:score",
@@ -65,7 +65,7 @@ CASES = [
     ("suites_have_names_and_room", SUITES % ("x", "x", ""), SUITES % ("x", "y", "")),
     ("suites_have_names_and_room", SUITES % ("x", "all", ""), SUITES % ("x", "y", "")),
     ("suites_have_names_and_room", SUITES % ("x", "y", ",max_prompt_tokens:257"), SUITES % ("x", "y", "")),
-    ("suites_keep_the_rules", SUITES % ("x", "y", ",sampling:{temperature:0}"), SUITES % ("x", "y", "")),
+    ("every_suite_must_keep_the_rules", SUITES % ("x", "y", ",sampling:{temperature:0}"), SUITES % ("x", "y", "")),
     ("data.min_numbers must be at most data.max_numbers", "data.min_numbers=5", "data.min_numbers=4"),
     ("data.number_low must be at most data.number_high", "data.number_low=101", "data.number_low=100"),
     ("data.target_low must be at most data.target_high", "data.target_low=1001", "data.target_low=1000"),
@@ -247,11 +247,11 @@ CASES = [
         for name in ("rloo", "pass_at_k", "tests.algos.custom_loss:scaled")
     ],
     *[
-        ("own_advantage_is_found", f"algo.advantage={wrong}", "algo.advantage=tests.algos.custom_loss:scaled")
+        ("advantage_is_known", f"algo.advantage={wrong}", "algo.advantage=tests.algos.custom_loss:scaled")
         for wrong in ("mine:advantage", "tests.algos.custom_loss:scale", ":scaled")
     ],
     *[
-        ("own_loss_is_found", f"algo.policy_loss={wrong}", "algo.policy_loss=tests.algos.custom_loss:my_loss")
+        ("policy_loss_is_known", f"algo.policy_loss={wrong}", "algo.policy_loss=tests.algos.custom_loss:my_loss")
         for wrong in ("mine:loss", "no.such.package:loss", "tests.algos.custom_loss:my_los", ":my_loss")
     ],
     (

@@ -7,14 +7,13 @@ Writes to ROOT/log.jsonl what it begins and ends.
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from prefect.logging import disable_run_logger
 
 from flows import chain
-from flows.sweep.drive import Child, Drive, Ended
+from flows.sweep.drive import Drive, Task
 from flows.sweep.record import sweep_directory
 from flows.work.open_run import open_run
 from flows.work.trainer import kept_between_runs
@@ -46,19 +45,15 @@ class Logged:
         self._file = root / "log.jsonl"
         self._name = name
 
-    def work(self, children: Iterator[Child]) -> Iterator[Ended]:
+    def work(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, str]]:
         """Train each to its step."""
-        for child in children:
-            config = child.settings.config
+        for task in tasks:
+            config = task.member.config
             with open_run(config) as run:
-                self._log("begun", run.run_id, child.to_step)
-                chain.train(run, chain.make_rows(config, chain.run_here).inputs, chain.run_here, child.to_step)
-                self._log("ended", run.run_id, child.to_step)
-            yield Ended(child.index, "")
-
-    def pause(self) -> None:
-        """Another process is at work."""
-        time.sleep(0.2)
+                self._log("begun", run.run_id, task.to_step)
+                chain.train(run, chain.make_rows(config, chain.run_here).inputs, chain.run_here, task.to_step)
+                self._log("ended", run.run_id, task.to_step)
+            yield task, ""
 
     def _log(self, what: str, run_id: str, step: int) -> None:
         line = {"what": what, "run": run_id, "step": step, "by": self._name}
@@ -69,7 +64,7 @@ class Logged:
 def main(root: Path, name: str) -> None:
     sweep = shared_sweep(root)
     with disable_run_logger(), kept_between_runs():
-        Drive(sweep, sweep_directory(sweep), Logged(root, name), {}).run()
+        Drive(sweep, sweep_directory(sweep), Logged(root, name).work, {}).run()
 
 
 if __name__ == "__main__":

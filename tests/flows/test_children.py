@@ -16,7 +16,9 @@ from prefect.states import Failed
 
 from flows.parameters import RunSettings
 from flows.server.api import LocalServer
-from flows.sweep.flow import DEPLOYMENT, Child, OnWorkers
+from flows.sweep.drive import Task
+from flows.sweep.flow import DEPLOYMENT, OnWorkers
+from flows.sweep.record import Member, PointRecord
 from rlcore.config import RunConfig
 from tests.flows.serving import serving
 
@@ -64,7 +66,8 @@ def test_a_lost_answer_makes_no_second_run_and_a_deleted_run_is_a_failed_one(
         flow, _, name = DEPLOYMENT.partition("/")
         deployment = client.create_deployment(client.create_flow_from_name(flow), name)
         children = OnWorkers(None, tmp_path)
-        child = Child(7, RunSettings(RunConfig(), (), "debug"), 1, "")
+        member = Member(1, RunSettings(RunConfig(), (), "debug"))
+        child = Task(PointRecord(7, {}, [member]), member, 1)
         try:
             made = children._submit(child)
             assert lost
@@ -79,13 +82,13 @@ def test_a_lost_answer_makes_no_second_run_and_a_deleted_run_is_a_failed_one(
             assert children._submit(child).id == further.id
             assert children._submit(replace(child, to_step=2)).id not in (made.id, further.id)
 
-            def deleted_meanwhile() -> Iterator[Child]:
+            def deleted_meanwhile() -> Iterator[Task]:
                 yield child
                 for run in client.read_flow_runs(flow_run_filter=of_it):
                     client.delete_flow_run(run.id)
 
-            (ended,) = children.work(deleted_meanwhile())
-            assert ended.index == 7
-            assert "was deleted in Prefect" in ended.error
+            ((ended, error),) = children.work(deleted_meanwhile())
+            assert ended is child
+            assert "was deleted in Prefect" in error
         finally:
             client.delete_deployment(deployment)

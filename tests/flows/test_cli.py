@@ -16,9 +16,10 @@ import yaml
 from flows.cli import DECLARED, app, exit_code
 from flows.commands import complete
 from flows.commands.run import train, validate
-from flows.parameters import compose_settings, written
+from flows.parameters import compose_settings
 from rlcore.config import RunConfig
 from rlcore.config.compose import GROUPS, load_config
+from rlcore.config.problems import override_value
 from rlcore.config.run import all_keys
 from rlcore.errors import CheckpointError, ConfigError, ModelError
 from rlcore.runtime.cluster import private_folder
@@ -150,7 +151,7 @@ def test_a_gpu_that_is_not_there_is_told_before_anything_is_made(bare: Millrace)
 def test_what_is_not_there_is_told_before_anything_is_made(
     artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = f"paths.root={written(str(artifacts_root))}"
+    root = f"paths.root={override_value(str(artifacts_root))}"
     settings = compose_settings(["experiment=tinyzero_ppo", "rollout=hf", root])
     with pytest.raises(ModelError, match=r"^model\.path: Qwen/Qwen2\.5-0\.5B is no directory here"):
         train(settings, dry_run=False, as_json=False, verbose=False)
@@ -178,7 +179,7 @@ def test_a_run_to_fork_is_looked_for_where_the_new_one_goes(bare: Millrace) -> N
 
 def test_a_root_of_any_name_comes_through_hydra() -> None:
     for root in ("/data/jürgen", "my runs", "/a(b),c=d", "it's \\ odd", "ends in \\", "null", "1e3", "/plain/path-1.0"):
-        assert load_config([f"paths.root={written(root)}"], experiment="debug").paths.root == root
+        assert load_config([f"paths.root={override_value(root)}"], experiment="debug").paths.root == root
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

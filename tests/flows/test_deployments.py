@@ -1,56 +1,51 @@
-"""`prefect.yaml` names flows and experiments that exist, and its forms refuse what the settings would refuse."""
+"""`deployments.yaml` names flows and experiments that exist, and its forms refuse what the settings would refuse."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from prefect import Flow
 from prefect.utilities.callables import parameter_schema
 from prefect.utilities.schema_tools import ValidationError, validate
 
 from flows.stack import deploy
-from flows.stack.deploy import eased_schema
+from flows.stack.deploy import FLOWS, eased_schema, read_deployments, schedule_of
 from rlcore.config.compose import experiment_names, load_config
 from rlcore.errors import MillraceError
 
-DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load(deploy.DEPLOYMENTS.read_text())["deployments"]
-IDS = [f"{one['entrypoint'].partition(':')[2]}/{one['name']}" for one in DEPLOYMENTS]
+DEPLOYMENTS = read_deployments()
 
 
-def flow_of(deployment: dict[str, Any]) -> Flow[Any, Any]:
-    file, _, name = deployment["entrypoint"].partition(":")
-    found = getattr(importlib.import_module(file.removesuffix(".py").replace("/", ".")), name)
-    assert isinstance(found, Flow)
-    return found
+def form_of(deployment: str) -> dict[str, Any]:
+    """The form of its flow as Prefect writes it."""
+    return parameter_schema(FLOWS[deployment.partition("/")[0]][1]).model_dump_for_openapi()
 
 
-@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=IDS)
-def test_a_deployment_is_a_flow_with_known_parameters(deployment: dict[str, Any]) -> None:
-    schema = parameter_schema(flow_of(deployment).fn)
-    assert set(deployment["parameters"]) <= set(schema.properties)
-    assert deployment["description"]
-    assert deployment["work_pool"]["name"] == "millrace"
-    assert all(schedule["active"] is False for schedule in deployment.get("schedules", []))
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_a_deployment_is_a_flow_with_known_parameters_and_its_schedules_are_off(name: str) -> None:
+    one = DEPLOYMENTS[name]
+    assert {*one.parameters, "root"} <= set(form_of(name)["properties"])
+    assert one.about
+    schedules = [schedule_of(schedule) for schedule in one.schedules]
+    assert not any(schedule.active for schedule in schedules)
+    assert len({schedule.slug for schedule in schedules} - {None}) == len(schedules)
 
 
-OF_ONE_RUN = [one for one in DEPLOYMENTS if "experiment" in one["parameters"]]
+OF_ONE_RUN = [name for name, one in DEPLOYMENTS.items() if "experiment" in one.parameters]
 
 
-@pytest.mark.parametrize("deployment", OF_ONE_RUN)
-def test_a_deployment_names_an_experiment_that_composes(deployment: dict[str, Any]) -> None:
-    load_config([], experiment=deployment["parameters"]["experiment"])
+@pytest.mark.parametrize("name", OF_ONE_RUN)
+def test_a_deployment_names_an_experiment_that_composes(name: str) -> None:
+    load_config([], experiment=DEPLOYMENTS[name].parameters["experiment"])
 
 
-def test_names_are_unique_and_every_experiment_has_one() -> None:
-    assert len(set(IDS)) == len(IDS)
-    deployed = {one["parameters"]["experiment"] for one in DEPLOYMENTS if one["entrypoint"].endswith(":pipeline")}
+def test_every_experiment_and_every_flow_has_one() -> None:
+    deployed = {one.parameters["experiment"] for name, one in DEPLOYMENTS.items() if name.startswith("pipeline/")}
     assert deployed >= set(experiment_names())
+    assert {name.partition("/")[0] for name in DEPLOYMENTS} == set(FLOWS)
 
 
 def test_the_form_offers_experiments_and_refuses_a_negative_learning_rate() -> None:
-    properties = parameter_schema(flow_of(DEPLOYMENTS[0]).fn).properties
+    properties = form_of("pipeline/debug")["properties"]
     assert eased_schema({"properties": properties})["properties"]["experiment"]["anyOf"][0]["enum"] == list(
         experiment_names()
     )
@@ -59,11 +54,9 @@ def test_the_form_offers_experiments_and_refuses_a_negative_learning_rate() -> N
     assert all(one["description"] for one in properties.values()), "each field has a help text"
 
 
-@pytest.mark.parametrize("deployment", OF_ONE_RUN)
-def test_an_experiment_is_a_name_or_a_file_and_anything_else_is_refused_with_the_names(
-    deployment: dict[str, Any],
-) -> None:
-    schema = eased_schema(parameter_schema(flow_of(deployment).fn).model_dump_for_openapi())
+@pytest.mark.parametrize("name", OF_ONE_RUN)
+def test_an_experiment_is_a_name_or_a_file_and_anything_else_is_refused_with_the_names(name: str) -> None:
+    schema = eased_schema(form_of(name))
     for good in (*experiment_names(), "/my files/mine.yaml", "mine.yml"):
         validate({"experiment": good}, schema, raise_on_error=True)
     if "enum" in str(schema["properties"]["experiment"]):  # a sweep's child is started by sweeps alone
@@ -71,11 +64,21 @@ def test_an_experiment_is_a_name_or_a_file_and_anything_else_is_refused_with_the
             validate({"experiment": "debg"}, schema, raise_on_error=True)
 
 
-def test_a_deployment_of_a_deleted_experiment_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(deploy._deployments()) == len(DEPLOYMENTS)
-    changed = tmp_path / "prefect.yaml"
-    changed.write_text(deploy.DEPLOYMENTS.read_text().replace("experiment: countdown_ppo_demo", "experiment: gone"))
+@pytest.mark.parametrize(
+    ("there", "written", "told"),
+    [
+        ("experiment: countdown_ppo_demo", "experiment: gone",
+         r"countdown-ppo-demo: experiment=gone is no file in conf/experiment; there is .*Take the"),
+        ("queue: control", "queu: control", r"(?s)queu\b.*Extra inputs.*its head says"),
+        ('cron: "0 22 * * *"', 'cron: "0 22 * *"', r"(?s)cron.*its head says"),
+        ("eval/local", "evil/local", r"evil/local: there is no flow evil; there is pipeline, "),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_file_is_told_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, written: str, told: str
+) -> None:
+    changed = tmp_path / "deployments.yaml"
+    changed.write_text(deploy.DEPLOYMENTS.read_text().replace(there, written, 1))
     monkeypatch.setattr(deploy, "DEPLOYMENTS", changed)
-    told = r"deployment 'countdown-ppo-demo' .*experiment=gone is no file in conf/experiment; there is .*Take the"
     with pytest.raises(MillraceError, match=told):
-        deploy._deployments()
+        read_deployments()

@@ -185,8 +185,7 @@ def test_every_module_that_is_started_by_name_is_there() -> None:
 
 
 def test_every_deployment_that_is_named_is_there_and_takes_the_settings() -> None:
-    deployments = yaml.safe_load((REPOSITORY / "flows" / "stack" / "prefect.yaml").read_text())["deployments"]
-    by_name = {f"{one['entrypoint'].rpartition(':')[2].replace('_', '-')}/{one['name']}": one for one in deployments}
+    by_name = yaml.safe_load((REPOSITORY / "flows" / "stack" / "deployments.yaml").read_text())
     own = {f"pipeline/{Path(words_of(line)[1]).stem}" for line in documented("millrace") if " deploy " in line}
     for line in documented("prefect"):
         if own & set(words := words_of(line)):

@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 
-from flows.commands.slots import slots as slots_command
+from flows.commands.runs import slots as slots_command
 from flows.plan.checks import require_slots
 from flows.work.open_run import FLOW_LOCK
 from flows.work.slots import Claim, HeldSlots, Slots, State, Wish

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prefect.logging import disable_run_logger
 
-from flows.sweep.drive import Child, Drive, Ended
+from flows.sweep.drive import Drive, Task
 from flows.sweep.record import sweep_directory
 from tests.flows.conftest import ended, journal, start, wait_until
 from tests.flows.sweep_shared import shared_sweep
@@ -21,16 +21,11 @@ from tests.flows.sweep_shared import shared_sweep
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-class NothingToDo:
+def nothing_to_do(tasks: Iterator[Task]) -> Iterator[tuple[Task, str]]:
     """Fails if it is given a run."""
-
-    def work(self, children: Iterator[Child]) -> Iterator[Ended]:
-        for child in children:
-            raise AssertionError(f"{child.label} to step {child.to_step} is not done")
-        return iter(())
-
-    def pause(self) -> None:
-        raise AssertionError("nobody else is at work")
+    for task in tasks:
+        raise AssertionError(f"{task.label} to step {task.to_step} is not done")
+    return iter(())
 
 
 def log_of(root: Path) -> list[dict[str, Any]]:
@@ -70,7 +65,7 @@ def test_three_processes_one_of_them_killed_share_a_sweep(artifacts_root: Path) 
 
     # One process alone, with a study of its own, decides the same of these runs, and finds nothing to do.
     shutil.rmtree(sweep_directory(sweep))
-    alone = Drive(sweep, sweep_directory(sweep), NothingToDo(), {})
+    alone = Drive(sweep, sweep_directory(sweep), nothing_to_do, {})
     with disable_run_logger():
         alone.run()
     assert {point.settings["optim.lr"]: point.state for point in alone.points.values()} == states

@@ -1,7 +1,7 @@
 """Rules of the dataset stage."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -182,35 +182,42 @@ RULES: tuple[Rule, ...] = (
 
 def parts_keep(rules: Sequence[Rule]) -> Rule:
     """The rule that each dataset of a mixture keeps these rules as if it were the run's only one."""
-    reading = [each for each in rules if each.reads_any(("data",))]
 
-    def check(config: RunConfig) -> Problem | None:
-        told = []
+    def alone(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         for index, part in enumerate(config.data.parts if isinstance(config.data, MixtureData) else ()):
-            alone = config.model_copy(update={"data": part.data})
-            broken = (problem for each in reading if (problem := each.check(alone)) is not None)
-            told += [f"entry {index} ({part.data.task}): {problem}" for problem in broken]
-        if not told:
-            return None
-        return Problem("data.parts", "every dataset must keep the rules", "; ".join(told), "Mend them one by one")
+            yield f"entry {index} ({part.data.task})", config.model_copy(update={"data": part.data})
 
-    return Rule("parts_keep_the_rules", ("data", "model", "reward", "warm_start"), check)
+    reading = [each for each in rules if each.reads_any(("data",))]
+    reads = ("data", "model", "reward", "warm_start")
+    return _each_keeps(reading, alone, "data.parts", "every dataset must keep the rules", "Mend them one by one", reads)
 
 
 def suites_keep(rules: Sequence[Rule]) -> Rule:
     """The rule that each suite keeps these rules as if its data and sampling were the run's."""
-    not_read = ("training_file_is_there",)
-    reading = [each for each in rules if each.reads_any(("data", "validation")) and each.name not in not_read]
+
+    def alone(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+        for suite in config.validation.suites:  # the warm start learns from the run's own data
+            yield suite.name, suite_settings(config, suite).model_copy(update={"warm_start": WarmStartConfig()})
+
+    reading = [
+        each for each in rules if each.reads_any(("data", "validation")) and each.name != "training_file_is_there"
+    ]
+    reads = ("validation", "data", "model", "reward", "rollout")
+    return _each_keeps(reading, alone, "validation.suites", "every suite must keep the rules", "Mend its file", reads)
+
+
+def _each_keeps(
+    rules: Sequence[Rule],
+    alone: Callable[[RunConfig], Iterator[tuple[str, RunConfig]]],
+    key: str,
+    says: str,
+    remedy: str,
+    reads: tuple[str, ...],
+) -> Rule:
+    """The rule that each of the settings that `alone` names keeps these rules."""
 
     def check(config: RunConfig) -> Problem | None:
-        told = []
-        for suite in config.validation.suites:
-            seen = suite_settings(config, suite)
-            seen = seen.model_copy(update={"warm_start": WarmStartConfig()})  # it learns from the run's own data
-            broken = (problem for each in reading if (problem := each.check(seen)) is not None)
-            told += [f"{suite.name}: {problem}" for problem in broken]
-        if not told:
-            return None
-        return Problem("validation.suites", "every suite must keep the rules", "; ".join(told), "Mend its file")
+        broken = [f"{name}: {problem}" for name, one in alone(config) for each in rules if (problem := each.check(one))]
+        return Problem(key, says, "; ".join(broken), remedy) if broken else None
 
-    return Rule("suites_keep_the_rules", ("validation", "data", "model", "reward", "rollout"), check)
+    return Rule(says.replace(" ", "_"), reads, check)

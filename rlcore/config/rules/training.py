@@ -4,13 +4,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlcore.config.algo import (
-    ADVANTAGES,
-    GROUP_ADVANTAGES,
-    POLICY_LOSSES,
-    UNGROUPED_ADVANTAGES,
-    AlgoConfig,
-)
+from rlcore.config.algo import ADVANTAGES, GROUP_ADVANTAGES, POLICY_LOSSES, UNGROUPED_ADVANTAGES, AlgoConfig
 from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules.registry import Rule, row, rule
 from rlcore.config.run import RunConfig, value_at
@@ -22,32 +16,21 @@ _DEFAULT = AlgoConfig()
 
 
 def _is_known(field: str, known: tuple[str, ...]) -> Rule:
-    """A loss or an advantage has a short name, or is the user's function."""
-    key = f"algo.{field}"
-
-    def check(config: RunConfig) -> Problem | None:
-        name = getattr(config.algo, field)
-        if name in known or ":" in name:
-            return None
-        remedy = f"{did_you_mean(name, known)}There are {', '.join(known)}"
-        return Problem(key, "must be one that is there, or `module:function` of your own", name, remedy)
-
-    return Rule(f"{field}_is_known", (key,), check)
-
-
-def _own_is_found(name: str, field: str) -> Rule:
-    """The user's function has a module that is found, and is named there."""
+    """A loss or an advantage has a short name, or is the user's function, whose module is found and names it."""
     key = f"algo.{field}"
 
     def check(config: RunConfig) -> Problem | None:
         given = getattr(config.algo, field)
         module, colon, function = given.partition(":")
+        if not colon and given not in known:
+            remedy = f"{did_you_mean(given, known)}There are {', '.join(known)}"
+            return Problem(key, "must be one that is there, or `module:function` of your own", given, remedy)
         why = _not_found(module, function) if colon else None
         if why is None:
             return None
         return Problem(key, "must name a function as module:function", f"{given} ({why})", MODULES_ARE_FOUND)
 
-    return Rule(name, (key,), check)
+    return Rule(f"{field}_is_known", (key,), check)
 
 
 def _not_found(module: str, function: str) -> str | None:
@@ -110,8 +93,6 @@ RULES: tuple[Rule, ...] = (
     _warmup_fits("warm_start", "warm_start.optim", "warm_start.max_steps"),
     _is_known("policy_loss", tuple(POLICY_LOSSES)),
     _is_known("advantage", ADVANTAGES),
-    _own_is_found("own_loss_is_found", "policy_loss"),
-    _own_is_found("own_advantage_is_found", "advantage"),
     row("groups_have_members", "rollout.samples_per_prompt", "algo.advantage",
         "must be at least 2 with an advantage that compares the answers to a prompt",
         lambda c: c.algo.advantage not in GROUP_ADVANTAGES or c.rollout.samples_per_prompt >= 2,
