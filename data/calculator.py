@@ -2,7 +2,7 @@
 
 data.environment=rlcore.rollout.tools:Tools episode.tools=[data.calculator:calculate]
 millrace run experiment=countdown_calculator
-python -m data.calculator gsm8k/train.jsonl demonstrations.jsonl     # for experiment=smollm2_gsm8k_calculator
+python -m data.calculator gsm8k/train.jsonl demonstrations.jsonl     # GSM8K in turns, see docs/environments.md
 """
 
 import json

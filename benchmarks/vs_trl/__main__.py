@@ -61,14 +61,20 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 folder.mkdir()
                 job = prepare(arguments, side, folder, seed=arguments.seed + repeat, shared=Path(scratch))
                 report = run_side(job, trl_site=arguments.trl_site) | {"seed": job.seed}
-                if job.judged_steps:
-                    judged = (0, *job.judged_steps)
-                    report["held_out"] = [held_out(job, arguments, Path(scratch), step) for step in judged]
                 reports.append(report)
-                if arguments.out:
-                    arguments.out.mkdir(parents=True, exist_ok=True)
-                    (arguments.out / f"{side}-{arguments.lengths}-{job.seed}.json").write_text(json.dumps(report))
+                _keep(arguments, report)
+                for step in (0, *job.judged_steps) if job.judged_steps else ():
+                    report.setdefault("held_out", []).append(held_out(job, arguments, Path(scratch), step))
+                    _keep(arguments, report)
     return reports
+
+
+def _keep(arguments: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Write what is known so far to --out: judging may take longer than learning."""
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        file = arguments.out / f"{report['side']}-{arguments.lengths}-{report['seed']}.json"
+        file.write_text(json.dumps(report))
 
 
 def parsed() -> argparse.Namespace:
