@@ -65,7 +65,8 @@ class WordProblems:
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Keep the ground truth."""
-        self._row, self._texts, self._calls, self._failed = row, [], 0, 0
+        self._row, self._calls, self._failed = row, 0, 0
+        self._texts: list[str] = []
 
     def step(self, text: str) -> Turn:
         """Compute what the turn asks for, or score the answer."""

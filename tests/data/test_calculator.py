@@ -1,0 +1,61 @@
+"""The calculator on word problems: what it computes, and episodes made of published solutions."""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from data import gsm8k
+from data.calculator import WordProblems, computed, episode, main
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("48/2", "24"), ("0.2*50", "10"), (".5*3", "1.5"), ("2/3", "0.6667"), ("007+1", "8"), ("(1+2)*3", "9")],
+)
+def test_a_value_is_exact_to_four_places(expression: str, value: str) -> None:
+    assert computed(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression", ["1/0", "2**99", "-3", "1.2.3", "a", "1,000*2", "", "9" * 5_000, "__import__('os')"]
+)
+def test_what_is_no_computation_has_no_value(expression: str) -> None:
+    assert computed(expression) is None
+
+
+def test_published_solutions_played_as_episodes_are_right_and_get_the_replies_that_they_show(
+    gsm8k_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(gsm8k_folder / "train.jsonl", tmp_path / "episodes.jsonl")
+    assert "7,454 demonstrations; 19 solutions" in capsys.readouterr().out
+    answers = {}
+    for line in (gsm8k_folder / "train.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        answers[gsm8k.prompt_of(row["question"])] = gsm8k.reference_number(row["answer"], "")
+    for line in (tmp_path / "episodes.jsonl").read_text(encoding="utf-8").splitlines():
+        asked, *turns = json.loads(line)["messages"]
+        environment = WordProblems()
+        environment.reset({"answer": answers[asked["content"]], "seed": 1})
+        for turn, reply in zip(turns[::2], [*turns[1::2], None], strict=True):
+            told = environment.step(turn["content"])
+            assert (told.reply, told.done) == ((reply or {}).get("content", ""), reply is None)
+        assert (told.reward, told.parts["calls"], told.parts["calls_failed"]) == (1.0, len(turns) // 2, 0)
+
+
+def test_a_call_that_cannot_be_computed_is_answered_and_counted_and_the_episode_goes_on() -> None:
+    environment = WordProblems()
+    environment.reset({"answer": "4", "seed": 1})
+    told = environment.step("She has <<two+2=")
+    assert (told.reply, told.done, told.reward) == ("?", False, 0.0)
+    told = environment.step("4.\n#### 4")
+    assert (told.done, told.reward, told.parts["calls"], told.parts["calls_failed"]) == (True, 1.0, 1, 1)
+
+
+def test_a_solution_whose_stated_value_is_another_is_no_demonstration() -> None:
+    assert episode("5*3=<<5*3=14>>14\n#### 14") is None
+    assert episode("half is <<1/2=one>>\n#### 1") is None
+    told = episode("1/4 of it is <<1/4=0.25>>0.25.\n#### 0.25")
+    assert told is not None
+    assert Fraction(told[1]["content"]) == Fraction(1, 4)
