@@ -5,6 +5,7 @@ same collectives in a pass: each layer's weights are gathered and its gradients 
 middle, out of memory, the others would wait for its part for ever.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -51,12 +52,12 @@ def full_state(
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole parameters one by one, under transformers' names; a tied head is given once, as the embedding.
 
-    Gathering is a collective: every rank must iterate to the end, in step. One gathered tensor lives at a time
-    unless the caller keeps it. LoRA adapters come merged into their matrices, so names and shapes are the base model's.
-    `value` gives a parameter where it is not on the device.
+    Gathering is a collective: every rank must iterate to the end, in step. One bucket of gathered tensors lives at a
+    time unless the caller keeps them. LoRA adapters come merged into their matrices, so names and shapes are the base
+    model's. `value` gives a parameter where it is not on the device.
     """
     root = model.model if isinstance(model, CausalPolicy) else model
-    yield from merged_parameters(root, lambda parameter: gathered(value(parameter)))
+    yield from merged_parameters(root, _Buckets(root, value))
 
 
 def adapter_state(model: CausalPolicy) -> Iterator[tuple[str, Tensor]]:
@@ -91,6 +92,57 @@ def gathered(parameter: Tensor) -> Tensor:
     """A parameter whole, detached, on its own device; a collective where it is sharded."""
     value = parameter.detach()
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+BUCKET_BYTES = 1 << 28
+"""Of whole tensors that one collective gathers; a larger tensor is gathered alone."""
+
+
+class _Buckets:
+    """Gathers a model's sharded parameters, asked for in any order that is the same on all ranks: the first that is
+    asked of a bucket brings the others. A collective for each of hundreds of tensors would cost more than its bytes.
+
+    Args:
+        value: a parameter where it is not on the device.
+    """
+
+    def __init__(self, model: nn.Module, value: Callable[[Tensor], Tensor]) -> None:
+        self._value = value
+        self._bucket_of: dict[Tensor, list[Tensor]] = {}
+        self._whole: dict[Tensor, Tensor] = {}
+        filling: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in model.parameters():
+            if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
+                continue
+            bucket = filling.get(parameter.dtype, [])
+            if not bucket or sum(one.nbytes for one in [*bucket, parameter]) > BUCKET_BYTES:
+                bucket = filling[parameter.dtype] = []
+            bucket.append(parameter)
+            self._bucket_of[parameter] = bucket
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        """The whole parameter, once."""
+        if parameter not in self._bucket_of:
+            return gathered(self._value(parameter))
+        if parameter not in self._whole:
+            bucket = self._bucket_of[parameter]
+            values = [value for value in map(self._value, bucket) if isinstance(value, DTensor)]
+            self._whole.update(zip(bucket, _gathered(values), strict=True))
+        return self._whole.pop(parameter)
+
+
+def _gathered(shards: list[DTensor]) -> Iterator[Tensor]:
+    """Whole tensors of one type by one collective. Ranks hold as many rows of each, but the last ones fewer or none."""
+    mesh, kind = shards[0].device_mesh, shards[0].to_local()
+    sizes = [-(-len(shard) // mesh.size()) * math.prod(shard.shape[1:]) for shard in shards]
+    mine = kind.new_zeros(sum(sizes))
+    for part, shard in zip(mine.split(sizes), shards, strict=True):
+        local = shard.to_local().reshape(-1)
+        part[: len(local)].copy_(local)
+    everyones = kind.new_empty(mesh.size(), len(mine))
+    dist.all_gather([*everyones], mine, group=mesh.get_group())
+    for part, shard in zip(everyones.split(sizes, dim=1), shards, strict=True):
+        yield part.reshape(-1)[: shard.numel()].view(shard.shape)
 
 
 R = TypeVar("R")

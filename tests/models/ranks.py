@@ -7,6 +7,8 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rlcore.config.algo import OptimConfig
 from rlcore.config.model import LoraConfig, ModelConfig
+from rlcore.models import parallel
 from rlcore.models.load import load_value_model
 from rlcore.models.lora import add_adapters
 from rlcore.models.memory import HostedWeights
@@ -121,6 +124,25 @@ def wait_on_the_host(models: Path, mesh: DeviceMesh) -> None:
     assert torch.equal(loss_of(policy, micro), first)
 
 
+def gather_in_buckets(policy: CausalPolicy) -> None:
+    """The same bits as tensor by tensor, however many a collective takes; and fewer collectives."""
+    alone = {name: gathered(parameter) for name, parameter in policy.model.named_parameters()}
+    send, counts = dist.all_gather, []
+    for size in (1, 20_000, parallel.BUCKET_BYTES):
+        calls: list[int] = []
+
+        def counted(*arguments: Any, calls: list[int] = calls, **more: Any) -> Any:
+            calls.append(1)
+            return send(*arguments, **more)
+
+        with patch.object(parallel, "BUCKET_BYTES", size), patch.object(dist, "all_gather", counted):
+            found = dict(full_state(policy))
+        assert found.keys() == alone.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in alone.items())
+        counts.append(len(calls))
+    assert counts[0] == len(alone) > counts[1] > counts[2] == 1
+
+
 def main() -> None:
     warnings.simplefilter("error")
     rank, world_size = int(sys.argv[1]), int(sys.argv[2])
@@ -137,6 +159,7 @@ def main() -> None:
     held = sum(p.to_local().numel() for p in parameters) / sum(p.numel() for p in parameters)
     assert held < 1.2 / world_size, "each has its part"
     save_file({name: tensor.contiguous() for name, tensor in full_state(policy)}, out / f"state-{rank}.safetensors")
+    gather_in_buckets(policy)
     wait_on_the_host(models, mesh)
     dist.barrier()
     dist.destroy_process_group()

@@ -65,16 +65,14 @@ def test_seven_kills_and_the_numbers_are_the_same(undisturbed: SmallRun, tmp_pat
     assert weights_of(run) == weights_of(undisturbed)
 
 
-@pytest.mark.parametrize("num_ranks", [4, 8])
-def test_one_of_many_ranks_killed_in_an_update_and_the_numbers_are_those_of_one(num_ranks: int, tmp_path: Path) -> None:
-    """A step has 4 prompts, so some of 8 ranks have none to answer."""
+def test_one_of_four_ranks_killed_in_an_update_and_the_numbers_are_those_of_one(tmp_path: Path) -> None:
     one = small(tmp_path, *KEPT, steps=4)
     assert disturb(one, None)[0]["code"] == 0, said(one)
-    ranks = one.config.runtime.model_copy(update={"backend": "ray", "num_workers": num_ranks})
+    ranks = one.config.runtime.model_copy(update={"backend": "ray", "num_workers": 4})
     found = {}
     for name, plan in {
         "whole": [None],
-        "killed": [{"at": "update_actor", "nth": 3, "to": f"rank-{num_ranks - 1}", "signals": ["SIGKILL"]}, None],
+        "killed": [{"at": "update_actor", "nth": 3, "to": "rank-3", "signals": ["SIGKILL"]}, None],
     }.items():
         run = replace(one, config=one.config.model_copy(update={"runtime": ranks, "run_id": name}))
         codes = [start["code"] for start in disturb(run, *plan)]
