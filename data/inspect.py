@@ -104,7 +104,7 @@ def inspect_dataset(path: Path, *, num_rows: int = 3, seed: int = 0) -> DatasetR
 
 def _files(path: Path) -> list[tuple[str, Path]]:
     """Name and file of each split; those of a mixture are named `<part's folder>/<split>`."""
-    if path.is_file():
+    if path.is_file() and path.suffix == ".parquet":
         return [(path.stem, path)]
     parts = part_directories(path)
     if parts != (path,):

@@ -127,6 +127,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("sweep seed.yaml", ["seed: there is nothing of that name in a sweep; got [1,2]", "Did you mean seeds?"]),
     ("sweep typo.yaml", ["grids: there is nothing of that name in a sweep", "Did you mean grid?"]),
     ("sweep short.yaml", ["grid.lr: there is no such setting", "Did you mean optim.lr?"]),
+    ("data inspect csv/train.csv", ["csv/train.csv: no parquet file there. Give a parquet file"]),
     ("sweep nothing.yaml", ["name: is missing"]),
     ("eval model --suite nothing.yaml", ["validation.suites: its file must hold keys and values; got nothing.yaml"]),
     ("eval model --suite gsm9k", ["must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k?"]),

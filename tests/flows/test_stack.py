@@ -34,7 +34,7 @@ from rlcore.errors import MillraceError
 from tests.flows.attempts import Attempt, told_to_a_page
 from tests.flows.conftest import WAIT_S, numbers, wait_until
 from tests.flows.serving import serving
-from tests.flows.stack import RETRY, SUSPEND, Stack, stack_up
+from tests.flows.stack import SUSPEND, Stack, stack_up
 from tests.report.chromium import PROGRAM, open_tab
 from tests.small_run import prepare
 from tests.storage.small_disk import fill, mounted
@@ -413,7 +413,7 @@ def test_a_cancelled_run_goes_on_by_retry_and_a_paused_one_by_resume(stack: Stac
     saved = stack.steps_saved("story")[-1]
 
     # Tried again, it goes on; suspended, it ends its chunk and its process, and tells the hook.
-    stack.set_state(run, RETRY)
+    stack.retry_cancelled(run)
     stack.wait_for_step("story", saved + 1)
     process, trainer = stack.process_of(run), stack.trainer("story")
     stack.set_state(run, SUSPEND)
