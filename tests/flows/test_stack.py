@@ -253,6 +253,7 @@ def test_a_second_up_starts_nothing_again_and_leaves_what_people_have_switched(
     before = read_stack(stack.root)
     with pytest.raises(MillraceError, match="must name a notification block"):
         up(stack.root, Wishes(notify_block="slack-webhook/nobody"))
+    capsys.readouterr()
     nightly, mine = switched_on_by_hand(stack)
     up_command(stack.root, Wishes())
     said = capsys.readouterr().out.splitlines()
