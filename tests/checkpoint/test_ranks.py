@@ -15,7 +15,11 @@ pytestmark = pytest.mark.multiprocess
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=str)
+WORLD_SIZES = [pytest.param(2, marks=pytest.mark.lengthy), pytest.param(3, marks=pytest.mark.slow)]
+"""Three share out unevenly, too."""
+
+
+@pytest.fixture(scope="module", params=WORLD_SIZES, ids=str)
 def left_by_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which one process has saved `from-one`, and the ranks have done what `ranks.py` says."""
     world_size = request.param

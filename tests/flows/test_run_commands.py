@@ -160,7 +160,8 @@ def test_a_message_says_how_many_runs_it_leaves_out(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_is_listed_followed_and_told_to_stop(bare: Millrace) -> None:
-    training = bare.start("train", "experiment=debug", "trainer.total_steps=20000", "warm_start.enabled=false")
+    small = ("warm_start.enabled=false", "tracking.enabled=false")
+    training = bare.start("train", "experiment=debug", "trainer.total_steps=20000", *small)
     wait_until(lambda: any(path.stat().st_size for path in bare.root.glob("runs/*/metrics.jsonl")), "the first step")
     root = f"--root={bare.root}"
     (found,) = json.loads(bare("runs", "--json", root).out)

@@ -253,6 +253,7 @@ def test_a_second_up_starts_nothing_again_and_leaves_what_people_have_switched(
     before = read_stack(stack.root)
     with pytest.raises(MillraceError, match="must name a notification block"):
         up(stack.root, Wishes(notify_block="slack-webhook/nobody"))
+    capsys.readouterr()
     nightly, mine = switched_on_by_hand(stack)
     up_command(stack.root, Wishes())
     said = capsys.readouterr().out.splitlines()
@@ -310,6 +311,7 @@ def test_no_web_page_commands_the_stack(stack: Stack, tmp_path: Path) -> None:
     stack.assert_hidden(stack.login, stack.login.partition(":")[2])
 
 
+@pytest.mark.lengthy  # without a browser: the two tests below that start such runs
 @pytest.mark.prefect
 @pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the form is not filled in")
@@ -387,18 +389,18 @@ def test_a_cancelled_run_has_saved(stack: Stack) -> None:
 
 @pytest.mark.prefect
 @pytest.mark.slow
-def test_a_completed_run_that_is_tried_again_is_completed_again(stack: Stack) -> None:
-    """The run of the form, where a browser has filled it in."""
-    of_the_form = {"name": {"any_": ["pipeline/own"]}, "state": {"type": {"any_": ["COMPLETED"]}}}
-    known = stack.api.filter("flow_runs", flow_runs=of_the_form)
-    run = known[0]["id"] if known else stack.start("pipeline/debug", total_steps=1, overrides=["name=own"])
-    stack.wait(run, "COMPLETED")
+def test_a_completed_run_that_is_tried_again_is_completed_again(stack: Stack, tmp_path: Path) -> None:
+    """Of an experiment's file, as the form sends it."""
+    own = tmp_path / "own.yaml"
+    own.write_text("defaults: [debug, _self_]\nname: again\n")
+    run = stack.start("pipeline/debug", experiment=str(own), total_steps=1, learning_rate=0.001)
+    assert stack.wait(run, "COMPLETED")["name"] == "pipeline/own"
     with suppress(psutil.NoSuchProcess):
         stack.process_of(run).wait()
     stack.set_state(run, RETRY)
     wait_until(lambda: stack.run(run)["run_count"] == 2, "it has begun again")
     stack.wait(run, "COMPLETED")
-    assert sorted(numbers(stack.run_dir("own"))) == [0, 1], "no step was done again"
+    assert sorted(numbers(stack.run_dir("again"))) == [0, 1], "no step was done again"
 
 
 @pytest.mark.lengthy

@@ -93,6 +93,7 @@ def test_killed_at_every_operation(tmp_path, mode):
     assert contents == sorted(contents, key=lambda content: content == "new"), "old until one moment, new from then on"
 
 
+@pytest.mark.lengthy
 def test_killed_at_random_moments(tmp_path):
     moments = random.Random(20)
     for number in range(10):
