@@ -19,7 +19,7 @@ from flows.server.untold import not_kept_by
 from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun, open_run
-from flows.work.results import PipelineResult, checkpoint_name, step_of
+from flows.work.results import PipelineResult, checkpoint_name, finished, step_of
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, StopRequestedError
 from rlcore.run.pass_rates import WITHOUT_PASS_RATES, is_wanted
@@ -34,14 +34,12 @@ def run(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -
     if dry_run:
         show_plan(plan, as_json=as_json)
         return
-    if plan.is_done:  # each stage finds its result: no server is started for that
-        with open_run(config, settings.command("run")) as held, MlflowRecord(held, {}) as record:
-            known = chain.run_chain(held, chain.look, record, with_report=True)
+    if (known := finished(config, plan)) is not None:  # no server is started for that
         print(f"run {plan.run_id} in {plan.run_dir}: finished, there is nothing to do")
         print("\n".join(summary_lines(config, known, None)), flush=True)
         return
     check_before_start(config, plan)
-    if plan.memory is not None and plan.memory.usable_bytes is not None:
+    if plan.memory is not None and plan.memory.usable_bytes is not None and not plan.is_done:
         show_memory(plan.memory)
     api = start_prefect(Path(config.paths.root), verbose=verbose)
     print(f"run {plan.run_id} in {plan.run_dir}", flush=True)

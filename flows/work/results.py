@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from data import StageResult
 from flows.progress import HEADLINE
@@ -18,6 +19,9 @@ from rlcore.run.pass_rates import find_pass_rates
 from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 from rlcore.storage.publish import write_json_atomically
 from rlcore.user_code import code_of
+
+if TYPE_CHECKING:
+    from flows.plan.plan import RunPlan
 
 SOURCE_FILE = "source.json"
 """Beside the report: the fingerprint of what it was written from."""
@@ -176,6 +180,11 @@ class Recorded:
             return cls(**parse_json(read_ordinary(layout.run_dir / RECORDED_FILE)))
         except (OSError, ValueError, TypeError):
             return cls()
+
+    def is_whole(self, config: RunConfig, layout: RunLayout, last: Export, best: Export) -> bool:
+        """Whether MLflow has all of the run."""
+        wanted = (settings_digest(config), report_fingerprint(layout), models_digest(config, last, best))
+        return (self.settings, self.report, self.models) == wanted
 
     def write(self, layout: RunLayout) -> "Recorded":
         """Keep it."""
@@ -349,3 +358,34 @@ def settings_text(config: RunConfig, layout: RunLayout) -> str:
 def anchored(config: RunConfig, layout: RunLayout) -> RunConfig:
     """The settings with an absolute root: they may be read from another working directory."""
     return config.model_copy(update={"paths": config.paths.model_copy(update={"root": str(layout.root)})})
+
+
+def finished(config: RunConfig, plan: "RunPlan") -> PipelineResult | None:
+    """The result of a run in which no stage has anything to do or to write; None where one has, or may have.
+
+    Args:
+        config: with the stack's store.
+        plan: of this moment.
+    """
+    layout = RunLayout.of(config)
+    if not plan.is_done or _text(layout.settings_json) != settings_text(config, layout):
+        return None
+    last = found_export(layout.exported_model, plan.committed_step)
+    best_step = best_step_wanted(config, layout, plan.committed_step)
+    best = last if best_step is None else found_export(layout.exported_best, best_step)
+    report, recorded = known_report(layout), Recorded.read(layout)
+    ends = {"before": 0, "after": plan.committed_step}
+    judged = [known_judgement(config, layout, name, step) for name, step in ends.items()]
+    judgements = [one for one in judged if one is not None]
+    if last is None or best is None or report is None or len(judgements) < len(judged):
+        return None
+    if config.tracking.enabled and not recorded.is_whole(config, layout, last, best):
+        return None
+    return PipelineResult(plan.run_id, layout.run_dir, judgements, report.html, last.directory, recorded)
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:
+        return None
