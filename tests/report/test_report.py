@@ -486,9 +486,7 @@ def test_inputs_serve_as_lineage(tmp_path):
 @pytest.mark.parametrize(
     "overrides", [[], ["seed=7", "optim.lr=3e-5", "tags.owner='me and you'", "paths.root='a b/c'"]]
 )
-def test_the_command_line_composes_to_the_same_settings(experiment, overrides, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "gsm8k_calculator.jsonl").touch()  # that one experiment names, and its user makes first
+def test_the_command_line_composes_to_the_same_settings(experiment, overrides):
     config = load_config(overrides, experiment=experiment)
     command = reproduce_command(config)
     assert command is not None
