@@ -50,6 +50,8 @@ class Rollout:
 
     `is_sampled` Bool[len(response_ids)]: in an episode of several turns, False for tokens that an environment or a
     template wrote. They are context: without a loss, a log-probability (0) or an advantage. None: all were sampled.
+
+    `turn_rewards`: of each rewarded turn the place of its last token in `response_ids`, and the reward.
     """
 
     prompt: Prompt
@@ -59,6 +61,7 @@ class Rollout:
     finish_reason: FinishReason
     policy_version: int
     is_sampled: np.ndarray | None = None
+    turn_rewards: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,15 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
     )
 
 
+def place_turn_rewards(rollouts: Sequence[Rollout], packed: PackedBatch) -> Float[Tensor, "T"]:
+    """Each turn's reward at the position that predicts the turn's last token, 0 elsewhere and without a score."""
+    rewards = torch.zeros(packed.num_tokens)
+    for rollout, start in zip(rollouts, packed.cu_seqlens.tolist(), strict=False):
+        for place, reward in rollout.turn_rewards:
+            rewards[start + len(rollout.prompt.token_ids) + place - 1] = reward
+    return torch.where(packed.loss_mask, rewards, 0.0)
+
+
 def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
     """N demonstrations -> one `PackedBatch` of T tokens, in the order given, with a loss on their answers' tokens.
 

@@ -152,6 +152,9 @@ class EpisodeConfig(Section):
     no part in training; other episodes of that process are repeated in the new one."""
     num_processes: int = Field(default=2, ge=1)
     """Processes of the environments; each has one turn at a time."""
+    reward_per_turn: bool = False
+    """Whether each turn's reward stands at its last token, for advantages that know when a reward came. Off: the sum of
+    all stands at the episode's last token."""
 
 
 class JudgingConfig(Section):

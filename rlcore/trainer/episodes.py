@@ -40,6 +40,7 @@ class _Playing:
     logprobs: list[float] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    rewards: list[tuple[int, float]] = field(default_factory=list)
     reward: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
@@ -79,6 +80,7 @@ class _Playing:
         self.reward += turn.reward
         self.parts |= turn.parts
         if turn.reward:
+            self.rewards.append((len(self.token_ids) - 1, turn.reward))
             self._show(f"reward {turn.reward:.3g}")
         self.said.replies.append(turn.reply)
         if turn.done or last:
@@ -95,6 +97,7 @@ class _Playing:
             finish_reason=self.finish_reason,
             policy_version=version,
             is_sampled=np.array(self.is_sampled, dtype=bool),
+            turn_rewards=tuple((place, reward) for place, reward in self.rewards if place >= 0),
         )
 
     def score(self) -> Score:

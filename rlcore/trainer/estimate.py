@@ -76,11 +76,13 @@ def estimate(
     kl_coef: float,
     parts: Parts | None = None,
     is_cut: Bool[Tensor, "N"] | None = None,
+    turn_rewards: Float[Tensor, "T"] | None = None,
 ) -> Estimate:
     """Advantages and returns by `algo.advantage`.
 
     `parts`: for advantages that ask for them; None: the rewards alone. `is_cut`: answers that ended at the limit,
-    needed by `algo.mask_truncated`.
+    needed by `algo.mask_truncated`. `turn_rewards`: the shares of the scores that stand where their turns end; None:
+    all of a score stands at the last token.
 
     `greedy_scores`: for each answer the score of the greedy answer to its prompt, needed by remax.
     An answer without a score (`packed.score_mask`) has no part in them: they are those of the batch without it.
@@ -95,7 +97,9 @@ def estimate(
         kl = kl_estimate(old_logprobs, ref_logprobs, estimator=algo.kl.estimator_in_use)
         if mask.any():
             kl_in_reward = (masked_sum(kl, mask) / mask.sum()).item()
-    token_level = token_rewards(packed.scores, packed.cu_seqlens, mask, kl, kl_coef)
+    early = torch.zeros_like(packed.behavior_logprobs) if turn_rewards is None else turn_rewards
+    late = packed.scores - segment_sum(early, sequence_ids, packed.num_sequences)
+    token_level = early + token_rewards(late, packed.cu_seqlens, mask, kl, kl_coef)
     rewards = segment_sum(token_level, sequence_ids, packed.num_sequences)
     if algo.advantage == "gae":
         assert values is not None, "GAE needs a critic's values"

@@ -12,7 +12,7 @@ from torch import Tensor
 from rlcore.algos.kl import next_kl_coef
 from rlcore.algos.schedules import next_entropy_added
 from rlcore.batching.balance import Shares, share_out
-from rlcore.batching.pack import pack, scatter_tokens, select
+from rlcore.batching.pack import pack, place_turn_rewards, scatter_tokens, select
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.alarms import Alarm, batch_alarms, save_failure, step_alarms
@@ -144,8 +144,11 @@ class Trainer(GroupTrainer):
         config = self._config
         parts = Parts.of(experience.scores, config.reward.weights)
         is_cut = torch.tensor([rollout.finish_reason == "length" for rollout in experience.rollouts])
-        greedy = experience.greedy_scores
-        return estimate(packed, passes, greedy, algo=config.algo, kl_coef=kl_coef, parts=parts, is_cut=is_cut)
+        early = place_turn_rewards(experience.rollouts, packed) if config.episode.reward_per_turn else None
+        return estimate(
+            packed, passes, experience.greedy_scores, algo=config.algo, kl_coef=kl_coef, parts=parts, is_cut=is_cut,
+            turn_rewards=early,
+        )  # fmt: skip
 
     def _forward_passes(self, packed: PackedBatch, shares: Shares, clock: PhaseClock) -> Passes:
         """Old and reference log-probabilities, entropies and values, each only where the algorithm needs it."""

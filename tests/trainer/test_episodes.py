@@ -13,7 +13,7 @@ import torch
 
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import policy_objective
-from rlcore.batching.pack import pack
+from rlcore.batching.pack import pack, place_turn_rewards
 from rlcore.config.algo import GROUP_ADVANTAGES, AlgoConfig, KlConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import ConfigError
@@ -95,6 +95,7 @@ def test_what_the_engine_read_and_wrote_is_what_is_trained_on(
         assert rollout.is_sampled is not None
         sampled = np.array([False] * len(rollout.prompt.token_ids) + rollout.is_sampled.tolist())
         assert score.failure is None
+        ends = []
         for turn in range(int(score.parts["turns"])):
             asked, wrote = by_seed[turn_seed(request.seed, turn)]
             start = len(asked.prompt.token_ids)
@@ -102,8 +103,11 @@ def test_what_the_engine_read_and_wrote_is_what_is_trained_on(
             assert whole[:start] == asked.prompt.token_ids
             assert whole[start:stop] == wrote.response_ids
             assert sampled[start:stop].all()
+            ends.append(stop - 1 - len(rollout.prompt.token_ids))
             sampled[start:stop] = False
         assert not sampled.any(), "nothing else counts as sampled"
+        assert {place for place, _ in rollout.turn_rewards} <= set(ends), "a reward stands at its turn's last token"
+        assert sum(reward for _, reward in rollout.turn_rewards) == pytest.approx(score.total)
         assert score.parts["turns"] == 4 or rollout.finish_reason == "length"
         assert text.count("[environment]") >= 1
         own = [line for line in text.split("\n") if not line.startswith("[environment]")]
@@ -239,6 +243,35 @@ def test_the_environments_tokens_have_no_advantage_and_change_none(method: str) 
     torch.testing.assert_close(found.batch.advantages[mask], twin.batch.advantages[twin.batch.packed.loss_mask])
     torch.testing.assert_close(found.returns[mask], twin.returns[twin.batch.packed.loss_mask])
     assert not found.batch.advantages[~mask].any()
+
+
+@pytest.mark.parametrize("method", ["gae", "reinforce_pp"])
+def test_a_turns_reward_is_returned_to_what_was_written_until_then_by_a_naive_twin(method: str) -> None:
+    rollouts, gamma = ragged(True)[0], 0.9
+    for index, rollout in enumerate(rollouts):
+        ends = [place for place in range(len(rollout.response_ids) - 1) if rollout.is_sampled[place]][:2]
+        rollouts[index] = replace(rollout, turn_rewards=tuple((place, 1.5 - place) for place in ends))
+    scores = [Score(float(index), {}, failure="lost" if index == 7 else None) for index in range(12)]
+    packed = pack(rollouts, scores, [0] * 12)
+    zeros = torch.zeros(packed.num_tokens)
+    algo = AlgoConfig(advantage=method, gamma=gamma, lam=1.0)
+    found = estimate(
+        packed,
+        Passes(zeros, None, zeros),
+        None,
+        algo=algo,
+        kl_coef=0.0,
+        turn_rewards=place_turn_rewards(rollouts, packed),
+    )
+    for rollout, score, start in zip(rollouts, scores, packed.cu_seqlens.tolist(), strict=False):
+        written = [place for place in range(len(rollout.response_ids)) if rollout.is_sampled[place]]
+        rewards = dict(rollout.turn_rewards)
+        rewards[written[-1]] = rewards.get(written[-1], 0.0) + score.total - sum(rewards.values())
+        for number, place in enumerate(written):
+            later = written[number:]
+            expected = sum(gamma**away * rewards.get(other, 0.0) for away, other in enumerate(later))
+            returned = found.returns[start + len(rollout.prompt.token_ids) + place - 1].item()
+            assert returned == pytest.approx(0.0 if score.failure else expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])

@@ -127,6 +127,8 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("reward.judge",), ("data.scorer",), _one_of(JUDGE, MixtureData().scorer), f"Set data.scorer={JUDGE}"),
     Effect(("reward.deadline_s",), ("reward.num_processes",), _on, "Set reward.num_processes=1 or more"),
     Effect(("episode",), ("data.environment",), _on, "Set data.environment"),
+    Effect(("episode.reward_per_turn",), ("algo.advantage",), _one_of("gae", "reinforce_pp"),
+           "Choose algo=ppo or algo=reinforce_pp"),
     Effect(("filter.decontaminate",), ("validation.suites",), bool, "Name suites in validation.suites"),
     Effect(("validation.sampling.top_p",), ("validation.sampling.temperature",), _on,
            "Set validation.sampling.temperature=1"),
