@@ -65,11 +65,10 @@ def has_gradients(model: nn.Module) -> bool:
 
 
 def one_rank_without_a_number(
-    worker: Worker, batch: TrainBatch, num_micro: int, denominator: Denominator, rank: int
+    worker: Worker, batch: TrainBatch, num_micro: int, denominator: Denominator, is_wrong: bool
 ) -> str:
-    """An update in which the loss of the last rank alone is no number, though its gradient is one."""
-    last = torch.distributed.get_world_size() - 1
-    if rank == last:
+    """An update in which the loss of one rank alone is no number, though its gradient is one."""
+    if is_wrong:
         batch = replace(batch, ref_logprobs=torch.full_like(batch.ref_logprobs, torch.nan))
     before = [parameter.detach().clone() for parameter in worker.policy_model().parameters()]
     try:
@@ -120,7 +119,9 @@ def main() -> None:
         if rank == 0:
             save_file(found, folder / f"{case['name']}-{world_size}.safetensors")
         if number == 0 and world_size > 1:
-            outcome = one_rank_without_a_number(worker, mine, shares.num_micro, denominator, rank)
+            scored = [bool(batch.packed.score_mask[list(part)].any()) for part in shares.sequences]
+            is_wrong = rank == max(number for number, has_loss in enumerate(scored) if has_loss)
+            outcome = one_rank_without_a_number(worker, mine, shares.num_micro, denominator, is_wrong)
             (folder / f"outcome-{rank}-of-{world_size}").write_text(outcome)
 
 
