@@ -35,6 +35,7 @@ STANDS_FOR = {
     "/path/to/folder": "rows",
     "=MODEL": "=model",
     "=GSM8K": "=rows",
+    "data.source=gsm8k ": "data.source=rows ",
     "model.path=...": "model.path=model",
     "experiment=<path>": "experiment=mine.yaml",
     "<run id>": "some-run",
@@ -117,7 +118,8 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         row = {"q": f"What is 12 * 12, {split}?", "a": "144", "question": f"{split}?", "answer": "#### 144"}
         (folder / "rows" / f"{split}.jsonl").write_text(json.dumps(row))
     talk = {"messages": [{"role": "user", "content": "Is 4 even?"}, {"role": "assistant", "content": "Yes."}]}
-    (folder / "talks.jsonl").write_text(json.dumps(talk))
+    for name in ("talks.jsonl", "gsm8k_calculator.jsonl"):
+        (folder / name).write_text(json.dumps(talk))
     return folder
 
 
