@@ -54,12 +54,13 @@ def not_kept_by(url: str, leave: Callable[[], object], *, patience_s: float = PA
 
 
 def _watch(hears: socket.socket, url: str, leave: Callable[[], object], patience_s: float) -> None:
-    with hears:
+    with hears:  # open to the end: Python complains of a signal whose number finds no reader
         while numbers := hears.recv(64):
             if any(number in WISHES for number in numbers):
-                break
-        else:
-            return
+                _end_where_no_server_is(url, leave, patience_s)
+
+
+def _end_where_no_server_is(url: str, leave: Callable[[], object], patience_s: float) -> None:
     from flows.server.api import answers
     from flows.work.trainer import is_stopping_one
     from rlcore.errors import EXIT_RESUMABLE

@@ -62,7 +62,9 @@ def test_while_its_server_answers_it_is_left_alone() -> None:
         process = told_to_end(f"{server}/api")
         wait_until(lambda: len(asked) >= 4 or process.poll() is not None, "it asks for longer than its patience")
         assert process.poll() is None
-    assert ended(process).code == 75
+        process.send_signal(signal.SIGINT)
+    done = ended(process)
+    assert (done.code, "Exception ignored" in done.err) == (75, False), done.err
 
 
 def test_a_process_that_is_no_command_is_not_watched() -> None:
