@@ -16,7 +16,6 @@ from typing import Any
 from data import gsm8k
 from data.arithmetic import evaluate
 from data.countdown import COMPUTED, score
-from data.sources import records_of
 from rlcore.rollout.environment import Turn
 
 _ASKED = re.compile(r"<<([^<>=]{1,200})=$")
@@ -118,6 +117,8 @@ def episode(answer: str) -> list[dict[str, str]] | None:
 
 def main(source: Path, target: Path) -> None:
     """Write the demonstrations of a published file of GSM8K, and tell how many solutions were left out."""
+    from data.sources import records_of
+
     left_out, lines = 0, []
     for record in records_of(source):
         messages = episode(record.text("answer"))
