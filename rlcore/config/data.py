@@ -235,7 +235,7 @@ class PassRatesConfig(Section):
     keep: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest pass rate of the rows that are trained on, both included: a share from 0 to 1 of the scored
     answers. [0, 1] keeps all rows."""
-    rows_per_part: int = Field(default=512, ge=1)
+    rows_per_part: int = Field(default=2_048, ge=1)
     """Rows that are answered together and then saved. A stage that is killed loses one part at most."""
     draw: Literal["uniform", "band", "informative"] = "uniform"
     """How training draws its rows. uniform: each once an epoch. band: those whose pass rate lies in `band`, the others

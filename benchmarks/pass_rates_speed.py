@@ -1,0 +1,108 @@
+"""The stage of pass rates beside vLLM alone: answer tokens a second on the same prompts, with the same sampling.
+
+    python -m benchmarks.pass_rates_speed --root /tmp/speed --out speed.json --experiment smollm2_countdown \\
+        data.train_size=8192 pass_rates.samples=4                                            # one GPU, 3 minutes
+    python -m benchmarks.pass_rates_speed --root /tmp/speed --experiment countdown_demo data.train_size=512 \\
+        rollout=vllm runtime.device=cpu                                                      # rehearsal
+
+The stage as a run does it, from the first request to the published table: sampling, scoring, parts on disk; without the
+start of the engine. Then `vllm.LLM` in a process of its own, with the same limits on answers at a time, memory and
+graphs, all prompts in one call. Both have answered a few prompts before. Exit code 1 if the stage has less than 0.9 of
+its tokens a second.
+"""
+
+import argparse
+import json
+import multiprocessing
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.pass_rates import FAR_AWAY
+from rlcore.config import RunConfig
+from rlcore.models.load import end_of_text_ids
+from rlcore.rollout.vllm.start import EngineShape, engine_arguments
+from rlcore.run.pass_rates import TABLE, planned_pass_rates, read_table
+from tests.run.sessions import session_of
+from tests.small_run import make
+
+LEAST = 0.9
+WARM_UP = 64
+"""Prompts."""
+
+
+def stage(
+    root: Path, experiment: str, overrides: Sequence[str]
+) -> tuple[dict[str, float], RunConfig, Path, list[list[int]]]:
+    """Figures of the stage; the run's settings, its start model and the prompts."""
+    run = make(root, "pass_rates.samples=4", *overrides, "tracking.enabled=false", experiment=experiment)
+    with session_of(run) as session:
+        workers = session._workers
+        workers.load("start")
+        prompts = [prompt for part in workers.problems.train for prompt in part]
+        workers.training_answers(prompts[:WARM_UP], 1, FAR_AWAY)
+        begun = time.perf_counter()
+        session.measure_pass_rates()
+        seconds = time.perf_counter() - begun
+    table = read_table(planned_pass_rates(run.config, run.inputs.filtered_directory) / TABLE)
+    tokens = float(table.column("mean_tokens").to_numpy().sum()) * run.config.pass_rates.samples
+    figures = {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
+    return figures, run.config, run.model_directory, [list(prompt.token_ids) for prompt in prompts]
+
+
+def alone(config: RunConfig, model: Path, prompts: list[list[int]]) -> dict[str, float]:
+    """Figures of vLLM by itself."""
+    from vllm import LLM, SamplingParams
+
+    on_gpu = torch.cuda.is_available()
+    shape = EngineShape(
+        str(model),
+        config.filter.max_prompt_tokens + config.rollout.max_response_tokens,
+        torch.device("cuda" if on_gpu else "cpu"),
+        torch.bfloat16 if on_gpu else torch.float32,
+    )
+    arguments = engine_arguments(shape, config.rollout) | {"load_format": "auto", "skip_tokenizer_init": False}
+    engine = LLM(**arguments)
+    sampling = SamplingParams(
+        n=config.pass_rates.samples,
+        temperature=config.rollout.sampling.temperature,
+        top_p=config.rollout.sampling.top_p,
+        max_tokens=config.rollout.max_response_tokens,
+        stop_token_ids=sorted(end_of_text_ids(model)),
+        detokenize=False,
+    )
+    asked: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+    engine.generate(asked[:WARM_UP], sampling, use_tqdm=False)
+    begun = time.perf_counter()
+    found = engine.generate(asked, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - begun
+    tokens = float(sum(len(answer.token_ids) for output in found for answer in output.outputs))
+    return {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
+
+
+def main() -> int:
+    """Measure both, and print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON to this file")
+    parser.add_argument("--experiment", default="smollm2_countdown")
+    parser.add_argument("overrides", nargs="*", help="settings as on the command line")
+    given = parser.parse_args()
+    found: dict[str, Any] = {}
+    found["stage"], config, model, prompts = stage(given.root.resolve(), given.experiment, given.overrides)
+    print(json.dumps(found), flush=True)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        found["vllm_alone"] = pool.submit(alone, config, model, prompts).result()
+    found["share"] = found["stage"]["tokens_per_s"] / found["vllm_alone"]["tokens_per_s"]
+    print(json.dumps(found, indent=1))
+    if given.out is not None:
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if found["share"] >= LEAST else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
