@@ -13,7 +13,7 @@ prefix of a conversation must keep its tokens. The result has, for training and 
     answer_lengths   list<int32>   runs of tokens that are no answer's and of an answer's, in turn
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -126,19 +126,22 @@ def tokenize_demonstrations(
 
 def try_demonstrations(
     config: WarmStartConfig,
-    tokenizer_dir: Path,
+    tokenizer_dir: Path | None,
     num_rows: int,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Tokenize the first rows, as the stage will.
+    """Tokenize the first rows as the stage will, where the tokenizer is there, and read the lines that follow.
 
     Raises:
-        DataError: one of them breaks the form, or the template changes an answer.
+        DataError: a row breaks the form, a line cannot be read, or the template changes an answer.
     """
     file = Path(config.demonstrations or "").expanduser()
-    rows = list(islice(records_of(file), num_rows))
-    if rows:
-        _encoder(file, tokenizer_dir, chat_template_kwargs, rows[0])(rows)
+    rows = records_of(file)
+    first = list(islice(rows, num_rows))
+    if first and tokenizer_dir is not None:
+        _encoder(file, tokenizer_dir, chat_template_kwargs, first[0])(first)
+    if file.suffix == ".jsonl":
+        deque(rows, maxlen=0)
 
 
 def _fitting(

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from data.rows import Message, PromptForm, Row, TaskRows
 from data.schema import ROWS_PER_GROUP, find_type, open_parquet, provenance, read_batches, require_row_schema
 from rlcore.config.data import MappedData, ParquetData
@@ -113,12 +115,19 @@ def _from_jsonl(path: Path) -> Iterator[Record]:
                 continue
             where = f"{path}: line {number}"
             try:
-                values = json.loads(line)
+                values = _parsed(line)
             except ValueError as error:
                 raise DataError(f"{where}: is no JSON ({error}); repair or remove the line") from error
             if not isinstance(values, dict):
                 raise DataError(f"{where}: must be a JSON object, got {str(values)[:80]!r}; repair or remove the line")
             yield Record(where, values)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return from_json(line)  # five times as fast
+    except ValueError:
+        return json.loads(line)  # reads more (a byte-order mark, half a surrogate pair), and says what is wrong
 
 
 def _from_parquet(path: Path) -> Iterator[Record]:

@@ -38,13 +38,24 @@ class StageResult:
     counts: Mapping[str, int]
 
 
+_EARLIER = {
+    "3a9366f7f56a6621": "a09048efc44283de",  # gsm8k
+    "ff5bdf651d3ba910": "9538ab35cefd03fb",  # mapped
+    "c630b9d7197c07cc": "73eafe51822f28ca",  # custom
+    "7b1d1c14271eebae": "30f39456b8e733b5",  # demonstrations
+}
+"""Digests of code that writes the same as earlier code, and those of the earlier: folders made before are found. Code
+that writes otherwise has no line here."""
+
+
 def source_digest(*modules: str) -> str:
     """Digest of the source of modules of this package, so that a change of the code changes the fingerprint."""
     digest = hashlib.sha256()
     for module in sorted(modules):
         path = Path(__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
         digest.update(module.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
+    found = digest.hexdigest()[:16]
+    return _EARLIER.get(found, found)
 
 
 def mixture_fingerprint(kind: str, parts: Iterable[str]) -> str:

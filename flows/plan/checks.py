@@ -14,6 +14,7 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from data.custom import build_function
+from data.stage import SPLITS
 from flows.parameters import RunSettings
 from flows.plan.plan import RunPlan, make_plan
 from flows.work.slots import require_slots
@@ -217,8 +218,9 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
     """
     if plan.is_done:
         return
-    model = Path(config.model.path or "")
-    is_tokenizer_tried = config.model.path is not None and model.is_dir() and not plan.stage("filter").cached
+    _require_sound_rows(config)
+    model = None if config.model.path is None or not Path(config.model.path).is_dir() else Path(config.model.path)
+    is_tokenizer_tried = model is not None and not plan.stage("filter").cached
     rows: list[FirstRow] = []
     for data in (part.data for part in parts_of(config.data)):
         if isinstance(data, CountdownData) and not plan.stage("dataset").cached:
@@ -236,16 +238,27 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
                 _try_scorer(data.scorer, row, config)
     if config.data.environment and rows:
         _try_environment(rows[0], config)
-    if is_tokenizer_tried:
+    if model is not None and is_tokenizer_tried:
         _try_tokenizer(model, rows, config)
     warm = config.warm_start
-    if warm.enabled and warm.demonstrations is not None and model.is_dir() and not plan.stage("warm-start").cached:
+    if warm.enabled and warm.demonstrations is not None and not plan.stage("warm-start").cached:
         from data.demonstrations import try_demonstrations
 
         try_demonstrations(warm, model, NUM_TRIED, config.data.chat_template_kwargs)
     algo = config.algo
     if ":" in f"{algo.policy_loss}{algo.advantage}" or algo.policy_loss_options or algo.advantage_options:
         _try_functions(algo)
+
+
+def _require_sound_rows(config: RunConfig) -> None:
+    """The rows of local files can be used, those of suites too."""
+    from data.custom import require_sound_rows
+
+    root = Path(config.paths.root).resolve()
+    suites = (suite_settings(config, suite) for suite in config.validation.suites)
+    for seen, splits in ((config, SPLITS), *((suite, SPLITS[1:]) for suite in suites)):
+        for part in parts_of(seen.data):
+            require_sound_rows(part.data, seen.seed, root, splits)
 
 
 def _may_not_fit(data: TaskData) -> bool:

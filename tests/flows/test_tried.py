@@ -128,6 +128,34 @@ def test_a_build_that_takes_long_is_not_waited_for(dry_run: Try, monkeypatch: py
 
 READS = ["warm_start.enabled=false", "filter.max_prompt_tokens=256", "rollout.max_response_tokens=64"]
 
+LINES = {
+    "gsm8k": {"question": "What is 1 + 1?", "answer": "2\n#### 2"},
+    "mapped": {"question": "What is 1 + 1?", "answer": "2"},
+    "code": {"question": "Print 7.", "tests": [{"stdin": "", "stdout": "7"}]},
+}
+
+
+@pytest.mark.parametrize("task", LINES)
+def test_a_broken_line_of_a_data_file(dry_run: Try, tmp_path: Path, task: str) -> None:
+    lines = [json.dumps(LINES[task])] * 400
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    (tmp_path / "test.jsonl").write_text("\n".join([*lines, '{"question": ', *lines]))
+    place = f"data.options=[{tmp_path}]" if task == "code" else f"data.source={tmp_path}"
+    with pytest.raises(DataError, match=r"test\.jsonl: line 401: is no JSON .*; repair or remove the line"):
+        dry_run(*READS, "model.path=some/model", f"data={task}", place, "reward.num_processes=1")
+
+
+def test_a_broken_line_of_a_suite_and_of_demonstrations(dry_run: Try, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(json.dumps(LINES["gsm8k"]))
+    (tmp_path / "test.jsonl").write_text(f"{json.dumps(LINES['gsm8k'])}\n[1]\n")
+    suite = f"validation.suites=[{{name: sums, data: {{task: gsm8k, source: {tmp_path}, template: text}}}}]"
+    with pytest.raises(DataError, match=r"test\.jsonl: line 2: must be a JSON object"):
+        dry_run(*READS, "model.path=some/model", "data.template=base", suite)
+    talks = tmp_path / "talks.jsonl"
+    talks.write_text('{"prompt": "a", "completion": "b"}\n' * 300 + "{")
+    with pytest.raises(DataError, match=r"talks\.jsonl: line 301: is no JSON"):
+        dry_run(f"warm_start.demonstrations={talks}", "data.search_tries=null")
+
 
 def model(folder: Path, *, without: str = "", template: str | None = None) -> str:
     folder.mkdir()
