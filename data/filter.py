@@ -13,10 +13,11 @@ Prompts that occur twice in a split are found here too, and those that training 
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import pairwise, repeat
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -62,7 +63,6 @@ def filter_fingerprint(
     tokenizer: str,
     config: FilterConfig,
     *,
-    chat: bool | None = None,
     tools: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
     suites: Mapping[str, Path] | None = None,
@@ -73,7 +73,7 @@ def filter_fingerprint(
         "dataset": dataset,
         "tokenizer": tokenizer,
         "settings": config,
-        "chat": chat,
+        "chat": None,
         "source": source_digest(*_SOURCE),
         **({"tools": tool_schemas(tools)} if tools else {}),
         **({"chat_template_kwargs": chat_template_kwargs} if chat_template_kwargs else {}),
@@ -93,7 +93,6 @@ def filter_dataset(
     config: FilterConfig,
     *,
     root: Path,
-    chat: bool | None = None,
     tools: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
     suites: Mapping[str, Path] | None = None,
@@ -101,9 +100,8 @@ def filter_dataset(
 ) -> StageResult:
     """Tokenize and filter a published dataset, unless that has been done; a mixture part by part.
 
-    `chat` is whether the tokenizer's chat template is applied; None: by the form of the dataset's prompts. `tools` are
-    those of `episode.tools`, which the template shows; `chat_template_kwargs` are further names that it reads.
-    `suites`: folders of the datasets that `decontaminate` is about, by the name of the suite.
+    `tools` are those of `episode.tools`, which the template shows; `chat_template_kwargs` are further names that it
+    reads. `suites`: folders of the datasets that `decontaminate` is about, by the name of the suite.
     Counts are rows of `train` and `validation`, and of what was left out: `train/overlong`, `train/duplicate`, ...
 
     Raises:
@@ -114,8 +112,7 @@ def filter_dataset(
     if dataset is None:
         raise DataError(f"{dataset_dir}: is no finished dataset (no manifest.json); make it with `millrace run`")
     tokenizer_print = tokenizer_fingerprint(tokenizer_dir)
-    rendering: dict[str, Any] = {"chat": chat, "tools": tools, "chat_template_kwargs": chat_template_kwargs}
-    rendering["suites"] = suites
+    rendering: dict[str, Any] = {"tools": tools, "chat_template_kwargs": chat_template_kwargs, "suites": suites}
     digest = filter_fingerprint(dataset.values["fingerprint"], tokenizer_print, config, **rendering)
     directory = filtered_directory(digest, root)
     if (parts := part_directories(dataset_dir)) != (dataset_dir,):
@@ -135,174 +132,128 @@ def filter_dataset(
         "settings": config.model_dump(mode="json"),
     }
     facts: dict[str, Any] = {"kind": "filtered", **document}
-    job = _Job(
-        dataset_dir,
-        tokenizer_dir,
-        config,
-        chat,
-        tool_schemas(tools) if tools else (),
-        chat_template_kwargs,
-        SuiteWatch(suites or {}),
-        on_progress or (lambda split, done, total: None),
-    )
+    schemas = tool_schemas(tools) if tools else ()
+    watch = SuiteWatch(suites or {})
     with published_directory(directory, facts) as folder:
+
+        def run(*, short_way: bool) -> _Filter:
+            @cache
+            def tokenizer(chat: bool) -> PromptTokenizer:
+                return PromptTokenizer(
+                    tokenizer_dir,
+                    chat=chat,
+                    short_way=short_way,
+                    tools=schemas,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+
+            work = _Filter(config, tokenizer, watch, on_progress)
+            for split in ("validation", "train"):  # the held-out one is small, and training rows are checked against it
+                source = dataset_dir / f"{split}.parquet"
+                if split == "validation" or source.is_file():  # a suite's dataset has no other
+                    work.write(split, source, folder / source.name, {**document, "format_version": FILTER_FORMAT})
+            return work
+
         try:
-            tally = job.run(folder, {**document, "format_version": FILTER_FORMAT}, short_way=True)
+            work = run(short_way=True)
         except ShortWayError as difference:
             log.warning("%s: tokenized word by word, a prompt comes out differently; starting again", tokenizer_dir)
             log.debug("the prompt: %r", difference.args)
-            tally = job.run(folder, {**document, "format_version": FILTER_FORMAT}, short_way=False)
-        if tally.num_unknown:
+            work = run(short_way=False)
+        if work.num_unknown:
             log.warning(
                 "%s: does not know a word of %s prompts, such as %r: all such words are one token to the model. Take "
                 "another model, or other prompts (a model made from nothing reads arithmetic alone)",
                 tokenizer_dir,
-                f"{tally.num_unknown:,} of {sum(tally.counts[split] for split in SPLITS):,}",
-                tally.example[:200],
+                f"{work.num_unknown:,} of {sum(work.counts[split] for split in SPLITS):,}",
+                work.unknown_example[:200],
             )
-        facts["counts"] = dict(sorted(tally.counts.items()))
-        facts["lengths"] = tally.write_lengths(folder, config.max_prompt_tokens)
+        facts["counts"] = dict(sorted(work.counts.items()))
+        facts["lengths"] = work.write_lengths(folder)
         write_filter_card(folder, facts)
     return StageResult(directory, digest, cached=False, counts=facts["counts"])
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Counts of rows by split and reason, of prompt lengths by split (before overlong ones are dropped), and of prompts
-    with a word that is not in the tokenizer's vocabulary.
+class _Filter:
+    """Filters the splits of one dataset, the held-out one first.
+
+    Counts rows by split and reason, prompt lengths by split (before overlong ones are dropped), and prompts with a word
+    that is not in the tokenizer's vocabulary. Each prompt is kept as a 64-bit hash: a few dozen bytes a row.
     """
 
-    counts: Counter[str] = field(default_factory=Counter)
-    lengths: dict[str, Counter[int]] = field(default_factory=dict)
-    num_unknown: int = 0
-    example: str = ""
+    def __init__(
+        self,
+        config: FilterConfig,
+        tokenizer: Callable[[bool], PromptTokenizer],
+        suites: "SuiteWatch",
+        on_progress: Progress | None,
+    ) -> None:
+        """`tokenizer`: that of chats, or of plain text."""
+        self._config, self._tokenizer_for, self._suites, self._on_progress = config, tokenizer, suites, on_progress
+        self.counts: Counter[str] = Counter()
+        self.lengths: dict[str, Counter[int]] = {}
+        self.num_unknown, self.unknown_example = 0, ""
+        self._held_out = HeldOut("row {} of the validation split", "Remove it from one of the two files")
 
-    def write_lengths(self, folder: Path, limit: int) -> dict[str, object]:
-        """Plots beside the rows; returns the summaries."""
-        found = {
-            split: summary for split in SPLITS if (summary := summarize(self.lengths.get(split, Counter()))) is not None
-        }
-        for split, summary in found.items():
-            plot = as_svg(summary, f"Prompt lengths of {split}", limit)
-            (folder / f"lengths-{split}.svg").write_text(plot, encoding="utf-8")
-        return {split: summary.as_dict() for split, summary in found.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """The work on one dataset."""
-
-    dataset_dir: Path
-    tokenizer_dir: Path
-    config: FilterConfig
-    chat: bool | None
-    tools: Sequence[Mapping[str, Any]]
-    chat_template_kwargs: Mapping[str, Any] | None
-    suites: "SuiteWatch"
-    on_progress: Progress
-
-    def run(self, folder: Path, document: Mapping[str, Any], *, short_way: bool) -> _Tally:
-        """Write the splits, the held-out one first: it is small, and the training rows are checked against it.
-
-        A suite's dataset has no other.
-        """
-        tally, watch = _Tally(), SplitWatch(self.config.duplicates)
-        tokenizers: dict[bool, PromptTokenizer] = {}
-        for split in ("validation", "train"):
-            source = self.dataset_dir / f"{split}.parquet"
-            if split == "train" and not source.is_file():
-                continue
-            origin = provenance(source)
-            chat = origin.get("prompt_form") != "text" if self.chat is None else self.chat
-            if chat not in tokenizers:
-                tokenizers[chat] = PromptTokenizer(
-                    self.tokenizer_dir,
-                    chat=chat,
-                    short_way=short_way,
-                    tools=self.tools,
-                    chat_template_kwargs=self.chat_template_kwargs,
-                )
-            work = _Split(source, split, self.config, tokenizers[chat], watch, self.suites, tally)
-            self._write(work, folder / source.name, {**document, "split": split, "origin": origin})
-        return tally
-
-    def _write(self, work: "_Split", target: Path, document: Mapping[str, Any]) -> None:
-        file = open_parquet(work.source)
-        require_row_schema(file.schema_arrow, work.source)
+    def write(self, split: str, source: Path, target: Path, document: Mapping[str, Any]) -> None:
+        """Write the rows of a split that stay, with `document` in its provenance."""
+        file, origin = open_parquet(source), provenance(source)
+        require_row_schema(file.schema_arrow, source)
+        self._split, self._source = split, source
+        self._tokenizer = self._tokenizer_for(origin.get("prompt_form") != "text")
+        self._seen: dict[int, int] = {}  # hash of a prompt -> row
         kept = [column for column in file.schema_arrow if column.name not in dict(_ADDED)]
         schema = pa.schema([*kept, *_ADDED])
         total, done = file.metadata.num_rows, 0
         with parquet_writer(target, schema) as writer:
-            for batch in read_batches(file, work.source, ROWS_PER_GROUP):
-                writer.write_batch(work.filtered(batch, done, schema))
+            for batch in read_batches(file, source, ROWS_PER_GROUP):
+                writer.write_batch(self._filtered(batch, done, schema))
                 done += batch.num_rows
-                self.on_progress(work.split, done, total)
-            counts = work.own_counts()
-            if not counts.get(work.split):
-                work.refuse_empty(counts)
-            writer.add_key_value_metadata(provenance_metadata({**document, "counts": counts}))
+                if self._on_progress is not None:
+                    self._on_progress(split, done, total)
+            counts = {name: n for name, n in sorted(self.counts.items()) if name.partition("/")[0] == split}
+            if not counts.get(split):
+                reasons = ", ".join(f"{n:,} {name.partition('/')[2]}" for name, n in counts.items() if n)
+                raise DataError(
+                    f"{source}: no row is left after the filter ({reasons or 'the file has no row'}). Raise "
+                    f"filter.max_prompt_tokens (now {self._config.max_prompt_tokens}), or check the dataset"
+                )
+            facts = {"split": split, "origin": origin, "counts": counts}
+            writer.add_key_value_metadata(provenance_metadata({**document, **facts}))
 
+    def write_lengths(self, folder: Path) -> dict[str, object]:
+        """Write a plot of each split's lengths beside its rows; returns the summaries."""
+        found = {split: summary for split in SPLITS if (summary := summarize(self.lengths.get(split, Counter())))}
+        for split, summary in found.items():
+            plot = as_svg(summary, f"Prompt lengths of {split}", self._config.max_prompt_tokens)
+            (folder / f"lengths-{split}.svg").write_text(plot, encoding="utf-8")
+        return {split: summary.as_dict() for split, summary in found.items()}
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """Filters the row batches of one split."""
-
-    source: Path
-    split: str
-    config: FilterConfig
-    tokenizer: PromptTokenizer
-    watch: "SplitWatch"
-    suites: "SuiteWatch"
-    tally: _Tally
-
-    def filtered(self, batch: pa.RecordBatch, start: int, schema: pa.Schema) -> pa.RecordBatch:
+    def _filtered(self, batch: pa.RecordBatch, start: int, schema: pa.Schema) -> pa.RecordBatch:
         """The rows of a batch that stay, with their token ids; `start` is the batch's first row in the file."""
         texts = self._texts(batch, start)
         truths = pc.struct_field(batch.column("reward_model"), "ground_truth")
-        place = Place(self.split, self.source, start)
-        unique = self.watch.keep(place, texts, multisets(truths), self.tally.counts)
-        if self.split == "train" and self.suites:
+        unique = self._unique(texts, multisets(truths), start)
+        if self._split == "train" and self._suites:
             unique = self._not_in_suites(batch, unique)
-        ids = self.tokenizer.encode_prompts([texts[row] for row in unique] if len(unique) < len(texts) else texts)
+        ids = self._tokenizer.encode_prompts([texts[row] for row in unique] if len(unique) < len(texts) else texts)
         rows, ids = self._fitting(unique, ids, start)
-        if unknown := self.tokenizer.with_unknown_words(ids):
-            self.tally.num_unknown += len(unknown)
-            self.tally.example = self.tally.example or texts[rows[unknown[0]]]
-        self.tally.counts[self.split] += len(rows)
+        if unknown := self._tokenizer.with_unknown_words(ids):
+            self.num_unknown += len(unknown)
+            self.unknown_example = self.unknown_example or texts[rows[unknown[0]]]
+        self.counts[self._split] += len(rows)
         if len(rows) < batch.num_rows:
             chosen = pa.array(rows, pa.int64())
             batch, truths = batch.take(chosen), truths.take(chosen)
         extra = batch.column("extra_info")
         added = {
             "prompt_ids": _as_lists(ids),
-            "solution_ids": _as_lists(self.tokenizer.encode_answers(_answers(extra, "solution"))),
-            "distractor_ids": _as_lists(self.tokenizer.encode_answers(_answers(extra, "distractor"))),
+            "solution_ids": _as_lists(self._tokenizer.encode_answers(_answers(extra, "solution"))),
+            "distractor_ids": _as_lists(self._tokenizer.encode_answers(_answers(extra, "distractor"))),
             "ground_truth_json": ground_truths_json(truths),
         }
         arrays = [added[f.name] if f.name in added else batch.column(f.name) for f in schema]
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-    def _not_in_suites(self, batch: pa.RecordBatch, rows: list[int]) -> list[int]:
-        """The rows that stay: those in no suite, or with `tell` all. Those in one are counted by suite and kind."""
-        prompts = batch.column("prompt").to_pylist()
-        found = {row: which for row in rows if (which := self.suites.find(prompt_text(prompts[row]))) is not None}
-        for name, kind in found.values():
-            self.tally.counts[f"{self.split}/{kind} in suite {name}"] += 1
-        return rows if self.config.decontaminate == "tell" else [row for row in rows if row not in found]
-
-    def own_counts(self) -> dict[str, int]:
-        """The counts of this split."""
-        return {
-            name: count for name, count in sorted(self.tally.counts.items()) if name.partition("/")[0] == self.split
-        }
-
-    def refuse_empty(self, counts: Mapping[str, int]) -> None:
-        """Raise the error of a split without rows."""
-        reasons = ", ".join(f"{count:,} {name.partition('/')[2]}" for name, count in counts.items() if count)
-        raise DataError(
-            f"{self.source}: no row is left after the filter ({reasons or 'the file has no row'}). Raise "
-            f"filter.max_prompt_tokens (now {self.config.max_prompt_tokens}), or check the dataset"
-        )
 
     def _texts(self, batch: pa.RecordBatch, start: int) -> list[str]:
         column = batch.column("prompt")
@@ -310,42 +261,72 @@ class _Split:
         roles, contents = messages.field("role"), messages.field("content")
         single = pc.all(pc.equal(pc.list_value_length(column), 1)).as_py()  # None where the batch is empty
         if single and not contents.null_count and pc.unique(roles).to_pylist() == ["user"]:
-            return self.tokenizer.texts_of_user_messages(contents.to_pylist())
+            return self._tokenizer.texts_of_user_messages(contents.to_pylist())
         prompts = column.to_pylist()
         for row, prompt in enumerate(prompts, start=start):
-            self._require_messages(prompt, row)
-        return self.tokenizer.texts(prompts)
+            if not prompt or any(message is None or None in message.values() for message in prompt):
+                raise DataError(
+                    f"{self._source}: row {row}: prompt must be a list of messages with role and content, got "
+                    f"{prompt!r}; repair or remove the row"
+                )
+            if not self._tokenizer.chat and len(prompt) != 1:
+                raise DataError(
+                    f"{self._source}: row {row}: a prompt that is plain text must be one message, got {len(prompt)}; "
+                    "join them, or apply the chat template (prompt_form chat)"
+                )
+        return self._tokenizer.texts(prompts)
 
-    def _require_messages(self, prompt: Any, row: int) -> None:
-        if not prompt or any(message is None or None in message.values() for message in prompt):
-            raise DataError(
-                f"{self.source}: row {row}: prompt must be a list of messages with role and content, got {prompt!r}; "
-                "repair or remove the row"
-            )
-        if not self.tokenizer.chat and len(prompt) != 1:
-            raise DataError(
-                f"{self.source}: row {row}: a prompt that is plain text must be one message, got {len(prompt)}; join "
-                "them, or apply the chat template (prompt_form chat)"
-            )
+    def _unique(self, texts: Sequence[str], numbers: Sequence[Multiset], start: int) -> list[int]:
+        """Positions in the batch of the rows that stay as regards duplicates; refuses those that are held out."""
+        keys = [hash(text) for text in texts]
+        if self._split == "validation":
+            self._held_out.add(keys, range(start, start + len(keys)))
+            self._held_out.add(numbers, range(start, start + len(keys)))
+        else:
+            self._held_out.refuse(self._source, start, keys, numbers)
+        if len(set(keys)) == len(keys) and self._seen.keys().isdisjoint(keys):
+            self._seen.update(zip(keys, range(start, start + len(keys)), strict=True))
+            return list(range(len(keys)))
+        kept = []
+        for position, key in enumerate(keys):
+            row = start + position
+            first = self._seen.setdefault(key, row)
+            if first == row or self._config.duplicates == "keep":
+                kept.append(position)
+            elif self._config.duplicates == "drop":
+                self.counts[f"{self._split}/duplicate"] += 1
+            else:
+                raise DataError(
+                    f"{self._source}: row {row}: the same prompt as row {first}. Remove one of them, or set "
+                    "filter.duplicates to drop or keep"
+                )
+        return kept
+
+    def _not_in_suites(self, batch: pa.RecordBatch, rows: list[int]) -> list[int]:
+        """The rows that stay: those in no suite, or with `tell` all. Those in one are counted by suite and kind."""
+        prompts = batch.column("prompt").to_pylist()
+        found = {row: which for row in rows if (which := self._suites.find(prompt_text(prompts[row]))) is not None}
+        for name, kind in found.values():
+            self.counts[f"{self._split}/{kind} in suite {name}"] += 1
+        return rows if self._config.decontaminate == "tell" else [row for row in rows if row not in found]
 
     def _fitting(self, rows: list[int], ids: list[bytes], start: int) -> tuple[list[int], list[bytes]]:
         """Rows and ids within the limits; `rows` are positions in the batch."""
-        limit, counts = self.config.max_prompt_tokens, self.tally.counts
+        limit = self._config.max_prompt_tokens
         lengths = np.array([len(found) for found in ids], dtype=np.int64) // ID_BYTES
-        for length, count in zip(*np.unique(lengths, return_counts=True), strict=True):
-            self.tally.lengths.setdefault(self.split, Counter())[int(length)] += int(count)
+        self.lengths.setdefault(self._split, Counter()).update(lengths.tolist())
         good = (lengths > 0) & (lengths <= limit)
         if good.all():
             return rows, ids
-        if self.config.overlong == "error" and (lengths > limit).any():
+        if self._config.overlong == "error" and (lengths > limit).any():
             first = int(np.argmax(lengths > limit))
             raise DataError(
-                f"{self.source}: row {start + rows[first]}: filter.max_prompt_tokens is {limit}, the prompt has "
+                f"{self._source}: row {start + rows[first]}: filter.max_prompt_tokens is {limit}, the prompt has "
                 f"{lengths[first]} tokens. Raise the limit, or set filter.overlong to drop or truncate_left"
             )
-        counts[f"{self.split}/empty"] += int((lengths == 0).sum())
-        cut = self.config.overlong == "truncate_left"
-        counts[f"{self.split}/{'truncated' if cut else 'overlong'}"] += int((lengths > limit).sum())
+        self.counts[f"{self._split}/empty"] += int((lengths == 0).sum())
+        cut = self._config.overlong == "truncate_left"
+        self.counts[f"{self._split}/{'truncated' if cut else 'overlong'}"] += int((lengths > limit).sum())
         kept = np.flatnonzero(lengths > 0 if cut else good).tolist()
         return [rows[index] for index in kept], [ids[index][-limit * ID_BYTES :] for index in kept]
 
@@ -378,87 +359,64 @@ def multisets(ground_truths: pa.Array) -> list[Multiset]:
     numbers = pc.struct_field(ground_truths, "numbers")
     if not pa.types.is_list(numbers.type) or not pa.types.is_integer(numbers.type.value_type):
         return []
-    flat, lengths = numbers.flatten(), pc.list_value_length(numbers)
-    if flat.null_count or lengths.null_count:
+    if numbers.flatten().null_count or numbers.null_count:
         return []
-    values, counts = flat.to_numpy(zero_copy_only=False), lengths.to_numpy(zero_copy_only=False)
-    ordered = values[np.lexsort((values, np.repeat(np.arange(len(counts)), counts)))]
-    starts = np.cumsum(counts) - counts
-    found: list[Multiset] = [()] * len(counts)
-    for length in np.unique(counts).tolist():
-        rows = np.flatnonzero(counts == length)
-        taken = ordered[starts[rows][:, None] + np.arange(length)]
-        for row, chosen in zip(rows.tolist(), taken.tolist(), strict=True):
-            found[row] = tuple(chosen)
-    return found
+    flat, ends = numbers.flatten().to_numpy().tolist(), np.cumsum(pc.list_value_length(numbers)).tolist()
+    return [tuple(sorted(flat[start:end])) for start, end in pairwise([0, *ends])]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Origin of a batch: split, file, and its first row in the file."""
+class HeldOut:
+    """Prompts (by any key) and multisets of numbers of held-out rows, and where each of them is.
 
-    split: str
-    path: Path
-    start: int
-
-
-class SplitWatch:
-    """Finds prompts that occur twice in a split, and training rows that are held out. The held-out split comes first.
-
-    Each prompt is kept as a 64-bit hash, so a large dataset costs a few dozen bytes a row.
+    In the message of a training row that has one, `named` says where by `{}`, and `remedy` what to do.
     """
 
-    def __init__(self, duplicates: Literal["error", "drop", "keep"]) -> None:
-        self._duplicates = duplicates
-        self._prompts: dict[str, dict[int, int]] = {}  # split -> hash of prompt -> row
-        self._multisets: dict[Multiset, int] = {}  # of the held-out split -> row
+    def __init__(self, named: str, remedy: str) -> None:
+        self._named, self._remedy = named, remedy
+        self._where: dict[Any, Any] = {}
 
-    def keep(self, place: Place, texts: Sequence[str], numbers: Sequence[Multiset], counts: Counter[str]) -> list[int]:
-        """Positions in the batch of the rows that stay; `numbers` are the rows' `multisets`.
+    def add(self, keys: Sequence[Any], where: Iterable[Any]) -> None:
+        """Note the keys of rows, the first of equal ones."""
+        for key, place in zip(keys, where, strict=False):
+            self._where.setdefault(key, place)
 
-        Raises:
-            DataError: a duplicate where they are refused, or a row that the held-out split has too.
-        """
-        keys = [hash(text) for text in texts]
-        self._require_unseen(place, keys, numbers)
-        seen = self._prompts.setdefault(place.split, {})
-        if len(set(keys)) == len(keys) and seen.keys().isdisjoint(keys):
-            seen.update(zip(keys, range(place.start, place.start + len(keys)), strict=True))
-            return list(range(len(keys)))
-        kept = []
-        for position, key in enumerate(keys):
-            row = place.start + position
-            first = seen.setdefault(key, row)
-            if first == row or self._duplicates == "keep":
-                kept.append(position)
-            elif self._duplicates == "drop":
-                counts[f"{place.split}/duplicate"] += 1
-            else:
-                raise DataError(
-                    f"{place.path}: row {row}: the same prompt as row {first}. Remove one of them, or set "
-                    "filter.duplicates to drop or keep"
-                )
-        return kept
+    def refuse(self, path: Path, start: int, *keys_of_rows: Sequence[Any]) -> None:
+        """Raise DataError where a row of a batch of training rows, from row `start` of the file, is held out."""
+        for keys in keys_of_rows:
+            if self._where.keys().isdisjoint(keys):
+                continue
+            position, key = next((place, key) for place, key in enumerate(keys) if key in self._where)
+            what = f"multiset of numbers {list(key)}" if isinstance(key, tuple) else "prompt"
+            raise DataError(
+                f"{path}: row {start + position}: has the same {what} as {self._named.format(self._where[key])}, so "
+                f"validation would not measure what is new to the model. {self._remedy}"
+            )
 
-    def _require_unseen(self, place: Place, keys: Sequence[int], numbers: Sequence[Multiset]) -> None:
-        if place.split == "validation":
-            for row, found in enumerate(numbers, start=place.start):
-                self._multisets.setdefault(found, row)
-            return
-        held_out = self._prompts.get("validation", {})
-        if not held_out.keys().isdisjoint(keys):
-            position = next(position for position, key in enumerate(keys) if key in held_out)
-            self._refuse(place, position, "prompt", held_out[keys[position]])
-        if not self._multisets.keys().isdisjoint(numbers):
-            position = next(position for position, found in enumerate(numbers) if found in self._multisets)
-            found = numbers[position]
-            self._refuse(place, position, f"multiset of numbers {list(found)}", self._multisets[found])
 
-    def _refuse(self, place: Place, position: int, what: str, held_out_row: int) -> None:
-        raise DataError(
-            f"{place.path}: row {place.start + position}: has the same {what} as row {held_out_row} of the validation "
-            "split, so validation would not measure what is new to the model. Remove it from one of the two files"
-        )
+def _require_no_leak(directories: Sequence[Path]) -> None:
+    """Refuse training rows that another part of a mixture holds out. Each part alone has been checked before."""
+    held_out = HeldOut(
+        "a held-out row of {}, another part of the mixture",
+        "Choose parts that do not overlap (other numbers, other sources), or remove the row",
+    )
+    for directory in directories:
+        for _, prompts, numbers in _rows(directory / "validation.parquet"):
+            held_out.add([*prompts, *numbers], repeat(directory))
+    for directory in directories:
+        for start, prompts, numbers in _rows(path := directory / "train.parquet"):
+            held_out.refuse(path, start, prompts, numbers)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
+    """First row, prompts (their token ids as bytes) and multisets of numbers of each batch."""
+    start = 0
+    for batch in read_batches(open_parquet(path), path, ROWS_PER_GROUP):
+        ids = batch.column("prompt_ids")
+        flat = ids.flatten().cast(pa.int32()).to_numpy(zero_copy_only=False)
+        ends = np.cumsum(pc.list_value_length(ids)).tolist()
+        keys = [flat[first:last].tobytes() for first, last in pairwise([0, *ends])]
+        yield start, keys, multisets(pc.struct_field(batch.column("reward_model"), "ground_truth"))
+        start += batch.num_rows
 
 
 # ---------------------------------------------------------------------- rows that a suite has too
@@ -517,42 +475,3 @@ class SuiteWatch:
             return name, "exact"
         gram = next((gram for gram in ngrams(text) if gram in self._grams), None)
         return None if gram is None else (self._grams[gram], f"{NGRAM}-gram")
-
-
-def _require_no_leak(directories: Sequence[Path]) -> None:
-    """Refuse training rows that another part of a mixture holds out. Each part alone has been checked before."""
-    prompts: dict[bytes, Path] = {}
-    numbers: dict[Multiset, Path] = {}
-    for directory in directories:
-        for _, keys, found in _rows(directory / "validation.parquet"):
-            prompts |= dict.fromkeys(keys, directory)
-            numbers |= dict.fromkeys(found, directory)
-    for directory in directories:
-        path = directory / "train.parquet"
-        for start, keys, found in _rows(path):
-            _refuse(path, start, keys, prompts, "prompt")
-            _refuse(path, start, found, numbers, "multiset of numbers")
-
-
-def _rows(path: Path) -> Iterator[tuple[int, list[bytes], list[Multiset]]]:
-    """First row, prompts (their token ids as bytes) and multisets of numbers of each batch."""
-    start = 0
-    for batch in read_batches(open_parquet(path), path, ROWS_PER_GROUP):
-        ids = batch.column("prompt_ids")
-        flat = ids.flatten().cast(pa.int32()).to_numpy(zero_copy_only=False)
-        ends = pc.list_value_length(ids).to_numpy(zero_copy_only=False).cumsum().tolist()
-        keys = [flat[first:last].tobytes() for first, last in zip([0, *ends], ends, strict=False)]
-        yield start, keys, multisets(pc.struct_field(batch.column("reward_model"), "ground_truth"))
-        start += batch.num_rows
-
-
-def _refuse(path: Path, start: int, keys: Sequence[Any], held_out: dict[Any, Path], what: str) -> None:
-    if held_out.keys().isdisjoint(keys):
-        return
-    position = next(position for position, key in enumerate(keys) if key in held_out)
-    other = held_out[keys[position]]
-    raise DataError(
-        f"{path}: row {start + position}: has the same {what} as a held-out row of {other}, another part of the "
-        "mixture, so validation would not measure what is new to the model. Choose parts that do not overlap (other "
-        "numbers, other sources), or remove the row"
-    )

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import combinations, starmap
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,7 @@ class DatasetReport:
 
     def as_json(self) -> str:
         """Everything, as JSON text."""
-        document = {
-            "path": self.path,
-            "splits": [
-                {**asdict(split), "lengths": None if split.lengths is None else split.lengths.as_dict()}
-                for split in self.splits
-            ],
-            "leakage": [asdict(pair) for pair in self.leakage],
-        }
-        return json.dumps(document, indent=2, ensure_ascii=False, default=str)
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False, default=str)
 
 
 def inspect_dataset(path: Path, *, num_rows: int = 3, seed: int = 0) -> DatasetReport:
@@ -98,8 +91,8 @@ def inspect_dataset(path: Path, *, num_rows: int = 3, seed: int = 0) -> DatasetR
         DataError: nothing there, or a file that cannot be read.
     """
     scans = [_scan(file, name, num_rows, seed) for name, file in _files(path)]
-    pairs = [(a, b) for index, a in enumerate(scans) for b in scans[index + 1 :]]
-    return DatasetReport(str(path), tuple(scan.report for scan in scans), tuple(_leakage(a, b) for a, b in pairs))
+    leakage = tuple(starmap(_leakage, combinations(scans, 2)))
+    return DatasetReport(str(path), tuple(report for report, _, _ in scans), leakage)
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:
@@ -119,24 +112,42 @@ def _files(path: Path) -> list[tuple[str, Path]]:
     return [(file.stem, file) for file in found]
 
 
-@dataclass(frozen=True, slots=True)
-class _Scan:
-    report: SplitReport
-    prompts: Counter[int]  # hash of a prompt -> rows
-    multisets: Counter[tuple[int, ...]]
+_Scan = tuple[SplitReport, Counter[int], Counter[tuple[int, ...]]]
+"""A report, rows by the hash of their prompt, and rows by their multiset of numbers."""
 
 
 def _scan(path: Path, name: str, num_rows: int, seed: int) -> _Scan:
+    """Columns that the file lacks count nothing."""
     file = open_parquet(path)
     schema, total = file.schema_arrow, file.metadata.num_rows
-    tally = _Tally(schema)
-    chosen = set(np.random.default_rng(seed).permutation(total)[:num_rows].tolist())
+    chosen = sorted(np.random.default_rng(seed).permutation(total)[:num_rows].tolist())
+    prompts, lengths, difficulty = Counter[int](), Counter[int](), Counter[int]()
+    sources, numbers = Counter[str](), Counter[tuple[int, ...]]()
+    num_with_solution, start = 0, 0
     rows: list[Mapping[str, Any]] = []
-    start = 0
+
+    def has(column: str) -> bool:
+        return find_type(schema, column) is not None
+
+    is_tokenized = has("prompt_ids")
     for batch in read_batches(file, path, ROWS_PER_GROUP):
-        tally.add(batch)
-        here = sorted(index - start for index in chosen if start <= index < start + batch.num_rows)
-        rows += [{"row": start + index, **batch.slice(index, 1).to_pylist()[0]} for index in here]
+        if has("prompt.[].content"):
+            messages = [prompt or () for prompt in batch.column("prompt").to_pylist()]
+            prompts.update(hash("\n".join(f"{m['role']}: {m['content']}" for m in prompt)) for prompt in messages)
+            if not is_tokenized:
+                lengths.update(sum(len(m["content"] or "") for m in prompt) for prompt in messages)
+        if is_tokenized:
+            lengths.update(pc.list_value_length(batch.column("prompt_ids")).to_pylist())
+        if has("data_source"):
+            sources.update(batch.column("data_source").to_pylist())
+        if has("extra_info.difficulty"):
+            difficulty.update(pc.drop_null(pc.struct_field(batch.column("extra_info"), "difficulty")).to_pylist())
+        if has("extra_info.solution"):
+            num_with_solution += sum(map(bool, pc.struct_field(batch.column("extra_info"), "solution").to_pylist()))
+        if has("reward_model.ground_truth.numbers"):
+            numbers.update(multisets(pc.struct_field(batch.column("reward_model"), "ground_truth")))
+        here = [index for index in chosen if start <= index < start + batch.num_rows]
+        rows += [{"row": index, **batch.slice(index - start, 1).to_pylist()[0]} for index in here]
         start += batch.num_rows
     report = SplitReport(
         name=name,
@@ -146,15 +157,15 @@ def _scan(path: Path, name: str, num_rows: int, seed: int) -> _Scan:
         columns=tuple((field.name, str(field.type)) for field in schema),
         problem=_schema_problem(schema, path),
         provenance=provenance(path),
-        length_unit=tally.length_unit,
-        lengths=summarize(tally.lengths),
-        difficulty={str(key): tally.difficulty[key] for key in sorted(tally.difficulty)},
-        data_sources=dict(tally.sources.most_common()),
-        num_with_solution=tally.num_with_solution,
-        num_duplicates=sum(tally.prompts.values()) - len(tally.prompts),
+        length_unit="tokens" if is_tokenized else "characters",
+        lengths=summarize(lengths),
+        difficulty={str(key): difficulty[key] for key in sorted(difficulty)},
+        data_sources=dict(sources.most_common()),
+        num_with_solution=num_with_solution,
+        num_duplicates=prompts.total() - len(prompts),
         rows=tuple(rows),
     )
-    return _Scan(report, tally.prompts, tally.multisets)
+    return report, prompts, numbers
 
 
 def _schema_problem(schema: pa.Schema, path: Path) -> str | None:
@@ -165,58 +176,11 @@ def _schema_problem(schema: pa.Schema, path: Path) -> str | None:
     return None
 
 
-class _Tally:
-    """Counts over all rows of a file; columns that the file lacks count nothing."""
-
-    def __init__(self, schema: pa.Schema) -> None:
-        self._has = {
-            name: find_type(schema, name) is not None
-            for name in (
-                "prompt_ids",
-                "prompt.[].content",
-                "data_source",
-                "extra_info.difficulty",
-                "extra_info.solution",
-                "reward_model.ground_truth.numbers",
-            )
-        }
-        self.length_unit = "tokens" if self._has["prompt_ids"] else "characters"
-        self.lengths: Counter[int] = Counter()
-        self.difficulty: Counter[int] = Counter()
-        self.sources: Counter[str] = Counter()
-        self.prompts: Counter[int] = Counter()
-        self.multisets: Counter[tuple[int, ...]] = Counter()
-        self.num_with_solution = 0
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Count a batch."""
-        if self._has["prompt.[].content"]:
-            prompts = batch.column("prompt").to_pylist()
-            texts = ["\n".join(f"{m['role']}: {m['content']}" for m in prompt or ()) for prompt in prompts]
-            self.prompts.update(map(hash, texts))
-            if not self._has["prompt_ids"]:
-                self.lengths.update(sum(len(m["content"] or "") for m in prompt or ()) for prompt in prompts)
-        if self._has["prompt_ids"]:
-            self.lengths.update(pc.list_value_length(batch.column("prompt_ids")).to_pylist())
-        if self._has["data_source"]:
-            self.sources.update(batch.column("data_source").to_pylist())
-        if self._has["extra_info.difficulty"]:
-            found = pc.struct_field(batch.column("extra_info"), "difficulty").to_pylist()
-            self.difficulty.update(value for value in found if value is not None)
-        if self._has["extra_info.solution"]:
-            found = pc.struct_field(batch.column("extra_info"), "solution").to_pylist()
-            self.num_with_solution += sum(map(bool, found))
-        if self._has["reward_model.ground_truth.numbers"]:
-            self.multisets.update(multisets(pc.struct_field(batch.column("reward_model"), "ground_truth")))
-
-
 def _leakage(first: _Scan, second: _Scan) -> Leakage:
-    return Leakage(
-        first.report.name,
-        second.report.name,
-        sum(count for key, count in first.prompts.items() if key in second.prompts),
-        sum(count for key, count in first.multisets.items() if key in second.multisets),
-    )
+    (report, prompts, numbers), (other, other_prompts, other_numbers) = first, second
+    num_prompts = sum(prompts[key] for key in prompts.keys() & other_prompts.keys())
+    num_multisets = sum(numbers[key] for key in numbers.keys() & other_numbers.keys())
+    return Leakage(report.name, other.name, num_prompts, num_multisets)
 
 
 def _facts(split: SplitReport) -> Iterator[tuple[str, str]]:

@@ -10,9 +10,10 @@ import pytest
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
-import data
 from data import filter as filter_module
-from data.tokenizer import PieceEncoder, PromptTokenizer
+from data.filter import filter_dataset
+from data.tasks import build_dataset, dataset_fingerprint
+from data.tokenizer import PieceEncoder, PromptTokenizer, tokenizer_fingerprint
 from data.write import write_splits
 from rlcore.batching.prompts import read_prompts, read_solutions
 from rlcore.config import CountdownData, FilterConfig, ParquetData
@@ -47,8 +48,8 @@ def written(folder, train, validation, **changes):
 
 
 def filtered(settings, tokenizer, root, **changes):
-    dataset = data.build_dataset(settings, seed=1, root=root)
-    return data.filter_dataset(dataset.directory, tokenizer, FilterConfig(**changes), root=root)
+    dataset = build_dataset(settings, seed=1, root=root)
+    return filter_dataset(dataset.directory, tokenizer, FilterConfig(**changes), root=root)
 
 
 def test_chat_prompts_are_what_the_tokenizer_makes_of_each_row_alone(chat_tokenizer, artifacts_root):
@@ -104,11 +105,11 @@ def test_overlong_prompts(chat_tokenizer, artifacts_root, tmp_path, overlong):
 
 def test_batches_do_not_change_the_rows(chat_tokenizer, artifacts_root, tmp_path, monkeypatch):
     settings = written(tmp_path, rows(70), rows(7, split="validation"))
-    dataset = data.build_dataset(settings, seed=1, root=artifacts_root)
+    dataset = build_dataset(settings, seed=1, root=artifacts_root)
     results = []
     for size in (8_192, 16, 1):
         monkeypatch.setattr(filter_module, "ROWS_PER_GROUP", size)
-        found = data.filter_dataset(dataset.directory, chat_tokenizer, FilterConfig(), root=tmp_path / f"root{size}")
+        found = filter_dataset(dataset.directory, chat_tokenizer, FilterConfig(), root=tmp_path / f"root{size}")
         results.append((pq.read_table(found.directory / "train.parquet").to_pylist(), found.counts))
     assert results[0] == results[1] == results[2]
 
@@ -152,9 +153,6 @@ def test_a_multiset_of_numbers_in_both_splits_is_refused(chat_tokenizer, artifac
 def test_a_chat_prompt_without_a_chat_template_is_refused(base_tokenizer, artifacts_root):
     with pytest.raises(DataError, match=r"this tokenizer has no chat template. Use an instruct model"):
         filtered(CHAT, base_tokenizer, artifacts_root)
-    dataset = data.build_dataset(CHAT, seed=1, root=artifacts_root)
-    found = data.filter_dataset(dataset.directory, base_tokenizer, FilterConfig(), root=artifacts_root, chat=False)
-    assert found.counts["train"] == 300
 
 
 def test_a_dataset_in_which_no_row_survives_is_refused(chat_tokenizer, artifacts_root):
@@ -201,13 +199,13 @@ def test_a_missing_or_mistyped_column_is_named(artifacts_root, tmp_path, column,
     broken = [{**row, column: value} for row in rows(3)]
     settings = written(tmp_path, broken, rows(2, split="validation"))
     with pytest.raises(DataError, match=rf"train.parquet: does not have the row schema:(?s:.*){told}"):
-        data.build_dataset(settings, seed=1, root=artifacts_root)
+        build_dataset(settings, seed=1, root=artifacts_root)
 
 
 def test_every_broken_column_is_told_at_once(artifacts_root, tmp_path):
     broken = [{"prompt": row["prompt"], "ability": 1} for row in rows(3)]
     with pytest.raises(DataError) as caught:
-        data.build_dataset(written(tmp_path, broken, rows(2)), seed=1, root=artifacts_root)
+        build_dataset(written(tmp_path, broken, rows(2)), seed=1, root=artifacts_root)
     lines = [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:-1]]
     assert lines == [f"column {name}" for name in ("data_source", "ability", "reward_model", "extra_info")]
 
@@ -218,7 +216,7 @@ def test_an_unusable_prompt_is_named_by_its_row(artifacts_root, tmp_path, prompt
     broken[2]["prompt"] = prompt
     settings = written(tmp_path, broken, rows(2, split="validation"))
     with pytest.raises(DataError, match=r"train.parquet: row 2: prompt must be messages"):
-        data.build_dataset(settings, seed=1, root=artifacts_root)
+        build_dataset(settings, seed=1, root=artifacts_root)
     assert list((artifacts_root / "datasets").iterdir()) == []
 
 
@@ -235,7 +233,7 @@ def test_a_damaged_parquet_is_refused(chat_tokenizer, artifacts_root, tmp_path, 
         content = content[:-10]
     path.write_bytes(bytes(content))
     with pytest.raises(DataError, match=r"train.parquet: (cannot be read as parquet|damaged after row 0)"):
-        data.build_dataset(settings, seed=1, root=artifacts_root)
+        build_dataset(settings, seed=1, root=artifacts_root)
     assert not list(artifacts_root.glob("datasets/*"))
 
 
@@ -244,7 +242,7 @@ def test_a_full_disk_leaves_nothing_and_the_stage_works_once_there_is_room(chat_
     """On a real file system that is full in the middle of a row group."""
     settings = CHAT.model_copy(update={"train_size": 3_000})
     if stage == "filter":
-        data.build_dataset(settings, seed=1, root=small_disk)
+        build_dataset(settings, seed=1, root=small_disk)
     ballast = fill(small_disk, leave_bytes=50_000)
     with pytest.raises(DiskSpaceError, match=rf"{small_disk}/{stage}.*Nothing half-written was left"):
         filtered(settings, chat_tokenizer, small_disk)
@@ -255,10 +253,10 @@ def test_a_full_disk_leaves_nothing_and_the_stage_works_once_there_is_room(chat_
 
 
 def test_a_half_written_folder_is_no_dataset(chat_tokenizer, artifacts_root):
-    dataset = data.build_dataset(CHAT, seed=1, root=artifacts_root)
+    dataset = build_dataset(CHAT, seed=1, root=artifacts_root)
     (dataset.directory / "manifest.json").unlink()
     with pytest.raises(DataError, match="is no finished dataset"):
-        data.filter_dataset(dataset.directory, chat_tokenizer, FilterConfig(), root=artifacts_root)
+        filter_dataset(dataset.directory, chat_tokenizer, FilterConfig(), root=artifacts_root)
 
 
 def test_where_the_short_way_fails_the_long_way_is_taken(chat_tokenizer, artifacts_root, monkeypatch, caplog):
@@ -270,8 +268,8 @@ def test_where_the_short_way_fails_the_long_way_is_taken(chat_tokenizer, artifac
 
     monkeypatch.setattr(PieceEncoder, "encode", wrong)
     with caplog.at_level(logging.WARNING):
-        again = data.filter_dataset(
-            artifacts_root / "datasets" / data.dataset_fingerprint(CHAT, 1, artifacts_root),
+        again = filter_dataset(
+            artifacts_root / "datasets" / dataset_fingerprint(CHAT, 1, artifacts_root),
             chat_tokenizer,
             FilterConfig(),
             root=artifacts_root / "other",
@@ -318,15 +316,14 @@ def test_conversations_of_several_messages(chat_tokenizer, artifacts_root, tmp_p
             row["prompt"], tokenize=True, add_generation_prompt=True, return_dict=False
         )
         assert row["prompt_ids"] == alone
-    dataset = data.build_dataset(settings, seed=1, root=artifacts_root)
     with pytest.raises(DataError, match=r"row 3: a prompt that is plain text must be one message, got 2"):
-        data.filter_dataset(dataset.directory, chat_tokenizer, FilterConfig(), root=artifacts_root, chat=False)
+        filtered(settings.model_copy(update={"template": "text"}), chat_tokenizer, artifacts_root)
 
 
 def test_progress_card_and_plot(chat_tokenizer, artifacts_root):
-    dataset = data.build_dataset(CHAT, seed=1, root=artifacts_root)
+    dataset = build_dataset(CHAT, seed=1, root=artifacts_root)
     seen = []
-    found = data.filter_dataset(
+    found = filter_dataset(
         dataset.directory,
         chat_tokenizer,
         FilterConfig(),
@@ -345,12 +342,12 @@ def test_a_tokenizers_fingerprint_follows_its_files(chat_tokenizer, tmp_path):
     for path in chat_tokenizer.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "model.safetensors").write_bytes(b"weights do not count")
-    same = data.tokenizer_fingerprint(tmp_path)
-    assert same == data.tokenizer_fingerprint(chat_tokenizer)
+    same = tokenizer_fingerprint(tmp_path)
+    assert same == tokenizer_fingerprint(chat_tokenizer)
     (tmp_path / "chat_template.jinja").write_text("other")
-    assert data.tokenizer_fingerprint(tmp_path) != same
+    assert tokenizer_fingerprint(tmp_path) != same
     with pytest.raises(DataError, match="holds no tokenizer"):
-        data.tokenizer_fingerprint(tmp_path / "nowhere")
+        tokenizer_fingerprint(tmp_path / "nowhere")
 
 
 def test_a_damaged_tokenizer_is_refused(chat_tokenizer, tmp_path):
@@ -472,10 +469,10 @@ def test_training_rows_of_a_suite_are_told_or_dropped(chat_tokenizer, artifacts_
                    folder / "validation.parquet")  # fmt: skip
     expected = [naive(text, suite) for text in texts]
     assert expected[:4] == ["exact", None, "13-gram", None]
-    dataset = data.build_dataset(settings, seed=1, root=artifacts_root)
+    dataset = build_dataset(settings, seed=1, root=artifacts_root)
     config = FilterConfig(decontaminate=way, overlong="truncate_left")
     suites = {} if way == "off" else {"mine": folder}
-    found = data.filter_dataset(dataset.directory, chat_tokenizer, config, root=artifacts_root, suites=suites)
+    found = filter_dataset(dataset.directory, chat_tokenizer, config, root=artifacts_root, suites=suites)
     told = {kind: found.counts.get(f"train/{kind} in suite mine", 0) for kind in ("exact", "13-gram")}
     assert told == {kind: 0 if way == "off" else expected.count(kind) for kind in told}
     kept = pq.read_table(found.directory / "train.parquet").to_pylist()
