@@ -33,7 +33,7 @@ import uvicorn
 from flows.server.guard import Guard
 from flows.stack.answers import answers_app
 from rlcore.answers.store import AnswerWriter
-from rlcore.answers.table import training_table
+from rlcore.answers.table import answer_table
 from rlcore.batching.pack import pack
 from rlcore.config import AnswersConfig
 from rlcore.types import Prompt, Rollout, Score, TrainBatch
@@ -93,7 +93,7 @@ class Synthetic:
         near = packed.behavior_logprobs + 0.01 * torch.randn(packed.num_tokens) * packed.loss_mask
         batch = TrainBatch(packed, None, None, None, packed.loss_mask.float(), None, packed.loss_mask.float())
         texts = decode([rollout.response_ids for rollout in rollouts])
-        return lambda number: training_table(number, rollouts, scores, texts, decode, batch=batch, policy_logprobs=near)
+        return lambda number: answer_table(number, rollouts, scores, texts, decode, batch=batch, policy_logprobs=near)
 
 
 @contextmanager

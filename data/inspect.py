@@ -250,9 +250,6 @@ def _document(report: DatasetReport) -> document.Report:
         subtitle=" · ".join(map(str, report.leakage)),
         state="splits overlap" if leaks else "",
         state_tone="bad",
-        tiles=(),
-        findings=(),
-        missing=(),
         sections=tuple(document.Section(split.name, split.name, tuple(_blocks(split))) for split in report.splits),
     )
 

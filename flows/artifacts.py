@@ -7,17 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect.artifacts import Artifact, create_link_artifact, create_markdown_artifact, create_table_artifact
+from prefect.artifacts import Artifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.client.schemas.objects import Artifact as Made
 from prefect.logging import get_run_logger
 
-from flows.live import Shown, last_answers
+from flows.live import last_answers
 from flows.server.watch import few_retries
 from flows.work.open_run import OpenRun
 from flows.work.results import Judgement
-from flows.work.runs import Comparison
 from rlcore.checkpoint.catalog import scan
 
 BYTES_PER_MB = 1e6
@@ -25,6 +24,8 @@ NUM_VALIDATIONS = 4
 """Columns of the table of a run's latest validations; the first one is of step 0."""
 LEFT_ALONE_S = 30.0
 """A server that was away."""
+Data = Callable[[], object]
+"""What an artifact shows: Markdown, rows as JSON, or per cent."""
 
 
 def artifact_key(of: str, what: str) -> str:
@@ -38,31 +39,43 @@ def artifact_key(of: str, what: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", f"{of}-{what}".lower()).strip("-")
 
 
-def _show(run: OpenRun, what: str, kind: str, data: Callable[[], object], description: str | None = None) -> None:
-    """An artifact of the run, made once by this process and changed from then on: the server keeps no history of it."""
-    key = artifact_key(run.run_id, what)
+def show(of: str, what: str, data: Data, kind: str = "markdown", description: str | None = None) -> None:
+    """Make an artifact: Markdown, or a `table` of rows as JSON."""
+    harmless(lambda: _make(of, what, kind, data, description))
 
-    def show() -> None:
-        known = run.shown.artifacts.get(key)
-        if known is None:
-            made = Artifact(type=kind, key=key, description=description, data=data()).create()
-            assert isinstance(made, Made)  # no event loop runs here, so it was made before the call returned
-            run.shown.artifacts[key] = made.id
-            return
-        with get_client(sync_client=True) as client:
-            client.update_artifact(known, ArtifactUpdate(data=data(), description=description))
 
-    in_passing(run, show)
+def _make(of: str, what: str, kind: str, data: Data, description: str | None) -> Made:
+    made = Artifact(type=kind, key=artifact_key(of, what), description=description, data=data()).create()
+    assert isinstance(made, Made)  # no event loop runs here, so it was made before the call returned
+    return made
+
+
+def _follow(run: OpenRun, what: str, data: Data, kind: str = "markdown", description: str | None = None) -> None:
+    """An artifact of the run, made once by this process and changed from then on: the server keeps no history of it.
+
+    A server that is away is soon given up, and left alone for a while: until then nobody hears the trainer, which stops
+    once the pipe to us is full.
+    """
+    shown = run.shown
+    if time.monotonic() < shown.again_at:
+        return
+
+    def ask() -> None:
+        shown.again_at = time.monotonic() + LEFT_ALONE_S
+        with few_retries(1):
+            if what not in shown.artifacts:
+                shown.artifacts[what] = _make(run.run_id, what, kind, data, description).id
+            else:
+                with get_client(sync_client=True) as client:
+                    client.update_artifact(shown.artifacts[what], ArtifactUpdate(data=data(), description=description))
+        shown.again_at = float("-inf")
+
+    harmless(ask)
 
 
 def show_progress(run: OpenRun, stage: str, percent: float, text: str) -> None:
     """A bar for each stage, one for all its chunks."""
-    _show(run, progress_of(stage), "progress", lambda: percent, text)
-
-
-def progress_of(stage: str) -> str:
-    """What the bar of a stage is called among the artifacts of its run."""
-    return f"progress-{stage}"
+    _follow(run, f"progress-{stage}", lambda: percent, "progress", text)
 
 
 def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]) -> None:
@@ -71,12 +84,12 @@ def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]
     known[step] = summary
     shown = sorted(known)[:1] + sorted(known)[1:][-(NUM_VALIDATIONS - 1) :]
     rows = _rows({f"step {step}": known[step] for step in shown})
-    _show(run, "latest-validation", "table", lambda: json.dumps(rows), f"{run.run_id} at step {step}")
+    _follow(run, "latest-validation", lambda: json.dumps(rows), "table", f"{run.run_id} at step {step}")
 
 
 def show_summary(run: OpenRun, now: str) -> None:
     """Where the run stands, with its curves and its last answers."""
-    _show(run, "summary", "markdown", lambda: _summary(run, now))
+    _follow(run, "summary", lambda: _summary(run, now))
 
 
 def _summary(run: OpenRun, now: str) -> str:
@@ -87,13 +100,12 @@ def _summary(run: OpenRun, now: str) -> str:
     return "\n\n".join(part for part in (f"## {run.run_id}", now, page, *curves, *head, *answers) if part)
 
 
-def _answer(one: Shown) -> str:
+def _answer(one: Mapping[str, Any]) -> str:
     """As a block of code: whatever a model wrote, it is no Markdown."""
-    score = "no score" if one.score is None else f"score {one.score:.3g}"
-    lines = [*one.prompt.splitlines(), "→", *one.answer.splitlines()]
-    return "\n".join(
-        [f"{one.validation or 'training'}, step {one.step}, {score}:", "", *(f"    {line}" for line in lines)]
-    )
+    score = "no score" if one["score"] is None else f"score {one['score']:.3g}"
+    lines = [*one["prompt"].splitlines(), "→", *one["answer"].splitlines()]
+    head = f"{one['validation'] or 'training'}, step {one['step']}, {score}:"
+    return "\n".join([head, "", *(f"    {line}" for line in lines)])
 
 
 def show_validation(run: OpenRun, judgement: Judgement) -> None:
@@ -102,7 +114,7 @@ def show_validation(run: OpenRun, judgement: Judgement) -> None:
     known = run.shown.judgements.values()
     rows = _rows({one.name: one.summary for one in known})
     steps = ", ".join(f"{one.name}: step {one.step}" for one in known)
-    show_table(run.run_id, "validation", rows, steps)
+    show(run.run_id, "validation", lambda: json.dumps(rows), "table", steps)
 
 
 CI_ENDS = ("/ci_low", "/ci_high")
@@ -136,20 +148,13 @@ def show_checkpoints(run: OpenRun) -> None:
         }
         for info in scan(run.layout.checkpoints).checkpoints
     ]
-    _show(run, "checkpoints", "table", lambda: json.dumps(rows))
+    _follow(run, "checkpoints", lambda: json.dumps(rows), "table")
 
 
 def show_mlflow_page(run: OpenRun) -> None:
     """A link to it, once it is known."""
-    if run.shown.mlflow_link or not run.shown.mlflow_page:
-        return
-
-    def create() -> None:
-        key = artifact_key(run.run_id, "mlflow")
-        create_link_artifact(run.shown.mlflow_page, f"{run.run_id} in MLflow", key=key)
-        run.shown.mlflow_link = True
-
-    in_passing(run, create)
+    if run.shown.mlflow_page and "mlflow" not in run.shown.artifacts:
+        _follow(run, "mlflow", lambda: f"[{run.run_id} in MLflow]({run.shown.mlflow_page})")
 
 
 def show_report(run_dir: Path, html: Path) -> None:
@@ -158,48 +163,9 @@ def show_report(run_dir: Path, html: Path) -> None:
     def text() -> str:
         from rlcore.report.build import summary_markdown
 
-        return f"{summary_markdown(run_dir)}\n\nFull report: `{html}`"
+        return f"{summary_markdown(run_dir)}\n\nFull report: `{html}`\n"
 
-    show_page(run_dir.name, "report", text)
-
-
-def show_comparison(made: Comparison) -> None:
-    """A comparison as the flow run shows it, and a link to MLflow's page of the same runs."""
-    name = f"comparison-{made.html.parent.name}"
-    show_page(name, "report", lambda: f"{made.summary}\n\nFull comparison: `{made.html}`")
-    if made.mlflow_page:
-        show_link(name, "mlflow", made.mlflow_page, "The same runs in MLflow")
-
-
-def show_page(of: str, what: str, text: Callable[[], str]) -> None:
-    """Markdown."""
-    harmless(lambda: create_markdown_artifact(f"{text()}\n", key=artifact_key(of, what)))
-
-
-def show_table(of: str, what: str, rows: list[dict[str, Any]], description: str) -> None:
-    """A table."""
-    harmless(lambda: create_table_artifact(rows, key=artifact_key(of, what), description=description))
-
-
-def show_link(of: str, what: str, url: str, text: str) -> None:
-    """A link."""
-    harmless(lambda: create_link_artifact(url, text, key=artifact_key(of, what)))
-
-
-def in_passing(run: OpenRun, action: Callable[[], object]) -> None:
-    """As `harmless`, while a trainer works. A server that is away is soon given up, and left alone for a while: until
-    then nobody hears the trainer, which stops once the pipe to us is full.
-    """
-    if time.monotonic() < run.shown.again_at:
-        return
-
-    def asked() -> None:
-        run.shown.again_at = time.monotonic() + LEFT_ALONE_S
-        with few_retries(1):
-            action()
-        run.shown.again_at = float("-inf")
-
-    harmless(asked)
+    show(run_dir.name, "report", text)
 
 
 def harmless(action: Callable[[], object]) -> None:

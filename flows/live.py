@@ -5,9 +5,8 @@ What is given out is bounded, whatever the run's length, and holds no setting: s
 
 import base64
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,6 @@ MOST_ANSWERS = 6
 COLUMNS = ["prompt_id", "step", "validation", "score", "prompt", "answer"]
 MOST_CHARACTERS = 600
 """Of a prompt's end and of an answer's beginning."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """An answer as it is shown, `prompt` and `answer` shortened. `validation`: its name; None: of training."""
-
-    step: int
-    validation: str | None
-    score: float | None
-    prompt: str
-    answer: str
 
 
 class Followed:
@@ -84,8 +72,8 @@ class Followed:
         return ours and not validation.is_of_suite(name)
 
 
-def last_answers(layout: RunLayout) -> list[Shown]:
-    """The newest answers on record, the newest first; they are written at the end of each chunk."""
+def last_answers(layout: RunLayout) -> list[dict[str, Any]]:
+    """`COLUMNS` of the newest answers on record, the newest first; they are written at the end of each chunk."""
     import pyarrow.parquet as pq
 
     with suppress(OSError, ValueError):  # there is no part yet, or it is deleted at this moment
@@ -93,19 +81,17 @@ def last_answers(layout: RunLayout) -> list[Shown]:
         with pq.ParquetFile(newest) as file:
             rows = file.read_row_group(file.metadata.num_row_groups - 1, columns=COLUMNS).to_pylist()
         each_prompt = {row["prompt_id"]: row for row in rows}
-        return [_shown(row) for row in list(each_prompt.values())[: -MOST_ANSWERS - 1 : -1]]
+        return [_shortened(row) for row in list(each_prompt.values())[: -MOST_ANSWERS - 1 : -1]]
     return []
 
 
-def _shown(row: Mapping[str, Any]) -> Shown:
+def _shortened(row: dict[str, Any]) -> dict[str, Any]:
     prompt, answer = str(row["prompt"] or ""), str(row["answer"])
-    return Shown(
-        step=row["step"],
-        validation=row["validation"],
-        score=row["score"],
-        prompt=prompt if len(prompt) <= MOST_CHARACTERS else f"… {prompt[-MOST_CHARACTERS:]}",
-        answer=answer if len(answer) <= MOST_CHARACTERS else f"{answer[:MOST_CHARACTERS]} …",
-    )
+    if len(prompt) > MOST_CHARACTERS:
+        prompt = f"… {prompt[-MOST_CHARACTERS:]}"
+    if len(answer) > MOST_CHARACTERS:
+        answer = f"{answer[:MOST_CHARACTERS]} …"
+    return {**row, "prompt": prompt, "answer": answer}
 
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 200, 44, 24, 22

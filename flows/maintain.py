@@ -12,7 +12,7 @@ from prefect.events import emit_event
 from prefect.states import Completed
 from pydantic import Field
 
-from flows.artifacts import harmless, show_comparison, show_page
+from flows.artifacts import harmless, show
 from flows.chain import Stage
 from flows.commands import evaluate as evaluation
 from flows.commands import regression as nightly
@@ -75,7 +75,10 @@ def compare(runs: list[str] = NO_RUNS, search: str = "", root: Root = None) -> C
     folders = several.find_runs(runs, search, at, tracking_in_stack(TrackingConfig(), at))
     work = partial(several.compare, folders, at)
     made = as_task(Stage("compare", "compare", work, lambda one: f"comparison: {one.html}"))
-    show_comparison(made)
+    name = f"comparison-{made.html.parent.name}"
+    show(name, "report", lambda: f"{made.summary}\n\nFull comparison: `{made.html}`\n")
+    if made.mlflow_page:
+        show(name, "mlflow", lambda: f"[The same runs in MLflow]({made.mlflow_page})")
     return made
 
 
@@ -98,7 +101,7 @@ def evaluate(
         found = evaluation.evaluate_all(models, suites, overrides, at, command, as_task)
     lines = evaluation.table_lines(found)
     tell("\n".join(lines))
-    show_page(found[0].folder.name, "evaluation", lambda: "\n".join(["```", *lines, "```"]))
+    show(found[0].folder.name, "evaluation", lambda: "\n".join(["```", *lines, "```"]))
     return [str(one.folder) for one in found]
 
 
@@ -126,7 +129,7 @@ def regression(
     text = nightly.said(name, night)
     tell(text)
     page = f"{files.summary}\n\nFull page: `{files.html}`"
-    show_page(f"regression-{name}", "nights", lambda: page)  # the key is the same each night
+    show(f"regression-{name}", "nights", lambda: page)  # the key is the same each night
     resource = {"prefect.resource.id": f"millrace.regression.{name}", "prefect.resource.name": name}
     harmless(lambda: emit_event(f"millrace.regression.{night.word}", resource=resource, payload={"text": text}))
     return Completed(name=night.word.capitalize(), message=text)

@@ -7,7 +7,7 @@ from prefect import Flow, flow
 from prefect.runtime import deployment, flow_run
 
 from flows import chain
-from flows.artifacts import show_checkpoints, show_link, show_report
+from flows.artifacts import show, show_checkpoints, show_report
 from flows.parameters import (
     NO_OVERRIDES,
     Count,
@@ -88,7 +88,8 @@ def _run(settings: RunSettings) -> PipelineResult:
         if result.report is not None:
             show_report(run.layout.run_dir, result.report)
         if result.mlflow.url:
-            show_link(run.run_id, "mlflow", result.mlflow.url, f"MLflow run {result.mlflow.mlflow_run_id}")
+            text = f"[MLflow run {result.mlflow.mlflow_run_id}]({result.mlflow.url})"
+            show(run.run_id, "mlflow", lambda: text)
         tell(f"done: {run.run_id}")
         return result
 

@@ -13,7 +13,7 @@ from flows.plan.checks import of_the_judge
 from rlcore import sandbox
 from rlcore.answers.judge import audit_reward, cases_of
 from rlcore.answers.judge import rescore as rescore_answers
-from rlcore.answers.query import EVERYTHING, READABLE, KeptAnswers, Query, finite
+from rlcore.answers.query import EVERYTHING, READABLE, Query, find_answers, finite
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
@@ -35,15 +35,15 @@ def rollouts(run: Sequence[str], *, root: Path | None, limit: int, tokens: bool,
     if tokens and not as_json:
         raise ConfigError("--tokens: must come with --json, since a page of text has no columns of tokens. Add --json")
     query = Query.read(**wanted)
-    _, _, answers, total = _kept(run, root)
-    numbers = answers.find(query)
-    shown = numbers.to_pylist()[: limit or None]
+    _, layout, total = _kept(run, root)
+    found = find_answers(layout.answers, query)
+    shown = range(len(found))[: limit or None]
     columns = EVERYTHING if tokens else READABLE
     for begin in range(0, len(shown), 1_000):
-        for row in answers.rows(shown[begin : begin + 1_000], columns):
+        for row in found.rows(shown[begin : begin + 1_000], columns):
             print(json.dumps(_document(row), ensure_ascii=False, allow_nan=False) if as_json else _page(row))
     if not as_json:
-        print(f"{len(shown):,} shown of {len(numbers):,} answers that match, of {total:,} on record")
+        print(f"{len(shown):,} shown of {len(found):,} answers that match, of {total:,} on record")
 
 
 def rescore(run: Sequence[str], *, scorer: str, root: Path | None, as_json: bool, **wanted: Any) -> None:
@@ -54,9 +54,9 @@ def rescore(run: Sequence[str], *, scorer: str, root: Path | None, as_json: bool
         DataError: the scorer failed on all of them.
     """
     query = Query.read(**wanted)
-    config, layout, answers, _ = _kept(run, root)
+    config, layout, _ = _kept(run, root)
     with _pool(config, layout, scorer) as pool:
-        found = rescore_answers(answers, query, pool)
+        found = rescore_answers(layout.answers, query, pool)
         failed = pool.unscored[1]
     if found.num_failed == found.num_answers:
         raise DataError(
@@ -83,8 +83,8 @@ def audit(run: Sequence[str], *, scorer: str | None, root: Path | None, as_json:
     Raises:
         DataError: the scorer failed on some answers, and none of the others scored.
     """
-    config, layout, answers, _ = _kept(run, root)
-    cases = cases_of(answers, NUM_CASES)
+    config, layout, _ = _kept(run, root)
+    cases = cases_of(layout.answers, NUM_CASES)
     with _pool(config, layout, scorer) as pool:
         findings = audit_reward(cases, pool)
         num_failed, failure = pool.unscored
@@ -107,16 +107,15 @@ def audit(run: Sequence[str], *, scorer: str | None, root: Path | None, as_json:
         sys.exit(EXIT_FOUND)
 
 
-def _kept(run: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout, KeptAnswers, int]:
+def _kept(run: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout, int]:
     config, layout = named_run(list(run), root)
-    answers = KeptAnswers(layout.answers)
-    total = len(answers.find(Query()))
+    total = len(find_answers(layout.answers, Query()))
     if not total:
         why = (
             "its settings keep none (answers.every_steps=0)" if not config.answers.every_steps else "none are there yet"
         )
         raise DataError(f"{layout.answers}: run {layout.run_dir.name} has no answers on record: {why}")
-    return config, layout, answers, total
+    return config, layout, total
 
 
 @contextmanager

@@ -12,10 +12,9 @@ The pages ask for what they show; nothing is written. What a model wrote goes ou
 """
 
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -25,10 +24,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flows.commands.settings import named_run
 from flows.live import Followed, last_answers
-from flows.work.runs import all_runs
 from flows.work.status import status_of
-from rlcore.answers.query import KeptAnswers, Query, finite
-from rlcore.answers.store import LIGHT, parts_of
+from rlcore.answers.query import Query, find_answers, finite, one_answer
+from rlcore.answers.store import LIGHT
 from rlcore.answers.tokens import pieces, tokenizer_of
 from rlcore.errors import ConfigError, DataError, MillraceError
 from rlcore.run.layout import RunLayout
@@ -43,17 +41,15 @@ MOST_RUNS = 200
 LISTED = [*LIGHT.names, "answer"]
 
 
-class WithAnswers:
-    """An ASGI application that answers below `/answers/` and hands everything else to another one."""
+def with_answers(root: Path, app: ASGIApp) -> ASGIApp:
+    """An application that answers below `/answers/` and hands everything else to another one."""
+    answers = answers_app(root)
 
-    def __init__(self, root: Path, app: ASGIApp) -> None:
-        self._app = app
-        self._answers = answers_app(root)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or hand it on."""
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
         ours = scope["type"] == "http" and scope["path"].startswith(PREFIX)
-        await (self._answers if ours else self._app)(scope, receive, send)
+        await (answers if ours else app)(scope, receive, send)
+
+    return answered
 
 
 def answers_app(root: Path) -> Starlette:
@@ -65,7 +61,7 @@ def answers_app(root: Path) -> Starlette:
     runs = Runs(root)
     routes = {
         "": lambda _: _page("answers.html.j2"),
-        "runs": lambda _: JSONResponse(runs.with_answers()),
+        "runs": lambda _: JSONResponse(runs.newest_first("*/answers/*.parquet")),
         "find": runs.find,
         "one": runs.one,
         "live": lambda _: _page("live.html.j2"),
@@ -83,88 +79,63 @@ def _page(template: str) -> Response:
     return HTMLResponse(scripted_page(template))
 
 
-@dataclass(slots=True)
-class Opened:
-    """A run of the root. Whoever holds the lock may search it or look at its journal; others wait."""
-
-    layout: RunLayout
-    answers: KeptAnswers
-    lock: threading.Lock
-    followed: Followed | None = None
-
-
 class Runs:
-    """The runs of a root, each opened once, and what is asked of them."""
+    """The runs of a root and what is asked of them, by several threads."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._opened: dict[str, Opened] = {}
+        self._followed: dict[str, Followed] = {}
         self._lock = threading.Lock()
 
-    def begun(self) -> list[str]:
-        """All runs, those that wrote last first."""
+    def newest_first(self, *patterns: str) -> list[str]:
+        """The runs that have such files, those that wrote one last first."""
         newest: dict[str, float] = {}
-        for folder in all_runs(self._root):
-            for file in (folder / "metrics.jsonl", folder / "settings.json"):
-                with suppress(OSError):
-                    newest.setdefault(folder.name, file.stat().st_mtime)
+        for pattern in patterns:
+            for file in (self._root / "runs").glob(pattern):
+                name = file.relative_to(self._root / "runs").parts[0]
+                with suppress(OSError):  # it is deleted at this moment
+                    newest[name] = max(newest.get(name, 0.0), file.stat().st_mtime)
         return sorted(newest, key=lambda name: -newest[name])
 
-    def with_answers(self) -> list[str]:
-        """Those that have answers on record, the newest first."""
-        newest: dict[str, float] = {}
-        for folder in (self._root / "runs").glob("*/answers"):
-            with suppress(ValueError, OSError):  # no part yet, or one is deleted at this moment
-                newest[folder.parent.name] = max(path.stat().st_mtime for path in parts_of(folder))
-        return sorted(newest, key=lambda name: -newest[name])
-
-    def _open(self, name: str, known: Sequence[str], problem: str) -> Opened:
-        """A run of this name among the known ones."""
-        if name not in known:
-            raise DataError(f"run {name!r}: {problem}")
-        with self._lock:
-            if name not in self._opened:
-                layout = RunLayout(self._root, self._root / "runs" / name)
-                self._opened[name] = Opened(layout, KeptAnswers(layout.answers), threading.Lock())
-            return self._opened[name]
-
-    def _asked(self, request: Request) -> Opened:
-        problem = "is none of this root, or has no answers on record"
-        return self._open(request.query_params.get("run", ""), self.with_answers(), problem)
+    def _layout(self, name: str) -> RunLayout:
+        """A run by its name, which may lead nowhere else."""
+        for folder in (self._root / "runs").glob("*"):
+            if folder.name == name:
+                return RunLayout(self._root, folder)
+        raise DataError(f"run {name!r}: is none of this root")
 
     def now(self, request: Request) -> Response:
         """State, curves and last answers of a run."""
-        names = self.begun()
+        names = self.newest_first("*/settings.json", "*/metrics.jsonl")
         name = request.query_params.get("run") or next(iter(names), "")
         if not name:
             return JSONResponse({"runs": []})
-        run = self._open(name, names, "is none of this root")
-        with run.lock:
-            if run.followed is None:
-                run.followed = Followed(named_run([name], self._root)[0], run.layout.journal)
-            curves = run.followed.curves()
-        found = {"runs": names[:MOST_RUNS], **status_of(run.layout.run_dir).to_json(), "curves": curves}
-        return JSONResponse(finite(found | {"answers": [asdict(one) for one in last_answers(run.layout)]}))
+        layout = self._layout(name)
+        with self._lock:
+            if name not in self._followed:
+                self._followed[name] = Followed(named_run([name], self._root)[0], layout.journal)
+            curves = self._followed[name].curves()
+        found = {"runs": names[:MOST_RUNS], **status_of(layout.run_dir).to_json(), "curves": curves}
+        return JSONResponse(finite(found | {"answers": last_answers(layout)}))
 
     def find(self, request: Request) -> Response:
         """A page of the answers that a search finds."""
         given = request.query_params
-        words = {name: given[name] for name in ("step", "score", "search", "kind", "sort") if given.get(name)}
+        words: dict[str, Any] = {
+            name: given[name] for name in ("step", "score", "search", "kind", "sort") if given.get(name)
+        }
         query = Query.read(prompt=_number("prompt", given.get("prompt")), **words)
         offset = _number("offset", given.get("offset")) or 0
-        run = self._asked(request)
-        with run.lock:
-            numbers = run.answers.find(query)
-            rows = run.answers.rows(numbers.slice(offset, ROWS).to_pylist(), LISTED)
+        found = find_answers(self._layout(given.get("run", "")).answers, query)
+        rows = found.rows(range(len(found))[offset : offset + ROWS], LISTED)
         rows = [{**row, "answer": row["answer"][:SHOWN]} for row in rows]
-        return JSONResponse(finite({"total": len(numbers), "rows": rows}))
+        return JSONResponse(finite({"total": len(found), "rows": rows}))
 
     def one(self, request: Request) -> Response:
         """One answer with its tokens."""
-        run = self._asked(request)
-        with run.lock:
-            row = run.answers.one(request.query_params.get("key", ""))
-        decode = tokenizer_of(run.layout.inputs_json)
+        layout = self._layout(request.query_params.get("run", ""))
+        row = one_answer(layout.answers, request.query_params.get("key", ""))
+        decode = tokenizer_of(layout.inputs_json)
         texts = None if decode is None else pieces(decode, row["token_ids"])
         return JSONResponse(finite({**row, "pieces": texts}))
 

@@ -87,13 +87,13 @@ def without_address(record: logging.LogRecord) -> bool:
 def _mlflow() -> "Guard":
     """MLflow's own logins need a second database, and a hash of a password for each request."""
     from flows.server.guard import Guard
-    from flows.stack.answers import WithAnswers
+    from flows.stack.answers import with_answers
     from flows.stack.state import MLFLOW_DATABASE
     from rlcore.tracking.connection import mlflow_app
 
     login = os.environ.pop(MLFLOW_LOGIN)
     app = mlflow_app(os.environ[MLFLOW_DATABASE], os.environ[MLFLOW_ARTIFACTS])
-    return Guard(WithAnswers(Path(os.environ[ANSWERS_ROOT]), app), login)
+    return Guard(with_answers(Path(os.environ[ANSWERS_ROOT]), app), login)
 
 
 if __name__ == "__main__":

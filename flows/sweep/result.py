@@ -14,7 +14,7 @@ from shlex import join
 
 from prefect.logging import get_run_logger
 
-from flows.artifacts import show_page, show_table
+from flows.artifacts import show
 from flows.parameters import MLFLOW_PAGE
 from flows.sweep.record import SWEEP_FILE, PointRecord, sweep_directory
 from flows.tasks import tell
@@ -100,9 +100,9 @@ def show_result(sweep: Sweep, points: Sequence[PointRecord], result: SweepResult
         | {f"seed {member.seed}": member.score if not member.error else "failed" for member in point.members}
         for point in best_first(sweep, points)
     ]
-    show_table(sweep.sweep_id, "sweep", rows, metric)
+    show(sweep.sweep_id, "sweep", lambda: json.dumps(rows), "table", metric)
     lines = [f"# Sweep {result.sweep_id}", "", *(f"- {line}" for line in summary_of(result))]
-    show_page(sweep.sweep_id, "sweep-summary", lambda: "\n".join(lines))
+    show(sweep.sweep_id, "sweep-summary", lambda: "\n".join(lines))
 
 
 def summary_of(result: SweepResult) -> list[str]:

@@ -35,7 +35,7 @@ are delivered."""
 
 @dataclass(slots=True)
 class Shown:
-    """What Prefect shows of the run: artifacts by key, validations, its page in MLflow once known.
+    """What Prefect shows of the run: artifacts by their names, validations, its page in MLflow once known.
 
     `validations`: in training, by step. `judgements`: by name. `summary_at`: when the summary was last written.
     `again_at`: when a server that was away is asked again.
@@ -45,7 +45,6 @@ class Shown:
     validations: dict[int, Mapping[str, float]] = field(default_factory=dict)
     judgements: dict[str, Judgement] = field(default_factory=dict)
     mlflow_page: str = ""
-    mlflow_link: bool = False
     summary_at: float = float("-inf")
     again_at: float = float("-inf")
 

@@ -224,7 +224,7 @@ def evaluate(run: OpenRun, inputs: RunInputs) -> list[ValidationResult]:
         if result.problems and not result.with_figures.problems:
             (run.layout.suites / suite.name / "before.json").unlink()
             raise DataError(
-                f"suite {suite.name}: has no figures, for {result.num_unscored:,} answers have no score; "
+                f"suite {suite.name}: has no figures, for {len(result.failures):,} answers have no score; "
                 f"{suite.data.scorer} failed: {result.failures[0]}. Mend what failed, then evaluate again"
             )
     return known

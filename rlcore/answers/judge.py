@@ -1,12 +1,13 @@
 """Judges a scorer by answers that are there: old answers scored anew, and answers that must not score. No torch."""
 
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from pathlib import Path
 
-from rlcore.answers.query import KeptAnswers, Query
+import numpy as np
+
+from rlcore.answers.query import Query, find_answers
 from rlcore.errors import DataError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.scoring_worker import SCORER_KEY
@@ -77,27 +78,22 @@ def audit_reward(cases: Sequence[Case], pool: ScoringPool) -> tuple[Finding, ...
     """
     tried: list[tuple[str, Case, str]] = []
     for place, case in enumerate(cases):
-        tried += [(kind, case, text) for kind, texts in _FIXED.items() for text in texts]
-        tried.append((COPIED, case, case.prompt))
         later = (*cases[place + 1 :], *cases[:place])
-        other = next((one for one in later if one.ground_truth_json != case.ground_truth_json), None)
-        if other is not None:
-            tried += [(OTHERS, case, text) for text in other.answers if text not in case.answers]
+        other = next((one for one in later if one.ground_truth_json != case.ground_truth_json), case)
+        others = [text for text in other.answers if text not in case.answers]
+        texts = {**_FIXED, COPIED: [case.prompt], OTHERS: others}
+        tried += [(kind, case, text) for kind, answers in texts.items() for text in answers]
     scores = pool.score([text for _, _, text in tried], [case.ground_truth_json for _, case, _ in tried])
-    trials = [Trial(*one, score) for one, score in zip(tried, scores, strict=True)]
-    found = []
-    for kind in dict.fromkeys(kind for kind, _, _ in tried):
-        mine = [trial for trial in trials if trial.kind == kind]
-        paid = tuple(trial for trial in mine if _is_paid(kind, trial.score))
-        if paid:
-            found.append(Finding(kind, len(mine), paid))
-    return tuple(found)
+    trials: dict[str, list[Trial]] = {}
+    for one, score in zip(tried, scores, strict=True):
+        trials.setdefault(one[0], []).append(Trial(*one, score))
+    paid = {kind: tuple(filter(_is_paid, mine)) for kind, mine in trials.items()}
+    return tuple(Finding(kind, len(mine), paid[kind]) for kind, mine in trials.items() if paid[kind])
 
 
-def _is_paid(kind: str, score: Score) -> bool:
-    if score.failure is not None:
-        return False
-    return score.total > 0 if kind in _NOTHING else score.total >= HALF_MARKS
+def _is_paid(trial: Trial) -> bool:
+    total = trial.score.total
+    return trial.score.failure is None and (total > 0 if trial.kind in _NOTHING else total >= HALF_MARKS)
 
 
 def audit_text(scorer: str, findings: Sequence[Finding]) -> str:
@@ -105,32 +101,23 @@ def audit_text(scorer: str, findings: Sequence[Finding]) -> str:
     return f"{scorer} pays for what is no answer: {'; '.join(map(str, findings))}"
 
 
-def cases_of(answers: KeptAnswers, num_cases: int) -> list[Case]:
-    """The problems with the answers of the highest score, with their best answers.
+def cases_of(folder: Path, num_cases: int) -> list[Case]:
+    """The problems with the kept answers of the highest score, with their best answers.
 
     Raises:
         DataError: the run has kept no answers.
     """
-    numbers = answers.find(Query(sort="score", descending=True))
-    light = answers.light(numbers)
-    best: dict[tuple[str | None, int], list[int]] = {}
-    for number, source, prompt_id in zip(
-        numbers.to_pylist(), light["data_source"].to_pylist(), light["prompt_id"].to_pylist(), strict=True
-    ):
-        mine = best.setdefault((source, prompt_id), [])
-        if len(mine) < _MOST_EXAMPLES:
-            mine.append(number)
-        if len(best) > num_cases:
-            best.popitem()
-            break
-    if not best:
+    found = find_answers(folder, Query(sort="-score"))
+    problems = found.light.select(["data_source", "prompt_id"]).to_pandas().groupby(
+        ["data_source", "prompt_id"], sort=False, dropna=False
+    )  # fmt: skip
+    chosen = [place for place in problems.head(_MOST_EXAMPLES).index if problems.ngroup()[place] < num_cases]
+    cases: dict[tuple[str, str], dict[str, None]] = {}
+    for row in found.rows(chosen):
+        cases.setdefault((row["prompt"], row["ground_truth"]), {})[row["answer"]] = None
+    if not cases:
         raise DataError("the run has kept no answers to audit its scorer with (answers.every_steps); run it further")
-    found = []
-    for numbers_of_one in best.values():
-        rows = answers.rows(numbers_of_one)
-        texts = tuple(dict.fromkeys(row["answer"] for row in rows))
-        found.append(Case(rows[0]["prompt"], rows[0]["ground_truth"], texts))
-    return found
+    return [Case(*problem, tuple(answers)) for problem, answers in cases.items()]
 
 
 # ---------------------------------------------------------------- old answers scored anew
@@ -170,45 +157,47 @@ class Rescored:
     largest: tuple[Change, ...]
 
 
-def rescore(answers: KeptAnswers, query: Query, pool: ScoringPool) -> Rescored:
-    """Score the chosen answers by the pool's scorer and compare.
+def rescore(folder: Path, query: Query, pool: ScoringPool) -> Rescored:
+    """Score the chosen kept answers by the pool's scorer and compare.
 
     A penalty for length that the run took off a score (part `overlong`) is taken off the new one too.
 
     Raises:
         DataError: no answer is chosen.
     """
-    numbers = answers.find(query).to_pylist()
-    if not numbers:
+    import pandas as pd  # the trainer audits, and does without
+
+    answers = find_answers(folder, query)
+    if not len(answers):
         raise DataError("no kept answer is chosen; loosen the filters, or look at answers.every_steps of the run")
-    changes: list[Change] = []
-    pairs: list[tuple[float, float]] = []
-    groups: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    num_changed = num_failed = 0
-    for begin in range(0, len(numbers), _ROWS_AT_ONCE):
-        rows = answers.rows(numbers[begin : begin + _ROWS_AT_ONCE])
+    after: list[float | None] = []
+    for begin in range(0, len(answers), _ROWS_AT_ONCE):
+        rows = answers.rows(range(len(answers))[begin : begin + _ROWS_AT_ONCE])
         scores = pool.score([row["answer"] for row in rows], [_own_truth(row["ground_truth"]) for row in rows])
-        for row, score in zip(rows, scores, strict=True):
-            before, after = row["score"], _total(score, row["parts"])
-            num_failed += after is None
-            if before is not None and after is not None:
-                pairs.append((before, after))
-                if row["validation"] is None:
-                    groups.setdefault((row["step"], row["prompt_id"]), []).append((before, after))
-            if (before is None) != (after is None) or abs((before or 0) - (after or 0)) > _EQUAL:
-                num_changed += 1
-                changes.append(Change(row["step"], row["prompt"], row["answer"], before, after))
-        changes = sorted(changes, key=_size, reverse=True)[:_MOST_EXAMPLES]
+        after += [_total(score, row["parts"]) for row, score in zip(rows, scores, strict=True)]
+    both = pd.DataFrame({"before": answers.light["score"].to_numpy(), "after": np.array(after, dtype=float)})
+    size = both.after.sub(both.before).abs().mask(both.before.isna() != both.after.isna(), np.inf).fillna(0.0)
+    largest = size[size > _EQUAL].nlargest(_MOST_EXAMPLES).index.tolist()
+    judged = both.dropna()
+    of_group = answers.light.select(["validation", "step", "prompt_id"]).to_pandas().loc[judged.index]
+    in_training = of_group.validation.isna()
+    groups = judged[in_training].groupby([of_group.step, of_group.prompt_id])
+    less_mean = judged[in_training] - groups.transform("mean")
+    differs = less_mean.after.sub(less_mean.before).abs() > _EQUAL
+    flat = groups.max() - groups.min() <= _EQUAL
     return Rescored(
-        num_answers=len(numbers),
-        num_changed=num_changed,
-        num_failed=num_failed,
-        mean_before=fmean(old for old, _ in pairs) if pairs else math.nan,
-        mean_after=fmean(new for _, new in pairs) if pairs else math.nan,
-        num_groups=len(groups),
-        num_groups_changed=sum(_differs(group) for group in groups.values()),
-        num_groups_flat=(_num_flat(groups.values(), 0), _num_flat(groups.values(), 1)),
-        largest=tuple(changes),
+        num_answers=len(answers),
+        num_changed=int((size > _EQUAL).sum()),
+        num_failed=int(both.after.isna().sum()),
+        mean_before=float(judged.before.mean()),
+        mean_after=float(judged.after.mean()),
+        num_groups=groups.ngroups,
+        num_groups_changed=int(differs.groupby([of_group.step, of_group.prompt_id]).any().sum()),
+        num_groups_flat=(int(flat.before.sum()), int(flat.after.sum())),
+        largest=tuple(
+            Change(row["step"], row["prompt"], row["answer"], row["score"], after[place])
+            for place, row in zip(largest, answers.rows(largest), strict=True)
+        ),
     )
 
 
@@ -220,22 +209,6 @@ def _own_truth(ground_truth_json: str) -> str:
 
 def _total(score: Score, parts: Sequence[tuple[str, float]]) -> float | None:
     return None if score.failure is not None else score.total + dict(parts).get("overlong", 0.0)
-
-
-def _size(change: Change) -> float:
-    if change.before is None or change.after is None:
-        return math.inf
-    return abs(change.after - change.before)
-
-
-def _differs(group: Sequence[tuple[float, float]]) -> bool:
-    old, new = ([pair[which] for pair in group] for which in (0, 1))
-    middle = (fmean(old), fmean(new))
-    return any(abs((a - middle[0]) - (b - middle[1])) > _EQUAL for a, b in group)
-
-
-def _num_flat(groups: Iterable[Sequence[tuple[float, float]]], which: int) -> int:
-    return sum(max(pair[which] for pair in group) - min(pair[which] for pair in group) <= _EQUAL for group in groups)
 
 
 def _short(text: str, limit: int = 120) -> str:

@@ -5,9 +5,9 @@ the rows that are asked for. No torch.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 from rlcore.answers.store import LIGHT, ROWS_PER_GROUP, TEXTS, TOKENS, parts_of
 from rlcore.errors import ConfigError, DataError
 
-Kind = Literal["all", "training", "validation"]
-KINDS: dict[str, Kind] = {"all": "all", "training": "training", "validation": "validation"}
+KINDS = ("all", "training", "validation")
 SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_id")
 """Columns to sort by."""
 READABLE = [*LIGHT.names, *TEXTS.names]
@@ -30,45 +29,32 @@ Range = tuple[float | None, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which answers, in which order. `text`: a part of the answer, in small or capital letters alike. `sort`: one of
-    `SORTS`, the highest first with `descending`; answers that are equal in it stay in the order of steps."""
+    """Which answers, in which order. `prompt`: its id. `search`: a part of the answer, in small or capital letters
+    alike. `kind`: one of `KINDS`. `sort`: one of `SORTS`, with `-` before it for the highest first; answers that are
+    equal in it stay in the order of steps."""
 
-    kind: Kind = "all"
-    steps: Range = (None, None)
-    prompt_id: int | None = None
-    scores: Range = (None, None)
-    text: str = ""
+    step: Range = (None, None)
+    score: Range = (None, None)
+    prompt: int | None = None
+    search: str = ""
+    kind: str = "all"
     sort: str = "step"
-    descending: bool = False
 
     @classmethod
-    def read(
-        cls,
-        step: str = "",
-        prompt: int | None = None,
-        score: str = "",
-        search: str = "",
-        kind: str = "all",
-        sort: str = "step",
-    ) -> "Query":
-        """A query as a person types it: ranges as `LOW..HIGH`, the order with `-` for the highest first.
+    def read(cls, step: str = "", score: str = "", **others: Any) -> "Query":
+        """A query as a person types it, ranges as `LOW..HIGH`.
 
         Raises:
             ConfigError: one cannot be read.
         """
-        if kind not in KINDS:
-            raise ConfigError(f"kind: must be all, training or validation, got {kind!r}")
-        if sort.removeprefix("-") not in SORTS:
-            raise ConfigError(f"sort: must be one of {', '.join(SORTS)}, each perhaps with - before it, got {sort!r}")
-        return cls(
-            kind=KINDS[kind],
-            steps=range_of("step", step),
-            prompt_id=prompt,
-            scores=range_of("score", score),
-            text=search,
-            sort=sort.removeprefix("-"),
-            descending=sort.startswith("-"),
-        )
+        query = cls(range_of("step", step), range_of("score", score), **others)
+        if query.kind not in KINDS:
+            raise ConfigError(f"kind: must be all, training or validation, got {query.kind!r}")
+        if query.sort.removeprefix("-") not in SORTS:
+            raise ConfigError(
+                f"sort: must be one of {', '.join(SORTS)}, each perhaps with - before it, got {query.sort!r}"
+            )
+        return query
 
 
 def range_of(name: str, text: str) -> Range:
@@ -102,107 +88,98 @@ def finite(value: Any) -> Any:
     return [finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-class KeptAnswers:
-    """The answers that a run has kept so far; parts that come or go are seen by the next search."""
+@dataclass(frozen=True)
+class Found:
+    """The answers that a search has found, in its order. `light`: their light columns, number of the part and place in
+    it; other columns are read when they are asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._parts: dict[Path, tuple[int, int]] = {}
-        self._index = _EMPTY
-        self._found: tuple[Query, pa.Array] | None = None
+    parts: tuple[Path, ...]
+    light: pa.Table
 
-    def find(self, query: Query) -> pa.Array:
-        """Numbers of the rows, for `rows`, in the order asked for.
+    def __len__(self) -> int:
+        """How many there are."""
+        return int(self.light.num_rows)
+
+    def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
+        """These columns of the answers at these numbers, each with a `key` for `one_answer`.
 
         Raises:
             DataError: a part cannot be read.
         """
-        self._refresh()
-        if self._found is None or self._found[0] != query:
-            self._found = (query, self._search(query))
-        return self._found[1]
-
-    def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:
-        """These columns of these rows of the last search, each with a `key` for `one`."""
-        chosen = self._index.take(pa.array(numbers, pa.int64()))
+        chosen = self.light.take(pa.array(numbers, pa.int64()))
         parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
-        found: list[dict[str, Any]] = chosen.select([n for n in columns if n in LIGHT.names]).to_pylist()
+        found: list[dict[str, Any]] = chosen.select([name for name in columns if name in LIGHT.names]).to_pylist()
         names = [name for name in columns if name not in LIGHT.names]
-        for number, path in enumerate(self._parts):
-            mine = np.flatnonzero(parts == number)
-            for at, values in zip(mine, _rows_of(path, places[mine], names) if len(mine) else (), strict=True):
+        for part in np.unique(parts):
+            mine, path = np.flatnonzero(parts == part), self.parts[part]
+            for at, values in zip(mine, _rows_of(path, places[mine], names), strict=True):
                 found[at] = {"key": f"{path.name}:{places[at]}", **found[at], **values}
         return found
 
-    def one(self, key: str, columns: Sequence[str] = EVERYTHING) -> dict[str, Any]:
-        """One answer by its key.
 
-        Raises:
-            DataError: there is none.
-        """
-        name, _, place = key.rpartition(":")
-        path = next((path for path in parts_of(self._folder) if path.name == name), None)
-        if path is not None and place.isdecimal() and int(place) < pq.read_metadata(path).num_rows:
-            return {"key": key, **_rows_of(path, np.array([int(place)]), list(columns))[0]}
-        raise DataError(f"{key}: there is no such answer; perhaps the run went back to an earlier step: search again")
+def find_answers(folder: Path, query: Query) -> Found:
+    """Search the answers that a run has kept so far.
 
-    def light(self, numbers: pa.Array | None = None) -> pa.Table:
-        """The light columns, see `rlcore.answers.store.LIGHT`; of all rows without `numbers`."""
-        self._refresh()
-        table = self._index.select(LIGHT.names)
-        return table if numbers is None else table.take(numbers)
-
-    def _refresh(self) -> None:
-        parts = {}
-        for path in parts_of(self._folder):
-            found = path.stat()
-            parts[path] = (found.st_mtime_ns, found.st_size)
-        if parts == self._parts:
-            return
-        tables = []
-        for number, path in enumerate(parts):
-            table = _read(path, LIGHT.names)
-            table = table.append_column("part", pa.array(np.full(table.num_rows, number, dtype=np.int32)))
-            tables.append(table.append_column("place", pa.array(np.arange(table.num_rows))))
-        self._index = pa.concat_tables(tables).combine_chunks() if tables else _EMPTY
-        self._parts, self._found = parts, None
-
-    def _search(self, query: Query) -> pa.Array:
-        index = self._index
-        conditions = [pc.scalar(True)]
-        if query.kind != "all":
-            is_validation = pc.field("validation").is_valid()
-            conditions.append(is_validation if query.kind == "validation" else ~is_validation)
-        if query.prompt_id is not None:
-            conditions.append(pc.field("prompt_id") == query.prompt_id)
-        for name, (low, high) in (("step", query.steps), ("score", query.scores)):
-            if low is not None:
-                conditions.append(pc.field(name) >= low)
-            if high is not None:
-                conditions.append(pc.field(name) <= high)
-        numbered = index.append_column("number", pa.array(np.arange(index.num_rows)))
-        chosen = numbered.filter(reduce(lambda a, b: a & b, conditions))
-        if query.text:
-            chosen = chosen.filter(self._with_text(chosen, query.text))
-        order = "descending" if query.descending else "ascending"
-        keys = [(query.sort, order), ("step", "ascending"), ("number", "ascending")]
-        keys = [key for place, key in enumerate(keys) if key[0] not in [name for name, _ in keys[:place]]]
-        return chosen["number"].combine_chunks().take(pc.sort_indices(chosen, sort_keys=keys))
-
-    def _with_text(self, chosen: pa.Table, text: str) -> pa.Array:
-        """Bool of each row: only parts that have a chosen row are read."""
-        masks = []
-        parts, places = chosen["part"].to_numpy(), chosen["place"].to_numpy()
-        for number, path in enumerate(self._parts):
-            mine = places[parts == number]  # a part's rows lie together, in order
-            if len(mine):
-                answers = _read(path, ["answer"])["answer"]
-                masks.append(pc.match_substring(answers, text, ignore_case=True).to_numpy()[mine])
-        return pa.array(np.concatenate([np.zeros(0, dtype=bool), *masks]))
+    Raises:
+        DataError: a part cannot be read.
+    """
+    known = {path: path.stat() for path in parts_of(folder)}
+    parts = tuple((path, state.st_mtime_ns, state.st_size) for path, state in known.items())
+    table, conditions = _light(parts), [pc.scalar(True)]
+    if query.kind != "all":
+        is_validation = pc.field("validation").is_valid()
+        conditions.append(is_validation if query.kind == "validation" else ~is_validation)
+    if query.prompt is not None:
+        conditions.append(pc.field("prompt_id") == query.prompt)
+    for name, (low, high) in (("step", query.step), ("score", query.score)):
+        if low is not None:
+            conditions.append(pc.field(name) >= low)
+        if high is not None:
+            conditions.append(pc.field(name) <= high)
+    table = table.filter(reduce(lambda a, b: a & b, conditions))
+    if query.search:
+        at = table["part"].to_numpy()
+        masks = [
+            _has_text(path, table["place"].to_numpy()[at == part], query.search) for part, path in enumerate(known)
+        ]
+        table = table.filter(pa.array(np.concatenate([np.zeros(0, dtype=bool), *masks])))
+    keys = {query.sort.removeprefix("-"): "descending" if query.sort.startswith("-") else "ascending"}
+    for name in ("step", "part", "place"):
+        keys.setdefault(name, "ascending")
+    return Found(tuple(known), table.sort_by(list(keys.items())))
 
 
-_EMPTY = LIGHT.append(pa.field("part", pa.int32())).append(pa.field("place", pa.int64())).empty_table()
-"""The light columns of all parts, and where each row is: number of its part, and place in it."""
+def one_answer(folder: Path, key: str) -> dict[str, Any]:
+    """Everything of one answer, by its key.
+
+    Raises:
+        DataError: there is none, or its part cannot be read.
+    """
+    name, _, place = key.rpartition(":")
+    path = next((path for path in parts_of(folder) if path.name == name), None)
+    if path is not None and place.isdecimal() and int(place) < pq.read_metadata(path).num_rows:
+        return {"key": key, **_rows_of(path, np.array([int(place)]), EVERYTHING)[0]}
+    raise DataError(f"{key}: there is no such answer; perhaps the run went back to an earlier step: search again")
+
+
+@lru_cache(maxsize=8)
+def _light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
+    """The light columns of parts, each with its time of change in ns and its size in bytes; and where each row is."""
+    places = pa.schema([*LIGHT, ("part", pa.int32()), ("place", pa.int64())])
+    tables = [places.empty_table()]
+    for number, (path, _, _) in enumerate(parts):
+        table = _read(path, LIGHT.names)
+        at = pa.array(np.full(table.num_rows, number, dtype=np.int32)), pa.array(np.arange(table.num_rows))
+        tables.append(pa.table([*table.columns, *at], schema=places))
+    return pa.concat_tables(tables)
+
+
+def _has_text(path: Path, places: np.ndarray, text: str) -> np.ndarray:
+    """Bool of each row at these places, in order; a part without any is not read."""
+    if not len(places):
+        return np.zeros(0, dtype=bool)
+    found: np.ndarray = np.asarray(pc.match_substring(_read(path, ["answer"])["answer"], text, ignore_case=True))
+    return np.asarray(found[places])
 
 
 def _rows_of(path: Path, places: np.ndarray, columns: list[str]) -> list[dict[str, Any]]:

@@ -18,52 +18,76 @@ Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 """Token ids of many texts -> the texts, without special tokens."""
 
 
-def training_table(
+def answer_table(
     step: int,
     rollouts: Sequence[Rollout],
     scores: Sequence[Score],
     texts: Sequence[str],
     decode: Decode,
     *,
-    batch: TrainBatch,
-    policy_logprobs: Float[Tensor, "T"] | None,
+    validation: str | None = None,
+    greedy: bool = False,
+    batch: TrainBatch | None = None,
+    policy_logprobs: Float[Tensor, "T"] | None = None,
 ) -> pa.Table:
-    """The answers that a step learned from: N rows.
+    """The answers of a validation, sampled or `greedy`, or those that a training step learned from: N rows.
 
-    `policy_logprobs`: the trainer's own before the update, laid out as `batch` is; None where none were computed.
+    `batch`: what the step learned from; None for a validation. `policy_logprobs`: the trainer's own before the update,
+    laid out as `batch` is; None where none were computed.
     """
-    tokens = _Tokens(rollouts)
+    tokens, count = _Tokens(rollouts), len(rollouts)
+    prompts = list(dict.fromkeys(rollout.prompt for rollout in rollouts))
+    prompt_texts = dict(zip(prompts, decode([prompt.token_ids for prompt in prompts]), strict=True))
+    turned = np.array([rollout.is_sampled is not None for rollout in rollouts], dtype=bool)
+    means = tokens.sums(np.where(tokens.is_sampled, tokens.behavior, 0)) / np.maximum(tokens.sums(tokens.is_sampled), 1)
+    columns: dict[str, object] = {
+        "step": np.full(count, step, dtype=np.int32),
+        "validation": [validation] * count,
+        "greedy": [greedy] * count,
+        "prompt_id": [rollout.prompt.prompt_id for rollout in rollouts],
+        "sample_index": [rollout.sample_index for rollout in rollouts],
+        "data_source": [rollout.prompt.data_source for rollout in rollouts],
+        "score": [score.total if score.failure is None else None for score in scores],
+        "num_tokens": tokens.lengths.astype(np.int32),
+        "finish_reason": [rollout.finish_reason for rollout in rollouts],
+        "policy_version": [rollout.policy_version for rollout in rollouts],
+        "logprob": means.astype(np.float32),
+        "prompt": [prompt_texts[rollout.prompt] for rollout in rollouts],
+        "ground_truth": [rollout.prompt.ground_truth_json for rollout in rollouts],
+        "answer": list(texts),
+        "said": [score.said for score in scores],
+        "parts": [list(score.parts.items()) for score in scores],
+        "failure": [score.failure for score in scores],
+        "token_ids": tokens.column(tokens.ids),
+        "is_sampled": tokens.column(tokens.is_sampled, present=turned),
+        "behavior_logprobs": tokens.column(tokens.behavior),
+        **({} if batch is None else _learned(tokens, batch, policy_logprobs)),
+    }
+    arrays = []
+    for field in SCHEMA:
+        values = columns.get(field.name)
+        if values is None:
+            values = pa.nulls(count, field.type)
+        arrays.append(values if isinstance(values, pa.Array) else pa.array(values, field.type))
+    return pa.table(arrays, schema=SCHEMA)
+
+
+def _learned(tokens: "_Tokens", batch: TrainBatch, policy_logprobs: Tensor | None) -> dict[str, object]:
+    """The columns of what was learned from the answers, as far as it was computed."""
     where = tokens.places_in(batch.packed.cu_seqlens.numpy())
     learned = batch.packed.loss_mask.numpy()[where]
     advantages = batch.advantages.float().numpy()[where]
     counts = tokens.sums(learned)
     means = (tokens.sums(np.where(learned, advantages, 0)) / np.maximum(counts, 1)).astype(np.float32)
     differing = tokens.sums(learned & (np.abs(advantages - np.repeat(means, tokens.lengths)) > _EQUAL)) > 0
-    columns: dict[str, object] = {
-        "advantage": means,
-        "advantages": tokens.column(advantages, present=differing),
-    }
+    columns: dict[str, object] = {"advantage": means, "advantages": tokens.column(advantages, present=differing)}
     if batch.ref_logprobs is not None:
         columns["ref_logprobs"] = tokens.column(batch.ref_logprobs.float().numpy()[where])
     if policy_logprobs is not None:
         policy = policy_logprobs.float().numpy()[where]
         gaps = np.where(learned, np.abs(policy - tokens.behavior), 0)
         columns |= {"policy_logprobs": tokens.column(policy), "gap": tokens.maxima(gaps).astype(np.float32)}
-    return _table(step, None, False, rollouts, scores, texts, decode, tokens, columns)
-
-
-def validation_table(
-    step: int,
-    name: str,
-    rollouts: Sequence[Rollout],
-    scores: Sequence[Score],
-    texts: Sequence[str],
-    decode: Decode,
-    *,
-    greedy: bool,
-) -> pa.Table:
-    """The sampled answers of a validation, or its greedy ones."""
-    return _table(step, name, greedy, rollouts, scores, texts, decode, _Tokens(rollouts), {})
+    return columns
 
 
 _EQUAL = 1e-6
@@ -80,11 +104,8 @@ class _Tokens:
         self.starts = self.ends - self.lengths
         self.ids = np.fromiter(chain.from_iterable(r.response_ids for r in rollouts), np.int32, self.lengths.sum())
         self.behavior = _joined([rollout.behavior_logprobs for rollout in rollouts], np.float32)
-        whole = [np.ones(n, dtype=bool) if r.is_sampled is None else r.is_sampled for r, n in self._each()]
+        whole = [np.ones(len(r.response_ids), bool) if r.is_sampled is None else r.is_sampled for r in rollouts]
         self.is_sampled = _joined(whole, np.bool_)
-
-    def _each(self) -> "zip[tuple[Rollout, int]]":
-        return zip(self.rollouts, self.lengths.tolist(), strict=True)
 
     def places_in(self, cu_seqlens: np.ndarray) -> np.ndarray:
         """Int[R]: where in the flat tensors of a packed batch the quantities of each answer token stand."""
@@ -120,49 +141,3 @@ class _Tokens:
 
 def _joined(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
     return np.concatenate(parts, dtype=dtype) if parts else np.zeros(0, dtype=dtype)
-
-
-def _table(
-    step: int,
-    validation: str | None,
-    greedy: bool,
-    rollouts: Sequence[Rollout],
-    scores: Sequence[Score],
-    texts: Sequence[str],
-    decode: Decode,
-    tokens: _Tokens,
-    columns: dict[str, object],
-) -> pa.Table:
-    count = len(rollouts)
-    prompts = list(dict.fromkeys(rollout.prompt for rollout in rollouts))
-    prompt_texts = dict(zip(prompts, decode([prompt.token_ids for prompt in prompts]), strict=True))
-    turned = np.array([rollout.is_sampled is not None for rollout in rollouts], dtype=bool)
-    means = tokens.sums(np.where(tokens.is_sampled, tokens.behavior, 0)) / np.maximum(tokens.sums(tokens.is_sampled), 1)
-    columns = {
-        "step": np.full(count, step, dtype=np.int32),
-        "validation": [validation] * count,
-        "greedy": [greedy] * count,
-        "prompt_id": [rollout.prompt.prompt_id for rollout in rollouts],
-        "sample_index": [rollout.sample_index for rollout in rollouts],
-        "data_source": [rollout.prompt.data_source for rollout in rollouts],
-        "score": [score.total if score.failure is None else None for score in scores],
-        "num_tokens": tokens.lengths.astype(np.int32),
-        "finish_reason": [rollout.finish_reason for rollout in rollouts],
-        "policy_version": [rollout.policy_version for rollout in rollouts],
-        "logprob": means.astype(np.float32),
-        "prompt": [prompt_texts[rollout.prompt] for rollout in rollouts],
-        "ground_truth": [rollout.prompt.ground_truth_json for rollout in rollouts],
-        "answer": list(texts),
-        "said": [score.said for score in scores],
-        "parts": [list(score.parts.items()) for score in scores],
-        "failure": [score.failure for score in scores],
-        "token_ids": tokens.column(tokens.ids),
-        "is_sampled": tokens.column(tokens.is_sampled, present=turned),
-        "behavior_logprobs": tokens.column(tokens.behavior),
-        **columns,
-    }
-    absent = [field for field in SCHEMA if field.name not in columns]
-    arrays = {name: pa.array(values, SCHEMA.field(name).type) if not isinstance(values, pa.Array) else values
-              for name, values in columns.items()}  # fmt: skip
-    arrays |= {field.name: pa.nulls(count, field.type) for field in absent}
-    return pa.table([arrays[name] for name in SCHEMA.names], schema=SCHEMA)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -53,14 +53,14 @@ class Answer:
     failure: str | None = None
 
     @property
-    def solved(self) -> bool:
-        """Whether the answer is right: by the part `correct` if there is one, else by a full score (1)."""
-        return Score(self.score, self.parts).solved
-
-    @property
     def vote(self) -> str:
         """Key for majority votes: equal for equal answers."""
         return vote(self.text) if self.said is None else self.said
+
+    @property
+    def solved(self) -> bool:
+        """Whether the answer is right: by the part `correct` if there is one, else by a full score (1)."""
+        return Score(self.score, self.parts).solved
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,6 @@ class ProblemResult:
     def has_figures(self) -> bool:
         """Whether a sample has a score, if there are samples, and the greedy answer, if there is one."""
         return (bool(self.scored) or not self.samples) and (self.greedy is None or self.greedy.failure is None)
-
-    @property
-    def failures(self) -> list[str]:
-        """Of each answer that the scorer failed on, why it has no score."""
-        answers = [*self.samples, *([self.greedy] if self.greedy else [])]
-        return [answer.failure for answer in answers if answer.failure is not None]
 
     @property
     def num_solved(self) -> int:
@@ -215,12 +209,8 @@ class ValidationResult:
     @property
     def failures(self) -> list[str]:
         """Of each answer that the scorer failed on, why it has no score; it is in no figure."""
-        return [why for problem in self.problems for why in problem.failures]
-
-    @property
-    def num_unscored(self) -> int:
-        """How many these are."""
-        return len(self.failures)
+        answers = [each for problem in self.problems for each in (*problem.samples, problem.greedy) if each is not None]
+        return [answer.failure for answer in answers if answer.failure is not None]
 
     @cached_property
     def intervals(self) -> Mapping[str, Interval]:
@@ -254,13 +244,9 @@ class ValidationResult:
         for statistic, interval in self.intervals.items():
             name = core_name(self.data_source, statistic)
             summary |= {name: interval.value, f"{name}/ci_low": interval.low, f"{name}/ci_high": interval.high}
-        if self.num_unscored:
-            summary[f"val-aux/{self.data_source}/num_unscored"] = float(self.num_unscored)
+        if self.failures:
+            summary[f"val-aux/{self.data_source}/num_unscored"] = float(len(self.failures))
         return summary
-
-    def renamed(self, name: str) -> "ValidationResult":
-        """This result under another name."""
-        return replace(self, name=name)
 
     def write(self, path: Path) -> None:
         """Write the JSON file, whole or not at all.
@@ -328,19 +314,6 @@ def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparis
     Raises:
         DataError: they share no problem, or a problem of the same id asks for something else.
     """
-    first, second = _common(first, second)
-    first_values, second_values = per_problem(first.problems), per_problem(second.problems)
-    confidence, num_resamples = second.settings.confidence, second.settings.num_resamples
-    found = []
-    for name in (name for name in first_values if name in second_values):
-        values = first_values[name], second_values[name]
-        paired = paired_difference(*values, confidence=confidence, num_resamples=num_resamples)
-        found.append(Comparison(name, len(first.problems), first.intervals[name], second.intervals[name], paired))
-    return tuple(found)
-
-
-def _common(first: ValidationResult, second: ValidationResult) -> tuple[ValidationResult, ValidationResult]:
-    """Both results over the problems that both have, in the same order."""
     first, second = first.with_figures, second.with_figures
     known = {problem.prompt_id: problem for problem in second.problems}
     pairs = [(problem, known[problem.prompt_id]) for problem in first.problems if problem.prompt_id in known]
@@ -352,7 +325,15 @@ def _common(first: ValidationResult, second: ValidationResult) -> tuple[Validati
                 f"validations {first.name} and {second.name}: problem {one.prompt_id} is not the same in both; "
                 "compare validations of the same dataset"
             )
-    return (
-        replace(first, problems=tuple(one for one, _ in pairs)),
-        replace(second, problems=tuple(other for _, other in pairs)),
+    first, second = (
+        replace(result, problems=problems)
+        for result, problems in zip((first, second), zip(*pairs, strict=True), strict=True)
     )
+    first_values, second_values = per_problem(first.problems), per_problem(second.problems)
+    settings = second.settings
+    pair = partial(paired_difference, confidence=settings.confidence, num_resamples=settings.num_resamples)
+    found = []
+    for name in (name for name in first_values if name in second_values):
+        paired = pair(first_values[name], second_values[name])
+        found.append(Comparison(name, len(pairs), first.intervals[name], second.intervals[name], paired))
+    return tuple(found)

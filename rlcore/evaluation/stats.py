@@ -148,14 +148,6 @@ def bootstrap_intervals(
     ]
 
 
-def bootstrap_interval(
-    values: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000, seed: int = 0
-) -> Interval:
-    """`bootstrap_intervals` of one statistic, values [P]."""
-    column = np.asarray(values, dtype=float).reshape(-1, 1)
-    return bootstrap_intervals(column, confidence=confidence, num_resamples=num_resamples, seed=seed)[0]
-
-
 def _resampled_means(table: Array, num_resamples: int, rng: np.random.Generator) -> Array:
     """Means of B resamples, [B, M]. A resample is how often each problem is drawn."""
     num_problems = table.shape[0]
@@ -188,8 +180,11 @@ def paired_difference(
     if first.shape != second.shape:
         raise ValueError(f"a and b must be values of the same problems, got {first.shape} and {second.shape}")
     gain = second - first
+    (interval,) = bootstrap_intervals(
+        gain.reshape(-1, 1), confidence=confidence, num_resamples=num_resamples, seed=seed
+    )
     return PairedDifference(
-        bootstrap_interval(gain, confidence=confidence, num_resamples=num_resamples, seed=seed),
+        interval,
         wins=int((gain > 0).sum()),
         losses=int((gain < 0).sum()),
         ties=int((gain == 0).sum()),

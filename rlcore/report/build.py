@@ -11,11 +11,11 @@ from pydantic import JsonValue
 
 from rlcore.evaluation.result import Comparison
 from rlcore.report import curves, held_out, measures, numbers, page, samples
-from rlcore.report.document import Block, Cell, Prose, Report, Section, Table, Tile, Tone, cell, table
+from rlcore.report.document import Block, Cell, Prose, Report, Section, Table, Tile, cell, table
 from rlcore.report.findings import findings_of
 from rlcore.report.plots import gallery_of
 from rlcore.report.record import RunRecord, read_run
-from rlcore.report.series import TENTH, first_part, last_part
+from rlcore.report.series import first_tenth, last_tenth
 from rlcore.report.settings import reproduce_command, settings_tables
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 from rlcore.tracking.lineage import Lineage
@@ -50,28 +50,33 @@ def write_files(report: Report, folder: Path, stem: str, in_summary: Collection[
     summary = page.markdown_of(report, [table for table in report.tables() if table.name in in_summary])
     files = ReportFiles(folder / f"{stem}.html", folder / f"{stem}.json", summary)
     write_text_atomically(files.html, page.page("report.html.j2", report=report))
-    write_json_atomically(files.json, report_json(report))
+    write_json_atomically(files.json, _json_of(report))
     return files
 
 
 def report_of(record: RunRecord, figures: Path | None) -> Report:
     """The report before it is written; pictures are written into `figures`. None: its head alone."""
-    state, tone = state_of(record)
+    total, config = record.config.trainer.total_steps, record.config
+    workers = config.runtime.num_workers
     return Report(
         genre="run report",
         title=record.run_id,
-        subtitle=subtitle_of(record),
-        state=state,
-        state_tone=tone,
-        tiles=tiles_of(record),
+        subtitle=(
+            f"{algorithm_of(record)} · {config.data.task} · {_model_of(record)} · seed {config.seed} · "
+            f"{config.trainer.batch_size} prompts × {config.rollout.samples_per_prompt} answers a step · "
+            f"{workers} worker{'s' if workers > 1 else ''} ({config.runtime.backend})"
+        ),
+        state=f"all {total} steps" if record.is_complete else f"step {record.last_step} of {total}",
+        state_tone="good" if record.is_complete else "watch",
+        sections=() if figures is None else _sections_of(record, figures),
+        tiles=tuple(_tiles_of(record)),
         findings=findings_of(record),
         missing=record.missing,
-        sections=() if figures is None else sections_of(record, figures),
-        facts=facts_of(record),
+        facts=tuple(_facts_of(record)),
     )
 
 
-def report_json(report: Report) -> dict[str, JsonValue]:
+def _json_of(report: Report) -> dict[str, JsonValue]:
     """All of a report for programs: values as they are in the inputs, not as they are shown."""
     fields = ("topic", "verdict", "statement", "rule", "numbers")
     return {
@@ -102,11 +107,10 @@ def summary_markdown(run_dir: Path) -> str:
     return page.markdown_of(report_of(record, None), [measures.curve_table(record)])
 
 
-def sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
-    """All chapters; pictures are drawn and written into `figures`."""
+def _sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
     draw = partial(gallery_of, folder=figures)
     shown = "The same held-out problems before and after, by the greedy answer or the first sample: the first of each "
-    runs = [(record.run_id, record)]
+    runs = {record.run_id: record}
     return (
         Section("curves", "Curves", (draw(curves.charts(record)), measures.curve_table(record))),
         held_out.section_of(record, draw),
@@ -128,8 +132,7 @@ def sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
 def _reproduce(record: RunRecord) -> Iterator[Block]:
     if record.lineage is not None and record.lineage.command:
         yield from (Prose("As it was started:"), Prose(" ".join(record.lineage.command), is_code=True))
-    command = reproduce_command(record.config)
-    if command is not None:
+    if (command := reproduce_command(record.config)) is not None:
         yield Prose("The same settings, complete, from this version of Millrace:")
         yield Prose(command, is_code=True)
     else:
@@ -188,8 +191,7 @@ def algorithm_of(record: RunRecord) -> str:
     return name if algo.policy_loss == "ppo_clip" else f"{name} with {algo.policy_loss}"
 
 
-def model_of(record: RunRecord) -> str:
-    """The model, in a few words."""
+def _model_of(record: RunRecord) -> str:
     model = record.config.model
     if model.path is not None:
         return model.path.rstrip("/").rpartition("/")[2]
@@ -197,70 +199,34 @@ def model_of(record: RunRecord) -> str:
     return f"a model from nothing ({layers} of {model.scratch.hidden_size})"
 
 
-def subtitle_of(record: RunRecord) -> str:
-    """What ran, in a line."""
-    config = record.config
-    workers = config.runtime.num_workers
-    return (
-        f"{algorithm_of(record)} · {config.data.task} · {model_of(record)} · seed {config.seed} · "
-        f"{config.trainer.batch_size} prompts × {config.rollout.samples_per_prompt} answers a step · "
-        f"{workers} worker{'s' if workers > 1 else ''} ({config.runtime.backend})"
-    )
-
-
-def facts_of(record: RunRecord) -> tuple[str, ...]:
+def _facts_of(record: RunRecord) -> Iterator[str]:
     """Devices, size of the model, when the run began, and how long it took by the clock; what is known of them."""
-    facts = []
     if record.workers:
         device, count = record.workers["device_name"], record.workers["num_workers"]
-        facts.append(f"{count} × {device}" if device != "CPU" else "on a CPU")
-        facts.append(f"{record.workers['num_parameters']:,} parameters")
+        yield f"{count} × {device}" if device != "CPU" else "on a CPU"
+        yield f"{record.workers['num_parameters']:,} parameters"
     if record.steps:
         begun, ended = record.steps[0].time, record.steps[-1].time
-        facts.append(f"begun {datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M} UTC")
-        facts.append(f"{numbers.duration(ended - begun)} by the clock")
-    return tuple(facts)
+        yield f"begun {datetime.fromtimestamp(begun, UTC):%Y-%m-%d %H:%M} UTC"
+        yield f"{numbers.duration(ended - begun)} by the clock"
 
 
-def state_of(record: RunRecord) -> tuple[str, Tone]:
-    """How far the run is."""
-    total = record.config.trainer.total_steps
-    if record.is_complete:
-        return f"all {total} steps", "good"
-    return f"step {record.last_step} of {total}", "watch"
-
-
-def tiles_of(record: RunRecord) -> tuple[Tile, ...]:
-    """The key figures."""
+def _tiles_of(record: RunRecord) -> Iterator[Tile]:
+    """The key figures: what was gained, or one held-out figure alone, or the training reward; and what it took."""
     rows = {row.statistic: row for row in record.paired}
     k = record.num_samples
     wanted = {record.reward_statistic: "Held-out reward", "reward/greedy": "Greedy answer",
               f"reward/pass@{k}": f"pass@{k}"}  # fmt: skip
-    tiles = [_gain(label, rows[name]) for name, label in wanted.items() if name in rows]
-    return (*(tiles or _without_pairs(record)), *_effort(record))
-
-
-def _gain(label: str, row: Comparison) -> Tile:
-    gain = cell(row.paired.difference, "difference")
-    unit = row.statistic.partition("/")[2]
-    title = label if unit in (label, "greedy") else f"{label} ({unit})"
-    return Tile(title, f"{numbers.fixed(row.first.value)} → {numbers.fixed(row.second.value)}", gain.text, gain.tone)
-
-
-def _without_pairs(record: RunRecord) -> Iterator[Tile]:
-    """One held-out figure alone, or the training reward."""
-    held_out = record.held_out(record.reward_statistic)
-    reward = record.series("critic/score/mean")
-    if held_out:
+    held_out, reward = record.held_out(record.reward_statistic), record.series("critic/score/mean")
+    if rows:
+        yield from (_gain(label, rows[name]) for name, label in wanted.items() if name in rows)
+    elif held_out:
         step, found = held_out[-1]
         ends = f"[{numbers.fixed(found.low)}, {numbers.fixed(found.high)}], step {step}"
         yield Tile("Held-out reward", numbers.fixed(found.value), ends)
     elif reward is not None:
-        shown = " → ".join(numbers.fixed(part.mean()) for part in (first_part(reward), last_part(reward, TENTH)))
+        shown = f"{numbers.fixed(first_tenth(reward))} → {numbers.fixed(last_tenth(reward))}"
         yield Tile("Training reward", shown, "first and last tenth of steps")
-
-
-def _effort(record: RunRecord) -> Iterator[Tile]:
     if record.seconds is not None:
         detail = f"{numbers.short(record.tokens.iloc[-1])} tokens" if record.tokens is not None else ""
         count = len(record.training_steps)
@@ -270,7 +236,13 @@ def _effort(record: RunRecord) -> Iterator[Tile]:
         costs = (("{} Wh", record.spent.energy_wh), ("price {}", record.price))
         details = [text.format(numbers.compact(cost, 3)) for text, cost in costs if cost is not None]
         yield Tile("GPU time", numbers.duration(record.spent.gpu_seconds), " · ".join(details))
-    throughput = record.series("perf/throughput")
-    if throughput is not None:
+    if (throughput := record.series("perf/throughput")) is not None:
         detail = f"{numbers.duration(record.step_s)} a step" if record.step_s is not None else ""
         yield Tile("Tokens/s/device", numbers.compact(throughput.median(), 3), detail)
+
+
+def _gain(label: str, row: Comparison) -> Tile:
+    gain = cell(row.paired.difference, "difference")
+    unit = row.statistic.partition("/")[2]
+    title = label if unit in (label, "greedy") else f"{label} ({unit})"
+    return Tile(title, f"{numbers.fixed(row.first.value)} → {numbers.fixed(row.second.value)}", gain.text, gain.tone)

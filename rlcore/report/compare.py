@@ -1,7 +1,7 @@
 """Several runs in one report: settings that differ, curves over one another, figures with intervals, costs, seeds."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from rlcore.evaluation.result import Comparison, compare
 from rlcore.evaluation.stats import Interval
 from rlcore.report import numbers
 from rlcore.report.build import ReportFiles, algorithm_of, write_files
-from rlcore.report.document import Cell, Finding, Kind, Report, Section, Table, Tile, Value, table
+from rlcore.report.document import Cell, Finding, Report, Row, Section, Table, Tile, table
 from rlcore.report.measures import cost_table, spent_table
 from rlcore.report.plots import CYCLE, FEW_POINTS, LIGHT, MOST_POINTS, Chart, gallery_of, plot_intervals, tidy
 from rlcore.report.record import RunRecord, read_run
@@ -42,13 +42,10 @@ GRID_POINTS = 120
 
 MOST_KEYS_IN_A_LABEL = 2
 
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Runs whose settings are equal but for the seed."""
-
-    label: str
-    runs: tuple[RunRecord, ...]
+Runs = Mapping[str, RunRecord]
+"""Runs by what they are called: by id, or by folder where two have the same id."""
+Groups = Mapping[str, Sequence[RunRecord]]
+"""Runs that differ by their seed alone, by what tells them from the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,42 +61,33 @@ class Spread:
 
 def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, ...]]:
     """Settings that are not the same in all runs, with each run's value (None where it has no such key)."""
-    found = [_settings_compared(run) for run in runs]
-    keys = dict.fromkeys(key for settings in found for key in settings)
+    found = [settings_of(run.config) for run in runs]
+    keys = dict.fromkeys(key for settings in found for key in settings if key.partition(".")[0] not in LABELS)
     values = {key: tuple(settings.get(key) for settings in found) for key in keys}
     return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
 
 
-def groups_of(runs: Sequence[RunRecord]) -> tuple[Group, ...]:
-    """Runs put together that differ by their seed alone, in the order of their first run."""
-    found: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        settings = {key: value for key, value in _settings_compared(run).items() if key != "seed"}
-        found.setdefault(json.dumps(settings, sort_keys=True), []).append(run)
-    members = list(found.values())
-    return tuple(Group(label, tuple(group)) for label, group in zip(_labels(members), members, strict=True))
+def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
+    """Runs put together that differ by their seed alone, in the order of their first run.
 
-
-def _settings_compared(run: RunRecord) -> dict[str, JsonValue]:
-    settings = settings_of(run.config)
-    return {key: value for key, value in settings.items() if key.partition(".")[0] not in LABELS}
-
-
-def _labels(groups: Sequence[Sequence[RunRecord]]) -> list[str]:
-    """What tells the groups apart: one or two settings, else their names, else their run ids."""
-    firsts = [group[0] for group in groups]
-    differing = {key: row for key, row in differing_settings(firsts).items() if key != "seed"}
+    What tells groups apart is one or two settings, else their names, else their run ids.
+    """
+    differing = {key: row for key, row in differing_settings(runs).items() if key != "seed"}
+    members: dict[str, list[int]] = {}
+    for place in range(len(runs)):
+        members.setdefault(json.dumps([row[place] for row in differing.values()]), []).append(place)
+    firsts = [places[0] for places in members.values()]
+    labels = [runs[first].config.name for first in firsts]
     if 1 <= len(differing) <= MOST_KEYS_IN_A_LABEL:
-        pairs = [[f"{key}={plain_text(value)}" for value in row] for key, row in differing.items()]
-        return [", ".join(each) for each in zip(*pairs, strict=True)]
-    names = [run.config.name for run in firsts]
-    return names if len(set(names)) == len(names) else [label for label, _ in labelled(firsts)]
+        labels = [", ".join(f"{key}={plain_text(row[first])}" for key, row in differing.items()) for first in firsts]
+    elif len(set(labels)) < len(labels):
+        labels = list(_labelled([runs[first] for first in firsts]))
+    return {label: [runs[place] for place in found] for label, found in zip(labels, members.values(), strict=True)}
 
 
-def labelled(runs: Sequence[RunRecord]) -> list[tuple[str, RunRecord]]:
-    """Each run with its name: its id, or its folder where two have the same id."""
-    unique = len({run.run_id for run in runs}) == len(runs)
-    return [(run.run_id if unique else str(run.run_dir), run) for run in runs]
+def _labelled(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
+    by_id = {run.run_id: run for run in runs}
+    return by_id if len(by_id) == len(runs) else {str(run.run_dir): run for run in runs}
 
 
 def spread_of(values: Sequence[float]) -> Spread:
@@ -127,19 +115,19 @@ def band_of(curves: Sequence[Series]) -> pd.DataFrame:
     return values.agg(["mean", "min", "max"]).T
 
 
-def final_scores(group: Group) -> dict[str, list[float]]:
-    """The last held-out figures of a group's runs that have them, by the statistic's name."""
+def _final_scores(group: Sequence[RunRecord]) -> dict[str, list[float]]:
+    """The last held-out figures of the runs that have them, by the statistic's name."""
     found: dict[str, list[float]] = {}
-    for run in group.runs:
+    for run in group:
         for statistic in run.core_statistics:
             if curve := run.held_out(statistic):
                 found.setdefault(statistic, []).append(curve[-1][1].value)
     return found
 
 
-def reward_of(group: Group) -> Spread | None:
+def _reward_of(group: Sequence[RunRecord]) -> Spread | None:
     """The last held-out reward over the group's seeds; None where none was judged."""
-    values = final_scores(group).get(group.runs[0].reward_statistic)
+    values = _final_scores(group).get(group[0].reward_statistic)
     return spread_of(values) if values else None
 
 
@@ -161,23 +149,23 @@ _METRICS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def charts(groups: Sequence[Group]) -> tuple[Chart, ...]:
+def _charts(groups: Groups) -> list[Chart]:
     """Held-out and training reward against steps, tokens and seconds; other metrics against steps."""
+
+    def chart(
+        name: str, title: str, find: Find, unit: str, label: str = _AXES[0][2], totals: Find = _AXES[0][3]
+    ) -> Chart:
+        return Chart(name, title, "", partial(_draw, groups, find, totals, label, unit))
+
     kinds: tuple[tuple[str, str, Find], ...] = (
         ("held_out", "Held-out reward", lambda run: run.held_out_series(run.reward_statistic)),
         ("training", "Training reward", partial(_metric, "critic/score/mean")),
     )
-    rewards = [
-        Chart(f"{name}_by_{axis}", f"{title} {how}", "", partial(_draw, groups, find, totals, label, "score"))
+    return [
+        chart(f"{name}_by_{axis}", f"{title} {how}", find, "score", label, totals)
         for name, title, find in kinds
         for axis, how, label, totals in _AXES
-    ]
-    _, _, label, totals = _AXES[0]
-    others = [
-        Chart(name.replace("/", "_"), title, "", partial(_draw, groups, partial(_metric, name), totals, label, unit))
-        for name, title, unit in _METRICS
-    ]
-    return (*rewards, *others)
+    ] + [chart(name.replace("/", "_"), title, partial(_metric, name), unit) for name, title, unit in _METRICS]
 
 
 def _metric(name: str, run: RunRecord) -> Series | None:
@@ -186,20 +174,13 @@ def _metric(name: str, run: RunRecord) -> Series | None:
     return series if series is None or len(series) <= FEW_POINTS else thinned(smooth(series), MOST_POINTS)
 
 
-def how_to_read(groups: Sequence[Group]) -> str:
-    """What lines and bands are."""
-    if any(len(group.runs) > 1 for group in groups):
-        return "A line is the mean over seeds, its band goes from the lowest to the highest seed."
-    return "One line a run. Noisy curves are moving means."
-
-
-def _draw(groups: Sequence[Group], find: Find, totals: Find, x_label: str, unit: str, figure: "Figure") -> None:
+def _draw(groups: Groups, find: Find, totals: Find, x_label: str, unit: str, figure: "Figure") -> None:
     axes = figure.subplots()
-    for place, group in enumerate(groups):
-        curves = [against(series, totals(run)) for run in group.runs if (series := find(run)) is not None]
+    for place, (label, runs) in enumerate(groups.items()):
+        curves = [against(series, totals(run)) for run in runs if (series := find(run)) is not None]
         if curves:
-            label = f"{group.label} ({len(curves)} seeds)" if len(curves) > 1 else group.label
-            _plot_group(axes, curves, CYCLE[place % len(CYCLE)], label)
+            seeds = f" ({len(curves)} seeds)" if len(curves) > 1 else ""
+            _plot_group(axes, curves, CYCLE[place % len(CYCLE)], label + seeds)
     tidy(axes, x=x_label, y=unit, steps=x_label == "training step")
 
 
@@ -232,164 +213,149 @@ def compare_runs(run_dirs: Sequence[Path], *, target: Path | None = None) -> Rep
     folders = list(dict.fromkeys(folder.resolve() for folder in run_dirs))
     if len(folders) < FEWEST_RUNS:
         raise DataError(f"compare: needs {FEWEST_RUNS} different runs, got {len(folders)}; name another run's folder")
-    runs = [read_run(folder) for folder in folders]
+    runs = _labelled([read_run(folder) for folder in folders])
+    groups = groups_of(list(runs.values()))
     name = fingerprint("comparison", [str(folder) for folder in folders])
     folder = target or folders[0].parent.parent / "comparisons" / name
-    return write_files(comparison_of(runs, folder / "figures"), folder, "comparison", IN_SUMMARY)
-
-
-def comparison_of(runs: Sequence[RunRecord], figures: Path) -> Report:
-    """The comparison before it is written; pictures are written into `figures`."""
-    groups, named = groups_of(runs), labelled(runs)
-    return Report(
+    how = "One line a run. Noisy curves are moving means."
+    if len(groups) < len(runs):
+        how = "A line is the mean over seeds, its band goes from the lowest to the highest seed."
+    report = Report(
         genre="comparison",
         title=_title(groups),
         subtitle=f"{len(runs)} runs, {len(groups)} setting{'s' if len(groups) > 1 else ''}",
-        state="" if all(run.is_complete for run in runs) else "some runs are not finished",
+        state="" if all(run.is_complete for run in runs.values()) else "some runs are not finished",
         state_tone="watch",
-        tiles=tuple(map(_tile, groups)),
-        findings=(_best(groups), _paired(runs)),
+        tiles=tuple(_tile(label, _reward_of(group)) for label, group in groups.items()),
+        findings=(_best(groups), _against_first(runs)),
         missing=tuple(
-            f"{label}: {text}" for label, run in named for text in run.missing if "lineage" not in text
+            f"{label}: {text}" for label, run in runs.items() for text in run.missing if "lineage" not in text
         ),
         sections=(
-            Section("runs", "Runs", (run_table(runs, groups), settings_table(runs))),
-            Section("curves", "Curves", (gallery_of(charts(groups), figures),), how_to_read(groups)),
-            Section("figures", "Figures",
-                    (held_out_table(runs), paired_table(runs), seed_table(groups))),
-            Section("costs", "Costs", tuple(filter(None, [cost_table(named), spent_table(named)]))),
-            Section("metrics", "Metrics", (metric_table(runs),)),
+            Section("runs", "Runs", (_run_table(runs, groups), _settings_table(runs))),
+            Section("curves", "Curves", (gallery_of(_charts(groups), folder / "figures"),), how),
+            Section("figures", "Figures", (_held_out_table(runs), _paired_table(runs), _seed_table(groups))),
+            Section("costs", "Costs", tuple(filter(None, [cost_table(runs), spent_table(runs)]))),
+            Section("metrics", "Metrics", (_metric_table(runs),)),
         ),
-    )  # fmt: skip
+    )
+    return write_files(report, folder, "comparison", IN_SUMMARY)
 
 
-def _title(groups: Sequence[Group]) -> str:
+def _title(groups: Groups) -> str:
     """Short enough for one line; the tiles have all labels."""
-    names = list(dict.fromkeys(run.config.name for group in groups for run in group.runs))
+    names = list(dict.fromkeys(run.config.name for group in groups.values() for run in group))
     if len(groups) == 1:
-        return f"{names[0]}: {len(groups[0].runs)} seeds"
+        return f"{names[0]}: {sum(map(len, groups.values()))} seeds"
     return f"{names[0]}: {len(groups)} settings" if len(names) == 1 else f"{names[0]} and {len(groups) - 1} more"
 
 
-def _tile(group: Group) -> Tile:
-    """The held-out reward of a setting."""
-    found = reward_of(group)
-    if found is None:
-        return Tile(group.label, numbers.NOTHING, "no validation")
-    ends = f"{numbers.fixed(found.lowest)} to {numbers.fixed(found.highest)}, {found.num_runs} seeds"
-    return Tile(group.label, numbers.fixed(found.mean.value), ends if found.num_runs > 1 else "1 seed")
+def _tile(label: str, reward: Spread | None) -> Tile:
+    if reward is None:
+        return Tile(label, numbers.NOTHING, "no validation")
+    ends = f"{numbers.fixed(reward.lowest)} to {numbers.fixed(reward.highest)}, {reward.num_runs} seeds"
+    return Tile(label, numbers.fixed(reward.mean.value), ends if reward.num_runs > 1 else "1 seed")
 
 
-def _best(groups: Sequence[Group]) -> Finding:
+def _best(groups: Groups) -> Finding:
     """Which setting is best over seeds, if that can be said."""
-    topic = "Best setting"
     rule = (
         "The setting with the highest mean of the last held-out reward over seeds; better than another if its lowest "
         "seed is above the other's highest, with two seeds each at least."
     )
-    found = {group.label: spread for group in groups if (spread := reward_of(group)) is not None}
+    finding = partial(Finding, "Best setting", rule=rule)
+    found = {label: spread for label, group in groups.items() if (spread := _reward_of(group)) is not None}
     if len(found) < FEWEST_RUNS:
         text = "Fewer than two settings have been judged on held-out problems."
-        return Finding(topic, "not known", "muted", text, rule, {})
+        return finding("not known", "muted", text)
     (first, best), (second, next_best), *_ = sorted(found.items(), key=lambda pair: -pair[1].mean.value)
-    means: dict[str, JsonValue] = {label: asdict(spread.mean) for label, spread in found.items()}
+    means = {label: asdict(spread.mean) for label, spread in found.items()}
     said = f"{first} has {numbers.fixed(best.mean.value)}, {second} {numbers.fixed(next_best.mean.value)}"
     if min(best.num_runs, next_best.num_runs) < FEWEST_RUNS:
         text = f"{said}; with one seed of a setting nothing is said about the setting."
-        return Finding(topic, "one seed is too few", "watch", text, rule, means)
+        return finding("one seed is too few", "watch", text, numbers=means)
     if best.lowest > next_best.highest:
-        return Finding(topic, first, "good", f"{said}; no seed overlaps.", rule, means)
-    return Finding(topic, "not told apart", "watch", f"{said}; their seeds overlap.", rule, means)
+        return finding(first, "good", f"{said}; no seed overlaps.", numbers=means)
+    return finding("not told apart", "watch", f"{said}; their seeds overlap.", numbers=means)
 
 
-def _paired(runs: Sequence[RunRecord]) -> Finding:
+def _against_first(runs: Runs) -> Finding:
     """Which runs differ from the first one on the same problems."""
-    topic = "Against the first run"
     rule = "Paired difference of the held-out reward from the first run; told apart if its 95% interval excludes 0."
-    (base, first), *others = labelled(runs)
+    (base, first), *others = runs.items()
     gains = {
         label: row.paired.difference
         for label, run in others
-        for row in paired_rows(first, run)[0]
+        for row in _paired(first, run)[0]
         if row.statistic == run.reward_statistic
     }
+    finding = partial(Finding, "Against the first run", rule=rule)
     if not gains:
         text = "No other run was judged on the same problems as the first one."
-        return Finding(topic, "not known", "muted", text, rule, {})
+        return finding("not known", "muted", text)
     apart = sum(gain.excludes_zero for gain in gains.values())
     text = f"From {base}: " + "; ".join(f"{name} {numbers.signed_interval(gain)}" for name, gain in gains.items()) + "."
-    verdict = f"{apart} of {len(gains)} told apart"
-    return Finding(topic, verdict, "" if apart else "watch", text, rule,
-                   {label: asdict(gain) for label, gain in gains.items()})  # fmt: skip
+    values = {label: asdict(gain) for label, gain in gains.items()}
+    return finding(f"{apart} of {len(gains)} told apart", "" if apart else "watch", text, numbers=values)
 
 
 # ------------------------------------------------------------------ tables
 
 
-def _columns(runs: Sequence[RunRecord], kind: Kind) -> dict[str, Kind]:
-    return {label: kind for label, _ in labelled(runs)}
-
-
-def run_table(runs: Sequence[RunRecord], groups: Sequence[Group]) -> Table:
-    """Each run in a row."""
-    setting = {id(run): group.label for group in groups for run in group.runs}
-    rows: list[tuple[Value, ...]] = []
-    for label, run in labelled(runs):
-        held_out: Sequence[Interval | None] = [found for _, found in run.held_out(run.reward_statistic)] or [None]
+def _run_table(runs: Runs, groups: Groups) -> Table:
+    setting = {id(run): label for label, group in groups.items() for run in group}
+    rows = []
+    for label, run in runs.items():
+        held_out: list[Interval | None] = [found for _, found in run.held_out(run.reward_statistic)] or [None]
         steps = Cell(f"{run.last_step} of {run.config.trainer.total_steps}", run.last_step)
-        totals = [None if series is None else series.iloc[-1] for series in (run.tokens, run.seconds)]
+        totals = (None if series is None else series.iloc[-1] for series in (run.tokens, run.seconds))
         rows.append(
             (label, setting[id(run)], algorithm_of(run), run.config.seed, steps, held_out[0], held_out[-1], *totals)
         )
-    columns: dict[str, Kind] = {"Run": "code", "Setting": "text", "Algorithm": "text", "Seed": "number",
-                                "Steps": "number", "Held-out reward, first": "number", "last": "number",
-                                "Tokens": "number", "Training time": "seconds"}  # fmt: skip
-    return table("runs", "Runs", columns, rows)
+    return table("runs", "Runs",
+                 {"Run": "code", "Setting": "text", "Algorithm": "text", "Seed": "number", "Steps": "number",
+                  "Held-out reward, first": "number", "last": "number", "Tokens": "number",
+                  "Training time": "seconds"}, rows)  # fmt: skip
 
 
-def settings_table(runs: Sequence[RunRecord]) -> Table:
-    """Settings that differ, a column a run."""
-    rows: list[tuple[Value, ...]] = [
-        (key, *(Cell(plain_text(value), value) for value in values), meaning(key))
-        for key, values in differing_settings(runs).items()
+def _settings_table(runs: Runs) -> Table:
+    differing = differing_settings(list(runs.values()))
+    rows: list[Row] = [
+        (key, *(Cell(plain_text(each), each) for each in row), meaning(key)) for key, row in differing.items()
     ]
-    columns: dict[str, Kind] = {"Setting": "code", **_columns(runs, "code"), "Meaning": "text"}
     note = "All other settings are the same; names, tags, paths and tracking are not compared."
-    return table("settings", "Settings that differ", columns, rows, note)
+    return table("settings", "Settings that differ",
+                 {"Setting": "code", **dict.fromkeys(runs, "code"), "Meaning": "text"}, rows, note)  # fmt: skip
 
 
-def held_out_table(runs: Sequence[RunRecord]) -> Table:
-    """The last held-out figures with their intervals, a column a run."""
-    statistics = dict.fromkeys(statistic for run in runs for statistic in run.core_statistics)
-    curves = {statistic: [run.held_out(statistic) for run in runs] for statistic in statistics}
-    rows: list[tuple[Value, ...]] = [
-        (name, *(found[-1][1] if found else None for found in each)) for name, each in curves.items() if any(each)
-    ]
+def _held_out_table(runs: Runs) -> Table:
+    statistics = dict.fromkeys(statistic for run in runs.values() for statistic in run.core_statistics)
+    curves = {statistic: [run.held_out(statistic) for run in runs.values()] for statistic in statistics}
+    rows = [(name, *(found[-1][1] if found else None for found in each)) for name, each in curves.items() if any(each)]
     note = "At each run's last validation; intervals are over problems, within the run."
-    columns: dict[str, Kind] = {"Figure": "code", **_columns(runs, "number")}
-    return table("held_out", "Held-out figures at the end", columns, rows, note)
+    return table("held_out", "Held-out figures at the end",
+                 {"Figure": "code", **dict.fromkeys(runs, "number")}, rows, note)  # fmt: skip
 
 
-def paired_table(runs: Sequence[RunRecord]) -> Table:
-    """Each run after training against the first one, on the same held-out problems."""
-    rows: list[tuple[Value, ...]] = []
-    (base, first), *others = labelled(runs)
+def _paired_table(runs: Runs) -> Table:
+    rows: list[Row] = []
+    (base, first), *others = runs.items()
     for label, run in others:
-        found, why = paired_rows(first, run)
+        found, why = _paired(first, run)
         if not found:
-            rows.append((label, Cell("–"), Cell(why, why, "muted"), Cell(""), Cell(""), Cell("")))
+            rows.append((label, Cell("–"), Cell(why, why, "muted"), *(Cell(""),) * 3))
         rows += [
             (label, row.statistic, row.paired.difference, row.paired.wins, row.paired.losses, row.num_problems)
             for row in found
             if row.statistic in run.core_statistics
         ]
-    columns: dict[str, Kind] = {"Run": "code", "Figure": "code", f"Difference from {base}": "difference",
-                                "Better on": "number", "Worse on": "number", "Problems": "number"}  # fmt: skip
     note = "Paired over problems: how hard each one is cancels. One run each: what another seed would do is not in it."
-    return table("paired", "The same problems, run against run", columns, rows, note)
+    return table("paired", "The same problems, run against run",
+                 {"Run": "code", "Figure": "code", f"Difference from {base}": "difference", "Better on": "number",
+                  "Worse on": "number", "Problems": "number"}, rows, note)  # fmt: skip
 
 
-def paired_rows(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, ...], str]:
+def _paired(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, ...], str]:
     """The statistics of two runs after training, paired; or why they cannot be."""
     if first.after is None or second.after is None:
         return (), "no validation after training with its answers"
@@ -399,25 +365,24 @@ def paired_rows(first: RunRecord, second: RunRecord) -> tuple[tuple[Comparison, 
         return (), "judged on other problems"
 
 
-def seed_table(groups: Sequence[Group]) -> Table:
-    """Held-out figures over the seeds of each setting."""
-    rows: list[tuple[Value, ...]] = []
-    for group in groups:
-        for statistic, values in final_scores(group).items():
+def _seed_table(groups: Groups) -> Table:
+    rows = []
+    for label, group in groups.items():
+        for statistic, values in _final_scores(group).items():
             found = spread_of(values)
             mean, deviation = (found.mean, found.deviation) if found.num_runs > 1 else (found.mean.value, None)
-            rows.append((group.label, statistic, found.num_runs, mean, deviation, found.lowest, found.highest))
-    columns: dict[str, Kind] = {"Setting": "text", "Figure": "code", "Seeds": "number", "Mean": "score",
-                                "Deviation": "score", "Lowest": "score", "Highest": "score"}  # fmt: skip
+            rows.append((label, statistic, found.num_runs, mean, deviation, found.lowest, found.highest))
     note = "Over runs that differ by their seed alone: mean with the 95% interval of Student's t over seeds."
-    return table("seeds", "Over seeds", columns, rows, note)
+    return table("seeds", "Over seeds",
+                 {"Setting": "text", "Figure": "code", "Seeds": "number", "Mean": "score", "Deviation": "score",
+                  "Lowest": "score", "Highest": "score"}, rows, note)  # fmt: skip
 
 
-def metric_table(runs: Sequence[RunRecord]) -> Table:
-    """Every metric's last value, as MLflow shows it, a column a run."""
-    last = pd.concat([run.metrics.ffill().tail(1).T for run in runs], axis="columns").sort_index()
-    rows: list[tuple[Value, ...]] = [
+def _metric_table(runs: Runs) -> Table:
+    """Every metric's last value, as MLflow shows it."""
+    last = pd.concat([run.metrics.ffill().tail(1).T for run in runs.values()], axis="columns").sort_index()
+    rows = [
         (str(name), *(None if np.isnan(value) else value for value in values)) for name, *values in last.itertuples()
     ]
-    columns: dict[str, Kind] = {"Metric": "code", **_columns(runs, "number")}
-    return table("metrics", f"Every metric's last value ({len(rows)})", columns, rows, folded=True)
+    return table("metrics", f"Every metric's last value ({len(rows)})",
+                 {"Metric": "code", **dict.fromkeys(runs, "number")}, rows, folded=True)  # fmt: skip

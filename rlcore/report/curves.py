@@ -1,13 +1,12 @@
 """Pictures of a run over its steps, and the phases of a step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from rlcore.evaluation.stats import Interval
 from rlcore.report import numbers
 from rlcore.report.plots import LIGHT, MOST_POINTS, Chart, plot_intervals, plot_series, tidy
 from rlcore.report.record import RunRecord
@@ -111,12 +110,9 @@ def _validation(record: RunRecord, figure: "Figure") -> None:
     for place, (statistic, colour) in enumerate(zip(record.core_statistics, colours, strict=True)):
         if found := record.held_out(statistic):
             aside = (place - 1.5) * 0.004 * (found[-1][0] - found[0][0])  # so that intervals do not hide each other
-            plot_intervals(axes, _moved(found, aside), colour, statistic.removeprefix("reward/"))
+            points = [(step + aside, interval) for step, interval in found]
+            plot_intervals(axes, points, colour, statistic.removeprefix("reward/"))
     tidy(axes, y="score or share solved")
-
-
-def _moved(points: Sequence[tuple[int, Interval]], aside: float) -> list[tuple[float, Interval]]:
-    return [(step + aside, interval) for step, interval in points]
 
 
 def _pass_rates(record: RunRecord, figure: "Figure") -> None:

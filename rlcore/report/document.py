@@ -1,7 +1,7 @@
 """A report before it is HTML or JSON: sections of tables, pictures, texts and answers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -29,6 +29,7 @@ class Cell:
 Kind = Literal["text", "code", "number", "score", "share", "percent", "seconds", "signed", "difference"]
 Value = Cell | Interval | str | float | None
 """What a row has in a column."""
+Row = tuple[Value, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +98,7 @@ class SamplePair:
     solved_after: str
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """Problems with their answers before and after."""
-
-    pairs: tuple[SamplePair, ...]
-
-
+Samples = tuple[SamplePair, ...]
 Block = Table | Gallery | Prose | Samples
 
 
@@ -136,7 +131,7 @@ class Finding:
     tone: Tone
     statement: str
     rule: str
-    numbers: Mapping[str, JsonValue]
+    numbers: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +143,10 @@ class Report:
     subtitle: str
     state: str
     state_tone: Tone
-    tiles: tuple[Tile, ...]
-    findings: tuple[Finding, ...]
-    missing: tuple[str, ...]
     sections: tuple[Section, ...]
+    tiles: tuple[Tile, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    missing: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
     """When and on what it ran, each in a few words."""
 

@@ -10,7 +10,7 @@ from rlcore.report import numbers
 from rlcore.report.curves import PHASES, mean_phases
 from rlcore.report.document import Finding, Tone
 from rlcore.report.record import RunRecord
-from rlcore.report.series import FEWEST_STEPS, TENTH, Series, first_part, last_part, smooth, trend_of
+from rlcore.report.series import FEWEST_STEPS, Series, first_tenth, last_tenth, last_third, late_mean, smooth, trend_of
 
 SMALLEST_CHANGE = 0.01
 """Of the range of scores: a trend smaller than this over a third of the run is not worth going on for."""
@@ -36,26 +36,29 @@ def learned(record: RunRecord) -> Finding:
         "Mean of the difference after − before on the same held-out problems; learned if its interval excludes 0, over "
         f"{FEWEST_PROBLEMS} problems or more."
     )
+    finding = partial(Finding, "Learned", rule=rule)
     found = next((row for row in record.paired if row.statistic == record.reward_statistic), None)
     if found is None:
-        return _unknown("Learned", rule, "There are no two validations of the same held-out problems to compare.")
-    gain = found.paired.difference
-    ends = f"from {numbers.interval(found.first)} to {numbers.interval(found.second)}"
-    wins = f"better on {found.paired.wins}, worse on {found.paired.losses} of {found.num_problems} problems"
-    values: dict[str, JsonValue] = {
-        "difference": asdict(gain),
-        "wins": found.paired.wins,
-        "losses": found.paired.losses,
-        "num_problems": found.num_problems,
-    }
-    went, verdict, end = "rose", "yes", ""
+        why = "There are no two validations of the same held-out problems to compare."
+        return finding("not known", "muted", why)
+    gain, wins, losses = found.paired.difference, found.paired.wins, found.paired.losses
     tone: Tone = "good"
+    went, verdict, end = "rose", "yes", ""
     if not gain.excludes_zero or found.num_problems < FEWEST_PROBLEMS:
         went, verdict, tone, end = "went", "no change found", "watch", " could be chance"
     elif gain.value < 0:
         went, verdict, tone = "fell", "got worse", "bad"
-    text = f"The held-out reward {went} {ends}: {numbers.signed_interval(gain)}{end}; {wins}."
-    return Finding("Learned", verdict, tone, text, rule, values)
+    text = (
+        f"The held-out reward {went} from {numbers.interval(found.first)} to {numbers.interval(found.second)}: "
+        f"{numbers.signed_interval(gain)}{end}; better on {wins}, worse on {losses} of {found.num_problems} problems."
+    )
+    values: dict[str, JsonValue] = {
+        "difference": asdict(gain),
+        "wins": wins,
+        "losses": losses,
+        "num_problems": found.num_problems,
+    }
+    return finding(verdict, tone, text, numbers=values)
 
 
 def converged(record: RunRecord) -> Finding:
@@ -64,37 +67,38 @@ def converged(record: RunRecord) -> Finding:
         "Least-squares trend of the training reward over the last third of the steps: still changing if its 95% "
         f"interval excludes 0 and it is at least {SMALLEST_CHANGE:g} of the range of scores; else converged."
     )
+    finding = partial(Finding, "Converged", rule=rule)
     series = record.series("critic/score/mean")
     trend = None if series is None else trend_of(series)
     if series is None or trend is None:
-        return _unknown("Converged", rule, f"A trend needs {FEWEST_STEPS} steps in the last third of the run.")
-    smallest, num_steps = SMALLEST_CHANGE * score_range(record), len(last_part(series))
-    values: dict[str, JsonValue] = {"change": asdict(trend), "num_steps": num_steps}
+        return finding("not known", "muted", f"A trend needs {FEWEST_STEPS} steps in the last third of the run.")
+    num_steps = len(last_third(series))
     shown = f"{numbers.signed_interval(trend)} over the last {num_steps} steps"
     tone: Tone = "watch"
     verdict, text = "still rising", f"was still rising: {shown}. More steps would likely help"
-    if not trend.excludes_zero or abs(trend.value) < smallest:
+    if not trend.excludes_zero or abs(trend.value) < SMALLEST_CHANGE * score_range(record):
         verdict, tone, text = "yes", "good", f"no longer moves: {shown}"
     elif trend.value < 0:
         verdict, tone, text = "falling", "bad", f"was falling: {shown}"
-    return Finding("Converged", verdict, tone, f"The training reward {text}.", rule, values)
+    values: dict[str, JsonValue] = {"change": asdict(trend), "num_steps": num_steps}
+    return finding(verdict, tone, f"The training reward {text}.", numbers=values)
 
 
 def stable(record: RunRecord) -> Finding:
     """Whether every check passes."""
-    rule = "Stable if every check in the table of checks that could be made passes."
-    checks = [check for check in stability_checks(record) if check.ok is not None]
+    finding = partial(Finding, "Stable", rule="Stable if every check in the table of checks that could be made passes.")
     if len(record.training_steps) < 2:
-        return _unknown("Stable", rule, "One step says nothing about stability.")
+        return finding("not known", "muted", "One step says nothing about stability.")
+    checks = [check for check in stability_checks(record) if check.ok is not None]
     failed = [check for check in checks if not check.ok]
     values: dict[str, JsonValue] = {"num_checks": len(checks), "failed": [check.name for check in failed]}
     if not failed:
         text = (
             f"All {len(checks)} checks pass: reward, gradient, step size, clipping, entropy, lengths, finite numbers."
         )
-        return Finding("Stable", "yes", "good", text, rule, values)
+        return finding("yes", "good", text, numbers=values)
     text = "; ".join(f"{check.name.lower()}: no ({check.measured}; rule: {check.rule})" for check in failed)
-    return Finding("Stable", "no", "bad", f"{text[0].upper()}{text[1:]}.", rule, values)
+    return finding("no", "bad", f"{text[0].upper()}{text[1:]}.", numbers=values)
 
 
 def learning_limit(record: RunRecord) -> Finding:
@@ -104,15 +108,15 @@ def learning_limit(record: RunRecord) -> Finding:
         f"{LARGEST_CUT_SHARE:.0%} of answers cut, training reward over the held-out one by more than {LARGEST_GAP:g} "
         "of the range of scores, or a reward that still rises."
     )
+    finding = partial(Finding, "Learning limited by", rule=rule)
     if len(record.training_steps) < FEWEST_STEPS:
-        return _unknown("Learning limited by", rule, f"Fewer than {FEWEST_STEPS} steps say little about what limits.")
+        return finding("not known", "muted", f"Fewer than {FEWEST_STEPS} steps say little about what limits.")
     limits = list(_limits(record))
-    values: dict[str, JsonValue] = {name: value for name, value, _ in limits}
     if not limits:
         text = "None of the stated limits is reached: data, length limit, overfitting and number of steps are not it."
-        return Finding("Learning limited by", "nothing found", "good", text, rule, {})
-    verdict = ", ".join(name for name, _, _ in limits)
-    return Finding("Learning limited by", verdict, "watch", " ".join(text for _, _, text in limits), rule, values)
+        return finding("nothing found", "good", text)
+    verdict, values = ", ".join(name for name, _, _ in limits), {name: value for name, value, _ in limits}
+    return finding(verdict, "watch", " ".join(text for _, _, text in limits), numbers=values)
 
 
 def _limits(record: RunRecord) -> Iterable[tuple[str, float, str]]:
@@ -120,16 +124,16 @@ def _limits(record: RunRecord) -> Iterable[tuple[str, float, str]]:
     equal, cut = record.series("reward/equal_group_share"), record.series("response_length/clip_ratio")
     rewards = record.series("critic/score/mean")
     grouped = record.config.rollout.samples_per_prompt > 1
-    if grouped and equal is not None and (late := float(last_part(equal).mean())) > LARGEST_EQUAL_SHARE:
-        high = rewards is not None and last_part(rewards).mean() > 0.5 * score_range(record)
+    if grouped and equal is not None and (late := late_mean(equal)) > LARGEST_EQUAL_SHARE:
+        high = rewards is not None and late_mean(rewards) > 0.5 * score_range(record)
         why = "most are solved every time: harder problems would teach more" if high else "most are never solved"
         yield "equal groups", late, f"{numbers.percent(late)} of prompts get the same score on every answer; {why}."
-    if cut is not None and (late := float(last_part(cut).mean())) > LARGEST_CUT_SHARE:
+    if cut is not None and (late := late_mean(cut)) > LARGEST_CUT_SHARE:
         limit = record.config.rollout.max_response_tokens
         yield "answer length", late, f"{numbers.percent(late)} of answers are cut at {limit} tokens."
     held_out = record.held_out(record.reward_statistic)
     if rewards is not None and held_out and held_out[-1][0] > 0:
-        gap = float(last_part(rewards, TENTH).mean()) - held_out[-1][1].value
+        gap = last_tenth(rewards) - held_out[-1][1].value
         if gap > LARGEST_GAP * score_range(record):
             yield "overfitting", gap, f"The training reward is {numbers.fixed(gap)} above the held-out one."
     trend = None if rewards is None else trend_of(rewards)
@@ -140,20 +144,16 @@ def _limits(record: RunRecord) -> Iterable[tuple[str, float, str]]:
 def speed_limit(record: RunRecord) -> Finding:
     """The phase that takes most of a step."""
     rule = "The phase with the largest share of the mean step, first step left out (it warms up)."
+    finding = partial(Finding, "Speed limited by", rule=rule)
     phases = mean_phases(record)
     if not phases:
-        return _unknown("Speed limited by", rule, "No phase has been timed.")
+        return finding("not known", "muted", "No phase has been timed.")
     shares = {name: seconds / sum(phases.values()) for name, seconds in phases.items()}
     top, *rest = sorted(shares, key=lambda name: -shares[name])[:3]
     then = ", ".join(f"{PHASES[name][0].lower()} {numbers.percent(shares[name])}" for name in rest)
     title = PHASES[top][0]
     text = f"{title} takes {numbers.percent(shares[top])} of a step of {numbers.duration(record.step_s)}"
-    text += f"; then {then}." if then else "."
-    return Finding("Speed limited by", title.lower(), "muted", text, rule, dict(shares))
-
-
-def _unknown(topic: str, rule: str, why: str) -> Finding:
-    return Finding(topic, "not known", "muted", why, rule, {})
+    return finding(title.lower(), "muted", f"{text}; then {then}." if then else f"{text}.", numbers=shares)
 
 
 # Each limit with the reason for its size.
@@ -201,19 +201,19 @@ def _largest(series: Series, record: RunRecord) -> Judgement:
 
 
 def _late_share(limit: float, series: Series, record: RunRecord) -> Judgement:
-    share = float(last_part(series).mean())
+    share = late_mean(series)
     return numbers.percent(share, 1), share, share <= limit
 
 
 def _entropy(series: Series, record: RunRecord) -> Judgement:
-    begin, end = float(first_part(series).mean()), float(last_part(series).mean())
+    begin, end = first_tenth(series), late_mean(series)
     grown = begin > 0 and end > ENTROPY_GROWTH * begin
     measured = f"{numbers.compact(begin, 3)} → {numbers.compact(end, 3)} nats/token"
     return measured, end, end >= SMALLEST_ENTROPY and not grown
 
 
 def _explained(series: Series, record: RunRecord) -> Judgement:
-    share = float(last_part(series).mean())
+    share = late_mean(series)
     return numbers.fixed(share), share, share > 0
 
 

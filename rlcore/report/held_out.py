@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlcore.evaluation.result import Comparison, ValidationResult, compare, pass_curve
-from rlcore.report.document import Block, Kind, Section, Table, Value, table
+from rlcore.report.document import Block, Kind, Row, Section, Table, Value, table
 from rlcore.report.plots import LIGHT, Chart, plot_intervals, tidy
 from rlcore.report.record import RunRecord
 
@@ -27,24 +27,20 @@ _MEANING: Mapping[str, str] = {
 
 def section_of(record: RunRecord, draw: Callable[[Iterable[Chart]], Block]) -> Section:
     """The chapter; `draw` makes a block of its pictures."""
-    judged, lead = list(record.judged.values()), ""
-    blocks: list[Block | None] = []
+    judged, lead = record.judged, ""
     if len(judged) == 2:
-        settings = judged[1].settings
+        before, after = judged.values()
         lead = (
-            f"{settings.samples_per_problem} samples a problem at temperature {settings.sampling.temperature:g}, "
-            f"{settings.confidence:.0%} intervals from {settings.num_resamples:,} bootstrap resamples over problems. "
-            f"Before is step {judged[0].step}, after is step {judged[1].step}."
+            f"{after.settings.samples_per_problem} samples a problem at temperature "
+            f"{after.settings.sampling.temperature:g}, {after.settings.confidence:.0%} intervals from "
+            f"{after.settings.num_resamples:,} bootstrap resamples over problems. Before is step {before.step}, after "
+            f"is step {after.step}."
         )
+    blocks: list[Block | None] = []
     if judged:
-        blocks = [
-            result_table(record) if len(judged) == 2 else single_table(judged[0]),
-            draw(charts(record)),
-            source_table(record),
-            difficulty_table(record),
-            pass_table(record),
-        ]
-    blocks += [progress_table(record), suite_table(record)]
+        blocks = [_result_table(record), draw(_charts(judged)), _source_table(record), _difficulty_table(record)]
+        blocks.append(_pass_table(record))
+    blocks += [_progress_table(record), suite_table(record)]
     return Section("held_out", "Held-out problems", tuple(block for block in blocks if block is not None), lead)
 
 
@@ -53,22 +49,28 @@ _COMPARED: dict[str, Kind] = {"Figure": "code", "Before": "number", "After": "nu
                               "Worse on": "number"}  # fmt: skip
 
 
-def _compared(row: Comparison) -> tuple[Value, ...]:
+def _compared(row: Comparison) -> Row:
     """A statistic under these columns."""
     return row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses
 
 
-def result_table(record: RunRecord) -> Table:
-    """Every statistic before and after, paired."""
-    rows = [(*_compared(found), _meaning(found.statistic)) for found in record.paired]
+def _result_table(record: RunRecord) -> Table:
+    """Every statistic before and after, paired; of one validation alone, where there is no second one."""
+    columns: dict[str, Kind] = _COMPARED
+    rows: list[Row] = [_compared(found) for found in record.paired]
     note = "bootstrap intervals over problems. reward is the scorer's total, acc counts full marks only."
     note = f"{record.paired[0].num_problems} held-out problems; {note}" if rows else ""
-    return table("held_out", "Held-out problems", {**_COMPARED, "Meaning": "text"}, rows, note)
+    if len(record.judged) == 1:
+        (result,) = record.judged.values()
+        columns = {"Figure": "code", f"{result.name}, step {result.step}": "number"}
+        rows, note = list(result.intervals.items()), f"{len(result.problems)} held-out problems."
+    rows = [(*row, _meaning(str(row[0]))) for row in rows]
+    return table("held_out", "Held-out problems", {**columns, "Meaning": "text"}, rows, note)
 
 
 def suite_table(record: RunRecord) -> Table | None:
     """Every statistic of every suite, before and after; None without suites."""
-    rows: list[tuple[Value, ...]] = []
+    rows: list[Row] = []
     for name, results in record.suites.items():
         match results.get("before"), results.get("after"):
             case ValidationResult() as before, ValidationResult() as after:
@@ -86,13 +88,6 @@ def _meaning(statistic: str) -> str:
     return _MEANING.get(kind, "").format(k=k)
 
 
-def single_table(result: ValidationResult) -> Table:
-    """The figures of one validation, where there is no second one to compare it with."""
-    rows = [(name, found, _meaning(name)) for name, found in result.intervals.items()]
-    columns: dict[str, Kind] = {"Figure": "code", f"{result.name}, step {result.step}": "number", "Meaning": "text"}
-    return table("held_out", "Held-out problems", columns, rows, f"{len(result.problems)} held-out problems.")
-
-
 def _grid(
     name: str, title: str, key: tuple[str, Kind], columns: Mapping[str, Mapping[Any, Value]], note: str = ""
 ) -> Table:
@@ -102,16 +97,14 @@ def _grid(
     return table(name, title, dict([key]) | dict.fromkeys(columns, "number"), rows, note)
 
 
-def progress_table(record: RunRecord) -> Table:
-    """The held-out figures at every validation."""
+def _progress_table(record: RunRecord) -> Table:
     curves = {name.removeprefix("reward/"): dict(record.held_out(name)) for name in record.core_statistics}
     curves = {name: found for name, found in curves.items() if found}
     grid = _grid("progress", "Held-out figures on the way", ("Step", "number"), curves)
     return replace(grid, folded=len(grid.rows) > 12)
 
 
-def pass_table(record: RunRecord) -> Table | None:
-    """pass@k over k, before and after; None without several samples."""
+def _pass_table(record: RunRecord) -> Table | None:
     curves = {f"pass@k, {label}": pass_curve(result) for label, result in record.judged.items()}
     note = (
         "Where pass@k of many samples stays while pass@1 rises, training has sharpened what the model could do already."
@@ -120,26 +113,25 @@ def pass_table(record: RunRecord) -> Table | None:
     return found if len(found.rows) > 1 else None
 
 
-def difficulty_table(record: RunRecord) -> Table | None:
-    """Reward, pass@k and greedy by difficulty, before and after; None where the task has one difficulty."""
+def _difficulty_table(record: RunRecord) -> Table | None:
     parts = {label: result.by_difficulty() for label, result in record.judged.items()}
     note = "Difficulty is the task's own measure; for countdown the fewest operations that reach the target."
     return _parts_table(record, "difficulty", "By difficulty", ("Difficulty", "number"), parts, note)
 
 
-def source_table(record: RunRecord) -> Table | None:
-    """The same of each data source; None where there is one."""
+def _source_table(record: RunRecord) -> Table | None:
     parts = {label: result.by_source() for label, result in record.judged.items()}
     note = "Each dataset of the mixture, scored by its own scorer."
     return _parts_table(record, "source", "By data source", ("Source", "code"), parts, note)
 
 
-Parts = Mapping[str, Mapping[Any, ValidationResult]]
-"""Before or after, then key of the row."""
-
-
 def _parts_table(
-    record: RunRecord, name: str, title: str, key: tuple[str, Kind], parts: Parts, note: str
+    record: RunRecord,
+    name: str,
+    title: str,
+    key: tuple[str, Kind],
+    parts: Mapping[str, Mapping[Any, ValidationResult]],
+    note: str,
 ) -> Table | None:
     """Problems and main figures of each part, before and after; None of fewer than two parts."""
     columns: dict[str, dict[Any, Value]] = {
@@ -147,8 +139,8 @@ def _parts_table(
     }
     for statistic in (name for name in record.core_statistics if "/maj@" not in name):
         for label, found in parts.items():
-            title = f"{statistic.removeprefix('reward/')}, {label}"
-            columns[title] = {each: part.intervals.get(statistic) for each, part in found.items()}
+            column = f"{statistic.removeprefix('reward/')}, {label}"
+            columns[column] = {each: part.intervals.get(statistic) for each, part in found.items()}
     return _grid(name, title, key, columns, note) if len(columns["Problems"]) > 1 else None
 
 
@@ -164,16 +156,15 @@ _BAR = 0.38
 Judged = Mapping[str, ValidationResult]
 
 
-def charts(record: RunRecord) -> tuple[Chart, ...]:
-    """Every picture of held-out answers."""
-    return (
+def _charts(judged: Judged) -> list[Chart]:
+    return [
         Chart("solve_rates", "How often problems are solved", "Held-out problems by how many of their samples are "
-              "right.", partial(_solve_rates, record.judged)),
+              "right.", partial(_solve_rates, judged)),
         Chart("difficulty", "Reward by difficulty", "Mean of the samples with 95% intervals.",
-              partial(_difficulty, record.judged)),
+              partial(_difficulty, judged)),
         Chart("answer_lengths", "Length of held-out answers", "Sampled answers, end token included.",
-              partial(_lengths, record.judged)),
-    )  # fmt: skip
+              partial(_lengths, judged)),
+    ]  # fmt: skip
 
 
 def _bars(axes: "Axes", labels: Iterable[str], columns: list[tuple[Any, Any]], width: float = 1.0) -> None:
@@ -188,12 +179,11 @@ def _shares(counts: Any) -> Any:
 
 
 def _solve_rates(judged: Judged, figure: "Figure") -> None:
-    k = max((result.num_samples for result in judged.values()), default=0)
+    k = max(result.num_samples for result in judged.values())
     if k:
         axes = figure.subplots()
         solved = [[problem.num_solved for problem in result.problems] for result in judged.values()]
-        counts = [_shares(np.bincount(found, minlength=k + 1)) for found in solved]
-        _bars(axes, judged, [(np.arange(len(shares)), shares) for shares in counts])
+        _bars(axes, judged, [(np.arange(k + 1), _shares(np.bincount(found, minlength=k + 1))) for found in solved])
         tidy(axes, x=f"of {k} sampled answers solved", y="% of problems")
 
 
@@ -201,7 +191,7 @@ def _lengths(judged: Judged, figure: "Figure") -> None:
     lengths = [
         [answer.num_tokens for problem in result.problems for answer in problem.samples] for result in judged.values()
     ]
-    if not lengths or not all(lengths):
+    if not all(lengths):
         return
     axes = figure.subplots()
     low, high = min(map(min, lengths)), max(map(max, lengths))

@@ -1,7 +1,7 @@
 """Tables of a run's training: convergence, speed, memory against its plan, checks, every metric of the last step."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,18 +11,17 @@ from pydantic import TypeAdapter
 from rlcore.errors import DataError
 from rlcore.report import numbers
 from rlcore.report.curves import PHASES, mean_phases
-from rlcore.report.document import Block, Cell, Kind, Prose, Table, Value, cell, table
+from rlcore.report.document import Block, Cell, Kind, Prose, Row, Table, Value, cell, table
 from rlcore.report.findings import stability_checks
 from rlcore.report.record import RunRecord
-from rlcore.report.series import TENTH, Series, first_part, last_part, smooth, trend_of, up_to, warmed_up
+from rlcore.report.series import Series, first_tenth, last_tenth, late_mean, smooth, trend_of, up_to, warmed_up
 from rlcore.storage.documents import read_document
 from rlcore.tracking.catalog import describe
 from rlcore.tracking.cost import NOTHING as NO_COST
-from rlcore.tracking.cost import Spent
 
 
 def _change(series: Series) -> Cell:
-    return _pair({"first": first_part(series).mean(), "last": last_part(series, TENTH).mean()}, "→")
+    return _pair({"first": first_tenth(series), "last": last_tenth(series)}, "→")
 
 
 def _extent(series: Series) -> Cell:
@@ -31,10 +30,6 @@ def _extent(series: Series) -> Cell:
 
 def _pair(values: Mapping[str, float], sign: str) -> Cell:
     return Cell(f" {sign} ".join(map(numbers.compact, values.values())), {key: float(v) for key, v in values.items()})
-
-
-def _late(series: Series) -> float:
-    return float(last_part(series).mean())
 
 
 class Measure(NamedTuple):
@@ -53,8 +48,8 @@ class Measure(NamedTuple):
 
 REWARD, STEP_S = "critic/score/mean", "timing_s/step"
 _CONVERGENCE = (
-    Measure("Training reward, first tenth", REWARD, lambda each: first_part(each).mean(), "score"),
-    Measure("Training reward, last tenth", REWARD, lambda each: last_part(each, TENTH).mean(), "score"),
+    Measure("Training reward, first tenth", REWARD, first_tenth, "score"),
+    Measure("Training reward, last tenth", REWARD, last_tenth, "score"),
     Measure("Training reward, best", REWARD, lambda each: smooth(each).max(), "score",
             note="Highest moving mean, over 1/15 of the run."),
     Measure("Trend of the training reward", REWARD, trend_of, "difference", note="Change of the fitted line over the "
@@ -66,7 +61,7 @@ _CONVERGENCE = (
     Measure("Value loss, first → last tenth", "critic/vf_loss", _change),
     Measure("Step size in KL, median / largest", "actor/ppo_kl", _extent),
     Measure("Gradient norm, median / largest", "actor/grad_norm", _extent),
-    Measure("Clipped tokens, last third", "actor/pg_clipfrac", _late, "percent"),
+    Measure("Clipped tokens, last third", "actor/pg_clipfrac", late_mean, "percent"),
     Measure("Learning rate of the policy, last", "actor/lr", lambda each: each.iloc[-1]),
     Measure("Learning rate of the critic, last", "critic/lr", lambda each: each.iloc[-1]),
 )  # fmt: skip
@@ -84,10 +79,10 @@ _PERFORMANCE = (
     Measure("Host memory in use, peak", "perf/cpu_memory_used_gb", pd.Series.max, unit="GB"),
 )  # fmt: skip
 _EFFICIENCY = (
-    Measure("Answer length, last third", "response_length/mean", _late, unit="tokens"),
-    Measure("Answers cut at the limit, last third", "response_length/clip_ratio", _late, "percent"),
+    Measure("Answer length, last third", "response_length/mean", late_mean, unit="tokens"),
+    Measure("Answers cut at the limit, last third", "response_length/clip_ratio", late_mean, "percent"),
     Measure("Prompt length, mean", "prompt_length/mean", pd.Series.mean, unit="tokens"),
-    Measure("Groups of equal score, last third", "reward/equal_group_share", _late, "percent"),
+    Measure("Groups of equal score, last third", "reward/equal_group_share", late_mean, "percent"),
     Measure("Groups replaced, mean a step", "reward/groups_dropped", pd.Series.mean),
     Measure("Generation per answer token", "timing_per_token_ms/gen", pd.Series.median, unit="ms"),
     Measure("Policy update per token", "timing_per_token_ms/update_actor", pd.Series.median, unit="ms"),
@@ -102,8 +97,6 @@ _MEMORY = {
     "Memory of the trainer's process, peak": "system/process_memory_gb",
 }
 
-Row = tuple[Value, ...]
-
 
 def _table(name: str, title: str, rows: Iterable[Row]) -> Table:
     columns: dict[str, Kind] = {"Measure": "text", "Value": "number", "Metric": "code", "Definition": "text"}
@@ -115,26 +108,32 @@ def _measured(record: RunRecord, measures: Iterable[Measure]) -> Iterable[Row]:
     for label, metric, sum_up, kind, unit, note in measures:
         series = record.series(metric)
         if series is not None and (value := sum_up(series)) is not None:
-            yield label, cell(value, kind, unit), metric, note or _definition_of(metric)
+            yield label, cell(value, kind, unit), metric, note or _doc_of(metric)[1]
+
+
+def _doc_of(metric: str) -> tuple[str, str]:
+    """Unit and definition of a metric, as far as they are known."""
+    found = describe(metric)
+    return ("", "") if found is None else (found.unit if found.unit != "1" else "", found.definition)
 
 
 def convergence_table(record: RunRecord) -> Table:
     """What changed from the first steps to the last."""
-    rows: list[Row] = list(_measured(record, _CONVERGENCE))
+    rows = list(_measured(record, _CONVERGENCE))
     reward, held_out = record.series(REWARD), record.held_out(record.reward_statistic)
     if held_out:
         step, found = held_out[-1]
         name = f"val-core/{record.data_source}/{record.reward_statistic}"
-        rows.append(("Held-out reward, last", found, name, _definition_of(name)))
+        rows.append(("Held-out reward, last", found, name, _doc_of(name)[1]))
         if reward is not None and step > 0:
-            gap = cell(last_part(reward, TENTH).mean() - found.value, "signed")
+            gap = cell(last_tenth(reward) - found.value, "signed")
             rows.append(("Training less held-out reward", gap, "", "A large gap is learning by heart."))
     return _table("convergence", "From the first steps to the last", rows)
 
 
 def performance_table(record: RunRecord) -> Table:
     """How fast it went, and what it took."""
-    rows: list[Row] = list(_measured(record, _PERFORMANCE))
+    rows = list(_measured(record, _PERFORMANCE))
     if len(record.steps) > 1:
         wall = cell(record.steps[-1].time - record.steps[0].time, "seconds")
         rows.insert(0, ("From first to last line of the journal", wall, "", "By the clock, all included."))
@@ -143,7 +142,7 @@ def performance_table(record: RunRecord) -> Table:
 
 def efficiency_table(record: RunRecord) -> Table:
     """How much of the work taught something."""
-    rows: list[Row] = list(_measured(record, _EFFICIENCY))
+    rows = list(_measured(record, _EFFICIENCY))
     low, high = record.series("global_seqlen/balanced_min"), record.series("global_seqlen/balanced_max")
     if low is not None and high is not None and record.config.runtime.num_workers > 1:
         idle = cell(float(((high - low) / high.clip(lower=1)).mean()), "percent")
@@ -152,12 +151,8 @@ def efficiency_table(record: RunRecord) -> Table:
     return _table("efficiency", "Efficiency", rows)
 
 
-BESIDE: Mapping[str, str] = {"save_checkpoint": "Checkpoint", "testing": "Validation"}
-"""Phases that happen after some steps and are not counted to them."""
-
-
 def phase_table(record: RunRecord) -> Table:
-    """Mean seconds of each phase; what happens beside the steps below."""
+    """Mean seconds of each phase, and of what happens after some steps and is not counted to them."""
     phases = mean_phases(record)
     total = sum(phases.values())
     rows: list[Row] = [
@@ -166,7 +161,7 @@ def phase_table(record: RunRecord) -> Table:
     ]
     if phases:
         rows.append(("Step", record.step_s, 1.0, "timing_s/step"))
-    for name, title in BESIDE.items():
+    for name, title in (("save_checkpoint", "Checkpoint"), ("testing", "Validation")):
         series = record.series(f"timing_s/{name}")
         if series is not None:
             times = "once" if len(series) == 1 else f"{len(series)} times"
@@ -177,15 +172,17 @@ def phase_table(record: RunRecord) -> Table:
     return table("phases", "Phases of a step", columns, rows, "The first step is left out: it warms up.")
 
 
+_RESULTS = {
+    True: Cell("passes", True, "good"),
+    False: Cell("fails", False, "bad"),
+    None: Cell("no data", None, "muted"),
+}
+
+
 def check_table(record: RunRecord) -> Table:
     """The checks of stability."""
-    results = {
-        True: Cell("passes", True, "good"),
-        False: Cell("fails", False, "bad"),
-        None: Cell("no data", None, "muted"),
-    }
     rows = [
-        (check.name, results[check.ok], Cell(check.measured, check.value), check.rule, check.metric)
+        (check.name, _RESULTS[check.ok], Cell(check.measured, check.value), check.rule, check.metric)
         for check in stability_checks(record)
     ]
     columns: dict[str, Kind] = {"Check": "text", "Result": "text", "Measured": "text", "Rule": "text", "Metric": "code"}
@@ -199,34 +196,21 @@ _CURVES = ("critic/score/mean", "actor/entropy", "actor/ppo_kl", "actor/kl_loss"
 
 def curve_table(record: RunRecord) -> Table:
     """The main curves as text, for where no picture is shown."""
-    rows: list[Row] = [
-        (name, numbers.sparkline(series.tolist()), series.iloc[0], series.iloc[-1], series.min(), series.max(),
-         _unit_of(name))
-        for name in _CURVES if (series := record.series(name)) is not None
-    ]  # fmt: skip
-    columns: dict[str, Kind] = {"Metric": "code", "Curve": "text", "First": "number", "Last": "number",
-                                "Lowest": "number", "Highest": "number", "Unit": "text"}  # fmt: skip
-    return table("curves", "Curves as text", columns, rows, folded=True)
+    return table("curves", "Curves as text",
+                 {"Metric": "code", "Curve": "text", "First": "number", "Last": "number", "Lowest": "number",
+                  "Highest": "number", "Unit": "text"},
+                 [(name, numbers.sparkline(series.tolist()), series.iloc[0], series.iloc[-1], series.min(),
+                   series.max(), _doc_of(name)[0])
+                  for name in _CURVES if (series := record.series(name)) is not None], folded=True)  # fmt: skip
 
 
 def last_step_table(record: RunRecord) -> Table:
     """Every metric of the last training step."""
     last = record.training_steps[-1] if record.training_steps else None
-    metrics = sorted(last.metrics.items()) if last is not None else []
-    rows = [(name, value, _unit_of(name), _definition_of(name)) for name, value in metrics]
+    rows = [] if last is None else [(name, value, *_doc_of(name)) for name, value in sorted(last.metrics.items())]
     title = f"Every metric of {'the last step' if last is None else f'step {last.step}'}"
     columns: dict[str, Kind] = {"Metric": "code", "Value": "number", "Unit": "text", "Definition": "text"}
     return table("last_step", title, columns, rows, folded=True)
-
-
-def _definition_of(metric: str) -> str:
-    found = describe(metric) if metric else None
-    return found.definition if found is not None else ""
-
-
-def _unit_of(metric: str) -> str:
-    found = describe(metric)
-    return found.unit if found is not None and found.unit != "1" else ""
 
 
 # ------------------------------------------------------------------ costs, of one run or several
@@ -252,15 +236,14 @@ class Cost(NamedTuple):
     seconds: float | None
 
 
-def levels_of(*records: RunRecord) -> tuple[float, ...]:
+def levels_of(*records: RunRecord) -> list[float]:
     """Multiples of 0.1 above the lowest first validation, up to the highest one of all runs."""
     curves = [found for record in records if (found := record.held_out(record.reward_statistic))]
     if not curves:
-        return ()
-    first = min(curve[0][1].value for curve in curves)
-    best = max(interval.value for curve in curves for _, interval in curve)
-    low, high = (math.floor(value / LEVEL_STEP + ROUNDING) for value in (first, best))
-    return tuple(round(tenth * LEVEL_STEP, 10) for tenth in range(low + 1, high + 1))
+        return []
+    ends = min(curve[0][1].value for curve in curves), max(each.value for curve in curves for _, each in curve)
+    low, high = (math.floor(value / LEVEL_STEP + ROUNDING) for value in ends)
+    return [round(tenth * LEVEL_STEP, 10) for tenth in range(low + 1, high + 1)]
 
 
 def cost_of(record: RunRecord, level: float) -> Cost | None:
@@ -272,13 +255,13 @@ def cost_of(record: RunRecord, level: float) -> Cost | None:
     return None
 
 
-def cost_table(runs: Sequence[tuple[str, RunRecord]]) -> Table:
+def cost_table(runs: Mapping[str, RunRecord]) -> Table:
     """What each level of held-out reward cost each run, by its label."""
     never = (Cell("not reached", None, "muted"),) * 3
     rows: list[Row] = [
         (level, label, *(cost_of(run, level) or never))
-        for level in levels_of(*(run for _, run in runs))[-MOST_LEVELS:]
-        for label, run in runs
+        for level in levels_of(*runs.values())[-MOST_LEVELS:]
+        for label, run in runs.items()
     ]
     columns: dict[str, Kind] = {"Held-out reward": "number", "Run": "code", "Step": "number", "Tokens": "number",
                                 "Training time": "seconds"}  # fmt: skip
@@ -286,17 +269,19 @@ def cost_table(runs: Sequence[tuple[str, RunRecord]]) -> Table:
     return table("cost", "What a score cost", columns, rows, note)
 
 
-def spent_table(runs: Sequence[tuple[str, RunRecord]]) -> Table | None:
+def spent_table(runs: Mapping[str, RunRecord]) -> Table | None:
     """GPU time, energy and price of each run and of all, and by point of held-out reward gained; None without GPUs."""
-    counted = [(label, run, run.spent) for label, run in runs if run.spent is not None]
-    rows = [_spent_row(label, used, run.price, run.gained) for label, run, used in counted]
-    if not rows:
+    spent = {label: (run.spent, run.price, run.gained) for label, run in runs.items() if run.spent is not None}
+    if not spent:
         return None
-    if len(rows) > 1:
-        prices = [run.price for _, run, _ in counted if run.price is not None]
-        price = sum(prices) if len(prices) == len(counted) else None
-        total = sum((used for _, _, used in counted), NO_COST)
-        rows.append(_spent_row("all", total, price, max(run.gained for _, run, _ in counted)))
+    if len(spent) > 1:
+        uses, prices, gains = zip(*spent.values(), strict=True)
+        spent["all"] = (sum(uses, NO_COST), None if None in prices else sum(prices), max(gains))
+    rows = []
+    for label, (used, price, gained) in spent.items():
+        costs, points = (used.gpu_seconds, used.energy_wh, price), gained / POINT
+        by_point = (None if cost is None or points <= 0 else cost / points for cost in costs)
+        rows.append((label, *costs, points, *by_point))
     columns: dict[str, Kind] = {"Run": "code", "GPU time": "seconds", "Energy, Wh": "number", "Price": "number",
                                 "Points gained": "number", "GPU time a point": "seconds",
                                 "Energy a point, Wh": "number", "Price a point": "number"}  # fmt: skip
@@ -306,13 +291,6 @@ def spent_table(runs: Sequence[tuple[str, RunRecord]]) -> Table | None:
         "tracking.price_per_gpu_hour."
     )
     return table("spent", "What it cost", columns, rows, note)
-
-
-def _spent_row(label: str, used: Spent, price: float | None, gained: float) -> Row:
-    points = gained / POINT
-    costs = (used.gpu_seconds, used.energy_wh, price)
-    by_point = (None if cost is None or points <= 0 else cost / points for cost in costs)
-    return label, *costs, points, *by_point
 
 
 # ------------------------------------------------------------------ memory
@@ -341,13 +319,13 @@ def memory_blocks(record: RunRecord) -> tuple[Block, ...]:
     """The plan by part, and each measured peak with what was planned for it."""
     try:
         plan = read_document(record.run_dir / PLAN_FILE, _PLAN, "the report goes on without this memory plan")
+        why = "No memory plan was made for this run; these are the peaks alone."
     except DataError as error:
-        return (Prose(str(error)), _peaks(record, None))
+        plan, why = None, str(error)
     if plan is None:
-        return (Prose("No memory plan was made for this run; these are the peaks alone."), _peaks(record, None))
+        return (Prose(why), _peaks(record, None))
     total = sum(plan.parts.values())
-    parts = [*plan.parts.items(), ("Sum", total)]
-    rows: list[Row] = [(name, _gb(size), size / max(1, total)) for name, size in parts]
+    rows: list[Row] = [(name, _gb(size), size / max(1, total)) for name, size in [*plan.parts.items(), ("Sum", total)]]
     if plan.capacity_bytes:
         rows.append(("The device has", _gb(plan.capacity_bytes), ""))
     title = f"Planned on {plan.device}" if plan.device else "Planned"

@@ -191,9 +191,7 @@ def write_page(name: str, nights: Sequence[Night], folder: Path) -> ReportFiles:
         subtitle=f"{len(nights)} nights, from {_date(nights[0])} to {_date(newest)}",
         state=newest.word,
         state_tone=tone,
-        tiles=(),
         findings=(Finding("Last night", newest.word, tone, f"{newest.run_id}: {newest.text}.", RULE, {}),),
-        missing=(),
         sections=(
             Section("curves", "Over the nights", (gallery_of(_charts(nights), folder / "figures"),)),
             Section("nights", "Nights", (_table(nights),)),

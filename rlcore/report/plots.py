@@ -9,12 +9,11 @@ side recolours it; in the files beside it stays as drawn.
 import html
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from markupsafe import Markup
@@ -59,7 +58,7 @@ FEW_POINTS = 12
 WIDTH_IN = 6.4
 _PNG_DPI = 160
 _NO_METADATA: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-_SETTINGS: Any = {
+SETTINGS: Any = {
     "font.size": 8.5,
     "axes.labelcolor": LIGHT["muted"],
     "axes.edgecolor": LIGHT["grey"],
@@ -102,52 +101,39 @@ class Chart:
     flat: str = ""
 
 
-@contextmanager
-def house_style() -> Iterator[None]:
-    """matplotlib set to the report's look inside the block."""
-    import matplotlib
-
-    with matplotlib.rc_context(_SETTINGS):
-        yield
-
-
 def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
     """The pictures, written into the folder; in words those that would be empty, or one line at 0."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     pictures, absent, flat = [], [], []
-    for chart in charts:
-        match _render(chart, folder):
-            case Picture() as picture:
-                pictures.append(picture)
-            case "flat":
-                flat.append(f"{chart.title} ({chart.flat})" if chart.flat else chart.title)
-            case _:
+    with rc_context(SETTINGS):
+        for chart in charts:
+            figure = Figure(figsize=(WIDTH_IN, chart.height_in), layout="constrained")
+            chart.draw(figure)
+            if not any(axes.has_data() for axes in figure.axes):
                 absent.append(chart.title)
+            elif not any(axes.dataLim.intervaly.any() for axes in figure.axes):
+                flat.append(f"{chart.title} ({chart.flat})" if chart.flat else chart.title)
+            else:
+                pictures.append(_written(chart, figure, folder))
     return Gallery(tuple(pictures), tuple(absent), tuple(flat))
 
 
-def _render(chart: Chart, folder: Path) -> Picture | Literal["empty", "flat"]:
-    """Draw a chart, write `<name>.svg` and `<name>.png` into the folder, and return it for a page."""
-    from matplotlib.figure import Figure
-
-    with house_style():
-        figure = Figure(figsize=(WIDTH_IN, chart.height_in), layout="constrained")
-        chart.draw(figure)
-        if not any(axes.has_data() for axes in figure.axes):
-            return "empty"
-        if not any(axes.dataLim.intervaly.any() for axes in figure.axes):
-            return "flat"
-        for axes in figure.axes:
-            legend(axes)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", facecolor="none", metadata=_NO_METADATA)
-        figure.set_layout_engine("none")  # it stays as laid out for the SVG
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{chart.name}.svg").write_text(buffer.getvalue(), encoding="utf-8")
-        figure.savefig(folder / f"{chart.name}.png", dpi=_PNG_DPI, facecolor=LIGHT["surface"], metadata={})
-    return Picture(chart.name, chart.title, chart.caption, for_page(buffer.getvalue(), chart.name, chart.title))
+def _written(chart: Chart, figure: "Figure", folder: Path) -> Picture:
+    """Write `<name>.svg` and `<name>.png` into the folder, and return the picture for a page."""
+    for axes in figure.axes:
+        legend(axes)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", facecolor="none", metadata=_NO_METADATA)
+    figure.set_layout_engine("none")  # it stays as laid out for the SVG
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{chart.name}.svg").write_text(buffer.getvalue(), encoding="utf-8")
+    figure.savefig(folder / f"{chart.name}.png", dpi=_PNG_DPI, facecolor=LIGHT["surface"], metadata={})
+    return Picture(chart.name, chart.title, chart.caption, _for_page(buffer.getvalue(), chart.name, chart.title))
 
 
-def for_page(svg: str, name: str, title: str) -> Markup:
+def _for_page(svg: str, name: str, title: str) -> Markup:
     """matplotlib's SVG as an element of a page: no prolog, no address, ids of its own, colours and font of the page."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"\s+xmlns(:\w+)?=\"[^\"]*\"", "", body).replace("xlink:href", "href")

@@ -326,8 +326,7 @@ def _gaps(record: RunRecord) -> Iterable[str]:
         which = "after training" if record.before is not None else "before training"
         yield f"No validation {which} with its answers: no paired comparison, and no answers side by side."
     for result in record.validations.values():
-        if result.num_unscored:
-            number = result.num_unscored
+        if number := len(result.failures):
             yield f"Validation {result.name}: {number} answers have no score, since their scorer or environment failed."
     if not record.is_complete:
         yield f"The run has {record.last_step} of {total} steps; figures are those of its last step so far."

@@ -32,24 +32,25 @@ _KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
 def samples_of(record: RunRecord) -> Samples:
     """Answers to the same problems: newly solved, lost, unsolved and solved ones, the first of each by id."""
     if record.before is None or record.after is None:
-        return Samples(())
+        return ()
     later = {problem.prompt_id: problem for problem in record.after.problems}
     kinds: dict[str, list[SamplePair]] = {kind: [] for kind, _ in _KINDS.values()}
     for problem in sorted(record.before.problems, key=lambda problem: problem.prompt_id):
         other = later.get(problem.prompt_id)
-        if other is None or (was := shown_answer(problem)) is None or (became := shown_answer(other)) is None:
+        was, became = _shown(problem), _shown(other)
+        if other is None or was is None or became is None:
             continue
         kind, tone = _KINDS[was.solved, became.solved]
         if len(kinds[kind]) < SAMPLES_OF_A_KIND:
             truth = truth_text(problem.ground_truth_json)
             pair = SamplePair(kind, tone, problem.prompt_text, truth, was, became, _solved(problem), _solved(other))
             kinds[kind].append(pair)
-    return Samples(tuple(pair for pairs in kinds.values() for pair in pairs))
+    return tuple(pair for pairs in kinds.values() for pair in pairs)
 
 
-def shown_answer(problem: ProblemResult) -> Answer | None:
+def _shown(problem: ProblemResult | None) -> Answer | None:
     """The greedy answer, else the first sample: not the best one."""
-    return problem.greedy or next(iter(problem.samples), None)
+    return None if problem is None else problem.greedy or next(iter(problem.samples), None)
 
 
 def _solved(problem: ProblemResult) -> str:
@@ -85,25 +86,24 @@ def answer_rows(run_dir: Path, most: int) -> list[dict[str, JsonValue]]:
     if newest is None:
         return []
     before = {} if record.before is None else {problem.prompt_id: problem for problem in record.before.problems}
-    chosen = sorted(newest.problems, key=lambda problem: problem.prompt_id)[:most]
-    return [_row(problem, before.get(problem.prompt_id), newest.step) for problem in chosen]
-
-
-def _row(problem: ProblemResult, before: ProblemResult | None, step: int) -> dict[str, JsonValue]:
-    answer = shown_answer(problem)
-    earlier = None if before is None else shown_answer(before)
-    return {
-        "step": step,
-        "problem": problem.prompt_id,
-        "prompt": problem.prompt_text,
-        "truth": truth_text(problem.ground_truth_json),
-        "answer": None if answer is None else answer.text,
-        "score": None if answer is None else answer.score,
-        "parts": None if answer is None else numbers.score_parts(answer.parts),
-        "logprob": None if answer is None else answer.logprob,
-        "samples right": f"{problem.num_solved} of {len(problem.samples)}",
-        "score before": None if earlier is None else earlier.score,
-    }
+    rows: list[dict[str, JsonValue]] = []
+    for problem in sorted(newest.problems, key=lambda problem: problem.prompt_id)[:most]:
+        answer, earlier = _shown(problem), _shown(before.get(problem.prompt_id))
+        rows.append(
+            {
+                "step": newest.step,
+                "problem": problem.prompt_id,
+                "prompt": problem.prompt_text,
+                "truth": truth_text(problem.ground_truth_json),
+                "answer": None if answer is None else answer.text,
+                "score": None if answer is None else answer.score,
+                "parts": None if answer is None else numbers.score_parts(answer.parts),
+                "logprob": None if answer is None else answer.logprob,
+                "samples right": f"{problem.num_solved} of {len(problem.samples)}",
+                "score before": None if earlier is None else earlier.score,
+            }
+        )
+    return rows
 
 
 # ------------------------------------------------------------------ the browser
@@ -122,7 +122,7 @@ def build_sample_browser(run_dir: Path, *, target: Path | None = None, max_probl
             f"{run_dir / 'validation'}: holds no validation that can be read, so there are no answers to show; wait "
             "for the first one, or run millrace validate"
         )
-    data, num_left_out = browser_data(results, max_problems)
+    data, num_left_out = _browser_data(results, max_problems)
     path = target or run_dir / "report" / FILE_NAME
     html = page.scripted_page("browser.html.j2", title=record.run_id, data=data, num_left_out=num_left_out)
     write_text_atomically(path, html)
@@ -137,70 +137,57 @@ def at_each_step(validations: Mapping[str, ValidationResult]) -> list[Validation
     return list(found.values())
 
 
-def browser_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[dict[str, JsonValue], int]:
-    """What the page's script reads, and how many problems are left out. Equal texts are stored once."""
+def _browser_data(results: Sequence[ValidationResult], max_problems: int) -> tuple[dict[str, JsonValue], int]:
+    """What the page's script reads, and how many problems are left out. An answer that is given a hundred times is in
+    the file once: texts are told by their numbers."""
     answers: dict[int, dict[int, ProblemResult]] = {}
     for index, result in enumerate(results):
         for problem in result.problems:
             answers.setdefault(problem.prompt_id, {})[index] = problem
-    kept = sorted(answers.items(), key=lambda one: (-abs(_change(one[1])), one[0]))[:max_problems]
-    texts: Texts = {}
-    problems: list[JsonValue] = [_problem(number, seen, len(results), texts) for number, seen in kept]
+    texts: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        return texts.setdefault(text, len(texts))
+
+    def told(answer: Answer) -> dict[str, JsonValue]:
+        return {
+            "text": number(answer.text),
+            "score": answer.score,
+            "parts": dict(answer.parts),
+            "tokens": answer.num_tokens,
+            "cut": answer.finish_reason == "length",
+            "solved": answer.solved,
+            "logprob": answer.logprob,
+        }
+
+    def judged(problem: ProblemResult | None) -> JsonValue:
+        if problem is None:
+            return None
+        greedy = None if problem.greedy is None else told(problem.greedy)
+        return {"score": _score(problem), "greedy": greedy, "samples": [told(answer) for answer in problem.samples]}
+
+    def change(seen: Mapping[int, ProblemResult]) -> float:
+        return _score(seen[max(seen)]) - _score(seen[min(seen)])
+
+    problems: list[JsonValue] = [
+        {
+            "id": prompt_id,
+            "difficulty": seen[min(seen)].difficulty,
+            "prompt": number(seen[min(seen)].prompt_text),
+            "truth": number(truth_text(seen[min(seen)].ground_truth_json)),
+            "first": _score(seen[min(seen)]),
+            "last": _score(seen[max(seen)]),
+            "at": [judged(seen.get(index)) for index in range(len(results))],
+        }
+        for prompt_id, seen in sorted(answers.items(), key=lambda one: (-abs(change(one[1])), one[0]))[:max_problems]
+    ]
     data: dict[str, JsonValue] = {
         "validations": [{"name": result.name, "step": result.step} for result in results],
         "problems": problems,
         "texts": list(texts),
     }
-    return data, len(answers) - len(kept)
-
-
-Texts = dict[str, int]
-"""Texts by number: an answer that is given a hundred times is in the file once."""
-
-
-def _problem(
-    number: int, seen: Mapping[int, ProblemResult], num_validations: int, texts: Texts
-) -> dict[str, JsonValue]:
-    first, last = seen[min(seen)], seen[max(seen)]
-    return {
-        "id": number,
-        "difficulty": first.difficulty,
-        "prompt": _number(texts, first.prompt_text),
-        "truth": _number(texts, truth_text(first.ground_truth_json)),
-        "first": _score(first),
-        "last": _score(last),
-        "at": [_judged(seen[index], texts) if index in seen else None for index in range(num_validations)],
-    }
-
-
-def _number(texts: Texts, text: str) -> int:
-    return texts.setdefault(text, len(texts))
-
-
-def _change(seen: Mapping[int, ProblemResult]) -> float:
-    """Mean score at the last validation less that at the first."""
-    return _score(seen[max(seen)]) - _score(seen[min(seen)])
+    return data, len(answers) - len(problems)
 
 
 def _score(problem: ProblemResult) -> float:
     return problem.mean_score if problem.samples or problem.greedy is None else problem.greedy.score
-
-
-def _judged(problem: ProblemResult, texts: Texts) -> dict[str, JsonValue]:
-    return {
-        "score": _score(problem),
-        "greedy": _answer(problem.greedy, texts) if problem.greedy is not None else None,
-        "samples": [_answer(answer, texts) for answer in problem.samples],
-    }
-
-
-def _answer(answer: Answer, texts: Texts) -> dict[str, JsonValue]:
-    return {
-        "text": _number(texts, answer.text),
-        "score": answer.score,
-        "parts": dict(answer.parts),
-        "tokens": answer.num_tokens,
-        "cut": answer.finish_reason == "length",
-        "solved": answer.solved,
-        "logprob": answer.logprob,
-    }

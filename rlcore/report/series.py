@@ -17,12 +17,8 @@ else:
 SMOOTHING_SHARE = 15
 """A smoothed curve is the mean over 1/15 of the run (3 steps at least): short enough to show when something changed."""
 
-TENTH = 0.1
-LAST_PART = 1 / 3
-"""Share of the run that counts as its end, and over which the trend is judged."""
-
 FEWEST_STEPS = 10
-"""Fewer steps than this in that part say nothing about a trend."""
+"""Fewer steps than this in its last third say nothing about a trend."""
 
 _NORMAL_95 = 1.96
 
@@ -43,14 +39,28 @@ def smooth(series: Series) -> Series:
     return series.rolling(window_of(series) // 2 * 2 + 1, center=True, min_periods=1).mean()
 
 
-def first_part(series: Series, share: float = TENTH) -> Series:
-    """The first part of the run, one step at least."""
-    return series.iloc[: max(1, round(share * len(series)))]
+def _num_steps(series: Series, share: float) -> int:
+    return max(1, round(share * len(series)))
 
 
-def last_part(series: Series, share: float = LAST_PART) -> Series:
-    """The last part of the run, one step at least."""
-    return series.iloc[-max(1, round(share * len(series))) :]
+def first_tenth(series: Series) -> float:
+    """Mean over the first tenth of the run, one step at least."""
+    return float(series.iloc[: _num_steps(series, 0.1)].mean())
+
+
+def last_tenth(series: Series) -> float:
+    """Mean over the last tenth of the run, one step at least."""
+    return float(series.iloc[-_num_steps(series, 0.1) :].mean())
+
+
+def last_third(series: Series) -> Series:
+    """The last third of the run, one step at least: what counts as its end, and over which the trend is judged."""
+    return series.iloc[-_num_steps(series, 1 / 3) :]
+
+
+def late_mean(series: Series) -> float:
+    """Mean over it."""
+    return float(last_third(series).mean())
 
 
 def warmed_up(series: Series) -> Series:
@@ -73,13 +83,13 @@ def up_to(totals: Series, steps: "pd.Index[int]") -> Series:
 
 
 def trend_of(series: Series) -> Interval | None:
-    """Change of the least-squares line over the last part, from its first step to its last, with a 95% interval; None
+    """Change of the least-squares line over the last third, from its first step to its last, with a 95% interval; None
     if that part is too short.
 
     The interval is that of independent noise around the line. Each step has prompts of its own, so the noise is close
     to independent.
     """
-    part = last_part(series)
+    part = last_third(series)
     if len(part) < FEWEST_STEPS:
         return None
     steps = part.index.to_numpy(dtype=float)

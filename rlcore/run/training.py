@@ -5,6 +5,7 @@ The state of the run is the newest committed checkpoint; what is held here can b
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -299,7 +300,7 @@ class RunTraining(Training[RunWorkers]):
     def judge_suite(self, suite: SuiteConfig, name: str, step: int) -> ValidationResult:
         """The same on a suite's problems."""
         result, reason = self.workers.validate_suite(suite, name, step)
-        if count := result.num_unscored:
+        if count := len(result.failures):
             text = f"suite {suite.name}: {count:,} answer(s) have no score and are in no figure; the last one: {reason}"
             data = {"suite": suite.name, "num_answers": count, "reason": reason, "text": text}
             self.record.happened("scorer_failed", step, data)
@@ -316,8 +317,9 @@ class RunTraining(Training[RunWorkers]):
         if result is None:
             self.workers.load(checkpoint)
             return self.judge(name, step) if suite is None else self.judge_suite(suite, name, step)
-        self._keep(result.renamed(name), self.file_of(name, "" if suite is None else suite.name))
-        return result.renamed(name)
+        result = replace(result, name=name)
+        self._keep(result, self.file_of(name, "" if suite is None else suite.name))
+        return result
 
     def file_of(self, name: str, suite: str = "") -> Path:
         """Where a result of this name is kept."""

@@ -12,7 +12,7 @@ import pyarrow as pa
 from pydantic import JsonValue
 
 from rlcore.answers.judge import Case, Finding, audit_reward
-from rlcore.answers.table import training_table, validation_table
+from rlcore.answers.table import answer_table
 from rlcore.checkpoint.export import export_transformers
 from rlcore.checkpoint.shards import RankSaver
 from rlcore.config import RunConfig, SuiteConfig
@@ -258,7 +258,7 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
 
         def keep(answers: Sequence[ScoredAnswer], greedy: bool) -> None:
             rollouts, scores, texts = zip(*answers, strict=True)
-            kept.append(validation_table(step, name, rollouts, scores, texts, answerer.decode, greedy=greedy))
+            kept.append(answer_table(step, rollouts, scores, texts, answerer.decode, validation=name, greedy=greedy))
 
         prompts = self.start().problems.held_out(in_training=name.startswith("step-"))
         with self._guard.phase("testing"):
@@ -312,7 +312,7 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
         experience, batch = result.experience, result.batch
         assert experience is not None, "a step of reinforcement learning has answers"
         assert batch is not None, "and the batch made of them"
-        return training_table(
+        return answer_table(
             result.state.step,
             experience.rollouts,
             experience.scores,

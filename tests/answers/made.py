@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from rlcore.answers.table import training_table, validation_table
+from rlcore.answers.table import answer_table
 from rlcore.batching.pack import pack
 from rlcore.types import Prompt, Rollout, Score, TrainBatch
 
@@ -42,9 +42,9 @@ class Made:
         self.batch = TrainBatch(packed, None, self.ref, None, advantages, None, packed.loss_mask.float())
 
     def of_step(self, step: int) -> pa.Table:
-        return training_table(
+        return answer_table(
             step, self.rollouts, self.scores, self.texts, decode, batch=self.batch, policy_logprobs=self.policy
         )
 
     def of_validation(self, step: int, name: str, *, greedy: bool = False) -> pa.Table:
-        return validation_table(step, name, self.rollouts, self.scores, self.texts, decode, greedy=greedy)
+        return answer_table(step, self.rollouts, self.scores, self.texts, decode, validation=name, greedy=greedy)

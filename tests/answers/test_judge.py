@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from rlcore.answers.judge import COPIED, EMPTY, FORM, JUNK, OTHERS, Case, audit_reward, cases_of, rescore
-from rlcore.answers.query import KeptAnswers, Query
+from rlcore.answers.query import Query, find_answers
 from rlcore.answers.store import AnswerWriter
 from rlcore.config import AnswersConfig, RewardConfig
 from rlcore.errors import DataError
@@ -63,11 +63,10 @@ def test_a_run_tells_of_a_hole_before_its_first_step_and_sorting_shows_it(tmp_pa
     assert event.step == 0
     assert event.data["kinds"] == [OTHERS]
     assert "pays_for_a_phrase pays for what is no answer" in str(event.data["text"])
-    answers = KeptAnswers(run.layout.answers)
-    best = answers.rows(answers.find(Query(sort="score", descending=True)).to_pylist()[:5])
+    best = find_answers(run.layout.answers, Query(sort="-score")).rows(range(5))
     assert [row["score"] for row in best] == [1.0] * 5
     assert all("+" in row["answer"] for row in best)
-    (found,) = audit_reward(cases_of(answers, 8), pool("pays_for_a_phrase"))
+    (found,) = audit_reward(cases_of(run.layout.answers, 8), pool("pays_for_a_phrase"))
     assert found.kind == OTHERS
 
 
@@ -79,7 +78,7 @@ def test_an_audit_may_be_switched_off_and_answers_too(tmp_path: Path) -> None:
     assert not run.layout.answers.exists()
 
 
-def kept(folder: Path, *answers: tuple[int, int, str, float | None]) -> KeptAnswers:
+def kept(folder: Path, *answers: tuple[int, int, str, float | None]) -> Path:
     """Of one step each: (step, prompt, text, old score), with a penalty of -0.25 for length in each."""
     writer = AnswerWriter(folder, AnswersConfig())
     for step, prompt_id, text, score in answers:
@@ -89,7 +88,7 @@ def kept(folder: Path, *answers: tuple[int, int, str, float | None]) -> KeptAnsw
         writer.add(pa.Table.from_pylist([row], schema=Made(1).of_step(1).schema))
     writer.begin_part()
     writer.settle()
-    return KeptAnswers(folder)
+    return folder
 
 
 def test_what_a_new_scorer_would_have_changed(tmp_path: Path) -> None:
@@ -106,8 +105,8 @@ def test_what_a_new_scorer_would_have_changed(tmp_path: Path) -> None:
     assert found.mean_after == fmean([0.75, -0.25, 0.75, -0.25, -0.25, -0.25])
     assert (found.num_groups, found.num_groups_changed, found.num_groups_flat) == (3, 1, (2, 1))
     assert {change.answer for change in found.largest[:2]} == {"crash", "4"}
-    one = rescore(answers, Query(steps=(1, 1), prompt_id=5), pool("is_right"))
+    one = rescore(answers, Query(step=(1, 1), prompt=5), pool("is_right"))
     assert (one.num_answers, one.num_changed) == (2, 1)
     assert str(one.largest[0]).startswith("step 1: -0.25 -> 0.75: to ")
     with pytest.raises(DataError, match="no kept answer is chosen"):
-        rescore(answers, Query(text="no such text"), pool("is_right"))
+        rescore(answers, Query(search="no such text"), pool("is_right"))

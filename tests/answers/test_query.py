@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from rlcore.answers.query import EVERYTHING, SORTS, KeptAnswers, Query
+from rlcore.answers.query import EVERYTHING, SORTS, Query, find_answers, one_answer
 from rlcore.answers.store import AnswerWriter, parts_of
 from rlcore.config import AnswersConfig
 from rlcore.errors import ConfigError, DataError
@@ -39,14 +39,14 @@ def naive(folder: Path, query: Query) -> list[dict[str, Any]]:
         row
         for row in rows
         if (query.kind == "all" or (query.kind == "validation") == (row["validation"] is not None))
-        and (query.prompt_id is None or row["prompt_id"] == query.prompt_id)
-        and within(row["step"], *query.steps)
-        and within(row["score"], *query.scores)
-        and query.text.lower() in row["answer"].lower()
+        and (query.prompt is None or row["prompt_id"] == query.prompt)
+        and within(row["step"], *query.step)
+        and within(row["score"], *query.score)
+        and query.search.lower() in row["answer"].lower()
     ]
-    sign = -1 if query.descending else 1
+    sign, column = (-1 if query.sort.startswith("-") else 1), query.sort.removeprefix("-")
     found.sort(key=lambda row: row["step"])
-    found.sort(key=lambda row: (row[query.sort] is None, sign * (row[query.sort] or 0)))
+    found.sort(key=lambda row: (row[column] is None, sign * (row[column] or 0)))
     return found
 
 
@@ -54,38 +54,36 @@ def naive(folder: Path, query: Query) -> list[dict[str, Any]]:
     "query",
     [
         Query(),
-        Query(kind="training", sort="score", descending=True),
+        Query(kind="training", sort="-score"),
         Query(kind="validation"),
-        Query(steps=(2, 4), prompt_id=1),
-        Query(scores=(0.25, None), sort="num_tokens"),
-        Query(scores=(None, 0.5), steps=(None, 3), sort="gap", descending=True),
-        Query(text="1 3", sort="prompt_id"),
-        Query(text="no such answer"),
-        *(Query(sort=sort, descending=True) for sort in SORTS),
+        Query(step=(2, 4), prompt=1),
+        Query(score=(0.25, None), sort="num_tokens"),
+        Query(score=(None, 0.5), step=(None, 3), sort="-gap"),
+        Query(search="1 3", sort="prompt_id"),
+        Query(search="no such answer"),
+        *(Query(sort=f"-{sort}") for sort in SORTS),
     ],
 )
 def test_found_as_by_a_loop(folder: Path, query: Query) -> None:
-    answers = KeptAnswers(folder)
-    numbers = answers.find(query).to_pylist()
-    found = answers.rows(numbers, EVERYTHING)
+    answers = find_answers(folder, query)
+    found = answers.rows(range(len(answers)), EVERYTHING)
     keys = [row.pop("key") for row in found]
-    assert [answers.one(key, EVERYTHING) for key in keys[:2]] == [
+    assert [one_answer(folder, key) for key in keys[:2]] == [
         {"key": key, **row} for key, row in zip(keys, found[:2], strict=False)
     ]
     assert found == naive(folder, query)
-    assert answers.light(answers.find(query))["score"].to_pylist() == [row["score"] for row in found]
+    assert answers.light["score"].to_pylist() == [row["score"] for row in found]
 
 
 def test_parts_that_come_are_seen(tmp_path: Path) -> None:
-    answers = KeptAnswers(tmp_path / "none yet")
-    assert len(answers.find(Query())) == 0
+    assert len(find_answers(tmp_path / "none yet", Query())) == 0
     writer = AnswerWriter(tmp_path / "none yet", AnswersConfig())
     writer.add(Made(1).of_step(1))
     writer.begin_part()
     writer.settle()
-    assert len(answers.find(Query())) == 8
+    assert len(find_answers(tmp_path / "none yet", Query())) == 8
     writer.cut(0)
-    assert len(answers.find(Query())) == 0
+    assert len(find_answers(tmp_path / "none yet", Query())) == 0
 
 
 @pytest.mark.parametrize(
@@ -104,11 +102,9 @@ def test_wrong_filters_are_told(given: dict[str, str], words: str) -> None:
 
 
 def test_what_cannot_be_is_told(folder: Path, tmp_path: Path) -> None:
-    answers = KeptAnswers(folder)
-    answers.find(Query())
     for key in ("train-000001-000003.parquet:99999", "../settings.json:0", "train-000001-000003.parquet:-1", "x"):
         with pytest.raises(DataError, match="there is no such answer"):
-            answers.one(key)
+            one_answer(folder, key)
     (tmp_path / "train-000001-000002.parquet").write_bytes(b"no parquet")
     with pytest.raises(DataError, match=r"train-000001-000002\.parquet: cannot be read as kept answers"):
-        KeptAnswers(tmp_path).find(Query())
+        find_answers(tmp_path, Query())

@@ -184,12 +184,6 @@ def test_results_cross_process_borders_after_use():
     assert pickle.loads(pickle.dumps(original)) == original
 
 
-def test_another_name_changes_nothing_else():
-    original = random_result(3, 0.4)
-    assert original.renamed("before").name == "before"
-    assert original.renamed("before").renamed("after") == original
-
-
 def test_difficulties_are_rows_of_their_own():
     parts = result(
         [

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlcore.evaluation.stats import (
-    bootstrap_interval,
     bootstrap_intervals,
     majority,
     median_ratio,
@@ -22,6 +21,10 @@ from rlcore.evaluation.stats import (
 COUNTS = st.integers(1, 8).flatmap(
     lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))  # n answers, c right, k drawn
 )
+
+
+def interval_of(values, **more):
+    return bootstrap_intervals(values.reshape(-1, 1), **more)[0]
 
 
 def subsets(n: int, c: int, k: int) -> list[tuple[bool, ...]]:
@@ -112,15 +115,15 @@ def naive_bootstrap(values: list[float], confidence: float, num_resamples: int) 
 def test_bootstrap_agrees_with_its_naive_twin():
     values = np.random.default_rng(3).random(40).round(2)
     low, high = naive_bootstrap(values.tolist(), 0.9, 4_000)
-    found = bootstrap_interval(values, confidence=0.9, num_resamples=4_000)
+    found = interval_of(values, confidence=0.9, num_resamples=4_000)
     assert found.value == pytest.approx(values.mean())
     assert (found.low, found.high) == pytest.approx((low, high), abs=0.01)
 
 
 def test_bootstrap_is_seeded():
     values = np.random.default_rng(3).random(40)
-    assert bootstrap_interval(values, seed=1) == bootstrap_interval(values, seed=1)
-    assert bootstrap_interval(values, seed=1) != bootstrap_interval(values, seed=2)
+    assert interval_of(values, seed=1) == interval_of(values, seed=1)
+    assert interval_of(values, seed=1) != interval_of(values, seed=2)
 
 
 def test_statistics_of_the_same_problems_share_their_resamples():
@@ -162,7 +165,7 @@ def test_paired_intervals_cover_a_planted_difference():
         samples.append(rng.binomial(4, chances + 0.1) / 4 - rng.binomial(4, chances) / 4)
     assert 0.93 <= coverage(0.1, samples, 0.95) <= 0.97
     one = samples[0][:, 0]
-    assert paired_difference(np.zeros(120), one).difference == bootstrap_interval(one)
+    assert paired_difference(np.zeros(120), one).difference == interval_of(one)
 
 
 def test_pairing_counts_and_narrows():
@@ -176,7 +179,7 @@ def test_pairing_counts_and_narrows():
     assert found.wins + found.losses + found.ties == 200
     assert found.difference.value == pytest.approx(after.mean() - before.mean())
     assert found.difference.excludes_zero
-    alone = bootstrap_interval(before)
+    alone = interval_of(before)
     assert found.difference.high - found.difference.low < 0.1 * (alone.high - alone.low)
 
 

@@ -13,7 +13,7 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from flows.server.guard import Guard
-from flows.stack.answers import WithAnswers
+from flows.stack.answers import with_answers
 from rlcore.answers.store import SCHEMA, AnswerWriter
 from rlcore.config import AnswersConfig
 from tests.answers.made import Made
@@ -43,7 +43,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(root: Path) -> TestClient:
-    return TestClient(Guard(WithAnswers(root, elsewhere)), base_url="http://127.0.0.1:5000")
+    return TestClient(Guard(with_answers(root, elsewhere)), base_url="http://127.0.0.1:5000")
 
 
 def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
@@ -84,7 +84,7 @@ def served(root: Path) -> Iterator[str]:
     """The page's server on a free port, in a thread."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(Guard(WithAnswers(root, elsewhere)), log_level="warning", lifespan="off")
+        config = uvicorn.Config(Guard(with_answers(root, elsewhere)), log_level="warning", lifespan="off")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from flows.live import MOST_ANSWERS, MOST_CHARACTERS, Followed, last_answers
 from flows.server.guard import Guard
-from flows.stack.answers import WithAnswers
+from flows.stack.answers import with_answers
 from rlcore.answers.store import SCHEMA, AnswerWriter
 from rlcore.config import AnswersConfig, RunConfig
 from rlcore.run.layout import RunLayout
@@ -81,15 +81,15 @@ def test_the_last_answers_are_few_and_short(layout: RunLayout) -> None:
     add_answers(layout, 2, answer="x" * 10_000, prompt="y" * 10_000)
     found = last_answers(layout)
     assert len(found) == MOST_ANSWERS
-    assert {one.step for one in found} == {2}
+    assert {one["step"] for one in found} == {2}
     add_answers(layout, 3)
-    assert len({one.prompt for one in last_answers(layout)}) > 1
-    assert all(len(text) == MOST_CHARACTERS + 2 for one in found for text in (one.prompt, one.answer))
+    assert len({one["prompt"] for one in last_answers(layout)}) > 1
+    assert all(len(text) == MOST_CHARACTERS + 2 for one in found for text in (one["prompt"], one["answer"]))
 
 
 @pytest.fixture
 def client(layout: RunLayout) -> TestClient:
-    return TestClient(Guard(WithAnswers(layout.root, elsewhere)), base_url="http://127.0.0.1:5000")
+    return TestClient(Guard(with_answers(layout.root, elsewhere)), base_url="http://127.0.0.1:5000")
 
 
 def test_the_page_is_told_state_curves_and_answers_and_no_setting(client: TestClient, layout: RunLayout) -> None:
@@ -111,7 +111,7 @@ def test_the_page_is_told_state_curves_and_answers_and_no_setting(client: TestCl
 
 
 def test_a_root_without_runs(tmp_path: Path) -> None:
-    client = TestClient(WithAnswers(tmp_path, elsewhere), base_url="http://127.0.0.1")
+    client = TestClient(with_answers(tmp_path, elsewhere), base_url="http://127.0.0.1")
     assert client.get("/answers/now").json() == {"runs": []}
 
 

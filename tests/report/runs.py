@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ def write_run(
                 metrics |= result.summary()
                 if step in (0, num_steps):
                     name = "before" if step == 0 else "after"
-                    result.renamed(name).write(run_dir / "validation" / f"{name}.json")
+                    replace(result, name=name).write(run_dir / "validation" / f"{name}.json")
             if metrics:
                 journal.append_step(step, metrics)
         if num_steps >= 50:

@@ -1,5 +1,7 @@
 """Conclusions from planted curves."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -26,7 +28,7 @@ CALM = {
 
 
 def results(first: float, second: float) -> dict:
-    before, after = random_result(1, first).renamed("before"), random_result(2, second)
+    before, after = replace(random_result(1, first), name="before"), random_result(2, second)
     return {"before": before, "after": after}
 
 
@@ -35,7 +37,7 @@ def results(first: float, second: float) -> dict:
 def test_learned_is_what_the_paired_interval_says(first, second, verdict):
     validations = results(first, second)
     if first == second:
-        validations["after"] = validations["before"].renamed("after")
+        validations["after"] = replace(validations["before"], name="after")
     found = learned(record_of({}, validations=validations))
     assert found.verdict == verdict
     gains = [
@@ -170,7 +172,7 @@ def test_what_limits_learning(curves, limit):
 
 
 def test_a_gap_to_held_out_problems_is_overfitting():
-    validations = {"step-000120": random_result(1, 0.1, num_problems=200).renamed("step-000120")}
+    validations = {"step-000120": replace(random_result(1, 0.1, num_problems=200), name="step-000120")}
     assert learning_limit(record_of(CALM, validations=validations)).verdict == "overfitting"
 
 
@@ -210,7 +212,7 @@ def test_costs_are_those_of_the_first_validation_at_a_level():
             "timing_s/step": [1, 1, 1, 1, 1, 2],
         }
     )
-    assert levels_of(record) == (0.3, 0.4, 0.5, 0.6)
+    assert levels_of(record) == [0.3, 0.4, 0.5, 0.6]
     assert [
         (cost.step, cost.tokens, cost.seconds) for level in levels_of(record) if (cost := cost_of(record, level))
     ] == [
@@ -220,14 +222,14 @@ def test_costs_are_those_of_the_first_validation_at_a_level():
         (6, 210, 7),
     ]
     assert cost_of(record, 0.7) is None
-    assert levels_of(record_of({})) == ()
+    assert levels_of(record_of({})) == []
 
 
 def test_a_mean_beside_a_tenth_by_rounding_is_that_tenth():
     name = "val-core/countdown/reward/mean@4"
     record = record_of({name: [0.3, 0.1 + 0.7], "timing_s/step": [1, 1]})
     assert 0.1 + 0.7 < 0.8
-    assert levels_of(record) == (0.4, 0.5, 0.6, 0.7, 0.8)
+    assert levels_of(record) == [0.4, 0.5, 0.6, 0.7, 0.8]
     assert [cost_of(record, level) is not None for level in levels_of(record)] == [True] * 5
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from markdown_it import MarkdownIt
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from rlcore.config.compose import experiment_names, load_config
@@ -24,7 +25,7 @@ from rlcore.report.curves import ONE_UPDATE, charts, run_spans
 from rlcore.report.document import Cell, Column, Report, Table
 from rlcore.report.measures import phase_table
 from rlcore.report.page import markdown_of
-from rlcore.report.plots import gallery_of, house_style, legend
+from rlcore.report.plots import SETTINGS, gallery_of, legend
 from rlcore.report.record import RunRecord, read_run
 from rlcore.report.samples import answer_rows
 from rlcore.report.settings import changed_keys, reproduce_command
@@ -151,6 +152,7 @@ def test_pass_at_k_and_difficulty_are_there_before_and_after(grpo_run, grpo_repo
     assert curve[-1]["pass@k, after"]["value"] == after.summary()["val-core/countdown/reward/pass@4"]
     levels = table(grpo_report, "difficulty")
     assert [row["Difficulty"] for row in levels] == [2, 3]
+    assert "By difficulty" in page_of(grpo_report).words
     assert sum(row["Problems"] for row in levels) == len(after.problems)
     means = sum(row["mean@4, after"]["value"] * row["Problems"] for row in levels) / len(after.problems)
     assert means == pytest.approx(after.summary()["val-core/countdown/reward/mean@4"])
@@ -293,7 +295,7 @@ def test_hostile_text_is_text_in_a_page(hostile_report):
 def test_hostile_text_is_text_in_markdown():
     """The summary goes into Prefect's and MLflow's pages, which render Markdown."""
     cell = Cell(HOSTILE[0] + HOSTILE[1])
-    report = Report("run report", HOSTILE[0], HOSTILE[1], HOSTILE[0], "", (), (), HOSTILE, ())
+    report = Report("run report", HOSTILE[0], HOSTILE[1], HOSTILE[0], "", (), missing=HOSTILE)
     table = Table("t", HOSTILE[1], (Column(HOSTILE[0]), Column("b", "code")), ((cell, cell),), HOSTILE[0])
     text = markdown_of(report, [table])
     page = parse(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
@@ -383,7 +385,7 @@ def test_a_picture_of_zeros_is_words(tmp_path):
 
 
 def test_legends_are_whole():
-    with house_style():
+    with rc_context(SETTINGS):
         figure = Figure(figsize=(6.4, 2.7), layout="constrained")
         axes = figure.subplots()
         for place in range(3):
