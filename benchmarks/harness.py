@@ -157,10 +157,7 @@ def training_loop(
         for i in range(config.trainer.batch_size)
     ]
     tokenizer = load_tokenizer(directory)
-
-    def decode(answers: Sequence[Sequence[int]]) -> list[str]:
-        return tokenizer.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
-
+    decode = decoder(tokenizer)
     with contextlib.ExitStack() as opened:
         scoring = opened.enter_context(ScoringPool(config.data.scorer, config.reward))
         failures = opened.enter_context(tempfile.TemporaryDirectory())
@@ -171,6 +168,11 @@ def training_loop(
             Answerer(config, group, scoring, decode, episodes), PromptStream(prompts, seed=1)
         )
         yield Loop(Trainer(config, group, collector, failures=Path(failures)), config.algo.kl.coef)
+
+
+def decoder(tokenizer: Any) -> Decode:
+    """Texts of answers, without special tokens."""
+    return lambda answers: tokenizer.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
 
 
 def _episodes(config: RunConfig, tokenizer: Any, decode: Decode) -> contextlib.AbstractContextManager[Episodes | None]:

@@ -1,12 +1,16 @@
 """Random mutations of the sources: how many of them does a test notice?
 
-    python -m benchmarks.mutations                               # 8 in each folder; hours
-    python -m benchmarks.mutations --each 3 --seed 7 rlcore/run flows/plan.py
-    python -m benchmarks.mutations --list                        # what would be tried
+    pip install pytest-cov
+    COVERAGE_FILE=/tmp/lines python -m pytest -n 2 --dist loadfile -m "not lengthy" \\
+        --cov=rlcore --cov=flows --cov=data --cov-context=test --cov-report=      # which test executes which line
+    python -m benchmarks.mutations --lines /tmp/lines                             # 8 in each folder
+    python -m benchmarks.mutations --lines /tmp/lines --each 3 --seed 7 rlcore/run flows/plan
+    python -m benchmarks.mutations --list                                         # what would be tried
 
-A mutation changes one place: a comparison, `and` or `or`, a `not`, a number, True or False, a sign, min or max, or a
-statement that goes (a call, a raise). It is made in a copy of the checkout. The tests of its folder run first, then
-those of the folders that use it, up to the first failure; a run that takes longer than --limit is noticed too. Writes
+A mutation changes one place: a comparison, `and` or `or`, a `not`, a number, True or False, a sign, min or max, a
+condition, or a statement that goes (a call, a raise, a break, a `+=`). It is made in a copy of the checkout, where the
+tests that execute its first line run up to the first failure. Where --lines has none (it knows neither other processes
+nor what an import executes), the folder's own tests run. A run that takes longer than --limit is noticed too. Writes
 each mutation and the test that noticed it to --out (JSON). Whether an unnoticed one changes any behaviour is for a
 reader to say: the exit code is 0.
 """
@@ -25,26 +29,16 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (
     "rlcore/algos", "rlcore/batching", "rlcore/checkpoint", "rlcore/config", "rlcore/rollout", "rlcore/run",
-    "rlcore/storage", "rlcore/tracking", "rlcore/trainer", "rlcore/workers", "data", "flows",
+    "rlcore/storage", "rlcore/tracking", "rlcore/trainer", "rlcore/workers", "data", "flows/plan",
+    "flows/work",
 )  # fmt: skip
-USED_BY = {
-    "rlcore/batching": ["tests/trainer", "tests/run"],
-    "rlcore/checkpoint": ["tests/run"],
-    "rlcore/config": ["tests/flows/test_plan.py"],
-    "rlcore/rollout": ["tests/trainer"],
-    "rlcore/run": ["tests/flows"],
-    "rlcore/storage": ["tests/checkpoint", "tests/run"],
-    "rlcore/tracking": ["tests/flows/test_tracking_commands.py", "tests/flows/test_mlflow_record.py"],
-    "rlcore/trainer": ["tests/workers", "tests/run"],
-    "rlcore/workers": ["tests/trainer", "tests/run"],
-    "data": ["tests/flows/test_pipeline.py"],
-}
-"""Folder -> tests that also hold it, after the folder's own."""
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -57,7 +51,10 @@ OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 @dataclass
 class Mutation:
-    """In `file`, the text from `start` to `end` (line from 1, column) becomes `new`. `noticed_by`: a test, "limit"."""
+    """In `file`, the text from `start` to `end` (line from 1, column) becomes `new`.
+
+    `tried`: how many test functions that execute its first line; 0: the folder's tests. `noticed_by`: a test, "limit".
+    """
 
     folder: str
     file: str
@@ -65,6 +62,7 @@ class Mutation:
     end: tuple[int, int]
     old: str
     new: str
+    tried: int = 0
     noticed_by: str | None = None
 
     def apply(self, source: str) -> str:
@@ -98,7 +96,7 @@ def mutants(node: ast.AST) -> Iterator[ast.AST]:
             changed.op = CALCULATED[type(operator)]()
         case ast.Call(func=ast.Name(id=name)), ast.Call(func=ast.Name()) if name in OTHER_NAME:
             changed.func.id = OTHER_NAME[name]
-        case ((ast.Expr(value=ast.Call()) | ast.Raise()), _):
+        case (ast.Expr(value=ast.Call()) | ast.Raise() | ast.Break() | ast.Continue() | ast.AugAssign(), _):
             changed = ast.Pass()
         case _:
             return
@@ -113,11 +111,13 @@ def places(folder: str, file: Path) -> Iterator[Mutation]:
     for node in ast.walk(tree):
         asides = [getattr(node, name, None) for name in ("annotation", "returns")] + getattr(node, "decorator_list", [])
         left_alone.update(inner for aside in asides if aside is not None for inner in ast.walk(aside))
+    conditions = {node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp)}
     for node in ast.walk(tree):
         if node in left_alone or not isinstance(node, ast.expr | ast.stmt) or node.end_lineno is None:
             continue
         start, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset or 0)
-        for changed in mutants(node):
+        turned = [ast.UnaryOp(ast.Not(), node)] if node in conditions and not isinstance(node, ast.Compare) else []
+        for changed in [*mutants(node), *turned]:
             new = ast.unparse(changed)
             if isinstance(node, ast.BinOp | ast.BoolOp | ast.Compare):
                 new = f"({new})"
@@ -142,32 +142,40 @@ def drawn(folders: list[str], each: int, seed: int) -> list[Mutation]:
     return found
 
 
-def tests_of(folder: str) -> list[str]:
-    """Test paths in the order in which they run."""
+def own_tests(folder: str) -> str:
+    """Path of a folder's tests."""
     parts = Path(folder).parts
-    own = "/".join(["tests", *(parts[1:2] if parts[0] == "rlcore" else parts[:1])])
-    return [own, *USED_BY.get(folder, [])]
+    return "/".join(["tests", *(parts[1:2] if parts[0] == "rlcore" else parts[:1])])
 
 
-def first_failure(checkout: Path, tests: list[str], limit_s: float) -> str | None:
+@cache
+def tests_by_line(lines: Path, file: str) -> dict[int, set[str]]:
+    """Line of a file -> the test functions that execute it in their own process, by a coverage file with contexts."""
+    from coverage import CoverageData
+
+    found: Any = CoverageData(str(lines))
+    found.read()
+    contexts = found.contexts_by_lineno(str(ROOT / file))
+    # Such as tests/run/test_stop.py::test_it[case]|run; one of an import is empty.
+    return {line: {re.split(r"[\[|]", name)[0] for name in names if name} for line, names in contexts.items()}
+
+
+def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: int) -> str | None:
     """The first test that fails in the checkout; "limit" where they take longer than that; None where all pass."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
-    for path in tests:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "--dist", "loadfile", "--tb=no", "-m"]
-        command += ["not lengthy", "-p", "no:cacheprovider", path]
-        process = subprocess.Popen(
-            command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        try:
-            output, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.communicate()
-            return "limit"
-        if process.returncode:
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-            return failed[1] if failed else f"pytest ended with {process.returncode}"
-    return None
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", str(processes), "--dist", "loadfile", "--tb=no"]
+    command += ["-m", "not lengthy", "-p", "no:cacheprovider", *tests]
+    process = subprocess.Popen(
+        command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.communicate()
+        return "limit"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    return failed[1] if failed else f"pytest ended with {process.returncode}" if process.returncode else None
 
 
 def main() -> None:
@@ -176,7 +184,9 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", default=FOLDERS)
     parser.add_argument("--each", type=int, default=8, help="mutations of a folder")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for the tests of one path")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for the tests of one mutation")
+    parser.add_argument("--lines", type=Path, help="coverage file of the tests, with contexts")
+    parser.add_argument("--processes", type=int, default=2, help="of pytest")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "mutations.json")
     parser.add_argument("--list", action="store_true")
     chosen = parser.parse_args()
@@ -195,7 +205,10 @@ def main() -> None:
         for one in mutations:
             source = (ROOT / one.file).read_text()
             (checkout / one.file).write_text(one.apply(source))
-            one.noticed_by = first_failure(checkout, tests_of(one.folder), chosen.limit)
+            tests = tests_by_line(chosen.lines, one.file).get(one.start[0], set()) if chosen.lines else set()
+            one.tried = len(tests)
+            told = sorted(tests) or [own_tests(one.folder)]
+            one.noticed_by = first_failure(checkout, told, chosen.limit, chosen.processes)
             (checkout / one.file).write_text(source)
             print(
                 f"{one.file}:{one.start[0]}: {one.old!r} -> {one.new!r}: {one.noticed_by or 'NOT NOTICED'}", flush=True

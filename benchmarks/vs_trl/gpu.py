@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.shapes import SHAPES
-from benchmarks.vs_trl.job import Job, Row, write_rows
+from benchmarks.vs_trl.job import PROMPTS, Job, Row, write_rows
 from rlcore.config.compose import load_config
 
 UPDATES = 4
@@ -24,7 +24,7 @@ def prepare_shape(arguments: argparse.Namespace, side: str, folder: Path, *, see
         # In a process of its own: one that has touched the GPU keeps some of its memory.
         subprocess.run([sys.executable, "-m", "benchmarks.shapes", arguments.shape, str(model)], check=True)
     steps = arguments.steps or 5
-    write_rows(folder, drawn_rows(arguments, (arguments.warm_up + steps) * arguments.prompts))
+    write_rows(folder / PROMPTS, drawn_rows(arguments, (arguments.warm_up + steps) * arguments.prompts))
     answers = arguments.prompts * arguments.samples
     lengths = drawn_lengths(arguments, answers)
     return Job(
@@ -50,7 +50,7 @@ def prepare_shape(arguments: argparse.Namespace, side: str, folder: Path, *, see
         beta=0.001,
         lr=1e-6,
         seed=seed,
-        threads=arguments.threads or (4 if arguments.device == "cuda" else 1),
+        threads=arguments.threads,
         # The driver's own tool looks from outside; a thread inside costs the engine some.
         watch_memory=arguments.device == "cuda" and shutil.which("nvidia-smi") is None,
         judged_steps=(),

@@ -13,11 +13,12 @@ GRAD_CLIP = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One side's work. Prompts lie in `folder`/prompts.jsonl, in the order in which the steps take them.
+    """One side's work. Everything about it lies in `folder`, which may be moved: the prompts, in the order in which the
+    steps take them, and with `judged_steps` the held-out problems and the weights at the start and after these steps.
 
     `precision`: fp32 (master weights; on a GPU products in bfloat16) or bf16 (weights and optimizer too, TRL alone).
     `lengths`: tokens of each answer of a step; empty: answers end by themselves. `micro_batch`: answers of one of
-    TRL's forward passes. `judged_steps`: after these the weights are kept, to be judged on held-out problems.
+    TRL's forward passes.
     """
 
     name: str
@@ -58,12 +59,12 @@ class Job:
         return self.warm_up + self.steps
 
     def weights(self, step: int) -> Path:
-        """Folder of the weights after a step."""
-        return Path(self.folder) / f"{self.name}.step-{step}"
+        """Folder of the weights after a step; 0: at the start."""
+        return Path(self.folder) / f"step-{step}"
 
     def write(self) -> Path:
         """Write it where the side reads it."""
-        path = Path(self.folder) / f"{self.name}.job.json"
+        path = Path(self.folder) / "job.json"
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
         return path
 
@@ -71,7 +72,8 @@ class Job:
     def read(cls, path: str | Path) -> "Job":
         """What `write` wrote."""
         told = json.loads(Path(path).read_text(encoding="utf-8"))
-        return cls(**(told | {name: tuple(told[name]) for name in ("lengths", "judged_steps", "overrides")}))
+        told |= {name: tuple(told[name]) for name in ("lengths", "judged_steps", "overrides")}
+        return cls(**(told | {"folder": str(Path(path).parent)}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +85,20 @@ class Row:
     ground_truth: str
 
 
-def write_rows(folder: Path, rows: Sequence[Row]) -> None:
-    """Keep the prompts, in the order of the steps."""
-    lines = (json.dumps(asdict(row)) + "\n" for row in rows)
-    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+PROMPTS, HELD_OUT = "prompts.jsonl", "held_out.jsonl"
 
 
-def read_rows(folder: str) -> list[Row]:
+def write_rows(file: Path, rows: Sequence[Row]) -> None:
+    """Keep prompts in their order."""
+    file.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows), encoding="utf-8")
+
+
+def read_rows(file: Path) -> list[Row]:
     """What `write_rows` wrote."""
-    lines = (Path(folder) / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8").splitlines()
     return [Row(told["text"], tuple(told["token_ids"]), told["ground_truth"]) for told in map(json.loads, lines)]
 
 
 def write_report(job: Job, figures: dict[str, Any]) -> None:
     """What a side found, for the script that started it."""
-    (Path(job.folder) / f"{job.name}.report.json").write_text(json.dumps(figures), encoding="utf-8")
+    (Path(job.folder) / "report.json").write_text(json.dumps(figures), encoding="utf-8")

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import FixedLengths, seconds_line, watched_memory
-from benchmarks.vs_trl.job import GRAD_CLIP, SAMPLER_CLIP, WEIGHT_DECAY, Job, read_rows, write_report
+from benchmarks.harness import FixedLengths, decoder, seconds_line, watched_memory
+from benchmarks.vs_trl.job import GRAD_CLIP, PROMPTS, SAMPLER_CLIP, WEIGHT_DECAY, Job, Row, read_rows, write_report
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.models.load import load_tokenizer
@@ -67,16 +67,16 @@ def settings(job: Job) -> RunConfig:
     return load_config([*overrides, *job.overrides], experiment=job.experiment)
 
 
+def as_prompts(rows: Sequence[Row], task: str) -> list[Prompt]:
+    """The rows as our engines take them."""
+    return [Prompt(i, row.token_ids, task, row.ground_truth) for i, row in enumerate(rows)]
+
+
 def run(job: Job) -> dict[str, Any]:
     """Take the steps; what was measured."""
     config = settings(job)
-    rows = read_rows(job.folder)
-    prompts = [Prompt(i, row.token_ids, config.data.task, row.ground_truth) for i, row in enumerate(rows)]
+    prompts = as_prompts(read_rows(Path(job.folder) / PROMPTS), config.data.task)
     tokenizer = load_tokenizer(Path(job.model))
-
-    def decode(answers: Sequence[Sequence[int]]) -> list[str]:
-        return tokenizer.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
-
     results: list[StepResult] = []
     cpu_s: list[float] = []
     with watched_memory(job.watch_memory) as most:
@@ -88,7 +88,7 @@ def run(job: Job) -> dict[str, Any]:
         try:
             group.each(Worker.hand_over, 0)
             with ScoringPool(job.scorer, config.reward) as scoring, tempfile.TemporaryDirectory() as failures:
-                collector = ExperienceCollector(Answerer(config, group, scoring, decode), InOrder(prompts))
+                collector = ExperienceCollector(Answerer(config, group, scoring, decoder(tokenizer)), InOrder(prompts))
                 trainer = Trainer(config, group, collector, failures=Path(failures))
                 state = LoopState(0, 0, 0, 0, config.algo.kl.coef)
                 for number in range(job.num_steps):

@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl import __version__ as trl_version
 
 from benchmarks.harness import watched_memory
-from benchmarks.vs_trl.job import GRAD_CLIP, SAMPLER_CLIP, WEIGHT_DECAY, Job, read_rows, write_report
+from benchmarks.vs_trl.job import GRAD_CLIP, PROMPTS, SAMPLER_CLIP, WEIGHT_DECAY, Job, read_rows, write_report
 from rlcore.config import RewardConfig
 from rlcore.models.load import load_tokenizer
 from rlcore.rollout.scoring import ScoringPool
@@ -115,7 +115,7 @@ def settings(job: Job) -> GRPOConfig:
 def run(job: Job) -> dict[str, Any]:
     """Train; what was measured."""
     torch.set_num_threads(job.threads)
-    rows = read_rows(job.folder)
+    rows = read_rows(Path(job.folder) / PROMPTS)
     data = Dataset.from_dict({"prompt": [row.text for row in rows], "ground_truth": [row.ground_truth for row in rows]})
     clock = Clock(job)
     rewards: list[float] = []

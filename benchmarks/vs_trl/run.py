@@ -20,26 +20,16 @@ LOOK_EVERY_S = 0.2
 
 def run_side(job: Job, *, trl_site: Path | None) -> dict[str, Any]:
     """Start it, wait, read its report."""
-    path = [str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    if job.is_trl and trl_site is not None:
-        path.insert(0, str(trl_site.resolve()))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "OMP_NUM_THREADS": str(job.threads),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if job.device == "cuda":
-        environment.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    module = "benchmarks.vs_trl.peer" if job.is_trl else "benchmarks.vs_trl.ours"
     begun = time.perf_counter()
     with _driver_memory(job.device) as most_gb:
-        subprocess.run([sys.executable, "-m", module, str(job.write())], env=environment, check=True, cwd=ROOT)
+        start(
+            "peer" if job.is_trl else "ours",
+            str(job.write()),
+            threads=job.threads,
+            site=trl_site if job.is_trl else None,
+        )
         driver_gb = most_gb()
-    found: dict[str, Any] = json.loads((Path(job.folder) / f"{job.name}.report.json").read_text())
+    found: dict[str, Any] = json.loads((Path(job.folder) / "report.json").read_text())
     if job.device == "cuda" and driver_gb:
         found["device_gb"] = driver_gb
     return {
@@ -57,6 +47,23 @@ def run_side(job: Job, *, trl_site: Path | None) -> dict[str, Any]:
         "command_s": round(time.perf_counter() - begun, 1),
         **found,
     }
+
+
+def start(module: str, *arguments: str, threads: int, site: Path | None = None) -> None:
+    """Run a module of this package in a process of its own; `site`: a folder first on its path."""
+    path = [str(site.resolve()) if site else "", str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {
+        "CUDA_VISIBLE_DEVICES": "0",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [sys.executable, "-m", f"benchmarks.vs_trl.{module}", *arguments]
+    subprocess.run(command, env=environment, check=True, cwd=ROOT)
 
 
 def _described(lengths: tuple[int, ...]) -> str:

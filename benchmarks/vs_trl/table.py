@@ -41,11 +41,11 @@ def _row(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "reward_first": statistics.fmean(one["rewards"][0] for one in runs),
         "reward_last": statistics.fmean(statistics.fmean(one["rewards"][-5:]) for one in runs),
     }
-    judged = [one["held_out"] for one in runs if "held_out" in one]
+    judged = [one["held_out"] for one in runs if "held_out" in one]  # fewer points where a judge was cut off
     if judged:
         row["held_out"] = [
             {name: statistics.fmean(one[name] for one in points) for name in points[0]}
-            for points in zip(*judged, strict=True)
+            for points in zip(*judged, strict=False)
         ]
     return row
 

@@ -70,8 +70,13 @@ def test_selecting_and_scattering_are_inverse(lengths: list[tuple[int, int]], ra
     random.shuffle(order)  # type: ignore[attr-defined]
     cut = len(order) // 2
     shares = [part for part in (order[:cut], order[cut:]) if part]
-    parts = [select(batch, share).token_ids.float() for share in shares]
-    assert torch.equal(scatter_tokens(parts, batch.cu_seqlens, shares), batch.token_ids.float())
+
+    def values(of: PackedBatch) -> torch.Tensor:  # two of each token, such as its log-probability and the entropy there
+        return torch.stack([of.token_ids, of.position_ids], dim=1).float()
+
+    parts = [values(select(batch, share)) for share in shares]
+    assert torch.equal(scatter_tokens(parts, batch.cu_seqlens, shares), values(batch))
+    assert torch.equal(scatter_tokens([part[:, 0] for part in parts], batch.cu_seqlens, shares), values(batch)[:, 0])
 
 
 def test_selection_packs_the_chosen_sequences_alone() -> None:

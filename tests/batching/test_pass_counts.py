@@ -111,10 +111,11 @@ def test_first_draws_have_the_shares_of_the_weights() -> None:
 
 
 def test_a_mixture_keeps_its_shares_and_draws_each_part_by_its_own_weights() -> None:
-    other = [Prompt(200 + index, (index,), "other", "{}") for index in range(3)]
-    stream = MixedStream([PROMPTS, other], [3.0, 1.0], seed=2)
-    stream.weigh(np.concatenate([COUNTS.weights(BAND), [1.0, 1.0, 1.0]]))
+    second, third = ([Prompt(first + index, (index,), "other", "{}") for index in range(3)] for first in (200, 300))
+    stream = MixedStream([PROMPTS, second, third], [2.0, 1.0, 1.0], seed=2)
+    stream.weigh(np.concatenate([COUNTS.weights(BAND), [1.0, 1.0, 1.0], [0.5, 1.0, 0.1]]))
     drawn = [prompt.prompt_id for prompt in stream.take(0, 1_024)]
-    assert sum(row >= 200 for row in drawn) == 256
-    first = [row - 100 for row in drawn if row < 200][:7]
-    assert first == naive_order([naive_weight(*row, BAND) for row in ROWS], (BY_WEIGHT, 2, 1, 0, 0))
+    assert Counter(row // 100 for row in drawn) == {1: 512, 2: 256, 3: 256}
+    first, last = ([row % 100 for row in drawn if row // 100 == part] for part in (1, 3))
+    assert first[:7] == naive_order([naive_weight(*row, BAND) for row in ROWS], (BY_WEIGHT, 2, 1, 0, 0))
+    assert last[:3] == naive_order([0.5, 1.0, 0.1], (BY_WEIGHT, 2, 3, 0, 0))

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -148,7 +149,7 @@ def test_what_is_not_ours_is_never_overwritten(tmp_path, in_the_way):
         target.mkdir()
         (target / "precious").touch()
     with pytest.raises(DataError, match="in the way"):
-        publish(target)
+        published_directory(target, {}).__enter__()  # before anything is written
     assert target.exists()
     assert names(tmp_path) == ["x"]
 
@@ -307,12 +308,15 @@ def test_only_the_remains_of_dead_processes_are_removed(tmp_path):
 
 def test_a_process_id_that_another_process_has_now_does_not_keep_remains_for_ever(tmp_path):
     """In containers a restarted trainer often has the very id of the killed one."""
-    old = tmp_path / f".tmp-x-{os.getpid()}-0123abcd"
+    old, file, old_file = (tmp_path / f".tmp-{name}-{os.getpid()}-0123abcd" for name in ("x", "y", "z"))
     old.mkdir()
-    os.utime(old, (1, 1))
+    file.touch()
+    old_file.touch()
+    for path, age_s in ((old, 600), (file, 600), (old_file, 7_200)):  # a file has no lock: it may be in use for an hour
+        os.utime(path, (time.time() - age_s,) * 2)
     with published_directory(tmp_path / "live", {}) as folder:
         os.utime(folder, (1, 1))  # an hour in one write: its lock says that it lives
-        assert remove_stale_temporaries(tmp_path) == (old,)
+        assert remove_stale_temporaries(tmp_path) == (old, old_file)
         assert folder.exists()
     assert remove_stale_temporaries(tmp_path / "absent") == ()
 

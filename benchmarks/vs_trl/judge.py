@@ -1,0 +1,72 @@
+"""The judge of `benchmarks.vs_trl`: held-out rewards of the weights that all sides kept, with one engine for all.
+
+python -m benchmarks.vs_trl.judge DIR vllm      # started by benchmarks.vs_trl
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from benchmarks.harness import decoder
+from benchmarks.vs_trl.job import HELD_OUT, Job, read_rows
+from benchmarks.vs_trl.ours import as_prompts, settings
+from rlcore.models.load import load_policy, load_tokenizer
+from rlcore.rollout.scoring import ScoringPool
+from rlcore.runtime.local import LocalGroup
+from rlcore.trainer.experience import Answerer
+from rlcore.trainer.validate import validate
+from rlcore.workers.worker import Worker
+
+
+def judge(jobs: Sequence[Job]) -> None:
+    """Add to each side's report, which lies beside its folder, the points of its learning curve one by one."""
+    group = LocalGroup(settings(jobs[0]), jobs[0].model)
+    try:
+        for job in jobs:
+            file = Path(job.folder).with_suffix(".json")
+            report = json.loads(file.read_text()) if file.exists() else {"side": job.name, "seed": job.seed}
+            report["held_out"] = []
+            for step in filter(lambda step: job.weights(step).exists(), (0, *job.judged_steps)):
+                point = _judged(job, group, step)
+                print(f"{job.name}, seed {job.seed}: {json.dumps(point)}", flush=True)
+                report["held_out"].append(point)
+                file.write_text(json.dumps(report))
+    finally:
+        group.close()
+
+
+def _judged(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
+    """Rewards of the weights after a step: sampled, with its 95% interval, and greedy. The workers' own check shows
+    that the engine computes with them."""
+    config = settings(job)
+    weights = load_policy(job.weights(step), model=config.model, device=torch.device("cpu")).state_dict()
+    set_model_state_dict(group.each(Worker.policy_model)[0], weights, options=StateDictOptions(full_state_dict=True))
+    group.each(Worker.hand_over, step)
+    prompts = as_prompts(read_rows(Path(job.folder) / HELD_OUT), config.data.task)
+    with ScoringPool(job.scorer, config.reward) as scoring:
+        answerer = Answerer(config, group, scoring, decoder(load_tokenizer(job.model)))
+        found = validate(answerer, prompts, name=f"step-{step}", step=step, policy_version=step)
+    figures = found.summary()
+    sampled = f"val-core/{found.data_source}/reward/mean@{found.num_samples}"
+    return {
+        "step": step,
+        "sampled": figures[sampled],
+        "low": figures[f"{sampled}/ci_low"],
+        "high": figures[f"{sampled}/ci_high"],
+        "greedy": figures[f"val-core/{found.data_source}/reward/greedy"],
+    }
+
+
+def kept(out: Path, engine: str) -> list[Job]:
+    """The jobs whose weights lie in `out`, with `engine` in place of the one that they trained with."""
+    jobs = [Job.read(folder.parent / "job.json") for folder in sorted(out.glob("*/step-0"))]
+    return [replace(job, engine=engine, model=str(job.weights(0))) for job in jobs]
+
+
+if __name__ == "__main__":
+    judge(kept(Path(sys.argv[1]), sys.argv[2]))
