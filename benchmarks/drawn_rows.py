@@ -102,11 +102,14 @@ def main() -> None:
     with kept_between_runs():
         for seed in given.seeds:
             for draw in given.draws:
-                table = () if draw == "uniform" else ("pass_rates.samples=4",)
+                measured = any(line.startswith("pass_rates.samples=") for line in given.overrides)
+                table = () if measured else ("pass_rates.samples=4",)
+                overrides = [*table, *given.overrides]
+                if draw == "uniform":
+                    overrides = [line for line in overrides if not line.startswith("pass_rates.samples=")]
                 config = load_config([
-                    *table, *given.overrides, f"pass_rates.draw={draw}", f"seed={seed}", f"name={draw}-{seed}",
+                    *overrides, f"pass_rates.draw={draw}", f"seed={seed}", f"name={draw}-{seed}",
                     f"paths.root={given.root.resolve()}", "tracking.enabled=false",
-                    *(("pass_rates.samples=0",) if draw == "uniform" else ()),
                 ])  # fmt: skip
                 cost = run(config)
                 one = {"draw": draw, "seed": seed, **read(RunLayout.of(config), given.target), "pass_rates": cost}

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows import chain
-from flows.commands.settings import named_run, with_root
-from flows.parameters import RunSettings, all_overrides, compose_settings
+from flows.parameters import RunSettings, all_overrides, compose_settings, with_root
 from flows.plan.checks import check_run
 from flows.progress import display_for_console, shown_on
 from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import open_run
 from flows.work.results import checkpoint_name
-from flows.work.runs import all_runs
+from flows.work.runs import all_runs, named_run
 from flows.work.status import RunStatus, status_of
 from rlcore.checkpoint.catalog import CheckpointInfo, scan
 from rlcore.config import RunConfig
@@ -112,7 +111,7 @@ def compose(
         ConfigError: one message with every mistake.
     """
     given = all_overrides(list(overrides), **fields)
-    return compose_settings(with_root(given, None if root is None else Path(root)), experiment)
+    return compose_settings(with_root(given, root), experiment)
 
 
 def run(settings: RunSettings) -> Run:
@@ -146,7 +145,7 @@ def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
 
 
 def open(run: str | Path, root: str | Path | None = None) -> Run:
-    """A run by its folder, its id, or the beginning of its id under a root.
+    """A run by its folder, or by its id or the beginning of that under a root.
 
     Raises:
         DataError: there is no such run.

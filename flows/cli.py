@@ -21,7 +21,7 @@ import typer
 
 from flows import SOURCE_FOLDER
 from flows.commands import complete
-from flows.commands.settings import SLOWER_BY, Commands, composed_or_shown, require_dry_run, with_root
+from flows.commands.settings import SLOWER_BY, Commands, composed_or_shown
 from rlcore.errors import EXIT_RESUMABLE, ConfigError, MillraceError, StopRequestedError
 from rlcore.run.stop import ONE_WISH_S
 from rlcore.start import collect_rarely
@@ -95,6 +95,15 @@ Run = Annotated[
         autocompletion=complete.runs_and_settings,
     ),
 ]
+Runs = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN]...",
+        help="Runs by folder, id, or the beginning of an id.",
+        show_default=False,
+        autocompletion=complete.runs,
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and stop.")]
 PlanAsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")]
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
@@ -163,14 +172,11 @@ def run(
     """Run an experiment from dataset to report, as Prefect flows. What is finished is not done again."""
 
 
-@app.command(
-    epilog=_lines(
-        (
-            "millrace sweep debug_grid --dry-run",
-            "millrace sweep my_sweep.yaml trainer.total_steps=40",
-            "millrace sweep countdown_lr --max-hours 8",
-        )
-    )
+@command(
+    "sweep.command:sweep",
+    "millrace sweep debug_grid --dry-run",
+    "millrace sweep my_sweep.yaml trainer.total_steps=40",
+    "millrace sweep countdown_lr --max-hours 8",
 )
 def sweep(
     spec: Annotated[
@@ -179,7 +185,7 @@ def sweep(
             help="A name in conf/sweep, or the path of a file; see docs/sweeps.md.", autocompletion=complete.sweeps
         ),
     ],
-    settings: Settings = None,
+    overrides: Settings = None,
     max_runs: Annotated[int | None, typer.Option(min=1, help="Runs to work on at most.")] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Training steps to spend at most.")] = None,
     max_hours: Annotated[float | None, typer.Option(min=0.001, help="Begin no run after so many hours.")] = None,
@@ -190,19 +196,6 @@ def sweep(
     verbose: Verbose = False,
 ) -> None:
     """Run many points of settings, several seeds each. They are compared; what is finished is not done again."""
-    require_dry_run(as_json=as_json, dry_run=dry_run)
-    from flows.sweep import command
-    from rlcore.config.sweep import Budget
-
-    command.sweep(
-        spec,
-        with_root(settings, root),
-        budget=Budget(runs=max_runs, steps=max_steps, hours=max_hours),
-        on_workers=on_workers,
-        dry_run=dry_run,
-        as_json=as_json,
-        verbose=verbose,
-    )
 
 
 @command("commands.run:validate", "millrace validate experiment=countdown_demo --checkpoint best")
@@ -248,10 +241,7 @@ def evaluate(
 
 @command("commands.regression:run", "millrace regression countdown_demo", "millrace regression countdown_demo --accept")
 def regression(
-    experiment: Annotated[
-        str,
-        typer.Argument(help="A name in conf/experiment, or the path of a file."),
-    ],
+    experiment: Annotated[str, typer.Argument(help="A name in conf/experiment, or the path of a file.")],
     overrides: Settings = None,
     slower_by: Annotated[float, typer.Option(min=0, help="Share by which a step may take longer.")] = SLOWER_BY,
     take: Annotated[
@@ -444,15 +434,7 @@ def data_inspect(
     "millrace compare --search \"tags.task = 'countdown' and params.seed = '1'\"",
 )
 def compare(
-    runs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[RUN]...",
-            help="Run ids, beginnings of them, or folders.",
-            show_default=False,
-            autocompletion=complete.runs,
-        ),
-    ] = None,
+    runs: Runs = None,
     search: Annotated[str, typer.Option(help="Also the runs that this finds in MLflow, in MLflow's language.")] = "",
     root: Root = ARTIFACTS,
     uri: Uri = None,
@@ -463,19 +445,11 @@ def compare(
 
 @command("commands.tracking:sync", "millrace sync", "millrace sync countdown_demo-s1 --uri http://127.0.0.1:5000")
 def sync(
-    runs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[RUN]...",
-            help="Run ids or folders; none: all runs of the root.",
-            show_default=False,
-            autocompletion=complete.runs,
-        ),
-    ] = None,
+    runs: Runs = None,
     root: Root = ARTIFACTS,
     uri: Uri = None,
 ) -> None:
-    """Deliver to MLflow what it has not got of the runs' journals. Doing it again changes nothing."""
+    """Deliver to MLflow what it has not got of these runs' journals, or of all. Doing it again changes nothing."""
 
 
 @command("commands.tracking:ui", "millrace ui --port 5000")
@@ -499,10 +473,10 @@ def gc(
 def slots(
     root: Root = ARTIFACTS,
     number: Annotated[
-        int | None, typer.Option("--set", min=0, help="Ranks that train at a time; 0: any number.")
+        int | None, typer.Option("--set", min=0, max=1_024, help="Ranks that train at a time; 0: any number.")
     ] = None,
     gpus: Annotated[str | None, typer.Option(metavar="I,J", help="A slot for each of these GPUs instead.")] = None,
-    per_gpu: Annotated[int, typer.Option(min=1, help="Slots of each GPU, for runs that fit side by side.")] = 1,
+    per_gpu: Annotated[int, typer.Option(min=1, max=64, help="Slots of each GPU, for runs that fit side by side.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Show or set how many ranks train at a time under a root. Who holds which slot, who waits, in their order."""
@@ -511,7 +485,7 @@ def slots(
 Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Else the one it had, or a free one.")]
 
 
-@app.command(epilog=_lines(("millrace up", "millrace up --ray --workers 2")))
+@command("stack.command:up", "millrace up", "millrace up --ray --workers 2")
 def up(
     root: Root = ARTIFACTS,
     ray: Annotated[bool, typer.Option("--ray", help="Also a Ray head.")] = False,
@@ -536,9 +510,6 @@ def up(
     Other databases than files under the root: PREFECT_API_DATABASE_CONNECTION_URL and MLFLOW_BACKEND_STORE_URI in the
     environment (docs/stack.md).
     """
-    from flows.stack import command, control
-
-    command.up(root, control.Wishes(ray, workers, prefect_port, mlflow_port, notify_url, notify_block))
 
 
 @command(
@@ -638,12 +609,10 @@ def exit_code(command: Callable[[], object]) -> int:
         if exit.code == CLICK_INTERRUPTED:
             return _told(INTERRUPTED, EXIT_RESUMABLE)
         return exit.code if isinstance(exit.code, int) else EXIT_FAILED
-    except ConfigError as error:
-        return _told(error, EXIT_WRONG_SETTINGS)
-    except StopRequestedError as error:
-        return _told(error, EXIT_RESUMABLE)
     except MillraceError as error:
-        return _told(error, EXIT_FAILED)
+        is_told_to_end = isinstance(error, StopRequestedError)
+        failed = EXIT_WRONG_SETTINGS if isinstance(error, ConfigError) else EXIT_FAILED
+        return _told(error, EXIT_RESUMABLE if is_told_to_end else failed)
     except KeyboardInterrupt:
         return _told(INTERRUPTED, EXIT_RESUMABLE)
     return 0

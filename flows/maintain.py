@@ -40,8 +40,8 @@ def maintain(root: Root = None, dry_run: bool = False) -> list[Outcome]:
     tell_command(f"millrace sync --root {where}; millrace gc --root {where}{' --dry-run' if dry_run else ''}")
     folders, tracking = all_runs(at), tracking_in_stack(TrackingConfig(), at)
     work: dict[str, Callable[[], list[Outcome]]] = {
-        "prune": lambda: several.prune(folders, dry_run=dry_run),
-        "sync": lambda: [] if dry_run else several.sync(folders, None),
+        "prune": lambda: [several.prune(one, dry_run=dry_run) for one in folders],
+        "sync": lambda: [] if dry_run else [several.sync(one, None) for one in folders],
         "gc": lambda: several.collect_garbage(at, tracking, dry_run=dry_run),
     }
     outcomes: list[Outcome] = []

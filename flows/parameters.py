@@ -4,6 +4,7 @@ Parameters of flows are flat, since Prefect replaces a nested one whole.
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Annotated
@@ -95,6 +96,11 @@ def all_overrides(overrides: list[str], **fields: str | float | None) -> list[st
         *overrides,
         *(f"{FIELDS[name]}={override_value(value)}" for name, value in fields.items() if value not in (None, "")),
     ]
+
+
+def with_root(settings: Sequence[str] | None, root: str | Path | None) -> list[str]:
+    """The settings, with the one that `--root` stands for."""
+    return all_overrides(list(settings or ()), root=None if root is None else str(root))
 
 
 def split_experiment(overrides: tuple[str, ...]) -> tuple[str | None, list[str]]:

@@ -1,21 +1,28 @@
-"""`millrace checkpoints`: list, verify, export and prune the checkpoints of a run."""
+"""`millrace checkpoints`: list, verify, export and prune the checkpoints of a run; and `--fork`, to begin with one."""
 
 import json
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from flows.commands.settings import named_run
+from flows.commands.settings import root_among
+from flows.parameters import RunSettings, compose_settings
+from flows.work.runs import named_run
 from rlcore.checkpoint.catalog import CheckpointRow, find_checkpoint, list_checkpoints
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
+from rlcore.config.fingerprint import fingerprint
+from rlcore.config.problems import override_value
 from rlcore.errors import CheckpointError, DataError
 from rlcore.run.inputs import RunInputs, planned_start_model
 from rlcore.run.layout import RunLayout
+from rlcore.storage.finished import finished_or_set_aside, finished_or_why
 from rlcore.storage.locks import RunLock
 from rlcore.user_code import working_by
 
 BYTES_PER_MB = 1e6
+START = "start"
+"""In place of a checkpoint: the model that a run has started from."""
 
 
 def checkpoints(
@@ -83,7 +90,7 @@ def _prune(config: RunConfig, layout: RunLayout) -> tuple[Path, ...]:
         return CheckpointStore(layout.checkpoints, config.checkpoint, config).prune()
 
 
-def marks_of(rows: tuple[CheckpointRow, ...]) -> dict[int, str]:
+def _marks(rows: tuple[CheckpointRow, ...]) -> dict[int, list[str]]:
     """`last` and `best` by step; of equal scores the later is best."""
     whole = [row for row in rows if row.verdict != "broken"]
     marks: dict[int, list[str]] = {}
@@ -92,16 +99,16 @@ def marks_of(rows: tuple[CheckpointRow, ...]) -> dict[int, str]:
     scored = [(row.score, row.step) for row in whole if row.score is not None]
     if scored:
         marks.setdefault(max(scored)[1], []).append("best")
-    return {step: ", ".join(names) for step, names in marks.items()}
+    return marks
 
 
 def _documents(rows: tuple[CheckpointRow, ...]) -> list[dict[str, Any]]:
-    marks = marks_of(rows)
+    marks = _marks(rows)
     return [
         {
             **{field.name: getattr(row, field.name) for field in fields(row)},
             "path": str(row.path),
-            "marks": marks[row.step].split(", ") if row.step in marks else [],
+            "marks": marks.get(row.step, []),
             "metrics": dict(row.metrics),
         }
         for row in rows
@@ -116,7 +123,7 @@ def _show(layout: RunLayout, rows: tuple[CheckpointRow, ...]) -> None:
     if not rows:
         console.print(f"{layout.checkpoints}: no checkpoint yet", markup=False)
         return
-    marks = marks_of(rows)
+    marks = _marks(rows)
     table = Table("step", "MB", "held-out", "reward", "written", "", "state", box=None, pad_edge=False)
     for row in rows:
         reward = row.metrics.get("critic/score/mean")
@@ -126,7 +133,7 @@ def _show(layout: RunLayout, rows: tuple[CheckpointRow, ...]) -> None:
             "" if row.score is None else f"{row.score:.3f}",
             "" if reward is None else f"{reward:.3f}",
             row.created[:19].replace("T", " "),
-            marks.get(row.step, ""),
+            ", ".join(marks.get(row.step, ())),
             row.verdict if row.verdict != "not verified" else "sizes fit",
         )
     console.print(f"run {layout.run_dir.name} in {layout.run_dir}", markup=False)
@@ -136,3 +143,77 @@ def _show(layout: RunLayout, rows: tuple[CheckpointRow, ...]) -> None:
     for row in rows:
         if row.verdict == "broken":
             console.print(row.reason, markup=False)
+
+
+# ---------------------------------------------------------------------- as the model of another run
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A checkpoint of a run as a model: `folder` is where its transformers directory is, or will be."""
+
+    config: RunConfig
+    layout: RunLayout
+    checkpoint: str
+    folder: Path
+
+    @property
+    def label(self) -> str:
+        """`<run id>@<checkpoint>`."""
+        return f"{self.layout.run_dir.name}@{self.checkpoint}"
+
+    def ensure(self) -> Path:
+        """The folder, written unless it is there and whole.
+
+        Raises:
+            CheckpointError: the checkpoint is broken.
+        """
+        if self.checkpoint != START and finished_or_set_aside(self.folder, error=CheckpointError) is None:
+            export_to(self.config, self.layout, self.checkpoint, self.folder)
+        return self.folder
+
+
+def weights_of(source: str, root: Path | None) -> Weights:
+    """The weights that `RUN[@CHECKPOINT]` names: of `last` (taken if not given), `best`, a step, or `start`.
+
+    Raises:
+        DataError: there is no such run.
+        CheckpointError: it has no such checkpoint.
+    """
+    name, _, checkpoint = source.partition("@")
+    config, layout = named_run([name], root)
+    if checkpoint == START:
+        return Weights(config, layout, START, start_model_of(config, layout))
+    info = find_checkpoint(layout.checkpoints, checkpoint or "last")
+    digest = fingerprint("fork", {"run": layout.run_dir.name, "step": info.step, "created": info.created})
+    return Weights(config, layout, info.name, layout.root / "models" / f"fork-{digest}")
+
+
+def forked(settings: list[str], source: str, *, dry_run: bool = False) -> RunSettings:
+    """Compose settings whose model of step 0 has the weights that `source` names (`RUN[@CHECKPOINT]`).
+
+    The weights go to `<root of the source>/models/fork-<digest>` as a transformers directory, once for a checkpoint.
+    Optimizer, critic and place in the data begin anew: what goes on as the same run needs no fork. A dry run writes
+    nothing: until the weights are there it plans by the model that the other run has started from.
+
+    Raises:
+        ConfigError: the settings are wrong.
+        DataError: there is no such run.
+        CheckpointError: it has no such checkpoint, or that is broken.
+    """
+    # The settings cannot be composed yet: their model is still to come. A run's id is looked for in their root.
+    weights = weights_of(source, root_among(settings))
+    is_missing = dry_run and finished_or_why(weights.folder, error=CheckpointError)[0] is None
+    target = weights.folder if dry_run else weights.ensure()
+    model = start_model_of(weights.config, weights.layout) if is_missing else target
+    more = [
+        f"model.path={override_value(str(model))}",
+        "warm_start.enabled=false",
+        f"tags.forked_from={override_value(weights.label)}",
+    ]
+    composed = compose_settings([*settings, *more])
+    if not is_missing:
+        return composed
+    seen = composed.config
+    planned = seen.model_copy(update={"model": seen.model.model_copy(update={"path": str(target)})})
+    return replace(composed, config=planned, seen=seen)

@@ -15,7 +15,7 @@ CONF = SOURCE_FOLDER / "conf"
 PAGE = SOURCE_FOLDER / "docs" / "settings.md"
 _ROW = re.compile(r"^\| `([a-z0-9_.]+)` \| ([^|]*)", re.MULTILINE)
 _NO_GROUPS = ("suite", "sweep")
-_WORDS = ("settings", "run", "words")
+_WORDS = ("settings", "overrides", "run", "words")
 """Parameters of commands that hold settings."""
 
 

@@ -115,9 +115,8 @@ def _packages() -> Iterator[Line]:
     lines = [_package(one, tested) for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
     as_tested = sum(line.level == "ok" for line in lines)
     if as_tested:
-        yield Line(
-            "packages", "ok", f"{as_tested} of {len(lines)} {'are as tested' if tested else 'are in their ranges'}"
-        )
+        what = "are as tested" if tested else "are in their ranges"
+        yield Line("packages", "ok", f"{as_tested} of {len(lines)} {what}")
     yield from (line for line in lines if line.level != "ok")
 
 
@@ -147,18 +146,14 @@ def _devices() -> Iterator[Line]:
     try:
         found = find_devices()
     except OSError as error:
-        yield Line(
-            "torch", "error", f"does not start: {error}", "Install it again; on a GPU, look whether nvidia-smi works"
-        )
+        remedy = "Install it again; on a GPU, look whether nvidia-smi works"
+        yield Line("torch", "error", f"does not start: {error}", remedy)
         return
     built = f"{found.torch}, {f'CUDA {found.cuda}' if found.cuda else 'for the CPU alone'}"
     if on_host and not found.gpus:
-        remedy = (
-            "Install torch's CUDA build" if not found.cuda else "Update the driver, or take a torch of an older CUDA"
-        )
-        yield Line(
-            "torch", "error", f"{built}; a GPU is here, and torch cannot use it", f"{remedy} (nvidia-smi shows both)"
-        )
+        remedy = "Update the driver, or take a torch of an older CUDA" if found.cuda else "Install torch's CUDA build"
+        text = f"{built}; a GPU is here, and torch cannot use it"
+        yield Line("torch", "error", text, f"{remedy} (nvidia-smi shows both)")
         return
     yield Line("torch", "ok", built)
     if not found.gpus:
@@ -175,10 +170,8 @@ def gpu_lines(found: Devices) -> Iterator[Line]:
         capability = ".".join(map(str, gpu.capability))
         text = f"{gpu.name}, compute capability {capability}, {size(gpu.free_bytes)} of {size(gpu.total_bytes)} free"
         if not has_code_for(gpu.capability, found.architectures):
-            built = ", ".join(found.architectures)
-            yield Line(
-                name, "error", f"{text}; torch has code for {built}", "Install a torch that was built for this GPU"
-            )
+            text = f"{text}; torch has code for {', '.join(found.architectures)}"
+            yield Line(name, "error", text, "Install a torch that was built for this GPU")
         elif gpu.free_bytes < 0.9 * gpu.total_bytes:
             yield Line(name, "warning", text, "End what holds its memory (nvidia-smi lists it), or choose another GPU")
         else:
@@ -248,10 +241,8 @@ def _prefect() -> Iterator[Line]:
 
         is_there = answers(url)
         text = f"PREFECT_API_URL={url}: {'answers' if is_there else 'no Prefect server answers there'}"
-        remedy = (
-            "" if is_there else "Unset it (a run then starts a server of its own), or start that server: millrace up"
-        )
-        yield _unless(remedy, "Prefect server", text, "error")
+        remedy = "Unset it (a run then starts a server of its own), or start that server: millrace up"
+        yield _unless("" if is_there else remedy, "Prefect server", text, "error")
 
 
 def _mlflow(root: Path) -> Iterator[Line]:
@@ -292,12 +283,8 @@ def _ports() -> Iterator[Line]:
         with socket.create_server((LOCAL_NAMES[0], 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
     except OSError as error:
-        yield Line(
-            "ports",
-            "error",
-            f"a server on 127.0.0.1 cannot be reached: {error}",
-            "Prefect, MLflow and Ray talk over loopback: allow it",
-        )
+        text = f"a server on 127.0.0.1 cannot be reached: {error}"
+        yield Line("ports", "error", text, "Prefect, MLflow and Ray talk over loopback: allow it")
         return
     proxies = [name for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy") if os.environ.get(name)]
     excepted = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
@@ -315,13 +302,12 @@ def _hub() -> Iterator[Line]:
 
     if constants.HF_HUB_OFFLINE:
         yield Line("hub", "ok", "HF_HUB_OFFLINE is set: models and data come from folders and the cache")
-    elif hub_answers():
-        yield Line("hub", "ok", f"{constants.ENDPOINT} answers")
-    else:
-        remedy = (
-            "Fetch models where there is a network (hf download NAME), or give folders; HF_HUB_OFFLINE=1 asks no more"
-        )
-        yield Line("hub", "warning", f"{constants.ENDPOINT} does not answer", remedy)
+        return
+    remedy = "Fetch models where there is a network (hf download NAME), or give folders; HF_HUB_OFFLINE=1 asks no more"
+    is_there = hub_answers()
+    yield _unless(
+        "" if is_there else remedy, "hub", f"{constants.ENDPOINT} {'answers' if is_there else 'does not answer'}"
+    )
 
 
 def _sandbox() -> Iterator[Line]:
@@ -329,8 +315,7 @@ def _sandbox() -> Iterator[Line]:
         sandbox.require_sandbox(SandboxConfig())
     except MillraceError as error:
         missing = str(error).partition("on this machine: ")[2].partition(". Mend")[0]
-        yield Line(
-            "sandbox", "warning", missing, "Only data=code and tools that run programs need it (docs/operations.md)"
-        )
+        remedy = "Only data=code and tools that run programs need it (docs/operations.md)"
+        yield Line("sandbox", "warning", missing, remedy)
     else:
         yield Line("sandbox", "ok", "programs of a model can be shut in")

@@ -6,12 +6,13 @@ step 0 as it would judge a run's own. Models, suites and settings that were judg
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from flows import chain
-from flows.commands.settings import ROOT, root_of, weights_of
+from flows.commands.checkpoints import weights_of
+from flows.commands.settings import root_among
 from flows.plan.checks import check_evaluation
 from flows.progress import display, display_for_console, shown_on
 from flows.stack.state import in_stack
@@ -47,7 +48,7 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
         model: a model directory, a GGUF file, or `RUN[@CHECKPOINT]`, whose weights are written as a directory.
         suites: names in `conf/suite`, or paths.
         overrides: settings, as on the command line.
-        root: where runs are looked for and results are put; None: as in the settings.
+        root: of runs and results; None: as in the settings.
 
     Raises:
         ConfigError: a suite or a setting is wrong.
@@ -100,7 +101,6 @@ def _plain(name: str) -> str:
 
 
 def _identity(path: str) -> list[Any]:
-    """Weights by path, and size and time of each file."""
     folder = Path(path).expanduser()
     files = sorted(folder.glob("*")) if folder.is_dir() else [folder] if folder.is_file() else []
     return [str(folder.resolve()), *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)]
@@ -127,8 +127,7 @@ def run(words: Sequence[str], suites: Sequence[str], *, root: Path | None, as_js
     models = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
     command = command_of(words, suites, root)
-    roots = [root_of(word) for word in overrides if word.startswith(ROOT)]
-    at = root or (roots[-1] if roots else None)
+    at = root or root_among(overrides)
     if as_json:
         found = evaluate_all(models, suites, overrides, at, command, chain.look)
         print(json.dumps(as_document(found), indent=2))
@@ -184,16 +183,14 @@ def as_document(found: Sequence[Evaluation]) -> dict[str, Any]:
 
 
 def _figures(intervals: Mapping[str, Interval], num_problems: int) -> dict[str, Any]:
-    ends = {name: {"value": one.value, "low": one.low, "high": one.high} for name, one in intervals.items()}
-    return {"num_problems": num_problems, "figures": ends}
+    return {"num_problems": num_problems, "figures": {name: asdict(one) for name, one in intervals.items()}}
 
 
 def _difference(row: Comparison) -> dict[str, Any]:
-    change = row.paired.difference
     return {
         "figure": row.statistic,
         "num_problems": row.num_problems,
-        "difference": {"value": change.value, "low": change.low, "high": change.high},
+        "difference": asdict(row.paired.difference),
         "better": row.paired.wins,
         "worse": row.paired.losses,
     }

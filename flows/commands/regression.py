@@ -115,7 +115,7 @@ def _trained(settings: RunSettings, do: chain.RunStage) -> str:
 
 
 def _forget_weights(folder: Path, nights: Sequence[Night]) -> None:
-    """Delete the checkpoints of the nights before the newest one, but for the last good one's: only figures count."""
+    """Delete the checkpoints of all nights but the newest and the last good one."""
     good = last_good(nights)
     for one in nights[:-1]:
         if good is None or one.run_id != good.run_id:
@@ -157,7 +157,7 @@ def run(
     if take:
         found = accept(settings)
     elif as_json:
-        found, _ = night(settings, lambda stage: stage.work(), slower_by=slower_by)
+        found, _ = night(settings, chain.look, slower_by=slower_by)
     else:
         with shown_on(display_for_console()):
             found, _ = night(settings, chain.run_here, slower_by=slower_by)

@@ -3,13 +3,13 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from flows.commands.settings import named_run
 from flows.plan.checks import of_the_judge
+from flows.work.runs import named_run
 from rlcore import sandbox
 from rlcore.answers.judge import audit_reward, cases_of
 from rlcore.answers.judge import rescore as rescore_answers
@@ -108,7 +108,7 @@ def audit(run: Sequence[str], *, scorer: str | None, root: Path | None, as_json:
 
 
 def _kept(run: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout, int]:
-    config, layout = named_run(list(run), root)
+    config, layout = named_run(run, root)
     total = len(find_answers(layout.answers, Query()))
     if not total:
         why = (
@@ -123,11 +123,8 @@ def _pool(config: RunConfig, layout: RunLayout, scorer: str | None) -> Iterator[
     """Scoring processes of another scorer, found from here, or of the run's own, as the run keeps it."""
     sandbox.use(config.sandbox)
     reward = config.reward.model_copy(update={"num_processes": max(1, config.reward.num_processes)})
-    if scorer is not None:
-        with ScoringPool(scorer, reward) as pool:
-            yield pool
-        return
-    with working_by(layout.code), ScoringPool(config.data.scorer, reward) as pool:
+    code = working_by(layout.code) if scorer is None else nullcontext()
+    with code, ScoringPool(scorer or config.data.scorer, reward) as pool:
         yield pool
 
 

@@ -1,14 +1,13 @@
 """`millrace run`, `train`, `validate`, `report`, `data make`, `data pass-rates` and `data inspect`."""
 
 import logging
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 
 from flows import chain
-from flows.commands.settings import beside_python, named_run
+from flows.commands.settings import beside_python
 from flows.parameters import RunSettings
 from flows.plan.checks import check_before_plan, check_before_start, plan_run
 from flows.plan.table import show_memory, show_plan
@@ -20,6 +19,7 @@ from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun, open_run
 from flows.work.results import PipelineResult, checkpoint_name, finished, step_of
+from flows.work.runs import named_run
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, StopRequestedError
 from rlcore.run.pass_rates import WITHOUT_PASS_RATES, is_wanted
@@ -29,7 +29,6 @@ from rlcore.start import uncollected
 def run(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
     """Check, plan, then run the pipeline as a flow in this process, and print where to look."""
     config = settings.config
-    warn(settings.idle())
     plan = plan_run(settings)
     if dry_run:
         show_plan(plan, as_json=as_json)
@@ -53,7 +52,6 @@ def run(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -
 
 def train(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
     """Data, warm start, chunks, weights, validation, without Prefect."""
-    warn(settings.idle())
     plan = plan_run(settings)
     if dry_run:
         show_plan(plan, as_json=as_json)
@@ -66,7 +64,6 @@ def train(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool)
 
 def validate(settings: RunSettings, *, checkpoint: str, verbose: bool) -> None:
     """Judge one checkpoint."""
-    warn(settings.idle())
     check_before_plan(settings.config)
     checkpoint = checkpoint_name(checkpoint)
     step_of(settings.config, checkpoint)  # raises where there is none, before anything is made
@@ -83,7 +80,6 @@ def report(run: list[str], root: Path | None) -> None:
 
 def make_data(settings: RunSettings) -> None:
     """Make and filter the dataset."""
-    warn(settings.idle())
     check_before_plan(settings.config)
     with shown_on(display_for_console()):
         chain.make_rows(settings.config, chain.run_here)
@@ -91,7 +87,6 @@ def make_data(settings: RunSettings) -> None:
 
 def pass_rates(settings: RunSettings, *, verbose: bool) -> None:
     """Measure the pass rates of the training rows."""
-    warn(settings.idle())
     if not is_wanted(settings.config):
         raise ConfigError(WITHOUT_PASS_RATES)
     check_before_start(settings.config, plan_run(settings))
@@ -168,12 +163,6 @@ def _keep_runs_off_the_console() -> None:
     for handler in logging.getLogger().handlers:
         if hasattr(handler, "console"):
             handler.addFilter(keep)
-
-
-def warn(lines: Iterable[str]) -> None:
-    """A line each where errors go: what a command prints may be read by a program."""
-    for line in lines:
-        print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def summary_lines(config: RunConfig, result: PipelineResult, api: PrefectApi | None) -> list[str]:

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from flows.commands.settings import named_run
 from flows.plan.table import size
 from flows.progress import duration
 from flows.work.open_run import END_WAIT_S, note_told
-from flows.work.runs import all_runs
+from flows.work.runs import all_runs, named_run
 from flows.work.slots import Slots, State, Wish
 from flows.work.status import EVALUATION, STATES, RunStatus, status_of, was_told, worker_of
 from flows.work.trainer import LogTail

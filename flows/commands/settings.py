@@ -1,8 +1,7 @@
-"""Settings and runs as the command line names them: options, `--root`, `--fork`, and runs by id, folder or settings."""
+"""Settings as the command line has them: words and options, `--root`, and only to be shown (`--cfg`, `--info`)."""
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -12,14 +11,10 @@ from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from flows.parameters import RunSettings
-    from rlcore.config import RunConfig
-    from rlcore.run.layout import RunLayout
 
 ROOT = "paths.root="
 SLOWER_BY = 0.1
 """Default of `millrace regression --slower-by`: a step that takes more than a tenth longer is told."""
-START = "start"
-"""In place of a checkpoint: the model that a run has started from."""
 
 
 class Commands(TyperGroup):
@@ -30,7 +25,7 @@ class Commands(TyperGroup):
         name, command, words = super().resolve_command(ctx, args)
         taken = {option: parameter.name for parameter in getattr(command, "params", ()) for option in parameter.opts}
         if not isinstance(command, TyperGroup) and not ctx.resilient_parsing:  # nothing is refused while Tab completes
-            if taken.keys() & {"settings", "run"}:
+            if taken.keys() & {"settings", "overrides", "run"}:
                 _refuse_settings_as_options(words, {"--help", *taken})
             if "--root" in taken and "settings" not in taken:
                 words = [f"--root={root_of(word)}" if word.startswith(ROOT) else word for word in words]
@@ -46,11 +41,9 @@ def root_of(word: str) -> Path:
     return Path(word.removeprefix(ROOT).strip("'\""))
 
 
-def with_root(settings: Sequence[str] | None, root: Path | None) -> list[str]:
-    """The settings, with the one that `--root` stands for."""
-    from flows.parameters import all_overrides
-
-    return all_overrides(list(settings or ()), root=None if root is None else str(root))
+def root_among(words: Sequence[str]) -> Path | None:
+    """The folder that settings name last; None where they name none."""
+    return next((root_of(word) for word in reversed(words) if word.startswith(ROOT)), None)
 
 
 def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None:
@@ -102,14 +95,29 @@ def composed_or_shown(words: dict[str, Any]) -> bool:
     Returns:
         Whether the command goes on; False where the settings were only to be shown (`--cfg`, `--info`).
     """
+    from flows.parameters import compose_settings, with_root
+
     cfg, info, dry_run = words.pop("cfg", None), words.pop("info", False), words.get("dry_run", False)
     is_shown = cfg is not None or info
     require_dry_run(as_json=words.get("as_json", False), dry_run=dry_run)
     given = with_root(words["settings"], words.pop("root"))
-    words["settings"] = forked(given, words.pop("fork", None), dry_run=dry_run or is_shown)
+    if (source := words.pop("fork", None)) is None:
+        words["settings"] = compose_settings(given)
+    else:
+        from flows.commands.checkpoints import forked
+
+        words["settings"] = forked(given, source, dry_run=dry_run or is_shown)
     if is_shown:
         _show(words["settings"], cfg=cfg)
+    else:
+        warn(words["settings"].idle())
     return not is_shown
+
+
+def warn(lines: Iterable[str]) -> None:
+    """A line each where errors go: what a command prints may be read by a program."""
+    for line in lines:
+        print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def _show(settings: "RunSettings", *, cfg: str | None) -> None:
@@ -136,136 +144,6 @@ def _show(settings: "RunSettings", *, cfg: str | None) -> None:
     print(f"experiment {', '.join(files) or 'none: the defaults'}")
     print(f"groups     {' '.join(f'{group}={member}' for group, member in members.items())}")
     print(f"overrides  {' '.join(settings.overrides) or 'none'}")
-
-
-def named_run(words: list[str], root: Path | None) -> "tuple[RunConfig, RunLayout]":
-    """Settings and folders of a run. An id, or the beginning of one, is looked up below `root` (None: the usual one).
-
-    Raises:
-        ConfigError: the settings are wrong.
-        DataError: there is no such run, its settings cannot be read, or a part of it is of another kind.
-    """
-    from flows.work.runs import named_runs
-    from rlcore.config import PathsConfig, RunConfig
-    from rlcore.config.compose import load_config
-    from rlcore.errors import DataError
-    from rlcore.run.layout import RunLayout
-
-    if len(words) == 1 and "=" not in words[0]:
-        (folder,) = named_runs(words, root or Path(PathsConfig().root))
-        file = folder / "settings.json"
-        try:
-            config = RunConfig.model_validate_json(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{file}: cannot be read as the settings of this version of Millrace ({error}). Use the version that "
-                "wrote it."
-            ) from error
-        layout = RunLayout(Path(config.paths.root).resolve(), folder)  # the folder may have been moved or copied
-    else:
-        config = load_config(with_root(words, root))
-        layout = RunLayout.of(config)
-        if not layout.run_dir.is_dir():
-            raise DataError(
-                f"{layout.run_dir}: there is no such run: the settings name it, but nothing was started with them. "
-                "Give the settings of the run, its id, or its folder."
-            )
-    layout.require_kinds()
-    return config, layout
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """A checkpoint of a run as a model: `folder` is where its transformers directory is, or will be."""
-
-    config: "RunConfig"
-    layout: "RunLayout"
-    checkpoint: str
-    folder: Path
-
-    @property
-    def label(self) -> str:
-        """`<run id>@<checkpoint>`."""
-        return f"{self.layout.run_dir.name}@{self.checkpoint}"
-
-    def ensure(self) -> Path:
-        """The folder, written unless it is there and whole.
-
-        Raises:
-            CheckpointError: the checkpoint is broken.
-        """
-        from flows.commands.checkpoints import export_to
-        from rlcore.errors import CheckpointError
-        from rlcore.storage.finished import finished_or_set_aside
-
-        if self.checkpoint != START and finished_or_set_aside(self.folder, error=CheckpointError) is None:
-            export_to(self.config, self.layout, self.checkpoint, self.folder)
-        return self.folder
-
-
-def weights_of(source: str, root: Path | None) -> Weights:
-    """The weights that `RUN[@CHECKPOINT]` names: of `last` (taken if not given), `best`, a step, or `start`.
-
-    Raises:
-        DataError: there is no such run.
-        CheckpointError: it has no such checkpoint.
-    """
-    from flows.commands.checkpoints import start_model_of
-    from rlcore.checkpoint.catalog import find_checkpoint
-    from rlcore.config.fingerprint import fingerprint
-
-    name, _, checkpoint = source.partition("@")
-    config, layout = named_run([name], root)
-    if checkpoint == START:
-        return Weights(config, layout, START, start_model_of(config, layout))
-    info = find_checkpoint(layout.checkpoints, checkpoint or "last")
-    digest = fingerprint("fork", {"run": layout.run_dir.name, "step": info.step, "created": info.created})
-    return Weights(config, layout, info.name, layout.root / "models" / f"fork-{digest}")
-
-
-def forked(settings: list[str], source: str | None = None, *, dry_run: bool = False) -> "RunSettings":
-    """Compose settings; where `source` names a run's checkpoint, its weights are the model of step 0.
-
-    The weights go to `<root of the source>/models/fork-<digest>` as a transformers directory, once for a checkpoint.
-    Optimizer, critic and place in the data begin anew: what goes on as the same run needs no fork. A dry run writes
-    nothing: until the weights are there it plans by the model that the other run has started from.
-
-    Args:
-        settings: as on the command line.
-        source: `RUN[@CHECKPOINT]`; None: no fork.
-        dry_run: nothing may be written.
-
-    Raises:
-        ConfigError: the settings are wrong.
-        DataError: there is no such run.
-        CheckpointError: it has no such checkpoint, or that is broken.
-    """
-    from flows.parameters import compose_settings
-    from rlcore.config.problems import override_value
-
-    if source is None:
-        return compose_settings(settings)
-    from flows.commands.checkpoints import start_model_of
-    from rlcore.errors import CheckpointError
-    from rlcore.storage.finished import finished_or_why
-
-    # The settings cannot be composed yet: their model is still to come. A run's id is looked for in their root.
-    roots = [root_of(text) for text in settings if text.startswith(ROOT)]
-    weights = weights_of(source, roots[-1] if roots else None)
-    is_missing = dry_run and finished_or_why(weights.folder, error=CheckpointError)[0] is None
-    target = weights.folder if dry_run else weights.ensure()
-    model = start_model_of(weights.config, weights.layout) if is_missing else target
-    more = [
-        f"model.path={override_value(str(model))}",
-        "warm_start.enabled=false",
-        f"tags.forked_from={override_value(weights.label)}",
-    ]
-    composed = compose_settings([*settings, *more])
-    if not is_missing:
-        return composed
-    seen = composed.config
-    planned = seen.model_copy(update={"model": seen.model.model_copy(update={"path": str(target)})})
-    return replace(composed, config=planned, seen=seen)
 
 
 def beside_python(command: str) -> str:

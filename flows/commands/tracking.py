@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +10,9 @@ from shlex import quote
 import psutil
 
 from flows.commands.settings import beside_python
-from flows.server.launch import tethered
+from flows.server.launch import start_tethered
 from flows.server.secret import how_to_log_in, login_of, mlflow_client
-from flows.stack.recipes import Recipe, is_free, mlflow_recipe
-from flows.stack.services import answers, end_server, wait_until_ready
+from flows.stack.services import Recipe, answers, end_server, is_free, mlflow_recipe, wait_until_ready
 from flows.stack.state import Databases, Service, StackState, read_stack, tracking_in_stack
 from flows.work import runs as several
 from flows.work.runs import Outcome, all_runs, find_runs, named_runs
@@ -57,7 +55,7 @@ def sync(runs: Sequence[str] | None, *, root: Path, uri: str | None) -> None:
     """Deliver journals; all of the root's where none is named."""
     root = root.resolve()
     folders = named_runs(runs, root) if runs else all_runs(root)
-    _end(several.sync(folders, uri), f"no runs under {root / 'runs'}")
+    _end([several.sync(folder, uri) for folder in folders], f"no runs under {root / 'runs'}")
 
 
 def gc(*, root: Path, uri: str | None, dry_run: bool) -> None:
@@ -91,21 +89,12 @@ def ui(root: Path, port: int | None) -> None:
         raise MillraceError(f"--root {root}: holds no MLflow store. Run something there first, or name another root.")
     recipe = mlflow_recipe(root, databases, port, StackState())
     log_file = root / "mlflow-ui.log"
-    with log_file.open("wb") as log:
-        server = subprocess.Popen(
-            tethered(recipe.command),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **recipe.environment},
-            start_new_session=True,  # an interrupt at the keyboard is for us, and we end it
-        )
+    log_file.unlink(missing_ok=True)
+    server = start_tethered(recipe.command, log_file, {**os.environ, **recipe.environment})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         born = psutil.Process(server.pid).create_time()
-        wait_until_ready(
-            Service(recipe.name, server.pid, born, recipe.port, recipe.url, recipe.ready_url, str(log_file))
-        )
+        wait_until_ready(recipe.started(server.pid, born, log_file))
         page = _store_behind(recipe, root, databases).runs_url(recipe.url)
         print(f"MLflow: {page} (until Ctrl-C; its log: {log_file})\n{_answers_pages(recipe.url)}")
         print(f"Log in with {how_to_log_in(root)}", flush=True)

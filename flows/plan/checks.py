@@ -75,10 +75,7 @@ def check_run(settings: RunSettings) -> None:
 
 
 def check_before_plan(config: RunConfig) -> None:
-    """The folder to write to, the kinds of files in the run's folder, functions of the user's own, and the architecture
-    of a model whose `config.json` is on this machine.
-
-    (The model's folder is a rule of the settings.)
+    """The user's own functions, the architecture of a model whose `config.json` is here, the run's folder, the root.
 
     Raises:
         ConfigError, DataError, ModelError: key, rule, value got, what to do.
@@ -113,7 +110,6 @@ def require_root(root: Path) -> None:
 
 
 def _require_functions(config: RunConfig) -> None:
-    """What `data.build` and a scorer of one's own name: a run asks for the scorer after all of its data is made."""
     if config.data.environment:
         require_environment(config.data.environment)
     if config.episode.tools:
@@ -123,12 +119,20 @@ def _require_functions(config: RunConfig) -> None:
     for part in parts_of(config.data):
         if isinstance(part.data, CustomData):
             build_function(part.data)
-        if part.data.scorer != type(part.data).model_fields["scorer"].default:
+        if not _has_default_scorer(part.data):
             require_scorer(part.data.scorer)
 
 
+def _require_machine(config: RunConfig) -> None:
+    """Engine, device, cluster and models, which a run would miss only after its data is made."""
+    if config.rollout.engine == "vllm":
+        require_vllm()
+    _require_device(config)
+    _require_cluster(config)
+    _require_models(config)
+
+
 def _require_device(config: RunConfig) -> None:
-    """A GPU that the settings ask for is on this host, unless the workers live elsewhere."""
     runtime = config.runtime
     if runtime.device != "cuda" or runtime.ray_address is not None or first_gpu() is not None:
         return
@@ -140,8 +144,6 @@ def _require_device(config: RunConfig) -> None:
 
 
 def _require_cluster(config: RunConfig) -> None:
-    """The Ray cluster that the settings name is there, or the folder of a private one is nobody else's: a run would
-    find out after its data and warm start."""
     runtime = config.runtime
     if runtime.backend != "ray":
         return
@@ -155,8 +157,6 @@ def _model_paths(config: RunConfig) -> dict[str, str | None]:
 
 
 def _require_models(config: RunConfig) -> None:
-    """Models of the hub can be had, those of packages and GGUF files converted, those that Millrace has written are
-    whole: a run would find out after its data."""
     for key, path in _model_paths(config).items():
         if path is not None and is_gguf(path):
             require_gguf(path, config.paths.root)
@@ -166,32 +166,22 @@ def _require_models(config: RunConfig) -> None:
 
 
 def check_before_start(config: RunConfig, plan: RunPlan) -> None:
-    """What a run needs and a plan does not: the engine, and room for what the run still has to write.
+    """What a run needs and a plan does not: slots, engine, device, cluster, models, memory, and room on the disk.
 
     Raises:
-        EngineError: vLLM is not installed.
-        ConfigError: the run cannot fit the GPU that is here, or asks for one, and there is none; or no Ray cluster
-            listens at the address given; or the root has fewer slots than the run has ranks.
-        ModelError: a model of the hub is not in the cache, and the hub does not answer; or an exported one is damaged.
-        DiskSpaceError: says how many bytes are missing, and where.
+        EngineError, ConfigError, ModelError, DiskSpaceError: what is missing, and what to do.
     """
-    if config.rollout.engine == "vllm" and not plan.is_done:
-        require_vllm()
-    if not plan.is_done:
-        _require_device(config)
-        _require_cluster(config)
-        require_slots(config, RunLayout.of(config).root)
-        _require_models(config)
-    if plan.memory is not None and not plan.is_done:
-        require_fit(config, plan.memory)
-    if plan.warm_start_memory is not None and not plan.is_done:
-        require_fit(stage_settings(config), plan.warm_start_memory)
-    disk = plan.disk
-    if not plan.is_done and not all(report.enough for report in disk.file_systems):
-        short = "; ".join(report.problem for report in disk.file_systems if not report.enough)
+    if plan.is_done:
+        return
+    require_slots(config, RunLayout.of(config).root)
+    _require_machine(config)
+    for settings, memory in ((config, plan.memory), (stage_settings(config), plan.warm_start_memory)):
+        if memory is not None:
+            require_fit(settings, memory)
+    if short := [report.problem for report in plan.disk.file_systems if not report.enough]:
         raise DiskSpaceError(
-            f"{short}. The run needs room for {disk.num_checkpoints} checkpoints, among others (--dry-run shows it). "
-            "Free some room, lower checkpoint.keep_last, or set paths.root to a larger disk."
+            f"{'; '.join(short)}. The run needs room for {plan.disk.num_checkpoints} checkpoints, among others "
+            "(--dry-run shows it). Free some room, lower checkpoint.keep_last, or set paths.root to a larger disk."
         )
 
 
@@ -203,11 +193,7 @@ def check_evaluation(config: RunConfig) -> None:
     """
     for suite in config.validation.suites:
         check_before_plan(suite_settings(config, suite))
-    if config.rollout.engine == "vllm":
-        require_vllm()
-    _require_device(config)
-    _require_cluster(config)
-    _require_models(config)
+    _require_machine(config)
 
 
 def try_parts(config: RunConfig, plan: RunPlan) -> None:
@@ -227,7 +213,8 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
             from data.countdown_problems import require_enough
 
             require_enough(data, config.seed)
-        is_scorer_tried = (_may_not_fit(data) or bool(config.reward.weights)) and not config.data.environment
+        is_ours = _has_default_scorer(data) and isinstance(data, CountdownData | Gsm8kData)
+        is_scorer_tried = not config.data.environment and (not is_ours or bool(config.reward.weights))
         if not (is_scorer_tried or is_tokenizer_tried or config.data.environment):
             continue
         from data.custom import first_row
@@ -261,14 +248,12 @@ def _require_sound_rows(config: RunConfig) -> None:
             require_sound_rows(part.data, seen.seed, root, splits)
 
 
-def _may_not_fit(data: TaskData) -> bool:
-    """Whether the scorer is not the task's own, or the task is not one of ours."""
-    is_default = data.scorer == type(data).model_fields["scorer"].default
-    return not (is_default and isinstance(data, CountdownData | Gsm8kData))
+def _has_default_scorer(data: TaskData) -> bool:
+    return bool(data.scorer == type(data).model_fields["scorer"].default)
 
 
 def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
-    """Score the solution, a wrong answer and an empty one: many a scorer returns nothing for what is not right."""
+    # A wrong answer and an empty one too: many a scorer returns nothing for what is not right.
     sandbox.use(config.sandbox)
     answers = list(dict.fromkeys((row.solution or ANY_ANSWER, ANY_ANSWER, "")))
     settings = config.reward.model_copy(update={"num_processes": 1})
@@ -294,7 +279,6 @@ def of_the_judge(failure: str) -> str:
 
 
 def _try_environment(row: "FirstRow", config: RunConfig) -> None:
-    """Reset it on the task's first row, then step it once."""
     settings = RewardConfig(num_processes=1, deadline_s=config.episode.deadline_s)
     episode = Episode.begun("tried", config, row.ground_truth_json, config.seed)
     (score,) = _tried(PLAY, [episode.asked()], episode.truth(), settings, "episode")
@@ -311,7 +295,6 @@ def _try_environment(row: "FirstRow", config: RunConfig) -> None:
 
 
 def _tried(scorer: str, answers: Sequence[str], truth_json: str, settings: RewardConfig, section: str) -> list[Score]:
-    """Scores of answers to one problem; `failure` says why there is none."""
     with ScoringPool(scorer, settings, section=section) as pool:
         job = pool.submit(answers, [truth_json] * len(answers))
         if not job.done.wait(len(answers) * settings.deadline_s + FIRST_CALL_S):
@@ -323,7 +306,6 @@ def _tried(scorer: str, answers: Sequence[str], truth_json: str, settings: Rewar
 
 
 def _try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) -> None:
-    """Load it, and render and tokenize a prompt, as the filter will."""
     from data.tokenizer import PromptTokenizer, load_tokenizer
 
     tools = tool_schemas(config.episode.tools) if config.episode.tools else []

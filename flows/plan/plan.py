@@ -71,11 +71,8 @@ class TokenBudget:
 
 @dataclass(frozen=True, slots=True)
 class DiskBudget:
-    """Bytes that checkpoints take. `checkpoint_bytes` None: not known before the first checkpoint.
-
-    `needed_bytes`: what checkpoints will take more than they take now, and the reserve. `file_systems`: everything that
-    the run writes, checkpoints among it, for each file system that it touches.
-    """
+    """Bytes. `checkpoint_bytes` None: not known before the first one. `needed_bytes`: of checkpoints beyond those there
+    are, and the reserve. `file_systems`: all that the run writes, by file system."""
 
     checkpoint_bytes: int | None
     num_checkpoints: int
@@ -151,7 +148,6 @@ def count_parameters(config: RunConfig) -> ParameterCount | None:
 
 
 def _file_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors in the safetensors files of a model's folder."""
     folder = Path(path).expanduser()
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     return {name: shape for file in files for name, shape in _header_shapes(file)}
@@ -282,7 +278,6 @@ def _pass_rates(config: RunConfig, filtered: StagePlan) -> StagePlan:
 
 
 def _ends(warm: WarmStartConfig) -> str:
-    """When a warm start ends."""
     ends = [] if warm.epochs is None else [f"{warm.epochs:g} epochs"]
     ends += [] if warm.stop_at_reward is None else [f"reward {warm.stop_at_reward:g}"]
     ends += [] if warm.patience is None else [f"{warm.patience} measurements without a lower held-out loss"]

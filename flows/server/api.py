@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.error import HTTPError
 
-from flows import SOURCE_FOLDER
 from flows.parameters import MLFLOW_PAGE
 from flows.server.database import address_in, lay_out
-from flows.server.launch import tethered
+from flows.server.launch import python_path, start_tethered
 from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of, new_login
 from rlcore.errors import MillraceError
 from rlcore.storage.locks import HeldLock
@@ -36,7 +35,6 @@ START_WAIT_S = 600.0
 ANSWER_WAIT_S = 10.0
 """For a server that is said to run already."""
 STOP_WAIT_S = 10.0
-NUM_LAST_LINES = 15
 QUIET: Mapping[str, str] = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
@@ -78,26 +76,19 @@ class LocalServer:
         listener.listen(128)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         self.login = new_login()
-        path = os.pathsep.join(part for part in (str(SOURCE_FOLDER), os.environ.get("PYTHONPATH", "")) if part)
         own = {
             "PREFECT_HOME": str(home),
             **self.environment,
             SERVER_LOGIN: self.login,
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": self.url.removesuffix("/api"),
-            "PYTHONPATH": path,
+            "PYTHONPATH": python_path(),
             "PREFECT_UI_ENABLED": "false",
             **address_in(home),
         }
-        with listener, self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                tethered([sys.executable, "-m", "flows.stack.serve", "one-command", str(listener.fileno())]),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(listener.fileno(),),
-                start_new_session=True,  # an interrupt at the keyboard is for us, and we still have things to tell it
-                env=os.environ | own,
-            )
+        self._log.unlink(missing_ok=True)
+        with listener:
+            command = [sys.executable, "-m", "flows.stack.serve", "one-command", str(listener.fileno())]
+            self._process = start_tethered(command, self._log, os.environ | own, [listener.fileno()])
         # Registered before Prefect is imported, so called after Prefect has sent its last logs and events.
         atexit.register(self.stop)
 
@@ -115,10 +106,11 @@ class LocalServer:
         try:
             _ask(self.url, START_WAIT_S)
         except OSError as error:
-            lines = self._log.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]
+            from flows.stack.services import end_of
+
             raise MillraceError(
                 f"The Prefect server of this command does not start ({error}). `millrace train` does the same training "
-                f"without Prefect. The end of {self._log}:\n" + "\n".join(f"    {line}" for line in lines)
+                f"without Prefect. {end_of(str(self._log))}"
             ) from error
         finally:
             self._making.__exit__(None, None, None)
@@ -220,21 +212,17 @@ def _require_answer(url: str, key: str, remedy: str) -> None:
 
 
 def require_same_series(theirs: str, ours: str, what: str) -> None:
-    """A server and its clients are of one series.
+    """A server and its clients are of one series, such as 3.7: within it they understand each other.
 
     Raises:
         MillraceError: they are not.
     """
-    if _series(theirs) != _series(ours):
+    series = ours.split(".")[:2]
+    if theirs.split(".")[:2] != series:
         raise MillraceError(
             f"{what} is Prefect {theirs}, and {ours} is installed here; both must be of one series. Bring that server "
-            f"to {_series(ours)}, or name no server: then one is started here."
+            f"to {'.'.join(series)}, or name no server: then one is started here."
         )
-
-
-def _series(version: str) -> str:
-    """`3.7` of `3.7.7`: within a series a client and a server of different versions understand each other."""
-    return ".".join(version.split(".")[:2])
 
 
 def _ask(url: str, timeout_s: float) -> None:

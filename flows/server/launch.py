@@ -17,8 +17,12 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
 
 PR_SET_PDEATHSIG = 1
 PARENT_IS_GONE = 143
@@ -29,6 +33,33 @@ _LAUNCH = (sys.executable, "-S", "-E", str(Path(__file__).resolve()))
 def tethered(command: Sequence[str]) -> list[str]:
     """The command line that runs `command` tethered to this process."""
     return [*_LAUNCH, "tethered", str(os.getpid()), *command]
+
+
+def start_tethered(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], descriptors: Sequence[int] = ()
+) -> "subprocess.Popen[bytes]":
+    """Start a command tethered, in a session of its own, without input, and with its output at the end of `log`.
+
+    An interrupt at the keyboard is for us, and we end it. `descriptors`: those of ours that it inherits.
+    """
+    import subprocess
+
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            tethered(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=descriptors,
+            start_new_session=True,
+            env=environment,
+        )
+
+
+def python_path(*more: str) -> str:
+    """`PYTHONPATH` of a process that is to run the code that we run: our source first, then the environment's."""
+    source = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"), *more)))
 
 
 def detached(log: Path, command: Sequence[str]) -> list[str]:

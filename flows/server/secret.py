@@ -32,7 +32,12 @@ def login_of(root: Path) -> str:
     """
     path = root / SECRET_FILE
     if not path.exists():
-        _make(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            suppress(FileExistsError),  # another command has made it meanwhile: both use that one
+            os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file,
+        ):
+            file.write(new_login() + "\n")
     with path.open(encoding="utf-8") as file:
         found = os.fstat(file.fileno())
         login = file.read().strip()
@@ -53,12 +58,3 @@ def mlflow_client(login: str) -> dict[str, str]:
     """Environment of MLflow's clients."""
     user, _, password = login.partition(":")
     return {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": password}
-
-
-def _make(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        suppress(FileExistsError),  # another command has made it meanwhile: both use that one
-        os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file,
-    ):
-        file.write(new_login() + "\n")

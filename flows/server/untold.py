@@ -29,14 +29,8 @@ def own_process() -> None:
 
 @contextmanager
 def not_kept_by(url: str, leave: Callable[[], object], *, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """From a SIGINT or SIGTERM inside the block on, a Prefect server that is gone does not keep this process.
-
-    A trainer that was told to stop is waited for. One that was not is told by the kernel, and saves by itself.
-
-    Args:
-        url: of the server's API.
-        leave: called before the process is ended: puts the screen in order.
-        patience_s: how long the server may be away.
+    """From a SIGINT or SIGTERM inside the block on, a server at `url` that is gone for `patience_s` does not keep this
+    process. `leave` is called before its end. A trainer that was told to stop is waited for; another saves by itself.
     """
     if not _is_own:
         yield

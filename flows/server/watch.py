@@ -54,45 +54,29 @@ class FlowCancelledError(Abort):
 
 
 class _Watch:
-    """Polls the state of one flow run from a thread of its own, so that a server that is away blocks nothing."""
+    """Polls a flow run's state from a thread of its own, so that a server that is away blocks nothing."""
 
     def __init__(self, flow_run_id: UUID, *, is_deployed: bool) -> None:
         self._flow_run_id = flow_run_id
         self.is_deployed = is_deployed
-        self._over = threading.Event()
-        self._suspended: State[object] | None = None
-        self._cancelled_at: float | None = None
-        self._thread = threading.Thread(target=self._look_on, name="flow-run-watch", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """It may be in the middle of a request, which is left alone."""
-        self._over.set()
-
-    def end_if_cancelled(self) -> None:
-        """Raise in the flow's thread, once it is our turn."""
-        since = self._cancelled_at
-        if since is not None and time.monotonic() - since >= CANCEL_AFTER_S:
-            raise FlowCancelledError(TOLD_TO_END)
+        self.over = threading.Event()
+        self.suspended: State[object] | None = None
+        self.cancelled_at: float | None = None
+        threading.Thread(target=self._look_on, name="flow-run-watch", daemon=True).start()
 
     def is_cancelled(self) -> bool:
         """Whether the server has the flow run as cancelled, now; False where it is away."""
         with suppress(Exception), few_retries():
             self._look()
-        return self._cancelled_at is not None
-
-    def end_if_suspended(self) -> None:
-        """Raise what Prefect's own listener raises between two tasks."""
-        if self._suspended is not None:
-            raise Pause(state=self._suspended)
+        return self.cancelled_at is not None
 
     def _look_on(self) -> None:
-        while not self._over.is_set():
+        while not self.over.is_set():
             try:
                 self._look()
             except Exception as error:  # the server is away: the training is not touched by that
                 log.debug("the state of flow run %s is not known: %s", self._flow_run_id, error)
-            self._over.wait(LOOK_EVERY_S)
+            self.over.wait(LOOK_EVERY_S)
 
     def _look(self) -> None:
         with get_client(sync_client=True) as client:
@@ -103,11 +87,11 @@ class _Watch:
                 state = Running(message="Its process goes on: the server was away for longer than 90 s.")
                 client.set_flow_run_state(self._flow_run_id, state, force=True)
         if state.is_paused() and state.name == "Suspended":
-            self._suspended = state
+            self.suspended = state
         if state.type not in OVER:
-            self._cancelled_at = None
-        elif self._cancelled_at is None:
-            self._cancelled_at = time.monotonic()
+            self.cancelled_at = None
+        elif self.cancelled_at is None:
+            self.cancelled_at = time.monotonic()
 
 
 _watch: _Watch | None = None
@@ -115,10 +99,7 @@ _watch: _Watch | None = None
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Inside the block the flow run that we are in is watched.
-
-    Take it before the run's lock: a flow run that is Cancelled may be tried again at once, and needs the lock.
-    """
+    """Inside the block this process's flow run is watched. Take it before the run's lock, which the next try needs."""
     global _watch
     around = UUID(str(flow_run.id))
     is_deployed = bool(deployment.id)
@@ -136,7 +117,7 @@ def watched() -> Iterator[None]:
         raise
     finally:
         _watch = None
-        watch.end()
+        watch.over.set()  # a request that is under way is left alone
 
 
 def end_if_cancelled() -> None:
@@ -145,8 +126,9 @@ def end_if_cancelled() -> None:
     Raises:
         FlowCancelledError: the flow run was cancelled.
     """
-    if _watch is not None:
-        _watch.end_if_cancelled()
+    since = None if _watch is None else _watch.cancelled_at
+    if since is not None and time.monotonic() - since >= CANCEL_AFTER_S:
+        raise FlowCancelledError(TOLD_TO_END)
 
 
 @contextmanager
@@ -178,14 +160,12 @@ class SignalsHeld:
         self._noted: int | None = None
 
     def __enter__(self) -> Self:
-        """Hold them from here on."""
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         self._hold()
         return self
 
     def __exit__(self, *error: object) -> None:
-        """The signal that was held comes now."""
         self._let_go()
 
     @contextmanager
@@ -220,8 +200,8 @@ def end_if_suspended() -> None:
     Raises:
         Pause: the flow run was suspended. Prefect ends the process; resumed, the run goes on from its last checkpoint.
     """
-    if _watch is not None:
-        _watch.end_if_suspended()
+    if _watch is not None and _watch.suspended is not None:
+        raise Pause(state=_watch.suspended)
 
 
 def _show_cancelled(one: UUID) -> None:
@@ -239,11 +219,7 @@ def _show_cancelled(one: UUID) -> None:
 
 
 def show_paused(message: str) -> None:
-    """Set the flow run Paused, while its trainer waits for room on a disk.
-
-    Prefect's own `pause_flow_run` would block the flow, which has to go on listening to its trainer. There is no
-    time-out: the trainer has one (`checkpoint.wait_for_room_s`).
-    """
+    """Set the flow run Paused. Prefect's own `pause_flow_run` would block the flow, which must hear its trainer."""
     _set_state(Paused(message=message))
 
 
@@ -262,9 +238,9 @@ _few: dict[int, tuple[Settings, Settings]] = {}
 
 
 def few_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
-    """Inside the block requests to a Prefect server that is away are given up soon.
+    """Inside the block requests to a server that is away are given up soon.
 
-    Prefect's own `temporary_settings` validates all settings anew each time: a quarter of a small run's flow.
+    Prefect's own `temporary_settings` validates all settings anew: a quarter of a small run's flow.
     """
     context = get_settings_context()
     usual, few = _few.get(number, (None, None))

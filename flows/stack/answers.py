@@ -22,8 +22,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flows.commands.settings import named_run
 from flows.live import Followed, last_answers
+from flows.work.runs import named_run
 from flows.work.status import status_of
 from rlcore.answers.query import Query, find_answers, finite, one_answer
 from rlcore.answers.store import LIGHT

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from flows.commands.settings import beside_python
 from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, how_to_log_in
@@ -12,9 +13,9 @@ from rlcore.config import TrackingConfig
 from rlcore.tracking.mlflow_store import MlflowStore
 
 
-def up(root: Path, wishes: control.Wishes) -> None:
-    """Start, then say where everything is."""
-    state = control.up(root, wishes)
+def up(root: Path, **wishes: Any) -> None:
+    """Start, then say where everything is. `wishes`: the fields of `control.Wishes`."""
+    state = control.up(root, control.Wishes(**wishes))
     root = root.resolve()
     secret = root / SECRET_FILE
     runs_page = MlflowStore(TrackingConfig(uri=stack_store(root)), root).runs_url(state.mlflow_url)

@@ -12,9 +12,8 @@ from shlex import quote
 
 from flows import SOURCE_FOLDER
 from flows.server.database import PREFECT_DATABASE
-from flows.stack import recipes
-from flows.stack.recipes import say
-from flows.stack.services import PortTakenError, answers, end_server, end_worker, start, wait_until_ready
+from flows.stack import services
+from flows.stack.services import PortTakenError, answers, end_server, end_worker, say, start, wait_until_ready
 from flows.stack.state import (
     MLFLOW_DATABASE,
     Databases,
@@ -67,33 +66,28 @@ def up(root: Path, wishes: Wishes | None = None) -> StackState:
     databases = Databases.chosen(root)
     try:
         with HeldLock(root / "stack.lock", what=f"the stack of {root}", wait_s=LOCK_WAIT_S):
-            return _up(root, wishes, databases)
+            recorded = read_stack(root)
+            _require_fit(root, recorded, wishes)
+            ran_before = _running(recorded)
+            try:
+                return _started(root, _with_databases(recorded, databases), wishes, databases)
+            except BaseException:
+                _end(_running(read_stack(root)) - ran_before)
+                raise
     except MillraceError as error:
         raise MillraceError(without_passwords(str(error), databases)) from None
 
 
-def _up(root: Path, wishes: Wishes, databases: Databases) -> StackState:
-    state = _with_databases(_of_this_version(root, read_stack(root)), databases)
-    _require_ports(root, state, wishes)
-    _require_guards(root, state)
-    ran_before = _running(state)
-    try:
-        return _started(root, state, wishes, databases)
-    except BaseException:
-        _end(_running(read_stack(root)) - ran_before)
-        raise
-
-
 def _started(root: Path, state: StackState, wishes: Wishes, databases: Databases) -> StackState:
-    state = _ensure(root, state, "prefect", partial(recipes.prefect_recipe, root, databases, wishes.prefect_port))
+    state = _ensure(root, state, "prefect", partial(services.prefect_recipe, root, databases, wishes.prefect_port))
     state = replace(state, prefect_api_url=f"{_url(state, 'prefect')}/api", prefect_version=version("prefect"))
-    state = _ensure(root, state, "mlflow", partial(recipes.mlflow_recipe, root, databases, wishes.mlflow_port))
+    state = _ensure(root, state, "mlflow", partial(services.mlflow_recipe, root, databases, wishes.mlflow_port))
     state = replace(state, mlflow_url=_url(state, "mlflow"), mlflow_version=version("mlflow"))
     if wishes.ray:
-        state = _ensure(root, state, "ray", recipes.ray_recipe)
+        state = _ensure(root, state, "ray", services.ray_recipe)
     _set_up_prefect(root, state, wishes)
     for number in range(1, wishes.workers + 1):
-        worker = partial(recipes.worker_recipe, root, databases, number)
+        worker = partial(services.worker_recipe, root, databases, number)
         state = _ensure(root, state, f"worker-{number}", worker)
     write_stack(root, state)
     return state
@@ -116,7 +110,7 @@ def status(root: Path) -> list[tuple[Service, str]]:
         process = service.process()
         if process is None:
             found.append((service, "gone"))
-        elif answers(service) and recipes.listens(process, service.port):
+        elif answers(service) and services.listens(process, service.port):
             found.append((service, "up"))
         else:
             found.append((service, "does not answer"))
@@ -130,48 +124,40 @@ def _running(state: StackState) -> set[Service]:
     return {service for service in state.services if service.process() is not None}
 
 
-def _end(services: Iterable[Service]) -> None:
-    for service in sorted(services, key=_end_order):
+def _end(ended: Iterable[Service]) -> None:
+    for service in sorted(ended, key=_end_order):
         if (process := service.process()) is not None:
             (end_worker if _is_worker(service) else end_server)(process)
             say(f"{service.name} (process {service.pid}) has ended")
 
 
-def _of_this_version(root: Path, state: StackState) -> StackState:
-    """The record, unless a server that runs is of another version than what is installed."""
-    recorded = {"prefect": state.prefect_version, "mlflow": state.mlflow_version}
-    for name, was in recorded.items():
-        service = state.service(name)
-        if was and was != version(name) and service is not None and service.process() is not None:
-            raise MillraceError(
-                f"{name} is up at {service.url} in version {was}, and {version(name)} is installed here. "
-                f"`millrace down --root {quote(str(root))}`, then `millrace up` again; both read the database of the "
-                "older one."
-            )
-    return state
+def _require_fit(root: Path, state: StackState, wishes: Wishes) -> None:
+    """A server that is up is of the installed version, has the port that was asked for, and guards itself.
 
-
-def _require_ports(root: Path, state: StackState, wishes: Wishes) -> None:
-    """A server that is up keeps its port, so one that was asked for must be that one."""
-    for name, port in (("prefect", wishes.prefect_port), ("mlflow", wishes.mlflow_port)):
+    Millrace 0.1.0 began with servers that any web page could command; one of those may still be up.
+    """
+    again = f"`millrace down --root {quote(str(root))}`"
+    for name, was, port in (
+        ("prefect", state.prefect_version, wishes.prefect_port),
+        ("mlflow", state.mlflow_version, wishes.mlflow_port),
+    ):
         service = state.service(name)
-        if port is None or service is None or service.port == port or service.process() is None:
+        if service is None or (process := service.process()) is None:
             continue
-        raise MillraceError(
-            f"--{name}-port {port}: {name} is up already at {service.url}, and keeps its port. `millrace down --root "
-            f"{quote(str(root))}` first, or leave the port out."
-        )
-
-
-def _require_guards(root: Path, state: StackState) -> None:
-    """Millrace 0.1.0 began with servers that any web page could command; one of those may still be up."""
-    for name in ("prefect", "mlflow"):
-        service = state.service(name)
-        process = None if service is None else service.process()
-        if process is not None and recipes.SERVE not in process.cmdline():
+        if was and was != version(name):
+            raise MillraceError(
+                f"{name} is up at {service.url} in version {was}, and {version(name)} is installed here. {again}, then "
+                "`millrace up` again; both read the database of the older one."
+            )
+        if port is not None and port != service.port:
+            raise MillraceError(
+                f"--{name}-port {port}: {name} is up already at {service.url}, and keeps its port. {again} first, or "
+                "leave the port out."
+            )
+        if services.SERVE not in process.cmdline():
             raise MillraceError(
                 f"{name} is up (process {process.pid}) and asks nobody for a login: another Millrace has started it. "
-                f"`millrace down --root {quote(str(root))}`, then `millrace up` again."
+                f"{again}, then `millrace up` again."
             )
 
 
@@ -182,7 +168,7 @@ def _with_databases(state: StackState, databases: Databases) -> StackState:
     return replace(state, prefect_database=shown.prefect, mlflow_database=shown.mlflow)
 
 
-def _ensure(root: Path, state: StackState, name: str, recipe: Callable[[StackState], recipes.Recipe]) -> StackState:
+def _ensure(root: Path, state: StackState, name: str, recipe: Callable[[StackState], services.Recipe]) -> StackState:
     known = state.service(name)
     if known is not None and known.process() is not None:
         wait_until_ready(known)
@@ -222,7 +208,7 @@ def _set_up_prefect(root: Path, state: StackState, wishes: Wishes) -> None:
     """Work pool, queues, automations and deployments, in a process of its own: Prefect reads its settings once."""
     environment = {
         **os.environ,
-        **recipes.prefect_environment(root, state.prefect_api_url),
+        **services.prefect_environment(root, state.prefect_api_url),
         "PYTHONPATH": str(SOURCE_FOLDER),
     }
     environment["MILLRACE_ROOT"] = str(root)

@@ -21,14 +21,7 @@ from prefect import Flow
 from prefect.blocks.webhook import Webhook
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate, WorkPoolCreate, WorkPoolUpdate
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterEndTime,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    WorkPoolFilter,
-    WorkPoolFilterName,
-)
+from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions, FlowRun, State, StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.events.actions import CallWebhook, ChangeFlowRunState, SendNotification
@@ -43,7 +36,7 @@ from pydantic import BaseModel, ConfigDict, SecretStr, TypeAdapter, ValidationEr
 from flows import SOURCE_FOLDER, maintain, pipeline
 from flows.server.watch import CONSOLE_GONE, NO_HEARTBEAT
 from flows.stack.control import NOTIFY_BLOCK, NOTIFY_URL, SAID, WORKERS_ARE_UP
-from flows.stack.recipes import POOL
+from flows.stack.services import POOL
 from flows.sweep import flow as sweep
 from flows.work.slots import Slots
 from rlcore.config.compose import experiment_names
@@ -69,7 +62,7 @@ QUEUES: dict[str, int | None] = {"training": 1, "control": None}
 """Flow runs at a time. One training, as long as the root has no slots: with slots each run waits for its own."""
 LOST_AFTER = timedelta(seconds=90)
 """Three heartbeats."""
-OUR_POOL = WorkPoolFilter(name=WorkPoolFilterName(any_=[POOL]))
+OUR_POOL = WorkPoolFilter.model_validate({"name": {"any_": [POOL]}})
 OWN = "own"
 """Tag of deployments that `millrace deploy` has made, and no file lists."""
 MODEL = "pipeline/debug"
@@ -158,17 +151,10 @@ def put_deployment(
     *,
     switch: bool = False,
 ) -> UUID:
-    """Make a deployment, or bring it up to date; its id.
+    """Make a deployment (`flow/name`), or bring it up to date; its id.
 
-    Of one that is there, schedules that people have added stay, and what they have switched or paused stays so.
-
-    Args:
-        client: of the server.
-        name: of the flow and the deployment.
-        wanted: what it is for, its tags and its queue.
-        parameters: of its flow runs.
-        schedules: known again by their slugs.
-        switch: known ones are switched as these say, too.
+    What people have added, switched or paused stays. Schedules are known again by their slugs; with `switch` those that
+    are there are switched as these say.
     """
     flow, _, own_name = name.partition("/")
     entrypoint, found = FLOWS[flow]
@@ -210,8 +196,7 @@ def known_deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse
 
 
 def _bring_others_up_to_date(client: SyncPrefectClient, wanted: Mapping[str, Deployment]) -> list[str]:
-    """Give people's own deployments the form of the present version. The names of those that were applied once and are
-    listed no more: they still start runs."""
+    """Give people's own deployments the present form; the names of those that the file lists no more."""
     files = {entrypoint.partition(":")[0] for entrypoint, _ in FLOWS.values()}
     form = client.read_deployment_by_name(MODEL).parameter_openapi_schema
     strangers = []
@@ -226,7 +211,6 @@ def _bring_others_up_to_date(client: SyncPrefectClient, wanted: Mapping[str, Dep
 
 
 def _ensure_pool(client: SyncPrefectClient) -> None:
-    """A pool of processes on this host."""
     try:
         client.update_work_pool(POOL, WorkPoolUpdate(base_job_template=JOB))
     except ObjectNotFound:
@@ -315,10 +299,7 @@ WORDS_OF_A_RUN = ("{{ event.resource.name }}: {{ event.event }}", "{{ event.payl
 
 
 def notify(client: SyncPrefectClient, url: str | None, block: str | None) -> None:
-    """Call `url`, and have a notification block tell people, from now on. What is None is left out; where both are,
-    what is set up already stays.
-
-    The server keeps the address as a secret, and those of the block where its type does.
+    """Call `url`, and have a notification block tell people, from now on. Where both are None, what is set up stays.
 
     Raises:
         MillraceError: there is no such block, or it is none that notifies.
@@ -387,18 +368,17 @@ SUSPENDED = "Suspended"
 
 
 def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> list[str]:
-    """Schedule them again, so that they go on from their last checkpoint; the names of those runs.
+    """Schedule runs that have lost their process again, to go on from their last checkpoint; their names.
 
-    A run that was being cancelled is cancelled. Only runs of processes on this host are judged: the true guard against
-    two processes on one run is the run's lock. Where no worker is up, a run that waits to be started has lost the
-    worker that was about to start it.
+    A run that was being cancelled is cancelled. Only processes of this host are judged. Where no worker is up, a run
+    that waits to be started has lost the worker that was about to start it.
     """
     recovered = []
     for run in _given_up(client):
         if _has_lost_its_process(client, run):
             _schedule_again(client, run)
             recovered.append(run.name)
-    for run in client.read_flow_runs(flow_run_filter=_running(), work_pool_filter=OUR_POOL):
+    for run in _flow_runs(client, StateType.PENDING, *ALIVE):
         if run.state_name == SUSPENDED:
             continue
         # A pending one may still say the process of its last attempt: it is lost only with the worker that had it.
@@ -419,19 +399,12 @@ def _schedule_again(client: SyncPrefectClient, run: FlowRun) -> None:
 
 
 def _given_up(client: SyncPrefectClient) -> list[FlowRun]:
-    """Runs that have lost worker or process, and are Crashed by that since they were last recovered."""
-    since = FlowRunFilterEndTime.model_validate({"after_": datetime.now(UTC) - GIVEN_UP_WITHIN})
-    crashed = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.CRASHED]))
-    found = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(state=crashed, end_time=since), work_pool_filter=OUR_POOL
-    )
+    found = _flow_runs(client, StateType.CRASHED, end_time={"after_": datetime.now(UTC) - GIVEN_UP_WITHIN})
     return [run for run in found if run.state is not None and run.state.message in (NO_HEARTBEAT, CONSOLE_GONE)]
 
 
 def _has_lost_its_process(client: SyncPrefectClient, run: FlowRun) -> bool:
-    """Prefect's process worker notes `<host>:<pid>`. Another process has the number by now if it was born later than
-    the run last began.
-    """
+    """By the `<host>:<pid>` that Prefect's worker notes; a process born after the run last began is another one."""
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     if not pid.isdigit() or host not in ("", socket.gethostname()):
         return False
@@ -450,9 +423,9 @@ def _last_began(client: SyncPrefectClient, run: FlowRun) -> datetime | None:
     return max(times, default=run.start_time)
 
 
-def _running() -> FlowRunFilter:
-    kinds = [StateType.PENDING, *ALIVE]
-    return FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=kinds)))
+def _flow_runs(client: SyncPrefectClient, *kinds: StateType, **more: object) -> list[FlowRun]:
+    wanted = FlowRunFilter.model_validate({"state": {"type": {"any_": kinds}}, **more})
+    return client.read_flow_runs(flow_run_filter=wanted, work_pool_filter=OUR_POOL)
 
 
 if __name__ == "__main__":

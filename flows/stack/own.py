@@ -7,8 +7,8 @@ from shlex import quote
 from typing import Any
 
 from flows import SOURCE_FOLDER
-from flows.commands.settings import beside_python, with_root
-from flows.parameters import RunSettings, compose_settings
+from flows.commands.settings import beside_python
+from flows.parameters import RunSettings, compose_settings, with_root
 from flows.plan.checks import check_run
 from flows.server.api import running_prefect
 from rlcore.config.base import FILE_ENDINGS

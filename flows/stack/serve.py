@@ -63,11 +63,8 @@ _begun: set["asyncio.Task[None]"] = set()
 
 
 def _soon(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run it in the server's own loop, after the request that asks for it.
-
-    Prefect 3.7 stops the loop until another thread has done it: learnt of an automation that was changed, under a lock
-    that a task of the loop may hold. Then the server answers nobody any more.
-    """
+    """Run it in the server's own loop, after the request that asks for it. Prefect 3.7 stops the loop until another
+    thread has done it, under a lock that a task of the loop may hold: then the server answers nobody any more."""
     task = asyncio.get_running_loop().create_task(coroutine)
     _begun.add(task)  # the loop keeps no task alive
     task.add_done_callback(_begun.discard)
@@ -85,7 +82,7 @@ def without_address(record: logging.LogRecord) -> bool:
 
 
 def _mlflow() -> "Guard":
-    """MLflow's own logins need a second database, and a hash of a password for each request."""
+    # MLflow's own logins need a second database, and a hash of a password for each request.
     from flows.server.guard import Guard
     from flows.stack.answers import with_answers
     from flows.stack.state import MLFLOW_DATABASE

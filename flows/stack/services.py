@@ -1,20 +1,211 @@
-"""Processes of the stack: start one, wait until it answers, end it."""
+"""Processes of the local stack: how each is started, whether it answers on its port, and how it ends."""
 
 import os
+import socket
 import subprocess
+import sys
 import time
 import urllib.request
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from flows import SOURCE_FOLDER
+from flows.parameters import MLFLOW_PAGE
+from flows.server.api import QUIET
 from flows.server.database import PREFECT_DATABASE, PREFECT_DATABASE_TOO
-from flows.server.launch import detached
-from flows.stack.recipes import Recipe, listens
-from flows.stack.state import MLFLOW_DATABASE, Service
+from flows.server.launch import detached, python_path
+from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of
+from flows.stack.serve import ANSWERS_ROOT, MLFLOW_ARTIFACTS, MLFLOW_LOGIN
+from flows.stack.state import LOOPBACK, MLFLOW_DATABASE, STACK, Databases, Service, StackState
 from rlcore.errors import MillraceError
+from rlcore.runtime.cluster import loopback_environment, ray_folder
+
+POOL = "millrace"
+SERVE = "flows.stack.serve"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a service is started. `ready_url` answers once it is up; '' where there is nothing to ask."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    port: int
+    url: str
+    ready_url: str
+
+    def started(self, pid: int, born: float, log: Path) -> Service:
+        """The service, once its process is there."""
+        return Service(self.name, pid, born, self.port, self.url, self.ready_url, str(log))
+
+
+def say(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
+def _port_of(state: StackState, name: str, *, default: int | None = None, wanted: int | None = None) -> int:
+    """The port that was asked for; else the one that it had, so that a page stays where it was; else a free one.
+
+    Raises:
+        MillraceError: somebody else has the port that was asked for.
+    """
+    if wanted is not None:
+        if not is_free(wanted):
+            raise MillraceError(
+                f"--{name}-port: port {wanted} is in use by {described_listener(wanted)}. Choose another one, or leave "
+                "the option out: then a free port is taken and kept."
+            )
+        return wanted
+    known = state.service(name)
+    for port in (None if known is None else known.port, default):
+        if port and is_free(port):
+            return port
+        if port:
+            say(f"port {port} is in use by {described_listener(port)}; {name} takes another one")
+    return free_port()
+
+
+def prefect_recipe(root: Path, databases: Databases, port: int | None, state: StackState) -> Recipe:
+    """Prefect's server, page and services."""
+    port = _port_of(state, "prefect", default=4200, wanted=port)
+    url = f"http://{LOOPBACK}:{port}"
+    environment = prefect_environment(root, f"{url}/api") | {
+        SERVER_LOGIN: login_of(root),
+        "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": url,
+        "PREFECT_UI_API_URL": "/api",  # of the page's own origin, whatever tunnel it came through
+        # Without it a slot of a holder that was killed stays taken for ever once the server is started anew.
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+        # So that `--watch` shows a run's log, and why it has failed.
+        "PREFECT_SERVER_LOGS_STREAM_OUT_ENABLED": "true",
+        "PREFECT_SERVER_LOGS_STREAM_PUBLISHING_ENABLED": "true",
+        PREFECT_DATABASE: databases.prefect,
+    }
+    return Recipe("prefect", _serve("prefect", port), environment, port, url, f"{url}/api/health")
+
+
+def mlflow_recipe(root: Path, databases: Databases, port: int | None, state: StackState) -> Recipe:
+    """MLflow's server and pages."""
+    port = _port_of(state, "mlflow", default=5000, wanted=port)
+    url = f"http://{LOOPBACK}:{port}"
+    environment = {
+        MLFLOW_LOGIN: login_of(root),
+        MLFLOW_DATABASE: databases.mlflow,
+        # As a URI: of a plain path MLflow would take %41 for an A.
+        ANSWERS_ROOT: str(root),
+        MLFLOW_ARTIFACTS: (root / "mlartifacts").as_uri(),
+        # Its job runners take 2 GB and half a minute to start, and nothing here uses them.
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+    return Recipe("mlflow", _serve("mlflow", port), environment, port, url, f"{url}/health")
+
+
+def _serve(name: str, port: int) -> tuple[str, ...]:
+    return (sys.executable, "-m", SERVE, name, str(port))
+
+
+def ray_recipe(state: StackState) -> Recipe:
+    """A Ray head of this user and machine alone; runs join it by `runtime.ray_address`."""
+    port = _port_of(state, "ray", default=6379)
+    ray = str(Path(sys.executable).parent / "ray")
+    command = [ray, "start", "--head", "--block", "--node-ip-address", LOOPBACK, "--port", str(port)]
+    command += ["--include-dashboard", "false", "--disable-usage-stats", "--temp-dir", str(ray_folder())]
+    return Recipe("ray", tuple(command), loopback_environment(), port, f"{LOOPBACK}:{port}", "")
+
+
+def worker_recipe(root: Path, databases: Databases, number: int, state: StackState) -> Recipe:
+    """A Prefect worker that starts flow runs as processes on this host. It does not know the databases."""
+    name = f"worker-{number}"
+    port = _port_of(state, name)
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--with-healthcheck"]
+    command += ["--name", f"{name}@{os.uname().nodename}"]
+    environment = prefect_environment(root, state.prefect_api_url) | {
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,
+        "PREFECT_WORKER_WEBSERVER_PORT": str(port),
+        "PYTHONPATH": python_path(),
+        # A flow that is told to end by `millrace down` has not crashed: it stays Running, and the next `up` goes on.
+        "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
+        MLFLOW_PAGE: state.mlflow_url,
+    }
+    if not databases.mlflow_is_the_file(root):
+        environment[STACK] = str(root)
+    return Recipe(name, tuple(command), environment, port, "", f"http://{LOOPBACK}:{port}/health")
+
+
+def prefect_environment(root: Path, api_url: str) -> dict[str, str]:
+    """Prefect's settings in every process of the stack."""
+    return {
+        **QUIET,
+        "PREFECT_HOME": str(root / "prefect"),
+        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(root / "prefect" / "storage"),  # does not follow PREFECT_HOME
+        "PREFECT_API_URL": api_url,
+        CLIENT_LOGIN: login_of(root),
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",
+    }
+
+
+HEARS_LOOPBACK = frozenset({LOOPBACK, "0.0.0.0", "::", "::ffff:127.0.0.1"})
+"""Addresses whose listeners are reached under LOOPBACK."""
+
+
+def free_port() -> int:
+    """A port without a listener now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Whether one may listen there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            return False
+    return True
+
+
+def listener(port: int) -> psutil.Process | None:
+    """The process that listens there on loopback; None where this user may not see it."""
+    with suppress(psutil.Error):
+        for connection in psutil.net_connections(kind="tcp"):
+            at = connection.laddr
+            is_there = connection.status == psutil.CONN_LISTEN and at and at.port == port and at.ip in HEARS_LOOPBACK
+            if is_there and connection.pid:
+                return psutil.Process(connection.pid)
+    return None
+
+
+def described_listener(port: int) -> str:
+    """Who listens there, in words."""
+    process = listener(port)
+    if process is None:
+        return "a process of another user"
+    try:
+        return f"process {process.pid} ({' '.join(process.cmdline())[:120]})"
+    except psutil.Error:
+        return f"process {process.pid}"
+
+
+def listens(process: psutil.Process, port: int) -> bool:
+    """Whether this process, or one that it has started, listens there: another server may have been quicker."""
+    try:
+        family = {process.pid, *(child.pid for child in process.children(recursive=True))}
+    except psutil.NoSuchProcess:
+        return False
+    found = listener(port)
+    return found is not None and found.pid in family
+
+
+# ---------------------------------------------------------------------- start, wait, end
 
 READY_WAIT_S = 600.0
 """The first start makes both databases; minutes on a busy machine. A service that dies is noticed at once."""
@@ -65,7 +256,7 @@ def start(root: Path, recipe: Recipe) -> Service:
         born = psutil.Process(pid).create_time()
     except psutil.NoSuchProcess:
         raise MillraceError(f"{recipe.name} has ended instead of starting. {end_of(str(log))}") from None
-    return Service(recipe.name, pid, born, recipe.port, recipe.url, recipe.ready_url, str(log))
+    return recipe.started(pid, born, log)
 
 
 def wait_until_ready(service: Service) -> None:
@@ -122,11 +313,7 @@ def end_server(process: psutil.Process) -> None:
 
 
 def end_worker(process: psutil.Process) -> None:
-    """End a worker and let its flow runs save.
-
-    The worker first, and at once: it has no state, and would note its flow runs as crashed. The flows, told to end,
-    wait for their trainers, which save; in Prefect they stay Running, and the next `up` starts them again.
-    """
+    """Kill a worker, which would note its flow runs as crashed, and end these; they stay Running for the next `up`."""
     flows = _below(process, all_of_them=False)
     family = [process, *_below(process)]
     _kill([process])
@@ -138,7 +325,6 @@ def end_worker(process: psutil.Process) -> None:
 
 
 def _below(process: psutil.Process, *, all_of_them: bool = True) -> list[psutil.Process]:
-    """What it has started; nothing where it has ended by itself meanwhile."""
     try:
         return process.children(recursive=all_of_them)
     except psutil.NoSuchProcess:

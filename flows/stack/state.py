@@ -98,8 +98,6 @@ DRIVERS = {
                       "sqlite://"),
 }  # fmt: skip
 """How an address may begin: the drivers that each server can load."""
-MODULES = {"asyncpg": "asyncpg", "psycopg": "psycopg", "psycopg2": "psycopg2", "pymysql": "pymysql",
-           "aiosqlite": "aiosqlite"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -179,7 +177,7 @@ def _check(key: str, address: str) -> None:
     if not address.startswith(known):
         raise MillraceError(f"{key}: must begin with one of {', '.join(known)}; got {masked(address)}")
     driver = urlsplit(address).scheme.partition("+")[2] or {"postgresql": "psycopg2"}.get(urlsplit(address).scheme, "")
-    if driver and find_spec(MODULES[driver]) is None:
+    if driver and find_spec(driver) is None:
         raise MillraceError(
             f"{key}: {masked(address)} needs the package {driver}, which is not installed. "
             "In the checkout, pip install -c constraints.txt -e '.[postgres]' brings asyncpg (for Prefect) and psycopg "

@@ -5,7 +5,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from flows.commands.run import flow_of_a_command, warn
+from flows.commands.run import flow_of_a_command
+from flows.commands.settings import require_dry_run, warn
+from flows.parameters import with_root
 from flows.plan.checks import check_before_plan
 from flows.server.api import start_prefect
 from flows.stack.state import in_stack
@@ -15,16 +17,21 @@ from rlcore.config.sweep_load import Sweep, load_sweep
 
 def sweep(
     spec: str,
-    settings: list[str],
+    overrides: list[str] | None,
     *,
-    budget: Budget,
+    max_runs: int | None,
+    max_steps: int | None,
+    max_hours: float | None,
+    root: Path | None,
     on_workers: bool,
     dry_run: bool,
     as_json: bool,
     verbose: bool,
 ) -> None:
     """Check, show or run, and say where to look. Exit code 1 if a point has failed."""
-    checked = checked_sweep(spec, settings, budget)
+    require_dry_run(as_json=as_json, dry_run=dry_run)
+    settings = with_root(overrides, root)
+    checked = checked_sweep(spec, settings, Budget(runs=max_runs, steps=max_steps, hours=max_hours))
     warn(checked.idle_settings())
     if dry_run:
         show(checked, as_json=as_json)

@@ -22,40 +22,30 @@ LOCK_WAIT_S = 600.0
 
 
 class Spending:
-    """Counts runs, steps and hours of this call against its budget."""
+    """Runs, steps and hours of this call against its budget."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._begun = time.monotonic()
-        self._runs: set[str] = set()
-        self._steps = 0
+        self.runs: set[str] = set()
+        self.num_steps = 0
         self.ended_by = ""
         """What was used up first; nothing while there is room."""
 
     def begin(self, run_id: str, steps: int) -> bool:
         """Whether a run may be trained for so many steps more; if so, they are spent."""
-        budget, runs = self._budget, self._runs | {run_id}
+        most, runs, num_steps = self._budget, self.runs | {run_id}, self.num_steps + steps
         hours = (time.monotonic() - self._begun) / 3600
-        if budget.runs is not None and len(runs) > budget.runs:
-            self.ended_by = self.ended_by or f"{budget.runs} runs"
-        elif budget.steps is not None and self._steps + steps > budget.steps:
-            self.ended_by = self.ended_by or f"{budget.steps} steps"
-        elif budget.hours is not None and hours >= budget.hours:
-            self.ended_by = self.ended_by or f"{budget.hours:g} hours"
-        else:
-            self._runs, self._steps = runs, self._steps + steps
-            return True
-        return False
-
-    @property
-    def num_runs(self) -> int:
-        """Runs that were worked on."""
-        return len(self._runs)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps that they were given."""
-        return self._steps
+        for limit, spent, unit in (
+            (most.runs, len(runs), "runs"),
+            (most.steps, num_steps, "steps"),
+            (most.hours, hours, "hours"),
+        ):
+            if limit is not None and spent > limit:
+                self.ended_by = self.ended_by or f"{str(limit).removesuffix('.0')} {unit}"
+                return False
+        self.runs, self.num_steps = runs, num_steps
+        return True
 
 
 @dataclass(eq=False, slots=True)
@@ -73,7 +63,7 @@ class Task:
         return f"{self.point.label} seed={self.member.seed}"
 
     def claim(self, folder: Path) -> bool:
-        """Take the run, so that no other process of the sweep works on it; the kernel frees what a killed one had."""
+        """Take the run for this process; the kernel frees what a killed one had."""
         file = folder / "claims" / f"{self.member.run_id}.lock"
         file.parent.mkdir(exist_ok=True)
         lock = FileLock(file)
@@ -104,10 +94,10 @@ def sweep_lock(sweep: Sweep) -> HeldLock:
 
 
 class Drive:
-    """One call of a sweep. Its state is written to `sweep.json` after each run.
+    """One call of a sweep; its state is in `sweep.json` after each run.
 
-    Several processes may each have such a call of the same sweep under one root: they share its study, one of them at a
-    time works on a run, and the points are those that one process alone would have tried.
+    Several processes may work on one sweep: they share its study, one at a time works on a run, and the points are
+    those that one process alone would have tried.
     """
 
     def __init__(self, sweep: Sweep, folder: Path, work: Work, more: Mapping[str, JsonValue]) -> None:
@@ -136,10 +126,7 @@ class Drive:
     def _in_order(self) -> list[PointRecord]:
         return [self.points[number] for number in sorted(self.points)]
 
-    # ------------------------------------------------------------------ points
-
     def _next_points(self) -> list[PointRecord]:
-        """Points that have not ended and that this call has not tried; none at the end."""
         with sweep_lock(self._sweep):
             if not (found := self._read_study()):
                 self._study.add_points()
@@ -192,8 +179,6 @@ class Drive:
         point = self.points.get(number) or PointRecord(number, settings, members_of(self._sweep, settings)[0])
         return point.problem_scores(self._metric(point), step)
 
-    # ------------------------------------------------------------------ comparisons
-
     def _climb(self, points: Sequence[PointRecord]) -> None:
         """Train them to each comparison in turn; those that fail or are dropped stay behind."""
         live = [point for point in points if not point.error]
@@ -227,9 +212,9 @@ class Drive:
                 pause()
 
     def _claimed(self, to_do: list[Task]) -> Iterator[Task]:
-        """The next run that nobody works on, when there is room for it: so each counts the budget as it stands then.
+        """Runs that nobody works on, each when there is room for it, so that it meets the budget as it stands then.
 
-        What is there, or not to be begun, goes from `to_do` as well; what others work on stays.
+        What is there or not to be begun leaves `to_do` as well; what others work on stays.
         """
         for task in list(to_do):
             member, has_claim = task.member, task.claim(self._folder)
@@ -247,7 +232,6 @@ class Drive:
             to_do.remove(task)
 
     def _take(self, task: Task, error: str) -> None:
-        """What came of a run that was begun."""
         point, member = task.point, task.member
         has_score = member.look(self._metric(point), task.to_step)
         task.release()

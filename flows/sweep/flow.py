@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from shlex import join
@@ -58,8 +58,7 @@ STOP_WAIT_S = 20.0
 
 
 def work_here(tasks: Iterator[Task], mlflow_parent: str | None) -> Iterator[tuple[Task, str]]:
-    """One after the other in this process: their stages are tasks of the sweep's flow run. Being told to stop is passed
-    on; the run in hand has saved."""
+    """One after the other in this process, as tasks of the sweep's flow run. Being told to stop is passed on."""
     for task in tasks:
         end_if_cancelled()
         end_if_suspended()
@@ -182,11 +181,7 @@ def _ended(client: SyncPrefectClient, flow_run_ids: Sequence[UUID]) -> Iterator[
             yield flow_run_id, f"flow run {flow_run_id} was deleted in Prefect"
             continue
         if state is not None and state.is_final():
-            yield flow_run_id, _error(state)
-
-
-def _error(state: State) -> str:
-    return "" if state.is_completed() else f"{state.name}: {state.message or 'no message'}"
+            yield flow_run_id, "" if state.is_completed() else f"{state.name}: {state.message or 'no message'}"
 
 
 def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: bool) -> SweepResult:
@@ -281,12 +276,9 @@ def work_of(sweep: Sweep, parent: str | None, *, on_workers: bool) -> Iterator[W
     if on_workers:
         yield OnWorkers(parent, sweep_directory(sweep).parent.parent).work
         return
-    alike = not any(key.partition(".")[0] == "runtime" for point in sweep.points for key in point)
-    alike = alike and not any(key.partition(".")[0] == "runtime" for key in sweep.spec.space)
-    if alike and sweep.base.runtime.backend == "local":
-        with kept_between_runs():
-            yield partial(work_here, mlflow_parent=parent)
-    else:
+    varied = {key.partition(".")[0] for keys in (*sweep.points, sweep.spec.space) for key in keys}
+    is_kept = sweep.base.runtime.backend == "local" and "runtime" not in varied
+    with kept_between_runs() if is_kept else nullcontext():
         yield partial(work_here, mlflow_parent=parent)
 
 
@@ -306,13 +298,13 @@ def conclude(
         failed=[f"point {one.number}, {one.label}: {one.error}" for one in points if one.state == "failed"],
         num_not_begun=states.count("not begun") + max(0, num_to_come),
         ended_by=drive.spending.ended_by,
-        num_runs=drive.spending.num_runs,
+        num_runs=len(drive.spending.runs),
         num_steps=drive.spending.num_steps,
         best_point=None if best is None else best.number,
         best_label="" if best is None else best.label,
         best_score=None if best is None else best.score,
         best_experiment=None if best is None else write_best(folder, sweep, best),
-        comparison=write_comparison(folder, points, is_news=drive.spending.num_runs > 0),
+        comparison=write_comparison(folder, points, is_news=bool(drive.spending.runs)),
         mlflow_run_id=parent,
     )
     drive.save()

@@ -135,29 +135,31 @@ PARENT_FILE = "mlflow.json"
 """In the sweep's folder: the id of its run in MLflow."""
 
 
+@contextmanager
+def _harmless(what: str) -> Iterator[None]:
+    """MLflow may be away: an error inside the block is a line in the log."""
+    try:
+        yield
+    except Exception as error:
+        get_run_logger().warning("MLflow did not take %s: %s", what, error)
+
+
 def begin_in_mlflow(sweep: Sweep) -> str | None:
     """The sweep's run, now RUNNING; None where tracking is off or MLflow does not answer."""
     config = sweep.base
     if not config.tracking.enabled:
         return None
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
-    file = sweep_directory(sweep) / PARENT_FILE
-    try:
+    file, run = sweep_directory(sweep) / PARENT_FILE, None
+    with _harmless("the sweep, so its runs will stand there side by side"):
         known = json.loads(file.read_text())["run_id"] if file.is_file() else None
         store = _store(sweep)
-        tags = {
-            SWEEP_TAG: sweep.sweep_id,
-            "stage": "sweep",
-            "mlflow.source.name": "millrace",
-            NOTE_TAG: _purpose(sweep),
-        }
+        tags = {SWEEP_TAG: sweep.sweep_id, "stage": "sweep", "mlflow.source.name": "millrace"}
+        tags[NOTE_TAG] = _purpose(sweep)
         run = store.start_or_resume_run(sweep.sweep_id, known, tags)
         write_json_atomically(file, {"run_id": run})
         store.log_params(run, {"sweep": sweep.spec.model_dump(mode="json", exclude_none=True, exclude={"budget"})})
-        return run
-    except Exception as error:
-        get_run_logger().warning("MLflow did not take the sweep (%s); its runs will stand there side by side", error)
-        return None
+    return run
 
 
 @contextmanager
@@ -167,10 +169,8 @@ def ended_in_mlflow(sweep: Sweep, run: str | None) -> Iterator[None]:
         yield
     except BaseException as error:
         if run is not None:
-            try:
+            with _harmless("the end of the sweep"):
                 _store(sweep).set_status(run, "KILLED" if is_stop(error) else "FAILED")
-            except Exception as refusal:
-                get_run_logger().warning("MLflow did not take the end of the sweep: %s", refusal)
         raise
 
 
@@ -178,7 +178,7 @@ def finish_in_mlflow(sweep: Sweep, run: str | None, points: Sequence[PointRecord
     """Scores by point, the files, the runs of the sweep that were there before, a description, and the end."""
     if run is None:
         return
-    try:
+    with _harmless("all of the sweep"):
         store = _store(sweep)
         metric = sweep.metric_of(sweep.base)
         for point in points:
@@ -197,16 +197,10 @@ def finish_in_mlflow(sweep: Sweep, run: str | None, points: Sequence[PointRecord
         store.set_tags(run, {NOTE_TAG: _description(store, sweep, points, result, members)})
         store.set_status(run, "FAILED" if result.failed else "FINISHED")
         tell(f"in MLflow: {store.run_url(run, _pages())}")
-    except Exception as error:
-        get_run_logger().warning("MLflow did not take all of the sweep: %s", error)
 
 
 def _gather(store: MlflowStore, run: str, sweep: Sweep, points: Sequence[PointRecord]) -> dict[int, list[str]]:
-    """Tag the sweep's runs as its own; the ids in MLflow of each point's runs.
-
-    One that `millrace run` has finished before becomes a child of the sweep's run. One that is a child of another sweep
-    stays there, since MLflow has one parent; it gets the tag.
-    """
+    """Tag the sweep's runs, and make them its children unless they are another sweep's; their ids by point."""
     found: dict[int, list[str]] = {}
     for point in points:
         for member in point.members:

@@ -39,7 +39,7 @@ ProblemScores = Callable[[int, Point, int], Mapping[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A point and how far it is. `number` counts from 1 and is the same in every call."""
+    """A point and how far it is. `number`: from 1 on, the same in every call."""
 
     number: int
     settings: Point

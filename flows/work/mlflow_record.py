@@ -55,7 +55,7 @@ MOST_ANSWERS = 200
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The run's page in one MLflow store."""
+    """A run's page in its MLflow store, made by `of` unless it is there."""
 
     store: MlflowStore
     mlflow_run: str
@@ -64,7 +64,7 @@ class Page:
 
     @classmethod
     def of(cls, run: OpenRun, tags: Mapping[str, str]) -> "Page":
-        """The page of a run, made with these tags unless it is there."""
+        """The page of a run."""
         mlflow_run = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
         return cls(MlflowStore(run.config.tracking, run.layout.root), mlflow_run, run.config, run.layout)
 
@@ -175,7 +175,6 @@ class MlflowRecord:
         self._first: Future[Recorded] | None = None
 
     def __enter__(self) -> "MlflowRecord":
-        """Nothing is written yet."""
         return self
 
     def __exit__(
@@ -188,28 +187,34 @@ class MlflowRecord:
 
     def start(self, dataset: StageResult, filtered: StageResult) -> None:
         """Write settings and datasets, meanwhile."""
-        config = self._run.config
-        digest = settings_digest(config)
-        if not config.tracking.enabled or self._known.settings == digest:
+        run, known, digest = self._run, self._known, settings_digest(self._run.config)
+        if not run.config.tracking.enabled or known.settings == digest:
             return
-        self._first = self._thread.submit(
-            lambda: _record_start(self._run, self._known, self._prefect, digest, dataset, filtered)
-        )
+
+        def record() -> Recorded:
+            tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=self._prefect)
+            page = Page.of(run, tags)
+            located = _located(known, page)
+            run.shown.mlflow_page = located.url  # from here on the flow run's page has the way there
+            log_start(page, tags, dataset, filtered)
+            return replace(located, settings=digest).write(run.layout)
+
+        self._first = self._thread.submit(record)
         self._first.add_done_callback(self._tell_at_once)
         self._thread.submit(load_ahead)
 
     def finish(self, report: Report | None, last: Export, best: Export) -> Recorded:
         """Write report, validations and weights, and wait for it, within a bound."""
-        config = self._run.config
-        digest = report_fingerprint(self._run.layout)
-        models = models_digest(config, last, best)
-        is_there = (self._known.report, self._known.models) == (digest, models) and self._first is None
-        if not config.tracking.enabled or is_there:
-            return self._known
-        first = self._first
+        run, known, first = self._run, self._known, self._first
+        digest, models = report_fingerprint(run.layout), models_digest(run.config, last, best)
+        if not run.config.tracking.enabled or ((known.report, known.models) == (digest, models) and first is None):
+            return known
 
         def record() -> Recorded:
-            return _record_end(self._run, self._after(first), digest, models, report, last, best)
+            page = Page.of(run, {})
+            log_result(page, report)
+            log_models(page, last, best)
+            return replace(_located(self._after(first), page), report=digest, models=models).write(run.layout)
 
         try:
             self._known = self._thread.submit(record).result(FINISH_WAIT_S)
@@ -234,9 +239,7 @@ class MlflowRecord:
 
     def _after(self, first: "Future[Recorded] | None") -> Recorded:
         """What is known once the first part is written, or has failed."""
-        if first is None:
-            return self._known
-        return self._known if first.exception() is not None else first.result()
+        return self._known if first is None or first.exception() is not None else first.result()
 
     def _tell_at_once(self, first: "Future[Recorded]") -> None:
         """A store that is away is told when the run begins, while there is time to look."""
@@ -250,31 +253,6 @@ class MlflowRecord:
             what,
             explain(error, where),
         )
-
-
-def _record_start(
-    run: OpenRun,
-    known: Recorded,
-    prefect: Mapping[str, str],
-    digest: str,
-    dataset: StageResult,
-    filtered: StageResult,
-) -> Recorded:
-    tags = lineage_tags(run.config, stage="train", run_id=run.run_id, prefect=prefect)
-    page = Page.of(run, tags)
-    located = _located(known, page)
-    run.shown.mlflow_page = located.url  # from here on the flow run's page has the way there
-    log_start(page, tags, dataset, filtered)
-    return replace(located, settings=digest).write(run.layout)
-
-
-def _record_end(
-    run: OpenRun, known: Recorded, digest: str, models: str, report: Report | None, last: Export, best: Export
-) -> Recorded:
-    page = Page.of(run, {})
-    log_result(page, report)
-    log_models(page, last, best)
-    return replace(_located(known, page), report=digest, models=models).write(run.layout)
 
 
 def _located(known: Recorded, page: Page) -> Recorded:

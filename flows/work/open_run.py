@@ -50,13 +50,7 @@ class Shown:
 
 
 class OpenRun:
-    """A run in hand.
-
-    Args:
-        config: its settings.
-        command: the command line that works on the run; noted with it.
-        title: the run in the names of tasks.
-    """
+    """A run in hand. `command`: the line that works on it, noted with it. `title`: the run in the names of tasks."""
 
     def __init__(self, config: RunConfig, command: Sequence[str], title: str = "") -> None:
         self.config = config
@@ -102,10 +96,13 @@ def open_run(config: RunConfig, command: Sequence[str] = (), title: str = "") ->
         CheckpointError: it has begun with other code or data.
         DataError: its folder cannot be written.
     """
+    from rlcore.config.documents import to_yaml
+
     layout = RunLayout.of(config)
     with HeldLock(layout.run_dir / FLOW_LOCK, what=f"run {run_id(config)}"):
         _keep_code(config, layout)
-        _write_settings(config, layout)
+        write_text_atomically(layout.settings_json, settings_text(config, layout))
+        write_text_atomically(layout.run_dir / "settings.yaml", to_yaml(anchored(config, layout)))
         run = OpenRun(config, command, title)
         with (
             _noted_before_the_first_step(layout.run_dir),
@@ -122,7 +119,7 @@ def note_told(run_dir: Path, worker: Holder) -> None:
 
 @contextmanager
 def _noted_before_the_first_step(run_dir: Path) -> Iterator[None]:
-    """Note in the run's folder why the block ends early, where no trainer has begun that would note it."""
+    """Note why the block ends early, where no trainer has begun that would note it."""
     began = time.time()
     try:
         yield
@@ -134,13 +131,6 @@ def _noted_before_the_first_step(run_dir: Path) -> Iterator[None]:
                 elif isinstance(error, Exception) and not any(fault.time >= began for fault in read_faults(run_dir)):
                     note_fault(run_dir, fault_of(error, "", 0))
         raise
-
-
-def _write_settings(config: RunConfig, layout: RunLayout) -> None:
-    from rlcore.config.documents import to_yaml
-
-    write_text_atomically(layout.settings_json, settings_text(config, layout))
-    write_text_atomically(layout.run_dir / "settings.yaml", to_yaml(anchored(config, layout)))
 
 
 def _keep_code(config: RunConfig, layout: RunLayout) -> None:

@@ -30,18 +30,14 @@ REPORT_SOURCE = Path(__file__).resolve().parents[2] / "rlcore" / "report"
 RECORDED_FILE = "recorded.json"
 
 
-# ---------------------------------------------------------------------- results of stages
-
-
-def skipped(cached: bool) -> str:
-    """The end of a stage's line if there was nothing to do."""
+def _skipped(cached: bool) -> str:
     return ", skipped: done before" if cached else ""
 
 
 def describe_rows(result: StageResult) -> str:
     """Rows of a dataset by split, and whether they were there already."""
     counts = ", ".join(f"{count:,} {name}" for name, count in result.counts.items())
-    return f"{counts} rows{skipped(result.cached)} ({result.directory})"
+    return f"{counts} rows{_skipped(result.cached)} ({result.directory})"
 
 
 SHOWN = ("reward", "held_out_loss")
@@ -60,13 +56,12 @@ class StartModel:
     is_over: bool = True
 
     def __str__(self) -> str:
-        """The line for people."""
         if not self.is_over:
             return f"step {self.steps} is saved"
         if not self.steps:
             return f"no supervised steps: training starts from {self.directory}"
         shown = [f"{name.replace('_', '-')} {self.figures[name]:.3f}" for name in SHOWN if name in self.figures]
-        return f"{', '.join(shown)} after {self.steps} steps{skipped(self.cached)} ({self.directory})"
+        return f"{', '.join(shown)} after {self.steps} steps{_skipped(self.cached)} ({self.directory})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +75,7 @@ class PassRateTable:
     cached: bool
 
     def __str__(self) -> str:
-        """The line for people."""
-        return f"kept {self.kept:,} of {self.rows:,} rows; {self.spread}{skipped(self.cached)} ({self.directory})"
+        return f"kept {self.kept:,} of {self.rows:,} rows; {self.spread}{_skipped(self.cached)} ({self.directory})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +89,9 @@ class Chunk:
     metrics: Mapping[str, float]
 
     def __str__(self) -> str:
-        """The line for people."""
         reward = self.metrics.get("critic/score/mean")
         score = "" if reward is None else f", reward {reward:.3f}"
-        return f"step {self.start}-{self.stop}{score}{skipped(self.skipped)}"
+        return f"step {self.start}-{self.stop}{score}{_skipped(self.skipped)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +105,7 @@ class Judgement:
     summary: Mapping[str, float]
 
     def __str__(self) -> str:
-        """The line for people."""
-        return f"{self.figures()}{skipped(self.cached)}"
+        return f"{self.figures()}{_skipped(self.cached)}"
 
     def figures(self) -> str:
         """Its main figures with their intervals."""
@@ -146,8 +138,7 @@ class Export:
     cached: bool
 
     def __str__(self) -> str:
-        """The line for people."""
-        return f"step {self.step}{skipped(self.cached)} ({self.directory})"
+        return f"step {self.step}{_skipped(self.cached)} ({self.directory})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +149,6 @@ class Report:
     cached: bool
 
     def __str__(self) -> str:
-        """The line for people."""
         return f"{self.html}{', skipped: it is current' if self.cached else ''}"
 
 
@@ -202,9 +192,6 @@ class PipelineResult:
     report: Path | None
     weights: Path
     mlflow: Recorded
-
-
-# ---------------------------------------------------------------------- is it done?
 
 
 def known_start_model(config: RunConfig, inputs: RunInputs) -> StartModel | None:

@@ -11,7 +11,7 @@ from flows.stack.state import log_in, stack_store
 from flows.work.open_run import FLOW_LOCK
 from rlcore.checkpoint.catalog import plan_prune
 from rlcore.checkpoint.store import CheckpointStore
-from rlcore.config import RunConfig, TrackingConfig
+from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.errors import DataError, MillraceError, RunInUseError, TrackingError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import HeldLock
@@ -51,9 +51,10 @@ def _named(name: str, root: Path) -> Path:
         if (folder / "settings.json").is_file():
             return folder.resolve()
     known = all_runs(root)
-    found = [folder for folder in known if folder.name.startswith(name)]
+    found = [folder for folder in known if name and folder.name.startswith(name)]
     if len(found) == 1:
         return found[0].resolve()
+    name = name or "''"  # an empty name, perhaps of an unset variable, is no beginning
     meant = found or known
     names = ", ".join(folder.name for folder in meant[:MOST_NAMES]) or "none"
     if len(meant) > MOST_NAMES:
@@ -63,6 +64,48 @@ def _named(name: str, root: Path) -> Path:
         f"{name}: {problem}; under {root / 'runs'} there are: {names}. Name one of them, or another root (--root, or "
         "paths.root)."
     )
+
+
+def named_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout]:
+    """Settings and folders of a run: by its folder, its id or the beginning of that under `root`, or by its settings.
+
+    Raises:
+        ConfigError: the settings are wrong.
+        DataError: there is no such run, its settings cannot be read, or a part of it is of another kind.
+    """
+    if len(words) == 1 and "=" not in words[0]:
+        folder = _named(words[0], root or Path(PathsConfig().root))
+        config = settings_of(folder)
+        layout = RunLayout(Path(config.paths.root).resolve(), folder)  # the folder may have been moved or copied
+    else:
+        from flows.parameters import with_root
+        from rlcore.config.compose import load_config  # Hydra, which a run by its name does not need
+
+        config = load_config(with_root(words, root))
+        layout = RunLayout.of(config)
+        if not layout.run_dir.is_dir():
+            raise DataError(
+                f"{layout.run_dir}: there is no such run: the settings name it, but nothing was started with them. "
+                "Give the settings of the run, its id, or its folder."
+            )
+    layout.require_kinds()
+    return config, layout
+
+
+def settings_of(folder: Path) -> RunConfig:
+    """The settings that a run's folder keeps.
+
+    Raises:
+        DataError: they cannot be read, or are those of another version.
+    """
+    file = folder / "settings.json"
+    try:
+        return RunConfig.model_validate_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{file}: cannot be read as the settings of this version of Millrace ({error}). Use the version that "
+            "wrote it."
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +160,7 @@ def compare(folders: Sequence[Path], root: Path) -> Comparison:
 def _keep(folders: Sequence[Path], files: "ReportFiles", root: Path) -> str:
     """Upload the files to the runs that MLflow has; the URL of its page of them. A failure is a line in the log."""
     known = [(folder, run_id) for folder in folders if (run_id := _mlflow_run(folder)) is not None]
-    configs = [RunConfig.model_validate_json((folder / "settings.json").read_bytes()) for folder, _ in known]
+    configs = [settings_of(folder) for folder, _ in known]
     if not known or not all(config.tracking.enabled for config in configs):
         return ""
     stores = [MlflowStore(config.tracking, root) for config in configs]
@@ -152,18 +195,13 @@ class Outcome:
     ok: bool
 
     def __str__(self) -> str:
-        """The line that people read."""
         return f"{self.run}: {self.text}"
 
 
-def prune(folders: Sequence[Path], *, dry_run: bool) -> list[Outcome]:
-    """Delete the checkpoints that each run's own retention rule does not keep; a run that is going on is left alone."""
-    return [_pruned(folder, dry_run) for folder in folders]
-
-
-def _pruned(folder: Path, dry_run: bool) -> Outcome:
+def prune(folder: Path, *, dry_run: bool) -> Outcome:
+    """Delete the checkpoints that a run's own retention rule does not keep; one that is going on is left alone."""
     try:
-        config = RunConfig.model_validate_json((folder / "settings.json").read_bytes())
+        config = settings_of(folder)
         checkpoints = RunLayout(folder.parents[1], folder).checkpoints
         if not checkpoints.is_dir():
             return Outcome(folder.name, "no checkpoints", ok=True)
@@ -184,15 +222,11 @@ def _pruned(folder: Path, dry_run: bool) -> Outcome:
     return Outcome(folder.name, f"deleted {len(deleted)} checkpoints", ok=True)
 
 
-def sync(folders: Sequence[Path], uri: str | None) -> list[Outcome]:
-    """Deliver to MLflow what it has not got of each run's journal. Doing it again changes nothing.
+def sync(folder: Path, uri: str | None) -> Outcome:
+    """Deliver to MLflow what it has not got of a run's journal. Doing it again changes nothing.
 
     `uri`: another store than that of the run's settings; where neither names one, it is the stack's.
     """
-    return [_synced(folder, uri) for folder in folders]
-
-
-def _synced(folder: Path, uri: str | None) -> Outcome:
     if not has_begun(folder):
         return Outcome(folder.name, "has not begun", ok=True)
     try:
@@ -209,8 +243,8 @@ def _synced(folder: Path, uri: str | None) -> Outcome:
 def _store_in_stack(folder: Path) -> str | None:
     """The stack's store for a run whose settings name none; None: the one that it was begun with."""
     try:
-        named = RunConfig.model_validate_json((folder / "settings.json").read_bytes()).tracking.uri
-    except (OSError, ValueError):  # settings of another version: `attempts.jsonl` says where it goes
+        named = settings_of(folder).tracking.uri
+    except DataError:  # settings of another version: `attempts.jsonl` says where it goes
         return None
     if named is None:
         return stack_store(folder.parents[1])

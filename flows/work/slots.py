@@ -97,8 +97,7 @@ class State:
     def must_yield(self, run_id: str) -> Preempt | None:
         """How soon a run that holds slots must give them to others of higher priority; None: it may keep them.
 
-        The holders of the lowest priority yield first, of these the one that asked last, and no more of them than are
-        needed.
+        Holders of the lowest priority yield first, of these the one that asked last, and no more than are needed.
         """
         mine = next((holder for holder in self.holders.values() if holder.run_id == run_id), None)
         if mine is None:
@@ -146,7 +145,7 @@ class Slots:
         return HeldLock(self.folder / "mutex.lock", what=f"the list of slots in {self.folder}", wait_s=MUTEX_WAIT_S)
 
     def look(self) -> State:
-        """The state, by the locks that are held."""
+        """The state of this moment."""
         if not self.devices():
             return State((), {}, ())
         with self.mutex():
@@ -210,10 +209,7 @@ def require_slots(config: RunConfig, root: Path) -> None:
 
 
 class HeldSlots:
-    """Slots in hand; none where the root has no slots.
-
-    `descriptors`: for the trainer to inherit. `environment`: what it sees of the machine's devices.
-    """
+    """Slots in hand, none where the root has none. A trainer inherits `descriptors` and `environment`, its devices."""
 
     def __init__(self, slots: Slots, wish: Wish, locks: Mapping[int, FileLock], devices: Sequence[str]) -> None:
         self._slots = slots
@@ -274,10 +270,7 @@ class Claim:
         return cls(Slots(root), wish)
 
     def take(self, on_wait: Callable[[str], None]) -> HeldSlots:
-        """Wait until it is the run's turn and enough slots are free.
-
-        `on_wait` is called twice a second with the reason; what it raises ends the wait.
-        """
+        """Wait for the run's turn and free slots. `on_wait`, called often with the reason, may raise to end that."""
         slots, wish = self.slots, self.wish
         if not slots.devices():
             return HeldSlots(slots, wish, {}, ())
@@ -303,7 +296,6 @@ def _taken(slots: Slots, wish: Wish, state: State) -> dict[int, FileLock]:
 
 
 def _lock(lock: FileLock, wish: Wish) -> None:
-    """Lock a file that is free by its state, and say for whom. The mutex is held."""
     if not lock.try_acquire():
         raise RunInUseError(f"{lock.path}: was locked by another process outside of its turn. Start again.")
     lock.write(wish.encoded())
@@ -311,7 +303,6 @@ def _lock(lock: FileLock, wish: Wish) -> None:
 
 @contextmanager
 def _in_line(slots: Slots, wish: Wish) -> Iterator[None]:
-    """Inside the block the run is one of those that wait."""
     file = slots.waiting_path(wish.run_id)
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(file)

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from data import StageResult
+from data import StageResult, build_dataset, dataset_directory, dataset_fingerprint, filter_dataset
 from flows.progress import display
 from flows.work import results
 from flows.work.open_run import OpenRun
@@ -45,40 +45,33 @@ DIFF_FILE = "code.diff"
 MAX_DIFF_CHARACTERS = 1_000_000
 
 
-# ---------------------------------------------------------------------- data and start model
-
-
 def make_dataset(config: RunConfig) -> StageResult:
     """Make the dataset, or find it."""
-    from data import build_dataset
-
     return build_dataset(config.data, seed=config.seed, root=_root(config))
 
 
 def filter_rows(config: RunConfig) -> StageResult:
     """Tokenize and filter the dataset, which must be there; or find the result."""
-    from data import build_dataset, filter_dataset
-
-    root = _root(config)
-    tokenizer = ensure_tokenizer(config)
     for one in _compared(config).values():
-        build_dataset(one.data, seed=one.seed, root=root, splits=("validation",))
+        build_dataset(one.data, seed=one.seed, root=_root(config), splits=("validation",))
+    return _filtered(config, _dataset(config), suites=suite_datasets(config))
+
+
+def _filtered(config: RunConfig, dataset: Path, **more: Any) -> StageResult:
     return filter_dataset(
-        _dataset(config),
-        tokenizer,
+        dataset,
+        ensure_tokenizer(config),
         config.filter,
-        root=root,
+        root=_root(config),
         tools=config.episode.tools,
         chat_template_kwargs=config.data.chat_template_kwargs,
-        suites=suite_datasets(config),
         on_progress=_show_rows,
+        **more,
     )
 
 
 def suite_datasets(config: RunConfig) -> dict[str, Path]:
     """Where the datasets are, or will be, that the filter compares the training rows with, by the suite's name."""
-    from data import dataset_directory, dataset_fingerprint
-
     root = _root(config)
     return {
         name: dataset_directory(dataset_fingerprint(one.data, one.seed, root, ("validation",)), root)
@@ -92,26 +85,15 @@ def _compared(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def _show_rows(split: str, done: int, total: int) -> None:
-    """How far the filter is, where that takes more than a moment."""
     if done < total:
         display().event(Progress(f"filter, rows of {split}", done, total, {}))
 
 
 def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
     """Make, tokenize and filter a suite's rows, or find the result."""
-    from data import build_dataset, filter_dataset
-
-    seen, root = suite_settings(config, suite), _root(config)
-    dataset = build_dataset(seen.data, seed=seen.seed, root=root, splits=("validation",))
-    return filter_dataset(
-        dataset.directory,
-        ensure_tokenizer(config),
-        seen.filter,
-        root=root,
-        tools=seen.episode.tools,
-        chat_template_kwargs=seen.data.chat_template_kwargs,
-        on_progress=_show_rows,
-    )
+    seen = suite_settings(config, suite)
+    dataset = build_dataset(seen.data, seed=seen.seed, root=_root(seen), splits=("validation",))
+    return _filtered(seen, dataset.directory)
 
 
 def has_demonstrations(config: RunConfig) -> bool:
@@ -174,9 +156,6 @@ def measure_pass_rates(run: OpenRun, inputs: RunInputs) -> PassRateTable:
     return replace(made, cached=False)
 
 
-# ---------------------------------------------------------------------- training, validation, weights
-
-
 def chunk_bounds(config: RunConfig, to_step: int | None = None) -> list[tuple[int, int]]:
     """First and last step of each chunk: multiples of `trainer.steps_per_chunk`, and the end (or `to_step`).
 
@@ -189,10 +168,8 @@ def chunk_bounds(config: RunConfig, to_step: int | None = None) -> list[tuple[in
 
 
 def train_chunk(run: OpenRun, inputs: RunInputs, start: int, stop: int, at_most: int | None = None) -> Chunk:
-    """Train from the newest checkpoint, at best `start`, to `stop`, unless that is committed.
-
-    The trainer goes on while it saves, to `at_most` (None: the run's end).
-    """
+    """Train from the newest checkpoint to `stop`, unless that is committed; while it saves the trainer goes on, to
+    `at_most` (None: the run's end)."""
     if results.committed_step(run.config) >= stop:
         return Chunk(start, stop, results.checkpoint_store(run.config).path_of(stop), skipped=True, metrics={})
     record_lineage(run, inputs)
@@ -240,10 +217,7 @@ def export(run: OpenRun, inputs: RunInputs) -> Export:
 
 
 def export_best(run: OpenRun, inputs: RunInputs, last: Export) -> Export:
-    """Write the weights of the checkpoint with the highest held-out score, unless they are those of `last`.
-
-    `last` where nobody wants them (`tracking.log_best`).
-    """
+    """Write the weights of the best held-out score; `last` where it has that, or nobody wants them (`log_best`)."""
     best_step = results.best_step_wanted(run.config, run.layout, last.step)
     if best_step is None:
         return last
@@ -254,19 +228,12 @@ def export_best(run: OpenRun, inputs: RunInputs, last: Export) -> Export:
 
 
 def _call(run: OpenRun, inputs: RunInputs, command: str, **arguments: str | int) -> Mapping[str, Any]:
-    """Let the trainer process work; it reads its inputs from the run's folder."""
-    inputs.write(run.layout)
+    inputs.write(run.layout)  # where the trainer process reads them
     return run.trainer.call(command, **arguments)
 
 
-# ---------------------------------------------------------------------- lineage
-
-
 def record_lineage(run: OpenRun, inputs: RunInputs) -> None:
-    """Note where the run comes from: `lineage.json` and `code.diff` in its folder, once for each start of the run.
-
-    A lack of room here is no reason not to train.
-    """
+    """Write `lineage.json` and `code.diff` into the run's folder, once for each start; a lack of room ends no run."""
     if run.has_lineage:
         return
     run.has_lineage = True
@@ -297,9 +264,6 @@ def _lineage_stages(run: OpenRun, inputs: RunInputs) -> tuple[Stage, ...]:
     code = code_of(run.config)
     kept = Stage("code", code.fingerprint, str(run.layout.code), {"files": ", ".join(code.sources)})
     return (kept, *(stage_of(name, folder) for name, folder in folders.items()))
-
-
-# ---------------------------------------------------------------------- report
 
 
 def load_ahead() -> None:
@@ -334,7 +298,5 @@ def _root(config: RunConfig) -> Path:
 
 
 def _dataset(config: RunConfig) -> Path:
-    from data import dataset_directory, dataset_fingerprint
-
     root = _root(config)
     return dataset_directory(dataset_fingerprint(config.data, config.seed, root), root)

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -91,17 +90,12 @@ def was_told(run_dir: Path, worker: Holder) -> bool:
 
 def size_of(folder: Path) -> int:
     """Bytes of all files below a folder; files that go away meanwhile are left out."""
-    return sum(_sizes(folder))
-
-
-def _sizes(folder: Path) -> Iterator[int]:
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _sizes(Path(entry.path))
-            else:
-                with suppress(OSError):
-                    yield entry.stat(follow_symlinks=False).st_size
+    total = 0
+    for at, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += Path(at, name).lstat().st_size
+    return total
 
 
 def _state(run_dir: Path, pause: str) -> tuple[State, str]:

@@ -17,8 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from flows import SOURCE_FOLDER
-from flows.server.launch import tethered
+from flows.server.launch import python_path, start_tethered
 from flows.work.protocol import Done, Event, Failed, Happening, Note, Progress, Reply, command_line, parse_reply
 from flows.work.slots import Claim, HeldSlots
 from rlcore.errors import EXIT_RESUMABLE, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError, is_stop
@@ -56,7 +55,7 @@ MAX_READ_BYTES = 1 << 20
 
 
 class LogTail:
-    """New whole lines of a file since the last look."""
+    """A log that grows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,7 +63,7 @@ class LogTail:
         self._rest = b""
 
     def new_lines(self) -> Iterator[str]:
-        """Lines that have been completed since the last call; at most a megabyte of them. None of a deleted file."""
+        """Lines completed since the last call, at most a megabyte of them; none of a deleted file."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -103,10 +102,9 @@ _spare: "list[_Child] | None" = None
 
 @contextmanager
 def kept_between_runs() -> Iterator[None]:
-    """Inside the block a trainer that is done with one run serves the next: to start one takes seconds of imports.
+    """Inside the block a trainer that is done with a run serves the next, for to start one takes seconds of imports.
 
-    For runs with equal settings of `runtime`, in this process alone. A trainer that has failed is never kept. A block
-    inside another one shares its trainer.
+    For runs with equal settings of `runtime`. One that has failed is never kept; a block inside another shares its own.
     """
     global _spare
     if _spare is not None:
@@ -167,7 +165,6 @@ class TrainerProcess:
         self._reason = ""
 
     def __enter__(self) -> Self:
-        """Nothing is started yet."""
         return self
 
     def __exit__(
@@ -214,10 +211,7 @@ class TrainerProcess:
         raise reply.error()
 
     def let_go(self) -> None:
-        """Tell an idle process to end, and do not wait: that takes it seconds, in which there is other work to do.
-
-        `close` waits for it; a call would start another one.
-        """
+        """Tell an idle process to end, and go on: it takes seconds. `close` waits for it; a call starts another one."""
         if self._child is None or self._is_told_to_end or _spare is not None:
             return
         self._is_told_to_end = True
@@ -226,7 +220,7 @@ class TrainerProcess:
         self._child.held.release()  # the trainer has them until it has ended
 
     def close(self, *, hand_on: bool = True) -> None:
-        """Tell an idle process to end, wait for it, and make sure that it has. `hand_on`: it may serve the next run."""
+        """Tell an idle process to end, and wait until it has. `hand_on`: it may serve the next run instead."""
         child, self._child = self._child, None
         was_told, self._is_told_to_end = self._is_told_to_end, False
         if child is None or (hand_on and not was_told and self._handed_on(child)):
@@ -243,7 +237,6 @@ class TrainerProcess:
             child.destroy()
 
     def _handed_on(self, child: "_Child") -> bool:
-        """Keep the process for the next run, inside `kept_between_runs`; whether it was kept."""
         if _spare is None or _spare or self._command != TRAINER:
             return False
         try:
@@ -257,8 +250,6 @@ class TrainerProcess:
         if isinstance(reply, Done):
             _spare.append(child)
         return isinstance(reply, Done)
-
-    # ------------------------------------------------------------------ parts
 
     def _started(self) -> "_Child":
         if self._child is not None and (self._is_told_to_end or self._child.process.poll() is not None):
@@ -307,18 +298,14 @@ class TrainerProcess:
             self.on_line(line)
 
     def _wait_for_exit(self, child: "_Child", wait_s: float) -> bool:
-        """Whether it has ended within that time; what it says meanwhile is passed on."""
         deadline = time.monotonic() + wait_s
         while True:
             has_ended = child.process.poll() is not None
             for reply in child.replies(0.0 if has_ended else POLL_S):
-                match reply:
-                    case Failed(type=StopRequestedError.__name__):
-                        self._mention(Note(reply.message))
-                    case Done() | Failed():
-                        pass
-                    case event:
-                        self._mention(event)
+                if isinstance(reply, Failed) and reply.type == StopRequestedError.__name__:
+                    self._mention(Note(reply.message))
+                elif not isinstance(reply, Done | Failed):
+                    self._mention(reply)
             with suppress(Exception):
                 self._pass_on_lines(child)
             if has_ended:
@@ -382,16 +369,8 @@ class _Child:
         line = [*command, "--settings", str(run_dir / "settings.json")]
         line += ["--commands-fd", str(child_reads), "--replies-fd", str(child_writes)]
         try:
-            with log_file.open("ab") as log:
-                process = subprocess.Popen(
-                    tethered(line),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=(child_reads, child_writes, *held.descriptors),
-                    start_new_session=True,
-                    env=_environment() | held.environment,
-                )
+            inherited = (child_reads, child_writes, *held.descriptors)
+            process = start_tethered(line, log_file, _environment() | held.environment, inherited)
         except BaseException:
             os.close(commands_fd)
             os.close(replies_fd)
@@ -403,7 +382,6 @@ class _Child:
         return cls(process, commands_fd, replies_fd, LogTail(log_file), held)
 
     def opened(self, run_dir: Path) -> bool:
-        """Let an idle process serve another run; False where it has ended meanwhile."""
         log_file = _new_log(run_dir / "logs")
         try:
             self.send(command_line("open", settings=str(run_dir / "settings.json"), log=str(log_file)))
@@ -444,7 +422,6 @@ class _Child:
             raise WorkerLostError(f"the trainer process says {line[:200]!r}, which is no reply ({error})") from error
 
     def lost(self) -> MillraceError:
-        """What to raise for a process that is no more."""
         code = self.process.wait()
         if code == EXIT_RESUMABLE:
             return StopRequestedError("the trainer was told to stop; start again to go on from its last checkpoint")
@@ -465,7 +442,6 @@ class _Child:
         self.process.send_signal(number)
 
     def destroy(self) -> None:
-        """End whatever is left of it and its helpers, and close the pipes. What has ended is left alone."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -476,7 +452,6 @@ class _Child:
 
 
 def _end_idle(child: _Child) -> None:
-    """End a process that serves no run."""
     try:
         with suppress(MillraceError):
             child.send(command_line("close"))
@@ -487,7 +462,6 @@ def _end_idle(child: _Child) -> None:
 
 
 def _new_log(folder: Path) -> Path:
-    """An empty file `trainer-<n>.log`, one for each process of the run."""
     folder.mkdir(parents=True, exist_ok=True)
     number = 1 + max((int(path.stem.rpartition("-")[2]) for path in folder.glob("trainer-[0-9]*.log")), default=0)
     path = folder / f"trainer-{number}.log"
@@ -497,6 +471,4 @@ def _new_log(folder: Path) -> Path:
 
 def _environment() -> dict[str, str]:
     """Ours, with the source first in the path: the process must run the code that we run. A scorer may lie here."""
-    parts = (str(SOURCE_FOLDER), os.environ.get("PYTHONPATH", ""), str(Path.cwd()))
-    path = os.pathsep.join(part for part in parts if part)
-    return CHILD_ENVIRONMENT | os.environ | {"PYTHONPATH": path}
+    return CHILD_ENVIRONMENT | os.environ | {"PYTHONPATH": python_path(str(Path.cwd()))}

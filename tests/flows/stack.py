@@ -18,8 +18,7 @@ import psutil
 
 from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, login_of
 from flows.stack.control import Wishes, down, up
-from flows.stack.recipes import prefect_recipe
-from flows.stack.services import start, wait_until_ready
+from flows.stack.services import prefect_recipe, start, wait_until_ready
 from flows.stack.state import Databases, StackState, read_stack, write_stack
 from rlcore.storage.locks import read_holder
 from tests.flows.conftest import REPOSITORY, WAIT_S, Api, basic, journal, wait_until

@@ -147,7 +147,7 @@ def test_a_documented_command_is_understood_and_can_be_planned(line: str, capsys
         return
     name, given = parsed(words)
     if name == "sweep":
-        load_sweep(given["spec"], given["settings"] or ())
+        load_sweep(given["spec"], given["overrides"] or ())
         return
     settings = given.get("settings")
     if not settings:

@@ -15,7 +15,7 @@ from websockets.typing import Origin, Subprotocol
 from flows.server.api import LocalServer
 from flows.server.secret import SECRET_FILE, login_of, mlflow_client
 from flows.stack.deploy import _ensure_pool
-from flows.stack.recipes import POOL
+from flows.stack.services import POOL
 from rlcore.errors import MillraceError
 from tests.flows.attempts import Attempt
 

@@ -140,6 +140,12 @@ def test_its_report_is_found_by_the_beginning_of_its_id(reference: Reference) ->
     assert done.out == f"report: {reference.run_dir / 'report' / 'report.html'}, skipped: it is current\n"
 
 
+def test_an_empty_name_is_no_beginning(reference: Reference) -> None:
+    done = reference.millrace("stop", "", "--root", str(reference.millrace.root))  # as of an unset variable
+    assert done.code == 1
+    assert "'': is neither the folder nor the id of a run" in done.err
+
+
 def test_each_checkpoint_is_an_event(api: Api, reference: Reference) -> None:
     def told() -> list[dict[str, Any]]:
         return api.events(reference.run_dir.name, "checkpoint.saved")

@@ -17,7 +17,7 @@ from prefect.states import Crashed, Running, Scheduled, Suspended
 from flows.server.api import LocalServer
 from flows.server.watch import CONSOLE_GONE
 from flows.stack.deploy import recover_lost_runs
-from flows.stack.recipes import POOL
+from flows.stack.services import POOL
 from rlcore.storage.locks import BIRTH_TOLERANCE_S
 
 pytestmark = pytest.mark.prefect

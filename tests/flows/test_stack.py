@@ -27,8 +27,7 @@ from flows.server.database import PREFECT_DATABASE
 from flows.stack import serve
 from flows.stack.command import up as up_command
 from flows.stack.control import Wishes, down, status, up
-from flows.stack.recipes import listener, prefect_recipe
-from flows.stack.services import end_server, end_worker
+from flows.stack.services import end_server, end_worker, listener, prefect_recipe
 from flows.stack.state import MLFLOW_DATABASE, Databases, Service, StackState, read_stack, write_stack
 from rlcore.errors import MillraceError
 from tests.flows.attempts import Attempt, told_to_a_page
@@ -255,7 +254,7 @@ def test_a_second_up_starts_nothing_again_and_leaves_what_people_have_switched(
         up(stack.root, Wishes(notify_block="slack-webhook/nobody"))
     capsys.readouterr()
     nightly, mine = switched_on_by_hand(stack)
-    up_command(stack.root, Wishes())
+    up_command(stack.root)
     said = capsys.readouterr().out.splitlines()
     schedules = {one["slug"]: one for one in stack.deployment("sweep/countdown-lr")["schedules"]}
     assert {slug: one["active"] for slug, one in schedules.items()} == {"nightly": True, None: True}

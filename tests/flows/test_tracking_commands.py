@@ -21,8 +21,7 @@ from mlflow.exceptions import MlflowException
 
 from flows.cli import app, exit_code
 from flows.server.secret import login_of, mlflow_client
-from flows.stack.recipes import free_port, mlflow_recipe
-from flows.stack.services import end_server, start, wait_until_ready
+from flows.stack.services import end_server, free_port, mlflow_recipe, start, wait_until_ready
 from flows.stack.state import Databases, StackState, write_stack
 from rlcore.config import TrackingConfig
 from rlcore.evaluation.result import ValidationResult
