@@ -261,4 +261,9 @@ class VllmEngine:
         if short is not None:
             short.remove()  # it holds vLLM's graphs and buffers
         if engine is not None:
+            from vllm.platforms import current_platform
+
             engine.engine_core.shutdown()
+            # vLLM keeps the id of its pool for CUDA graphs, which ends with the last graph: a later engine of this
+            # process would capture into a pool that is gone.
+            type(current_platform)._global_graph_pool = None
