@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from prefect.artifacts import Artifact, create_markdown_artifact, create_table_artifact
+from prefect.artifacts import MarkdownArtifact, ProgressArtifact, TableArtifact
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.client.schemas.objects import Artifact as Made
@@ -41,19 +41,19 @@ def artifact_key(of: str, what: str) -> str:
 
 def show(of: str, what: str, data: Data, kind: str = "markdown", description: str | None = None) -> None:
     """Make an artifact: Markdown, or a `table` of rows as JSON."""
-
-    def make() -> None:  # each kind by its own function: the base class of artifacts writes its data as JSON once more
-        key = artifact_key(of, what)
-        if kind == "table":
-            create_table_artifact(json.loads(str(data())), key=key, description=description)
-        else:
-            create_markdown_artifact(str(data()), key=key, description=description)
-
-    harmless(make)
+    harmless(lambda: _make(of, what, kind, data, description))
 
 
 def _make(of: str, what: str, kind: str, data: Data, description: str | None) -> Made:
-    made = Artifact(type=kind, key=artifact_key(of, what), description=description, data=data()).create()
+    # By its own class: the base class writes its data as JSON once more.
+    named: dict[str, Any] = {"key": artifact_key(of, what), "description": description}
+    shown: Any = data()
+    if kind == "table":
+        made = TableArtifact(table=json.loads(shown), **named).create()
+    elif kind == "progress":
+        made = ProgressArtifact(progress=shown, **named).create()
+    else:
+        made = MarkdownArtifact(markdown=shown, **named).create()
     assert isinstance(made, Made)  # no event loop runs here, so it was made before the call returned
     return made
 
