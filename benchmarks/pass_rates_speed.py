@@ -14,6 +14,7 @@ its tokens a second.
 import argparse
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -55,13 +56,18 @@ def stage(
 
 
 def alone(config: RunConfig, model: Path, prompts: list[list[int]]) -> dict[str, float]:
-    """Figures of vLLM by itself."""
+    """Figures of vLLM by itself, whose engine lives in this process as it does in a run."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        current_platform.simple_compile_backend = "eager"  # as `start_vllm` does
     on_gpu = torch.cuda.is_available()
     shape = EngineShape(
         str(model),
         config.filter.max_prompt_tokens + config.rollout.max_response_tokens,
+        config.answers_together,
         torch.device("cuda" if on_gpu else "cpu"),
         torch.bfloat16 if on_gpu else torch.float32,
     )

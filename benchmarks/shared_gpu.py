@@ -25,11 +25,7 @@ from typing import Any
 import psutil
 
 from benchmarks.shared_slots import compare, wait_until
-from flows import chain
-from flows.work.mlflow_record import MlflowRecord
-from flows.work.open_run import open_run
 from flows.work.slots import Slots
-from flows.work.trainer import kept_between_runs
 from rlcore.config.compose import load_config
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
@@ -41,8 +37,6 @@ COMMON = (*LEARNING, "tracking.enabled=false", "validation.every_steps=0", "data
 GPU = ("experiment=smollm2_countdown", "data.train_size=2048", "rollout.max_response_tokens=128",
        "rollout.memory_share=0.1", "rollout.max_num_seqs=256", "trainer.max_tokens_per_micro_batch=8192",
        "reward.num_processes=1")  # fmt: skip
-APART_S = 8.0
-"""Between two starts: vLLM does not start while another process frees memory."""
 
 
 def settings_in(root: Path, steps: int, more: list[str]) -> dict[str, list[str]]:
@@ -108,7 +102,6 @@ def share(shared: Shared) -> dict[str, Any]:
     """Run them, and say what was seen; times count from the moment when all three trained."""
     for name in RUNS:
         shared.start(name)
-        time.sleep(APART_S)
     wait_until(lambda: shared.have_ended() or all(len(shared.step_times(n)) > 1 for n in RUNS), "two steps of each")
     begun = time.time()
     shared.start(URGENT, "runtime.priority=1", "runtime.preempt=now")
@@ -134,13 +127,6 @@ def gpu_reader() -> Callable[[], float]:
     return lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) / 100
 
 
-def run_alone(words: list[str]) -> None:
-    """The chain of `millrace train` in this process, whose trainer serves one run after the other."""
-    config = load_config(words)
-    with open_run(config) as run, MlflowRecord(run, {}) as record:
-        chain.run_chain(run, chain.run_here, record, with_report=False)
-
-
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -161,12 +147,13 @@ def main() -> None:
     result = share(shared) | {"shared_seconds": round(time.monotonic() - began), "alone": []}
     print({key: result[key] for key in ("utilization", "switches", "trainers_started", "shared_seconds")}, flush=True)
     waited = [switch["run"] for switch in result["switches"]]
-    alone = settings_in(root / "alone", given.steps, more)
-    with kept_between_runs():
-        for name in sorted(alone, key=lambda name: name not in waited):  # those first
-            if time.monotonic() - began < given.seconds:
-                run_alone(alone[name])
-                result["alone"].append(name)
+    (root / "alone").mkdir()
+    alone = Shared(root / "alone", settings_in(root / "alone", given.steps, more))
+    for name in sorted(alone.layouts, key=lambda name: name not in waited):  # those first
+        if time.monotonic() - began < given.seconds:
+            alone.start(name)
+            wait_until(alone.have_ended, f"{name} alone")
+            result["alone"].append(name)
     counts = compare(shared.root, root / "alone") if result["alone"] else (0, 0, 0)
     result |= dict(zip(("values", "different", "other_weights"), counts, strict=True))
     result["seconds"] = round(time.monotonic() - began)

@@ -37,7 +37,7 @@ class RolloutConfig(Section):
     """Workers, and with them GPUs, that share one vLLM engine: each holds a part of every matrix. For a model whose
     weights and cache do not fit one GPU beside training; one that fits is faster with an engine for each GPU."""
     memory_share: float = Field(default=0.5, gt=0, lt=1)
-    """Share of the GPU's memory for vLLM's weights and cache."""
+    """Share of the GPU's memory that vLLM may take for its weights and cache; `max_num_seqs` answers may need less."""
     sleep_level: Literal[0, 1, 2] = 2
     """What vLLM frees of the GPU while training runs: 0 nothing, 1 the cache, and its weights wait in the host's
     memory, 2 cache and weights, which the next hand-over brings back."""

@@ -54,6 +54,13 @@ class RunConfig(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     tracking: TrackingConfig = TrackingConfig()
 
+    @property
+    def answers_together(self) -> int:
+        """Answers of a batch that an engine writes at one time: those of all ranks that share it."""
+        num_engines = self.runtime.num_workers // self.rollout.tensor_parallel_size
+        answers = -(-self.trainer.batch_size * self.rollout.samples_per_prompt // num_engines)
+        return min(self.rollout.max_num_seqs, answers)
+
 
 @cache
 def all_keys() -> Mapping[str, tuple[Key, ...]]:

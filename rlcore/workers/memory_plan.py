@@ -18,13 +18,12 @@ from rlcore.config.base import Section, leaves
 from rlcore.config.problems import shown
 from rlcore.errors import ConfigError
 from rlcore.models.shape import ModelShape, shape_of
+from rlcore.rollout.vllm import ENGINE_FIXED_BYTES
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking.lineage import first_gpu
 
 CONTEXT_BYTES = 1_000_000_000
 """What a CUDA context, its libraries and NCCL take beside all tensors."""
-ENGINE_FIXED_BYTES = 1_500_000_000
-"""vLLM's CUDA graphs, buffers and the activations of its largest pass."""
 ENGINE_ASLEEP_BYTES = 600_000_000
 """What vLLM keeps at sleep levels 1 and 2."""
 ACTIVATION_FACTOR = 1.05
@@ -183,44 +182,38 @@ def gathered_bytes(layer_parameters: int, root_parameters: int, itemsize: int) -
 
 
 def engine_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
-    """The awake engine: vLLM's share of the device (all it could use, where that is unknown); the hf engine's weights
-    and cache, and what is larger, all prompts in one pass or a token drawn for each answer (`rlcore.rollout.hf`)."""
+    """The awake engine: vLLM with room for every answer, within its share of the device; the hf engine's weights and
+    cache, and what is larger, all prompts in one pass or a token drawn for each answer (`rlcore.rollout.hf`)."""
     if config.rollout.engine == "none":
         return 0
     if config.rollout.engine == "vllm":
-        if device.total_bytes is not None:
-            return round(config.rollout.memory_share * device.total_bytes)
-        return wanted_engine_bytes(config, shape, device.itemsize)
+        if device.total_bytes is None:
+            return wanted_engine_bytes(config, shape, device.itemsize, config.answers_together)
+        most = wanted_engine_bytes(config, shape, device.itemsize, config.rollout.max_num_seqs)
+        return min(most, round(config.rollout.memory_share * device.total_bytes))
     return (
         shape.policy_parameters * device.itemsize
-        + cache_bytes(config, shape, device.itemsize)
+        + cache_bytes(config, shape, device.itemsize, config.answers_together)
         + max(
-            _together(config) * shape.vocab * SAMPLING_BYTES,
-            -(-_together(config) // config.rollout.samples_per_prompt)
+            config.answers_together * shape.vocab * SAMPLING_BYTES,
+            -(-config.answers_together // config.rollout.samples_per_prompt)
             * config.filter.max_prompt_tokens
             * pass_activation_bytes(shape, device.itemsize),
         )
     )
 
 
-def cache_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
-    """Keys and values of all answers that are written together, each at its longest; of the heads of one rank."""
+def cache_bytes(config: RunConfig, shape: ModelShape, itemsize: int, answers: int) -> int:
+    """Keys and values of so many answers, each at its longest; of the heads of one rank."""
     heads = -(-shape.kv_heads // config.rollout.tensor_parallel_size)
     per_token = shape.kv_bytes_per_token(itemsize) * heads // shape.kv_heads
-    return _together(config) * longest_tokens(config) * per_token
+    return answers * longest_tokens(config) * per_token
 
 
-def _together(config: RunConfig) -> int:
-    """Answers that an engine writes at one time: those of all ranks that share it."""
-    num_engines = config.runtime.num_workers // config.rollout.tensor_parallel_size
-    answers = -(-config.trainer.batch_size * config.rollout.samples_per_prompt // num_engines)
-    return min(config.rollout.max_num_seqs, answers)
-
-
-def wanted_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
-    """vLLM with room for every answer at its longest: one rank's part of its engine."""
+def wanted_engine_bytes(config: RunConfig, shape: ModelShape, itemsize: int, answers: int) -> int:
+    """vLLM with room for so many answers at their longest: one rank's part of its engine."""
     weights = shape.policy_parameters * itemsize // config.rollout.tensor_parallel_size
-    return weights + cache_bytes(config, shape, itemsize) + ENGINE_FIXED_BYTES
+    return weights + cache_bytes(config, shape, itemsize, answers) + ENGINE_FIXED_BYTES
 
 
 def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens: int | None = None) -> MemoryPlan:
@@ -508,7 +501,8 @@ def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConf
     parts = plan_memory(config, shape, device).phases[HAND_OVER]
     others = sum(size for name, size in parts.items() if name != "engine")
     free = _room(device) - others
-    share = min(wanted_engine_bytes(config, shape, device.itemsize), free) / device.total_bytes
+    wanted = wanted_engine_bytes(config, shape, device.itemsize, config.answers_together)
+    share = min(wanted, free) / device.total_bytes
     down = math.floor(1_000 * share) / 1_000  # rounded up, no budget would fit beside it
     return _with(config, {"rollout.memory_share": min(max(down, 0.05), 0.95)})
 

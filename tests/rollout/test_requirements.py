@@ -1,13 +1,17 @@
 """What is said before a run starts where its engine cannot."""
 
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError
-from rlcore.rollout.vllm import require_vllm
-from rlcore.rollout.vllm.start import unsupported_dtype
+from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, require_vllm
+from rlcore.rollout.vllm.start import EngineShape, engine_arguments, unsupported_dtype
 
 
 def test_a_missing_vllm_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +27,30 @@ def test_a_type_without_kernels_on_a_gpu_is_named_with_the_gpu() -> None:
         assert part in message
     assert unsupported_dtype("Tesla T4", (7, 5), torch.float32) is None
     assert unsupported_dtype("NVIDIA A100", (8, 0), torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(
+    ("share", "answers", "wanted"),
+    [
+        (0.5, 8, "most"),  # room for max_num_seqs answers
+        (0.152, 8, "room"),  # for a batch, and what is left
+        (0.152, 512, None),  # not for a batch: vLLM measures
+        (0.01, 8, None),
+    ],
+)
+def test_the_cache_is_planned_where_the_share_has_room(
+    share: float, answers: int, wanted: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs may start on one GPU at a time: vLLM must not measure then."""
+    config = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         intermediate_size=128, vocab_size=512, dtype="bfloat16")  # fmt: skip
+    config.save_pretrained(tmp_path)
+    total = 10 * 10**9
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total))
+    shape = EngineShape(str(tmp_path), 240, answers, torch.device("cuda"), torch.bfloat16)
+    found = engine_arguments(shape, RolloutConfig(memory_share=share, max_num_seqs=512)).get("kv_cache_memory_bytes")
+    with torch.device("meta"):
+        weights = sum(tensor.nbytes for tensor in LlamaForCausalLM(config).to(torch.bfloat16).parameters())
+    keys_and_values = 2 * torch.empty(2, 2, 240 + 16, 16, dtype=torch.bfloat16).nbytes
+    room = int(share * total) - weights - ENGINE_FIXED_BYTES
+    assert found == {"most": 512 * keys_and_values, "room": room, None: None}[wanted]

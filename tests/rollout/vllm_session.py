@@ -81,7 +81,7 @@ def build(
     max_model_len: int = 240,
     dtype: torch.dtype = torch.float32,
 ) -> VllmEngine:
-    shape = EngineShape(str(directory), max_model_len, device=CPU, dtype=dtype)
+    shape = EngineShape(str(directory), max_model_len, settings.max_num_seqs, device=CPU, dtype=dtype)
     return VllmEngine(shape, settings, eos_token_ids=frozenset({END}))
 
 

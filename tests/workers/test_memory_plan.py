@@ -253,7 +253,9 @@ def test_ranks_that_share_an_engine_hold_parts_of_it(size: int, heads_of_a_rank:
         "trainer.batch_size=256", "trainer.mini_batch_size=256", "rollout.samples_per_prompt=1",
         "rollout.enforce_eager=false",
     )  # fmt: skip
-    wanted = planning.wanted_engine_bytes(spanning, QWEN_05B, 2) - planning.ENGINE_FIXED_BYTES
+    wanted = (
+        planning.wanted_engine_bytes(spanning, QWEN_05B, 2, spanning.answers_together) - planning.ENGINE_FIXED_BYTES
+    )
     token = 2 * torch.empty(QWEN_05B.layers, heads_of_a_rank, QWEN_05B.head_dim, dtype=torch.bfloat16).nbytes
     answers = 256 // 4 * size
     assert wanted == 2 * QWEN_05B.policy_parameters // size + answers * planning.longest_tokens(spanning) * token

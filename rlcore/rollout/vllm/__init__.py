@@ -5,6 +5,9 @@ from importlib.util import find_spec
 
 from rlcore.errors import EngineError
 
+ENGINE_FIXED_BYTES = 1_500_000_000
+"""vLLM's CUDA graphs, buffers and the activations of its largest pass, as measured."""
+
 
 def require_vllm() -> None:
     """Check that vLLM is installed, without loading it.

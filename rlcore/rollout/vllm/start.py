@@ -15,7 +15,8 @@ from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError, WorkerLostError
 from rlcore.models.head import float32_logits
 from rlcore.models.library import AutoConfig
-from rlcore.rollout.vllm import missing_vllm, require_vllm
+from rlcore.models.shape import known_shape
+from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, missing_vllm, require_vllm
 from rlcore.rollout.vllm.short import shortened_scheduler
 
 _ENVIRONMENT = {
@@ -33,10 +34,12 @@ _LARGEST_GRAPH = 512
 
 @dataclass(frozen=True, slots=True)
 class EngineShape:
-    """What an engine is built for: `max_model_len` tokens of prompt and answer together, on `device` in `dtype`."""
+    """What an engine is built for: `max_model_len` tokens of prompt and answer together, of which a batch has
+    `answers` at one time, on `device` in `dtype`."""
 
     model_directory: str
     max_model_len: int
+    answers: int
     device: torch.device
     dtype: torch.dtype
 
@@ -127,7 +130,8 @@ def engine_arguments(shape: EngineShape, settings: RolloutConfig) -> dict[str, A
         # A prompt cut into chunks makes vLLM turn back the answer's generator, which it can do on a GPU only.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(settings.max_batched_tokens or 4_096, shape.max_model_len)
-        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(shape, settings)
+    if (cache := _cache_bytes(shape, settings)) is not None:
+        arguments["kv_cache_memory_bytes"] = cache
     if dist.is_initialized() and dist.get_world_size() > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
         # vLLM's own all-reduce shares buffers that torch must not move; NCCL needs none.
@@ -200,19 +204,33 @@ def refusal(error: BaseException, shape: EngineShape, settings: RolloutConfig) -
     return f"{text}. Use rollout=hf to train without it."
 
 
-def _cpu_cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int:
-    """Room for all sequences at their longest, at most the share of memory that was given.
+def _cache_bytes(shape: EngineShape, settings: RolloutConfig) -> int | None:
+    """Room for `rollout.max_num_seqs` answers at their longest, within `rollout.memory_share`; None where that share is
+    so small that vLLM is to measure what it leaves.
 
-    vLLM would take the whole share, whatever the model needs.
+    By itself vLLM takes the whole share, whatever the model needs, and measures what it leaves: another process that
+    takes or frees memory of the GPU meanwhile is counted in, or makes the start fail.
     """
     config = AutoConfig.from_pretrained(shape.model_directory, local_files_only=True).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * heads * width * shape.dtype.itemsize
-    block = 128  # tokens; vLLM's block on a CPU: every sequence may fill its last one in part
-    wanted = settings.max_num_seqs * (shape.max_model_len + block) * per_token
-    share = int(settings.memory_share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return int(max(min(wanted, share), 1))
+    of_rank = -(-heads // settings.tensor_parallel_size)
+    per_token = 2 * config.num_hidden_layers * of_rank * width * shape.dtype.itemsize
+    on_cpu = shape.device.type == "cpu"
+    block = 128 if on_cpu else 16  # tokens of vLLM's block: every answer may fill its last one in part
+    per_answer: int = (shape.max_model_len + block) * per_token
+    wanted = settings.max_num_seqs * per_answer
+    if on_cpu:
+        share = int(settings.memory_share * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return max(min(wanted, share), 1)
+    model = known_shape(config.to_dict())
+    if model is None:
+        return None
+    total = torch.cuda.get_device_properties(shape.device).total_memory
+    weights = model.policy_parameters * shape.dtype.itemsize // settings.tensor_parallel_size
+    room = int(settings.memory_share * total) - weights - ENGINE_FIXED_BYTES
+    least = shape.answers * per_answer - total // 1_000  # a share that was chosen is rounded down to a thousandth
+    return min(wanted, room) if room >= max(least, 1) else None
 
 
 def give_float32_logits(model: nn.Module) -> None:
