@@ -270,15 +270,29 @@ def model_directory(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+KEEP = """
+import sys
+from pathlib import Path
+from rlcore.config import TrackingConfig
+from rlcore.tracking.mlflow_store import MlflowStore
+from rlcore.tracking.models import log_model
+root, run_id, model = sys.argv[1:]
+store = MlflowStore(TrackingConfig(), Path(root))
+print(log_model(store, run_id, Path(model), kind="transformers", name="last", step=20, metrics={}, time_s=1.0, tags={}))
+assert "torch" not in sys.modules
+"""
 LOAD = """
 import sys, warnings
 warnings.simplefilter("ignore")
 import mlflow, torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 mlflow.set_tracking_uri(sys.argv[1])
 wanted = load_file(sys.argv[3] + "/model.safetensors")
-loaded = mlflow.transformers.load_model(sys.argv[2], return_type="components")["model"]
+components = mlflow.transformers.load_model(sys.argv[2], return_type="components")
+loaded, plain = components["model"], PreTrainedTokenizerFast.from_pretrained(sys.argv[3])
+for text in ("1", "1 + 1"):
+    assert components["tokenizer"](text)["input_ids"] == plain(text)["input_ids"], "another tokenizer"
 folder = mlflow.artifacts.download_artifacts(sys.argv[2]) + "/model"
 for model in (loaded, AutoModelForCausalLM.from_pretrained(folder)):
     state = model.state_dict()
@@ -288,7 +302,7 @@ print("same weights")
 
 
 @pytest.mark.filterwarnings("ignore")  # MLflow and transformers warn of each other's plans
-def test_a_model_directory_is_kept_and_loads_in_a_fresh_process(store: MlflowStore, run_id: str, model_directory: Path):
+def test_a_model_directory_is_kept_once_with_its_scores(store: MlflowStore, run_id: str, model_directory: Path):
     store.log_metrics(run_id, 20, {"val-core/x/reward/mean@4": 0.5}, 3.25)
 
     def keep() -> str:
@@ -313,7 +327,16 @@ def test_a_model_directory_is_kept_and_loads_in_a_fresh_process(store: MlflowSto
     ]
     run = store.client.get_run(run_id)
     assert points(store.client, run, "val-core/x/reward/mean_at_4") == [(20, 0.5)], "the run's curve has it once"
-    command = [sys.executable, "-c", LOAD, store.uri, f"models:/{model_id}", str(model_directory)]
+
+
+@pytest.mark.filterwarnings("ignore")  # MLflow and transformers warn of each other's plans
+def test_weights_are_kept_without_torch_and_load_as_they_were(
+    store: MlflowStore, root: Path, run_id: str, model_directory: Path
+):
+    command = [sys.executable, "-W", "ignore", "-c", KEEP, str(root), run_id, str(model_directory)]
+    kept = subprocess.run(command, capture_output=True, text=True)
+    assert kept.returncode == 0, kept.stderr[-2000:]
+    command = [sys.executable, "-c", LOAD, store.uri, f"models:/{kept.stdout.strip()}", str(model_directory)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.strip().endswith("same weights"), done.stderr[-2000:]
 
