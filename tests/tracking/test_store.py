@@ -10,7 +10,6 @@ from pathlib import Path
 
 import mlflow
 import pytest
-from mlflow.store.db.utils import _get_latest_schema_revision
 
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.config.fingerprint import settings_fingerprint
@@ -394,6 +393,8 @@ def tables(database: Path) -> set[str]:
 def test_a_new_store_begins_with_a_copy_of_the_empty_one_of_this_mlflow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    from mlflow.store.db.utils import _get_latest_schema_revision
+
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "installed"))
     made = prebuilt_store()
     make_empty_store(made)
