@@ -35,7 +35,7 @@ from rlcore.tracking.delivery import ensure_mlflow_run
 from rlcore.tracking.journal import StepRecord, read_journal
 from rlcore.tracking.lineage import code_diff, environment_facts, lineage_tags
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
-from rlcore.tracking.models import Alias, Kind, load_ahead, log_model, name_models
+from rlcore.tracking.models import Alias, Kind, log_model, name_models
 from rlcore.user_code import code_of
 
 log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class MlflowRecord:
     def __init__(self, run: OpenRun, prefect: Mapping[str, str]) -> None:
         self._run = run
         self._prefect = dict(prefect)
-        # Its hints about model cards and licences are for others.
+        # What it tells of its tables is for others.
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "ERROR")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
         self._known = Recorded.read(run.layout)
@@ -201,7 +201,6 @@ class MlflowRecord:
 
         self._first = self._thread.submit(record)
         self._first.add_done_callback(self._tell_at_once)
-        self._thread.submit(load_ahead)
 
     def finish(self, report: Report | None, last: Export, best: Export) -> Recorded:
         """Write report, validations and weights, and wait for it, within a bound."""

@@ -29,7 +29,7 @@ from rlcore.models.library import (
     no_progress_bars,
 )
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, decode_mask
-from rlcore.models.shape import TESTED, TRAINABLE, untrainable
+from rlcore.models.shape import TESTED, TRAINABLE, is_plain_tokenizer, untrainable
 
 log = logging.getLogger(__name__)
 
@@ -47,17 +47,9 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _tokenizer_class(where: str) -> type[Any]:
-    """AutoTokenizer, but for tokenizers that say of themselves that `tokenizer.json` is all there is to them.
-
-    transformers 5 takes the tokenizer class of some architectures (qwen2) from the model's config whatever the
-    tokenizer's own file says, and silently cuts text by that class's rules.
-    """
     file = _file_of(where, "tokenizer_config.json")
-    if file is not None and _file_of(where, "tokenizer.json") is not None:
-        name = json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class")
-        if name in ("TokenizersBackend", "PreTrainedTokenizerFast"):
-            return PreTrainedTokenizerFast
-    return AutoTokenizer
+    has_file = _file_of(where, "tokenizer.json") is not None
+    return PreTrainedTokenizerFast if has_file and file is not None and is_plain_tokenizer(file) else AutoTokenizer
 
 
 def _file_of(where: str, name: str) -> Path | None:

@@ -299,3 +299,13 @@ def has_code_for(capability: tuple[int, int], architectures: Iterable[str]) -> b
         ):
             return True
     return False
+
+
+def is_plain_tokenizer(tokenizer_config: Path) -> bool:
+    """Whether a tokenizer's `tokenizer_config.json` says that `tokenizer.json` is all there is to it.
+
+    transformers 5 takes the tokenizer class of some architectures (qwen2) from the model's config whatever the
+    tokenizer's own file says, and silently cuts text by that class's rules.
+    """
+    name = json.loads(tokenizer_config.read_text(encoding="utf-8")).get("tokenizer_class")
+    return name in ("TokenizersBackend", "PreTrainedTokenizerFast")

@@ -109,7 +109,7 @@ def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
     pictures, absent, flat = [], [], []
     with rc_context(SETTINGS):
         for chart in charts:
-            figure = Figure(figsize=(WIDTH_IN, chart.height_in), layout="constrained")
+            figure = Figure(figsize=(WIDTH_IN, chart.height_in), dpi=_PNG_DPI)
             chart.draw(figure)
             if not any(axes.has_data() for axes in figure.axes):
                 absent.append(chart.title)
@@ -122,11 +122,14 @@ def gallery_of(charts: Iterable[Chart], folder: Path) -> Gallery:
 
 def _written(chart: Chart, figure: "Figure", folder: Path) -> Picture:
     """Write `<name>.svg` and `<name>.png` into the folder, and return the picture for a page."""
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     for axes in figure.axes:
         legend(axes)
+    # Laid out once for both files: a figure that has an engine of its own is drawn in vain before each.
+    ConstrainedLayoutEngine().execute(figure)
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", facecolor="none", metadata=_NO_METADATA)
-    figure.set_layout_engine("none")  # it stays as laid out for the SVG
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{chart.name}.svg").write_text(buffer.getvalue(), encoding="utf-8")
     figure.savefig(folder / f"{chart.name}.png", dpi=_PNG_DPI, facecolor=LIGHT["surface"], metadata={})

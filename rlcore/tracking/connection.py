@@ -1,11 +1,24 @@
-"""The connection to MLflow: which store, with which limits on waiting; its names, its errors explained, its server."""
+"""The connection to MLflow: which store, with which limits on waiting; its names, its errors explained, its server.
+
+    python -m rlcore.tracking.connection
+
+makes an empty store beside this Python's other files; `make` does so when it installs. A new store on sqlite begins
+with a copy. Without it, or with another version of MLflow, MLflow's migrations make the tables, which takes seconds.
+"""
 
 import logging
 import os
 import posixpath
 import re
+import shutil
+import sqlite3
+import sys
+import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,14 +68,18 @@ def has_store(uri: str) -> bool:
 
 
 def connect(uri: str) -> "MlflowClient":
-    """A client of the store; on sqlite the first one makes the tables (seconds), one process at a time."""
-    for name, value in CLIENT_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    """A client of the store; on sqlite the first one makes the tables, one process at a time."""
+    _set_environment()
     with warnings.catch_warnings():
         # MLflow's own use of what SQLAlchemy and pydantic are about to drop: nothing that a user of ours can act on.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         return _connect(uri)
+
+
+def _set_environment() -> None:
+    for name, value in CLIENT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def _connect(uri: str) -> "MlflowClient":
@@ -72,28 +89,59 @@ def _connect(uri: str) -> "MlflowClient":
         # It tells each try to reach a server that is away; we tell that in a sentence of our own.
         logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         return MlflowClient(uri, uri)
-    database = sqlite_file(uri)
-    database.parent.mkdir(parents=True, exist_ok=True)
-    lock = database.with_name(f"{database.name}.lock")
-    with HeldLock(lock, what=f"making {database}", wait_s=LONGEST_MIGRATION_S, error=TrackingError):
-        if not database.exists():
-            _make_store(database)
+    with _laid_out(sqlite_file(uri)):
         client = MlflowClient(uri, uri)
         client.search_experiments(max_results=1)
         return client
 
 
+@contextmanager
+def _laid_out(database: Path) -> Iterator[None]:
+    """The file has MLflow's tables: none of two processes opens what the other is making."""
+    database.parent.mkdir(parents=True, exist_ok=True)
+    lock = database.with_name(f"{database.name}.lock")
+    with HeldLock(lock, what=f"making {database}", wait_s=LONGEST_MIGRATION_S, error=TrackingError):
+        if not database.exists():
+            _make_store(database)
+        yield
+
+
 def _make_store(database: Path) -> None:
     """Make the tables in a file beside, and rename it: MLflow's migrations are no transaction, and a store that a kill
     has left in the middle of them is never completed."""
-    from mlflow import MlflowClient
-
     beside = database.with_name(f".tmp-{database.name}")
     for left in (beside, beside.with_name(f"{beside.name}-journal")):
         left.unlink(missing_ok=True)
-    address = sqlite_address(beside)
-    MlflowClient(address, address).search_experiments(max_results=1)
+    if (made := prebuilt_store()).is_file():
+        shutil.copyfile(made, beside)
+    else:
+        _migrate(beside)
     beside.replace(database)
+
+
+def _migrate(database: Path) -> None:
+    from mlflow import MlflowClient
+
+    address = sqlite_address(database)
+    MlflowClient(address, address).search_experiments(max_results=1)
+
+
+def prebuilt_store() -> Path:
+    """Where the empty store of this installation and this MLflow is, if it was made."""
+    return Path(sys.prefix) / "share" / "millrace" / f"mlflow-{version('mlflow')}.db"
+
+
+def make_empty_store(target: Path) -> None:
+    """Have MLflow make it. Its default experiment is left out: each store makes one that names its own folder."""
+    _set_environment()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        _migrate(made)
+        with closing(sqlite3.connect(made)) as database:
+            database.execute("delete from experiments")
+            database.commit()
+        made.replace(target)
 
 
 def explain(error: BaseException, uri: str) -> str:
@@ -182,6 +230,11 @@ def mlflow_app(database: str, artifacts: str) -> "ASGIApp":
     from mlflow.server.fastapi_app import app
     from mlflow.server.handlers import initialize_backend_stores
 
-    initialize_backend_stores(database, database, CLIENTS_ASK_THE_SERVER)
+    with _laid_out(sqlite_file(database)) if database.startswith(SQLITE) else nullcontext():
+        initialize_backend_stores(database, database, CLIENTS_ASK_THE_SERVER)
     application: ASGIApp = app
     return application
+
+
+if __name__ == "__main__":
+    make_empty_store(prebuilt_store())

@@ -4,8 +4,9 @@ MLflow only hides a deleted run: its files stay until `remove_garbage`. A run th
 metrics, but no artifacts.
 """
 
-import importlib
 import importlib.metadata
+import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rlcore.errors import TrackingError
+from rlcore.models.shape import is_plain_tokenizer
 from rlcore.tracking.connection import connect, mlflow_name
 from rlcore.tracking.mlflow_store import MlflowStore, milliseconds
 
@@ -35,6 +37,9 @@ WEIGHTS: Kind = "transformers"
 
 EXTERNAL = "mlflow.model.isExternal"
 """MLflow's own tag of a model whose files are elsewhere; its page says so."""
+
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
+"""What the tokenizer's own folder goes without."""
 
 MOST_DELETED_RUNS = 50_000
 """MLflow's limit for one search."""
@@ -111,26 +116,41 @@ def _point_of(
 
 
 def _upload(client: "MlflowClient", model_id: str, path: Path) -> None:
-    import mlflow.transformers
-    from mlflow.models import Model
+    """Weights and tokenizer, described as `mlflow.transformers.save_model` does, which would import torch for that."""
+    from mlflow import pyfunc
+    from mlflow.models import Model, ModelSignature
+    from mlflow.types.schema import ColSpec, Schema
+    from mlflow.utils.environment import _mlflow_conda_env, _PythonEnv
 
-    requirements = [f"{name}=={importlib.metadata.version(name)}" for name in ("mlflow", "torch", "transformers")]
-    with tempfile.TemporaryDirectory() as folder:
-        packaged = Path(folder) / "model"
-        mlflow.transformers.save_model(
-            str(path),
-            str(packaged),
-            task="text-generation",
-            mlflow_model=Model(model_id=model_id),
-            pip_requirements=requirements,
-        )
-        client.log_model_artifacts(model_id, str(packaged))
-
-
-def load_ahead() -> None:
-    """Import what `log_model` takes seconds to import, while there is time."""
-    for module in ("mlflow.transformers", "transformers.pipelines"):
-        importlib.import_module(module)
+    versions = {name: importlib.metadata.version(name) for name in ("mlflow", "torch", "transformers")}
+    requirements = [f"{name}=={version}" for name, version in versions.items()]
+    text = Schema([ColSpec("string")])
+    num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    plain = is_plain_tokenizer(path / "tokenizer_config.json")
+    model = Model(model_id=model_id, signature=ModelSignature(text, text), model_size_bytes=num_bytes)
+    model.add_flavor(
+        "transformers",
+        transformers_version=versions["transformers"],
+        code=None,
+        task="text-generation",
+        instance_type="TextGenerationPipeline",
+        torch_dtype=None,
+        pipeline_model_type=json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"][0],
+        source_model_name=str(path),
+        model_binary="model",
+        tokenizer_type="PreTrainedTokenizerFast" if plain else "AutoTokenizer",
+        components=["tokenizer"],
+    )
+    pyfunc.add_to_model(model, "mlflow.transformers", conda_env="conda.yaml", python_env="python_env.yaml")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copytree(path, folder / "components" / "tokenizer", ignore=shutil.ignore_patterns(*WEIGHT_FILES))
+        model.save(str(folder / "MLmodel"))
+        (folder / "requirements.txt").write_text("\n".join(requirements), encoding="utf-8")
+        _mlflow_conda_env(str(folder / "conda.yaml"), additional_pip_deps=requirements)  # type: ignore[no-untyped-call]
+        _PythonEnv.current().to_yaml(str(folder / "python_env.yaml"))  # type: ignore[no-untyped-call]
+        client.log_model_artifacts(model_id, str(path), "model")
+        client.log_model_artifacts(model_id, str(folder))
 
 
 def models_of(client: "MlflowClient", experiment_id: str, run_id: str) -> "list[LoggedModel]":

@@ -31,6 +31,8 @@ OF_RUNS = "select status from runs where name not like 'warm-start-%'"
 """A warm start, which other runs may share, has a run of its own."""
 UNTRACKED = (*SMALL, "tracking.enabled=false")
 """Where nothing is looked for in MLflow: to import and feed it takes a run 10 s of a core."""
+ENDLESS = (*(word for word in SMALL if "total_steps" not in word), "trainer.total_steps=100000")
+"""It ends by a stop alone, however late that comes on a busy machine; its steps are those of SMALL."""
 STAGE_WORDS = ("dataset:", "filter:", "warm start:", "train:", "validation:", "weights:", "report:")
 
 
@@ -278,9 +280,9 @@ def told_in_time(api: Api, millrace: Millrace, name: str) -> dict[str, Any]:
 
 
 def test_a_signal_saves_and_the_same_command_goes_on(millrace: Millrace, api: Api, reference: Reference) -> None:
-    step = 22  # and then two steps on: many are left, since a signal takes its time on a busy machine
-    for number, settings in ((signal.SIGINT, UNTRACKED), (signal.SIGTERM, SMALL)):
-        process = millrace.start("run", *settings)
+    calm, step = numbers(reference.run_dir), 22
+    for number, more in ((signal.SIGINT, ("tracking.enabled=false",)), (signal.SIGTERM, ())):
+        process = millrace.start("run", *ENDLESS, *more)
         wait_for_step(millrace, step)
         process.send_signal(number)
         stopped = ended(process)
@@ -289,7 +291,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(millrace: Millrace, api: Ap
         assert "Traceback" not in stopped.err
         names = [path.name for path in (millrace.run_dir() / "checkpoints").glob("step-*")]
         saved = max(int(name.removeprefix("step-")) for name in names)
-        assert step <= saved < 60
+        assert saved >= step
         step = saved + 2
         (run,) = api.filter("flow_runs", sort="START_TIME_DESC", limit=1)
         assert (run["name"], run["state_type"]) == ("pipeline/debug", "CANCELLED")
@@ -298,15 +300,15 @@ def test_a_signal_saves_and_the_same_command_goes_on(millrace: Millrace, api: Ap
         assert (set(before), last) == ({"COMPLETED"}, "CANCELLED")
     assert set(mlflow_rows(millrace.root, OF_RUNS)) == {("KILLED",)}
     assert "step 0-20, skipped" in stopped.out, "the second command went on"
-    calm = numbers(reference.run_dir)
-    assert numbers(millrace.run_dir()) == {step: calm[step] for step in range(saved + 1)}
+    measured = numbers(millrace.run_dir())
+    assert list(measured) == list(range(saved + 1))
+    both = measured.keys() & calm.keys()  # more than the calm run's only where a signal came late
+    assert {step: measured[step] for step in both} == {step: calm[step] for step in both}
 
 
 @pytest.mark.lengthy
 def test_a_cancellation_reaches_a_run_that_no_worker_has_started(millrace: Millrace, api: Api) -> None:
-    process = millrace.start(
-        "run", *(word for word in SMALL if "total_steps" not in word), "trainer.total_steps=100000"
-    )
+    process = millrace.start("run", *ENDLESS)
     wait_for_step(millrace, 2)
     (run,) = api.filter("flow_runs", flow_runs={"state": {"type": {"any_": ["RUNNING"]}}}, flows=PIPELINE)
     api.post(f"flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLING"}})

@@ -384,6 +384,20 @@ def test_a_picture_of_zeros_is_words(tmp_path):
     assert "Answer length" in found.absent
 
 
+def test_a_picture_is_drawn_once_for_each_of_its_files(tmp_path, monkeypatch):
+    drawn, draw = [], Figure.draw
+
+    def counted(figure, renderer):
+        drawn.append(figure)
+        draw(figure, renderer)
+
+    monkeypatch.setattr(Figure, "draw", counted)
+    found = gallery_of(charts(record_of({"actor/entropy": [0.0, 0.1]})), tmp_path)
+    files = sorted(file.name for file in tmp_path.iterdir())
+    assert ([picture.name for picture in found.pictures], files) == (["entropy"], ["entropy.png", "entropy.svg"])
+    assert len(drawn) == 2
+
+
 def test_legends_are_whole():
     with rc_context(SETTINGS):
         figure = Figure(figsize=(6.4, 2.7), layout="constrained")

@@ -14,7 +14,7 @@ import pytest
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import TrackingError
-from rlcore.tracking.connection import explain, has_store, resolve_uri
+from rlcore.tracking.connection import connect, explain, has_store, make_empty_store, prebuilt_store, resolve_uri
 from rlcore.tracking.delivery import ensure_mlflow_run, read_state
 from rlcore.tracking.lineage import code_diff, code_revision, environment_facts, lineage_tags
 from rlcore.tracking.mlflow_store import PARENT_TAG, MlflowStore
@@ -270,15 +270,29 @@ def model_directory(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+KEEP = """
+import sys
+from pathlib import Path
+from rlcore.config import TrackingConfig
+from rlcore.tracking.mlflow_store import MlflowStore
+from rlcore.tracking.models import log_model
+root, run_id, model = sys.argv[1:]
+store = MlflowStore(TrackingConfig(), Path(root))
+print(log_model(store, run_id, Path(model), kind="transformers", name="last", step=20, metrics={}, time_s=1.0, tags={}))
+assert "torch" not in sys.modules
+"""
 LOAD = """
 import sys, warnings
 warnings.simplefilter("ignore")
 import mlflow, torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 mlflow.set_tracking_uri(sys.argv[1])
 wanted = load_file(sys.argv[3] + "/model.safetensors")
-loaded = mlflow.transformers.load_model(sys.argv[2], return_type="components")["model"]
+components = mlflow.transformers.load_model(sys.argv[2], return_type="components")
+loaded, plain = components["model"], PreTrainedTokenizerFast.from_pretrained(sys.argv[3])
+for text in ("1", "1 + 1"):
+    assert components["tokenizer"](text)["input_ids"] == plain(text)["input_ids"], "another tokenizer"
 folder = mlflow.artifacts.download_artifacts(sys.argv[2]) + "/model"
 for model in (loaded, AutoModelForCausalLM.from_pretrained(folder)):
     state = model.state_dict()
@@ -288,7 +302,7 @@ print("same weights")
 
 
 @pytest.mark.filterwarnings("ignore")  # MLflow and transformers warn of each other's plans
-def test_a_model_directory_is_kept_and_loads_in_a_fresh_process(store: MlflowStore, run_id: str, model_directory: Path):
+def test_a_model_directory_is_kept_once_with_its_scores(store: MlflowStore, run_id: str, model_directory: Path):
     store.log_metrics(run_id, 20, {"val-core/x/reward/mean@4": 0.5}, 3.25)
 
     def keep() -> str:
@@ -313,7 +327,16 @@ def test_a_model_directory_is_kept_and_loads_in_a_fresh_process(store: MlflowSto
     ]
     run = store.client.get_run(run_id)
     assert points(store.client, run, "val-core/x/reward/mean_at_4") == [(20, 0.5)], "the run's curve has it once"
-    command = [sys.executable, "-c", LOAD, store.uri, f"models:/{model_id}", str(model_directory)]
+
+
+@pytest.mark.filterwarnings("ignore")  # MLflow and transformers warn of each other's plans
+def test_weights_are_kept_without_torch_and_load_as_they_were(
+    store: MlflowStore, root: Path, run_id: str, model_directory: Path
+):
+    command = [sys.executable, "-W", "ignore", "-c", KEEP, str(root), run_id, str(model_directory)]
+    kept = subprocess.run(command, capture_output=True, text=True)
+    assert kept.returncode == 0, kept.stderr[-2000:]
+    command = [sys.executable, "-c", LOAD, store.uri, f"models:/{kept.stdout.strip()}", str(model_directory)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.strip().endswith("same weights"), done.stderr[-2000:]
 
@@ -336,7 +359,9 @@ def test_a_folder_that_is_no_model_is_refused(store: MlflowStore, run_id: str, t
         log_model(store, run_id, tmp_path, kind="transformers", name="last", step=3, metrics={}, time_s=1.0, tags={})
 
 
-MAKES_A_STORE = "import sys; from rlcore.tracking.connection import connect; connect(sys.argv[1])"
+MAKES_A_STORE = (
+    "import sys; sys.prefix = '/nowhere'; from rlcore.tracking.connection import connect; connect(sys.argv[1])"
+)
 IS_KILLED_AT_IT = """
 import os, signal
 from sqlalchemy import Engine, event
@@ -358,6 +383,34 @@ def test_two_processes_may_make_the_store_at_the_same_moment_after_one_that_was_
     config = RunConfig(paths=PathsConfig(root=str(tmp_path / "new")))
     assert MlflowStore(config.tracking, tmp_path / "new").ensure_experiment()
     shutil.rmtree(tmp_path / "new")
+
+
+def tables(database: Path) -> set[str]:
+    with closing(sqlite3.connect(database)) as store:
+        return {name for (name,) in store.execute("select name from sqlite_master where type = 'table'")}
+
+
+def test_a_new_store_begins_with_a_copy_of_the_empty_one_of_this_mlflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from mlflow.store.db.utils import _get_latest_schema_revision
+
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "installed"))
+    made = prebuilt_store()
+    make_empty_store(made)
+    assert list(made.parent.iterdir()) == [made]
+    with closing(sqlite3.connect(made)) as store:
+        assert store.execute("select version_num from alembic_version").fetchall() == [(_get_latest_schema_revision(),)]
+        store.execute("create table mark (x)")
+        store.commit()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    client = connect(f"sqlite:///{tmp_path}/copied/mlflow.db")
+    assert client.get_experiment("0").artifact_location == f"{tmp_path}/elsewhere/mlruns/0"
+    assert "mark" in tables(tmp_path / "copied" / "mlflow.db")
+    made.rename(made.with_name("mlflow-3.0.0.db"))
+    connect(f"sqlite:///{tmp_path}/of-another-version/mlflow.db")
+    assert tables(tmp_path / "of-another-version" / "mlflow.db") == tables(tmp_path / "copied" / "mlflow.db") - {"mark"}
 
 
 def test_checkpoints_and_weights_are_linked_to_their_scores_and_found_by_alias(
