@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from flows.commands.settings import MOST_SLOTS
 from flows.plan.table import size
 from flows.progress import duration
 from flows.work.open_run import END_WAIT_S, note_told
@@ -170,19 +171,24 @@ def _saved(run_dir: Path) -> str:
 # ---------------------------------------------------------------------- slots
 
 
-def slots(root: Path, *, number: int | None, gpus: str | None, per_gpu: int, as_json: bool) -> None:
+def slots(root: Path, *, number: int | None, gpus: str | None, per_gpu: int | None, as_json: bool) -> None:
     """Set the slots of a root, where that is asked for, and show them.
 
     Raises:
-        ConfigError: both a number and GPUs are given, or something that is no list of GPUs.
+        ConfigError: both a number and GPUs are given, something that is no list of GPUs, or too many slots.
     """
     found = Slots(root.resolve())
     if number is not None and gpus is not None:
         raise ConfigError(f"--set {number} and --gpus {gpus}: give one of them; --gpus counts its slots itself")
+    if per_gpu is not None and gpus is None:
+        raise ConfigError(f"--per-gpu {per_gpu}: says how many slots each of --gpus I,J gets, so give that too")
     if number is not None:
         found.set_devices([""] * number)
     elif gpus is not None:
-        found.set_devices([gpu for gpu in _indices(gpus) for _ in range(per_gpu)])
+        devices = [gpu for gpu in _indices(gpus) for _ in range(per_gpu or 1)]
+        if len(devices) > MOST_SLOTS:
+            raise ConfigError(f"--gpus: must give {MOST_SLOTS:,} slots at most; got {len(devices):,}. Name fewer")
+        found.set_devices(devices)
     state = found.look()
     print(json.dumps(_slots_as_json(state)) if as_json else "\n".join(_slot_lines(state, root)))
 

@@ -136,7 +136,6 @@ class Slots:
 
     def set_devices(self, devices: Sequence[str]) -> None:
         """Give the root so many slots. Runs that have one keep it until their trainer ends."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         with self.mutex():
             write_json_atomically(self._file, list(devices))
 

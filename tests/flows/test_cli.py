@@ -113,8 +113,23 @@ def test_a_file_in_place_of_the_root(bare: Millrace) -> None:
     bare.root.rmdir()
     bare.root.write_text("")
     done = bare("run", "experiment=debug")
-    assert done.code == 1
-    assert done.err.startswith("paths.root: must be a folder")
+    assert done.code == 2
+    assert done.err.startswith(f"paths.root: must be a folder, and {bare.root} is none")
+
+
+@pytest.mark.parametrize("verb", ["runs", "slots", "slots --set 2", "up", "sync", "gc", "down", "regression debug"])
+def test_a_root_that_is_no_folder_is_refused_by_its_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for name, what in (("file", "file"), ("file/below", "file"), ("loop", "loop")):
+        for given in (f"--root={tmp_path / name}", f"paths.root={tmp_path / name}"):
+            code, said = told(capsys, *verb.split(), given)
+            assert (code, f"must be a folder, and {tmp_path / what} is none" in said) == (2, True), said
+    for given in (["--root="], ["--root", ""], ["paths.root="]):
+        code, said = told(capsys, *verb.split(), *given)
+        assert (code, "--root: must not be empty" in said) == (2, True), said
 
 
 def test_a_prefect_server_that_is_not_there(bare: Millrace) -> None:
@@ -219,6 +234,15 @@ def test_every_command_takes_the_root_as_an_option_and_as_a_setting(
         assert (code, str(root) in said) == (1, True), said
     for words in (["gc"], ["down"]):
         assert told(capsys, *words, where)[0] == 0
+
+
+def test_a_root_in_the_home_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # a shell leaves ~ as it is behind an =
+    for words in (["runs", "--root=~/mine"], ["runs", "paths.root=~/mine"]):
+        assert str(tmp_path / "mine" / "runs") in told(capsys, *words)[1]
+    assert load_config(["paths.root='~/mine'"], experiment="debug").paths.root == str(tmp_path / "mine")
 
 
 def test_two_roots_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
