@@ -556,13 +556,26 @@ def status(root: Root = ARTIFACTS) -> None:
 
 def main() -> NoReturn:
     """Entry point: a mistake is a message, not a traceback."""
+    open_standard_streams()
     look_here_too()
     leave(app)
 
 
+def open_standard_streams() -> None:
+    """Open the streams that whoever started this process has closed, or the next file would be the output of its
+    children; and print what the terminal's encoding lacks as an escape."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 until the end
+        elif mode == "w":
+            getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
 def look_here_too() -> None:
     """Find a task in the folder that the command was started in, but never a `data.py` there in place of our own."""
-    sys.path += [str(SOURCE_FOLDER), str(Path.cwd())]
+    sys.path.append(str(SOURCE_FOLDER))
+    with suppress(FileNotFoundError):  # it is deleted, as each command says
+        sys.path.append(str(Path.cwd()))
 
 
 def leave(command: Callable[[], object]) -> NoReturn:
@@ -628,9 +641,9 @@ def exit_code(command: Callable[[], object]) -> int:
         failed = EXIT_WRONG_SETTINGS if isinstance(error, ConfigError) else EXIT_FAILED
         return _told(error, EXIT_RESUMABLE if is_told_to_end else failed)
     except OSError as error:
-        if error.errno not in OF_THE_MACHINE or error.filename is None:
+        if error.errno not in OF_THE_MACHINE:
             raise
-        return _told(f"{error.filename}: {error.strerror}", EXIT_FAILED)
+        return _told(f"{error.filename or 'the output, or a file'}: {error.strerror}", EXIT_FAILED)
     except KeyboardInterrupt:
         return _told(INTERRUPTED, EXIT_RESUMABLE)
     return 0

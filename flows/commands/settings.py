@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperGroup
 
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from flows.parameters import RunSettings
@@ -30,14 +31,36 @@ class Commands(TyperGroup):
         name, command, words = super().resolve_command(ctx, args)
         taken = {option: parameter.name for parameter in getattr(command, "params", ()) for option in parameter.opts}
         if not isinstance(command, TyperGroup) and not ctx.resilient_parsing:  # nothing is refused while Tab completes
-            if damaged := next((word for word in words if word != word.encode(errors="ignore").decode()), None):
-                raise ConfigError(f"{damaged!r}: must be UTF-8 text, as every name of a file. Rename what it names")
+            _require_text([*words, _here()])
             if taken.keys() & {"settings", "overrides", "run"}:
                 _refuse_settings_as_options(words, {"--help", *taken})
             if "--root" in taken and "settings" not in taken:
                 words = [f"--root={_text_of_root(word)}" if word.startswith(ROOT) else word for word in words]
             _refuse_empty_options(words, command)
         return name, command, words
+
+
+def _here() -> str:
+    """The folder that the command is started in.
+
+    Raises:
+        DataError: it is deleted.
+    """
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        raise DataError("the folder that this command is started in is deleted. Change to one that is there") from None
+
+
+def _require_text(words: Sequence[str]) -> None:
+    """Refuse what is no UTF-8: settings, records and MLflow could not hold it.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    for word in words:
+        if word != word.encode(errors="ignore").decode():
+            raise ConfigError(f"{word!r}: must be UTF-8 text, as every name of a file. Rename what it names")
 
 
 def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
@@ -52,7 +75,7 @@ def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
         if not getattr(one, "is_flag", True) and one.default != ""
         for option in one.opts
     }
-    for word, following in zip(words, [*words[1:], "-"], strict=True):
+    for word, following in pairwise([*words, "-"]):
         if (word in takes and not following) or (word.endswith("=") and word[:-1] in takes):
             option = word.rstrip("=")
             raise ConfigError(

@@ -1,5 +1,6 @@
 """The command line: mistakes are told at once and in words, a dry run writes nothing, every command explains itself."""
 
+import errno
 import inspect
 import json
 import os
@@ -13,7 +14,7 @@ from pkgutil import resolve_name
 import pytest
 import yaml
 
-from flows.cli import DECLARED, app, exit_code
+from flows.cli import DECLARED, app, exit_code, look_here_too
 from flows.commands import complete
 from flows.commands.run import train, validate
 from flows.parameters import compose_settings
@@ -234,6 +235,45 @@ def test_every_command_takes_the_root_as_an_option_and_as_a_setting(
         assert (code, str(root) in said) == (1, True), said
     for words in (["gc"], ["down"]):
         assert told(capsys, *words, where)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("redirected", "code", "words"),
+    [("", 0, r"a\xfc/runs: no run"), (">&-", 0, ""), ("2>&-", 0, r"a\xfc/runs: no run"), (">/dev/full", 1, "No space")],
+)
+def test_a_poor_output_is_no_traceback(tmp_path: Path, redirected: str, code: int, words: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -m flows.cli runs --root "$1" {redirected}', sys.executable, str(tmp_path / "a\xfc")],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done
+    assert "Traceback" not in done.stderr
+
+
+def test_more_output_than_is_buffered_and_no_room_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def print_much() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert exit_code(print_much) == 1
+    assert capsys.readouterr().err == "the output, or a file: No space left on device\n"
+
+
+def test_a_folder_in_which_nothing_can_begin(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, said, code in (
+        ("a\udcff", "must be UTF-8 text", 2),
+        ("gone", "is deleted. Change to one that is there", 1),
+    ):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        if name == "gone":
+            (tmp_path / name).rmdir()
+            look_here_too()
+        found = told(capsys, "slots")
+        assert (found[0], said in found[1]) == (code, True), found
+    monkeypatch.chdir(tmp_path)
+    assert told(capsys, "slots")[0] == 0, "without a word of its own"
 
 
 def test_a_root_in_the_home_folder(
