@@ -31,7 +31,7 @@ EXIT_FAILED, EXIT_WRONG_SETTINGS = 1, 2
 CLICK_INTERRUPTED = 130
 """What typer makes of an interrupt at the keyboard."""
 OF_THE_MACHINE = frozenset(
-    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT}
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EINVAL}
 )
 """Errors of a file that a message with its name explains, wherever they occur: a traceback would add nothing."""
 INTERRUPTED = "interrupted; the same command goes on from the last checkpoint"

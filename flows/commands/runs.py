@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -99,22 +100,26 @@ def logs(run: list[str], root: Path | None, *, num_lines: int, follow: bool) -> 
     while lines := list(tail.new_lines()):
         last.extend(lines)
     print("\n".join([*last, *([tail.rest] if tail.rest and not follow else [])]), flush=True)
-    while follow:
-        is_over = worker_of(layout.run_dir) is None
-        for line in tail.new_lines():
-            print(line, flush=True)
-        newest = _newest_log(layout.logs)
-        if newest is not None and newest != tail.path:
-            tail = LogTail(newest)
-            print(f"{newest}:", flush=True)
-        elif is_over:
-            return
-        else:
-            time.sleep(POLL_S)
+    with suppress(KeyboardInterrupt):  # the usual end of looking on
+        while follow:
+            is_over = worker_of(layout.run_dir) is None
+            for line in tail.new_lines():
+                print(line, flush=True)
+            newest = _newest_log(layout.logs)
+            if newest is not None and newest != tail.path:
+                tail = LogTail(newest)
+                print(f"{newest}:", flush=True)
+            elif is_over:
+                return
+            else:
+                time.sleep(POLL_S)
 
 
 def _newest_log(folder: Path) -> Path | None:
-    return max(folder.glob("trainer-[0-9]*.log"), key=lambda path: int(path.stem.rpartition("-")[2]), default=None)
+    numbers = {path: path.stem.removeprefix("trainer-") for path in folder.glob("trainer-*.log") if path.is_file()}
+    return max(
+        (path for path in numbers if numbers[path].isdecimal()), key=lambda path: int(numbers[path]), default=None
+    )
 
 
 def stop(run: list[str], root: Path | None) -> None:

@@ -14,6 +14,7 @@ from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.errors import ConfigError, DataError, MillraceError, RunInUseError, TrackingError
 from rlcore.run.layout import RunLayout
+from rlcore.storage.documents import files_of
 from rlcore.storage.locks import HeldLock
 from rlcore.tracking.attempts import has_begun
 from rlcore.tracking.connection import explain, has_store, resolve_uri
@@ -34,7 +35,7 @@ MOST_NAMES = 8
 
 def all_runs(root: Path) -> list[Path]:
     """Folders of all runs under a root, by name."""
-    return sorted(file.parent for file in (root / "runs").glob("*/settings.json"))
+    return sorted(file.parent for file in files_of(root / "runs", "*/settings.json"))
 
 
 def named_runs(names: Sequence[str], root: Path) -> list[Path]:
@@ -107,7 +108,9 @@ def settings_of(folder: Path) -> RunConfig:
     file = folder / "settings.json"
     try:
         return RunConfig.model_validate_json(file.read_bytes())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}). Make it readable, or name another run.") from error
+    except ValueError as error:
         raise DataError(
             f"{file}: cannot be read as the settings of this version of Millrace ({error}). Use the version that "
             "wrote it."

@@ -38,6 +38,17 @@ def read_ordinary(path: Path) -> bytes:
         return file.read()
 
 
+def files_of(folder: Path, pattern: str) -> list[Path]:
+    """The files that a pattern finds in a folder; none where it is not there.
+
+    Raises:
+        OSError: the folder may not be read, of which `Path.glob` says nothing.
+    """
+    if folder.is_dir():
+        os.close(os.open(folder, os.O_RDONLY))
+    return list(folder.glob(pattern))
+
+
 def in_the_way(folder: Path) -> Path | None:
     """What takes the place of a folder or of one above it: a file, a link that leads nowhere. None: nothing does."""
     folder = folder.absolute()

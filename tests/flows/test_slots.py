@@ -8,6 +8,7 @@ from threading import Thread
 
 import pytest
 
+from flows.cli import exit_code
 from flows.commands.runs import slots as slots_command
 from flows.plan.checks import require_slots
 from flows.work.open_run import FLOW_LOCK
@@ -162,6 +163,11 @@ def test_wrong_numbers_of_slots_are_told(tmp_path: Path, capsys: pytest.CaptureF
             slots_command(tmp_path, number=None, gpus=gpus, per_gpu=1, as_json=False)
     with pytest.raises(ConfigError, match=r"runtime.num_workers: must be at most the slots of .*, which are 4; got 5"):
         require_slots(RunConfig(runtime=RuntimeConfig(num_workers=5)), tmp_path)
+    (tmp_path / "slots" / "slots.json").unlink()
+    (tmp_path / "slots" / "slots.json").mkdir()
+    assert exit_code(Slots(tmp_path).look) == 1
+    assert capsys.readouterr().err == f"{tmp_path}/slots/slots.json: is no ordinary file\n"
+    (tmp_path / "slots" / "slots.json").rmdir()
     (tmp_path / "slots" / "slots.json").write_text("{")
     with pytest.raises(DataError, match="is damaged"):
         Slots(tmp_path).look()
