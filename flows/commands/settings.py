@@ -1,6 +1,7 @@
 """Settings as the command line has them: words and options, `--root`, and only to be shown (`--cfg`, `--info`)."""
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -93,7 +94,11 @@ def root_of(word: str) -> Path:
 
 
 def _text_of_root(word: str) -> str:
-    return word.removeprefix(ROOT).strip("'\"")
+    text = word.removeprefix(ROOT)
+    if text[:1] not in ("'", '"') or text[-1:] != text[:1]:
+        return text
+    # As Hydra reads it: backslashes count double before a quote and at the end, and one makes the quote a letter.
+    return re.sub(rf"\\+(?={text[0]}|$)", lambda found: found[0][: len(found[0]) // 2], text[1:-1])
 
 
 def root_folder(given: str | Path) -> Path:

@@ -17,6 +17,7 @@ import yaml
 from flows.cli import DECLARED, app, exit_code, look_here_too
 from flows.commands import complete
 from flows.commands.run import train, validate
+from flows.commands.settings import root_of
 from flows.parameters import compose_settings
 from rlcore.config import RunConfig
 from rlcore.config.compose import GROUPS, load_config
@@ -195,7 +196,9 @@ def test_a_run_to_fork_is_looked_for_where_the_new_one_goes(bare: Millrace) -> N
 
 def test_a_root_of_any_name_comes_through_hydra() -> None:
     for root in ("/data/jürgen", "my runs", "/a(b),c=d", "it's \\ odd", "ends in \\", "null", "1e3", "/plain/path-1.0"):
-        assert load_config([f"paths.root={override_value(root)}"], experiment="debug").paths.root == root
+        word = f"paths.root={override_value(root)}"
+        assert load_config([word], experiment="debug").paths.root == root
+        assert root_of(word) == Path(root)
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
