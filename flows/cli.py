@@ -4,6 +4,7 @@ Nothing heavy is imported before a command needs it: a mistake is told in a seco
 """
 
 import atexit
+import errno
 import logging
 import os
 import signal
@@ -21,7 +22,7 @@ import typer
 
 from flows import SOURCE_FOLDER
 from flows.commands import complete
-from flows.commands.settings import SLOWER_BY, Commands, composed_or_shown
+from flows.commands.settings import MOST_SLOTS, SLOWER_BY, Commands, composed_or_shown, root_folder
 from rlcore.errors import EXIT_RESUMABLE, ConfigError, MillraceError, StopRequestedError
 from rlcore.run.stop import ONE_WISH_S
 from rlcore.start import collect_rarely
@@ -29,6 +30,10 @@ from rlcore.start import collect_rarely
 EXIT_FAILED, EXIT_WRONG_SETTINGS = 1, 2
 CLICK_INTERRUPTED = 130
 """What typer makes of an interrupt at the keyboard."""
+OF_THE_MACHINE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EINVAL}
+)
+"""Errors of a file that a message with its name explains, wherever they occur: a traceback would add nothing."""
 INTERRUPTED = "interrupted; the same command goes on from the last checkpoint"
 
 app = typer.Typer(
@@ -108,9 +113,11 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done
 PlanAsJson = Annotated[bool, typer.Option("--json", help="With --dry-run: the plan as JSON.")]
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 ROOT_HELP = "Folder of datasets, models, runs and databases; paths.root=DIR means the same."
-Root = Annotated[Path, typer.Option(metavar="DIR", help=ROOT_HELP)]
+Root = Annotated[Path, typer.Option(metavar="DIR", help=ROOT_HELP, parser=root_folder)]
 ARTIFACTS = Path("artifacts")
-RootOfRun = Annotated[Path | None, typer.Option("--root", metavar="DIR", help=ROOT_HELP, show_default="artifacts")]
+RootOfRun = Annotated[
+    Path | None, typer.Option("--root", metavar="DIR", help=ROOT_HELP, show_default="artifacts", parser=root_folder)
+]
 """The root of commands that take settings: none leaves it to them."""
 Uri = Annotated[str | None, typer.Option(help="MLflow store (tracking.uri); none: the one under the root.")]
 Fork = Annotated[
@@ -188,7 +195,9 @@ def sweep(
     overrides: Settings = None,
     max_runs: Annotated[int | None, typer.Option(min=1, help="Runs to work on at most.")] = None,
     max_steps: Annotated[int | None, typer.Option(min=1, help="Training steps to spend at most.")] = None,
-    max_hours: Annotated[float | None, typer.Option(min=0.001, help="Begin no run after so many hours.")] = None,
+    max_hours: Annotated[
+        float | None, typer.Option(min=0.001, max=100_000, help="Begin no run after so many hours.")
+    ] = None,
     root: RootOfRun = None,
     on_workers: Annotated[bool, typer.Option("--on-workers", help="Send the runs to the work pool.")] = False,
     dry_run: DryRun = False,
@@ -274,7 +283,9 @@ def checkpoints(
     run: Run,
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte. Exit code 1 if one is broken.")] = False,
     export: Annotated[Path | None, typer.Option(help="Write one as a transformers directory to this folder.")] = None,
-    checkpoint: Annotated[str, typer.Option(help="Which one to export: last, best, or a step.")] = "last",
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Which one to export: last, best, or a step.", show_default="last")
+    ] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Delete those that the retention rule does not keep.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, with all metrics of each.")] = False,
     root: RootOfRun = None,
@@ -309,7 +320,7 @@ def runs(
 def logs(
     run: Run,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new lines until the run ends.")] = False,
-    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines to begin with.")] = 40,
+    num_lines: Annotated[int, typer.Option("--lines", "-n", min=0, max=10**9, help="Last lines to begin with.")] = 40,
     root: RootOfRun = None,
 ) -> None:
     """Show the log of a run's newest trainer process."""
@@ -473,10 +484,13 @@ def gc(
 def slots(
     root: Root = ARTIFACTS,
     number: Annotated[
-        int | None, typer.Option("--set", min=0, max=1_024, help="Ranks that train at a time; 0: any number.")
+        int | None, typer.Option("--set", min=0, max=MOST_SLOTS, help="Ranks that train at a time; 0: any number.")
     ] = None,
     gpus: Annotated[str | None, typer.Option(metavar="I,J", help="A slot for each of these GPUs instead.")] = None,
-    per_gpu: Annotated[int, typer.Option(min=1, max=64, help="Slots of each GPU, for runs that fit side by side.")] = 1,
+    per_gpu: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="Slots of each GPU, for runs that fit side by side.", show_default="1"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show or set how many ranks train at a time under a root. Who holds which slot, who waits, in their order."""
@@ -542,13 +556,26 @@ def status(root: Root = ARTIFACTS) -> None:
 
 def main() -> NoReturn:
     """Entry point: a mistake is a message, not a traceback."""
+    open_standard_streams()
     look_here_too()
     leave(app)
 
 
+def open_standard_streams() -> None:
+    """Open the streams that whoever started this process has closed, or the next file would be the output of its
+    children; and print what the terminal's encoding lacks as an escape."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 until the end
+        elif mode == "w":
+            getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
 def look_here_too() -> None:
     """Find a task in the folder that the command was started in, but never a `data.py` there in place of our own."""
-    sys.path += [str(SOURCE_FOLDER), str(Path.cwd())]
+    sys.path.append(str(SOURCE_FOLDER))
+    with suppress(FileNotFoundError):  # it is deleted, as each command says
+        sys.path.append(str(Path.cwd()))
 
 
 def leave(command: Callable[[], object]) -> NoReturn:
@@ -613,6 +640,10 @@ def exit_code(command: Callable[[], object]) -> int:
         is_told_to_end = isinstance(error, StopRequestedError)
         failed = EXIT_WRONG_SETTINGS if isinstance(error, ConfigError) else EXIT_FAILED
         return _told(error, EXIT_RESUMABLE if is_told_to_end else failed)
+    except OSError as error:
+        if error.errno not in OF_THE_MACHINE:
+            raise
+        return _told(f"{error.filename or 'the output, or a file'}: {error.strerror}", EXIT_FAILED)
     except KeyboardInterrupt:
         return _told(INTERRUPTED, EXIT_RESUMABLE)
     return 0

@@ -16,6 +16,8 @@ from rlcore.config import RunConfig
 from rlcore.config.base import FILE_ENDINGS
 from rlcore.config.compose import experiment_names, idle_settings, load_config
 from rlcore.config.problems import override_value
+from rlcore.errors import ConfigError
+from rlcore.storage.documents import in_the_way
 
 _NAMES = experiment_names()
 _EITHER = {
@@ -80,14 +82,18 @@ def compose_settings(overrides: list[str], experiment: str | None = None, **fiel
     From here on modules are found beside the experiment's file too: so a worker finds them, wherever it was started.
 
     Raises:
-        ConfigError: one message with every mistake.
+        ConfigError: one message with every mistake; or the root is no folder.
     """
     given = all_overrides(overrides, **fields)
     named = experiment or split_experiment(tuple(given))[0] or ""
     folder = str(Path(named).resolve().parent)
     if named.endswith(FILE_ENDINGS) and folder not in sys.path:
         sys.path.append(folder)  # the last, so that no file there takes the place of a module of ours
-    return RunSettings(in_stack(load_config(given, experiment=experiment)), tuple(given), experiment)
+    config = load_config(given, experiment=experiment)
+    root = config.paths.root
+    if (other := in_the_way(Path(root)) if root else "''") is not None:
+        raise ConfigError(f"paths.root: must be a folder, and {other} is none. Choose another paths.root.")
+    return RunSettings(in_stack(config), tuple(given), experiment)
 
 
 def all_overrides(overrides: list[str], **fields: str | float | None) -> list[str]:

@@ -13,7 +13,7 @@ from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.config.problems import override_value
-from rlcore.errors import CheckpointError, DataError
+from rlcore.errors import CheckpointError, ConfigError, DataError
 from rlcore.run.inputs import RunInputs, planned_start_model
 from rlcore.run.layout import RunLayout
 from rlcore.storage.finished import finished_or_set_aside, finished_or_why
@@ -26,17 +26,28 @@ START = "start"
 
 
 def checkpoints(
-    run: list[str], *, root: Path | None, verify: bool, export: Path | None, checkpoint: str, prune: bool, as_json: bool
+    run: list[str],
+    *,
+    root: Path | None,
+    verify: bool,
+    export: Path | None,
+    checkpoint: str | None,
+    prune: bool,
+    as_json: bool,
 ) -> None:
-    """Prune and export, where asked for, then show what there is.
+    """Prune and export, where asked for, then show what there is. `checkpoint` None: the last one.
 
     Raises:
+        ConfigError: a checkpoint is named, and none is to be exported.
         CheckpointError: one cannot be exported; with `verify`, after the list: one is broken.
         RunInUseError: to be pruned, and somebody works on the run.
     """
+    if checkpoint is not None and export is None:
+        raise ConfigError(f"--checkpoint {checkpoint}: says which one to export, so give --export DIR, or leave it out")
     config, layout = named_run(run, root)
+    chosen = "last" if checkpoint is None else checkpoint
     deleted = _prune(config, layout) if prune else ()
-    exported = None if export is None else export_to(config, layout, checkpoint, export.absolute())
+    exported = None if export is None else export_to(config, layout, chosen, export.absolute())
     rows = list_checkpoints(layout.checkpoints, verify_hashes=verify)
     if as_json:
         document: dict[str, Any] = {"run_id": layout.run_dir.name, "checkpoints": _documents(rows)}
@@ -47,7 +58,7 @@ def checkpoints(
         for path in deleted:
             print(f"deleted {path.name}: the retention rule does not keep it")
         if exported is not None:
-            print(f"exported {checkpoint} to {exported}")
+            print(f"exported {chosen} to {exported}")
         _show(layout, rows)
     broken = [row for row in rows if row.verdict == "broken"]
     if verify and broken:
@@ -180,7 +191,9 @@ def weights_of(source: str, root: Path | None) -> Weights:
         DataError: there is no such run.
         CheckpointError: it has no such checkpoint.
     """
-    name, _, checkpoint = source.partition("@")
+    name, at, checkpoint = source.rpartition("@")
+    if not at or (Path(source) / "settings.json").is_file():  # a folder's own name may have one
+        name, checkpoint = source, ""
     config, layout = named_run([name], root)
     if checkpoint == START:
         return Weights(config, layout, START, start_model_of(config, layout))

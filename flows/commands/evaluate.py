@@ -124,8 +124,8 @@ def paired(first: Evaluation, second: Evaluation) -> dict[str, tuple[Comparison,
 
 def run(words: Sequence[str], suites: Sequence[str], *, root: Path | None, as_json: bool) -> None:
     """Judge each model on each suite, print the table, and the difference of every model to the first."""
-    models = [word for word in words if "=" not in word]
-    overrides = [word for word in words if "=" in word]
+    models = [word for word in words if "=" not in word or Path(word).exists()]
+    overrides = [word for word in words if word not in models]
     command = command_of(words, suites, root)
     at = root or root_among(overrides)
     if as_json:

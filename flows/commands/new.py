@@ -34,7 +34,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 EXPERIMENT = """# {command}
 # What differs from the experiment that it builds on; docs/settings.md lists every key.
 defaults: [countdown_demo, _self_]
-name: {name}
+name: "{name}"
 optim:
   lr: 1e-4
 trainer:
@@ -83,9 +83,11 @@ def content_of(kind: str, name: str, command: str) -> str:
 
 def _require_free(kind: str, name: str, file: Path) -> None:
     is_experiment = kind == "experiment"
-    pattern = r"[a-z0-9][a-z0-9_-]{0,63}" if is_experiment else r"[a-z][a-z0-9_]*"
+    pattern = r"[a-z0-9][a-z0-9_-]{0,63}" if is_experiment else r"[a-z][a-z0-9_]{0,63}"
     if not re.fullmatch(pattern, name):
-        rule = "small letters, digits, _ and -, at most 64" if is_experiment else "small letters, digits and _"
+        rule = (
+            "small letters, digits, _ and -, at most 64" if is_experiment else "small letters, digits and _, at most 64"
+        )
         begin = "a letter or digit" if is_experiment else "a letter"
         raise ConfigError(f"NAME: must be {rule}, and begin with {begin}; got {name!r}")
     if keyword.iskeyword(name):

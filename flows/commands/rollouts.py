@@ -13,10 +13,10 @@ from flows.work.runs import named_run
 from rlcore import sandbox
 from rlcore.answers.judge import audit_reward, cases_of
 from rlcore.answers.judge import rescore as rescore_answers
-from rlcore.answers.query import EVERYTHING, READABLE, Query, find_answers, finite
+from rlcore.answers.query import EVERYTHING, READABLE, Query, find_answers, finite, num_answers
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, DataError
-from rlcore.rollout.scoring import ScoringPool
+from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.run.layout import RunLayout
 from rlcore.user_code import working_by
 
@@ -109,19 +109,15 @@ def audit(run: Sequence[str], *, scorer: str | None, root: Path | None, as_json:
 
 def _kept(run: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout, int]:
     config, layout = named_run(run, root)
-    total = len(find_answers(layout.answers, Query()))
-    if not total:
-        why = (
-            "its settings keep none (answers.every_steps=0)" if not config.answers.every_steps else "none are there yet"
-        )
-        raise DataError(f"{layout.answers}: run {layout.run_dir.name} has no answers on record: {why}")
-    return config, layout, total
+    return config, layout, num_answers(layout.answers)
 
 
 @contextmanager
 def _pool(config: RunConfig, layout: RunLayout, scorer: str | None) -> Iterator[ScoringPool]:
     """Scoring processes of another scorer, found from here, or of the run's own, as the run keeps it."""
     sandbox.use(config.sandbox)
+    if scorer is not None:
+        require_scorer(scorer, "--scorer")
     reward = config.reward.model_copy(update={"num_processes": max(1, config.reward.num_processes)})
     code = working_by(layout.code) if scorer is None else nullcontext()
     with code, ScoringPool(scorer or config.data.scorer, reward) as pool:

@@ -7,9 +7,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from flows.commands.settings import MOST_SLOTS
 from flows.plan.table import size
 from flows.progress import duration
 from flows.work.open_run import END_WAIT_S, note_told
@@ -98,22 +100,26 @@ def logs(run: list[str], root: Path | None, *, num_lines: int, follow: bool) -> 
     while lines := list(tail.new_lines()):
         last.extend(lines)
     print("\n".join([*last, *([tail.rest] if tail.rest and not follow else [])]), flush=True)
-    while follow:
-        is_over = worker_of(layout.run_dir) is None
-        for line in tail.new_lines():
-            print(line, flush=True)
-        newest = _newest_log(layout.logs)
-        if newest is not None and newest != tail.path:
-            tail = LogTail(newest)
-            print(f"{newest}:", flush=True)
-        elif is_over:
-            return
-        else:
-            time.sleep(POLL_S)
+    with suppress(KeyboardInterrupt):  # the usual end of looking on
+        while follow:
+            is_over = worker_of(layout.run_dir) is None
+            for line in tail.new_lines():
+                print(line, flush=True)
+            newest = _newest_log(layout.logs)
+            if newest is not None and newest != tail.path:
+                tail = LogTail(newest)
+                print(f"{newest}:", flush=True)
+            elif is_over:
+                return
+            else:
+                time.sleep(POLL_S)
 
 
 def _newest_log(folder: Path) -> Path | None:
-    return max(folder.glob("trainer-[0-9]*.log"), key=lambda path: int(path.stem.rpartition("-")[2]), default=None)
+    numbers = {path: path.stem.removeprefix("trainer-") for path in folder.glob("trainer-*.log") if path.is_file()}
+    return max(
+        (path for path in numbers if numbers[path].isdecimal()), key=lambda path: int(numbers[path]), default=None
+    )
 
 
 def stop(run: list[str], root: Path | None) -> None:
@@ -170,19 +176,24 @@ def _saved(run_dir: Path) -> str:
 # ---------------------------------------------------------------------- slots
 
 
-def slots(root: Path, *, number: int | None, gpus: str | None, per_gpu: int, as_json: bool) -> None:
+def slots(root: Path, *, number: int | None, gpus: str | None, per_gpu: int | None, as_json: bool) -> None:
     """Set the slots of a root, where that is asked for, and show them.
 
     Raises:
-        ConfigError: both a number and GPUs are given, or something that is no list of GPUs.
+        ConfigError: both a number and GPUs are given, something that is no list of GPUs, or too many slots.
     """
     found = Slots(root.resolve())
     if number is not None and gpus is not None:
         raise ConfigError(f"--set {number} and --gpus {gpus}: give one of them; --gpus counts its slots itself")
+    if per_gpu is not None and gpus is None:
+        raise ConfigError(f"--per-gpu {per_gpu}: says how many slots each of --gpus I,J gets, so give that too")
     if number is not None:
         found.set_devices([""] * number)
     elif gpus is not None:
-        found.set_devices([gpu for gpu in _indices(gpus) for _ in range(per_gpu)])
+        devices = [gpu for gpu in _indices(gpus) for _ in range(per_gpu or 1)]
+        if len(devices) > MOST_SLOTS:
+            raise ConfigError(f"--gpus: must give {MOST_SLOTS:,} slots at most; got {len(devices):,}. Name fewer")
+        found.set_devices(devices)
     state = found.look()
     print(json.dumps(_slots_as_json(state)) if as_json else "\n".join(_slot_lines(state, root)))
 

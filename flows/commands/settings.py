@@ -1,7 +1,10 @@
 """Settings as the command line has them: words and options, `--root`, and only to be shown (`--cfg`, `--info`)."""
 
+import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -9,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperGroup
 
+from rlcore.errors import ConfigError, DataError
+
 if TYPE_CHECKING:
     from flows.parameters import RunSettings
 
 ROOT = "paths.root="
+MOST_SLOTS = 1_024
+"""Of `millrace slots`: a lock on a file each."""
 SLOWER_BY = 0.1
 """Default of `millrace regression --slower-by`: a step that takes more than a tenth longer is told."""
 
@@ -25,11 +32,56 @@ class Commands(TyperGroup):
         name, command, words = super().resolve_command(ctx, args)
         taken = {option: parameter.name for parameter in getattr(command, "params", ()) for option in parameter.opts}
         if not isinstance(command, TyperGroup) and not ctx.resilient_parsing:  # nothing is refused while Tab completes
+            _require_text([*words, _here()])
             if taken.keys() & {"settings", "overrides", "run"}:
                 _refuse_settings_as_options(words, {"--help", *taken})
             if "--root" in taken and "settings" not in taken:
-                words = [f"--root={root_of(word)}" if word.startswith(ROOT) else word for word in words]
+                words = [f"--root={_text_of_root(word)}" if word.startswith(ROOT) else word for word in words]
+            _refuse_empty_options(words, command)
         return name, command, words
+
+
+def _here() -> str:
+    """The folder that the command is started in.
+
+    Raises:
+        DataError: it is deleted.
+    """
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        raise DataError("the folder that this command is started in is deleted. Change to one that is there") from None
+
+
+def _require_text(words: Sequence[str]) -> None:
+    """Refuse what is no UTF-8: settings, records and MLflow could not hold it.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    for word in words:
+        if word != word.encode(errors="ignore").decode():
+            raise ConfigError(f"{word!r}: must be UTF-8 text, as every name of a file. Rename what it names")
+
+
+def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
+    """Refuse an option with an empty value, unless that is its default: an unset variable would mean the default.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    takes = {
+        option
+        for one in command.params
+        if not getattr(one, "is_flag", True) and one.default != ""
+        for option in one.opts
+    }
+    for word, following in pairwise([*words, "-"]):
+        if (word in takes and not following) or (word.endswith("=") and word[:-1] in takes):
+            option = word.rstrip("=")
+            raise ConfigError(
+                f"{option}: must not be empty, perhaps of an unset variable. Give a value, or no {option}"
+            )
 
 
 def root_of(word: str) -> Path:
@@ -38,7 +90,29 @@ def root_of(word: str) -> Path:
     >>> root_of("paths.root='/my data'")
     PosixPath('/my data')
     """
-    return Path(word.removeprefix(ROOT).strip("'\""))
+    return Path(os.path.expanduser(_text_of_root(word)))  # noqa: PTH111 it lets an unknown user's be
+
+
+def _text_of_root(word: str) -> str:
+    text = word.removeprefix(ROOT)
+    if text[:1] not in ("'", '"') or text[-1:] != text[:1]:
+        return text
+    # As Hydra reads it: backslashes count double before a quote and at the end, and one makes the quote a letter.
+    return re.sub(rf"\\+(?={text[0]}|$)", lambda found: found[0][: len(found[0]) // 2], text[1:-1])
+
+
+def root_folder(given: str | Path) -> Path:
+    """The folder that `--root` names; it need not be there.
+
+    Raises:
+        typer.BadParameter: something else than a folder has its name or that of a folder above it.
+    """
+    from rlcore.storage.documents import in_the_way
+
+    root = Path(os.path.expanduser(given))  # noqa: PTH111 it lets an unknown user's be
+    if (other := in_the_way(root)) is not None:
+        raise typer.BadParameter(f"must be a folder, and {other} is none. Name another one.")
+    return root
 
 
 def root_among(words: Sequence[str]) -> Path | None:
@@ -129,7 +203,6 @@ def _show(settings: "RunSettings", *, cfg: str | None) -> None:
     from rlcore.config.compose import CONF_DIR, composed_of
     from rlcore.config.documents import to_yaml
     from rlcore.config.fingerprint import run_id
-    from rlcore.errors import ConfigError
 
     if cfg == "job":
         print(to_yaml(settings.config), end="")

@@ -95,8 +95,6 @@ def require_root(root: Path) -> None:
         DataError: they cannot; says why.
     """
     there = nearest_existing(root)
-    if not there.is_dir():
-        raise DataError(f"paths.root: must be a folder, and {there} is a file. Choose another paths.root.")
     try:
         with TemporaryFile(dir=there):  # permissions alone do not tell: nobody can make a file in /proc
             pass

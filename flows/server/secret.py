@@ -38,9 +38,15 @@ def login_of(root: Path) -> str:
             os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file,
         ):
             file.write(new_login() + "\n")
-    with path.open(encoding="utf-8") as file:
-        found = os.fstat(file.fileno())
-        login = file.read().strip()
+    try:
+        with path.open(encoding="utf-8") as file:
+            found = os.fstat(file.fileno())
+            login = file.read().strip()
+    except PermissionError as error:
+        raise MillraceError(
+            f"{path}: may not be read: another user has started a stack under {root}. Name a root of your own by "
+            "--root, or paths.root."
+        ) from error
     if found.st_mode & 0o077 or found.st_uid != os.geteuid() or not login.startswith(f"{USER}:"):
         raise MillraceError(
             f"{path}: must be a file of yours that nobody else may read (mode 0600, one line {USER}:...). `millrace "

@@ -25,9 +25,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from flows.live import Followed, last_answers
 from flows.work.runs import named_run
 from flows.work.status import status_of
-from rlcore.answers.query import Query, find_answers, finite, one_answer
+from rlcore.answers.query import MOST_DIGITS, Query, find_answers, finite, num_answers, one_answer
 from rlcore.answers.store import LIGHT
 from rlcore.answers.tokens import pieces, tokenizer_of
+from rlcore.config.problems import shown
 from rlcore.errors import ConfigError, DataError, MillraceError
 from rlcore.run.layout import RunLayout
 
@@ -126,7 +127,10 @@ class Runs:
         }
         query = Query.read(prompt=_number("prompt", given.get("prompt")), **words)
         offset = _number("offset", given.get("offset")) or 0
-        found = find_answers(self._layout(given.get("run", "")).answers, query)
+        folder = self._layout(given.get("run", "")).answers
+        found = find_answers(folder, query)
+        if not found:
+            num_answers(folder)  # raises where the run has kept none
         rows = found.rows(range(len(found))[offset : offset + ROWS], LISTED)
         rows = [{**row, "answer": row["answer"][:SHOWN]} for row in rows]
         return JSONResponse(finite({"total": len(found), "rows": rows}))
@@ -143,6 +147,6 @@ class Runs:
 def _number(name: str, text: str | None) -> int | None:
     if not text:
         return None
-    if not text.isdecimal():
-        raise ConfigError(f"{name}: must be a whole number, got {text!r}")
+    if not text.isdecimal() or len(text) > MOST_DIGITS:
+        raise ConfigError(f"{name}: must be a whole number of at most {MOST_DIGITS} digits, got {shown(text)}")
     return int(text)

@@ -24,7 +24,7 @@ from flows.stack.state import (
     without_passwords,
     write_stack,
 )
-from rlcore.errors import MillraceError
+from rlcore.errors import ConfigError, MillraceError
 from rlcore.storage.locks import HeldLock
 
 LOCK_WAIT_S = 600.0
@@ -58,11 +58,13 @@ def up(root: Path, wishes: Wishes | None = None) -> StackState:
     Where that fails, what this call has started is ended again; what ran before it goes on.
 
     Raises:
+        ConfigError: the webhook is no address.
         MillraceError: a service does not start; says why, with the end of its log.
     """
     root = root.resolve()
-    root.mkdir(parents=True, exist_ok=True)
     wishes = wishes or Wishes()
+    if wishes.notify_url is not None and not wishes.notify_url.startswith(("http://", "https://")):
+        raise ConfigError("--notify-url (MILLRACE_NOTIFY_URL): must begin with http:// or https://; got another text")
     databases = Databases.chosen(root)
     try:
         with HeldLock(root / "stack.lock", what=f"the stack of {root}", wait_s=LOCK_WAIT_S):

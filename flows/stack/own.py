@@ -13,7 +13,7 @@ from flows.plan.checks import check_run
 from flows.server.api import running_prefect
 from rlcore.config.base import FILE_ENDINGS
 from rlcore.config.problems import Problem, settings_error
-from rlcore.errors import MillraceError
+from rlcore.errors import ConfigError, MillraceError
 
 SLUG = "deploy"
 """Of the schedule that is made here: another one takes its place, and those that people add in the page stay."""
@@ -31,9 +31,11 @@ def deploy(
     """Check the settings as a worker will see them, make the deployment or bring it up to date, and say how it runs.
 
     Raises:
-        ConfigError: the settings or the schedule are wrong.
+        ConfigError: the name, the settings or the schedule are wrong.
         MillraceError: the run could not begin, no stack is up under the root, or Millrace has a deployment of the name.
     """
+    if name is not None and (refused := set(name) & set("/%&<>")):
+        raise ConfigError(f"--name: must have none of / % & < >, which Prefect refuses; got {name} with {min(refused)}")
     if experiment.endswith(FILE_ENDINGS):
         experiment = str(Path(experiment).resolve())
     at = Path(compose_settings(with_root(overrides, root), experiment).config.paths.root).resolve()

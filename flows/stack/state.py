@@ -15,6 +15,7 @@ from flows.server.database import DATABASE, PREFECT_DATABASE, PREFECT_DATABASE_T
 from flows.server.secret import login_of, mlflow_client
 from rlcore.config import RunConfig, TrackingConfig
 from rlcore.errors import MillraceError
+from rlcore.storage.documents import read_ordinary
 from rlcore.storage.locks import process_of
 from rlcore.storage.publish import write_text_atomically
 from rlcore.storage.sqlite import sqlite_address
@@ -70,7 +71,7 @@ def read_stack(root: Path) -> StackState:
     """
     path = root / STATE_FILE
     try:
-        state = _STATE.validate_json(path.read_bytes())
+        state = _STATE.validate_json(read_ordinary(path))
     except (FileNotFoundError, NotADirectoryError):
         return StackState()
     except ValidationError as error:

@@ -321,7 +321,7 @@ def known_report(layout: RunLayout) -> Report | None:
     """The report on disk, if it says what the run's files say."""
     try:
         known = parse_json(read_ordinary(layout.run_dir / "report" / SOURCE_FILE))
-        found = Report(Path(known["html"]), cached=True)
+        found = Report(layout.run_dir / "report" / Path(known["html"]).name, cached=True)  # it may be a copy
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if found.html.is_file() and known.get("fingerprint") == report_fingerprint(layout) else None

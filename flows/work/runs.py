@@ -12,8 +12,9 @@ from flows.work.open_run import FLOW_LOCK
 from rlcore.checkpoint.catalog import plan_prune
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
-from rlcore.errors import DataError, MillraceError, RunInUseError, TrackingError
+from rlcore.errors import ConfigError, DataError, MillraceError, RunInUseError, TrackingError
 from rlcore.run.layout import RunLayout
+from rlcore.storage.documents import files_of
 from rlcore.storage.locks import HeldLock
 from rlcore.tracking.attempts import has_begun
 from rlcore.tracking.connection import explain, has_store, resolve_uri
@@ -34,7 +35,7 @@ MOST_NAMES = 8
 
 def all_runs(root: Path) -> list[Path]:
     """Folders of all runs under a root, by name."""
-    return sorted(file.parent for file in (root / "runs").glob("*/settings.json"))
+    return sorted(file.parent for file in files_of(root / "runs", "*/settings.json"))
 
 
 def named_runs(names: Sequence[str], root: Path) -> list[Path]:
@@ -73,7 +74,13 @@ def named_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLa
         ConfigError: the settings are wrong.
         DataError: there is no such run, its settings cannot be read, or a part of it is of another kind.
     """
-    if len(words) == 1 and "=" not in words[0]:
+    named = [word for word in words if "=" not in word or (Path(word) / "settings.json").is_file()]
+    if named and len(words) > 1:
+        raise ConfigError(
+            f"RUN: must be one run, by its folder or id, or the settings that it was started with, each KEY=VALUE; got "
+            f"{' '.join(words)}"
+        )
+    if named:
         folder = _named(words[0], root or Path(PathsConfig().root))
         config = settings_of(folder)
         layout = RunLayout(Path(config.paths.root).resolve(), folder)  # the folder may have been moved or copied
@@ -101,7 +108,9 @@ def settings_of(folder: Path) -> RunConfig:
     file = folder / "settings.json"
     try:
         return RunConfig.model_validate_json(file.read_bytes())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror}). Make it readable, or name another run.") from error
+    except ValueError as error:
         raise DataError(
             f"{file}: cannot be read as the settings of this version of Millrace ({error}). Use the version that "
             "wrote it."

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, DataError, RunInUseError
+from rlcore.storage.documents import read_ordinary
 from rlcore.storage.locks import FileLock, HeldLock
 from rlcore.storage.publish import write_json_atomically
 
@@ -128,7 +129,7 @@ class Slots:
             DataError: the file that says so is damaged.
         """
         try:
-            return _DEVICES.validate_json(self._file.read_bytes())
+            return _DEVICES.validate_json(read_ordinary(self._file))
         except FileNotFoundError:
             return ()
         except ValidationError as error:
@@ -136,7 +137,6 @@ class Slots:
 
     def set_devices(self, devices: Sequence[str]) -> None:
         """Give the root so many slots. Runs that have one keep it until their trainer ends."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         with self.mutex():
             write_json_atomically(self._file, list(devices))
 

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlcore.answers.store import LIGHT, ROWS_PER_GROUP, TEXTS, TOKENS, parts_of
+from rlcore.config.problems import shown
 from rlcore.errors import ConfigError, DataError
 
 KINDS = ("all", "training", "validation")
@@ -23,6 +24,10 @@ SORTS = ("step", "score", "advantage", "num_tokens", "logprob", "gap", "prompt_i
 READABLE = [*LIGHT.names, *TEXTS.names]
 """Columns without those of tokens."""
 EVERYTHING = [*READABLE, *TOKENS.names]
+LARGEST_ID = 2**63 - 1
+"""Of a prompt: its column has 64 bits."""
+MOST_DIGITS = 19
+"""Of a number that is read from a text; Python itself refuses more than 4,300."""
 Range = tuple[float | None, float | None]
 """Lowest and highest value, both included; None: no bound."""
 
@@ -48,6 +53,10 @@ class Query:
             ConfigError: one cannot be read.
         """
         query = cls(range_of("step", step), range_of("score", score), **others)
+        if query.prompt is not None and not 0 <= query.prompt <= LARGEST_ID:
+            raise ConfigError(f"prompt: must be from 0 to {LARGEST_ID}, got {shown(query.prompt)}")
+        if query.search != query.search.encode(errors="ignore").decode():
+            raise ConfigError(f"search: must be UTF-8 text, got {query.search!r}")
         if query.kind not in KINDS:
             raise ConfigError(f"kind: must be all, training or validation, got {query.kind!r}")
         if query.sort.removeprefix("-") not in SORTS:
@@ -149,6 +158,20 @@ def find_answers(folder: Path, query: Query) -> Found:
     return Found(tuple(known), table.sort_by(list(keys.items())))
 
 
+def num_answers(folder: Path) -> int:
+    """How many answers a run has kept.
+
+    Raises:
+        DataError: none, or a part cannot be read.
+    """
+    if not (total := len(find_answers(folder, Query()))):
+        raise DataError(
+            f"{folder}: run {folder.parent.name} has no answers on record: none are there yet, or its settings keep "
+            "none (answers.every_steps=0)"
+        )
+    return total
+
+
 def one_answer(folder: Path, key: str) -> dict[str, Any]:
     """Everything of one answer, by its key.
 
@@ -157,7 +180,12 @@ def one_answer(folder: Path, key: str) -> dict[str, Any]:
     """
     name, _, place = key.rpartition(":")
     path = next((path for path in parts_of(folder) if path.name == name), None)
-    if path is not None and place.isdecimal() and int(place) < pq.read_metadata(path).num_rows:
+    if (
+        path is not None
+        and place.isdecimal()
+        and len(place) <= MOST_DIGITS
+        and int(place) < pq.read_metadata(path).num_rows
+    ):
         return {"key": key, **_rows_of(path, np.array([int(place)]), EVERYTHING)[0]}
     raise DataError(f"{key}: there is no such answer; perhaps the run went back to an earlier step: search again")
 

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from rlcore.config import AnswersConfig
 from rlcore.storage.disk import BYTES_PER_GB
+from rlcore.storage.documents import files_of
 from rlcore.storage.publish import remove_stale_temporaries, replaced_file
 
 LIGHT = pa.schema(
@@ -79,7 +80,7 @@ _HEAVY = [name for name in TOKENS.names if name not in ("token_ids", "is_sampled
 
 def parts_of(folder: Path) -> list[Path]:
     """The parts of a run, training first, each kind in the order of its steps."""
-    return sorted(folder.glob("*.parquet"))
+    return sorted(files_of(folder, "*.parquet"))
 
 
 def training_parts(folder: Path) -> list[Path]:

@@ -46,6 +46,8 @@ def _read(name: str) -> dict[str, Any] | Problem:
     if not is_path and name not in suite_names():
         remedy = f"{did_you_mean(name, suite_names())}There are {', '.join(suite_names())}; a path ends in .yaml"
         return Problem(SUITES, "must name files in conf/suite, or paths", name, remedy)
+    if file.exists() and not file.is_file():
+        return Problem(SUITES, "must name files in conf/suite, or paths of files", name, "It is none")
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -1,8 +1,9 @@
 """Settings of the training loop, its alarms, its checkpoints and its processes."""
 
+import os
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rlcore.config.base import Bound, Section
 
@@ -10,11 +11,11 @@ from rlcore.config.base import Bound, Section
 class TrainerConfig(Section):
     """The loop."""
 
-    total_steps: int = Field(default=100, ge=1)
+    total_steps: int = Field(default=100, ge=1, le=10_000_000)
     """Steps of the run; a step is one batch of prompts sampled, scored and learned from."""
     steps_per_chunk: int = Field(default=20, ge=1)
     """Steps between two checkpoints. A chunk is the unit that Prefect retries."""
-    batch_size: int = Field(default=256, ge=1)
+    batch_size: int = Field(default=256, ge=1, le=10_000_000)
     """Prompts a step."""
     mini_batch_size: Annotated[int, Bound("divide", "trainer.batch_size")] = Field(default=256, ge=1)
     """Prompts an optimizer step."""
@@ -186,7 +187,12 @@ class PathsConfig(Section):
     """Where things are written."""
 
     root: str = "artifacts"
-    """Folder of datasets, models, runs and the MLflow store; relative to the working directory."""
+    """Folder of datasets, models, runs and the MLflow store; relative to the working directory. `~` is expanded."""
+
+    @field_validator("root")
+    @classmethod
+    def _expanded(cls, root: str) -> str:
+        return os.path.expanduser(root)  # noqa: PTH111 it lets an unknown user's be
 
 
 class TrackingConfig(Section):

@@ -380,7 +380,8 @@ def _seed_table(groups: Groups) -> Table:
 
 def _metric_table(runs: Runs) -> Table:
     """Every metric's last value, as MLflow shows it."""
-    last = pd.concat([run.metrics.ffill().tail(1).T for run in runs.values()], axis="columns").sort_index()
+    newest = [run.metrics.ffill().reindex([run.metrics.index.max()]).T for run in runs.values()]  # NaN without a step
+    last = pd.concat(newest, axis="columns").sort_index()
     rows = [
         (str(name), *(None if np.isnan(value) else value for value in values)) for name, *values in last.itertuples()
     ]

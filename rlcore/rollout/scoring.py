@@ -148,8 +148,8 @@ def _unscored(why: str) -> Score:
     return Score(0.0, {}, failure=why)
 
 
-def require_scorer(name: str) -> Scorer:
-    """The function at `module:function`.
+def require_scorer(name: str, key: str = "data.scorer") -> Scorer:
+    """The function at `module:function`. `key`: the setting or option that names it, for the message.
 
     Raises:
         ConfigError: there is no such function.
@@ -158,8 +158,7 @@ def require_scorer(name: str) -> Scorer:
         return resolve_scorer(name)
     except Exception as error:  # importing a scorer's module can raise anything
         raise ConfigError(
-            f"data.scorer: must name a function as module:function, got {name!r} ({describe(error)}). "
-            f"{MODULES_ARE_FOUND}."
+            f"{key}: must name a function as module:function, got {name!r} ({describe(error)}). {MODULES_ARE_FOUND}."
         ) from error
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlcore.config import CheckpointConfig
 from rlcore.errors import DiskSpaceError, MillraceError, UnwritableError
+from rlcore.storage.documents import in_the_way
 
 BYTES_PER_GB = 1e9
 # float32 master weights and the two float32 moments of AdamW.
@@ -57,6 +58,8 @@ def is_out_of_room(error: BaseException | None) -> bool:
 
 def unwritable(folder: Path, reason: OSError, error: type[MillraceError] = UnwritableError) -> MillraceError:
     """The error for a folder in which nothing can be written."""
+    if (other := in_the_way(folder)) is not None:
+        return error(f"{folder}: must be a folder, and {other} is none. Move that away, or choose another folder.")
     return error(f"{folder}: cannot be written ({reason}). Make the folder writable, or choose another paths.root.")
 
 

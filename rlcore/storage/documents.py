@@ -1,4 +1,5 @@
-"""Reads small files that anything may have happened to: whatever is wrong with one is an OSError or a ValueError."""
+"""Reads small files that anything may have happened to: whatever is wrong with one is an OSError or a ValueError. And
+what lies in the place of a folder."""
 
 import errno
 import hashlib
@@ -35,6 +36,24 @@ def read_ordinary(path: Path) -> bytes:
     """The content of an ordinary file; raises as `open_ordinary` does."""
     with open_ordinary(path) as file:
         return file.read()
+
+
+def files_of(folder: Path, pattern: str) -> list[Path]:
+    """The files that a pattern finds in a folder; none where it is not there.
+
+    Raises:
+        OSError: the folder may not be read, of which `Path.glob` says nothing.
+    """
+    if folder.is_dir():
+        os.close(os.open(folder, os.O_RDONLY))
+    return list(folder.glob(pattern))
+
+
+def in_the_way(folder: Path) -> Path | None:
+    """What takes the place of a folder or of one above it: a file, a link that leads nowhere. None: nothing does."""
+    folder = folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    return None if there.is_dir() else there
 
 
 def sha256_of(path: Path, num_bytes: int | None = None) -> str:

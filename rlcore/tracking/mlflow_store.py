@@ -247,7 +247,7 @@ class MlflowStore:
 
 
 def search_run_ids(store: MlflowStore, query: str) -> list[str]:
-    """The run ids (names of folders) of the experiment's own runs that a query finds, oldest first.
+    """The run ids (names of folders) of the experiment's trainings that a query finds, oldest first.
 
     Args:
         store: where to search.
@@ -256,7 +256,7 @@ def search_run_ids(store: MlflowStore, query: str) -> list[str]:
     Raises:
         TrackingError: MLflow does not take the query, or does not answer.
     """
-    own = f"tags.`{RUN_ID_TAG}` != ''"
+    own = f"tags.`{RUN_ID_TAG}` != '' and tags.stage = 'train'"  # a warm start has settings too
     try:
         runs = store.client.search_runs(
             [store.ensure_experiment()],

@@ -93,16 +93,20 @@ def test_parts_that_come_are_seen(tmp_path: Path) -> None:
         ({"score": "nan"}, "score: must be a number"),
         ({"step": "3..1"}, r"step: must have the lower bound first, as in 1\.\.3; got '3\.\.1'"),
         ({"kind": "held-out"}, "kind: must be all, training or validation, got 'held-out'"),
+        ({"prompt": 2**63}, r"prompt: must be from 0 to 9223372036854775807, got 9223372036854775808"),
+        ({"prompt": -1}, "prompt: must be from 0 to"),
+        ({"search": "a\udcff"}, r"search: must be UTF-8 text, got 'a\\udcff'"),
         ({"sort": "-beauty"}, "sort: must be one of step, score, .*, got '-beauty'"),
     ],
 )
-def test_wrong_filters_are_told(given: dict[str, str], words: str) -> None:
+def test_wrong_filters_are_told(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Query.read(**given)
 
 
 def test_what_cannot_be_is_told(folder: Path, tmp_path: Path) -> None:
-    for key in ("train-000001-000003.parquet:99999", "../settings.json:0", "train-000001-000003.parquet:-1", "x"):
+    for key in ("train-000001-000003.parquet:99999", "../settings.json:0", "train-000001-000003.parquet:-1", "x",
+                f"train-000001-000003.parquet:{'9' * 5_000}"):  # fmt: skip
         with pytest.raises(DataError, match="there is no such answer"):
             one_answer(folder, key)
     (tmp_path / "train-000001-000002.parquet").write_bytes(b"no parquet")

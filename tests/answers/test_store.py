@@ -107,5 +107,5 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     writer = AnswerWriter(tmp_path / "answers", AnswersConfig())
     writer.add(Made(1).of_step(1))
     writer.begin_part()
-    with pytest.raises(UnwritableError, match=r"answers: cannot be written"):
+    with pytest.raises(UnwritableError, match=r"answers: must be a folder, and .*answers is none"):
         writer.settle()

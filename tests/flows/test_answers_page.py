@@ -31,6 +31,7 @@ async def elsewhere(scope, receive, send) -> None:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("root")
+    (root / "runs" / "bare").mkdir(parents=True)
     writer = AnswerWriter(root / "runs" / RUN / "answers", AnswersConfig())
     for step in range(1, 21):
         writer.add(Made(step, turns=True).of_step(step))
@@ -65,6 +66,13 @@ def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
         ("find", {"run": "../../etc"}, "is none of this root"),
         ("find", {"run": RUN, "step": "x"}, "step: must be a number"),
         ("find", {"run": RUN, "offset": "-1"}, "offset: must be a whole number"),
+        ("find", {"run": RUN, "offset": "9" * 5_000}, "offset: must be a whole number of at most 19 digits"),
+        ("find", {"run": RUN, "prompt": "9" * 19}, "prompt: must be from 0 to"),
+        (
+            "find",
+            {"run": "bare"},
+            "run bare has no answers on record: none are there yet, or its settings keep none (answ",
+        ),
         ("one", {"run": RUN, "key": "../../settings.json:0"}, "there is no such answer"),
     ],
 )

@@ -92,6 +92,9 @@ def test_a_fork_starts_from_the_weights_with_settings_of_its_own(run: SmallRun, 
         load_file(folder / "model.safetensors") for folder in (Path(config.model.path), run.layout.exported_model)
     )
     assert all(start[name].equal(known[name]) for name in known)
+    (tmp_path / "of@us").symlink_to(folder)
+    assert settings == list(forked(given, str(tmp_path / "of@us")).overrides)
+    assert settings == list(forked(given, str(tmp_path / "of@us@4")).overrides)
     fork = prepare(tmp_path, *settings[1:])
     with session_of(fork) as session:
         assert session.train(1)["step"] == 1

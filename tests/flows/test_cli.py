@@ -1,5 +1,6 @@
 """The command line: mistakes are told at once and in words, a dry run writes nothing, every command explains itself."""
 
+import errno
 import inspect
 import json
 import os
@@ -13,9 +14,10 @@ from pkgutil import resolve_name
 import pytest
 import yaml
 
-from flows.cli import DECLARED, app, exit_code
+from flows.cli import DECLARED, app, exit_code, look_here_too
 from flows.commands import complete
 from flows.commands.run import train, validate
+from flows.commands.settings import root_of
 from flows.parameters import compose_settings
 from rlcore.config import RunConfig
 from rlcore.config.compose import GROUPS, load_config
@@ -113,8 +115,23 @@ def test_a_file_in_place_of_the_root(bare: Millrace) -> None:
     bare.root.rmdir()
     bare.root.write_text("")
     done = bare("run", "experiment=debug")
-    assert done.code == 1
-    assert done.err.startswith("paths.root: must be a folder")
+    assert done.code == 2
+    assert done.err.startswith(f"paths.root: must be a folder, and {bare.root} is none")
+
+
+@pytest.mark.parametrize("verb", ["runs", "slots", "slots --set 2", "up", "sync", "gc", "down", "regression debug"])
+def test_a_root_that_is_no_folder_is_refused_by_its_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for name, what in (("file", "file"), ("file/below", "file"), ("loop", "loop")):
+        for given in (f"--root={tmp_path / name}", f"paths.root={tmp_path / name}"):
+            code, said = told(capsys, *verb.split(), given)
+            assert (code, f"must be a folder, and {tmp_path / what} is none" in said) == (2, True), said
+    for given in (["--root="], ["--root", ""], ["paths.root="]):
+        code, said = told(capsys, *verb.split(), *given)
+        assert (code, "--root: must not be empty" in said) == (2, True), said
 
 
 def test_a_prefect_server_that_is_not_there(bare: Millrace) -> None:
@@ -179,7 +196,9 @@ def test_a_run_to_fork_is_looked_for_where_the_new_one_goes(bare: Millrace) -> N
 
 def test_a_root_of_any_name_comes_through_hydra() -> None:
     for root in ("/data/jürgen", "my runs", "/a(b),c=d", "it's \\ odd", "ends in \\", "null", "1e3", "/plain/path-1.0"):
-        assert load_config([f"paths.root={override_value(root)}"], experiment="debug").paths.root == root
+        word = f"paths.root={override_value(root)}"
+        assert load_config([word], experiment="debug").paths.root == root
+        assert root_of(word) == Path(root)
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -219,6 +238,54 @@ def test_every_command_takes_the_root_as_an_option_and_as_a_setting(
         assert (code, str(root) in said) == (1, True), said
     for words in (["gc"], ["down"]):
         assert told(capsys, *words, where)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("redirected", "code", "words"),
+    [("", 0, r"a\xfc/runs: no run"), (">&-", 0, ""), ("2>&-", 0, r"a\xfc/runs: no run"), (">/dev/full", 1, "No space")],
+)
+def test_a_poor_output_is_no_traceback(tmp_path: Path, redirected: str, code: int, words: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -m flows.cli runs --root "$1" {redirected}', sys.executable, str(tmp_path / "a\xfc")],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done
+    assert "Traceback" not in done.stderr
+
+
+def test_more_output_than_is_buffered_and_no_room_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def print_much() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert exit_code(print_much) == 1
+    assert capsys.readouterr().err == "the output, or a file: No space left on device\n"
+
+
+def test_a_folder_in_which_nothing_can_begin(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, said, code in (
+        ("a\udcff", "must be UTF-8 text", 2),
+        ("gone", "is deleted. Change to one that is there", 1),
+    ):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        if name == "gone":
+            (tmp_path / name).rmdir()
+            look_here_too()
+        found = told(capsys, "slots")
+        assert (found[0], said in found[1]) == (code, True), found
+    monkeypatch.chdir(tmp_path)
+    assert told(capsys, "slots")[0] == 0, "without a word of its own"
+
+
+def test_a_root_in_the_home_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # a shell leaves ~ as it is behind an =
+    for words in (["runs", "--root=~/mine"], ["runs", "paths.root=~/mine"]):
+        assert str(tmp_path / "mine" / "runs") in told(capsys, *words)[1]
+    assert load_config(["paths.root='~/mine'"], experiment="debug").paths.root == str(tmp_path / "mine")
 
 
 def test_two_roots_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

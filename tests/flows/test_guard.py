@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -95,6 +96,11 @@ def test_the_login_is_one_file_that_nobody_else_may_read(tmp_path: Path) -> None
     assert ":".join(mlflow_client(login).values()) == login
     file.chmod(0o644)
     with pytest.raises(MillraceError, match=rf"{SECRET_FILE}: must be a file of yours .*mode 0600.*delete the file"):
+        login_of(tmp_path)
+    with (
+        patch.object(Path, "open", side_effect=PermissionError(13, "Permission denied")),
+        pytest.raises(MillraceError, match=rf"{SECRET_FILE}: may not be read: another user .* under {tmp_path}"),
+    ):
         login_of(tmp_path)
     if os.geteuid() == 0:
         file.chmod(0o600)

@@ -1,6 +1,7 @@
 """Mistakes of a new user, as they are typed: each is told before anything begins, with key, rule, value and remedy."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +48,7 @@ FILES = {
     "bare/train.jsonl": "",
     "bare/test.jsonl": "",
     "empty/nothing": "",
+    "lr=1/settings.json": "{",
     "no_tokenizer/config.json": json.dumps({"model_type": "qwen2"}),
 }
 READS = ["model.path=model", "warm_start.enabled=false", "filter.max_prompt_tokens=256"]
@@ -63,10 +65,32 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train -m seed=1,2", ["-m: is no option", "seed=1,2", "millrace sweep FILE"]),
     ("train --cfg hydra", ["--cfg: must be job", "--info"]),
     ("train --root=/proc/here", ["paths.root: must be writable, and /proc is not", "choose another"]),
-    ("train --root=/dev/null/here", ["paths.root: must be a folder, and /dev/null is a file"]),
+    ("train --root=/dev/null/here", ["--root", "must be a folder, and /dev/null is none"]),
+    ("train paths.root=/dev/null/here", ["paths.root: must be a folder, and /dev/null is none", "Choose another"]),
+    ("train paths.root=", ["paths.root: must be a folder, and '' is none"]),
     ("train --fork nobody", ["nobody: is neither the folder nor the id of a run", "--root"]),
     ("checkpoints nobody", ["nobody: is neither the folder nor the id of a run", "--root"]),
     ("logs nobody", ["nobody: is neither the folder nor the id of a run", "--root"]),
+    ("report nobody extra", ["RUN: must be one run, by its folder or id, or the settings", "got nobody extra"]),
+    ("logs nobody -n 99999999999999999999", ["--lines", "less than or equal to"]),
+    ("logs lr=1", ["lr=1/settings.json: cannot be read as the settings"]),
+    ("eval lr=1 --suite gsm8k", ["lr=1/settings.json: cannot be read as the settings"]),
+    (f"logs {'x' * 300}", [f"{'x' * 300}/settings.json: File name too long"]),
+    ("runs a\udcff", ["'a\\udcff': must be UTF-8 text"]),
+    ("checkpoints nobody --checkpoint best", ["--checkpoint best: says which one to export", "--export DIR"]),
+    ("slots --per-gpu 2", ["--per-gpu 2: says how many slots each of --gpus"]),
+    (f"slots --per-gpu 64 --gpus {','.join(map(str, range(17)))}", ["--gpus: must give 1,024 slots at most", "1,088"]),
+    ("slots --set 2 --root=/proc/here", ["/proc/here/slots: cannot be written"]),
+    ("up --root=/proc/here", ["/proc/here: cannot be written"]),
+    ("up --notify-url hooks.example", ["--notify-url (MILLRACE_NOTIFY_URL): must begin with http:// or https://"]),
+    ("deploy mine.yaml --name a/b", ["--name: must have none of / % & < >, which Prefect refuses; got a/b with /"]),
+    ("sweep debug_grid --max-hours 1e999", ["--max-hours", "less than or equal to 100000"]),
+    ("eval model --suite pipe.yaml", ["validation.suites: must name files in conf/suite, or paths of files"]),
+    *((f"{line}=", [f"{line.split()[-1]}: must not be empty, perhaps of an unset variable"]) for line in (
+        "runs --root", "sync --uri", "rescore nobody --scorer", "train --fork", "deploy mine.yaml --name",
+    )),
+    (f"new task {'x' * 65}", ["NAME: must be small letters, digits and _, at most 64"]),
+    ("train trainer.total_steps=99999999999999999999", ["trainer.total_steps: must be less than or equal to 10000000"]),
     ("validate experiment=debug --checkpoint 77", ["checkpoint=step-000077", "train first"]),
     # the experiment
     ("train experiment=debgu", ["got debgu", "Did you mean debug?"]),
@@ -143,6 +167,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="latin-1")
+    os.mkfifo(folder / "pipe.yaml")
     (folder / "model").mkdir()
     build_scratch_tokenizer(ScratchModel(), folder / "model")
     (folder / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))

@@ -23,7 +23,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("task", "sums"), ("experiment", "mine"), ("scorer", "judge")])
+@pytest.mark.parametrize(("kind", "name"), [("task", "sums"), ("experiment", "null"), ("scorer", "judge")])
 def test_the_command_that_it_names_can_be_planned(kind: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(lambda: app(["new", kind, name])) == 0
     command = capsys.readouterr().out.splitlines()[-1].split()

@@ -136,10 +136,12 @@ def test_prefect_shows_progress_validation_checkpoints_report_and_link(
     assert f"{measured[60][reward]:.3f}" in artifacts["report"]
 
 
-def test_its_report_is_found_by_the_beginning_of_its_id(reference: Reference) -> None:
+def test_its_report_is_found_by_the_beginning_of_its_id(reference: Reference, tmp_path: Path) -> None:
     done = reference.millrace("report", reference.run_dir.name[:8], "--root", str(reference.millrace.root))
     assert (done.code, done.err) == (0, "")
     assert done.out == f"report: {reference.run_dir / 'report' / 'report.html'}, skipped: it is current\n"
+    copied = shutil.copytree(reference.run_dir, tmp_path / "runs" / reference.run_dir.name)
+    assert str(copied / "report") in reference.millrace("report", str(copied)).out
 
 
 def test_an_empty_name_is_no_beginning(reference: Reference) -> None:

@@ -67,6 +67,14 @@ def test_a_scorer_that_fails_is_told(run: SmallRun) -> None:
         rollouts.rescore(words, scorer="math:prod", root=None, as_json=True)
 
 
+@pytest.mark.parametrize("scorer", ["", "nope"])
+def test_a_scorer_that_is_none_is_told_by_the_option_that_names_it(run: SmallRun, scorer: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--scorer: must name a function as module:function, got '{scorer}'"):
+        rollouts.rescore([str(run.layout.run_dir)], scorer=scorer, root=None, as_json=False)
+    with pytest.raises(ConfigError, match=r"^--scorer: "):
+        rollouts.audit([str(run.layout.run_dir)], scorer=scorer, root=None, as_json=False)
+
+
 def test_tokens_are_for_json(run: SmallRun) -> None:
     with pytest.raises(ConfigError, match="--tokens: must come with --json"):
         rollouts.rollouts([str(run.layout.run_dir)], root=None, limit=1, tokens=True, as_json=False)

@@ -1,6 +1,8 @@
 """`millrace runs`, `logs` and `stop`: what a run's files and locks say of it, and how it is told to stop."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from flows.cli import exit_code
 from flows.commands.runs import logs, stop
 from flows.work.open_run import FLOW_LOCK, note_told, open_run
 from flows.work.results import settings_text
-from flows.work.runs import named_runs
+from flows.work.runs import all_runs, named_run, named_runs
 from flows.work.status import status_of
+from rlcore.answers.query import Query, find_answers
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError, RunInUseError, StopRequestedError
 from rlcore.run.disk import GOES_ON, PAUSED
@@ -143,6 +147,42 @@ def test_the_newest_log_and_a_run_without_one(layout: RunLayout, capsys: pytest.
         (layout.logs / f"trainer-{number}.log").write_text(f"{number}.1\n{number}.2\n{number}.3\ntorn")
     logs([str(layout.run_dir)], None, num_lines=2, follow=False)
     assert capsys.readouterr().out.splitlines()[1:] == ["10.2", "10.3", "torn"]
+    for name in ("11a", "old"):  # somebody's own
+        (layout.logs / f"trainer-{name}.log").touch()
+    (layout.logs / "trainer-12.log").mkdir()
+    logs([str(layout.run_dir)], None, num_lines=1, follow=False)
+    assert capsys.readouterr().out.splitlines()[1:] == ["10.3", "torn"]
+
+
+def test_an_interrupt_ends_following_without_a_word(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    layout.logs.mkdir()
+    (layout.logs / "trainer-1.log").write_text("a line\n")
+    with worked_on(layout), monkeypatch.context() as patched:
+        patched.setattr("flows.commands.runs.time.sleep", interrupt)
+        assert exit_code(lambda: logs([str(layout.run_dir)], None, num_lines=1, follow=True)) == 0
+    assert capsys.readouterr() == (f"{layout.logs}/trainer-1.log:\na line\n", "")
+
+
+def test_what_may_not_be_read_is_not_taken_for_absent(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *flags: int) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    root = layout.run_dir.parents[1]
+    assert all_runs(root) == [layout.run_dir]
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", refuse)
+        with pytest.raises(DataError, match=r"settings\.json: cannot be read \(Permission denied\)\. Make it readable"):
+            named_run([str(layout.run_dir)], None)
+    layout.answers.mkdir()
+    monkeypatch.setattr(os, "open", refuse)
+    for look in (lambda: all_runs(root), lambda: find_answers(layout.answers, Query())):
+        with pytest.raises(PermissionError):
+            look()
 
 
 def test_wrong_states_and_wrong_names(bare: Millrace) -> None:

@@ -116,6 +116,8 @@ def test_sync_delivers_each_value_once_however_often(synced: Path) -> None:
 
 def test_a_comparison_has_the_numbers_that_mlflow_has(synced: Path, reference: Reference) -> None:
     first, second = reference.run_dir.name, SECOND
+    tags = {"millrace.run_id": "warm-start-0a1b", "seed": "2", "stage": "warm-start"}
+    MlflowStore(TrackingConfig(), synced).create_run("a warm start is none to compare", tags, start_time_s=0.0)
     done = millrace(synced, "compare", first, "--search", "tags.seed = '2'")
     assert done.code == 0, done.err
     assert done.out.startswith(f"2 runs: {first}, {second}\n")

@@ -219,6 +219,13 @@ def test_runs_that_cannot_be_paired_are_compared_all_the_same(run_dirs, tmp_path
     assert "ppo: The run has 20 of 100 steps" in words
 
 
+def test_a_run_without_a_step_is_compared_too(run_dirs, tmp_path):
+    bare = shutil.copytree(run_dirs[0], tmp_path / "runs" / "bare")
+    (bare / "metrics.jsonl").write_bytes(b"")
+    files = compare_runs([run_dirs[0], bare], target=tmp_path)
+    assert {row["bare"] for row in table(files, "metrics")} == {None}
+
+
 def test_runs_of_the_same_name_in_two_places_are_told_apart(tmp_path):
     for place in ("a", "b"):
         write_run(tmp_path / place / "runs" / "same", experiment="debug", num_steps=2, num_problems=6, only=FEW[:1])

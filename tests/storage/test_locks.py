@@ -141,7 +141,7 @@ def test_the_lock_is_taken_on_a_full_disk(small_disk):
 
 def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match=r"cannot be written .*paths\.root"):
+    with pytest.raises(DataError, match=rf"run: must be a folder, and {tmp_path}/file is none\. Move that away"):
         take(tmp_path / "file" / "run")
 
 
