@@ -188,7 +188,7 @@ def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: i
     """The first test that fails in the checkout; "limit" where they take longer than that; None where all pass."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", str(processes), "--dist", "loadfile", "--tb=no"]
-    command += ["-m", "not lengthy", "-p", "no:cacheprovider", *tests]
+    command += ["-m", "not lengthy", "-o", f"cache_dir={ROOT / '.pytest_cache'}", *tests]  # it holds a real model
     process = subprocess.Popen(
         command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -265,7 +265,9 @@ def main() -> None:
                 by_test[one.noticed_by.partition("[")[0]].append(one)
         while by_test and (failed := first_failure(checkout, sorted(by_test), chosen.limit, chosen.processes)):
             print(f"without a mutation too: {failed}")
-            for one in by_test.pop(failed.partition("[")[0]):
+            if (name := failed.partition("[")[0]) not in by_test:  # "limit", say
+                break
+            for one in by_test.pop(name):
                 one.noticed_by = None
         write(chosen.out, chosen.seed, mutations)
 
