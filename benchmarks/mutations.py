@@ -9,10 +9,11 @@
 
 A mutation changes one place: a comparison, `and` or `or`, a `not`, a number, True or False, a sign, min or max, a
 condition, or a statement that goes (a call, a raise, a break, a `+=`). It is made in a copy of the checkout, where the
-tests that execute its first line run up to the first failure. Where --lines has none (it knows neither other processes
-nor what an import executes), the folder's own tests run. A run that takes longer than --limit is noticed too. Writes
-each mutation and the test that noticed it to --out (JSON). Whether an unnoticed one changes any behaviour is for a
-reader to say: the exit code is 0.
+tests that execute its statement run up to the first failure. Where --lines has none (it knows neither other processes
+nor what an import executes), the folder's own tests run. A run that takes longer than --limit is noticed too. At the
+end the tests that noticed one run without any mutation: one that fails there has noticed nothing. Writes each mutation
+and the test that noticed it to --out (JSON); folders that were not tried now stay in it. Whether an unnoticed one
+changes any behaviour is for a reader to say, as `equivalent` in that file, which is kept: the exit code is 0.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -46,14 +47,19 @@ COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
 CALCULATED: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
 }  # fmt: skip
+FIRST = 20
+"""So many tests run before the others of a line; most mutations are noticed by these."""
+NO_TESTS = 5
+"""Exit code of pytest: none of them is in `not lengthy`, say."""
 OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 @dataclass
 class Mutation:
-    """In `file`, the text from `start` to `end` (line from 1, column) becomes `new`.
+    """In `file`, the text from `start` to `end` (line from 1, column) becomes `new`; `statement`: its first line.
 
-    `tried`: how many test functions that execute its first line; 0: the folder's tests. `noticed_by`: a test, "limit".
+    `tried`: how many test functions that execute its statement; 0: the folder's tests. `noticed_by`: a test, "limit".
+    `equivalent`: why no behaviour differs, written by a reader.
     """
 
     folder: str
@@ -62,8 +68,10 @@ class Mutation:
     end: tuple[int, int]
     old: str
     new: str
+    statement: int
     tried: int = 0
     noticed_by: str | None = None
+    equivalent: str | None = None
 
     def apply(self, source: str) -> str:
         """The mutated source."""
@@ -111,6 +119,8 @@ def places(folder: str, file: Path) -> Iterator[Mutation]:
     for node in ast.walk(tree):
         asides = [getattr(node, name, None) for name in ("annotation", "returns")] + getattr(node, "decorator_list", [])
         left_alone.update(inner for aside in asides if aside is not None for inner in ast.walk(aside))
+    # Of the statements around a line the last one begins nearest to it.
+    begins = sorted({node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)})
     conditions = {node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp)}
     for node in ast.walk(tree):
         if node in left_alone or not isinstance(node, ast.expr | ast.stmt) or node.end_lineno is None:
@@ -122,7 +132,8 @@ def places(folder: str, file: Path) -> Iterator[Mutation]:
             if isinstance(node, ast.BinOp | ast.BoolOp | ast.Compare):
                 new = f"({new})"
             old = ast.get_source_segment(source, node) or ""
-            mutation = Mutation(folder, str(file.relative_to(ROOT)), start, end, old, new)
+            statement = max(line for line in begins if line <= node.lineno)
+            mutation = Mutation(folder, str(file.relative_to(ROOT)), start, end, old, new, statement)
             try:
                 ast.parse(mutation.apply(source))
             except SyntaxError:  # inside an f-string, say
@@ -131,10 +142,10 @@ def places(folder: str, file: Path) -> Iterator[Mutation]:
 
 
 def drawn(folders: list[str], each: int, seed: int) -> list[Mutation]:
-    """`each` random mutations of every folder."""
-    chance = random.Random(seed)
+    """`each` random mutations of every folder, which do not depend on the other folders."""
     found = []
     for folder in folders:
+        chance = random.Random(f"{seed} {folder}")
         root = ROOT / folder
         files = sorted(root.rglob("*.py")) if root.is_dir() else [root]
         every = [mutation for file in files for mutation in places(folder, file)]
@@ -149,22 +160,35 @@ def own_tests(folder: str) -> str:
 
 
 @cache
-def tests_by_line(lines: Path, file: str) -> dict[int, set[str]]:
-    """Line of a file -> the test functions that execute it in their own process, by a coverage file with contexts."""
+def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
+    """File -> line -> the test functions that execute it in their own process, by a coverage file with contexts. First
+    comes the one that executes the fewest lines of the sources: it takes the least time, and says the most.
+    """
     from coverage import CoverageData
 
-    found: Any = CoverageData(str(lines))
-    found.read()
-    contexts = found.contexts_by_lineno(str(ROOT / file))
-    # Such as tests/run/test_stop.py::test_it[case]|run; one of an import is empty.
-    return {line: {re.split(r"[\[|]", name)[0] for name in names if name} for line, names in contexts.items()}
+    data: Any = CoverageData(str(lines))
+    data.read()
+    found = {}
+    executed: Counter[str] = Counter()
+    for file in data.measured_files():
+        # Such as tests/run/test_stop.py::test_it[case]|run; one of an import is empty.
+        by_line = {
+            line: {re.split(r"[\[|]", name)[0] for name in names if name}
+            for line, names in data.contexts_by_lineno(file).items()
+        }
+        found[str(Path(file).relative_to(ROOT))] = by_line
+        executed.update(name for names in by_line.values() for name in names)
+    return {
+        file: {line: sorted(names, key=lambda name: (executed[name], name)) for line, names in by_line.items()}
+        for file, by_line in found.items()
+    }
 
 
 def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: int) -> str | None:
     """The first test that fails in the checkout; "limit" where they take longer than that; None where all pass."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", str(processes), "--dist", "loadfile", "--tb=no"]
-    command += ["-m", "not lengthy", "-p", "no:cacheprovider", *tests]
+    command += ["-m", "not lengthy", "-o", f"cache_dir={ROOT / '.pytest_cache'}", *tests]  # it holds a real model
     process = subprocess.Popen(
         command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -175,7 +199,28 @@ def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: i
         process.communicate()
         return "limit"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    return failed[1] if failed else f"pytest ended with {process.returncode}" if process.returncode else None
+    if failed:
+        return failed[1]
+    return None if process.returncode in (0, NO_TESTS) else f"pytest ended with {process.returncode}"
+
+
+def write(out: Path, seed: int, mutations: list[Mutation]) -> None:
+    """Write what is known, and a reader's words on what is not noticed; other folders and seeds stay as they are."""
+    before = [Mutation(**one) for one in json.loads(out.read_text())["mutations"]] if out.exists() else []
+    said = {(one.file, one.old, one.new): one.equivalent for one in before}
+    for one in mutations:
+        one.equivalent = None if one.noticed_by else said.get((one.file, one.old, one.new))
+    folders = {one.folder for one in mutations}
+    every = sorted([one for one in before if one.folder not in folders] + mutations, key=lambda one: one.folder)
+    table = {}
+    for folder in dict.fromkeys(one.folder for one in every):
+        here = [one for one in every if one.folder == folder]
+        noticed, equivalent = (sum(bool(getattr(m, name)) for m in here) for name in ("noticed_by", "equivalent"))
+        left = len(here) - noticed - equivalent
+        table[folder] = {"tried": len(here), "noticed": noticed, "equivalent": equivalent, "survivors": left}
+    head = json.dumps({"seed": seed, "folders": table}, indent=1).removesuffix("\n}")
+    rows = ",\n  ".join(json.dumps(asdict(one)) for one in every)
+    out.write_text(f'{head},\n "mutations": [\n  {rows}\n ]\n}}\n')
 
 
 def main() -> None:
@@ -197,26 +242,34 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         checkout = Path(folder)
+        checkout.chmod(0o755)  # a test that gives up the rights of the superuser reads it too
         listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
         for name in listed.stdout.splitlines():
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, checkout / name)
-        counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for one in mutations:
             source = (ROOT / one.file).read_text()
             (checkout / one.file).write_text(one.apply(source))
-            tests = tests_by_line(chosen.lines, one.file).get(one.start[0], set()) if chosen.lines else set()
+            known = tests_by_line(chosen.lines).get(one.file, {}) if chosen.lines else {}
+            tests = known.get(one.start[0]) or known.get(one.statement) or []
             one.tried = len(tests)
-            told = sorted(tests) or [own_tests(one.folder)]
-            one.noticed_by = first_failure(checkout, told, chosen.limit, chosen.processes)
+            for some in (tests[:FIRST], tests[FIRST:]) if tests else ([own_tests(one.folder)],):
+                if some and one.noticed_by is None:
+                    one.noticed_by = first_failure(checkout, some, chosen.limit, chosen.processes)
             (checkout / one.file).write_text(source)
-            print(
-                f"{one.file}:{one.start[0]}: {one.old!r} -> {one.new!r}: {one.noticed_by or 'NOT NOTICED'}", flush=True
-            )
-            counts[one.folder][0] += one.noticed_by is not None
-            counts[one.folder][1] += 1
-            result = {"seed": chosen.seed, "noticed_of": counts, "mutations": [asdict(m) for m in mutations]}
-            chosen.out.write_text(json.dumps(result, indent=1) + "\n")
+            shown = one.noticed_by or "NOT NOTICED"
+            print(f"{one.file}:{one.start[0]}: {one.old!r} -> {one.new!r}: {shown}", flush=True)
+        by_test = defaultdict(list)
+        for one in mutations:
+            if one.noticed_by and "::" in one.noticed_by:
+                by_test[one.noticed_by.partition("[")[0]].append(one)
+        while by_test and (failed := first_failure(checkout, sorted(by_test), chosen.limit, chosen.processes)):
+            print(f"without a mutation too: {failed}")
+            if (name := failed.partition("[")[0]) not in by_test:  # "limit", say
+                break
+            for one in by_test.pop(name):
+                one.noticed_by = None
+        write(chosen.out, chosen.seed, mutations)
 
 
 if __name__ == "__main__":

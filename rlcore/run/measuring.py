@@ -64,7 +64,6 @@ class PassRateMeasuring:
         """
         found = find_pass_rates(self._config, self._inputs)
         if found is None:
-            self._beside.mkdir(parents=True, exist_ok=True)
             with locked_run(self._beside, self._guard.report, self._guard.stop, math.inf):
                 remove_stale_temporaries(self._beside)
                 if find_pass_rates(self._config, self._inputs) is None:  # perhaps another run has made it meanwhile

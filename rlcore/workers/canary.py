@@ -119,6 +119,11 @@ def _each_once(names: Iterable[str]) -> list[str]:
 
 
 def _listed(what: str, names: Sequence[str]) -> str:
+    """The first names in words.
+
+    >>> _listed("Tensors", "abcd"), _listed("Tensors", "abcde"), _listed("Tensors", "")
+    ('Tensors (4): a, b, c, d. ', 'Tensors (5): a, b, c, d, .... ', '')
+    """
     if not names:
         return ""
     return f"{what} ({len(names)}): {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. "

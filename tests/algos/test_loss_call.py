@@ -109,6 +109,34 @@ def test_options_and_what_is_asked_for_by_name_are_given(own: str) -> None:
     assert groups is given["group_ids"]
 
 
+def test_it_is_tried_on_both_signs_masked_tokens_and_two_answers_to_one_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss that fails on any of these is told before the model loads."""
+    (tmp_path / "own_tried.py").write_text(
+        "from rlcore.algos.losses import ppo_clip\n"
+        "seen = []\n"
+        "def loss(*tensors, settings, behavior_logprobs, entropy, group_ids, covariance_rank):\n"
+        "    seen.append((*tensors, behavior_logprobs, entropy, group_ids, covariance_rank))\n"
+        "    return ppo_clip(*tensors, settings=settings)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_tried", raising=False)
+    require_policy_loss(AlgoConfig(policy_loss="own_tried:loss"))
+    [(policy, old, advantages, mask, ids, num_sequences, *given)] = sys.modules["own_tried"].seen
+    behavior, entropy, groups, ranks = given
+    assert num_sequences == 2
+    assert ids.tolist() == [0, 0, 0, 1, 1, 1]
+    assert mask.tolist() == [False, True, True, False, True, True]
+    assert advantages.tolist() == [1.0, 1.0, 1.0, -1.0, -1.0, -1.0]
+    assert groups.tolist() == [0, 0]
+    assert (ranks == 1).equal(~mask), "those without a loss come last"
+    assert sorted(ranks[mask].tolist()) == [0.0, 0.25, 0.5, 0.75]
+    for logprobs in (policy, old, behavior, -entropy):
+        assert (logprobs < 0).all()
+    assert len({*policy.tolist(), *old.tolist()}) == 12
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -299,6 +299,22 @@ def test_without_hashes_only_sizes_are_checked(tmp_path):
         reader.load_state(found)
 
 
+def test_without_hashes_a_cut_one_is_refused_all_the_same(tmp_path):
+    store = store_at(tmp_path)
+    save(store, 1)
+    shard = save(store, 2) / "policy" / "rank.safetensors"
+    os.truncate(shard, shard.stat().st_size - 1)
+    assert store_at(tmp_path).step_of("last", verify=False) == 1
+
+
+def test_unless_told_otherwise_hashes_are_checked(tmp_path):
+    store = store_at(tmp_path)
+    save(store, 1)
+    flip(save(store, 2) / "policy" / "rank.safetensors", 0)
+    assert store_at(tmp_path).step_of("last") == 1
+    assert store_at(tmp_path).step_of("last", verify=False) == 2
+
+
 def test_if_all_are_broken_the_run_does_not_start_over_by_itself(tmp_path):
     store = store_at(tmp_path)
     for step in (1, 2):
@@ -367,7 +383,7 @@ def test_a_full_disk_leaves_the_last_good_one_and_the_run_goes_on_when_there_is_
     save(store, 1)
     for num_pages in range(4):  # shard, state, settings, manifest: a page each, so it fills at another
         ballast = fill(small_disk, leave_bytes=4096 * num_pages)
-        with pytest.raises(DiskSpaceError, match=r"step-000002: no room"):
+        with pytest.raises(DiskSpaceError, match=r"step-000002: no room to write \(\[Errno 28\]"):
             save(store, 2)
         ballast.unlink()
         assert steps(store) == [1]

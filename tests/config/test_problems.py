@@ -1,10 +1,11 @@
 """How mistakes read."""
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from rlcore.config.base import leaves, sections_of
 from rlcore.config.data import TASKS
-from rlcore.config.problems import Problem, did_you_mean, nearest, settings_error, shown
+from rlcore.config.problems import Problem, did_you_mean, nearest, override_value, settings_error, shown
 from rlcore.config.run import all_keys, free_mappings, is_key, section_names
 
 KEYS = sorted(all_keys())
@@ -72,3 +73,10 @@ def test_every_setting_is_described(name):
     for key in all_keys()[name]:
         assert key.field.description
         assert key.field.description.endswith((".", ")"))
+
+
+@pytest.mark.parametrize(
+    "value", ["off", "it's", "a\\'b", "a\\\\'b", "ends\\", "a\\b", "", ["+", "it's\\"], {"k": "\\'"}]
+)
+def test_hydra_reads_a_value_back_as_it_was(value):
+    assert OverridesParser.create().parse_override(f"key={override_value(value)}").value() == value

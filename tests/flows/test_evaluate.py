@@ -93,13 +93,14 @@ def test_an_evaluation_has_the_runs_own_numbers_and_pairs_them(run: SmallRun, su
 
 def test_a_judge_that_never_answers_is_an_error_and_no_result(run: SmallRun, tmp_path: Path) -> None:
     suite = tmp_path / "judged.yaml"
-    suite.write_text((TASK % (3, "['+']")).replace("{", "{scorer: data.judge:score, ", 1))
+    one = (TASK % (1, "['+']")).replace("samples_per_problem: 2", "samples_per_problem: 1\ngreedy: false")
+    suite.write_text(one.replace("{", "{scorer: data.judge:score, ", 1))
     dead = ("reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=m", "reward.judge.tries=1")
     words = ("eval", str(run.layout.run_dir), "--suite", str(suite), "reward.num_processes=1", *dead)
     for _ in range(2):
         done = Millrace(Path(run.config.paths.root), {})(*words, "--json")
         assert (done.code, done.out) == (1, "")
-        assert "suite judged: has no figures, for 9 answers have no score; data.judge:score failed: " in done.err
+        assert "suite judged: has no figures, for 1 answers have no score; data.judge:score failed: " in done.err
         assert "no verdict of http://127.0.0.1:9/v1 (reward.judge.url)" in done.err
         assert "Traceback" not in done.err
 

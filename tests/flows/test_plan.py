@@ -13,12 +13,13 @@ from flows.work.stages import prepare_inputs
 from rlcore.config import ScratchModel
 from rlcore.config.compose import experiment_names, load_config
 from rlcore.config.gguf import INSTALL_SMOLLM2
-from rlcore.errors import ConfigError, DiskSpaceError
+from rlcore.errors import ConfigError, DiskSpaceError, ModelError
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
 from rlcore.models.shape import shape_of
 from rlcore.run.disk import RAY_SPILL_BYTES
 from rlcore.workers.memory_plan import Device, plan_memory
-from tests.models.tiny import write_model
+from tests.models.gguf_files import write_gguf
+from tests.models.tiny import plain_model, write_model
 from tests.storage.small_disk import mounted
 
 
@@ -149,7 +150,7 @@ def test_a_checkpoint_of_tinyzeros_policy_and_critic_is_planned_by_their_publish
 
 
 def test_the_plan_says_what_the_memory_is_for(tmp_path, capsys):
-    from flows.plan.table import memory_notes
+    from flows.plan.table import memory_notes, show_memory
     from rlcore.models.shape import shape_of
     from rlcore.workers.memory_plan import Device, plan_memory
 
@@ -161,10 +162,16 @@ def test_the_plan_says_what_the_memory_is_for(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "Memory of a GPU (none here), GB by phase" in shown
     assert "policy: moments" in shown
+    assert "memory:" not in shown, "of an unknown card nothing is said"
+    for line in ("chunks: 0 of ", "tokens: ", "disk: a checkpoint "):
+        assert f"\n{line}" in shown
     shape = shape_of(config.model)
     for size, told in ((10**12, "memory: fits"), (10**9 + 10**8, "as planned"), (10**9, "CANNOT FIT")):
-        [note] = memory_notes(plan_memory(config, shape, Device("x", 2, size)))
+        planned = plan_memory(config, shape, Device("x", 2, size))
+        [note] = memory_notes(planned)
         assert told in note
+        show_memory(planned)
+        assert note in capsys.readouterr().out
 
 
 def test_the_plans_words_are_where_they_belong_and_paths_as_they_are(
@@ -187,6 +194,18 @@ def test_a_start_model_in_a_folder_with_brackets_is_named_as_it_is(
     overrides = [f"model.path='{path}'", "warm_start.enabled=false", f"paths.root={tmp_path}"]
     show_plan(make_plan(load_config(["experiment=debug", *overrides])), as_json=False)
     assert path.name in capsys.readouterr().out
+
+
+def test_a_gguf_file_that_cannot_be_read_here_is_refused_before_the_start(
+    artifacts_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(plain_model(write_model("qwen2-tied", tmp_path / "model")), tmp_path / "tiny.gguf")
+    overrides = [f"model.path={path}", "warm_start.enabled=false", f"paths.root={artifacts_root}"]
+    config = load_config(["experiment=debug", *overrides])
+    plan = make_plan(config)
+    monkeypatch.setattr("rlcore.run.inputs.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="the package gguf, which reads it, is not installed"):
+        check_before_start(config, plan)
 
 
 def test_what_cannot_fit_the_card_is_refused_before_the_start_and_a_finished_run_is_not(artifacts_root: Path) -> None:

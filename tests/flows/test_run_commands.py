@@ -17,7 +17,7 @@ from flows.cli import exit_code
 from flows.commands.runs import logs, stop
 from flows.work.open_run import FLOW_LOCK, note_told, open_run
 from flows.work.results import settings_text
-from flows.work.runs import all_runs, named_run, named_runs
+from flows.work.runs import all_runs, compare, named_run, named_runs
 from flows.work.status import status_of
 from rlcore.answers.query import Query, find_answers
 from rlcore.config.compose import load_config
@@ -27,8 +27,10 @@ from rlcore.run.faults import fault_of, note_fault, read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import HeldLock, Holder
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, Finish, Owner
+from rlcore.tracking.delivery import STATE_FILE
 from rlcore.tracking.journal import Journal
 from tests.flows.conftest import Millrace, ended, wait_until
+from tests.report.runs import write_run
 
 
 @pytest.fixture
@@ -196,6 +198,25 @@ def test_a_message_says_how_many_runs_it_leaves_out(tmp_path: Path) -> None:
         (tmp_path / "runs" / f"run-{number}" / "settings.json").touch()
     with pytest.raises(DataError, match=r"there are: run-0, .*, run-7 and 2 more \(millrace runs lists them\)\."):
         named_runs(["other"], tmp_path)
+
+
+def test_a_comparison_is_there_where_mlflow_does_not_take_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of its two runs MLflow has one, in a store of a kind that is not installed here."""
+    folders = [tmp_path / "runs" / name for name in ("one", "two")]
+    for seed, folder in enumerate(folders, start=1):
+        write_run(
+            folder,
+            experiment="debug",
+            overrides=("tracking.uri=oddsql://host/runs",),
+            seed=seed,
+            num_steps=2,
+            num_problems=4,
+        )
+    (folders[0] / STATE_FILE).write_text('{"format_version": 1, "mlflow_run_id": "1"}')
+    found = compare(folders, tmp_path)
+    assert found.html.is_file()
+    assert found.mlflow_page == ""
+    assert "MLflow did not take the comparison: tracking.uri oddsql://host/runs: " in caplog.text
 
 
 @pytest.mark.slow

@@ -42,6 +42,9 @@ class NoTurn(NoReset):
 def seven(settings, seed):
     rows = [Row((Message("user", "what"),), 7, 1, "7")]
     return TaskRows("own", "math", "text", {"train": rows, "validation": rows})
+def long(settings, seed):
+    rows = [Row((Message("user", "what"),), "7" * 300, 1, "7")]
+    return TaskRows("own", "math", "text", {"train": rows, "validation": rows})
 def raises(settings, seed):
     raise KeyError("words.txt")
 def never(settings, seed):
@@ -204,12 +207,22 @@ def test_what_is_made_already_is_not_made_again(artifacts_root: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("environment", "why"),
+    ("environment", "task", "why"),
     [
-        ("NoReset", r"failed in reset on the task's first row, {\"target\".*LookupError: .?no such game"),
-        ("NoTurn", r"failed in step .*TypeError: step returns rlcore\.rollout\.environment\.Turn, got str"),
+        (
+            "NoReset",
+            ("data=custom", "data.build=tried_out:long"),
+            r"failed in reset on the task's first row, \"7{199}: LookupError: .?no such game",
+        ),
+        (
+            "NoTurn",
+            (),
+            r"failed in step on .*{\"target\".*TypeError: step returns rlcore\.rollout\.environment\.Turn, got str",
+        ),
     ],
 )
-def test_an_environment_that_fails_on_a_row_of_the_task(dry_run: Try, environment: str, why: str) -> None:
+def test_an_environment_that_fails_on_a_row_of_the_task(
+    dry_run: Try, environment: str, task: tuple[str, ...], why: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"data\.environment: must .* got tried_out:{environment}, which {why}"):
-        dry_run(f"data.environment=tried_out:{environment}", "warm_start.enabled=false")
+        dry_run(f"data.environment=tried_out:{environment}", "warm_start.enabled=false", *task)

@@ -17,6 +17,7 @@ from rlcore.models.policy import CausalPolicy
 from rlcore.run.inputs import stage_layout
 from rlcore.run.supervised import Lessons, build_model
 from rlcore.storage.manifest import read_manifest
+from rlcore.tracking.attempts import ATTEMPTS_FILE, Finish, read_acts
 from rlcore.tracking.journal import read_journal
 from rlcore.trainer.metrics import repeatable
 from tests.run.running import WAIT_S, disturb, said, small
@@ -158,6 +159,8 @@ def test_patience_ends_it_early(tmp_path: Path) -> None:
     }
     best = min(losses, key=losses.__getitem__)
     assert max(losses) == best + 4 < 100
+    attempts = stage_layout(run.config, run.inputs.filtered_directory).run_dir / ATTEMPTS_FILE
+    assert [act.status for act, _ in read_acts(attempts) if isinstance(act, Finish)] == ["FINISHED"]
 
 
 def test_rows_without_solutions_are_one_error(tmp_path: Path) -> None:

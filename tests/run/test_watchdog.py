@@ -21,7 +21,7 @@ from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig, RunConfig
 from rlcore.config.trainer import DeadlineConfig, RuntimeConfig
 from rlcore.errors import WorkerLostError
-from rlcore.run.faults import read_faults
+from rlcore.run.faults import FaultKind, read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
 from rlcore.run.watchdog import Watchdog
@@ -138,6 +138,25 @@ def test_a_fault_is_kept_where_its_stacks_cannot_be_written(tmp_path: Path) -> N
     assert (fault.step, fault.stacks) == (7, None)
     assert "a worker actor died" in fault.message
     assert [one["event"] for one in heard] == ["fault"]
+
+
+def test_a_phase_that_goes_on_after_its_deadline_is_a_hang(tmp_path: Path) -> None:
+    ended, errors = threading.Event(), list[Exception]()
+
+    def give_up(error: Exception) -> None:
+        errors.append(error)
+        ended.set()
+
+    config = RunConfig(runtime=RuntimeConfig(deadlines=DeadlineConfig(save_s=0.1)))
+    layout = RunLayout(tmp_path, tmp_path / "run")
+    guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=lambda event: None, give_up=give_up)
+    with guard, guard.phase("commit"):
+        assert ended.wait(WAIT_S)
+    (error,) = errors
+    assert str(error).startswith("runtime.deadlines.save_s: hang in commit after step 0: no end after 0 s. What every ")
+    (fault,) = read_faults(layout.run_dir)
+    assert (fault.kind, fault.phase) == (FaultKind.HANG, "commit")
+    assert "test_watchdog.py" in Path(str(fault.stacks)).read_text()
 
 
 def test_the_last_resort_ends_a_phase_around_others(tmp_path: Path) -> None:

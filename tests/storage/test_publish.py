@@ -363,3 +363,8 @@ def test_a_text_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path):
     with pytest.raises(IsADirectoryError):
         write_text_atomically(tmp_path / "x.txt", "content")
     assert names(tmp_path) == ["x.txt"]
+
+
+def test_a_c_library_without_the_exchange_has_exchanged_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr("rlcore.storage.publish.ctypes.CDLL", lambda name, use_errno: object())
+    assert exchange(tmp_path / "a", tmp_path / "b") is False

@@ -25,10 +25,13 @@ def test_a_loss_that_is_not_a_number_is_found_with_its_rows(tmp_path: Path) -> N
         with pytest.raises(NonFiniteError, match=r"loss is nan.*Batch saved to .*step-000001") as caught:
             train(run, group, 1)
         after = group.each(Worker.full_weights)[0]
+        (gradients,) = group.each(lambda worker: [p.grad for p in worker._actor.model.parameters()])
     finally:
         group.close()
     assert all(torch.equal(before[name], after[name]) for name in before), "a step was taken all the same"
+    assert all(gradient is None for gradient in gradients), "their memory is held until the next update"
 
+    assert str(caught.value).endswith("non-finite inputs in no single row: its inputs are all finite.")
     file = run.layout.failures / "step-000001.safetensors"
     batch = load_file(file)
     lengths = batch["cu_seqlens"].diff()

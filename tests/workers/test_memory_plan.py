@@ -26,6 +26,7 @@ from rlcore.workers.memory_plan import (
     Device,
     chosen_settings,
     fitted,
+    head_bytes,
     held_bytes,
     plan_memory,
     require_fit,
@@ -193,6 +194,13 @@ def test_the_measured_step_of_compiled_layers() -> None:
     plan = plan_memory(config, LLAMA_1B, Device("H200", 2, 150_100_000_000), tokens=24_711)
     assert plan.peak_phase == planning.POLICY_UPDATE
     assert plan.peak_bytes == pytest.approx(1e9 * baseline["peak_allocated_gb"], rel=0.03)
+
+
+def test_beside_the_logits_of_a_head_that_is_not_compiled_lie_its_temporaries() -> None:
+    for rows, temporaries in ((64, 64 * LLAMA_1B.vocab * 4), (4096, planning.HEAD_TEMPORARIES_BYTES)):
+        compiled = head_bytes(LLAMA_1B, 2, rows, 8192, gradient="none", compiled=True)
+        assert compiled == rows * LLAMA_1B.vocab * 4 + 8192 * LLAMA_1B.hidden * 2
+        assert head_bytes(LLAMA_1B, 2, rows, 8192, gradient="none") == compiled + temporaries
 
 
 def test_layers_that_do_not_run_compiled_are_counted_plain() -> None:
