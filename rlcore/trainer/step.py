@@ -13,6 +13,7 @@ from rlcore.algos.kl import next_kl_coef
 from rlcore.algos.schedules import next_entropy_added
 from rlcore.batching.balance import Shares, share_out
 from rlcore.batching.pack import pack, place_turn_rewards, scatter_tokens, select
+from rlcore.checkpoint.state import LoopState as LoopState
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.alarms import Alarm, batch_alarms, save_failure, step_alarms
@@ -25,26 +26,6 @@ from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.passes import Shortage
 from rlcore.workers.worker import Worker, WorkerInfo
-
-
-@dataclass(frozen=True, slots=True)
-class LoopState:
-    """State of the loop itself from one step to the next; it is in every checkpoint."""
-
-    step: int
-    policy_version: int
-    num_prompts_drawn: int
-    num_tokens: int
-    kl_coef: float
-    lr_factor: float = 1.0
-    num_roll_backs: int = 0
-    entropy_added: float = 0.0
-    pass_counts: str = ""
-    """Passes of all rows, where rows are drawn by them (`rlcore.batching.pass_counts`)."""
-    best_metric: float = float("-inf")
-    """Best held-out score so far; -inf before the first. No step changes it, but what is measured after one."""
-    best_step: int = 0
-    """Step of the best score."""
 
 
 @dataclass(frozen=True, slots=True)
