@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,26 +20,7 @@ from rlcore.models.policy import CausalPolicy
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import Place
 from rlcore.workers.passes import Micro, Parts, restore_order, to_device, total
-from rlcore.workers.trained import TrainedModel
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyUpdate:
-    """Result of one optimizer step on one rank. `logprobs` Float[T]: before the step, in the order of the batch.
-    `applied`: false where the settings refuse a gradient so large."""
-
-    stats: PolicyStatistics
-    grad_norm: float
-    logprobs: Float[Tensor, "T"]
-    applied: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisedUpdate:
-    """Result of one supervised optimizer step on one rank; the statistics are those before the step."""
-
-    stats: SupervisedStatistics
-    grad_norm: float
+from rlcore.workers.trained import ModelUpdate, TrainedModel
 
 
 class Actor(TrainedModel[CausalPolicy]):
@@ -105,7 +85,7 @@ class Actor(TrainedModel[CausalPolicy]):
         lr: float,
         kl_coef: float,
         entropy_added: float = 0.0,
-    ) -> PolicyUpdate:
+    ) -> ModelUpdate[PolicyStatistics]:
         """One optimizer step on this rank's share of a mini-batch.
 
         Raises:
@@ -140,7 +120,7 @@ class Actor(TrainedModel[CausalPolicy]):
             self.step(lr)
         else:
             self.release_gradients()
-        return PolicyUpdate(summed, grad_norm, logprobs, applied)
+        return ModelUpdate(summed, grad_norm, applied, logprobs)
 
     @torch.no_grad()
     def _non_finite_groups(
@@ -189,7 +169,9 @@ class Actor(TrainedModel[CausalPolicy]):
         )
         return loss, statistics, output.logprobs.detach()
 
-    def supervise(self, batch: PackedBatch, num_micro: int, num_tokens: int, *, lr: float) -> SupervisedUpdate:
+    def supervise(
+        self, batch: PackedBatch, num_micro: int, num_tokens: int, *, lr: float
+    ) -> ModelUpdate[SupervisedStatistics]:
         """One optimizer step on the negative log-likelihood of this rank's share of the answer tokens, which are
         `num_tokens` over all ranks.
 
@@ -204,7 +186,7 @@ class Actor(TrainedModel[CausalPolicy]):
         remedy = ". A lower warm_start.optim.lr, or a longer warm-up, often helps."
         grad_norm = self.clip(summed, f"the supervised loss is {summed.means().get('loss')}", lambda: remedy)
         self.step(lr)
-        return SupervisedUpdate(summed, grad_norm)
+        return ModelUpdate(summed, grad_norm)
 
     @torch.no_grad()
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,6 +21,17 @@ from rlcore.workers.passes import Batch, Micro, Parts, PassBudget, ranks_of, to_
 
 Model = TypeVar("Model", bound=PackedTrunk)
 S = TypeVar("S", bound=Statistics)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUpdate(Generic[S]):
+    """Result of one optimizer step on one rank; the statistics are those before it. `applied`: false where the settings
+    refuse a gradient so large. `logprobs` Float[T]: before a step on the policy's loss, in the order of the batch."""
+
+    stats: S
+    grad_norm: float
+    applied: bool = True
+    logprobs: Float[Tensor, "T"] | None = None
 
 
 class TrainedModel(Generic[Model]):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlcore.algos.aggregation import Denominator
-from rlcore.algos.objective import SupervisedStatistics
+from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, ValueStatistics
 from rlcore.checkpoint.shards import RankSaver, load_shards
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
@@ -29,12 +29,13 @@ from rlcore.rollout.engine import RolloutEngine, SamplingRequest, build_engine, 
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers import canary
-from rlcore.workers.actor import Actor, PolicyUpdate, SupervisedUpdate
+from rlcore.workers.actor import Actor
 from rlcore.workers.canary import HandOver
-from rlcore.workers.critic import Critic, CriticUpdate
+from rlcore.workers.critic import Critic
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks, keep_freed_memory, let_segments_grow
 from rlcore.workers.measure import BYTES_PER_GB, GpuUseMeter, MemoryPeak, RankProfiler, gpu_meter
 from rlcore.workers.reference import Reference
+from rlcore.workers.trained import ModelUpdate
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -207,20 +208,24 @@ class Worker:
         lr: float,
         kl_coef: float,
         entropy_added: float = 0.0,
-    ) -> PolicyUpdate:
+    ) -> ModelUpdate[PolicyStatistics]:
         """One optimizer step of the policy."""
         self._rest_engine()
         self._actor.seed_dropout(self._version, self._num_updates, self._rank)
         self._num_updates += 1
         return self._actor.update(batch, num_micro, denominator, lr=lr, kl_coef=kl_coef, entropy_added=entropy_added)
 
-    def update_critic(self, batch: TrainBatch, num_micro: int, denominator: Denominator, lr: float) -> CriticUpdate:
+    def update_critic(
+        self, batch: TrainBatch, num_micro: int, denominator: Denominator, lr: float
+    ) -> ModelUpdate[ValueStatistics]:
         """One optimizer step of the critic."""
         assert self._critic is not None, "critic is null: there is nothing to update"
         self._rest_engine()
         return self._critic.update(batch, num_micro, denominator, lr=lr)
 
-    def supervise(self, batch: PackedBatch, num_micro: int, num_tokens: int, lr: float) -> SupervisedUpdate:
+    def supervise(
+        self, batch: PackedBatch, num_micro: int, num_tokens: int, lr: float
+    ) -> ModelUpdate[SupervisedStatistics]:
         """One supervised optimizer step of the policy; `num_tokens`: answer tokens of the batch on all ranks."""
         self._rest_engine()
         return self._actor.supervise(batch, num_micro, num_tokens, lr=lr)
