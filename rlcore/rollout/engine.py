@@ -89,7 +89,8 @@ class RolloutEngine(Protocol):
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> list[Rollout]:
         """One rollout for each request, in the order of the requests."""
-        ...
+        found = dict(self.stream(requests, sampling, max_response_tokens))
+        return [found[index] for index in range(len(requests))]
 
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
@@ -111,22 +112,16 @@ class RolloutEngine(Protocol):
         ...
 
 
-class NoEngine:
+class NoEngine(RolloutEngine):
     """In place of an engine where nobody asks for answers."""
 
     policy_version = -1
-
-    def generate(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
-    ) -> list[Rollout]:
-        """Raise EngineError."""
-        raise EngineError("rollout.engine: is none, so these workers write no answers")
 
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[tuple[int, Rollout]]:
         """Raise EngineError."""
-        yield from enumerate(self.generate(requests, sampling, max_response_tokens))
+        raise EngineError("rollout.engine: is none, so these workers write no answers")
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
         """Take part in the gathering of the weights, and keep none."""

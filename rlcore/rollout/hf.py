@@ -19,7 +19,7 @@ from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import DeviceMemoryError, EngineError
 from rlcore.models.memory import Refused, attempted, release_cached_memory
 from rlcore.models.policy import CausalPolicy
-from rlcore.rollout.engine import SamplingRequest, TakenWeights
+from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TakenWeights
 from rlcore.types import FinishReason, Rollout
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class _Answer:
         return self.finish_reason == "length" and len(self.token_ids) < self.limit
 
 
-class HfEngine:
+class HfEngine(RolloutEngine):
     """`RolloutEngine` on transformers; runs anywhere torch runs."""
 
     def __init__(self, policy: CausalPolicy, *, eos_token_ids: frozenset[int], max_num_seqs: int) -> None:
@@ -78,12 +78,6 @@ class HfEngine:
 
     def close(self) -> None:
         """Nothing to release."""
-
-    def generate(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
-    ) -> list[Rollout]:
-        """One rollout for each request, in the order of the requests."""
-        return [rollout for _, rollout in self.stream(requests, sampling, max_response_tokens)]
 
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
