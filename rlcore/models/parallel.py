@@ -160,41 +160,31 @@ class CountedCollectives:
         self._root = model
         self._reached = 0
         self._ordered_before = 0
-        self._in_doubt = False
+        self.in_doubt = False
+        """Whether a collective itself failed: then nobody knows what the others have seen of it."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(_CountedAllGather(self))
                 module.set_custom_reduce_scatter(_CountedReduceScatter(self))
 
-    def begin_pass(self) -> None:
-        """Every pass begins with all weights sharded: after one without gradients FSDP2 leaves the outermost together,
-        and the next would order one collective less."""
-        self._begin(ordered_before=0)
+    def begin(self, *, rest: bool = False) -> None:
+        """A pass begins with all weights sharded: after one without gradients FSDP2 leaves the outermost together, and
+        the next would order one collective less.
 
-    def begin_rest(self) -> None:
-        """The next pass makes up for one that this rank left; it has as many micro-batches, however small.
-
-        The collectives that were ordered before are left out; what it computes, here and elsewhere, means nothing.
+        `rest`: the pass makes up for one that this rank left. It has as many micro-batches, however small; the
+        collectives that were ordered before are left out; what it computes, here and elsewhere, means nothing.
         """
-        self._begin(ordered_before=self._reached)
-
-    def _begin(self, *, ordered_before: int) -> None:
         self._root.reshard()
-        self._reached, self._ordered_before = 0, ordered_before
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether a collective itself failed: then nobody knows what the others have seen of it."""
-        return self._in_doubt
+        self._reached, self._ordered_before = 0, self._reached if rest else 0
 
     def order(self, send: Callable[[], R]) -> R | None:
         """Called at each collective: it is sent, unless that has been done."""
         self._reached += 1
         if self._reached <= self._ordered_before:
             return None
-        self._in_doubt = True
+        self.in_doubt = True
         sent = send()
-        self._in_doubt = False
+        self.in_doubt = False
         return sent
 
 

@@ -186,7 +186,7 @@ class PassBudget:
 
     def _together(self, ranks: Ranks, work: Callable[[Parts], R], batch: PackedBatch, parts: Parts) -> R | Refused:
         """What the pass gives, unless memory was refused to a rank: this one, or another."""
-        ranks.collectives.begin_pass()
+        ranks.collectives.begin()
         outcome = attempted(partial(work, parts))
         if isinstance(outcome, Refused):
             self._make_up(ranks, work, batch, len(parts), outcome)
@@ -202,7 +202,7 @@ class PassBudget:
         if not ranks.collectives.in_doubt:
             self._give_back()
             shortest = [int(batch.sequence_lengths().argmin())]
-            ranks.collectives.begin_rest()
+            ranks.collectives.begin(rest=True)
             again = attempted(partial(work, [shortest] * num_parts))
         if isinstance(again, Refused):
             raise DeviceMemoryError(

@@ -84,7 +84,7 @@ class Worker:
         """Address at which the ranks meet; asked of rank 0."""
         return free_address(loopback=self._config.runtime.ray_address is None)
 
-    def setup(self, rendezvous: str) -> WorkerInfo:
+    def setup(self, rendezvous: str) -> None:
         """Join the other ranks, load the models, start the engine and give it the first weights."""
         torch.set_num_threads(self._config.runtime.threads_per_worker)
         place = choose_place(self._config.runtime, self._config.model)
@@ -114,7 +114,6 @@ class Worker:
             self._reference = Reference(self._config, self._model_directory, place)
         if place.device.type == "cuda":
             self._saver.prepare()
-        return self._info(place)
 
     def reset(self) -> None:
         """Policy and critic as they are at step 0. Those that were are gone before: a card may not hold both."""
@@ -129,7 +128,10 @@ class Worker:
         if config.critic is not None:
             self._critic = Critic(config, config.critic, self._model_directory, place, mesh, self._world_size)
 
-    def _info(self, place: Place) -> WorkerInfo:
+    def info(self) -> WorkerInfo:
+        """What this rank found at its start."""
+        assert self._place is not None, "setup comes first"
+        place = self._place
         device_name = torch.cuda.get_device_name() if place.device.type == "cuda" else "CPU"
         given = self._config.runtime.peak_tflops
         known = peak_flops(device_name) if place.dtype == torch.bfloat16 else None
@@ -148,11 +150,6 @@ class Worker:
                 if parameter.requires_grad
             ),
         )
-
-    def info(self) -> WorkerInfo:
-        """What this rank found at its start."""
-        assert self._place is not None, "setup comes first"
-        return self._info(self._place)
 
     def policy_model(self) -> CausalPolicy:
         """The trained policy, for tests and tools in this process."""
