@@ -54,7 +54,11 @@ def generate(
     def arrived(rank: int, some: Sequence[tuple[int, Rollout]]) -> None:
         found = [(indices[rank][place], rollout) for place, rollout in some]
         for _, rollout in found:
-            _require_fresh(rollout, policy_version)
+            if rollout.policy_version != policy_version:
+                raise EngineError(
+                    f"stale rollout: prompt {rollout.prompt.prompt_id} was answered by policy version "
+                    f"{rollout.policy_version}, the trainer is at {policy_version}"
+                )
         ordered.update(found)
         if take is not None:
             take(found)
@@ -70,14 +74,6 @@ def shared_out(requests: Sequence[SamplingRequest], world_size: int) -> list[lis
     parts = partition([len(requests[same[0]].prompt.token_ids) * len(same) for same in by_prompt], num_parts)
     parts += [[] for _ in range(world_size - num_parts)]
     return [[i for block in part for i in by_prompt[block]] for part in parts]
-
-
-def _require_fresh(rollout: Rollout, policy_version: int) -> None:
-    if rollout.policy_version != policy_version:
-        raise EngineError(
-            f"stale rollout: prompt {rollout.prompt.prompt_id} was answered by policy version "
-            f"{rollout.policy_version}, the trainer is at {policy_version}"
-        )
 
 
 class EarlyScores:
