@@ -172,6 +172,11 @@ class Experience:
     pass_metrics: Mapping[str, float] = field(default_factory=dict)
     """What the step has changed of them."""
 
+    @property
+    def num_answer_tokens(self) -> int:
+        """Of all answers, those of environments among them."""
+        return sum(len(rollout.response_ids) for rollout in self.rollouts)
+
 
 class ExperienceCollector:
     """Draws prompts, has them answered and scored; replaces groups that teach nothing, if asked."""

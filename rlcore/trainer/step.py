@@ -116,7 +116,7 @@ class Trainer(GroupTrainer):
             "training/epoch": float(epoch),
             **update.metrics(config.algo),
             **step_metrics(config, experience, found, update, handed_over),
-            **cost_metrics(config, packed, experience, shares, clock.seconds(), self._worker_info),
+            **cost_metrics(config, packed, experience.num_answer_tokens, shares, clock.seconds(), self._worker_info),
         }
         memory, shortages = self._memory()
         return StepResult(after, metrics | memory, experience, found.batch, update.logprobs_before, alarms, shortages)
