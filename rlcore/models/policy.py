@@ -193,7 +193,7 @@ class CausalPolicy(PackedTrunk):
         )
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """Evaluation mode for a while: in training mode transformers' checkpointing throws the cache away."""
         if not self.training:
             yield
@@ -220,7 +220,7 @@ class CausalPolicy(PackedTrunk):
         `attention_mask` is 1 (or True) where a token is real. Appends the new tokens' keys and values to `cache`.
         """
         mask = decode_mask(attention_mask.bool(), token_ids.shape[1])
-        with self.precision(), self._evaluating():
+        with self.precision(), self.evaluating():
             output = self.decoder(
                 input_ids=token_ids,
                 attention_mask=mask,

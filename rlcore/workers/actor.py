@@ -1,7 +1,8 @@
 """The policy on one rank: log-probabilities, updates, weights."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, policy_objective, supervised_objective
 from rlcore.config import RunConfig
+from rlcore.models.head import TokenLogprobs
 from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, without_adapters
 from rlcore.models.memory import HostedWeights
@@ -60,15 +62,8 @@ class Actor(TrainedModel[CausalPolicy]):
                 num_micro,
             )
 
-    @contextmanager
-    def _without_dropout(self) -> Iterator[None]:
-        if self._has_dropout:
-            self.model.eval()
-        try:
-            yield
-        finally:
-            if self._has_dropout:
-                self.model.train()
+    def _without_dropout(self) -> AbstractContextManager[None]:
+        return self.model.evaluating() if self._has_dropout else nullcontext()
 
     def seed_dropout(self, *place_in_run: int) -> None:
         """Make the adapters' dropout from here on depend on the run's seed and the place in the run alone."""
@@ -140,12 +135,9 @@ class Actor(TrainedModel[CausalPolicy]):
     ) -> tuple[Tensor, PolicyStatistics, Tensor]:
         batch, algo = micro.device, self._config.algo
         packed = batch.packed
-        output = self.model(
-            packed.token_ids,
-            packed.position_ids,
-            micro.host.packed.cu_seqlens.numpy(),
-            packed.target_ids,
-            micro.host.packed.loss_mask.numpy(),
+        output = token_logprobs(
+            self.model,
+            Micro(micro.host.packed, packed),
             temperature=self._config.rollout.sampling.temperature,
             entropy="grad" if algo.entropy_coef + entropy_added > 0 else "value",
         )
@@ -199,18 +191,8 @@ class Actor(TrainedModel[CausalPolicy]):
             return self.forward_pass.run(work, batch, num_micro)
 
     def _likelihood(self, micro: Micro[PackedBatch], num_tokens: int) -> tuple[Tensor, SupervisedStatistics]:
-        packed = micro.device
-        output = self.model(
-            packed.token_ids,
-            packed.position_ids,
-            micro.host.cu_seqlens.numpy(),
-            packed.target_ids,
-            micro.host.loss_mask.numpy(),
-            temperature=1.0,
-            entropy="none",
-            with_top=True,
-        )
-        return supervised_objective(output.logprobs, output.is_top, packed.loss_mask, num_tokens=num_tokens)
+        output = token_logprobs(self.model, micro, temperature=1.0, entropy="none", with_top=True)
+        return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=num_tokens)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights under their transformers names, gathered one by one; every rank must iterate."""
@@ -219,6 +201,14 @@ class Actor(TrainedModel[CausalPolicy]):
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """The adapters alone under PEFT's names; every rank must iterate."""
         yield from adapter_state(self.model)
+
+
+def token_logprobs(policy: CausalPolicy, micro: Micro[PackedBatch], **how: Any) -> TokenLogprobs:
+    """The policy's pass over a micro-batch; `how`: see `CausalPolicy.forward`."""
+    on, host = micro.device, micro.host
+    cu_seqlens, loss_mask = host.cu_seqlens.numpy(), host.loss_mask.numpy()
+    found: TokenLogprobs = policy(on.token_ids, on.position_ids, cu_seqlens, on.target_ids, loss_mask, **how)
+    return found
 
 
 def policy_logprobs(
@@ -236,13 +226,9 @@ def policy_logprobs(
     """
     found = []
     for part in parts:
-        micro = to_device(batch, part, device)
-        output = policy(
-            micro.device.token_ids,
-            micro.device.position_ids,
-            micro.host.cu_seqlens.numpy(),
-            micro.device.target_ids,
-            micro.host.loss_mask.numpy(),
+        output = token_logprobs(
+            policy,
+            to_device(batch, part, device),
             temperature=config.rollout.sampling.temperature,
             entropy="value" if with_entropy else "none",
         )
