@@ -1,6 +1,6 @@
 """What a rollout engine is, and where its randomness comes from."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -135,6 +135,22 @@ class NoEngine(RolloutEngine):
 
     def close(self) -> None:
         """Release nothing."""
+
+
+def complete(weights: Iterable[tuple[str, Tensor]], expected: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a hand-over; an unknown or a missing name would leave a stale tensor.
+
+    Raises:
+        EngineError: the engine has no tensor of a name, or one that it has did not come.
+    """
+    missing = set(expected)
+    for name, tensor in weights:
+        if name not in expected:
+            raise EngineError(f"weight hand-over: the engine has no parameter {name!r}")
+        missing.discard(name)
+        yield name, tensor
+    if missing:
+        raise EngineError(f"weight hand-over: {len(missing)} parameters were not sent, first {min(missing)!r}")
 
 
 def engine_dtype(config: RunConfig, computing: torch.dtype) -> torch.dtype:
