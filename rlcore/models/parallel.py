@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
@@ -23,20 +23,19 @@ from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel
 Model = TypeVar("Model", bound=PackedTrunk)
 
 
-def shard(model: Model, *, mesh: DeviceMesh, dtype: torch.dtype, offload: bool = False) -> Model:
+def shard(model: Model, *, mesh: DeviceMesh, dtype: torch.dtype) -> Model:
     """Shard each decoder layer, then the rest, over a one-dimensional mesh; changes `model` and returns it.
 
     Weights stay float32 in their shards; layers compute in `dtype`, gradients are reduced in float32 and averaged
-    over ranks. `offload` keeps the shards in the host's memory between uses.
+    over ranks.
     """
-    offload_policy: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
     computing = _precision(dtype)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=computing, offload_policy=offload_policy)
+        fully_shard(layer, mesh=mesh, mp_policy=computing)
     if isinstance(model, ValueModel):
         # Values are regressed on returns: a bfloat16 head would round them to three digits.
-        fully_shard(model.value_head, mesh=mesh, mp_policy=_precision(torch.float32), offload_policy=offload_policy)
-    fully_shard(model, mesh=mesh, mp_policy=computing, offload_policy=offload_policy)
+        fully_shard(model.value_head, mesh=mesh, mp_policy=_precision(torch.float32))
+    fully_shard(model, mesh=mesh, mp_policy=computing)
     model.mark_sharded(dtype)
     return model
 

@@ -61,13 +61,6 @@ class PackedTrunk(nn.Module):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return choose_attention(self._attention_request, self.device, self.compute_dtype, head_dim)
 
-    def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Recompute each layer in backward instead of keeping its activations (in training mode)."""
-        if enabled:
-            self.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        else:
-            self.decoder.gradient_checkpointing_disable()  # type: ignore[no-untyped-call]
-
     def compile_layers(self) -> None:
         """Compile each decoder layer by itself, all to the same code; call before `shard`.
 
