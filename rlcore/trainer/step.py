@@ -92,13 +92,7 @@ class Trainer(GroupTrainer):
     def step(self, state: LoopState, *, epoch: int) -> StepResult:
         """Sample, score, estimate, update, hand over."""
         config, clock = self._config, PhaseClock(self._enter_phase)
-        experience = self._collector.collect(
-            step=state.step + 1,
-            position=state.num_prompts_drawn,
-            policy_version=state.policy_version,
-            clock=clock,
-            pass_counts=state.pass_counts,
-        )
+        experience = self._collector.collect(state, clock)
         packed = pack(experience.rollouts, experience.scores, experience.group_ids)
         shares = self._share_out(packed)
         passes = self._forward_passes(packed, shares, clock)
@@ -168,17 +162,7 @@ class Trainer(GroupTrainer):
         """
         if any(alarm.action == "skip" for alarm in alarms):
             return Update(share_skipped=1.0, logprobs_before=measured_before(self._config, batch))
-        update = update_models(
-            self._config,
-            self._group,
-            batch,
-            share_out=self._share_out,
-            num_finished=state.step,
-            lr_factor=state.lr_factor,
-            kl_coef=state.kl_coef,
-            entropy_added=state.entropy_added,
-            clock=clock,
-        )
+        update = update_models(self._config, self._group, batch, state, share_out=self._share_out, clock=clock)
         if update.failure is None:
             return update
         number = state.step + 1

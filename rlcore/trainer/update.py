@@ -18,6 +18,7 @@ from rlcore.algos.schedules import lr_at
 from rlcore.algos.selection import clipped_by_covariance, rank_share, token_covariance
 from rlcore.batching.balance import Shares, mini_batches
 from rlcore.batching.pack import scatter_tokens, select_train, token_indices
+from rlcore.checkpoint.state import LoopState
 from rlcore.config import AlgoConfig, RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import PhaseClock
@@ -147,34 +148,29 @@ def update_models(
     config: RunConfig,
     group: WorkerGroup,
     batch: TrainBatch,
+    state: LoopState,
     *,
     share_out: ShareOut,
-    num_finished: int,
-    lr_factor: float,
-    kl_coef: float,
-    entropy_added: float,
     clock: PhaseClock,
 ) -> Update:
-    """All optimizer steps on a batch, after `num_finished` steps of training; up to the first that is not finite."""
-    trainer = config.trainer
+    """All optimizer steps on a batch; up to the first that is not finite. `state`: before them."""
+    total_steps, added = config.trainer.total_steps, state.entropy_added
     num_steps = num_optimizer_steps(config)
     before = measured_before(config, batch)
     critic: Steps[ValueStatistics] | None = None
     taken: list[_MiniBatchUpdate[PolicyStatistics]] = []
-    lr = lr_factor * lr_at(num_finished, optim=config.optim, total_steps=trainer.total_steps)
-    is_warmed_up = config.critic is None or num_finished >= config.critic.warmup_steps
+    lr = state.lr_factor * lr_at(state.step, optim=config.optim, total_steps=total_steps)
+    is_warmed_up = config.critic is None or state.step >= config.critic.warmup_steps
     try:
         if config.critic is not None:
-            critic_lr = lr_factor * lr_at(num_finished, optim=config.critic.optim, total_steps=trainer.total_steps)
+            critic_lr = state.lr_factor * lr_at(state.step, optim=config.critic.optim, total_steps=total_steps)
             with clock.phase("update_critic"):
                 found = list(_optimizer_steps(config, group, batch, share_out, Worker.update_critic, critic_lr))
             critic = _summed(found, critic_lr) if found else None
         if is_warmed_up:
             with clock.phase("update_actor"):
-                steps = _optimizer_steps(
-                    config, group, batch, share_out, Worker.update_policy, lr, kl_coef, entropy_added
-                )
-                for step in steps:
+                rates = (lr, state.kl_coef, added)
+                for step in _optimizer_steps(config, group, batch, share_out, Worker.update_policy, *rates):
                     taken.append(step)  # one by one: those before a step that fails count
     except NonFiniteError as error:
         num_applied = sum(step.by_rank[0].applied for step in taken)
@@ -190,8 +186,8 @@ def update_models(
     return Update(
         policy=_summed(taken, lr),
         critic=critic,
-        kl_coef=kl_coef,
-        entropy_coef=config.algo.entropy_coef + entropy_added,
+        kl_coef=state.kl_coef,
+        entropy_coef=config.algo.entropy_coef + added,
         share_skipped=num_skipped / len(taken),
         logprobs_before=before,
     )
