@@ -23,8 +23,7 @@ from rlcore.errors import DeviceMemoryError
 from rlcore.models import memory
 from rlcore.models.memory import Refused, attempted, release_cached_memory
 from rlcore.models.parallel import CountedCollectives
-from rlcore.models.policy import PackedTrunk
-from rlcore.models.shape import ModelShape, known_shape
+from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import on_all_ranks
 
@@ -120,13 +119,6 @@ class Ranks:
     def all_went_well(self, went_well: bool) -> bool:
         """The same answer on all."""
         return on_all_ranks(went_well, world_size=self.world_size, device=self.device)
-
-
-def ranks_of(model: PackedTrunk, *, world_size: int, device: torch.device) -> Ranks | None:
-    """Those of a model that is sharded over several; None where there is one."""
-    if world_size == 1:
-        return None
-    return Ranks(CountedCollectives(model), world_size, device, known_shape(model.decoder.config.to_dict()))
 
 
 _ELSEWHERE = Refused("another rank")

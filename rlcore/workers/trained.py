@@ -14,10 +14,11 @@ from rlcore.algos.objective import Statistics
 from rlcore.config.algo import OptimConfig
 from rlcore.errors import NonFiniteError
 from rlcore.models.optim import build_optimizer, clip_grad_norm
-from rlcore.models.parallel import forget_failed_pass, shard
+from rlcore.models.parallel import CountedCollectives, forget_failed_pass, shard
 from rlcore.models.policy import PackedTrunk
+from rlcore.models.shape import known_shape
 from rlcore.workers.device import Place, on_all_ranks
-from rlcore.workers.passes import Batch, Micro, Parts, PassBudget, ranks_of, to_device, total
+from rlcore.workers.passes import Batch, Micro, Parts, PassBudget, Ranks, to_device, total
 
 Model = TypeVar("Model", bound=PackedTrunk)
 S = TypeVar("S", bound=Statistics)
@@ -56,7 +57,10 @@ class TrainedModel(Generic[Model]):
         self._world_size = world_size
         self.model = model if mesh is None else shard(model, mesh=mesh, dtype=place.dtype)
         self.optimizer = build_optimizer(self.model, optim, device=place.device)
-        ranks = ranks_of(self.model, world_size=world_size, device=place.device)
+        ranks: Ranks | None = None
+        if world_size > 1:
+            shape = known_shape(self.model.decoder.config.to_dict())
+            ranks = Ranks(CountedCollectives(self.model), world_size, place.device, shape)
         self.update_pass, self.forward_pass = (PassBudget(name, recover=self._recover, ranks=ranks) for name in passes)
 
     def release_gradients(self) -> None:
