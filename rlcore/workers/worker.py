@@ -23,7 +23,7 @@ from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.memory import release_cached_memory
-from rlcore.models.policy import CausalPolicy, ValueModel
+from rlcore.models.policy import CausalPolicy
 from rlcore.models.shape import ModelShape, known_shape, peak_flops
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, build_engine, engine_dtype
 from rlcore.tracking.cost import GpuUse
@@ -154,11 +154,6 @@ class Worker:
     def policy_model(self) -> CausalPolicy:
         """The trained policy, for tests and tools in this process."""
         return self._actor.model
-
-    def critic_model(self) -> ValueModel:
-        """The trained value model, for tests and tools in this process."""
-        assert self._critic is not None, "critic is null: there is no value model"
-        return self._critic.model
 
     def generate(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
