@@ -141,7 +141,7 @@ class Training(Generic[W]):
         )
         if any(alarm.action == "roll_back" for alarm in result.alarms):
             return self._roll_back(state, result.alarms)
-        metrics, state = self._write_line(state, result)
+        metrics, state = self._write_line(result)
         self._state, self._metrics = state, metrics
         pace.tick()
         step = state.step
@@ -156,7 +156,7 @@ class Training(Generic[W]):
             raise AlarmError(f"step {step}: {'; '.join(alarm.text for alarm in fatal)}. {SEE_ALARMS}")
         return state
 
-    def _write_line(self, state: LoopState, result: StepResult) -> tuple[Mapping[str, float], LoopState]:
+    def _write_line(self, result: StepResult) -> tuple[Mapping[str, float], LoopState]:
         """Validate if it is due, and write the step's line."""
         step = result.state.step
         metrics = dict(result.metrics)
