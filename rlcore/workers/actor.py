@@ -17,7 +17,7 @@ from rlcore.models.head import TokenLogprobs
 from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, without_adapters
 from rlcore.models.memory import HostedWeights
-from rlcore.models.parallel import adapter_state, full_state, reshard
+from rlcore.models.parallel import full_state, reshard
 from rlcore.models.policy import CausalPolicy
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import Place
@@ -197,10 +197,6 @@ class Actor(TrainedModel[CausalPolicy]):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights under their transformers names, gathered one by one; every rank must iterate."""
         yield from full_state(self.model, self.base.value)
-
-    def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapters alone under PEFT's names; every rank must iterate."""
-        yield from adapter_state(self.model)
 
 
 def token_logprobs(policy: CausalPolicy, micro: Micro[PackedBatch], **how: Any) -> TokenLogprobs:

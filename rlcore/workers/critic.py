@@ -58,25 +58,22 @@ class Critic(TrainedModel[ValueModel]):
         """
 
         def objective(micro: Micro[TrainBatch]) -> tuple[Tensor, ValueStatistics]:
-            return self._objective(micro, denominator)
+            batch, packed = micro.device, micro.device.packed
+            assert batch.old_values is not None, "the critic's update needs its values before it"
+            assert batch.returns is not None, "the critic's update needs returns"
+            return value_objective(
+                self.model(packed.token_ids, packed.position_ids, micro.host.packed.cu_seqlens.numpy()),
+                batch.old_values,
+                batch.returns,
+                packed.loss_mask,
+                packed.sequence_ids(),
+                packed.num_sequences,
+                settings=self._config.algo,
+                denominator=denominator,
+            )
 
         summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch.packed, num_micro)
         remedy = ". Look at the saved batch for a non-finite reward; a lower critic.optim.lr often helps."
         grad_norm = self.clip(summed, f"the critic's loss is {float(summed.vf_loss)}", lambda: remedy)
         self.step(lr)
         return ModelUpdate(summed, grad_norm)
-
-    def _objective(self, micro: Micro[TrainBatch], denominator: Denominator) -> tuple[Tensor, ValueStatistics]:
-        batch, packed = micro.device, micro.device.packed
-        assert batch.old_values is not None, "the critic's update needs its values before it"
-        assert batch.returns is not None, "the critic's update needs returns"
-        return value_objective(
-            self.model(packed.token_ids, packed.position_ids, micro.host.packed.cu_seqlens.numpy()),
-            batch.old_values,
-            batch.returns,
-            packed.loss_mask,
-            packed.sequence_ids(),
-            packed.num_sequences,
-            settings=self._config.algo,
-            denominator=denominator,
-        )

@@ -23,6 +23,7 @@ from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.memory import release_cached_memory
+from rlcore.models.parallel import adapter_state
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.shape import ModelShape, known_shape, peak_flops
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, build_engine, engine_dtype
@@ -285,7 +286,7 @@ class Worker:
 
     def adapters(self) -> dict[str, Tensor]:
         """The adapters alone, under PEFT's names, on the CPU, on rank 0; empty elsewhere, and without `model.lora`."""
-        return self._on_the_host(self._actor.adapters())
+        return self._on_the_host(adapter_state(self._actor.model))
 
     def _on_the_host(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         if self._rank != 0:
