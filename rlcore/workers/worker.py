@@ -50,7 +50,6 @@ class WorkerInfo:
     """What a rank found at its start. `shape`: of the policy, `peak_flops`: operations a second of its device; None
     where they are not known."""
 
-    device: str
     device_name: str
     dtype: str
     attention: str
@@ -137,7 +136,6 @@ class Worker:
         given = self._config.runtime.peak_tflops
         known = peak_flops(device_name) if place.dtype == torch.bfloat16 else None
         return WorkerInfo(
-            device=str(place.device),
             device_name=device_name,
             dtype=str(place.dtype).removeprefix("torch."),
             attention=self._actor.model.attention.name,
