@@ -16,6 +16,9 @@ MODULES_ARE_FOUND = (
 class MillraceError(Exception):
     """Base of every error that Millrace raises on purpose."""
 
+    fault = "error"
+    """Kind of the fault of a run that it ends (`rlcore.run.faults`)."""
+
 
 class ConfigError(MillraceError, ValueError):
     """The settings are wrong. The message lists every problem at once."""
@@ -23,6 +26,8 @@ class ConfigError(MillraceError, ValueError):
 
 class DataError(MillraceError, ValueError):
     """A dataset file, column or row breaks the schema; names file, column or row and the remedy."""
+
+    fault = "data"
 
 
 class UnwritableError(DataError, OSError):
@@ -40,6 +45,8 @@ class CheckpointError(MillraceError):
 class DiskSpaceError(MillraceError, OSError):
     """Too little room, or a write failed for lack of room. Says how many bytes are missing and where."""
 
+    fault = "disk"
+
 
 class RunInUseError(MillraceError):
     """Another live process holds the run's lock; the message names it."""
@@ -52,25 +59,37 @@ class EngineError(MillraceError, RuntimeError):
 class WorkerLostError(MillraceError, RuntimeError):
     """A trainer process, a Ray actor or a node is gone. The chunk can be retried from its checkpoint."""
 
+    fault = "lost worker"
+
 
 class HangError(WorkerLostError):
     """A phase took longer than its deadline. The stacks of all processes have been written to a file."""
+
+    fault = "hang"
 
 
 class HostMemoryError(WorkerLostError):
     """The host had no memory left."""
 
+    fault = "host out of memory"
+
 
 class DeviceMemoryError(WorkerLostError):
     """Memory of a GPU ran out, and smaller micro-batches cannot help."""
+
+    fault = "GPU out of memory"
 
 
 class NonFiniteError(MillraceError, ArithmeticError):
     """A loss or gradient is not finite. The batch that caused it has been saved; the message names the file."""
 
+    fault = "numbers"
+
 
 class AlarmError(MillraceError, ArithmeticError):
     """An alarm has stopped the run, or it was rolled back too often. What is saved stays."""
+
+    fault = "numbers"
 
 
 class TrackingError(MillraceError):

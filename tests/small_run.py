@@ -126,7 +126,7 @@ def train(run: SmallRun, group: WorkerGroup, num_steps: int) -> list[Metrics]:
         state = LoopState(0, 0, 0, 0, config.algo.kl.coef)
         found = []
         for _ in range(num_steps):
-            result = trainer.step(state, epoch=problems.epoch_at(state.num_prompts_drawn))
+            result = trainer.step(state, epoch=problems.stream.epoch_at(state.num_prompts_drawn))
             state = result.state
             found.append(repeatable(result.metrics))
     return found

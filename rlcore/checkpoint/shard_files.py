@@ -49,11 +49,6 @@ class Box:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
-    @property
-    def num_elements(self) -> int:
-        """1 for the box of a scalar."""
-        return math.prod(self.shape)
-
     def overlap(self, other: "Box") -> "Box | None":
         """What both hold; None where that is nothing.
 
@@ -325,7 +320,7 @@ class ShardReader:
             if common is not None:
                 target = part.local[common.inside(part.box)]
                 target.copy_(self._read(piece, part.name, common))
-                num_filled += common.num_elements
+                num_filled += math.prod(common.shape)  # 1 of a scalar
         if num_filled != part.local.numel():
             raise CheckpointError(
                 f"{self._directory}: {num_filled} of {part.local.numel()} elements of {part.name} are in the files: a "

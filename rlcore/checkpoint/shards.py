@@ -17,7 +17,6 @@ Parameters that want no gradient (the base under LoRA adapters) are not saved: t
 """
 
 import json
-import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -43,7 +42,7 @@ from rlcore.checkpoint.shard_files import (
     write_parts,
 )
 from rlcore.errors import CheckpointError
-from rlcore.models.optim import MOMENTS, OffloadedAdamW
+from rlcore.models.optim import MOMENTS, OffloadedAdamW, host_memory
 from rlcore.models.policy import PackedTrunk
 from rlcore.storage.publish import write_json_atomically
 
@@ -56,8 +55,6 @@ SavedModels = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]
 SHOWN_NAMES = 5
 BASE = "base.json"
 FORMAT_VERSION = 1
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +298,7 @@ class HostBuffers:
 
         def get() -> None:
             for name, shape, dtype in known:
-                self._buffers[name] = _page_locked(shape, dtype)
+                self._buffers[name] = host_memory(shape, dtype, locked=True)
 
         self._preparing = threading.Thread(target=get, name="checkpoint-buffers", daemon=True)
         self._preparing.start()
@@ -319,17 +316,8 @@ class HostBuffers:
             return source.to("cpu", copy=True)
         buffer = self._buffers.get(part.name)
         if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-            buffer = self._buffers[part.name] = _page_locked(source.shape, source.dtype)
+            buffer = self._buffers[part.name] = host_memory(source.shape, source.dtype, locked=True)
         return buffer.copy_(source, non_blocking=True)
-
-
-def _page_locked(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Page-locked memory, or ordinary where the host gives none (a limit of a container, say): slower, as good."""
-    try:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-    except RuntimeError as reason:
-        log.warning("no page-locked memory for checkpoints (%s); saves hold training up for longer", reason)
-        return torch.empty(shape, dtype=dtype)
 
 
 @torch.no_grad()

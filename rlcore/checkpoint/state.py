@@ -1,9 +1,10 @@
 """Everything that the next step depends on and that is no tensor, with the journal that belongs to it. No torch."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from rlcore.errors import CheckpointError
 from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
@@ -15,38 +16,48 @@ FORMER_KEYS = frozenset({"mlflow_run_id", "attempt", "token_budget", "rng", "tor
 """What older checkpoints say too, and nothing ever read."""
 
 
-class TrainerState(BaseModel):
-    """`state.json` of a checkpoint. Where the data stand follows from `num_prompts_drawn`, so it is not said twice."""
+Count = Annotated[int, Field(ge=0)]
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, ser_json_inf_nan="strings", allow_inf_nan=True
-    )
 
-    format_version: int = FORMAT_VERSION
-    """A newer one is refused."""
-    step: int = Field(ge=0)
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """State of the loop itself from one step to the next. Where the data stand follows from `num_prompts_drawn`, so it
+    is not said twice."""
+
+    step: Count
     """Steps taken."""
-    policy_version: int = Field(ge=0)
+    policy_version: Count
     """Hand-overs of weights so far."""
-    num_prompts_drawn: int = Field(ge=0)
+    num_prompts_drawn: Count
     """Prompts taken from the endless stream, with those that dynamic sampling dropped: epoch and place in it."""
-    num_tokens: int = Field(ge=0)
+    num_tokens: Count
     """Prompt and answer tokens trained on."""
     kl_coef: float
     """The adaptive coefficient as it is now."""
     best_metric: float = float("-inf")
-    """Best held-out score so far; -inf before the first."""
-    best_step: int = Field(default=0, ge=0)
+    """Best held-out score so far; -inf before the first. No step changes it, but what is measured after one."""
+    best_step: Count = 0
     """Step of the best score."""
-    lr_factor: float = Field(default=1.0, gt=0, le=1)
+    lr_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
     """What roll-backs have left of the learning rate."""
-    num_roll_backs: int = Field(default=0, ge=0)
-    """Roll-backs so far on the way to this checkpoint."""
+    num_roll_backs: Count = 0
+    """Roll-backs so far on the way to this state."""
     entropy_added: float = 0.0
     """What the target of the entropy has added to the weight of its bonus so far."""
     pass_counts: str = ""
-    """Right and scored answers of each training row as float32, where rows are drawn by them, in base64."""
-    journal_bytes: int = Field(default=0, ge=0)
+    """Right and scored answers of each training row as float32, where rows are drawn by them, in base64
+    (`rlcore.batching.pass_counts`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState(LoopState):
+    """`state.json` of a checkpoint: the loop's state, with the journal and the settings that belong to it."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+    format_version: int = FORMAT_VERSION
+    """A newer one is refused."""
+    journal_bytes: Count = 0
     """Length of metrics.jsonl with this step's line as its last."""
     journal_sha256: str = ""
     """Of so many bytes of it; empty in checkpoints that are older than this entry."""
@@ -55,10 +66,10 @@ class TrainerState(BaseModel):
 
     def to_json(self) -> str:
         """As it is written; floats come back bit for bit."""
-        return self.model_dump_json(indent=1) + "\n"
+        return _STATE.dump_json(self, indent=1).decode() + "\n"
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
+    @staticmethod
+    def read(path: Path) -> "TrainerState":
         """Read `state.json`.
 
         Raises:
@@ -78,12 +89,15 @@ class TrainerState(BaseModel):
                 "that wrote it."
             )
         try:
-            return cls.model_validate({key: value for key, value in document.items() if key not in FORMER_KEYS})
+            return _STATE.validate_python({key: value for key, value in document.items() if key not in FORMER_KEYS})
         except ValidationError as reason:
             first = reason.errors()[0]
             raise CheckpointError(
                 f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}. {remedy}"
             ) from reason
+
+
+_STATE = TypeAdapter(TrainerState)
 
 
 def journal_problem(state: TrainerState, journal: Path) -> str:

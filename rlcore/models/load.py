@@ -141,7 +141,8 @@ def _ready(trunk: Model, path: str | Path, model: ModelConfig) -> Model:
             f"in {path} does not. Choose a model of the Llama or Qwen kind."
         )
     log.info("%s %s: attention %s (%s)", type(trunk).__name__, path, choice.name, choice.reason)
-    trunk.set_gradient_checkpointing(model.gradient_checkpointing)
+    if model.gradient_checkpointing:
+        trunk.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if model.compile and choice.name == "sdpa":
         # One attention call for each length of a micro-batch: every batch would be compiled anew.
         log.info("model.compile: left out, the layers run uncompiled with the sdpa attention")
@@ -248,6 +249,7 @@ def _is_local(path: str) -> bool:
 
 
 _LENGTHS = (5, 3, 6)
+_NAMES = ", ".join(TESTED)
 # Largest difference of a log-probability that rounding explains, with room to spare.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
@@ -261,12 +263,12 @@ def require_faithful(model: PreTrainedModel, path: str) -> None:
         difference = _difference(model)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise ModelError(
-            f"model.path: {kind!r} cannot run on packed sequences, {path}: {error}. Use one of {_names()}."
+            f"model.path: {kind!r} cannot run on packed sequences, {path}: {error}. Use one of {_NAMES}."
         ) from error
     if not difference <= _TOLERANCES[model.dtype]:
         raise ModelError(
             f"model.path: {kind!r} must compute the same on packed sequences as on each alone, but log-probabilities "
-            f"differ by {difference:.2g} ({path}). Use one of {_names()}."
+            f"differ by {difference:.2g} ({path}). Use one of {_NAMES}."
         )
 
 
@@ -291,7 +293,3 @@ def _alone(model: PreTrainedModel, token_ids: Tensor, target_ids: Tensor) -> Ten
     mask = decode_mask(torch.ones(1, length, dtype=torch.bool, device=token_ids.device), length)
     output = model(input_ids=token_ids[None], attention_mask=mask, use_cache=False)
     return output.logits[0].float().log_softmax(-1).gather(1, target_ids[:, None])[:, 0]  # type: ignore[no-any-return]
-
-
-def _names() -> str:
-    return ", ".join(sorted(TESTED))

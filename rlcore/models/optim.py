@@ -49,7 +49,6 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Float
 log = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-PIECE_BYTES = OFFLOAD_PIECE_BYTES
 
 
 class OffloadedAdamW(torch.optim.AdamW):
@@ -59,7 +58,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     and is copied to and fro just the same. Laid out as its parameter: a DTensor's shard is a DTensor's shard.
     """
 
-    piece_bytes = PIECE_BYTES
+    piece_bytes = OFFLOAD_PIECE_BYTES
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -99,7 +98,7 @@ class OffloadedAdamW(torch.optim.AdamW):
     def new_moment(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """Memory of the host for one moment of a parameter, or of this rank's shard of it."""
         local = local_of(parameter)
-        return laid_out_as(parameter, _host_memory(local.shape, dtype, locked=local.device.type == "cuda"))
+        return laid_out_as(parameter, host_memory(local.shape, dtype, locked=local.device.type == "cuda"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the moments stay where they are instead of going to the device together."""
@@ -153,15 +152,17 @@ def laid_out_as(parameter: Tensor, local: Tensor) -> Tensor:
 
 def page_locked(tensor: Tensor) -> Tensor:
     """A copy of a host's tensor in memory that a GPU reads by itself; the tensor where there is none of it."""
-    moved = _host_memory(tensor.shape, tensor.dtype, locked=True)
+    moved = host_memory(tensor.shape, tensor.dtype, locked=True)
     return moved.copy_(tensor) if moved.is_pinned() else tensor
 
 
-def _host_memory(shape: torch.Size, dtype: torch.dtype, *, locked: bool) -> Tensor:
+def host_memory(shape: torch.Size, dtype: torch.dtype, *, locked: bool) -> Tensor:
+    """Memory of the host, page-locked if that is asked for and the host gives it (a container may have a limit);
+    ordinary memory is slower and as good."""
     if locked:
         try:
             return torch.empty(shape, dtype=dtype, pin_memory=True)
-        except RuntimeError as reason:  # for example a container's limit
+        except RuntimeError as reason:
             log.warning(
                 "no page-locked memory for what waits on the host (%s); the way to the GPU takes longer", reason
             )

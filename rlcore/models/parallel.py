@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
@@ -23,20 +23,19 @@ from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel
 Model = TypeVar("Model", bound=PackedTrunk)
 
 
-def shard(model: Model, *, mesh: DeviceMesh, dtype: torch.dtype, offload: bool = False) -> Model:
+def shard(model: Model, *, mesh: DeviceMesh, dtype: torch.dtype) -> Model:
     """Shard each decoder layer, then the rest, over a one-dimensional mesh; changes `model` and returns it.
 
     Weights stay float32 in their shards; layers compute in `dtype`, gradients are reduced in float32 and averaged
-    over ranks. `offload` keeps the shards in the host's memory between uses.
+    over ranks.
     """
-    offload_policy: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
     computing = _precision(dtype)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=computing, offload_policy=offload_policy)
+        fully_shard(layer, mesh=mesh, mp_policy=computing)
     if isinstance(model, ValueModel):
         # Values are regressed on returns: a bfloat16 head would round them to three digits.
-        fully_shard(model.value_head, mesh=mesh, mp_policy=_precision(torch.float32), offload_policy=offload_policy)
-    fully_shard(model, mesh=mesh, mp_policy=computing, offload_policy=offload_policy)
+        fully_shard(model.value_head, mesh=mesh, mp_policy=_precision(torch.float32))
+    fully_shard(model, mesh=mesh, mp_policy=computing)
     model.mark_sharded(dtype)
     return model
 
@@ -160,41 +159,31 @@ class CountedCollectives:
         self._root = model
         self._reached = 0
         self._ordered_before = 0
-        self._in_doubt = False
+        self.in_doubt = False
+        """Whether a collective itself failed: then nobody knows what the others have seen of it."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(_CountedAllGather(self))
                 module.set_custom_reduce_scatter(_CountedReduceScatter(self))
 
-    def begin_pass(self) -> None:
-        """Every pass begins with all weights sharded: after one without gradients FSDP2 leaves the outermost together,
-        and the next would order one collective less."""
-        self._begin(ordered_before=0)
+    def begin(self, *, rest: bool = False) -> None:
+        """A pass begins with all weights sharded: after one without gradients FSDP2 leaves the outermost together, and
+        the next would order one collective less.
 
-    def begin_rest(self) -> None:
-        """The next pass makes up for one that this rank left; it has as many micro-batches, however small.
-
-        The collectives that were ordered before are left out; what it computes, here and elsewhere, means nothing.
+        `rest`: the pass makes up for one that this rank left. It has as many micro-batches, however small; the
+        collectives that were ordered before are left out; what it computes, here and elsewhere, means nothing.
         """
-        self._begin(ordered_before=self._reached)
-
-    def _begin(self, *, ordered_before: int) -> None:
         self._root.reshard()
-        self._reached, self._ordered_before = 0, ordered_before
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether a collective itself failed: then nobody knows what the others have seen of it."""
-        return self._in_doubt
+        self._reached, self._ordered_before = 0, self._reached if rest else 0
 
     def order(self, send: Callable[[], R]) -> R | None:
         """Called at each collective: it is sent, unless that has been done."""
         self._reached += 1
         if self._reached <= self._ordered_before:
             return None
-        self._in_doubt = True
+        self.in_doubt = True
         sent = send()
-        self._in_doubt = False
+        self.in_doubt = False
         return sent
 
 

@@ -61,13 +61,6 @@ class PackedTrunk(nn.Module):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return choose_attention(self._attention_request, self.device, self.compute_dtype, head_dim)
 
-    def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """Recompute each layer in backward instead of keeping its activations (in training mode)."""
-        if enabled:
-            self.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        else:
-            self.decoder.gradient_checkpointing_disable()  # type: ignore[no-untyped-call]
-
     def compile_layers(self) -> None:
         """Compile each decoder layer by itself, all to the same code; call before `shard`.
 
@@ -193,7 +186,7 @@ class CausalPolicy(PackedTrunk):
         )
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """Evaluation mode for a while: in training mode transformers' checkpointing throws the cache away."""
         if not self.training:
             yield
@@ -220,7 +213,7 @@ class CausalPolicy(PackedTrunk):
         `attention_mask` is 1 (or True) where a token is real. Appends the new tokens' keys and values to `cache`.
         """
         mask = decode_mask(attention_mask.bool(), token_ids.shape[1])
-        with self.precision(), self._evaluating():
+        with self.precision(), self.evaluating():
             output = self.decoder(
                 input_ids=token_ids,
                 attention_mask=mask,

@@ -1,6 +1,6 @@
 """What a rollout engine is, and where its randomness comes from."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -89,7 +89,8 @@ class RolloutEngine(Protocol):
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> list[Rollout]:
         """One rollout for each request, in the order of the requests."""
-        ...
+        found = dict(self.stream(requests, sampling, max_response_tokens))
+        return [found[index] for index in range(len(requests))]
 
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
@@ -111,22 +112,16 @@ class RolloutEngine(Protocol):
         ...
 
 
-class NoEngine:
+class NoEngine(RolloutEngine):
     """In place of an engine where nobody asks for answers."""
 
     policy_version = -1
-
-    def generate(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
-    ) -> list[Rollout]:
-        """Raise EngineError."""
-        raise EngineError("rollout.engine: is none, so these workers write no answers")
 
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[tuple[int, Rollout]]:
         """Raise EngineError."""
-        yield from enumerate(self.generate(requests, sampling, max_response_tokens))
+        raise EngineError("rollout.engine: is none, so these workers write no answers")
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
         """Take part in the gathering of the weights, and keep none."""
@@ -140,6 +135,22 @@ class NoEngine:
 
     def close(self) -> None:
         """Release nothing."""
+
+
+def complete(weights: Iterable[tuple[str, Tensor]], expected: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a hand-over; an unknown or a missing name would leave a stale tensor.
+
+    Raises:
+        EngineError: the engine has no tensor of a name, or one that it has did not come.
+    """
+    missing = set(expected)
+    for name, tensor in weights:
+        if name not in expected:
+            raise EngineError(f"weight hand-over: the engine has no parameter {name!r}")
+        missing.discard(name)
+        yield name, tensor
+    if missing:
+        raise EngineError(f"weight hand-over: {len(missing)} parameters were not sent, first {min(missing)!r}")
 
 
 def engine_dtype(config: RunConfig, computing: torch.dtype) -> torch.dtype:

@@ -19,7 +19,7 @@ from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import DeviceMemoryError, EngineError
 from rlcore.models.memory import Refused, attempted, release_cached_memory
 from rlcore.models.policy import CausalPolicy
-from rlcore.rollout.engine import SamplingRequest, TakenWeights
+from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TakenWeights, complete
 from rlcore.types import FinishReason, Rollout
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class _Answer:
         return self.finish_reason == "length" and len(self.token_ids) < self.limit
 
 
-class HfEngine:
+class HfEngine(RolloutEngine):
     """`RolloutEngine` on transformers; runs anywhere torch runs."""
 
     def __init__(self, policy: CausalPolicy, *, eos_token_ids: frozenset[int], max_num_seqs: int) -> None:
@@ -58,18 +58,12 @@ class HfEngine:
         return self._version
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
-        """Copy all weights; an unknown or a missing name is an error, since it would leave a stale tensor."""
+        """Copy all weights."""
         self._version = -1  # an interrupted hand-over leaves no valid version
         own = dict(self._policy.model.named_parameters())
-        seen = set()
         with torch.no_grad():
-            for name, tensor in weights:
-                if name not in own:
-                    raise EngineError(f"weight hand-over: the engine has no parameter {name!r}")
+            for name, tensor in complete(weights, own):
                 own[name].copy_(tensor)
-                seen.add(name)
-        if missing := sorted(own.keys() - seen):
-            raise EngineError(f"weight hand-over: {len(missing)} parameters were not sent, first {missing[0]!r}")
         self._version = version
         return TakenWeights()
 
@@ -78,12 +72,6 @@ class HfEngine:
 
     def close(self) -> None:
         """Nothing to release."""
-
-    def generate(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
-    ) -> list[Rollout]:
-        """One rollout for each request, in the order of the requests."""
-        return [rollout for _, rollout in self.stream(requests, sampling, max_response_tokens)]
 
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int

@@ -7,63 +7,27 @@ import json
 import logging
 import time
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from rlcore.errors import (
-    AlarmError,
-    DataError,
-    DeviceMemoryError,
-    DiskSpaceError,
-    HangError,
-    HostMemoryError,
-    MillraceError,
-    NonFiniteError,
-    WorkerLostError,
-)
+from rlcore.errors import DeviceMemoryError, HostMemoryError, MillraceError
 
 FAULTS_FILE = "faults.jsonl"
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 """Of this container, else of the host."""
 MAX_MESSAGE_CHARS = 1_000
+_HOST_MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "std::bad_alloc")
 
 log = logging.getLogger("rlcore.run.faults")
 
 
-class FaultKind(StrEnum):
-    """Kinds of faults."""
-
-    HOST_MEMORY = "host out of memory"
-    GPU_MEMORY = "GPU out of memory"
-    LOST = "lost worker"
-    HANG = "hang"
-    DISK = "disk"
-    DATA = "data"
-    NUMBERS = "numbers"
-    OTHER = "error"
-
-
-_KINDS: tuple[tuple[type[BaseException], FaultKind], ...] = (
-    (HangError, FaultKind.HANG),
-    (HostMemoryError, FaultKind.HOST_MEMORY),
-    (DeviceMemoryError, FaultKind.GPU_MEMORY),
-    (WorkerLostError, FaultKind.LOST),
-    (DiskSpaceError, FaultKind.DISK),
-    (DataError, FaultKind.DATA),
-    (NonFiniteError, FaultKind.NUMBERS),
-    (AlarmError, FaultKind.NUMBERS),
-)
-_HOST_MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "std::bad_alloc")
-
-
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. `phase`: where ("" where unknown); `stacks`: file with what every process was doing; `time`: s since
-    the epoch."""
+    """One fault. `kind`: see `MillraceError.fault`; `phase`: where ("" where unknown); `stacks`: file with what every
+    process was doing; `time`: s since the epoch."""
 
-    kind: FaultKind
+    kind: str
     phase: str
     step: int
     message: str
@@ -105,7 +69,7 @@ def _is_of_the_host(text: str) -> bool:
 
 def fault_of(error: Exception, phase: str, step: int) -> Fault:
     """The fault that an error is."""
-    kind = next((kind for cls, kind in _KINDS if isinstance(error, cls)), FaultKind.OTHER)
+    kind = error.fault if isinstance(error, MillraceError) else MillraceError.fault
     return Fault(kind, phase, step, str(error)[:MAX_MESSAGE_CHARS])
 
 

@@ -57,22 +57,15 @@ def is_wanted(config: RunConfig) -> bool:
 
 
 def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
-    """Folder of the run's table: the one that is given, or its own."""
+    """Folder of the run's table: the one that is given, or its own, by all that its numbers depend on."""
     if config.pass_rates.table is not None:
         return Path(config.pass_rates.table).expanduser().resolve()
-    root = Path(config.paths.root).resolve()
-    return root / "pass-rates" / pass_rates_fingerprint(config, filtered_directory)
-
-
-def pass_rates_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
-    """Fingerprint of everything that the table's numbers depend on."""
-    model = planned_start_model(config, filtered_directory)
     payload: dict[str, object] = {
         "format": PASS_RATES_FORMAT,
         "seed": config.seed,
         "samples": config.pass_rates.samples,
         "filtered": filtered_directory.name,
-        "model": _model_payload(model),
+        "model": _model_payload(planned_start_model(config, filtered_directory)),
         "dtype": [config.model.dtype, config.rollout.dtype],
         **answers_payload(config),
     }
@@ -80,7 +73,7 @@ def pass_rates_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
         payload["environment"] = [code_payload(name) for name in (config.data.environment, *config.episode.tools)]
         payload["episode"] = config.episode.model_dump(mode="json", exclude={"deadline_s", "num_processes"})
         payload["template"] = config.data.chat_template_kwargs
-    return fingerprint("pass-rates", payload)
+    return Path(config.paths.root).resolve() / "pass-rates" / fingerprint("pass-rates", payload)
 
 
 def _model_payload(folder: Path) -> object:
@@ -221,15 +214,10 @@ def row_digests(filtered: Path) -> list[str]:
     ]
 
 
-def histogram(table: pa.Table, samples: int) -> list[int]:
-    """Rows by the number of their right answers, from 0 to `samples`."""
-    found = np.bincount(table.column("passes").to_numpy(), minlength=samples + 1)
-    return [int(count) for count in found]
-
-
 def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
-    """What the manifest of a table says of it."""
-    counts = PassCounts.of(table.column("passes").to_numpy(), table.column("samples").to_numpy())
+    """What the manifest of a table says of it; `rows_by_passes`: by their right answers, from 0 to `samples`."""
+    passes = table.column("passes").to_numpy()
+    counts = PassCounts.of(passes, table.column("samples").to_numpy())
     rates = counts.rates()
     known = rates[~np.isnan(rates)]
     return {
@@ -238,5 +226,5 @@ def facts_of(table: pa.Table, samples: int) -> Mapping[str, str | int | float]:
         "samples": samples,
         "mean": float(known.mean()),
         "unscored": int(pc.sum(table.column("unscored")).as_py()),
-        "rows_by_passes": " ".join(map(str, histogram(table, samples))),
+        "rows_by_passes": " ".join(map(str, np.bincount(passes, minlength=samples + 1))),
     }

@@ -177,10 +177,6 @@ class Problems(HeldOut):
         none = PassCounts.of([0] * len(ids), [0] * len(ids))
         return CountedRows(ids, none if self.pass_rates is None else self.pass_rates.kept_counts(), settings)
 
-    def epoch_at(self, position: int) -> int:
-        """Epoch of the next prompt, from 0."""
-        return self.stream.epoch_at(position)
-
 
 _ID_STEP = 1_000_000_000
 """Numbers of one part's prompts; more than a dataset has rows."""

@@ -4,6 +4,7 @@
 
 With the descriptors it serves commands, one JSON object a line, and answers in the same form:
 
+    {"command": "verify"}                                     # reads every byte of the run's inputs
     {"command": "warm_start", "to_step": 100}                 # or its end, which its result says
     {"command": "pass_rates"}                                 # of the training rows, by the start model
     {"command": "train", "to_step": 40}                       # "at_most": 80: not one step beyond, not even meanwhile
@@ -16,11 +17,11 @@ With the descriptors it serves commands, one JSON object a line, and answers in 
 
     {"event": "progress", ...}  {"event": "note", "text": ...}
     {"event": "done", "command": ..., "result": {...}}
-    {"event": "error", "command": ..., "type": ..., "message": ..., "retryable": ...}
+    {"event": "error", "command": ..., "type": ..., "message": ...}
 
-Without them it does everything in the foreground. Exit codes: 0 done, 75 saved and can go on, 1 failed.
-SIGTERM and SIGINT finish the step and save; a second one ends at once (`rlcore.run.stop`). A phase that hangs ends the
-process too (`rlcore.run.watchdog`): the next one goes on from the last checkpoint.
+Without them it goes through all commands of a run, and prints its answers. Exit codes: 0 done, 75 saved and can go on,
+1 failed. SIGTERM and SIGINT finish the step and save; a second one ends at once (`rlcore.run.stop`). A phase that hangs
+ends the process too (`rlcore.run.watchdog`): the next one goes on from the last checkpoint.
 """
 
 import argparse
@@ -36,16 +37,17 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config import RunConfig
-from rlcore.errors import EXIT_RESUMABLE, MillraceError, StopRequestedError, WorkerLostError
+from rlcore.errors import EXIT_RESUMABLE, MillraceError, StopRequestedError
 from rlcore.start import uncollected
 from rlcore.user_code import working_by
 
 with uncollected():
+    from rlcore.models.memory import release_cached_memory
     from rlcore.run.layout import RunLayout
     from rlcore.run.pass_rates import is_wanted
     from rlcore.run.session import Session
     from rlcore.run.stop import StopFlag
-    from rlcore.run.watchdog import end_at_once, say_and_end
+    from rlcore.run.watchdog import Report, end_at_once, say_and_end
 
 EXIT_DONE, EXIT_FAILED = 0, 1
 LEFT = -1
@@ -91,85 +93,69 @@ class Channel:
             log.warning("nobody reads the replies any more; going on until the next checkpoint")
 
 
-def handlers(session: Session) -> dict[str, Callable[[Mapping[str, Any]], Mapping[str, object]]]:
-    """What each command does."""
-    return {
-        "warm_start": lambda command: session.warm_start(int(command["to_step"])),
-        "pass_rates": lambda command: session.measure_pass_rates(),
-        "train": lambda command: session.train(int(command["to_step"]), at_most=command.get("at_most")),
-        "validate": lambda command: session.validate(str(command["checkpoint"]), str(command["name"])),
-        "evaluate": lambda command: session.evaluate(),
-        "export": lambda command: session.export(str(command["checkpoint"])),
-    }
+COMMANDS: Mapping[str, Callable[..., Mapping[str, object]]] = {
+    "verify": Session.verify,
+    "warm_start": Session.warm_start,
+    "pass_rates": Session.measure_pass_rates,
+    "train": Session.train,
+    "validate": Session.validate,
+    "evaluate": Session.evaluate,
+    "export": Session.export,
+}
+"""What is called by a command, with its further entries as arguments."""
 
 
-def serve(session: Session, channel: Channel, stop: StopFlag) -> int:
-    """Answer commands until `close`, the end of the pipe, or an error that the process cannot go on from."""
-    known = handlers(session)
-    for command in channel.commands(stop):
-        name = str(command.get("command"))
+def whole_run(config: RunConfig) -> Iterator[Mapping[str, Any]]:
+    """The commands of a run, in place of a flow's."""
+    yield {"command": "verify"}
+    yield {"command": "warm_start"}
+    if is_wanted(config):
+        yield {"command": "pass_rates"}
+    yield {"command": "train", "to_step": config.trainer.total_steps}
+    yield {"command": "validate", "checkpoint": "start", "name": "before"}
+    yield {"command": "validate", "checkpoint": "last", "name": "after"}
+    yield {"command": "export", "checkpoint": "last"}
+
+
+def serve(session: Session, commands: Iterator[Mapping[str, Any]], report: Report, stop: StopFlag) -> int:
+    """Answer commands until `close`, the end of them, or an error that the process cannot go on from."""
+    for command in commands:
+        arguments = dict(command)
+        name = str(arguments.pop("command", None))
         if stop() or name == "close":
             break
         if name == "leave":
             return LEFT
         try:
-            result = known[name](command)
+            result = COMMANDS[name](session, **arguments)
         except StopRequestedError as wish:
-            channel.send(_error(name, wish))
+            log.warning("%s", wish)
+            report(_error(name, wish))
             return EXIT_RESUMABLE
         except Exception as error:
             log.exception("%s failed", name)
-            channel.send(_error(name, session.fault(error)))
+            report(_error(name, session.fault(error)))
             session.fail()
             return EXIT_FAILED
-        channel.send({"event": "done", "command": name, "result": result})
+        report({"event": "done", "command": name, "result": result})
     if stop():  # between two commands: training may be some steps beyond the last checkpoint
         try:
-            channel.send(_error("stop", StopRequestedError(session.save_finished())))
+            report(_error("stop", StopRequestedError(session.save_finished())))
         except Exception as error:
             log.exception("the last finished step is not saved")
-            channel.send(_error("stop", session.fault(error)))
+            report(_error("stop", session.fault(error)))
         return EXIT_RESUMABLE
     return EXIT_DONE
 
 
 def _error(command: str, error: Exception) -> Mapping[str, object]:
     message = str(error) if isinstance(error, MillraceError) else f"{type(error).__name__}: {error}"
-    return {
-        "event": "error",
-        "command": command,
-        "type": type(error).__name__,
-        "message": message,
-        "retryable": isinstance(error, WorkerLostError),
-    }
-
-
-def foreground(session: Session, config: RunConfig) -> int:
-    """The whole training without a flow: start model, all chunks, weights for others."""
-    try:
-        session.inputs.verify()
-        session.warm_start()
-        if is_wanted(config):
-            session.measure_pass_rates()
-        session.train(config.trainer.total_steps)
-        session.validate("start", "before")
-        session.validate("last", "after")
-        session.export("last")
-    except StopRequestedError as stop:
-        log.warning("%s", stop)
-        return EXIT_RESUMABLE
-    except Exception as error:
-        session.fail()
-        ours = session.fault(error)
-        raise ours from (None if ours is error else error)
-    return EXIT_DONE
+    return {"event": "error", "command": command, "type": type(error).__name__, "message": message}
 
 
 def next_settings(channel: Channel, stop: StopFlag) -> Path | None:
     """Wait for the next run: its settings, with our output in its log; None if there is none."""
     gc.collect()  # what the last run held: a GPU's memory is needed by the next one
-    from rlcore.models.memory import release_cached_memory
-
     release_cached_memory()
     channel.send({"event": "done", "command": "leave", "result": {}})
     command = next(channel.commands(stop), None)
@@ -183,13 +169,12 @@ def next_settings(channel: Channel, stop: StopFlag) -> Path | None:
     return Path(command["settings"])
 
 
-def run(settings: Path, commands_fd: int | None, replies_fd: int | None, on_event: Callable[..., None]) -> int:
-    """Serve, one run after the other, or train one in the foreground; the exit code."""
+def run(settings: Path, channel: Channel | None, report: Report) -> int:
+    """Serve one run after the other, or without a channel go through one; the exit code."""
     stop = StopFlag(lambda: end_at_once(EXIT_RESUMABLE))
     stop.install()
-    channel = None if commands_fd is None or replies_fd is None else Channel(commands_fd, replies_fd)
     while True:
-        code = run_one(settings, channel, on_event, stop)
+        code = run_one(settings, channel, report, stop)
         if code != LEFT or channel is None:
             return code
         following = next_settings(channel, stop)
@@ -198,10 +183,9 @@ def run(settings: Path, commands_fd: int | None, replies_fd: int | None, on_even
         settings = following
 
 
-def run_one(settings: Path, channel: Channel | None, on_event: Callable[..., None], stop: StopFlag) -> int:
-    """Serve or train one run; the exit code, or LEFT."""
+def run_one(settings: Path, channel: Channel | None, report: Report, stop: StopFlag) -> int:
+    """Serve or go through one run; the exit code, or LEFT."""
     config = RunConfig.model_validate_json(settings.read_text())
-    report = on_event if channel is None else channel.send
 
     def give_up(error: MillraceError) -> None:
         """End the process with this error: a phase or a stop lasts too long. Called from a thread."""
@@ -214,19 +198,13 @@ def run_one(settings: Path, channel: Channel | None, on_event: Callable[..., Non
 
     try:
         layout = RunLayout(Path(config.paths.root).resolve(), settings.resolve().parent)
-        session_here = Session(
-            config,
-            layout,
-            report=report,
-            stop=stop,
-            give_up=give_up,
-        )
+        session_here = Session(config, layout, report=report, stop=stop, give_up=give_up)
         with working_by(layout.code), session_here as session:
-            return foreground(session, config) if channel is None else serve(session, channel, stop)
+            commands = whole_run(config) if channel is None else channel.commands(stop)
+            return serve(session, commands, report, stop)
     except MillraceError as error:
         log.error("%s", error)
-        if channel is not None:
-            channel.send(_error("start", error))
+        report(_error("start", error))
         return EXIT_RESUMABLE if isinstance(error, StopRequestedError) else EXIT_FAILED
 
 
@@ -236,9 +214,11 @@ def main() -> None:
     parser.add_argument("--settings", type=Path, required=True, help="settings.json in the run's folder")
     parser.add_argument("--commands-fd", type=int, help="descriptor from which commands are read")
     parser.add_argument("--replies-fd", type=int, help="descriptor to which events are written")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    code = run(arguments.settings, arguments.commands_fd, arguments.replies_fd, _print_event)
+    served = given.commands_fd is not None and given.replies_fd is not None
+    channel = Channel(given.commands_fd, given.replies_fd) if served else None
+    code = run(given.settings, channel, _print_event if channel is None else channel.send)
     sys.stdout.flush()
     sys.exit(code)
 

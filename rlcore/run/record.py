@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
-from typing import TypeVar
 
 import pyarrow as pa
 
@@ -35,8 +34,6 @@ from rlcore.tracking.tracker import CLOSE_TIMEOUT_S, Tracker
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import LoopState, StepResult
 from rlcore.workers.passes import Shortage
-
-R = TypeVar("R")
 
 HEADLINE = (
     *("critic/score/mean", "actor/entropy", "response_length/mean", "actor/grad_norm", "perf/throughput"),

@@ -57,13 +57,13 @@ class Session:
             layout.require_kinds()
             remove_stale_temporaries(layout.run_dir)
             opened.enter_context(guard)
-            self.inputs = RunInputs.read(layout)
+            self._inputs = RunInputs.read(layout)
             self._record = RunRecord(config, layout, guard)
-            self._warm_start = WarmStart(config, self.inputs, guard)
+            self._warm_start = WarmStart(config, self._inputs, guard)
             guard.aside = lambda: self._warm_start.saving or self._record.saves.at
             opened.callback(lambda: self._warm_start.close(failed=self._has_failed))
-            self._workers = opened.enter_context(RunWorkers(self._record, self.inputs))
-            self._measuring = PassRateMeasuring(self._record, self.inputs, self._workers)
+            self._workers = opened.enter_context(RunWorkers(self._record, self._inputs))
+            self._measuring = PassRateMeasuring(self._record, self._inputs, self._workers)
             self._training = RunTraining(self._record, self._workers)
             self._resources = opened.pop_all()  # the block gives all back where something failed
         return self
@@ -75,6 +75,11 @@ class Session:
             self._record.finish(failed=self._has_failed, is_over=is_over)
 
     # ------------------------------------------------------------------ commands
+
+    def verify(self) -> Mapping[str, object]:
+        """Read every byte of what the stages before the training have made. Raises as `RunInputs.verify` does."""
+        self._inputs.verify()
+        return {}
 
     def warm_start(self, to_step: int | None = None) -> Mapping[str, object]:
         """Make the model of step 0, unless it is there: the warm start's steps to a checkpoint of `to_step` (None: the

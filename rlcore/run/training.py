@@ -141,7 +141,7 @@ class Training(Generic[W]):
         )
         if any(alarm.action == "roll_back" for alarm in result.alarms):
             return self._roll_back(state, result.alarms)
-        metrics, state = self._write_line(state, result)
+        metrics, state = self._write_line(result)
         self._state, self._metrics = state, metrics
         pace.tick()
         step = state.step
@@ -156,7 +156,7 @@ class Training(Generic[W]):
             raise AlarmError(f"step {step}: {'; '.join(alarm.text for alarm in fatal)}. {SEE_ALARMS}")
         return state
 
-    def _write_line(self, state: LoopState, result: StepResult) -> tuple[Mapping[str, float], LoopState]:
+    def _write_line(self, result: StepResult) -> tuple[Mapping[str, float], LoopState]:
         """Validate if it is due, and write the step's line."""
         step = result.state.step
         metrics = dict(result.metrics)
@@ -267,7 +267,7 @@ class RunTraining(Training[RunWorkers]):
             found, state = {**found, **result.summary()}, self.record.with_score(state, result)
         for suite in self._config.validation.suites:
             if suite.is_due(step, total):
-                found |= self.judge_suite(suite, name_of(step), step).summary()
+                found |= self.judge(name_of(step), step, suite).summary()
         return found, state
 
     def _is_due(self, step: int) -> bool:
@@ -288,23 +288,21 @@ class RunTraining(Training[RunWorkers]):
             text = audit_text(self._config.data.scorer, findings)
             self.record.happened("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
 
-    def judge(self, name: str, step: int) -> ValidationResult:
-        """Judge what the workers hold, and keep the result under this name."""
-        result, answers = self.workers.validate(name, step)
-        self.record.keep_validation(name, step, answers)
-        self.record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.summary())})
-        self._events.unscored(step, *self.workers.unscored)
-        self._keep(result, self.file_of(name))
-        return result
-
-    def judge_suite(self, suite: SuiteConfig, name: str, step: int) -> ValidationResult:
-        """The same on a suite's problems."""
-        result, reason = self.workers.validate_suite(suite, name, step)
-        if count := len(result.failures):
-            text = f"suite {suite.name}: {count:,} answer(s) have no score and are in no figure; the last one: {reason}"
-            data = {"suite": suite.name, "num_answers": count, "reason": reason, "text": text}
-            self.record.happened("scorer_failed", step, data)
-        self._keep(result, self.file_of(name, suite.name))
+    def judge(self, name: str, step: int, suite: SuiteConfig | None = None) -> ValidationResult:
+        """Judge what the workers hold on the held-out problems, or a suite's, and keep the result under this name."""
+        if suite is None:
+            result, answers = self.workers.validate(name, step)
+            self.record.keep_validation(name, step, answers)
+            self.record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.summary())})
+            self._events.unscored(step, *self.workers.unscored)
+        else:
+            result, reason = self.workers.validate_suite(suite, name, step)
+            if count := len(result.failures):
+                which = f"suite {suite.name}: {count:,} answer(s) have no score"
+                text = f"{which} and are in no figure; the last one: {reason}"
+                data = {"suite": suite.name, "num_answers": count, "reason": reason, "text": text}
+                self.record.happened("scorer_failed", step, data)
+        self._keep(result, suite)
         return result
 
     def judge_checkpoint(self, checkpoint: str, name: str, suite: SuiteConfig | None = None) -> ValidationResult:
@@ -316,22 +314,24 @@ class RunTraining(Training[RunWorkers]):
         )
         if result is None:
             self.workers.load(checkpoint)
-            return self.judge(name, step) if suite is None else self.judge_suite(suite, name, step)
+            return self.judge(name, step, suite)
         result = replace(result, name=name)
-        self._keep(result, self.file_of(name, "" if suite is None else suite.name))
+        self._keep(result, suite)
         return result
 
-    def file_of(self, name: str, suite: str = "") -> Path:
+    def file_of(self, name: str, suite: SuiteConfig | None = None) -> Path:
         """Where a result of this name is kept."""
-        return (self._layout.suites / suite if suite else self._layout.validation) / f"{name}.json"
+        folder = self._layout.validation if suite is None else self._layout.suites / suite.name
+        return folder / f"{name}.json"
 
-    def _keep(self, result: ValidationResult, file: Path) -> None:
+    def _keep(self, result: ValidationResult, suite: SuiteConfig | None) -> None:
+        file = self.file_of(result.name, suite)
         self.record.room.hold(lambda: result.write(file), step=result.step, path=file)
 
     def _known(self, step: int, suite: SuiteConfig | None, name: str | None = None) -> ValidationResult | None:
         """The result of this name; None: of this step's validation in training, where that one saw all problems."""
         settings = self._config.validation if suite is None else suite
-        file = self.file_of(name or name_of(step), "" if suite is None else suite.name)
+        file = self.file_of(name or name_of(step), suite)
         if (name is None and settings.max_problems) or not file.is_file():
             return None
         result = ValidationResult.read(file)

@@ -23,7 +23,7 @@ import psutil
 from rlcore import stacks
 from rlcore.config import RunConfig
 from rlcore.errors import HangError, MillraceError, StopRequestedError, WorkerLostError
-from rlcore.run.faults import Fault, FaultKind, as_ours, fault_of, note_fault
+from rlcore.run.faults import Fault, as_ours, fault_of, note_fault
 from rlcore.run.layout import RunLayout
 from rlcore.run.stop import StopFlag
 from rlcore.storage.publish import write_text_atomically
@@ -212,7 +212,7 @@ class Watchdog:
         where = f"in {phase} after step {self._step()}"
         key = f"runtime.deadlines.{DEADLINE_OF[phase]}"
         message = f"{key}: hang {where}: no end after {seconds:.0f} s{self._of_save()}"
-        found = [Fault(FaultKind.HANG, phase, self._step(), message)]
+        found = [Fault(HangError.fault, phase, self._step(), message)]
         # What hangs may be the file system that the stacks and the fault would be written to.
         _within(STACKS_S, lambda: found.append(self._with_stacks(found[0])))
         fault = found[-1]
@@ -258,7 +258,7 @@ class Watchdog:
             {
                 "event": "fault",
                 "text": f"{fault}; stacks: {fault.stacks}" if fault.stacks else str(fault),
-                "kind": str(fault.kind),
+                "kind": fault.kind,
                 "phase": fault.phase,
                 "step": fault.step,
             }

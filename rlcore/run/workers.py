@@ -339,7 +339,7 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             return Trainer(config, group, collector, failures=self._layout.failures, enter_phase=self._guard.phase)
 
         def take_step(state: LoopState) -> StepResult:
-            return trainer().step(state, epoch=problems.epoch_at(state.num_prompts_drawn))
+            return trainer().step(state, epoch=problems.stream.epoch_at(state.num_prompts_drawn))
 
         return _RunStarted(config, group, take_step, profile, problems, answerer)
 

@@ -27,6 +27,7 @@ from rlcore.runtime.cluster import (
     unreachable,
 )
 from rlcore.start import uncollected
+from rlcore.tracking.lineage import SOURCE_FOLDER
 
 with uncollected():  # a rank's process begins with these
     from rlcore.workers.group import P, R
@@ -202,10 +203,12 @@ def start_ray(config: RunConfig) -> Path | None:
         raise WorkerLostError(problem)
     if address is None or is_own_head(address):
         _stay_on_loopback()
+    # Where workers find this package and the tasks' scorers when they run from a checkout.
+    path = os.pathsep.join(filter(None, [str(SOURCE_FOLDER), os.environ.get("PYTHONPATH")]))
     common: dict[str, Any] = {
         "logging_level": "warning",
         "log_to_driver": True,
-        "runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(_source_roots())}},
+        "runtime_env": {"env_vars": {"PYTHONPATH": path}},
     }
     if address is not None:
         with _lost_if_it_fails(f"runtime.ray_address: {address}"), _sigterm_stays_ours():
@@ -287,9 +290,3 @@ def _rank_environment(num_threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         **{name: os.environ[name] for name in folders if name in os.environ},
     }
-
-
-def _source_roots() -> list[str]:
-    """Where workers find this package and the tasks' scorers when they run from a checkout."""
-    checkout = str(Path(__file__).resolve().parents[2])
-    return [checkout, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]

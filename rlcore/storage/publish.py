@@ -114,13 +114,14 @@ def _publish(
     try:
         at(f"hashing and flushing the files in {temporary}")
         entries = _hash_and_flush(temporary, error)
-        _write_file(temporary / MANIFEST, manifest_text(values, entries))
+        (temporary / MANIFEST).write_text(manifest_text(values, entries), encoding="utf-8", newline="\n")
+        flush_to_disk(temporary / MANIFEST)
         (temporary / OWNER).unlink(missing_ok=True)
-        flush_folder(temporary)
+        flush_to_disk(temporary)
         at(f"renaming {temporary} to {target.name}")
         _rename_into_place(temporary, target, replace=replace, error=error)
         at(f"flushing the folder {target.parent}")
-        flush_folder(target.parent)
+        flush_to_disk(target.parent)
     except OSError as reason:
         if is_out_of_room(reason):
             raise
@@ -135,7 +136,7 @@ def _hash_and_flush(directory: Path, error: type[MillraceError]) -> tuple[FileEn
 
     def entry_of(path: Path) -> FileEntry:
         entry = FileEntry(path.relative_to(directory).as_posix(), path.stat().st_size, sha256_of(path))
-        flush_folder(path)
+        flush_to_disk(path)
         return entry
 
     paths = sorted(directory.rglob("*"))
@@ -146,7 +147,7 @@ def _hash_and_flush(directory: Path, error: type[MillraceError]) -> tuple[FileEn
         raise error(f"{directory / MANIFEST}: is written by the publishing itself; leave it out")
     entries = in_threads(entry_of, [path for path in paths if path.is_file() and path != directory / OWNER])
     for folder in [path for path in paths if path.is_dir()]:
-        flush_folder(folder)
+        flush_to_disk(folder)
     return tuple(sorted(entries, key=lambda entry: entry.name))
 
 
@@ -203,7 +204,7 @@ def replaced_file(path: Path, needed_bytes: int | None = None) -> Iterator[Binar
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        flush_folder(path.parent)
+        flush_to_disk(path.parent)
     except BaseException as reason:
         with suppress(OSError):
             temporary.unlink()
@@ -226,15 +227,8 @@ def write_json_atomically(path: Path, value: JsonValue) -> None:
     write_text_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def _write_file(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def flush_folder(path: Path) -> None:
-    """Have a folder's entries on the disk: a file renamed into it is there after a power loss too."""
+def flush_to_disk(path: Path) -> None:
+    """Have a file's bytes, or a folder's entries, on the disk: they are there after a power loss too."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

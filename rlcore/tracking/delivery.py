@@ -361,12 +361,7 @@ def _values(record: Record) -> Iterator[tuple[str, float]]:
             if nonfinite:
                 yield NONFINITE_METRIC, float(len(nonfinite))
         case EventRecord(name=name):
-            yield event_metric(name), 1.0
-
-
-def event_metric(name: str) -> str:
-    """The metric that marks an event on the step axis."""
-    return f"events/{re.sub(r'[^A-Za-z0-9_-]', '_', name)}"
+            yield f"events/{re.sub(r'[^A-Za-z0-9_-]', '_', name)}", 1.0  # marks the event on the step axis
 
 
 def attempt_tags(history: History, end: Finish | None = None) -> dict[str, str]:

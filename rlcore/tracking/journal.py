@@ -25,7 +25,7 @@ from pathlib import Path
 from rlcore.errors import DiskSpaceError, TrackingError
 from rlcore.storage.disk import free_bytes, is_out_of_room, out_of_room
 from rlcore.storage.documents import open_ordinary, parse_json
-from rlcore.storage.publish import flush_folder, temporary_beside
+from rlcore.storage.publish import flush_to_disk, temporary_beside
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class LineFile:
                 raise
             os.close(self._fd)
             shortened.replace(self.path)
-            flush_folder(self.path.parent)
+            flush_to_disk(self.path.parent)
             self._fd = self._open()
             return aside
 

@@ -60,12 +60,12 @@ class _Playing:
         self.said.texts.append(text)
         self.lines.append(text)
         if rollout.finish_reason == "length" and len(self.token_ids) >= self.limit:
-            self._end("length")
+            self._end_at_limit()
 
     def read(self, reply: str, ids: Sequence[int]) -> bool:
         """Add the environment's message, or end where it leaves no token to the model; whether it was added."""
         if len(self.token_ids) + len(ids) >= self.limit:
-            self._end("length")
+            self._end_at_limit()
             return False
         self._add(ids, [0.0] * len(ids), sampled=False)
         self._show(reply)
@@ -116,8 +116,8 @@ class _Playing:
         self.logprobs += logprobs
         self.is_sampled += [sampled] * len(ids)
 
-    def _end(self, reason: FinishReason) -> None:
-        self.finish_reason, self.is_open = reason, False
+    def _end_at_limit(self) -> None:
+        self.finish_reason, self.is_open = "length", False
 
 
 class Episodes:

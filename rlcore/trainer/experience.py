@@ -12,6 +12,7 @@ from rlcore.algos.advantages import informative_groups, overlong_penalty
 from rlcore.batching.balance import partition
 from rlcore.batching.loader import MixedStream, PromptStream
 from rlcore.batching.pass_counts import CountedRows
+from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
@@ -54,7 +55,11 @@ def generate(
     def arrived(rank: int, some: Sequence[tuple[int, Rollout]]) -> None:
         found = [(indices[rank][place], rollout) for place, rollout in some]
         for _, rollout in found:
-            _require_fresh(rollout, policy_version)
+            if rollout.policy_version != policy_version:
+                raise EngineError(
+                    f"stale rollout: prompt {rollout.prompt.prompt_id} was answered by policy version "
+                    f"{rollout.policy_version}, the trainer is at {policy_version}"
+                )
         ordered.update(found)
         if take is not None:
             take(found)
@@ -70,14 +75,6 @@ def shared_out(requests: Sequence[SamplingRequest], world_size: int) -> list[lis
     parts = partition([len(requests[same[0]].prompt.token_ids) * len(same) for same in by_prompt], num_parts)
     parts += [[] for _ in range(world_size - num_parts)]
     return [[i for block in part for i in by_prompt[block]] for part in parts]
-
-
-def _require_fresh(rollout: Rollout, policy_version: int) -> None:
-    if rollout.policy_version != policy_version:
-        raise EngineError(
-            f"stale rollout: prompt {rollout.prompt.prompt_id} was answered by policy version "
-            f"{rollout.policy_version}, the trainer is at {policy_version}"
-        )
 
 
 class EarlyScores:
@@ -176,6 +173,11 @@ class Experience:
     pass_metrics: Mapping[str, float] = field(default_factory=dict)
     """What the step has changed of them."""
 
+    @property
+    def num_answer_tokens(self) -> int:
+        """Of all answers, those of environments among them."""
+        return sum(len(rollout.response_ids) for rollout in self.rollouts)
+
 
 class ExperienceCollector:
     """Draws prompts, has them answered and scored; replaces groups that teach nothing, if asked."""
@@ -189,12 +191,10 @@ class ExperienceCollector:
         self._stream = stream
         self._counted = counted
 
-    def collect(
-        self, *, step: int, position: int, policy_version: int, clock: PhaseClock, pass_counts: str = ""
-    ) -> Experience:
-        """The experience of one step, from prompt number `position` of the stream on. `pass_counts`: those before."""
+    def collect(self, state: LoopState, clock: PhaseClock) -> Experience:
+        """The experience of the step after `state`."""
         config = self._config
-        before = None if self._counted is None else self._counted.counts(pass_counts)
+        before = None if self._counted is None else self._counted.counts(state.pass_counts)
         if self._counted is not None and before is not None:
             self._stream.weigh(self._counted.weights(before))
         wanted = config.trainer.batch_size
@@ -206,8 +206,8 @@ class ExperienceCollector:
         group_size = config.rollout.samples_per_prompt
         for _ in range(1 + dynamic.max_refills if dynamic.enabled else 1):
             missing = wanted - len(kept) // group_size
-            prompts = self._stream.take(position + drawn, missing)
-            answers = self._answer(prompts, step=step, first_group=drawn, version=policy_version, clock=clock)
+            prompts = self._stream.take(state.num_prompts_drawn + drawn, missing)
+            answers = self._answer(prompts, drawn, state, clock)
             count_passes(answers, tally)  # of every group, kept or not, and before the penalty on lengths
             drawn += missing
             if not dynamic.enabled:
@@ -232,7 +232,9 @@ class ExperienceCollector:
             texts=tuple(text for _, _, text in filled),
             num_prompts_drawn=drawn,
             num_groups_dropped=drawn - len(filled) // group_size,
-            greedy_scores=self._greedy_scores([rollout.prompt for rollout, _, _ in filled], policy_version, clock),
+            greedy_scores=self._greedy_scores(
+                [rollout.prompt for rollout, _, _ in filled], state.policy_version, clock
+            ),
             num_tokens_dropped=sum(len(rollout.response_ids) for rollout, _, _ in dropped),
             pass_counts=after,
             pass_metrics=metrics,
@@ -251,7 +253,7 @@ class ExperienceCollector:
         return tuple(found[prompt].total if found[prompt].failure is None else math.nan for prompt in prompts)
 
     def _answer(
-        self, prompts: Sequence[Prompt], *, step: int, first_group: int, version: int, clock: PhaseClock
+        self, prompts: Sequence[Prompt], first_group: int, state: LoopState, clock: PhaseClock
     ) -> list[ScoredAnswer]:
         config = self._config
         requests = requests_for(
@@ -259,10 +261,12 @@ class ExperienceCollector:
             config.rollout.samples_per_prompt,
             run_seed=config.seed,
             stream=TRAINING_STREAM,
-            step=step,
+            step=state.step + 1,
             first_group=first_group,
         )
-        return self._answerer.answer(requests, config.rollout.sampling, policy_version=version, clock=clock)
+        return self._answerer.answer(
+            requests, config.rollout.sampling, policy_version=state.policy_version, clock=clock
+        )
 
     def _with_overlong_penalty(self, answers: list[ScoredAnswer]) -> list[ScoredAnswer]:
         overlong = self._config.algo.overlong

@@ -64,15 +64,7 @@ def step_metrics(
         metrics["rollout_corr/left_out_share"] = found.share_left_out
     if found.kl_in_reward is not None:
         metrics["actor/reward_kl_penalty"] = found.kl_in_reward
-    metrics |= reward_metrics(
-        packed, rewards=found.rewards, advantages=batch.advantages, returns=found.returns, values=batch.old_values
-    )
-    metrics |= length_metrics(
-        experience,
-        max_prompt_tokens=config.filter.max_prompt_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
-    )
-    metrics |= group_metrics(packed, experience)
+    metrics |= reward_metrics(found) | length_metrics(config, experience) | group_metrics(packed, experience)
     if update.logprobs_before is not None:
         weights = None if config.algo.importance.mode == "off" else batch.importance_weights
         metrics |= mismatch_metrics(packed, update.logprobs_before, weights)
@@ -82,7 +74,7 @@ def step_metrics(
 def cost_metrics(
     config: RunConfig,
     packed: PackedBatch,
-    experience: Experience,
+    num_answer_tokens: int,
     shares: Shares,
     seconds: Mapping[str, float],
     info: WorkerInfo,
@@ -93,12 +85,7 @@ def cost_metrics(
     return {
         **balance_metrics(packed, rank_tokens(packed, shares)),
         **mfu_metrics(seconds, lengths, info, num_epochs=config.trainer.epochs_per_batch, num_devices=num_devices),
-        **timing_metrics(
-            seconds,
-            packed,
-            num_answer_tokens=sum(len(rollout.response_ids) for rollout in experience.rollouts),
-            num_devices=num_devices,
-        ),
+        **timing_metrics(seconds, packed, num_answer_tokens=num_answer_tokens, num_devices=num_devices),
     }
 
 
@@ -125,20 +112,14 @@ def spread(name: str, values: Tensor) -> Metrics:
     }
 
 
-def reward_metrics(
-    packed: PackedBatch,
-    *,
-    rewards: Float[Tensor, "N"],
-    advantages: Float[Tensor, "T"],
-    returns: Float[Tensor, "T"],
-    values: Float[Tensor, "T"] | None,
-) -> Metrics:
+def reward_metrics(found: Estimate) -> Metrics:
     """Scores and rewards of sequences; advantages, returns and values of answer tokens."""
+    packed, values, returns = found.batch.packed, found.batch.old_values, found.returns
     mask = packed.loss_mask
     metrics = {
         **spread("critic/score", packed.scores[packed.score_mask]),
-        **spread("critic/rewards", rewards[packed.score_mask]),
-        **spread("critic/advantages", advantages[mask]),
+        **spread("critic/rewards", found.rewards[packed.score_mask]),
+        **spread("critic/advantages", found.batch.advantages[mask]),
         **spread("critic/returns", returns[mask]),
     }
     if values is not None and mask.any():
@@ -147,7 +128,7 @@ def reward_metrics(
     return metrics
 
 
-def length_metrics(experience: Experience, *, max_prompt_tokens: int, max_response_tokens: int) -> Metrics:
+def length_metrics(config: RunConfig, experience: Experience) -> Metrics:
     """Token counts of prompts and answers; clip_ratio is the share that reached the limit."""
     prompts = torch.tensor([len(rollout.prompt.token_ids) for rollout in experience.rollouts])
     responses = torch.tensor([len(rollout.response_ids) for rollout in experience.rollouts])
@@ -156,9 +137,9 @@ def length_metrics(experience: Experience, *, max_prompt_tokens: int, max_respon
     return {
         **spread("environment_length", torch.tensor(read)),
         **spread("prompt_length", prompts),
-        "prompt_length/clip_ratio": (prompts >= max_prompt_tokens).float().mean().item(),
+        "prompt_length/clip_ratio": (prompts >= config.filter.max_prompt_tokens).float().mean().item(),
         **spread("response_length", responses),
-        "response_length/clip_ratio": (cut & (responses >= max_response_tokens)).float().mean().item(),
+        "response_length/clip_ratio": (cut & (responses >= config.rollout.max_response_tokens)).float().mean().item(),
     }
 
 
@@ -171,8 +152,7 @@ def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
     }
     metrics |= experience.pass_metrics
     if experience.num_tokens_dropped:
-        kept = sum(len(rollout.response_ids) for rollout in experience.rollouts)
-        share = experience.num_tokens_dropped / (kept + experience.num_tokens_dropped)
+        share = experience.num_tokens_dropped / (experience.num_answer_tokens + experience.num_tokens_dropped)
         metrics["reward/tokens_dropped_share"] = share
     if not packed.score_mask.all():
         metrics["reward/unscored_share"] = 1 - packed.score_mask.float().mean().item()
@@ -246,6 +226,8 @@ def mfu_metrics(
     for name, phase, vocabularies in (
         ("perf/mfu/actor", "update_actor", 1),
         ("perf/mfu_verl/actor", "update_actor", 2),
+        ("perf/mfu/actor", "supervise", 1),
+        ("perf/mfu_verl/actor", "supervise", 2),
         ("perf/mfu/critic", "update_critic", 0),
     ):
         if phase in seconds:

@@ -13,6 +13,7 @@ from rlcore.algos.kl import next_kl_coef
 from rlcore.algos.schedules import next_entropy_added
 from rlcore.batching.balance import Shares, share_out
 from rlcore.batching.pack import pack, place_turn_rewards, scatter_tokens, select
+from rlcore.checkpoint.state import LoopState as LoopState
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.alarms import Alarm, batch_alarms, save_failure, step_alarms
@@ -25,26 +26,6 @@ from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.passes import Shortage
 from rlcore.workers.worker import Worker, WorkerInfo
-
-
-@dataclass(frozen=True, slots=True)
-class LoopState:
-    """State of the loop itself from one step to the next; it is in every checkpoint."""
-
-    step: int
-    policy_version: int
-    num_prompts_drawn: int
-    num_tokens: int
-    kl_coef: float
-    lr_factor: float = 1.0
-    num_roll_backs: int = 0
-    entropy_added: float = 0.0
-    pass_counts: str = ""
-    """Passes of all rows, where rows are drawn by them (`rlcore.batching.pass_counts`)."""
-    best_metric: float = float("-inf")
-    """Best held-out score so far; -inf before the first. No step changes it, but what is measured after one."""
-    best_step: int = 0
-    """Step of the best score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +92,7 @@ class Trainer(GroupTrainer):
     def step(self, state: LoopState, *, epoch: int) -> StepResult:
         """Sample, score, estimate, update, hand over."""
         config, clock = self._config, PhaseClock(self._enter_phase)
-        experience = self._collector.collect(
-            step=state.step + 1,
-            position=state.num_prompts_drawn,
-            policy_version=state.policy_version,
-            clock=clock,
-            pass_counts=state.pass_counts,
-        )
+        experience = self._collector.collect(state, clock)
         packed = pack(experience.rollouts, experience.scores, experience.group_ids)
         shares = self._share_out(packed)
         passes = self._forward_passes(packed, shares, clock)
@@ -135,7 +110,7 @@ class Trainer(GroupTrainer):
             "training/epoch": float(epoch),
             **update.metrics(config.algo),
             **step_metrics(config, experience, found, update, handed_over),
-            **cost_metrics(config, packed, experience, shares, clock.seconds(), self._worker_info),
+            **cost_metrics(config, packed, experience.num_answer_tokens, shares, clock.seconds(), self._worker_info),
         }
         memory, shortages = self._memory()
         return StepResult(after, metrics | memory, experience, found.batch, update.logprobs_before, alarms, shortages)
@@ -187,17 +162,7 @@ class Trainer(GroupTrainer):
         """
         if any(alarm.action == "skip" for alarm in alarms):
             return Update(share_skipped=1.0, logprobs_before=measured_before(self._config, batch))
-        update = update_models(
-            self._config,
-            self._group,
-            batch,
-            share_out=self._share_out,
-            num_finished=state.step,
-            lr_factor=state.lr_factor,
-            kl_coef=state.kl_coef,
-            entropy_added=state.entropy_added,
-            clock=clock,
-        )
+        update = update_models(self._config, self._group, batch, state, share_out=self._share_out, clock=clock)
         if update.failure is None:
             return update
         number = state.step + 1

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from rlcore.algos.objective import SupervisedStatistics
 from rlcore.algos.schedules import lr_at
-from rlcore.batching.balance import rank_tokens
 from rlcore.batching.pack import pack_demonstrations, select
 from rlcore.batching.prompts import Demonstration
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import EnterPhase, PhaseClock, unwatched
-from rlcore.trainer.metrics import Metrics, balance_metrics, mfu_metrics, timing_metrics
+from rlcore.trainer.metrics import Metrics, cost_metrics
 from rlcore.trainer.step import GroupTrainer, LoopState, StepResult
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
@@ -45,9 +44,6 @@ class SupervisedTrainer(GroupTrainer):
             except NonFiniteError as failure:
                 raise NonFiniteError(f"step {number} of the warm start: {failure}") from failure
         stats: SupervisedStatistics = functools.reduce(operator.add, (update.stats for update in updates))
-        seconds = clock.seconds()
-        update_s = {"update_actor": seconds["supervise"]}
-        lengths, num_devices = packed.sequence_lengths().tolist(), self._group.world_size
         metrics: Metrics = {
             "training/global_step": float(number),
             "training/epoch": float(epoch),
@@ -55,9 +51,7 @@ class SupervisedTrainer(GroupTrainer):
             "sft/grad_norm": updates[0].grad_norm,
             "sft/lr": lr,
             "sft/answer_tokens": float(answer_tokens),
-            **balance_metrics(packed, rank_tokens(packed, shares)),
-            **mfu_metrics(update_s, lengths, self._worker_info, num_epochs=1, num_devices=num_devices),
-            **timing_metrics(seconds, packed, num_answer_tokens=answer_tokens, num_devices=num_devices),
+            **cost_metrics(config, packed, answer_tokens, shares, clock.seconds(), self._worker_info),
         }
         after = replace(
             state,

@@ -8,88 +8,76 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from rlcore.algos.aggregation import Denominator, masked, token_counts
 from rlcore.algos.losses import asks_for
-from rlcore.algos.objective import PolicyStatistics, ValueStatistics
+from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics
 from rlcore.algos.schedules import lr_at
 from rlcore.algos.selection import clipped_by_covariance, rank_share, token_covariance
 from rlcore.batching.balance import Shares, mini_batches
 from rlcore.batching.pack import scatter_tokens, select_train, token_indices
+from rlcore.checkpoint.state import LoopState
 from rlcore.config import AlgoConfig, RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import PhaseClock
 from rlcore.types import PackedBatch, TrainBatch
-from rlcore.workers.actor import PolicyUpdate
-from rlcore.workers.critic import CriticUpdate
 from rlcore.workers.group import WorkerGroup
+from rlcore.workers.trained import ModelUpdate
 from rlcore.workers.worker import Worker
 
-R = TypeVar("R", PolicyUpdate, CriticUpdate)
+S = TypeVar("S", bound=Statistics)
 ShareOut = Callable[[PackedBatch, Sequence[int]], Shares]
 """(batch, some of its sequences) -> which rank works on which."""
 
 
 @dataclass(frozen=True, slots=True)
-class PolicySteps:
-    """The policy's optimizer steps on one batch: statistics summed over steps and ranks, mean gradient norm."""
+class Steps(Generic[S]):
+    """A model's optimizer steps on one batch: statistics summed over steps and ranks, mean gradient norm."""
 
-    stats: PolicyStatistics
+    stats: S
     num_steps: int
     grad_norm: float
     lr: float
-    kl_coef: float
-    entropy_coef: float = 0.0
-
-    def metrics(self, algo: AlgoConfig) -> dict[str, float]:
-        """The `actor/*` metrics."""
-        metrics = self.stats.metrics(self.num_steps)
-        if algo.kl.where == "loss":
-            metrics["actor/ref_kl"] = self.stats.mean_ref_kl()
-        else:
-            metrics.pop("actor/kl_loss")
-        if algo.entropy_control.target is not None:
-            metrics["actor/entropy_coef"] = self.entropy_coef
-        if algo.aggregation != "token-mean":
-            metrics["actor/token_entropy"] = self.stats.mean_entropy()
-        return metrics | {"actor/grad_norm": self.grad_norm, "actor/lr": self.lr, "actor/kl_coef": self.kl_coef}
-
-
-@dataclass(frozen=True, slots=True)
-class CriticSteps:
-    """The critic's optimizer steps on one batch: statistics summed over steps and ranks, mean gradient norm."""
-
-    stats: ValueStatistics
-    num_steps: int
-    grad_norm: float
-    lr: float
-
-    def metrics(self) -> dict[str, float]:
-        """The `critic/*` metrics."""
-        return self.stats.metrics(self.num_steps) | {"critic/grad_norm": self.grad_norm, "critic/lr": self.lr}
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
     """Result of a step's updates.
 
-    `policy`, `critic`: None where it took no step. `share_skipped`: share of the policy's optimizer steps that were
-    left out. `logprobs_before` Float[T]: the trainer's log-probabilities before the update, where a pass computed them.
-    `failure`: the error of an optimizer step that was not finite.
+    `policy`, `critic`: None where it took no step. `kl_coef`, `entropy_coef`: of the policy's loss. `share_skipped`:
+    share of the policy's optimizer steps that were left out. `logprobs_before` Float[T]: the trainer's
+    log-probabilities before the update, where a pass computed them. `failure`: the error of an optimizer step that was
+    not finite.
     """
 
-    policy: PolicySteps | None = None
-    critic: CriticSteps | None = None
+    policy: Steps[PolicyStatistics] | None = None
+    critic: Steps[ValueStatistics] | None = None
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
     share_skipped: float = 0.0
     logprobs_before: Float[Tensor, "T"] | None = None
     failure: NonFiniteError | None = None
 
     def metrics(self, algo: AlgoConfig) -> dict[str, float]:
         """The `actor/*` and `critic/*` metrics of the steps that were taken."""
-        of_critic = {} if self.critic is None else self.critic.metrics()
-        return of_critic if self.policy is None else of_critic | self.policy.metrics(algo)
+        metrics: dict[str, float] = {}
+        if (critic := self.critic) is not None:
+            metrics |= critic.stats.metrics(critic.num_steps)
+            metrics |= {"critic/grad_norm": critic.grad_norm, "critic/lr": critic.lr}
+        if (policy := self.policy) is None:
+            return metrics
+        metrics |= policy.stats.metrics(policy.num_steps)
+        if algo.kl.where == "loss":
+            metrics["actor/ref_kl"] = policy.stats.mean_ref_kl()
+        else:
+            metrics.pop("actor/kl_loss")
+        if algo.entropy_control.target is not None:
+            metrics["actor/entropy_coef"] = self.entropy_coef
+        if algo.aggregation != "token-mean":
+            metrics["actor/token_entropy"] = policy.stats.mean_entropy()
+        return metrics | {"actor/grad_norm": policy.grad_norm, "actor/lr": policy.lr, "actor/kl_coef": self.kl_coef}
 
     def observed_kl(self, algo: AlgoConfig, kl_in_reward: float | None) -> float | None:
         """KL from the reference in nats a token, measured in the loss or in the reward; None where it was not."""
@@ -99,11 +87,11 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class _MiniBatchUpdate(Generic[R]):
+class _MiniBatchUpdate(Generic[S]):
     """One optimizer step: which rank had which sequences, and the result of each rank."""
 
     shares: Shares
-    by_rank: list[R]
+    by_rank: list[ModelUpdate[S]]
 
 
 def num_optimizer_steps(config: RunConfig) -> int:
@@ -160,33 +148,29 @@ def update_models(
     config: RunConfig,
     group: WorkerGroup,
     batch: TrainBatch,
+    state: LoopState,
     *,
     share_out: ShareOut,
-    num_finished: int,
-    lr_factor: float,
-    kl_coef: float,
-    entropy_added: float,
     clock: PhaseClock,
 ) -> Update:
-    """All optimizer steps on a batch, after `num_finished` steps of training; up to the first that is not finite."""
-    trainer = config.trainer
+    """All optimizer steps on a batch; up to the first that is not finite. `state`: before them."""
+    total_steps, added = config.trainer.total_steps, state.entropy_added
     num_steps = num_optimizer_steps(config)
     before = measured_before(config, batch)
-    critic: CriticSteps | None = None
-    taken: list[_MiniBatchUpdate[PolicyUpdate]] = []
-    lr = lr_factor * lr_at(num_finished, optim=config.optim, total_steps=trainer.total_steps)
-    is_warmed_up = config.critic is None or num_finished >= config.critic.warmup_steps
+    critic: Steps[ValueStatistics] | None = None
+    taken: list[_MiniBatchUpdate[PolicyStatistics]] = []
+    lr = state.lr_factor * lr_at(state.step, optim=config.optim, total_steps=total_steps)
+    is_warmed_up = config.critic is None or state.step >= config.critic.warmup_steps
     try:
         if config.critic is not None:
-            critic_lr = lr_factor * lr_at(num_finished, optim=config.critic.optim, total_steps=trainer.total_steps)
+            critic_lr = state.lr_factor * lr_at(state.step, optim=config.critic.optim, total_steps=total_steps)
             with clock.phase("update_critic"):
-                critic = _critic_steps(config, group, batch, share_out, critic_lr)
+                found = list(_optimizer_steps(config, group, batch, share_out, Worker.update_critic, critic_lr))
+            critic = _summed(found, critic_lr) if found else None
         if is_warmed_up:
             with clock.phase("update_actor"):
-                steps = _optimizer_steps(
-                    config, group, batch, share_out, Worker.update_policy, lr, kl_coef, entropy_added
-                )
-                for step in steps:
+                rates = (lr, state.kl_coef, added)
+                for step in _optimizer_steps(config, group, batch, share_out, Worker.update_policy, *rates):
                     taken.append(step)  # one by one: those before a step that fails count
     except NonFiniteError as error:
         num_applied = sum(step.by_rank[0].applied for step in taken)
@@ -196,31 +180,22 @@ def update_models(
     if num_steps == 1 and before is None:
         # of several updates only the first one's pass is made with the weights that they all begin with
         (step,) = taken
-        logprobs = [update.logprobs for update in step.by_rank]
+        logprobs = [update.logprobs for update in step.by_rank if update.logprobs is not None]
         before = scatter_tokens(logprobs, batch.packed.cu_seqlens, step.shares.sequences)
-    stats = functools.reduce(operator.add, (update.stats for step in taken for update in step.by_rank))
-    entropy_coef = config.algo.entropy_coef + entropy_added
     num_skipped = sum(not step.by_rank[0].applied for step in taken)
     return Update(
-        policy=PolicySteps(stats, len(taken), _mean_grad_norm(taken), lr, kl_coef, entropy_coef),
+        policy=_summed(taken, lr),
         critic=critic,
+        kl_coef=state.kl_coef,
+        entropy_coef=config.algo.entropy_coef + added,
         share_skipped=num_skipped / len(taken),
         logprobs_before=before,
     )
 
 
-def _critic_steps(
-    config: RunConfig, group: WorkerGroup, batch: TrainBatch, share_out: ShareOut, lr: float
-) -> CriticSteps | None:
-    taken = list(_optimizer_steps(config, group, batch, share_out, Worker.update_critic, lr))
-    if not taken:
-        return None
+def _summed(taken: Sequence[_MiniBatchUpdate[S]], lr: float) -> Steps[S]:
     stats = functools.reduce(operator.add, (update.stats for step in taken for update in step.by_rank))
-    return CriticSteps(stats, len(taken), _mean_grad_norm(taken), lr)
-
-
-def _mean_grad_norm(taken: Sequence[_MiniBatchUpdate[R]]) -> float:
-    return sum(step.by_rank[0].grad_norm for step in taken) / len(taken)
+    return Steps(stats, len(taken), sum(step.by_rank[0].grad_norm for step in taken) / len(taken), lr)
 
 
 def _optimizer_steps(
@@ -228,9 +203,9 @@ def _optimizer_steps(
     group: WorkerGroup,
     batch: TrainBatch,
     share_out: ShareOut,
-    verb: Callable[..., R],
+    verb: Callable[..., ModelUpdate[S]],
     *rates: float,
-) -> Iterator[_MiniBatchUpdate[R]]:
+) -> Iterator[_MiniBatchUpdate[S]]:
     """An optimizer step on each mini-batch that has a token with a loss, in each epoch."""
     packed, trainer = batch.packed, config.trainer
     lengths = token_counts(packed.loss_mask, packed.sequence_ids(), packed.num_sequences)
@@ -239,12 +214,8 @@ def _optimizer_steps(
     ]
     for sequences in in_one_epoch * trainer.epochs_per_batch:
         shares = share_out(packed, sequences)
-        denominator = _denominator(lengths[sequences], norm_tokens=config.rollout.max_response_tokens)
+        # Counted once over the mini-batch and all ranks; an answer without a token that has a loss counts nowhere.
+        tokens = lengths[sequences]
+        denominator = Denominator(int(tokens.sum()), int((tokens > 0).sum()), config.rollout.max_response_tokens)
         arguments = [(select_train(batch, mine), shares.num_micro, denominator, *rates) for mine in shares.sequences]
         yield _MiniBatchUpdate(shares, group.scatter(verb, arguments))
-
-
-def _denominator(lengths: Int[Tensor, "N"], *, norm_tokens: int) -> Denominator:
-    """Counted once over the mini-batch and all ranks, from the tokens with a loss of each answer; an answer without any
-    counts nowhere."""
-    return Denominator(int(lengths.sum()), int((lengths > 0).sum()), norm_tokens)

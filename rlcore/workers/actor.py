@@ -1,8 +1,8 @@
 """The policy on one rank: log-probabilities, updates, weights."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,34 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, policy_objective, supervised_objective
 from rlcore.config import RunConfig
+from rlcore.models.head import TokenLogprobs
 from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, without_adapters
 from rlcore.models.memory import HostedWeights
-from rlcore.models.parallel import adapter_state, full_state, reshard
+from rlcore.models.parallel import full_state, reshard
 from rlcore.models.policy import CausalPolicy
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import Place
 from rlcore.workers.passes import Micro, Parts, restore_order, to_device, total
-from rlcore.workers.trained import TrainedModel
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyUpdate:
-    """Result of one optimizer step on one rank. `logprobs` Float[T]: before the step, in the order of the batch.
-    `applied`: false where the settings refuse a gradient so large."""
-
-    stats: PolicyStatistics
-    grad_norm: float
-    logprobs: Float[Tensor, "T"]
-    applied: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SupervisedUpdate:
-    """Result of one supervised optimizer step on one rank; the statistics are those before the step."""
-
-    stats: SupervisedStatistics
-    grad_norm: float
+from rlcore.workers.trained import ModelUpdate, TrainedModel
 
 
 class Actor(TrainedModel[CausalPolicy]):
@@ -80,15 +62,8 @@ class Actor(TrainedModel[CausalPolicy]):
                 num_micro,
             )
 
-    @contextmanager
-    def _without_dropout(self) -> Iterator[None]:
-        if self._has_dropout:
-            self.model.eval()
-        try:
-            yield
-        finally:
-            if self._has_dropout:
-                self.model.train()
+    def _without_dropout(self) -> AbstractContextManager[None]:
+        return self.model.evaluating() if self._has_dropout else nullcontext()
 
     def seed_dropout(self, *place_in_run: int) -> None:
         """Make the adapters' dropout from here on depend on the run's seed and the place in the run alone."""
@@ -105,7 +80,7 @@ class Actor(TrainedModel[CausalPolicy]):
         lr: float,
         kl_coef: float,
         entropy_added: float = 0.0,
-    ) -> PolicyUpdate:
+    ) -> ModelUpdate[PolicyStatistics]:
         """One optimizer step on this rank's share of a mini-batch.
 
         Raises:
@@ -140,7 +115,7 @@ class Actor(TrainedModel[CausalPolicy]):
             self.step(lr)
         else:
             self.release_gradients()
-        return PolicyUpdate(summed, grad_norm, logprobs, applied)
+        return ModelUpdate(summed, grad_norm, applied, logprobs)
 
     @torch.no_grad()
     def _non_finite_groups(
@@ -160,12 +135,9 @@ class Actor(TrainedModel[CausalPolicy]):
     ) -> tuple[Tensor, PolicyStatistics, Tensor]:
         batch, algo = micro.device, self._config.algo
         packed = batch.packed
-        output = self.model(
-            packed.token_ids,
-            packed.position_ids,
-            micro.host.packed.cu_seqlens.numpy(),
-            packed.target_ids,
-            micro.host.packed.loss_mask.numpy(),
+        output = token_logprobs(
+            self.model,
+            Micro(micro.host.packed, packed),
             temperature=self._config.rollout.sampling.temperature,
             entropy="grad" if algo.entropy_coef + entropy_added > 0 else "value",
         )
@@ -189,7 +161,9 @@ class Actor(TrainedModel[CausalPolicy]):
         )
         return loss, statistics, output.logprobs.detach()
 
-    def supervise(self, batch: PackedBatch, num_micro: int, num_tokens: int, *, lr: float) -> SupervisedUpdate:
+    def supervise(
+        self, batch: PackedBatch, num_micro: int, num_tokens: int, *, lr: float
+    ) -> ModelUpdate[SupervisedStatistics]:
         """One optimizer step on the negative log-likelihood of this rank's share of the answer tokens, which are
         `num_tokens` over all ranks.
 
@@ -204,7 +178,7 @@ class Actor(TrainedModel[CausalPolicy]):
         remedy = ". A lower warm_start.optim.lr, or a longer warm-up, often helps."
         grad_norm = self.clip(summed, f"the supervised loss is {summed.means().get('loss')}", lambda: remedy)
         self.step(lr)
-        return SupervisedUpdate(summed, grad_norm)
+        return ModelUpdate(summed, grad_norm)
 
     @torch.no_grad()
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
@@ -217,26 +191,20 @@ class Actor(TrainedModel[CausalPolicy]):
             return self.forward_pass.run(work, batch, num_micro)
 
     def _likelihood(self, micro: Micro[PackedBatch], num_tokens: int) -> tuple[Tensor, SupervisedStatistics]:
-        packed = micro.device
-        output = self.model(
-            packed.token_ids,
-            packed.position_ids,
-            micro.host.cu_seqlens.numpy(),
-            packed.target_ids,
-            micro.host.loss_mask.numpy(),
-            temperature=1.0,
-            entropy="none",
-            with_top=True,
-        )
-        return supervised_objective(output.logprobs, output.is_top, packed.loss_mask, num_tokens=num_tokens)
+        output = token_logprobs(self.model, micro, temperature=1.0, entropy="none", with_top=True)
+        return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=num_tokens)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """All weights under their transformers names, gathered one by one; every rank must iterate."""
         yield from full_state(self.model, self.base.value)
 
-    def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapters alone under PEFT's names; every rank must iterate."""
-        yield from adapter_state(self.model)
+
+def token_logprobs(policy: CausalPolicy, micro: Micro[PackedBatch], **how: Any) -> TokenLogprobs:
+    """The policy's pass over a micro-batch; `how`: see `CausalPolicy.forward`."""
+    on, host = micro.device, micro.host
+    cu_seqlens, loss_mask = host.cu_seqlens.numpy(), host.loss_mask.numpy()
+    found: TokenLogprobs = policy(on.token_ids, on.position_ids, cu_seqlens, on.target_ids, loss_mask, **how)
+    return found
 
 
 def policy_logprobs(
@@ -254,13 +222,9 @@ def policy_logprobs(
     """
     found = []
     for part in parts:
-        micro = to_device(batch, part, device)
-        output = policy(
-            micro.device.token_ids,
-            micro.device.position_ids,
-            micro.host.cu_seqlens.numpy(),
-            micro.device.target_ids,
-            micro.host.loss_mask.numpy(),
+        output = token_logprobs(
+            policy,
+            to_device(batch, part, device),
             temperature=config.rollout.sampling.temperature,
             entropy="value" if with_entropy else "none",
         )

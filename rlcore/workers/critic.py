@@ -1,7 +1,5 @@
 """The value model on one rank."""
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -15,15 +13,7 @@ from rlcore.models.policy import ValueModel
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import Place
 from rlcore.workers.passes import Micro, Parts, restore_order, to_device
-from rlcore.workers.trained import TrainedModel
-
-
-@dataclass(frozen=True, slots=True)
-class CriticUpdate:
-    """Result of one optimizer step of the critic on one rank."""
-
-    stats: ValueStatistics
-    grad_norm: float
+from rlcore.workers.trained import ModelUpdate, TrainedModel
 
 
 class Critic(TrainedModel[ValueModel]):
@@ -58,7 +48,9 @@ class Critic(TrainedModel[ValueModel]):
 
         return self.forward_pass.run(work, batch, num_micro)
 
-    def update(self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float) -> CriticUpdate:
+    def update(
+        self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float
+    ) -> ModelUpdate[ValueStatistics]:
         """One optimizer step on this rank's share of a mini-batch.
 
         Raises:
@@ -66,25 +58,22 @@ class Critic(TrainedModel[ValueModel]):
         """
 
         def objective(micro: Micro[TrainBatch]) -> tuple[Tensor, ValueStatistics]:
-            return self._objective(micro, denominator)
+            batch, packed = micro.device, micro.device.packed
+            assert batch.old_values is not None, "the critic's update needs its values before it"
+            assert batch.returns is not None, "the critic's update needs returns"
+            return value_objective(
+                self.model(packed.token_ids, packed.position_ids, micro.host.packed.cu_seqlens.numpy()),
+                batch.old_values,
+                batch.returns,
+                packed.loss_mask,
+                packed.sequence_ids(),
+                packed.num_sequences,
+                settings=self._config.algo,
+                denominator=denominator,
+            )
 
         summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch.packed, num_micro)
         remedy = ". Look at the saved batch for a non-finite reward; a lower critic.optim.lr often helps."
         grad_norm = self.clip(summed, f"the critic's loss is {float(summed.vf_loss)}", lambda: remedy)
         self.step(lr)
-        return CriticUpdate(summed, grad_norm)
-
-    def _objective(self, micro: Micro[TrainBatch], denominator: Denominator) -> tuple[Tensor, ValueStatistics]:
-        batch, packed = micro.device, micro.device.packed
-        assert batch.old_values is not None, "the critic's update needs its values before it"
-        assert batch.returns is not None, "the critic's update needs returns"
-        return value_objective(
-            self.model(packed.token_ids, packed.position_ids, micro.host.packed.cu_seqlens.numpy()),
-            batch.old_values,
-            batch.returns,
-            packed.loss_mask,
-            packed.sequence_ids(),
-            packed.num_sequences,
-            settings=self._config.algo,
-            denominator=denominator,
-        )
+        return ModelUpdate(summed, grad_norm)

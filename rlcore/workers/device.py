@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from rlcore.config import ModelConfig, RuntimeConfig
 from rlcore.errors import ConfigError, ModelError
+from rlcore.models.load import compute_dtype
 from rlcore.models.shape import has_code_for
 
 LOOPBACK = "127.0.0.1"
@@ -45,19 +46,12 @@ def choose_place(runtime: RuntimeConfig, model: ModelConfig) -> Place:
     if wanted == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError("runtime.device is cuda, but torch sees no GPU here; use runtime.device=cpu or auto")
-        _require_supported_gpu()
-    default = torch.bfloat16 if wanted == "cuda" else torch.float32
-    dtype = {"auto": default, "float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
-    return Place(torch.device(wanted), dtype)
-
-
-def _require_supported_gpu() -> None:
-    """A wheel without code for this GPU fails at the first kernel, after minutes of loading: say it now."""
-    problem = unsupported_gpu(
-        torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list(), torch.__version__
-    )
-    if problem is not None:
-        raise ModelError(problem)
+        # A wheel without code for this GPU fails at the first kernel, after minutes of loading: say it now.
+        gpu = (torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+        if problem := unsupported_gpu(*gpu, torch.cuda.get_arch_list(), torch.__version__):
+            raise ModelError(problem)
+    device = torch.device(wanted)
+    return Place(device, compute_dtype(model, device))
 
 
 # First torch release, and its CUDA, whose wheels hold code for GPUs of this major capability.

@@ -112,7 +112,8 @@ class RankProfiler:
 
     def start(self) -> None:
         """Begin to record; what was being recorded is dropped."""
-        self.drop()
+        if self._profile is not None:
+            self._profile.stop()
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -135,9 +136,3 @@ class RankProfiler:
         finally:
             beside.unlink(missing_ok=True)
         return size_mb
-
-    def drop(self) -> None:
-        """End it and keep nothing."""
-        if self._profile is not None:
-            self._profile.stop()
-            self._profile = None

@@ -23,8 +23,7 @@ from rlcore.errors import DeviceMemoryError
 from rlcore.models import memory
 from rlcore.models.memory import Refused, attempted, release_cached_memory
 from rlcore.models.parallel import CountedCollectives
-from rlcore.models.policy import PackedTrunk
-from rlcore.models.shape import ModelShape, known_shape
+from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import on_all_ranks
 
@@ -122,13 +121,6 @@ class Ranks:
         return on_all_ranks(went_well, world_size=self.world_size, device=self.device)
 
 
-def ranks_of(model: PackedTrunk, *, world_size: int, device: torch.device) -> Ranks | None:
-    """Those of a model that is sharded over several; None where there is one."""
-    if world_size == 1:
-        return None
-    return Ranks(CountedCollectives(model), world_size, device, known_shape(model.decoder.config.to_dict()))
-
-
 _ELSEWHERE = Refused("another rank")
 
 
@@ -186,7 +178,7 @@ class PassBudget:
 
     def _together(self, ranks: Ranks, work: Callable[[Parts], R], batch: PackedBatch, parts: Parts) -> R | Refused:
         """What the pass gives, unless memory was refused to a rank: this one, or another."""
-        ranks.collectives.begin_pass()
+        ranks.collectives.begin()
         outcome = attempted(partial(work, parts))
         if isinstance(outcome, Refused):
             self._make_up(ranks, work, batch, len(parts), outcome)
@@ -202,7 +194,7 @@ class PassBudget:
         if not ranks.collectives.in_doubt:
             self._give_back()
             shortest = [int(batch.sequence_lengths().argmin())]
-            ranks.collectives.begin_rest()
+            ranks.collectives.begin(rest=True)
             again = attempted(partial(work, [shortest] * num_parts))
         if isinstance(again, Refused):
             raise DeviceMemoryError(

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -12,13 +14,25 @@ from rlcore.algos.objective import Statistics
 from rlcore.config.algo import OptimConfig
 from rlcore.errors import NonFiniteError
 from rlcore.models.optim import build_optimizer, clip_grad_norm
-from rlcore.models.parallel import forget_failed_pass, shard
+from rlcore.models.parallel import CountedCollectives, forget_failed_pass, shard
 from rlcore.models.policy import PackedTrunk
+from rlcore.models.shape import known_shape
 from rlcore.workers.device import Place, on_all_ranks
-from rlcore.workers.passes import Batch, Micro, Parts, PassBudget, ranks_of, to_device, total
+from rlcore.workers.passes import Batch, Micro, Parts, PassBudget, Ranks, to_device, total
 
 Model = TypeVar("Model", bound=PackedTrunk)
 S = TypeVar("S", bound=Statistics)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUpdate(Generic[S]):
+    """Result of one optimizer step on one rank; the statistics are those before it. `applied`: false where the settings
+    refuse a gradient so large. `logprobs` Float[T]: before a step on the policy's loss, in the order of the batch."""
+
+    stats: S
+    grad_norm: float
+    applied: bool = True
+    logprobs: Float[Tensor, "T"] | None = None
 
 
 class TrainedModel(Generic[Model]):
@@ -43,7 +57,10 @@ class TrainedModel(Generic[Model]):
         self._world_size = world_size
         self.model = model if mesh is None else shard(model, mesh=mesh, dtype=place.dtype)
         self.optimizer = build_optimizer(self.model, optim, device=place.device)
-        ranks = ranks_of(self.model, world_size=world_size, device=place.device)
+        ranks: Ranks | None = None
+        if world_size > 1:
+            shape = known_shape(self.model.decoder.config.to_dict())
+            ranks = Ranks(CountedCollectives(self.model), world_size, place.device, shape)
         self.update_pass, self.forward_pass = (PassBudget(name, recover=self._recover, ranks=ranks) for name in passes)
 
     def release_gradients(self) -> None:

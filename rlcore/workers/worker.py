@@ -17,24 +17,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlcore.algos.aggregation import Denominator
-from rlcore.algos.objective import SupervisedStatistics
+from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, ValueStatistics
 from rlcore.checkpoint.shards import RankSaver, load_shards
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.memory import release_cached_memory
-from rlcore.models.policy import CausalPolicy, ValueModel
+from rlcore.models.parallel import adapter_state
+from rlcore.models.policy import CausalPolicy
 from rlcore.models.shape import ModelShape, known_shape, peak_flops
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, build_engine, engine_dtype
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers import canary
-from rlcore.workers.actor import Actor, PolicyUpdate, SupervisedUpdate
+from rlcore.workers.actor import Actor
 from rlcore.workers.canary import HandOver
-from rlcore.workers.critic import Critic, CriticUpdate
+from rlcore.workers.critic import Critic
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks, keep_freed_memory, let_segments_grow
 from rlcore.workers.measure import BYTES_PER_GB, GpuUseMeter, MemoryPeak, RankProfiler, gpu_meter
 from rlcore.workers.reference import Reference
+from rlcore.workers.trained import ModelUpdate
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,7 +50,6 @@ class WorkerInfo:
     """What a rank found at its start. `shape`: of the policy, `peak_flops`: operations a second of its device; None
     where they are not known."""
 
-    device: str
     device_name: str
     dtype: str
     attention: str
@@ -83,7 +84,7 @@ class Worker:
         """Address at which the ranks meet; asked of rank 0."""
         return free_address(loopback=self._config.runtime.ray_address is None)
 
-    def setup(self, rendezvous: str) -> WorkerInfo:
+    def setup(self, rendezvous: str) -> None:
         """Join the other ranks, load the models, start the engine and give it the first weights."""
         torch.set_num_threads(self._config.runtime.threads_per_worker)
         place = choose_place(self._config.runtime, self._config.model)
@@ -113,7 +114,6 @@ class Worker:
             self._reference = Reference(self._config, self._model_directory, place)
         if place.device.type == "cuda":
             self._saver.prepare()
-        return self._info(place)
 
     def reset(self) -> None:
         """Policy and critic as they are at step 0. Those that were are gone before: a card may not hold both."""
@@ -128,12 +128,14 @@ class Worker:
         if config.critic is not None:
             self._critic = Critic(config, config.critic, self._model_directory, place, mesh, self._world_size)
 
-    def _info(self, place: Place) -> WorkerInfo:
+    def info(self) -> WorkerInfo:
+        """What this rank found at its start."""
+        assert self._place is not None, "setup comes first"
+        place = self._place
         device_name = torch.cuda.get_device_name() if place.device.type == "cuda" else "CPU"
         given = self._config.runtime.peak_tflops
         known = peak_flops(device_name) if place.dtype == torch.bfloat16 else None
         return WorkerInfo(
-            device=str(place.device),
             device_name=device_name,
             dtype=str(place.dtype).removeprefix("torch."),
             attention=self._actor.model.attention.name,
@@ -148,19 +150,9 @@ class Worker:
             ),
         )
 
-    def info(self) -> WorkerInfo:
-        """What this rank found at its start."""
-        assert self._place is not None, "setup comes first"
-        return self._info(self._place)
-
     def policy_model(self) -> CausalPolicy:
         """The trained policy, for tests and tools in this process."""
         return self._actor.model
-
-    def critic_model(self) -> ValueModel:
-        """The trained value model, for tests and tools in this process."""
-        assert self._critic is not None, "critic is null: there is no value model"
-        return self._critic.model
 
     def generate(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
@@ -207,20 +199,24 @@ class Worker:
         lr: float,
         kl_coef: float,
         entropy_added: float = 0.0,
-    ) -> PolicyUpdate:
+    ) -> ModelUpdate[PolicyStatistics]:
         """One optimizer step of the policy."""
         self._rest_engine()
         self._actor.seed_dropout(self._version, self._num_updates, self._rank)
         self._num_updates += 1
         return self._actor.update(batch, num_micro, denominator, lr=lr, kl_coef=kl_coef, entropy_added=entropy_added)
 
-    def update_critic(self, batch: TrainBatch, num_micro: int, denominator: Denominator, lr: float) -> CriticUpdate:
+    def update_critic(
+        self, batch: TrainBatch, num_micro: int, denominator: Denominator, lr: float
+    ) -> ModelUpdate[ValueStatistics]:
         """One optimizer step of the critic."""
         assert self._critic is not None, "critic is null: there is nothing to update"
         self._rest_engine()
         return self._critic.update(batch, num_micro, denominator, lr=lr)
 
-    def supervise(self, batch: PackedBatch, num_micro: int, num_tokens: int, lr: float) -> SupervisedUpdate:
+    def supervise(
+        self, batch: PackedBatch, num_micro: int, num_tokens: int, lr: float
+    ) -> ModelUpdate[SupervisedStatistics]:
         """One supervised optimizer step of the policy; `num_tokens`: answer tokens of the batch on all ranks."""
         self._rest_engine()
         return self._actor.supervise(batch, num_micro, num_tokens, lr=lr)
@@ -288,7 +284,7 @@ class Worker:
 
     def adapters(self) -> dict[str, Tensor]:
         """The adapters alone, under PEFT's names, on the CPU, on rank 0; empty elsewhere, and without `model.lora`."""
-        return self._on_the_host(self._actor.adapters())
+        return self._on_the_host(adapter_state(self._actor.model))
 
     def _on_the_host(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         if self._rank != 0:

@@ -2,12 +2,12 @@
 
 import json
 import math
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from rlcore.checkpoint.state import TrainerState
 from rlcore.errors import CheckpointError
@@ -36,14 +36,14 @@ def test_round_trip(tmp_path):
 
 @given(st.floats(allow_nan=False))
 def test_every_float_comes_back(tmp_path_factory, value):
-    state = STATE.model_copy(update={"best_metric": value, "kl_coef": value})
+    state = replace(STATE, best_metric=value, kl_coef=value)
     again = TrainerState.read(written(tmp_path_factory.mktemp("state"), state.to_json()))
     assert again == state
     assert math.copysign(1, again.kl_coef) == math.copysign(1, value)
 
 
 def test_no_score_yet_is_json(tmp_path):
-    state = STATE.model_copy(update={"best_metric": float("-inf")})
+    state = replace(STATE, best_metric=float("-inf"))
     json.loads(state.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert TrainerState.read(written(tmp_path, state.to_json())).best_metric == float("-inf")
 
@@ -58,7 +58,7 @@ def changed(**changes: object) -> str:
         (changed(format_version=2), r"format_version must be 1, got 2.*version of Millrace"),
         (changed(step=-1), r"step: Input should be greater than or equal to 0, got -1"),
         (changed(kl_coef="much"), r"kl_coef: .*got 'much'"),
-        (changed(unknown=1), r"unknown: Extra inputs are not permitted"),
+        (changed(unknown=1), r"unknown: Unexpected keyword argument"),
         ("{}", r"is damaged \(KeyError"),
         ("[1]", r"is damaged"),
         ("", r"is damaged"),
@@ -76,7 +76,7 @@ def test_a_missing_state_is_refused(tmp_path):
 
 
 def test_the_state_cannot_be_changed():
-    with pytest.raises(ValidationError, match="frozen"):
+    with pytest.raises(FrozenInstanceError):
         STATE.step = 3
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -240,7 +241,7 @@ def journaled(tmp_path) -> Path:
         with journal.open("a") as file:
             file.write(f'{{"step": {step}}}\n')
         size = journal.stat().st_size
-        state = state_at(step).model_copy(update={"journal_bytes": size, "journal_sha256": sha256_of(journal, size)})
+        state = replace(state_at(step), journal_bytes=size, journal_sha256=sha256_of(journal, size))
         with with_journal(tmp_path).writing(state, {}):
             pass
     return journal

@@ -8,7 +8,6 @@ from torch import nn
 
 from rlcore.checkpoint.shards import load_shards
 from rlcore.config.algo import OFFLOAD_PIECE_BYTES, OptimConfig
-from rlcore.models import optim
 from rlcore.models.optim import MOMENTS, OffloadedAdamW, build_optimizer, pieces
 from tests.checkpoint.small import SmallModel, assert_same, save_shards, state_of, train
 from tests.models.tiny import CPU
@@ -25,7 +24,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [state[key] for state in optimizer.state.values() for key in MOMENTS]
 
 
-@pytest.mark.parametrize("limit", [1, 5_000, optim.PIECE_BYTES], ids=["one by one", "several", "all at once"])
+@pytest.mark.parametrize("limit", [1, 5_000, OFFLOAD_PIECE_BYTES], ids=["one by one", "several", "all at once"])
 def test_steps_are_equal_to_the_last_bit(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OffloadedAdamW, "piece_bytes", limit)
     (model, optimizer), (other, plain) = built(offloaded=True), built(offloaded=False)
@@ -85,6 +84,6 @@ def test_a_checkpoint_does_not_know_where_the_moments_were(first: bool, second: 
 
 
 def test_the_plan_counts_the_piece_that_the_optimizer_takes() -> None:
-    assert optim.PIECE_BYTES == OFFLOAD_PIECE_BYTES
+    assert OffloadedAdamW.piece_bytes == OFFLOAD_PIECE_BYTES
     one = nn.Parameter(torch.zeros(10))
     assert [len(piece) for piece in pieces([one] * 5, 160)] == [2, 2, 1]

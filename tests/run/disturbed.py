@@ -145,7 +145,7 @@ def start(settings: Path, plan: Mapping[str, Any] | None, events: Path) -> None:
             if disturbance is not None:
                 disturbance.moment(str(event.get("stage")))
 
-        code = run(settings, None, None, heard)
+        code = run(settings, None, heard)
     except BaseException as error:
         print(f"ended by {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         code = 1

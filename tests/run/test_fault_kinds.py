@@ -36,7 +36,7 @@ def test_kind_and_phase(kind: str) -> None:
 
 def test_an_allocation_that_the_host_refuses() -> None:
     ours = as_ours(allocation_refused(), "update_actor")
-    assert str(fault_of(ours, "update_actor", 0).kind) == "host out of memory"
+    assert fault_of(ours, "update_actor", 0).kind == "host out of memory"
     assert "lower runtime.num_workers" in str(ours)
 
 

@@ -14,7 +14,7 @@ from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.alarms import SKIPPED, batch_alarms, step_alarms
 from rlcore.trainer.experience import Answerer, Experience, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
-from rlcore.trainer.update import PolicySteps, Update
+from rlcore.trainer.update import Steps, Update
 from rlcore.types import Score
 from rlcore.workers.canary import HandOver
 from rlcore.workers.worker import Worker
@@ -137,7 +137,7 @@ def test_the_entropy_that_alarms_is_that_of_a_token(root: Path) -> None:
         """With an entropy that the loss aggregates to `share`, over 7 tokens."""
         given = {"entropy": share, "entropy_sum": 7 * of_a_token, "num_tokens": 7}
         sums = [torch.tensor(float(given.get(field.name, 0))) for field in fields(PolicyStatistics)]
-        policy = PolicySteps(PolicyStatistics(*sums), num_steps=1, grad_norm=1.0, lr=0.1, kl_coef=0.0)
+        policy = Steps(PolicyStatistics(*sums), num_steps=1, grad_norm=1.0, lr=0.1)
         return [alarm.name for alarm in step_alarms(config, Update(policy), None, HandOver(0.0))]
 
     assert raised(below, below) == raised(9.0, below) == ["entropy"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rlcore.checkpoint.state import LoopState
 from rlcore.config.rollout import RewardConfig, SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.rollout.engine import requests_for
@@ -87,7 +88,7 @@ def test_groups_of_equal_score_are_dropped_though_the_overlong_penalty_tells_the
     with ScoringPool("tests.rollout.odd_scorers:always_the_same", RewardConfig()) as scoring:
         collector = ExperienceCollector(Answerer(untrained.config, workers, scoring, problems.decode), problems.stream)
         workers.each(Worker.hand_over, 0)
-        found = collector.collect(step=1, position=0, policy_version=0, clock=PhaseClock(unwatched))
+        found = collector.collect(LoopState(0, 0, 0, 0, 0.0), PhaseClock(unwatched))
     workers.close()
     size = untrained.config.trainer.batch_size
     assert found.num_prompts_drawn == (1 + max_refills) * size

@@ -95,7 +95,7 @@ def main() -> None:
         worker.setup("")
         if config.critic is not None:
             # A value head starts at 0, and with it every gradient below it: give it something to pass on.
-            torch.nn.init.constant_(worker.critic_model().value_head.weight, 0.1)
+            torch.nn.init.constant_(worker._critic.model.value_head.weight, 0.1)
         batch = batch_from(tensors)
         order = case["order"]
         shares = share_out(
@@ -112,10 +112,10 @@ def main() -> None:
         assert not has_gradients(worker.policy_model()), "they would lie beside the next model's update"
         if config.critic is not None:
             assert worker._critic is not None
-            seen = watch_gradients(worker._critic.optimizer, worker.critic_model())
+            seen = watch_gradients(worker._critic.optimizer, worker._critic.model)
             worker.update_critic(mine, shares.num_micro, denominator, LR)
             found |= {f"critic.{name}": value for name, value in seen.items()}
-            assert not has_gradients(worker.critic_model())
+            assert not has_gradients(worker._critic.model)
         if rank == 0:
             save_file(found, folder / f"{case['name']}-{world_size}.safetensors")
         if number == 0 and world_size > 1:

@@ -23,7 +23,7 @@ from rlcore.config.rollout import RolloutConfig, SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.load import parameter_names
 from rlcore.models.memory import release_cached_memory
-from rlcore.rollout.engine import SamplingRequest, TakenWeights
+from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TakenWeights
 from rlcore.rollout.vllm import weights as handover
 from rlcore.rollout.vllm.short import shorten_runner
 from rlcore.rollout.vllm.start import EngineShape, give_float32_logits, start_vllm
@@ -88,7 +88,7 @@ class _Answer:
             self.logprobs.extend(float(row[0]) for row in output.new_logprobs.logprobs)
 
 
-class VllmEngine:
+class VllmEngine(RolloutEngine):
     """`RolloutEngine` on vLLM."""
 
     def __init__(self, shape: EngineShape, settings: RolloutConfig, *, eos_token_ids: frozenset[int]) -> None:
@@ -114,13 +114,6 @@ class VllmEngine:
         """vLLM's own model."""
         model: nn.Module = self._engine.model_executor.driver_worker.worker.get_model()
         return model
-
-    def generate(
-        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
-    ) -> list[Rollout]:
-        """One rollout for each request, in the order of the requests."""
-        found = dict(self.stream(requests, sampling, max_response_tokens))
-        return [found[index] for index in range(len(requests))]
 
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int

@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from rlcore.errors import EngineError
 from rlcore.models.memory import digest
-from rlcore.rollout.engine import TakenWeights
+from rlcore.rollout.engine import TakenWeights, complete
 
 _FUSED = {  # a transformers matrix: vLLM's, in whose rows it lies, and how many of its own sizes before their end
     "q_proj": ("qkv_proj", None),
@@ -31,25 +30,12 @@ def load(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, Tenso
     Raises:
         EngineError: a tensor is unknown or was not sent.
     """
-    seen: set[str] = set()
-    counted = _counted(weights, expected, seen)
+    whole = complete(weights, expected)
     with torch.no_grad():
         if next(model.parameters()).device.type == "cpu":
-            _load_packed(model, model_config, counted)
+            _load_packed(model, model_config, whole)
         else:
-            model.load_weights(counted)  # type: ignore[operator]
-    if missing := sorted(expected - seen):
-        raise EngineError(f"weight hand-over: {len(missing)} parameters were not sent, first {missing[0]!r}")
-
-
-def _counted(
-    weights: Iterable[tuple[str, Tensor]], expected: frozenset[str], seen: set[str]
-) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        if name not in expected:
-            raise EngineError(f"weight hand-over: the engine has no parameter {name!r}")
-        seen.add(name)
-        yield name, tensor
+            model.load_weights(whole)  # type: ignore[operator]
 
 
 def _load_packed(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
