@@ -184,12 +184,16 @@ def engine_facts(folder: Path) -> dict[str, Any]:
 
 
 def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
-    """The same answers with short steps and with vLLM's own alone; with room for all of them, and without."""
+    """The same answers with short steps and with vLLM's own alone; with room for all of them, without, and for three
+    times as many requests as there are places."""
     scheduler = engine._engine.engine_core.engine_core.scheduler
-    requests, most_tokens = some_requests(8, 4, 118), 100  # answers that go over the end of a cache block
+    most_tokens = 100  # answers that go over the end of a cache block
     pool = scheduler.kv_cache_manager.block_pool
     facts: dict[str, Any] = {}
-    for room in ("enough", "scarce"):
+    for room in ("enough", "scarce", "many"):
+        requests = some_requests(24 if room == "many" else 8, 4, 118)
+        if room == "many":  # that end one after the other
+            requests = [replace(request, max_tokens=20 + i % 41) for i, request in enumerate(requests)]
         held = pool.get_new_blocks(pool.get_num_free_blocks() - 40) if room == "scarce" else []
         for way in ("short", "own"):
             scheduler.short_steps_allowed = way == "short"

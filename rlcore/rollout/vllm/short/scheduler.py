@@ -48,6 +48,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         self._counts_in_flight = False  # releases after 0.25 do, in each request
         self._example: Any = None  # vLLM's own order of a step of this kind; None: the next step is vLLM's
         self._short_steps: deque[tuple[Any, int]] = deque()  # ordered, not yet answered; and preemptions before
+        self._is_filling = False
         self.num_preempting_steps = 0
         self.num_short_steps = 0
         self._hashes_behind = False
@@ -55,7 +56,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Order the next step."""
-        if self._example is not None and not self._room_for_waiting():
+        if self._example is not None and not self._fills_up():
             order = self._one_token_each()
             if order is not None:
                 return order
@@ -75,9 +76,13 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
             self._kept.pop(request_id, None)
         return super().finish_requests(request_ids, *args, **kwargs)
 
-    def _room_for_waiting(self) -> bool:
+    def _fills_up(self) -> bool:
+        """Whether waiting requests come in now: once half of the places are free, until all are taken. A step with a
+        prompt in it is vLLM's own and takes several times as long, and answers end at almost every step."""
         limit = min(self.max_num_running_reqs, getattr(self, "max_num_active_reqs", self.max_num_running_reqs))
-        return len(self.requests) > len(self.running) and len(self.running) < limit
+        places = limit if self._is_filling else limit // 2 + 1
+        self._is_filling = len(self.requests) > len(self.running) and len(self.running) < places
+        return self._is_filling
 
     def _general(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own step. One that could have been short becomes the example of the short ones after it."""
