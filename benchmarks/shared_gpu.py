@@ -1,22 +1,26 @@
 """Three runs of SmolLM2-135M share a GPU and give way to an urgent one: how busy is it, and how long is a switch?
 
-    python -m benchmarks.shared_gpu --root /tmp/shared --out docs/results/shared_gpu.json     # one GPU, 5 to 8 minutes
+    python -m benchmarks.shared_gpu --root /tmp/shared --out docs/results/shared_gpu.json     # one GPU, 10 minutes
+    python -m benchmarks.shared_gpu --root /tmp/shared --steps 120 --alone-gpu 1     # two GPUs, 8 minutes
     python -m benchmarks.shared_gpu --root /tmp/shared --rehearse --steps 500      # a tiny model on a CPU
 
 `millrace train` for each of three runs in a root with three slots on one GPU; when each has trained two steps, a fourth
 of a higher priority that does not wait for a chunk's end. The GPU's utilization (NVML: the share of a moment in which a
-kernel ran) is sampled once a second. Then the same runs one after the other in a root without slots: all metrics of
-all steps, without those of the machine, are compared value for value, the last checkpoints tensor by tensor. Needs no
-Prefect server, no MLflow and no network. Exit code 0 if all were compared and none differs.
+kernel ran) is sampled once a second. Then, or meanwhile on another GPU, the same runs one after the other in a root
+without slots: all metrics of all steps, without those of the machine, are compared value for value, the last
+checkpoints tensor by tensor. Needs no Prefect server, no MLflow and no network. Exit code 0 if all were compared and
+none differs.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -52,8 +56,10 @@ def settings_in(root: Path, steps: int, more: list[str]) -> dict[str, list[str]]
 class Shared:
     """The runs in the root with slots, and what was seen of them. `samples`: utilization (0 to 1) by the time."""
 
-    def __init__(self, root: Path, settings: Mapping[str, list[str]]) -> None:
+    def __init__(self, root: Path, settings: Mapping[str, list[str]], gpu: str | None = None) -> None:
         self.root, self._settings = root, settings
+        self._environment = None if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+        root.mkdir(parents=True)
         self.layouts = {name: RunLayout.of(load_config(words)) for name, words in settings.items()}
         self._processes: list[subprocess.Popen[bytes]] = []
         self.samples: list[tuple[float, float]] = []
@@ -62,7 +68,7 @@ class Shared:
         """`millrace train` in a process of its own; its output goes to a file."""
         line = [sys.executable, "-m", "flows.cli", "train", *self._settings[name], *more]
         with (self.root / f"{name}.log").open("wb") as log:
-            self._processes.append(subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT))
+            self._processes.append(subprocess.Popen(line, stdout=log, stderr=log, env=self._environment))
 
     def have_ended(self) -> bool:
         """Whether the processes are over; the benchmark ends where one has failed."""
@@ -118,6 +124,17 @@ def share(shared: Shared) -> dict[str, Any]:
     }
 
 
+def one_by_one(alone: Shared, until: float) -> list[str]:
+    """Let each run go alone, of those that begin before `until` (of the monotonic clock); those that ended."""
+    ended = []
+    for name in (URGENT, *reversed(RUNS)):
+        if time.monotonic() < until:
+            alone.start(name)
+            wait_until(alone.have_ended, f"{name} alone")
+            ended.append(name)
+    return ended
+
+
 def gpu_reader() -> Callable[[], float]:
     """Reads the utilization of GPU 0, 0 to 1."""
     import pynvml
@@ -134,26 +151,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, whose own load stands for the GPU's")
     parser.add_argument("--steps", type=int, default=48, help="of the three; the urgent one trains a quarter")
-    parser.add_argument("--seconds", type=float, default=300.0, help="begin no run alone after so many")
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin no run alone after so many")
+    parser.add_argument("--alone-gpu", help="where the runs alone go meanwhile; else they follow on the same GPU")
     parser.add_argument("overrides", nargs="*", help="settings as on the command line")
     given = parser.parse_args()
     began, root = time.monotonic(), given.root.resolve()
     more = [*(("experiment=debug",) if given.rehearse else GPU), *given.overrides]
-    (root / "shared").mkdir(parents=True)
     shared = Shared(root / "shared", settings_in(root / "shared", given.steps, more))
     Slots(shared.root).set_devices(["" if given.rehearse else "0"] * len(RUNS))
     utilization = (lambda: psutil.cpu_percent() / 100) if given.rehearse else gpu_reader()
     threading.Thread(target=shared.sample, args=[utilization], daemon=True).start()
-    result = share(shared) | {"shared_seconds": round(time.monotonic() - began), "alone": []}
-    print({key: result[key] for key in ("utilization", "switches", "trainers_started", "shared_seconds")}, flush=True)
-    waited = [switch["run"] for switch in result["switches"]]
-    (root / "alone").mkdir()
-    alone = Shared(root / "alone", settings_in(root / "alone", given.steps, more))
-    for name in sorted(alone.layouts, key=lambda name: name not in waited):  # those first
-        if time.monotonic() - began < given.seconds:
-            alone.start(name)
-            wait_until(alone.have_ended, f"{name} alone")
-            result["alone"].append(name)
+    alone = Shared(root / "alone", settings_in(root / "alone", given.steps, more), given.alone_gpu)
+    with ThreadPoolExecutor(1) as beside:
+        early = None if given.alone_gpu is None else beside.submit(one_by_one, alone, began + given.seconds)
+        result = share(shared) | {"shared_seconds": round(time.monotonic() - began)}
+        print(
+            {key: result[key] for key in ("utilization", "switches", "trainers_started", "shared_seconds")}, flush=True
+        )
+        result["alone"] = one_by_one(alone, began + given.seconds) if early is None else early.result()
     counts = compare(shared.root, root / "alone") if result["alone"] else (0, 0, 0)
     result |= dict(zip(("values", "different", "other_weights"), counts, strict=True))
     result["seconds"] = round(time.monotonic() - began)
