@@ -142,3 +142,13 @@ def test_one_rank_is_cut_by_tokens_whatever_the_model() -> None:
     found = [share_out(batch, range(40), num_ranks=1, max_tokens=2_048, shape=shape) for shape in (SHAPE, None)]
     assert found[0] == found[1]
     assert found[0].num_micro > 3
+
+
+def test_the_rank_that_needs_most_micro_batches_sets_their_number() -> None:
+    """Of one answer over the budget and three short ones, two to each rank."""
+    rollouts = [
+        Rollout(Prompt(index, (5,), "gsm8k", "{}"), 0, (7,) * length, np.zeros(length, dtype=np.float32), "stop", 0)
+        for index, length in enumerate([100, 1, 1, 1])
+    ]
+    batch = pack(rollouts, [Score(1.0, {})] * 4, range(4))
+    assert share_out(batch, range(4), num_ranks=2, max_tokens=50, shape=None).num_micro == 2

@@ -63,6 +63,17 @@ def test_what_was_changed_a_moment_ago_is_hashed_again(tmp_path):
         (target / "a.txt").write_bytes(whole)
 
 
+def test_one_file_of_a_moment_ago_is_enough_to_hash_a_folder_again(tmp_path, monkeypatch):
+    target = publish(tmp_path / "x")
+    old, new = (0, 0, 1, 1), (2**62, 2**62, 1, 1)  # changed, modified, size, inode; of 1970 and of 2116
+    monkeypatch.setattr("rlcore.storage.finished._stamps", lambda *_: [old, new])
+    hashed = []
+    monkeypatch.setattr("rlcore.storage.finished.verify_directory", lambda folder, **_: hashed.append(folder))
+    for _ in range(2):
+        finished(target)
+    assert hashed == [target, target]
+
+
 def test_what_is_damaged_is_set_aside_told_and_made_again(tmp_path, caplog):
     target = publish(tmp_path / "x")
     flip(target / "a.txt")
