@@ -184,3 +184,12 @@ def display_for_console() -> Display:
 
     console = Console()
     return LiveDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay()
+
+
+def printable(text: str) -> str:
+    """The text without what a terminal would act on.
+
+    >>> printable("a\\x1b[2Jb\\nc\\td")
+    'a\\\\x1b[2Jb\\nc\\td'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

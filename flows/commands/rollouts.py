@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.plan.checks import of_the_judge
+from flows.progress import printable
 from flows.work.runs import named_run
 from rlcore import sandbox
 from rlcore.answers.judge import audit_reward, cases_of
@@ -146,16 +147,7 @@ def _page(row: dict[str, Any]) -> str:
         *([f"trainer differs by {row['gap']:.2g}"] if row["gap"] is not None else []),
         f"policy {row['policy_version']}",
     ]  # fmt: skip
-    lines = ["-- " + " · ".join(facts), _printable(row["prompt"]), f"=> {_printable(row['answer'])}"]
+    lines = ["-- " + " · ".join(facts), printable(row["prompt"]), f"=> {printable(row['answer'])}"]
     if row["failure"]:
-        lines.append(f"no score: {_printable(row['failure'])}")
+        lines.append(f"no score: {printable(row['failure'])}")
     return "\n".join(lines) + "\n"
-
-
-def _printable(text: str) -> str:
-    """The text without what a terminal would act on.
-
-    >>> _printable("a\\x1b[2Jb\\nc\\td")
-    'a\\\\x1b[2Jb\\nc\\td'
-    """
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)

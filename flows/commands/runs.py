@@ -1,6 +1,7 @@
 """`millrace runs`, `logs`, `stop` and `slots`: by files, locks and signals; without Prefect and MLflow."""
 
 import json
+import re
 import signal
 import socket
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from flows.commands.settings import MOST_SLOTS
 from flows.plan.table import size
-from flows.progress import duration
+from flows.progress import duration, printable
 from flows.work.open_run import END_WAIT_S, note_told
 from flows.work.runs import all_runs, named_run
 from flows.work.slots import Slots, State, Wish
@@ -23,6 +24,7 @@ from rlcore.errors import ConfigError, DataError, RunInUseError
 from rlcore.storage.locks import Holder
 
 POLL_S = 0.2
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 PIPED_WIDTH = 250
 """Columns where no terminal says how many it has."""
 AGES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"), (1.0, "s"))
@@ -99,12 +101,13 @@ def logs(run: list[str], root: Path | None, *, num_lines: int, follow: bool) -> 
     last = deque[str](maxlen=num_lines)
     while lines := list(tail.new_lines()):
         last.extend(lines)
-    print("\n".join([*last, *([tail.rest] if tail.rest and not follow else [])]), flush=True)
+    for line in [*last, *([tail.rest] if tail.rest and not follow else [])]:
+        _print_line(line)
     with suppress(KeyboardInterrupt):  # the usual end of looking on
         while follow:
             is_over = worker_of(layout.run_dir) is None
             for line in tail.new_lines():
-                print(line, flush=True)
+                _print_line(line)
             newest = _newest_log(layout.logs)
             if newest is not None and newest != tail.path:
                 tail = LogTail(newest)
@@ -113,6 +116,11 @@ def logs(run: list[str], root: Path | None, *, num_lines: int, follow: bool) -> 
                 return
             else:
                 time.sleep(POLL_S)
+
+
+def _print_line(line: str) -> None:
+    """Without colours, which Ray writes, and with other control characters, as of a model's answer, written out."""
+    print(printable(_COLOUR.sub("", line)), flush=True)
 
 
 def _newest_log(folder: Path) -> Path | None:

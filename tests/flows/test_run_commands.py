@@ -154,6 +154,11 @@ def test_the_newest_log_and_a_run_without_one(layout: RunLayout, capsys: pytest.
     (layout.logs / "trainer-12.log").mkdir()
     logs([str(layout.run_dir)], None, num_lines=1, follow=False)
     assert capsys.readouterr().out.splitlines()[1:] == ["10.3", "torn"]
+    (layout.logs / "trainer-13.log").write_text("\x1b[36m(rank 0)\x1b[0m wrote a\x1b]0;title\x07b\n")
+    logs([str(layout.run_dir)], None, num_lines=1, follow=False)
+    assert capsys.readouterr().out.splitlines()[1:] == [r"(rank 0) wrote a\x1b]0;title\x07b"], (
+        "a terminal obeys nothing"
+    )
 
 
 def test_an_interrupt_ends_following_without_a_word(
