@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows.commands import rollouts
+from flows.progress import printable
 from rlcore.errors import ConfigError, DataError
 from tests.run.running import small
 from tests.run.sessions import run_to_the_end
@@ -34,8 +35,8 @@ def test_answers_are_shown_as_a_page_and_as_json(run: SmallRun, capsys: pytest.C
     assert {"correct", "format"} == rows[0]["parts"].keys()
 
 
-def test_a_models_text_does_nothing_to_a_terminal(run: SmallRun) -> None:
-    assert rollouts._printable("\x1b[31mred\x07\u202e") == "\\x1b[31mred\\x07\\u202e"
+def test_a_models_text_does_nothing_to_a_terminal() -> None:
+    assert printable("\x1b[31mred\x07\u202e") == "\\x1b[31mred\\x07\\u202e"
 
 
 def test_rescored_and_audited_by_a_scorer_of_ones_own(
