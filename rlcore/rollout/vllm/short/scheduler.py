@@ -48,7 +48,6 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         self._counts_in_flight = False  # releases after 0.25 do, in each request
         self._example: Any = None  # vLLM's own order of a step of this kind; None: the next step is vLLM's
         self._short_steps: deque[tuple[Any, int]] = deque()  # ordered, not yet answered; and preemptions before
-        self._is_filling = False
         self.num_preempting_steps = 0
         self.num_short_steps = 0
         self._hashes_behind = False
@@ -77,12 +76,11 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         return super().finish_requests(request_ids, *args, **kwargs)
 
     def _fills_up(self) -> bool:
-        """Whether waiting requests come in now: once half of the places are free, until all are taken. A step with a
-        prompt in it is vLLM's own and takes several times as long, and answers end at almost every step."""
+        """Whether waiting requests come in now: once half of the places are free. A step with a prompt in it is vLLM's
+        own and takes several times as long, and answers end at almost every step. After such a step vLLM orders the
+        next one too, so all places are taken."""
         limit = min(self.max_num_running_reqs, getattr(self, "max_num_active_reqs", self.max_num_running_reqs))
-        places = limit if self._is_filling else limit // 2 + 1
-        self._is_filling = len(self.requests) > len(self.running) and len(self.running) < places
-        return self._is_filling
+        return len(self.requests) > len(self.running) and len(self.running) <= limit // 2
 
     def _general(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own step. One that could have been short becomes the example of the short ones after it."""
