@@ -49,7 +49,7 @@ def read_seed(layout: RunLayout) -> dict[str, object]:
                 "sampled": summary[name],
                 "low": summary[f"{name}/ci_low"],
                 "high": summary[f"{name}/ci_high"],
-                "greedy": summary[greedy],
+                **({"greedy": summary[greedy]} if greedy in summary else {}),
             }
         )
     last = read_journal(layout.journal)[-1].metrics
@@ -95,9 +95,8 @@ def table(runs: list[dict[str, object]]) -> str:
         first, last = points[0], points[-1]
         shown = [f"{point['sampled']:.3f} [{point['low']:.3f}, {point['high']:.3f}]" for point in (first, last)]
         rise = last["sampled"] - first["sampled"]
-        lines.append(
-            f"| {run['seed']} | {shown[0]} | {shown[1]} | {rise:+.3f} | {first['greedy']:.3f} | {last['greedy']:.3f} |"
-        )
+        greedy = [f"{point['greedy']:.3f}" if "greedy" in point else "" for point in (first, last)]
+        lines.append(f"| {run['seed']} | {shown[0]} | {shown[1]} | {rise:+.3f} | {greedy[0]} | {greedy[1]} |")
     return "\n".join(lines)
 
 

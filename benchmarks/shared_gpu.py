@@ -1,7 +1,7 @@
 """Three runs of SmolLM2-135M share a GPU and give way to an urgent one: how busy is it, and how long is a switch?
 
-    python -m benchmarks.shared_gpu --root /tmp/shared --out docs/results/shared_gpu.json     # one GPU, 10 minutes
-    python -m benchmarks.shared_gpu --root /tmp/shared --steps 120 --alone-gpu 1     # two GPUs, 8 minutes
+    python -m benchmarks.shared_gpu --root /tmp/shared --out docs/results/shared_gpu.json     # one GPU, 20 minutes
+    python -m benchmarks.shared_gpu --root /tmp/shared --alone-gpu 1     # two GPUs, 12 minutes
     python -m benchmarks.shared_gpu --root /tmp/shared --rehearse --steps 500      # a tiny model on a CPU
 
 `millrace train` for each of three runs in a root with three slots on one GPU; when each has trained two steps, a fourth
@@ -36,10 +36,10 @@ from rlcore.tracking.journal import read_journal
 from tests.share_of_digits import LEARNING
 
 RUNS, URGENT = ("shared-1", "shared-2", "shared-3"), "shared-4"
-COMMON = (*LEARNING, "tracking.enabled=false", "validation.every_steps=0", "data.validation_size=32",
-          "trainer.batch_size=64", "trainer.mini_batch_size=64", "rollout.samples_per_prompt=4")  # fmt: skip
+COMMON = (*LEARNING, "tracking.enabled=false", "validation.every_steps=0", "data.validation_size=32")
+CPU = ("experiment=debug", "trainer.batch_size=64", "trainer.mini_batch_size=64", "rollout.samples_per_prompt=4")
 GPU = ("experiment=smollm2_countdown", "data.train_size=2048", "rollout.max_response_tokens=128",
-       "rollout.memory_share=0.1", "rollout.max_num_seqs=256", "trainer.max_tokens_per_micro_batch=8192",
+       "rollout.memory_share=0.2", "trainer.mini_batch_size=128", "trainer.max_tokens_per_micro_batch=16384",
        "reward.num_processes=1")  # fmt: skip
 
 
@@ -150,13 +150,13 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, whose own load stands for the GPU's")
-    parser.add_argument("--steps", type=int, default=48, help="of the three; the urgent one trains a quarter")
-    parser.add_argument("--seconds", type=float, default=600.0, help="begin no run alone after so many")
+    parser.add_argument("--steps", type=int, default=36, help="of the three; the urgent one trains a quarter")
+    parser.add_argument("--seconds", type=float, default=1000.0, help="begin no run alone after so many")
     parser.add_argument("--alone-gpu", help="where the runs alone go meanwhile; else they follow on the same GPU")
     parser.add_argument("overrides", nargs="*", help="settings as on the command line")
     given = parser.parse_args()
     began, root = time.monotonic(), given.root.resolve()
-    more = [*(("experiment=debug",) if given.rehearse else GPU), *given.overrides]
+    more = [*(CPU if given.rehearse else GPU), *given.overrides]
     shared = Shared(root / "shared", settings_in(root / "shared", given.steps, more))
     Slots(shared.root).set_devices(["" if given.rehearse else "0"] * len(RUNS))
     utilization = (lambda: psutil.cpu_percent() / 100) if given.rehearse else gpu_reader()
