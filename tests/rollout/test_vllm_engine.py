@@ -112,8 +112,8 @@ def test_a_stream_that_is_given_up_leaves_nothing_behind(engine: dict[str, Any])
 @pytest.mark.parametrize("room", ["enough", "scarce", "many"])
 def test_short_steps_give_the_answers_of_vllms_own_steps(engine: dict[str, Any], room: str) -> None:
     short, own = (engine["short_steps"][f"{room} {way}"] for way in ("short", "own"))
-    # of 96 requests for 32 places: 52 where each place is taken again at once
-    assert short["steps"] > (100 if room == "many" else 20)
+    # 160 requests for 32 places, an answer ends at nearly every step: fewer where a place is taken again at once
+    assert short["steps"] > (190 if room == "many" else 20)
     assert own["steps"] == 0
     assert short["answers"] == own["answers"]
     assert short["reasons"] == own["reasons"]

@@ -26,6 +26,7 @@ from rlcore.models.load import load_policy
 from rlcore.rollout.engine import SamplingRequest, requests_for
 from rlcore.rollout.vllm.engine import VllmEngine
 from rlcore.rollout.vllm.short import runner_obstacle, runner_of
+from rlcore.rollout.vllm.short import scheduler as short_scheduler
 from rlcore.rollout.vllm.start import EngineShape
 from rlcore.rollout.vllm.weights import SentWeights
 from rlcore.types import Prompt, Rollout, Score
@@ -188,12 +189,13 @@ def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
     times as many requests as there are places."""
     scheduler = engine._engine.engine_core.engine_core.scheduler
     most_tokens = 100  # answers that go over the end of a cache block
+    most_steps, short_scheduler._MOST_STEPS = short_scheduler._MOST_STEPS, 24
     pool = scheduler.kv_cache_manager.block_pool
     facts: dict[str, Any] = {}
     for room in ("enough", "scarce", "many"):
-        requests = some_requests(24 if room == "many" else 8, 4, 118)
+        requests = some_requests(40 if room == "many" else 8, 4, 118)
         if room == "many":  # that end one after the other
-            requests = [replace(request, max_tokens=20 + i % 41) for i, request in enumerate(requests)]
+            requests = [replace(request, max_tokens=20 + i % 31) for i, request in enumerate(requests)]
         held = pool.get_new_blocks(pool.get_num_free_blocks() - 40) if room == "scarce" else []
         for way in ("short", "own"):
             scheduler.short_steps_allowed = way == "short"
@@ -210,6 +212,7 @@ def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
             engine._engine.reset_prefix_cache()
         pool.free_blocks(held)
     scheduler.short_steps_allowed = True
+    short_scheduler._MOST_STEPS = most_steps
     return facts
 
 
