@@ -171,7 +171,7 @@ def composed_of(overrides: Sequence[str], *, experiment: str | None = None) -> t
                 files, members = [], _compose(chosen)[1]
             else:
                 named = f"{_EXPERIMENT}={_member_of(request.experiment)}"
-                files, members = _experiment_files(named), _compose([named, *chosen])[1]
+                files, members = _layers(named)[0], _compose([named, *chosen])[1]
     shown_files = [request.experiment or "" if file == _OUTSIDE else f"experiment/{file}.yaml" for file in files]
     return shown_files, {group: members[group] for group in GROUPS}
 
@@ -309,7 +309,7 @@ def _composed(choice: _Choice, files: tuple[Hashable, ...]) -> tuple[dict[str, A
     experiment, choices = choice
     try:
         with _hydra():
-            return _choices_composed(experiment, dict(choices)), findings
+            return _choices_composed(experiment, dict(choices), files), findings
     except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         named = experiment or "none"
@@ -320,17 +320,19 @@ def _composed(choice: _Choice, files: tuple[Hashable, ...]) -> tuple[dict[str, A
         return RunConfig().model_dump(mode="json"), findings
 
 
-def _choices_composed(experiment: str | None, choices: Mapping[str, str]) -> dict[str, Any]:
+def _choices_composed(
+    experiment: str | None, choices: Mapping[str, str], state: tuple[Hashable, ...]
+) -> dict[str, Any]:
     """The settings with exclusive sections made anew: from the member chosen and the files that choose it too."""
     chosen = [f"{group}={member}" for group, member in choices.items()]
     if experiment is None:
         return _compose(chosen)[0]
     named = f"{_EXPERIMENT}={_member_of(experiment)}"
     settings, members = _compose([named, *chosen])
-    files = _experiment_files(named)
+    own_members = _own_members(named, state)
+    files = list(own_members)
     if not chosen and len(files) == 1:
         return settings
-    own_members = {file: _compose([f"{_EXPERIMENT}={file}"])[1] for file in files}
     for group in EXCLUSIVE_GROUPS:
         fitting = [file for file in files if own_members[file][group] == members[group]]
         if len(fitting) < len(files):
@@ -341,12 +343,23 @@ def _choices_composed(experiment: str | None, choices: Mapping[str, str]) -> dic
     return settings
 
 
-def _experiment_files(named: str) -> list[str]:
-    """The experiment's file and those that it builds on, in the order in which Hydra merges them."""
+@lru_cache(maxsize=64)
+def _own_members(named: str, _state: tuple[Hashable, ...]) -> dict[str, Mapping[str, str]]:
+    """The experiment's file and those that it builds on, in the order in which Hydra merges them, each with the member
+    of each group that it chooses by itself."""
+    files, members = _layers(named)
+    return {
+        file: members if f"{_EXPERIMENT}={file}" == named else _layers(f"{_EXPERIMENT}={file}")[1] for file in files
+    }
+
+
+def _layers(named: str) -> tuple[list[str], Mapping[str, str]]:
+    """Files of an experiment in the order in which Hydra merges them, and the member of each group."""
     loader = GlobalHydra.instance().config_loader()
-    layers = loader.compute_defaults_list(config_name=_ROOT, overrides=[named], run_mode=RunMode.RUN).defaults
-    paths = [layer.config_path for layer in layers if layer.config_path is not None]
-    return [path.removeprefix("experiment/") for path in paths if path.startswith("experiment/")]
+    found = loader.compute_defaults_list(config_name=_ROOT, overrides=[named], run_mode=RunMode.RUN)
+    paths = [layer.config_path for layer in found.defaults if layer.config_path is not None]
+    files = [path.removeprefix("experiment/") for path in paths if path.startswith("experiment/")]
+    return files, dict(found.overrides.known_choices)
 
 
 def _content(file: str, experiment: str) -> dict[str, Any]:

@@ -252,7 +252,7 @@ class WarmStart:
             StopRequestedError: a stop was asked for; the last finished step is saved.
         """
         result = self._advance(to_step)
-        if result.is_over:
+        if result.is_over and not result.cached:
             gc.collect()
             release_cached_memory()  # the workers that follow may be other processes
         return result
