@@ -4,11 +4,15 @@
         data.train_size=8192 pass_rates.samples=4                                            # one GPU, 3 minutes
     python -m benchmarks.pass_rates_speed --root /tmp/speed --experiment countdown_demo data.train_size=512 \\
         rollout=vllm runtime.device=cpu                                                      # rehearsal
+    python -m benchmarks.pass_rates_speed --root /tmp/speed --experiment countdown_demo runtime=local \\
+        runtime.device=cpu data.train_size=2048 rollout=vllm rollout.max_num_seqs=1024 warm_start.enabled=false \\
+        rollout.max_response_tokens=160 model.scratch.max_position_embeddings=256    # the host's time of a token
 
 The stage as a run does it, from the first request to the published table: sampling, scoring, parts on disk; without the
 start of the engine. Then `vllm.LLM` in a process of its own, with the same limits on answers at a time, memory and
-graphs, all prompts in one call. Both have answered a few prompts before. Exit code 1 if the stage has less than 0.9 of
-its tokens a second.
+graphs, all prompts in one call. Both have answered a few prompts before. With `runtime=local` also how long vLLM's
+scheduler, with our short steps, orders and takes in a token. Exit code 1 if the stage has less than 0.9 of vLLM's
+tokens a second.
 """
 
 import argparse
@@ -16,7 +20,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,7 @@ import torch
 from benchmarks.pass_rates import FAR_AWAY
 from rlcore.config import RunConfig
 from rlcore.models.load import end_of_text_ids
+from rlcore.rollout.vllm.short.scheduler import ShortSteps
 from rlcore.rollout.vllm.start import EngineShape, engine_arguments
 from rlcore.run.pass_rates import TABLE, planned_pass_rates, read_table
 from tests.run.sessions import session_of
@@ -34,6 +39,33 @@ from tests.small_run import make
 LEAST = 0.9
 WARM_UP = 64
 """Prompts."""
+
+
+class Timed:
+    """Seconds in two methods of the short steps while it is open, for an engine in this process."""
+
+    NAMES = ("schedule", "update_from_output")
+
+    def __enter__(self) -> "Timed":
+        self.seconds = 0.0
+        self._own = {name: getattr(ShortSteps, name) for name in self.NAMES}
+        for name, method in self._own.items():
+            setattr(ShortSteps, name, self._timed(method))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, method in self._own.items():
+            setattr(ShortSteps, name, method)
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - begun
+
+        return timed
 
 
 def stage(
@@ -47,11 +79,14 @@ def stage(
         prompts = [prompt for part in workers.problems.train for prompt in part]
         workers.training_answers(prompts[:WARM_UP], 1, FAR_AWAY)
         begun = time.perf_counter()
-        session.measure_pass_rates()
+        with Timed() as scheduler:
+            session.measure_pass_rates()
         seconds = time.perf_counter() - begun
     table = read_table(planned_pass_rates(run.config, run.inputs.filtered_directory) / TABLE)
     tokens = float(table.column("mean_tokens").to_numpy().sum()) * run.config.pass_rates.samples
     figures = {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
+    if scheduler.seconds:
+        figures["scheduler_us_per_token"] = 1e6 * scheduler.seconds / tokens
     return figures, run.config, run.model_directory, [list(prompt.token_ids) for prompt in prompts]
 
 
