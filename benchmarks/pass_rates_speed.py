@@ -20,10 +20,12 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -41,31 +43,24 @@ WARM_UP = 64
 """Prompts."""
 
 
-class Timed:
-    """Seconds in two methods of the short steps while it is open, for an engine in this process."""
+@contextmanager
+def timed_scheduler() -> Iterator[list[float]]:
+    """Seconds of each call of the short steps' two methods, while it is open, for an engine in this process."""
+    found: list[float] = []
 
-    NAMES = ("schedule", "update_from_output")
-
-    def __enter__(self) -> "Timed":
-        self.seconds = 0.0
-        self._own = {name: getattr(ShortSteps, name) for name in self.NAMES}
-        for name, method in self._own.items():
-            setattr(ShortSteps, name, self._timed(method))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, method in self._own.items():
-            setattr(ShortSteps, name, method)
-
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             begun = time.perf_counter()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self.seconds += time.perf_counter() - begun
+            result = method(*args, **kwargs)
+            found.append(time.perf_counter() - begun)
+            return result
 
-        return timed
+        return call
+
+    with patch.multiple(
+        ShortSteps, schedule=timed(ShortSteps.schedule), update_from_output=timed(ShortSteps.update_from_output)
+    ):
+        yield found
 
 
 def stage(
@@ -79,14 +74,14 @@ def stage(
         prompts = [prompt for part in workers.problems.train for prompt in part]
         workers.training_answers(prompts[:WARM_UP], 1, FAR_AWAY)
         begun = time.perf_counter()
-        with Timed() as scheduler:
+        with timed_scheduler() as scheduler_s:
             session.measure_pass_rates()
         seconds = time.perf_counter() - begun
     table = read_table(planned_pass_rates(run.config, run.inputs.filtered_directory) / TABLE)
     tokens = float(table.column("mean_tokens").to_numpy().sum()) * run.config.pass_rates.samples
     figures = {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
-    if scheduler.seconds:
-        figures["scheduler_us_per_token"] = 1e6 * scheduler.seconds / tokens
+    if scheduler_s:
+        figures["scheduler_us_per_token"] = 1e6 * sum(scheduler_s) / tokens
     return figures, run.config, run.model_directory, [list(prompt.token_ids) for prompt in prompts]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rlcore.config.base import leaves
+from rlcore.config.base import covers, leaves
 from rlcore.config.run import RunConfig
 
 MAY_CHANGE: tuple[str, ...] = (
@@ -85,8 +85,7 @@ def lasting_settings(config: RunConfig) -> dict[str, Any]:
     """Dotted keys and JSON values of the settings that the numbers of a run depend on."""
     may_change = (*MAY_CHANGE, "trainer.total_steps") if total_steps_may_change(config) else MAY_CHANGE
     found = leaves(config.model_dump(mode="json"))
-    sections = tuple(f"{key}." for key in may_change)
-    lasting = {name: value for name, value in found.items() if not f"{name}.".startswith(sections)}
+    lasting = {name: value for name, value in found.items() if not any(covers(key, name) for key in may_change)}
     if config.filter.decontaminate != "off" and config.validation.suites:  # the suites decide what is trained on
         lasting["validation.suites"] = [
             [suite.seed, suite.data.model_dump(mode="json")] for suite in config.validation.suites

@@ -185,7 +185,7 @@ def engine_facts(folder: Path) -> dict[str, Any]:
 
 
 def short_steps_facts(engine: VllmEngine) -> dict[str, Any]:
-    """The same answers with short steps and with vLLM's own alone; with room for all of them, without, and for three
+    """The same answers with short steps and with vLLM's own alone; with room for all of them, without, and for five
     times as many requests as there are places."""
     scheduler = engine._engine.engine_core.engine_core.scheduler
     most_tokens = 100  # answers that go over the end of a cache block

@@ -85,7 +85,7 @@ class _Answer:
         self.token_ids.extend(output.new_token_ids)
         if output.new_logprobs is not None:
             # A row for each token, which holds the sampled one alone.
-            self.logprobs.extend(np.asarray(output.new_logprobs.logprobs)[:, 0].tolist())
+            self.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
 
 
 class VllmEngine(RolloutEngine):
