@@ -1,6 +1,7 @@
 """GRPO with LoRA of a 7B model in the memory of one 24 GB card.
 
     python -m benchmarks.lora_24gb --out lora_24gb.json              # on a GPU, with vLLM
+    python -m benchmarks.lora_24gb --out lora_24gb_nf4.json model.lora.base=nf4     # the base in 4 bits
     python -m benchmarks.lora_24gb --shape=tiny --prompts=4 --answer-tokens=16 --prompt-tokens=16    # on a CPU
 
 Qwen2.5-7B's shape with random weights, adapters of rank 32 on all linear layers, a reference, 64 prompts x 8 answers of

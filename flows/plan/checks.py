@@ -25,7 +25,7 @@ from rlcore.config.gguf import is_gguf
 from rlcore.config.suite import suite_settings
 from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError
 from rlcore.models.hub import require_reachable
-from rlcore.models.shape import require_trainable
+from rlcore.models.shape import require_base, require_trainable
 from rlcore.rollout.environment import PLAY, Episode, turn_of
 from rlcore.rollout.scoring import ScoringPool, require_environment, require_scorer
 from rlcore.rollout.tools import tool_schemas
@@ -125,6 +125,7 @@ def _require_machine(config: RunConfig) -> None:
     """Engine, device, cluster and models, which a run would miss only after its data is made."""
     if config.rollout.engine == "vllm":
         require_vllm()
+    require_base(config.model.lora)
     _require_device(config)
     _require_cluster(config)
     _require_models(config)

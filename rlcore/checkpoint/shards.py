@@ -13,7 +13,7 @@ opens them. That protects from disks, copies and crashes; whoever can write the 
 too, which is why no byte in it may be able to run.
 
 Parameters that want no gradient (the base under LoRA adapters) are not saved: they are those of the start model.
-`base.json` holds their digest and type, and another base is refused.
+`base.json` holds their digest, type and whether it is in 4 bits, and another base is refused.
 """
 
 import json
@@ -42,6 +42,7 @@ from rlcore.checkpoint.shard_files import (
     write_parts,
 )
 from rlcore.errors import CheckpointError
+from rlcore.models.nf4 import is_in_4_bits
 from rlcore.models.optim import MOMENTS, OffloadedAdamW, host_memory
 from rlcore.models.policy import PackedTrunk
 from rlcore.storage.publish import write_json_atomically
@@ -54,7 +55,7 @@ SavedModels = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]
 
 SHOWN_NAMES = 5
 BASE = "base.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +103,20 @@ class RankShards:
 
 @dataclass(frozen=True, slots=True)
 class BaseRecord:
-    """The frozen weights under adapters: their digest (`rlcore.models.lora`) and type, which a checkpoint has in their
-    place."""
+    """The frozen weights under adapters: their digest (`rlcore.models.lora`), the type in which they compute and how
+    they are held (`model.lora.base`), which a checkpoint has in their place."""
 
     digest: str
     dtype: str
+    base: str
 
     @classmethod
     def of(cls, model: nn.Module) -> "BaseRecord | None":
         """Of a model in memory; None where it has no adapters."""
         if not (isinstance(model, PackedTrunk) and model.base_digest):
             return None
-        return cls(model.base_digest, str(model.compute_dtype).removeprefix("torch."))
+        base = "nf4" if is_in_4_bits(model) else "native"
+        return cls(model.base_digest, str(model.compute_dtype).removeprefix("torch."), base)
 
     @classmethod
     def read(cls, directory: Path) -> "BaseRecord":
@@ -127,7 +130,7 @@ class BaseRecord:
             document = json.loads(file.read_text(encoding="utf-8"))
             if document["format_version"] != FORMAT_VERSION:
                 raise ValueError(f"format_version {document['format_version']!r}, known is {FORMAT_VERSION}")
-            return cls(str(document["digest"]), str(document["dtype"]))
+            return cls(str(document["digest"]), str(document["dtype"]), str(document["base"]))
         except (OSError, ValueError, KeyError, TypeError) as reason:
             raise CheckpointError(
                 f"{file}: must say over which base adapters were trained ({reason!r}). Use another checkpoint."
@@ -144,6 +147,11 @@ class BaseRecord:
             CheckpointError: they were not.
         """
         there = self.read(directory)
+        if there.base != self.base:
+            raise CheckpointError(
+                f"{directory}: its adapters were trained over a base held as {there.base}, and it is {self.base} here. "
+                f"Set model.lora.base={there.base}."
+            )
         if there.dtype != self.dtype:
             raise CheckpointError(
                 f"{directory}: its adapters were trained over a base in {there.dtype}, and it is {self.dtype} here. "

@@ -53,7 +53,7 @@ class ScratchModel(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters instead of training all weights; the base is frozen, in the compute type (`model.dtype`)."""
+    """Low-rank adapters instead of training all weights; the base is frozen."""
 
     rank: int = Field(default=32, ge=1)
     """Rank of each adapter."""
@@ -65,6 +65,9 @@ class LoraConfig(Section):
     """Dropout before the adapter, in updates alone; other than 0 makes the log-probabilities there noisy."""
     target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of the linear layers that get an adapter. The default are all of a decoder layer."""
+    base: Literal["native", "nf4"] = "native"
+    """How the base is held. native: in the compute type (`model.dtype`). nf4: its linear layers but the head in 4 bits
+    (QLoRA), 4.5 with a scale for each 64 weights, dequantized for each product; needs the package bitsandbytes."""
     offload: bool = False
     """Keep the base in host memory alone while vLLM's weights are on the GPU, and vLLM's there while the base is
     (`rollout.sleep_level=1`): of a model that a card holds only once."""

@@ -28,8 +28,9 @@ from rlcore.models.library import (
     cached_file,
     no_progress_bars,
 )
+from rlcore.models.nf4 import hold_in_4_bits
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, decode_mask
-from rlcore.models.shape import TESTED, TRAINABLE, is_plain_tokenizer, untrainable
+from rlcore.models.shape import TESTED, TRAINABLE, is_plain_tokenizer, require_base, untrainable
 
 log = logging.getLogger(__name__)
 
@@ -88,14 +89,17 @@ def end_of_text_ids(path: str | Path) -> frozenset[int]:
 
 def load_policy(path: str | Path, *, model: ModelConfig, device: torch.device) -> CausalPolicy:
     """The policy of a model directory or hub id, in training mode; float32 weights, with `model.lora`, which freezes
-    them, in the compute type.
+    them, in the compute type or, those of its linear layers, in 4 bits.
 
     A local directory is read without the network, and no code that lies in it is run. Raises ModelError for a path
-    that is missing or incomplete, an architecture that is unknown or cannot be trained here, and an attention that
-    cannot run.
+    that is missing or incomplete, an architecture that is unknown or cannot be trained here, an attention that cannot
+    run, and a base in 4 bits without its package.
     """
+    lora = model.lora
+    require_base(lora)
+    dtype = torch.float32 if lora is None else compute_dtype(model, device)
     policy = CausalPolicy(
-        _load_causal(path, device, torch.float32 if model.lora is None else compute_dtype(model, device)),
+        _load_causal(path, device, dtype, in_4_bits=lora is not None and lora.base == "nf4"),
         attention=model.attention,
         compute_dtype=compute_dtype(model, device),
         head_chunk_tokens=model.head_chunk_tokens,
@@ -151,7 +155,9 @@ def _ready(trunk: Model, path: str | Path, model: ModelConfig) -> Model:
     return trunk.train()
 
 
-def _load_causal(path: str | Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def _load_causal(
+    path: str | Path, device: torch.device, dtype: torch.dtype, *, in_4_bits: bool = False
+) -> PreTrainedModel:
     where, config = _located(path, "config.json"), _load_config(path)
     if (reason := untrainable(config.to_dict())) is not None:
         raise ModelError(f"model.path: {reason}, got {path}. {TRAINABLE}")
@@ -179,6 +185,8 @@ def _load_causal(path: str | Path, device: torch.device, dtype: torch.dtype) -> 
         )
     model, report = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     _require_complete(path, model, report)
+    if in_4_bits:
+        hold_in_4_bits(model, device)
     model = cast(PreTrainedModel, model.to(device))  # type: ignore[arg-type]
     require_faithful(model, str(path))
     return model

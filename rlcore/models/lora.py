@@ -19,6 +19,7 @@ from torch.nn import functional
 from rlcore.config.model import LoraConfig
 from rlcore.errors import ModelError
 from rlcore.models.memory import digest
+from rlcore.models.nf4 import Nf4Linear
 from rlcore.models.policy import CausalPolicy
 
 _BASE = ".base_layer."
@@ -28,15 +29,16 @@ _ADAPTERS = (".lora_A.", ".lora_B.")
 class AdaptedLinear(nn.Module):
     """A linear layer and its adapter, A [rank, in] and B [out, rank] in float32; they compute in the layer's type."""
 
-    def __init__(self, base: nn.Linear, lora: LoraConfig, generator: torch.Generator) -> None:
+    def __init__(self, base: nn.Linear | Nf4Linear, lora: LoraConfig, generator: torch.Generator) -> None:
         super().__init__()
         self.base_layer = base
         drawn = torch.empty(lora.rank, base.in_features)
         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
         self.lora_A = nn.Linear(base.in_features, lora.rank, bias=False, device="meta")
         self.lora_B = nn.Linear(lora.rank, base.out_features, bias=False, device="meta")
-        self.lora_A.weight = nn.Parameter(drawn.to(base.weight.device))
-        self.lora_B.weight = nn.Parameter(torch.zeros(base.out_features, lora.rank, device=base.weight.device))
+        device = (base.packed if isinstance(base, Nf4Linear) else base.weight).device
+        self.lora_A.weight = nn.Parameter(drawn.to(device))
+        self.lora_B.weight = nn.Parameter(torch.zeros(base.out_features, lora.rank, device=device))
         self.scaling = lora.alpha / (math.sqrt(lora.rank) if lora.rslora else lora.rank)
         self.dropout = lora.dropout
         self.is_on = True
@@ -53,7 +55,8 @@ class AdaptedLinear(nn.Module):
     def merged(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
         """W + s B A, added in float32 and rounded once to W's type."""
         low, high = gather(self.lora_A.weight), gather(self.lora_B.weight)
-        weight = gather(self.base_layer.weight)
+        base = self.base_layer
+        weight = base.whole(gather) if isinstance(base, Nf4Linear) else gather(base.weight)
         return torch.addmm(weight.float(), high, low, alpha=self.scaling).to(weight.dtype)
 
 
@@ -63,12 +66,13 @@ def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> Causal
     B starts at 0, so the policy is the same function as before; `seed` alone decides A, on every kind of device. Raises
     ModelError where a name in `lora.target_modules` is no linear layer of the model.
     """
-    policy.base_digest = base_digest(policy.model)
     policy.requires_grad_(False)
+    policy.base_digest = base_digest(policy.model)
     linear = {
         name: module
         for name, module in policy.model.named_modules()
-        if isinstance(module, nn.Linear) and module is not policy.head  # which computes by chunks from its weight alone
+        if isinstance(module, nn.Linear | Nf4Linear)
+        and module is not policy.head  # which computes by chunks from its weight alone
     }
     known = {name.rpartition(".")[2] for name in linear}
     if unknown := [name for name in lora.target_modules if name not in known]:
@@ -85,11 +89,19 @@ def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> Causal
     return policy
 
 
+def frozen_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What is not trained: parameters, and the buffers of layers in 4 bits."""
+    yield from ((name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    for prefix, module in model.named_modules():
+        if isinstance(module, Nf4Linear):
+            yield from module.named_buffers(prefix)
+
+
 def base_digest(model: nn.Module) -> str:
-    """16 hex digits of all names and values of a whole model, the same on every kind of device."""
+    """16 hex digits of names and values of all that is frozen, the same on every kind of device."""
     found = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        value = parameter.detach() + 0  # -0 as 0: `digest` takes them as one on a CPU
+    for name, tensor in frozen_tensors(model):
+        value = tensor.detach() + 0  # -0 as 0: `digest` takes them as one on a CPU
         found.update(f"{name} {value.dtype} {tuple(value.shape)} {int(digest(value))}\n".encode())
     return found.hexdigest()[:16]
 
@@ -119,6 +131,11 @@ def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> I
             yield f"{owner}.weight", layer.merged(gather)
         elif not any(part in name for part in _ADAPTERS):
             yield name.replace(_BASE, "."), gather(parameter)
+    for name, module in model.named_modules():
+        if isinstance(module, Nf4Linear):
+            owner = name.removesuffix(_BASE.rstrip("."))
+            layer = model.get_submodule(owner)
+            yield f"{owner}.weight", layer.merged(gather) if isinstance(layer, AdaptedLinear) else module.whole(gather)
 
 
 def adapter_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -123,7 +123,7 @@ def digest(tensor: Tensor) -> Int[Tensor, ""]:
     flat = tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
         flat = flat + 0
-    words = flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
     factors = _factors(tensor.device)
     # Two kernels a chunk: a small model's time is that of their launches.
     sums: list[Tensor] = [(part * factors[: len(part)]).sum() for part in words.split(_CHUNK)]

@@ -7,6 +7,7 @@ Counts are those of the models that transformers builds for Llama, Mistral, Qwen
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,19 @@ def require_trainable(key: str, path: str) -> None:
     reason = untrainable(config) if isinstance(config, Mapping) else None
     if reason is not None:
         raise ModelError(f"{key}: {reason}, got {path}. {TRAINABLE}")
+
+
+def require_base(lora: LoraConfig | None) -> None:
+    """What the base under adapters needs is installed.
+
+    Raises:
+        ModelError: bitsandbytes is not, and the base is to be in 4 bits.
+    """
+    if lora is not None and lora.base == "nf4" and find_spec("bitsandbytes") is None:
+        raise ModelError(
+            "model.lora.base: nf4 needs the package bitsandbytes, which is not installed here. In the checkout: "
+            "pip install -c constraints.txt -e '.[nf4]'; or set model.lora.base=native."
+        )
 
 
 def has_experts(config: Mapping[str, Any]) -> bool:

@@ -178,7 +178,9 @@ def build_engine(config: RunConfig, model_directory: str, *, device: torch.devic
 
     from rlcore.rollout.hf import HfEngine
 
-    # Of its own type in its products too: weights in float32 would otherwise compute in the trainer's.
-    computing = config.model.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
+    # Of its own type in its products too: weights in float32 would otherwise compute in the trainer's. And no base in 4
+    # bits: it takes merged weights.
+    lora = config.model.lora and config.model.lora.model_copy(update={"base": "native"})
+    computing = config.model.model_copy(update={"dtype": str(dtype).removeprefix("torch."), "lora": lora})
     policy = load_policy(model_directory, model=computing, device=device).to(dtype)
     return HfEngine(policy, eos_token_ids=end_of_text, max_num_seqs=config.rollout.max_num_seqs)

@@ -15,7 +15,7 @@ from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, polic
 from rlcore.config import RunConfig
 from rlcore.models.head import TokenLogprobs
 from rlcore.models.load import load_policy
-from rlcore.models.lora import add_adapters, without_adapters
+from rlcore.models.lora import add_adapters, frozen_tensors, without_adapters
 from rlcore.models.memory import HostedWeights
 from rlcore.models.parallel import full_state, reshard
 from rlcore.models.policy import CausalPolicy
@@ -40,7 +40,7 @@ class Actor(TrainedModel[CausalPolicy]):
         passes = ("the policy's update", "the policy's log-probabilities")
         super().__init__(policy, config.optim, place, mesh, world_size, passes=passes)
         offloads = lora is not None and lora.offload
-        self.base = HostedWeights(p for p in self.model.parameters() if offloads and not p.requires_grad)
+        self.base = HostedWeights(tensor for _, tensor in frozen_tensors(self.model) if offloads)
 
     def put_base_away(self) -> None:
         """With `model.lora.offload`: have the frozen base on the host alone; no pass may come before `base.bring`."""

@@ -39,6 +39,8 @@ SAMPLING_BYTES = 24
 their running sum in float64."""
 FULL, MOMENTS = 4, 8
 """Bytes of a float32 master weight or gradient, and of its two moments in AdamW."""
+NF4 = 0.5 + 4 / 64
+"""Bytes of a weight in 4 bits, with a float32 scale for each block of 64."""
 
 TOKENS_STEP = 1_024
 """Token budgets are multiples of it."""
@@ -227,7 +229,11 @@ def plan_memory(config: RunConfig, shape: ModelShape, device: Device, *, tokens:
 def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -> dict[str, dict[str, int]]:
     held = held_bytes(config, shape, device.itemsize)
     policy_gradients, critic_gradients = gradient_bytes(config, shape)
-    policy_gathered = gathered_bytes(shape.layer_parameters, shape.root_parameters, device.itemsize)
+    policy_gathered = gathered_bytes(
+        shape.layer_parameters - _layer_weights_in_4_bits(config, shape), shape.root_parameters, device.itemsize
+    )
+    if _layer_weights_in_4_bits(config, shape):  # not gathered, but dequantized one by one
+        policy_gathered += device.itemsize * shape.hidden * shape.intermediate
     awake = {"engine": engine_bytes(config, shape, device)}
     asleep = {"engine asleep": asleep_bytes(config, shape, device)}
     model, compiled = config.model, is_compiled(config, device.itemsize)
@@ -287,7 +293,8 @@ def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str,
     ranks, trained = config.runtime.num_workers, _trained(config, shape)
     held = {"policy: float32 weights": FULL * trained // ranks}
     if config.model.lora is not None:
-        held[FROZEN_BASE] = itemsize * shape.policy_parameters // ranks
+        in_4_bits = shape.layers * _layer_weights_in_4_bits(config, shape)  # every rank holds all of them
+        held[FROZEN_BASE] = round(NF4 * in_4_bits) + itemsize * (shape.policy_parameters - in_4_bits) // ranks
     if not config.optim.offload:
         held["policy: moments"] = MOMENTS * trained // ranks
     if _has_reference(config) and not config.algo.kl.offload:
@@ -325,6 +332,11 @@ def _brought_back_bytes(config: RunConfig, shape: ModelShape) -> tuple[int, int]
 
 def _trained(config: RunConfig, shape: ModelShape) -> int:
     return shape.policy_parameters if config.model.lora is None else shape.adapter_parameters(config.model.lora)
+
+
+def _layer_weights_in_4_bits(config: RunConfig, shape: ModelShape) -> int:
+    """Of one layer: all of its matrices, or none."""
+    return shape.layer_weights if config.model.lora is not None and config.model.lora.base == "nf4" else 0
 
 
 def asleep_bytes(config: RunConfig, shape: ModelShape, device: Device) -> int:
@@ -451,7 +463,10 @@ def suggestion(config: RunConfig) -> str:
         found.append(f"a rollout.memory_share below {config.rollout.memory_share:g}")
     elif config.rollout.engine == "hf":
         found.append(f"a rollout.max_num_seqs below {config.rollout.max_num_seqs}")
-    fewer = "" if lora is not None else "LoRA (model.lora.rank=32) "
+    if lora is None:
+        fewer = "LoRA (model.lora.rank=32) "
+    else:
+        fewer = "" if lora.base == "nf4" else "a base in 4 bits (model.lora.base=nf4) "
     found.append(f"more workers (runtime.num_workers), {fewer}or a smaller model")
     return f"Set {', '.join(found)}."
 

@@ -23,6 +23,7 @@ from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.memory import release_cached_memory
+from rlcore.models.nf4 import num_parameters
 from rlcore.models.parallel import adapter_state
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.shape import ModelShape, known_shape, peak_flops
@@ -139,7 +140,7 @@ class Worker:
             device_name=device_name,
             dtype=str(place.dtype).removeprefix("torch."),
             attention=self._actor.model.attention.name,
-            num_parameters=sum(parameter.numel() for parameter in self._actor.model.parameters()),
+            num_parameters=num_parameters(self._actor.model),
             shape=known_shape(self._actor.model.decoder.config.to_dict()),
             peak_flops=known if given is None else 1e12 * given,
             num_trained=sum(

@@ -78,7 +78,9 @@ def test_the_plan_is_what_pruning_does(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "lora", [None, LoraConfig(rank=2, target_modules=("q_proj", "down_proj"))], ids=["full", "lora"]
+    "lora",
+    [None, *(LoraConfig(rank=2, target_modules=("q_proj", "down_proj"), base=base) for base in ("native", "nf4"))],
+    ids=["full", "lora", "lora-nf4"],
 )
 def test_a_checkpoint_becomes_a_transformers_directory(tmp_path: Path, lora: LoraConfig | None):
     scratch = ScratchModel(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16, max_integer=20)
@@ -119,7 +121,7 @@ def test_a_checkpoint_becomes_a_transformers_directory(tmp_path: Path, lora: Lor
 def test_adapters_are_saved_without_their_base_and_refuse_another(tmp_path: Path) -> None:
     lora = LoraConfig(rank=2)
 
-    def adapted(seed: int, dtype: str = "float32"):
+    def adapted(seed: int, dtype: str = "float32", lora: LoraConfig = lora):
         directory = write_model("qwen2-tied", tmp_path / f"model-{seed}", seed=seed)
         return add_adapters(policy_of(directory, lora=lora, dtype=dtype), lora, seed=3)
 
@@ -134,6 +136,9 @@ def test_adapters_are_saved_without_their_base_and_refuse_another(tmp_path: Path
         load_shards(saved, model=adapted(1), optimizer=None)
     with pytest.raises(CheckpointError, match=r"base in float32, and it is bfloat16 here\. Set model\.dtype=float32"):
         load_shards(saved, model=adapted(0, "bfloat16"), optimizer=None)
+    in_4_bits = LoraConfig(rank=2, base="nf4")
+    with pytest.raises(CheckpointError, match=r"held as native, and it is nf4 here\. Set model\.lora\.base=native"):
+        load_shards(saved, model=adapted(0, lora=in_4_bits), optimizer=None)
     (saved / "base.json").unlink()
     with pytest.raises(CheckpointError, match=r"base\.json: must say over which base"):
         load_shards(saved, model=adapted(0), optimizer=None)

@@ -21,7 +21,7 @@ from rlcore.config.algo import OptimConfig
 from rlcore.config.model import LoraConfig, ModelConfig
 from rlcore.models import parallel
 from rlcore.models.load import load_value_model
-from rlcore.models.lora import add_adapters
+from rlcore.models.lora import add_adapters, frozen_tensors
 from rlcore.models.memory import HostedWeights
 from rlcore.models.optim import build_optimizer, clip_grad_norm, local_of
 from rlcore.models.parallel import full_state, gathered, reshard, shard
@@ -29,11 +29,12 @@ from rlcore.models.policy import CausalPolicy, ValueModel
 from tests.models.tiny import CPU, Batch, make_batch, policy_of
 
 LENGTHS = (5, 3, 9, 1, 5, 14, 3, 3)
-CASES = ("tied", "untied-checkpointed", "lora", "value", "bfloat16", "lora-bfloat16", "lora-float32-base")
+CASES = ("tied", "untied-checkpointed", "lora", "lora-nf4", "value", "bfloat16", "lora-bfloat16", "lora-float32-base")
 MODEL_OF = {
     "tied": "qwen2-tied",
     "untied-checkpointed": "llama-gqa-untied",
     "lora": "qwen2-tied",
+    "lora-nf4": "qwen2-tied",
     "value": "qwen2-tied",
     "bfloat16": "qwen2-tied",
     "lora-bfloat16": "qwen2-tied",
@@ -55,7 +56,7 @@ def build(case: str, models: Path) -> CausalPolicy | ValueModel:
         with torch.no_grad():
             model.value_head.weight.fill_(0.1)
         return model
-    lora = LoraConfig(rank=2) if case.startswith("lora") else None
+    lora = LoraConfig(rank=2, base="nf4" if case == "lora-nf4" else "native") if case.startswith("lora") else None
     policy = policy_of(
         directory,
         gradient_checkpointing=case == "untied-checkpointed",
@@ -104,18 +105,18 @@ def run_case(
     return found | {f"weight.{name}": tensor.clone() for name, tensor in full_state(model)}
 
 
-def wait_on_the_host(models: Path, mesh: DeviceMesh) -> None:
+def wait_on_the_host(case: str, models: Path, mesh: DeviceMesh) -> None:
     """A sharded base gives up its memory, is read from the host meanwhile, and is back as it was."""
-    policy = shard(build("lora", models), mesh=mesh, dtype=torch.float32)
+    policy = shard(build(case, models), mesh=mesh, dtype=torch.float32)
     assert isinstance(policy, CausalPolicy)
     micro = make_batch(LENGTHS, seed=4)
     first = loss_of(policy, micro).detach()
     reshard(policy)
     before = {name: tensor.clone() for name, tensor in full_state(policy)}
-    frozen = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
+    frozen = [tensor for _, tensor in frozen_tensors(policy)]
     weights = HostedWeights(frozen)
     weights.put_away()
-    assert {local_of(parameter).untyped_storage().nbytes() for parameter in frozen} == {0}
+    assert {local_of(tensor).untyped_storage().nbytes() for tensor in frozen} == {0}
     away = {name: tensor.clone() for name, tensor in full_state(policy, weights.value)}
     weights.bring()
     for found in (away, dict(full_state(policy))):
@@ -160,7 +161,8 @@ def main() -> None:
     assert held < 1.2 / world_size, "each has its part"
     save_file({name: tensor.contiguous() for name, tensor in full_state(policy)}, out / f"state-{rank}.safetensors")
     gather_in_buckets(policy)
-    wait_on_the_host(models, mesh)
+    wait_on_the_host("lora", models, mesh)
+    wait_on_the_host("lora-nf4", models, mesh)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rlcore.config.model import ModelConfig
+from rlcore.config.model import LoraConfig, ModelConfig
 from rlcore.models.attention import build_layout, choose_attention
 from rlcore.models.load import load_policy
+from rlcore.models.lora import add_adapters
 from rlcore.models.parallel import full_state, shard
 from tests.models.test_attention import attend
-from tests.models.tiny import VOCAB, assert_alike, cumulated, make_batch, outcome, policy_of
+from tests.models.tiny import CPU, VOCAB, assert_alike, cumulated, make_batch, outcome, policy_of
 
 pytestmark = [
     pytest.mark.cuda,
@@ -119,6 +120,25 @@ def test_one_rank_of_fsdp_computes_in_bfloat16_on_float32_weights(directory: Pat
         assert all(torch.equal(tensor.cpu(), weights[name]) for name, tensor in full_state(sharded))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_base_in_4_bits_is_the_same_on_a_gpu_to_the_bit(directory: Path, dtype: str) -> None:
+    """So an export on a CPU, from a GPU's checkpoint, is over the base that was trained on."""
+    lora = LoraConfig(rank=4, base="nf4")
+    model = ModelConfig(dtype=dtype, lora=lora)
+    found, expected = (
+        add_adapters(load_policy(directory, model=model, device=device), lora, seed=0) for device in (CUDA, CPU)
+    )
+    assert found.base_digest == expected.base_digest
+    weights = dict(full_state(expected))
+    assert all(torch.equal(tensor.cpu(), weights[name]) for name, tensor in full_state(found))
+    with torch.no_grad():
+        first, second = (
+            policy(*(x.to(policy.device) for x in make_batch(LENGTHS).inputs), temperature=1.0, entropy="none")
+            for policy in (found, expected)
+        )
+    assert (first.logprobs.cpu() - second.logprobs).abs().mean() < 0.03
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

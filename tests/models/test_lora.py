@@ -6,15 +6,16 @@ from typing import Any
 import peft
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rlcore.config.algo import OptimConfig
 from rlcore.config.model import LoraConfig
 from rlcore.errors import ModelError
-from rlcore.models.lora import AdaptedLinear, add_adapters, without_adapters, write_peft
+from rlcore.models.lora import AdaptedLinear, add_adapters, base_digest, without_adapters, write_peft
 from rlcore.models.optim import build_optimizer
 from rlcore.models.parallel import adapter_state, full_state
+from tests.models.test_nf4 import nearest_levels
 from tests.models.tiny import CPU, Batch, make_batch, plain_model, policy_of, twin, write_model
 
 LORA = LoraConfig(rank=4, alpha=10.0)
@@ -100,12 +101,17 @@ def test_the_head_gets_no_adapter_since_its_product_would_leave_it_out(tmp_path:
         add_adapters(policy, LoraConfig(target_modules=("q_proj", "lm_head")), seed=0)
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_gradients_are_those_through_merged_weights(tmp_path: Path, rslora: bool) -> None:
-    """The twin: transformers' own model, one sequence after another, with W + s B A in the place of each W."""
+@pytest.mark.parametrize(("rslora", "base"), [(False, "native"), (True, "native"), (False, "nf4")])
+def test_gradients_are_those_through_merged_weights(tmp_path: Path, rslora: bool, base: str) -> None:
+    """The twin: transformers' own model, one sequence after another, with W + s B A in the place of each W; in 4 bits W
+    is the nearest levels."""
     directory = write_model("llama-gqa-untied", tmp_path)
-    policy = trained(directory, LORA.model_copy(update={"rslora": rslora}))
+    policy = trained(directory, LORA.model_copy(update={"rslora": rslora, "base": base}))
     batch, plain = make_batch((5, 3, 9), seed=3), plain_model(directory)
+    if base == "nf4":
+        for module in plain.model.layers.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.data = nearest_levels(module.weight.detach())
     leaves = {
         name: parameter.detach().clone().requires_grad_() for name, parameter in policy.model.named_parameters()
         if parameter.requires_grad
@@ -180,3 +186,7 @@ def test_the_digest_of_a_base_is_that_of_its_values_alone(tmp_path: Path) -> Non
     assert adapted(directory, LoraConfig(rank=2), seed=7).base_digest == digest
     assert adapted(directory, dtype="bfloat16").base_digest != digest
     assert adapted(write_model("qwen2-tied", tmp_path / "b", seed=1)).base_digest != digest
+    in_4_bits = adapted(directory, LORA.model_copy(update={"base": "nf4"}))
+    assert in_4_bits.base_digest != digest
+    in_4_bits.layers[1].mlp.up_proj.base_layer.packed[7] ^= 1
+    assert base_digest(in_4_bits.model) not in (digest, in_4_bits.base_digest)

@@ -11,10 +11,13 @@ import torch
 from rlcore.algos.aggregation import Denominator
 from rlcore.batching.pack import select_train
 from rlcore.checkpoint.shards import RankSaver
+from rlcore.models.lora import AdaptedLinear
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import TrainBatch
 from rlcore.workers import worker as module
 from rlcore.workers.worker import Worker
+from tests.models.test_nf4 import nearest_levels
+from tests.models.tiny import plain_model
 from tests.small_run import prepare
 from tests.workers.ranks import batch_from
 from tests.workers.test_gradients import random_batch
@@ -48,13 +51,13 @@ def update(worker: Worker, batch: TrainBatch, number: int) -> Any:
     return worker.update_policy(batch, number, counts, 0.05, 0.1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 model.lora.base=nf4"])
 def test_the_reference_is_the_policy_without_adapters_and_no_second_model(
     opened: Open, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     loaded: list[Any] = []
     monkeypatch.setattr(module, "Reference", lambda *args: loaded.append(args))
-    worker = opened("algo.kl.where=loss", f"model.dtype={dtype}")
+    worker = opened("algo.kl.where=loss", *f"model.dtype={dtype}".split())
     worker.hand_over(0)
     first = worker.old_logprobs(batch.packed, 2)
     assert torch.equal(worker.ref_logprobs(batch.packed, 2), first)
@@ -65,9 +68,11 @@ def test_the_reference_is_the_policy_without_adapters_and_no_second_model(
     assert not loaded
 
 
-def test_a_killed_run_goes_on_to_the_last_bit(opened: Open, batch: TrainBatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", ["native", "nf4"])
+def test_a_killed_run_goes_on_to_the_last_bit(opened: Open, batch: TrainBatch, tmp_path: Path, base: str) -> None:
     """Weights of adapters, moments and base of a new process as those of one that was not killed."""
-    worker = opened("model.dtype=bfloat16", "model.lora.dropout=0.1")
+    settings = ("model.dtype=bfloat16", "model.lora.dropout=0.1", f"model.lora.base={base}")
+    worker = opened(*settings)
     worker.hand_over(0)
     update(worker, batch, 2)
     worker.save(RankSaver.copy)
@@ -75,11 +80,34 @@ def test_a_killed_run_goes_on_to_the_last_bit(opened: Open, batch: TrainBatch, t
     worker.save(RankSaver.is_written, wait=True)
     worker.hand_over(1)
     expected = [update(worker, batch, 2).logprobs, update(worker, batch, 3).logprobs, *worker.full_weights().values()]
-    again = opened("model.dtype=bfloat16", "model.lora.dropout=0.1")
+    again = opened(*settings)
     again.load(str(tmp_path))
     again.hand_over(1)
     found = [update(again, batch, 2).logprobs, update(again, batch, 3).logprobs, *again.full_weights().values()]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_engine_gets_a_base_in_4_bits_merged(opened: Open, batch: TrainBatch) -> None:
+    """W as the nearest levels, + s B A, in float64; what has no adapter is W alone."""
+    worker = opened("model.lora.base=nf4", "model.lora.target_modules=[q_proj,down_proj]")
+    worker.hand_over(0)
+    for number in range(3):
+        update(worker, batch, 2)
+        worker.hand_over(number + 1)
+    start = dict(plain_model(Path(worker._model_directory)).named_parameters())
+    policy, num_merged = worker.policy_model(), 0
+    for name, weight in worker._engine._policy.model.named_parameters():
+        expected = start[name].detach().double()
+        layer = policy.model.get_submodule(name.rpartition(".")[0])
+        if name.endswith("_proj.weight"):
+            expected = nearest_levels(start[name].detach()).double()
+        if name.endswith("_proj.weight") and isinstance(layer, AdaptedLinear):
+            num_merged += 1
+            expected += layer.scaling * layer.lora_B.weight.double() @ layer.lora_A.weight.double()
+        torch.testing.assert_close(weight.double(), expected, rtol=0, atol=1e-6, msg=name)
+    assert num_merged == 2 * len(policy.layers)
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    assert worker.info().num_parameters == trained + sum(tensor.numel() for tensor in start.values())
 
 
 def test_a_pass_out_of_memory_is_done_again_with_the_same_gradient(

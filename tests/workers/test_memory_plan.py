@@ -10,11 +10,12 @@ import torch
 from transformers import DynamicCache
 
 from rlcore.batching.pack import pack
-from rlcore.config import LoraConfig, RunConfig, ScratchModel
+from rlcore.config import LoraConfig, ModelConfig, RunConfig, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.config.model import PUBLISHED
 from rlcore.errors import ConfigError
 from rlcore.models.load import load_policy
+from rlcore.models.lora import add_adapters, frozen_tensors
 from rlcore.models.optim import build_optimizer
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
@@ -318,6 +319,31 @@ def test_a_base_that_a_card_holds_once_is_on_it_or_the_engine_is() -> None:
     large, _ = fitted(settings(*given, "runtime.fit_memory=auto"), shape, H200)
     assert large.model.lora is not None
     assert not large.model.lora.offload
+    in_4_bits, smaller = fitted(settings(*given, "model.lora.base=nf4", "runtime.fit_memory=auto"), shape, card)
+    assert smaller.fits
+    assert smaller.phases[planning.PASSES][planning.FROZEN_BASE] == pytest.approx(5.85e9, rel=0.001)
+    # Several times the tokens of a micro-batch; but merged weights of 15.2 GB leave no room for it beside the engine.
+    assert in_4_bits.trainer.max_tokens_per_micro_batch > 16 * chosen.trainer.max_tokens_per_micro_batch
+    assert in_4_bits.model.lora is not None
+    assert in_4_bits.model.lora.offload
+
+
+@pytest.mark.parametrize(("base", "num_workers"), [("native", 1), ("nf4", 1), ("nf4", 2)])
+def test_the_frozen_base_of_the_plan_is_that_of_a_model(tmp_path: Path, base: str, num_workers: int) -> None:
+    """In 4 bits every rank holds all of the layers' matrices, and its share of the rest."""
+    build_scratch_tokenizer(SCRATCH, tmp_path)
+    build_scratch_model(SCRATCH, vocab_size=113, eos_token_id=1, pad_token_id=0, seed=1, directory=tmp_path)
+    lora = LoraConfig(rank=4, base=base)
+    model = ModelConfig(lora=lora, dtype="bfloat16")
+    policy = add_adapters(load_policy(tmp_path, model=model, device=torch.device("cpu")), lora, seed=0)
+    sharded, whole = 0, 0
+    for _, tensor in frozen_tensors(policy):
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        sharded, whole = sharded + is_parameter * tensor.nbytes, whole + (not is_parameter) * tensor.nbytes
+    config = settings("model.lora.rank=4", f"model.lora.base={base}", f"runtime.num_workers={num_workers}")
+    found = held_bytes(config, ModelShape.of_scratch(SCRATCH), 2)[planning.FROZEN_BASE]
+    assert found == whole + sharded // num_workers
+    assert (whole > sharded) == (base == "nf4")
 
 
 def test_a_plan_that_cannot_fit_is_refused_with_what_to_set() -> None:

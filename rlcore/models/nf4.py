@@ -1,0 +1,160 @@
+"""Frozen linear layers in 4 bits (NF4, Dettmers et al. 2023): each weight is one of 16 levels times the largest of its
+block of 64.
+
+The format and the kernel that dequantizes are those of bitsandbytes. Its quantizer is not used: on a GPU it divides
+approximately, so its codes may differ from those that a CPU finds. The codes found here are the same on every device,
+and so are the digest of a base and an export.
+"""
+
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rlcore.models.library import PreTrainedModel
+
+BLOCK = 64
+"""Weights that share a scale, along a matrix's rows."""
+# Blocks quantized at a time: 17 million weights, whose float32 temporaries take 300 MB.
+_CHUNK = 1 << 18
+_CODES = tuple(range(0x01, 0x100, 0x22))  # 0 and 1, 2 and 3, ... 14 and 15, two in a byte
+
+
+class Nf4Linear(nn.Module):
+    """A linear layer whose weight is frozen, and no parameter: two codes in a byte and a scale for each block, as
+    buffers that are in no checkpoint. It computes in the type of its input with the weight rounded to that type."""
+
+    packed: UInt8[Tensor, "bytes"]
+    scales: Float[Tensor, "blocks"]
+
+    def __init__(self, layer: nn.Linear, device: torch.device) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.dtype = layer.weight.dtype
+        packed, scales = quantized(layer.weight.detach().to(device))
+        self.register_buffer("packed", packed, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
+        self.bias = None if layer.bias is None else layer.bias.requires_grad_(False)
+
+    def forward(self, x: Float[Tensor, "*batch N"]) -> Float[Tensor, "*batch M"]:
+        """x W^T + bias."""
+        output: Tensor = nf4_linear(x, self.packed, self.scales, self.bias, self.out_features)
+        return output
+
+    def whole(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
+        """The weight in the type that it was quantized from; `gather` gives a buffer where it is not on the device."""
+        return dequantized(gather(self.packed), gather(self.scales), (self.out_features, self.in_features), self.dtype)
+
+
+def hold_in_4_bits(model: PreTrainedModel, device: torch.device) -> None:
+    """Put an `Nf4Linear` on `device` in the place of each linear layer but the head, one by one: the device never holds
+    the weights as they were. What is no linear layer stays where it is.
+    """
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        layer = cast(nn.Linear, model.get_submodule(name))
+        setattr(model.get_submodule(parent), leaf, Nf4Linear(layer, device).train(layer.training))
+
+
+def is_in_4_bits(model: nn.Module) -> bool:
+    """Whether a model has layers in 4 bits."""
+    return any(isinstance(module, Nf4Linear) for module in model.modules())
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Of a model, those in 4 bits included."""
+    in_4_bits = (one.in_features * one.out_features for one in model.modules() if isinstance(one, Nf4Linear))
+    return sum(parameter.numel() for parameter in model.parameters()) + sum(in_4_bits)
+
+
+def quantized(weight: Float[Tensor, "M N"]) -> tuple[UInt8[Tensor, "bytes"], Float[Tensor, "blocks"]]:
+    """Codes, two in a byte with the first in the high half, and each block's largest absolute value in float32. The
+    last block is filled up with 0.
+    """
+    _have_bitsandbytes()
+    zeros = -weight.numel() % BLOCK
+    blocks = functional.pad(weight.reshape(-1), (0, zeros)).view(-1, BLOCK)
+    levels = _levels().to(weight.device)
+    between = (levels[1:] + levels[:-1]) / 2
+    packed, scales = [], []
+    for part in blocks.split(_CHUNK):
+        largest = part.float().abs().amax(dim=1)
+        relative = part.float() * (1 / largest.clamp(min=1e-38))[:, None]
+        codes = torch.bucketize(relative, between, out_int32=True).to(torch.uint8)
+        packed.append((codes[:, ::2] << 4 | codes[:, 1::2]).reshape(-1))
+        scales.append(largest)
+    return torch.cat(packed), torch.cat(scales)
+
+
+def dequantized(packed: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Float[Tensor, "M N"]:
+    """Level x scale, multiplied in float32 and rounded once to `dtype`."""
+    flat = torch.ops.bitsandbytes.dequantize_4bit.default(packed, scales, BLOCK, "nf4", [2 * len(packed)], dtype)
+    return cast(Tensor, flat).view(-1)[: shape[0] * shape[1]].view(shape)
+
+
+def _levels() -> Float[Tensor, "16"]:
+    """The 16 levels in rising order, as the kernel has them."""
+    every = torch.tensor(_CODES + (0,) * (BLOCK // 2 - len(_CODES)), dtype=torch.uint8)
+    return dequantized(every, torch.ones(1), (1, 16), torch.float32)[0]
+
+
+# One operator for each direction: autograd keeps only the packed weight, and the compiler cannot merge the two
+# dequantizations into one whose result lives until the backward pass.
+
+
+@torch.library.custom_op("millrace::nf4_linear", mutates_args=())
+def nf4_linear(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """x W^T + bias. A gradient goes to x alone."""
+    return functional.linear(x, dequantized(packed, scales, (out_features, x.shape[-1]), x.dtype), bias)
+
+
+@torch.library.custom_op("millrace::nf4_linear_backward", mutates_args=())
+def nf4_linear_backward(gradient: Tensor, packed: Tensor, scales: Tensor, in_features: int) -> Tensor:
+    """The gradient of x: that of the output times W."""
+    return gradient @ dequantized(packed, scales, (gradient.shape[-1], in_features), gradient.dtype)
+
+
+@nf4_linear.register_fake
+def _(x: Tensor, packed: Tensor, scales: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+@nf4_linear_backward.register_fake
+def _(gradient: Tensor, packed: Tensor, scales: Tensor, in_features: int) -> Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], in_features)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, packed, scales, _, _ = inputs
+    ctx.save_for_backward(packed, scales)
+    ctx.in_features = x.shape[-1]
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return nf4_linear_backward(gradient, *ctx.saved_tensors, ctx.in_features), None, None, None, None
+
+
+nf4_linear.register_autograd(_backward, setup_context=_keep)
+
+
+def _have_bitsandbytes() -> None:
+    """Register the operators of bitsandbytes, which is installed (`rlcore.models.shape.require_base`)."""
+    if "bitsandbytes" in sys.modules:
+        return
+    # Beside the package `kernels` it would fetch code for some CPUs from the hub and run it; without, it complains.
+    hub = {"kernels": sys.modules["kernels"]} if "kernels" in sys.modules else {}
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    sys.modules["kernels"] = None  # type: ignore[assignment]
+    try:
+        importlib.import_module("bitsandbytes")
+    finally:
+        del sys.modules["kernels"]
+        sys.modules.update(hub)

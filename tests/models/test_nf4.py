@@ -1,0 +1,97 @@
+"""Linear layers in 4 bits: the format, the product and its gradient, and what is kept for it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flows.plan.checks import _require_machine
+from rlcore.config import LoraConfig, ModelConfig, RunConfig
+from rlcore.config.run import PathsConfig
+from rlcore.errors import ModelError
+from rlcore.models.load import load_policy
+from rlcore.models.nf4 import Nf4Linear, nf4_linear, quantized
+from tests.models.tiny import CPU
+
+# Dettmers et al. 2023, appendix E.
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+def nearest_levels(weight: Tensor) -> Tensor:
+    """The twin: each block of 64 in Python floats, each weight the nearest of its levels."""
+    flat = weight.flatten().tolist()
+    found: list[float] = []
+    for start in range(0, len(flat), 64):
+        block = flat[start : start + 64]
+        largest = max(abs(value) for value in block)
+        for value in block:
+            found.append(min((level * largest for level in LEVELS), key=lambda level: abs(level - value)))
+    return torch.tensor(found).view(weight.shape).to(weight.dtype)
+
+
+def drawn(rows: int, columns: int, dtype: torch.dtype = torch.float32, *, bias: bool = False) -> nn.Linear:
+    torch.manual_seed(rows)
+    return nn.Linear(columns, rows, bias=bias, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(48, 32), (5, 96), (3, 7)], ids=str)
+def test_each_weight_is_the_nearest_level_of_its_block(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    layer = drawn(*shape, dtype)
+    with torch.no_grad():
+        layer.weight[0] = 0
+        layer.weight[-1, 2] = -9
+    found = Nf4Linear(layer, CPU)
+    assert found.whole(Tensor.detach).dtype == dtype
+    assert torch.equal(found.whole(Tensor.detach), nearest_levels(layer.weight.detach()))
+    assert (len(found.packed), len(found.scales)) == (32 * len(found.scales), -(-shape[0] * shape[1] // 64))
+    assert not found.state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_format_is_that_of_bitsandbytes(dtype: torch.dtype) -> None:
+    """Adapters are used by others over a base that it quantized."""
+    weight = drawn(96, 160, dtype).weight.detach()
+    packed, scales = quantized(weight)
+    codes, largest = torch.ops.bitsandbytes.quantize_4bit(weight, 64, "nf4", torch.uint8)
+    assert torch.equal(packed, codes.view(-1))
+    assert torch.equal(scales, largest)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_product_and_gradient_are_those_of_the_rounded_weight_of_which_no_copy_is_kept(compiled: bool) -> None:
+    layer = drawn(48, 32, bias=True)
+    own = Nf4Linear(layer, CPU)
+
+    def product(x: Tensor) -> Tensor:
+        return nf4_linear(x, own.packed, own.scales, own.bias, 48)
+
+    with torch.no_grad():
+        layer.weight.copy_(nearest_levels(layer.weight))
+    x = torch.randn(1, 7, 32, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor.numel()), tensor)[1], lambda t: t):
+        # This backend divides a graph as the default one does, and needs no C compiler.
+        output = (torch.compile(product, backend="aot_eager_decomp_partition", fullgraph=True) if compiled else own)(x)
+    assert torch.equal(output, layer(x))
+    (found,) = torch.autograd.grad(output.square().sum(), x)
+    assert torch.equal(found, expected)
+    assert kept
+    assert max(kept) < 48 * 32  # the weight
+
+
+def test_without_the_package_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before a start, and where a worker lacks what the command's machine has."""
+    config = RunConfig(model=ModelConfig(path="m", lora=LoraConfig(base="nf4")), paths=PathsConfig(root=str(tmp_path)))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python's own way to say that there is none
+    for refused in (lambda: _require_machine(config), lambda: load_policy("m", model=config.model, device=CPU)):
+        with pytest.raises(ModelError, match=r"model\.lora\.base: nf4 needs the package bitsandbytes.*-e '\.\[nf4\]'"):
+            refused()
