@@ -114,6 +114,7 @@ def wait_on_the_host(case: str, models: Path, mesh: DeviceMesh) -> None:
     reshard(policy)
     before = {name: tensor.clone() for name, tensor in full_state(policy)}
     frozen = [tensor for _, tensor in frozen_tensors(policy)]
+    assert any(tensor.dtype == torch.uint8 for tensor in frozen) == (case == "lora-nf4")
     weights = HostedWeights(frozen)
     weights.put_away()
     assert {local_of(tensor).untyped_storage().nbytes() for tensor in frozen} == {0}

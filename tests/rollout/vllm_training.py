@@ -68,10 +68,10 @@ def canary_facts(run: SmallRun, group: LocalGroup) -> dict[str, Any]:
 
 
 def adapter_facts(folder: Path) -> dict[str, Any]:
-    """Steps with adapters over a base that is on the device while the engine is not."""
+    """Steps with adapters over a base in 4 bits that is on the device while the engine is not."""
     run = _run(
-        folder, "model.lora.rank=4", "model.lora.offload=true", "rollout.sleep_level=1", "optim.lr=0.05",
-        "algo.kl.where=loss",
+        folder, "model.lora.rank=4", "model.lora.base=nf4", "model.lora.offload=true", "rollout.sleep_level=1",
+        "optim.lr=0.05", "algo.kl.where=loss",
     )  # fmt: skip
     group = _group(run)
     steps = train(run, group, 2)

@@ -110,13 +110,14 @@ def test_the_engine_gets_a_base_in_4_bits_merged(opened: Open, batch: TrainBatch
     assert worker.info().num_parameters == trained + sum(tensor.numel() for tensor in start.values())
 
 
+@pytest.mark.parametrize("base", ["native", "nf4"])
 def test_a_pass_out_of_memory_is_done_again_with_the_same_gradient(
-    opened: Open, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch
+    opened: Open, batch: TrainBatch, monkeypatch: pytest.MonkeyPatch, base: str
 ) -> None:
-    worker = opened()
+    worker = opened(f"model.lora.base={base}")
     worker.hand_over(0)
     expected = update(worker, batch, 1)
-    again = opened()
+    again = opened(f"model.lora.base={base}")
     again.hand_over(0)
     likely, calls = type(again.policy_model()).forward, []
 
