@@ -106,7 +106,7 @@ def learning_limit(record: RunRecord) -> Finding:
     rule = (
         f"In the last third of the steps: over {LARGEST_EQUAL_SHARE:.0%} of groups of equal score, over "
         f"{LARGEST_CUT_SHARE:.0%} of answers cut, training reward over the held-out one by more than {LARGEST_GAP:g} "
-        "of the range of scores, or a reward that still rises."
+        "of the range of scores (not where rows are chosen by their pass rates), or a reward that still rises."
     )
     finding = partial(Finding, "Learning limited by", rule=rule)
     if len(record.training_steps) < FEWEST_STEPS:
@@ -132,7 +132,8 @@ def _limits(record: RunRecord) -> Iterable[tuple[str, float, str]]:
         limit = record.config.rollout.max_response_tokens
         yield "answer length", late, f"{numbers.percent(late)} of answers are cut at {limit} tokens."
     held_out = record.held_out(record.reward_statistic)
-    if rewards is not None and held_out and held_out[-1][0] > 0:
+    chosen = record.config.pass_rates.samples > 0 or record.config.pass_rates.table is not None
+    if rewards is not None and held_out and held_out[-1][0] > 0 and not chosen:
         gap = last_tenth(rewards) - held_out[-1][1].value
         if gap > LARGEST_GAP * score_range(record):
             yield "overfitting", gap, f"The training reward is {numbers.fixed(gap)} above the held-out one."

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlcore.config import RunConfig
+from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.report.curves import mean_phases
 from rlcore.report.findings import converged, learned, learning_limit, speed_limit, stability_checks, stable
 from rlcore.report.measures import cost_of, levels_of
@@ -174,6 +174,8 @@ def test_what_limits_learning(curves, limit):
 def test_a_gap_to_held_out_problems_is_overfitting():
     validations = {"step-000120": replace(random_result(1, 0.1, num_problems=200), name="step-000120")}
     assert learning_limit(record_of(CALM, validations=validations)).verdict == "overfitting"
+    chosen = RunConfig(pass_rates=PassRatesConfig(samples=4))  # its rows are easier or harder than those held out
+    assert learning_limit(record_of(CALM, validations=validations, config=chosen)).verdict == "nothing found"
 
 
 def test_groups_of_one_are_no_groups():
