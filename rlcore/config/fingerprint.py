@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from rlcore.config.base import covers, leaves
+from rlcore.config.base import leaves
 from rlcore.config.run import RunConfig
 
 MAY_CHANGE: tuple[str, ...] = (
@@ -83,14 +84,19 @@ def total_steps_may_change(config: RunConfig) -> bool:
 
 def lasting_settings(config: RunConfig) -> dict[str, Any]:
     """Dotted keys and JSON values of the settings that the numbers of a run depend on."""
-    may_change = (*MAY_CHANGE, "trainer.total_steps") if total_steps_may_change(config) else MAY_CHANGE
+    may_change = {*MAY_CHANGE, "trainer.total_steps"} if total_steps_may_change(config) else {*MAY_CHANGE}
     found = leaves(config.model_dump(mode="json"))
-    lasting = {name: value for name, value in found.items() if not any(covers(key, name) for key in may_change)}
+    lasting = {name: value for name, value in found.items() if may_change.isdisjoint(_with_sections(name))}
     if config.filter.decontaminate != "off" and config.validation.suites:  # the suites decide what is trained on
         lasting["validation.suites"] = [
             [suite.seed, suite.data.model_dump(mode="json")] for suite in config.validation.suites
         ]
     return lasting
+
+
+def _with_sections(key: str) -> Iterator[str]:
+    """A dotted key and the sections in which it lies."""
+    return accumulate(key.split("."), "{}.{}".format)
 
 
 def settings_fingerprint(config: RunConfig) -> str:

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rlcore.checkpoint.shards import load_shards
 from tests.checkpoint.crashing import store_at
 from tests.checkpoint.small import assert_same, build, digest, state_of, train
@@ -13,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 NUM_KILLS = 20
 
 
+@pytest.mark.lengthy  # at chosen moments, of a whole run: run/test_kill.py
 def test_killed_again_and_again(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "tests.checkpoint.crashing", str(tmp_path / "checkpoints"), str(NUM_KILLS)],

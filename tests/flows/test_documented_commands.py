@@ -16,8 +16,10 @@ import yaml
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from data import countdown_problems
 from data.sources import commit_of
 from flows.cli import EXIT_WRONG_SETTINGS, app, exit_code
+from rlcore.config import CountdownData
 from rlcore.config.compose import load_config
 from rlcore.config.sweep_load import load_sweep
 from tests.hub_server import Repository, serving, use_hub
@@ -121,6 +123,22 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("talks.jsonl", "gsm8k_calculator.jsonl"):
         (folder / name).write_text(json.dumps(talk))
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def problems_counted_once() -> Iterator[None]:
+    """Many commands ask for the same problems, and to count those of a space takes a while."""
+    require, enough = countdown_problems.require_enough, set()
+
+    def require_once(settings: CountdownData, seed: int) -> None:
+        key = (settings.model_dump_json(), seed)
+        if key not in enough:
+            require(settings, seed)
+        enough.add(key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(countdown_problems, "require_enough", require_once)
+        yield
 
 
 @pytest.fixture

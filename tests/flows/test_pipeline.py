@@ -248,10 +248,15 @@ def test_after_its_last_retry_the_run_ends_and_the_same_command_goes_on(
 def test_a_killed_trainer_is_started_again_and_the_numbers_are_the_same(
     millrace: Millrace, api: Api, reference: Reference, tmp_path: Path
 ) -> None:
-    exporting = tmp_path / "exporting"
-    hold = {"HOLD_PHASE": "export", "HOLD_FILE": str(exporting), "PYTHONPATH": str(HELD)}
+    updating, exporting = files = tmp_path / "updating", tmp_path / "exporting"
+    hold = {
+        "HOLD_PHASE": "update_actor,export",
+        "HOLD_AFTER": "24,0",  # step 25 is in the second chunk
+        "HOLD_FILE": ",".join(map(str, files)),
+        "PYTHONPATH": str(HELD),
+    }
     process = replace(millrace, environment=millrace.environment | hold).start("run", *UNTRACKED)
-    wait_for_step(millrace, 25)
+    wait_until(lambda: updating.exists() or process.poll() is not None, "an update in the second chunk")
     second = {"name": {"any_": ["train/debug step 20-40"]}, "state": {"type": {"any_": ["RUNNING"]}}}
     wait_until(lambda: bool(api.filter("task_runs", task_runs=second)), "the second chunk")
     for _ in ("in a chunk", "in the export"):

@@ -10,6 +10,9 @@ from typing import Any
 
 from rlcore.rollout.environment import Turn
 
+SLEEP_S = "ODD_SLEEP_S"
+"""Variable: how long the process that `Odd` leaves behind sleeps. Each test has its own time, to find its own by."""
+
 
 class Counting:
     """Replies with the number of turns, and ends at the fourth. Its reward depends on what was written."""
@@ -35,18 +38,33 @@ class Greeting(Counting):
 class Odd(Counting):
     """Misbehaves in the second turn, by the number of the game."""
 
+    HANGS, ENDS = 16, (41, 49)
+    """Few games: each of the first costs its deadline, each of the others two processes."""
+
+    @classmethod
+    def is_lost(cls, game: int) -> bool:
+        return game == cls.HANGS or game in cls.ENDS or game % 8 in (2, 4)
+
     async def step(self, text: str) -> Turn:
-        turn, game = await super().step(text), self.row["game"] % 8
-        if self.turns != 2 or game > 4:
+        turn, game = await super().step(text), self.row["game"]
+        if self.turns != 2:
             return turn
-        if self.row["game"] == 16:  # one alone: each costs its deadline
-            subprocess.Popen(["sleep", "3417"])
+        if game == self.HANGS:
+            subprocess.Popen(["sleep", os.environ[SLEEP_S]])
             time.sleep(3_600)
-        if game in (0, 1):
+        if game in self.ENDS:
             os._exit(3)
-        if game == 2:
+        if game % 8 == 2:
             raise RuntimeError("no")
-        return Turn("7 " * 50_000_000 if game == 3 else 3)  # type: ignore[arg-type]
+        if game % 8 == 3:
+            return Turn("7 " * 50_000_000)
+        return Turn(4) if game % 8 == 4 else turn  # type: ignore[arg-type]
+
+
+class Prompt(Odd):
+    """The same without the game that hangs: waiting for a deadline is no work, and takes its time."""
+
+    HANGS = -1
 
 
 class KilledOnce(Counting):

@@ -2,7 +2,8 @@
 
 Python runs this file at its start where PYTHONPATH names its folder. In a trainer of which HOLD_PHASE names a phase and
 HOLD_FILE a file, the phase is entered as ever; then the file is made, and the phase goes on once a stop was asked for.
-Where the file is there already, nothing is held. HOLD_AFTER: how many times the phase is gone through before.
+Where the file is there already, nothing is held. HOLD_AFTER: how many times the phase is gone through before. Each may
+be several, with commas between them.
 
 HOLD_SETTINGS names a file with such variables as JSON, for a stack: its worker has one environment for all runs.
 """
@@ -41,4 +42,6 @@ def hold(phase_name: str, file: Path, after: int) -> None:
 if "rlcore.run.process" in sys.orig_argv and Path(os.environ.get("HOLD_SETTINGS", "")).is_file():
     os.environ.update(json.loads(Path(os.environ["HOLD_SETTINGS"]).read_text()))
 if "rlcore.run.process" in sys.orig_argv and "HOLD_PHASE" in os.environ:
-    hold(os.environ["HOLD_PHASE"], Path(os.environ["HOLD_FILE"]), int(os.environ.get("HOLD_AFTER", "0")))
+    phases, files = (os.environ[name].split(",") for name in ("HOLD_PHASE", "HOLD_FILE"))
+    for phase, file, after in zip(phases, files, os.environ.get("HOLD_AFTER", "0").split(","), strict=True):
+        hold(phase, Path(file), int(after))
