@@ -66,9 +66,9 @@ install-vllm: $(VENV)/.installed-dev
 demo: $(VENV)/.installed
 	$(BIN)/millrace run experiment=countdown_demo $(ARGS)
 
-# Four workers for two cores: with three, a worker waits so often (for a process, a deadline, a disk) that 30 % is idle.
+# Three workers for two cores: a fifth of the time a worker waits for a process, a deadline or a disk.
 test: $(VENV)/.installed-dev install-vllm
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not lengthy" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not lengthy" $(ARGS)
 
 test-lengthy: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m lengthy $(ARGS)
