@@ -66,7 +66,7 @@ install-vllm: $(VENV)/.installed-dev
 demo: $(VENV)/.installed
 	$(BIN)/millrace run experiment=countdown_demo $(ARGS)
 
-# Three workers for two cores: a fifth of the time a worker waits for a process, a deadline or a disk.
+# Three workers for two cores: now and then one waits for a process, a deadline or a disk. Four take as long.
 test: $(VENV)/.installed-dev install-vllm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not lengthy" $(ARGS)
 
