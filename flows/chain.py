@@ -29,7 +29,6 @@ from rlcore.errors import WorkerLostError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
-from rlcore.run.pass_rates import is_wanted
 
 R = TypeVar("R")
 
@@ -117,7 +116,7 @@ def train(run: OpenRun, inputs: RunInputs, do: RunStage, to_step: int | None = N
     """Make the model of step 0, measure pass rates where they are wanted, and train in chunks to a step; None: the
     last."""
     make_start_model(run, inputs, do)
-    if is_wanted(run.config):
+    if run.config.pass_rates.is_wanted:
         measure_pass_rates(run, inputs, do)
     for start, stop in stages.chunk_bounds(run.config, to_step):
         work = partial(stages.train_chunk, run, inputs, start, stop, to_step)

@@ -27,7 +27,7 @@ from flows.work.mlflow_record import MlflowRecord
 from flows.work.results import Export, Judgement, PassRateTable, PipelineResult, Report, StartModel, checkpoint_name
 from rlcore.errors import ConfigError
 from rlcore.run.layout import RunLayout
-from rlcore.run.pass_rates import WITHOUT_PASS_RATES, is_wanted
+from rlcore.run.pass_rates import WITHOUT_PASS_RATES
 
 R = TypeVar("R")
 
@@ -108,7 +108,7 @@ def _make_start_model(settings: RunSettings) -> StartModel:
 
 
 def _measure_pass_rates(settings: RunSettings) -> PassRateTable:
-    if not is_wanted(settings.config):
+    if not settings.config.pass_rates.is_wanted:
         raise ConfigError(WITHOUT_PASS_RATES)
     with working_on(settings, "data pass-rates") as run:
         inputs = chain.make_rows(run.config, as_task).inputs

@@ -22,7 +22,7 @@ from flows.work.results import PipelineResult, checkpoint_name, finished, step_o
 from flows.work.runs import named_run
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, StopRequestedError
-from rlcore.run.pass_rates import WITHOUT_PASS_RATES, is_wanted
+from rlcore.run.pass_rates import WITHOUT_PASS_RATES
 from rlcore.start import uncollected
 
 
@@ -87,7 +87,7 @@ def make_data(settings: RunSettings) -> None:
 
 def pass_rates(settings: RunSettings, *, verbose: bool) -> None:
     """Measure the pass rates of the training rows."""
-    if not is_wanted(settings.config):
+    if not settings.config.pass_rates.is_wanted:
         raise ConfigError(WITHOUT_PASS_RATES)
     check_before_start(settings.config, plan_run(settings))
     with _in_hand(settings, "data pass-rates", verbose=verbose) as run:

@@ -24,7 +24,7 @@ from rlcore.models.shape import config_file, shape_of
 from rlcore.run.disk import disk_needs
 from rlcore.run.inputs import RunInputs, given_model, is_given, planned_start_model, planned_tokenizer, stage_settings
 from rlcore.run.layout import RunLayout
-from rlcore.run.pass_rates import is_wanted, planned_pass_rates
+from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.disk import (
     RoomReport,
     check_needs,
@@ -183,7 +183,7 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
     chunks = tuple(ChunkPlan(start, stop, stop <= committed) for start, stop in chunk_bounds(config))
     start_model = _start_model(config, filtered)
     stages = [dataset, filtered, start_model]
-    if is_wanted(config):
+    if config.pass_rates.is_wanted:
         stages.append(_pass_rates(config, filtered))
     stages.append(_train(config, layout, chunks, committed))
     stages += [_validate(config, layout, committed), _report(config, layout, stages)]

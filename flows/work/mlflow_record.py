@@ -27,7 +27,7 @@ from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import is_stop
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
-from rlcore.run.pass_rates import TABLE, is_wanted, planned_pass_rates
+from rlcore.run.pass_rates import TABLE, planned_pass_rates
 from rlcore.storage.manifest import part_directories
 from rlcore.tracking.attempts import FinalStatus, has_begun
 from rlcore.tracking.connection import explain
@@ -113,7 +113,7 @@ def log_result(page: Page, report: Report | None) -> None:
     for name in ("lineage.json", DIFF_FILE):
         if (layout.run_dir / name).is_file():
             store.client.log_artifact(mlflow_run, str(layout.run_dir / name), "lineage")
-    if is_wanted(page.config):
+    if page.config.pass_rates.is_wanted:
         table = planned_pass_rates(page.config, RunInputs.read(layout).filtered_directory) / TABLE
         store.client.log_artifact(mlflow_run, str(table), "pass_rates")
     _log_summary(page)

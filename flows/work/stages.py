@@ -23,7 +23,7 @@ from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_start_model
 from rlcore.run.layout import RunLayout
-from rlcore.run.pass_rates import is_wanted, planned_pass_rates
+from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 from rlcore.tracking.lineage import (
     PASS_RATES_STAGE,
@@ -259,7 +259,7 @@ def _lineage_stages(run: OpenRun, inputs: RunInputs) -> tuple[Stage, ...]:
         "tokenizer": inputs.tokenizer_directory,
         "start model": planned_start_model(run.config, inputs.filtered_directory),
     }
-    if is_wanted(run.config):
+    if run.config.pass_rates.is_wanted:
         folders[PASS_RATES_STAGE] = planned_pass_rates(run.config, inputs.filtered_directory)
     code = code_of(run.config)
     kept = Stage("code", code.fingerprint, str(run.layout.code), {"files": ", ".join(code.sources)})

@@ -249,3 +249,8 @@ class PassRatesConfig(Section):
     fade: float = Field(default=0.5, ge=0, le=1)
     """Share that is left of a row's earlier counts when training has answered it again: old answers are those of an
     older model. 1: all answers count alike; 0: only the newest group."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the run has a table of pass rates, of its own or of another run."""
+        return self.samples > 0 or self.table is not None

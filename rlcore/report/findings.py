@@ -132,8 +132,7 @@ def _limits(record: RunRecord) -> Iterable[tuple[str, float, str]]:
         limit = record.config.rollout.max_response_tokens
         yield "answer length", late, f"{numbers.percent(late)} of answers are cut at {limit} tokens."
     held_out = record.held_out(record.reward_statistic)
-    chosen = record.config.pass_rates.samples > 0 or record.config.pass_rates.table is not None
-    if rewards is not None and held_out and held_out[-1][0] > 0 and not chosen:
+    if rewards is not None and held_out and held_out[-1][0] > 0 and not record.config.pass_rates.is_wanted:
         gap = last_tenth(rewards) - held_out[-1][1].value
         if gap > LARGEST_GAP * score_range(record):
             yield "overfitting", gap, f"The training reward is {numbers.fixed(gap)} above the held-out one."

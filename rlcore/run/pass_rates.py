@@ -51,11 +51,6 @@ SCHEMA = pa.schema(
 `rollout.max_response_tokens`): over all answers. `digest`: of the prompt's tokens and the ground truth."""
 
 
-def is_wanted(config: RunConfig) -> bool:
-    """Whether the run has a table of pass rates, of its own or of another run."""
-    return config.pass_rates.samples > 0 or config.pass_rates.table is not None
-
-
 def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
     """Folder of the run's table: the one that is given, or its own, by all that its numbers depend on."""
     if config.pass_rates.table is not None:

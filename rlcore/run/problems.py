@@ -20,7 +20,7 @@ from rlcore.rollout.by_part import with_scorer
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.rollout.turns import TurnTokens
 from rlcore.run.inputs import RunInputs, suite_fingerprint
-from rlcore.run.pass_rates import PassRates, find_pass_rates, is_wanted
+from rlcore.run.pass_rates import PassRates, find_pass_rates
 from rlcore.trainer.episodes import Episodes
 from rlcore.trainer.experience import Answerer, Decode
 from rlcore.types import Prompt
@@ -142,7 +142,7 @@ class Problems(HeldOut):
         Raises:
             DataError: it is not made yet, or keeps too few rows.
         """
-        if not is_wanted(self.config):
+        if not self.config.pass_rates.is_wanted:
             return None
         found = find_pass_rates(self.config, self.inputs)
         if found is None:

@@ -44,7 +44,6 @@ from rlcore.user_code import working_by
 with uncollected():
     from rlcore.models.memory import release_cached_memory
     from rlcore.run.layout import RunLayout
-    from rlcore.run.pass_rates import is_wanted
     from rlcore.run.session import Session
     from rlcore.run.stop import StopFlag
     from rlcore.run.watchdog import Report, end_at_once, say_and_end
@@ -109,7 +108,7 @@ def whole_run(config: RunConfig) -> Iterator[Mapping[str, Any]]:
     """The commands of a run, in place of a flow's."""
     yield {"command": "verify"}
     yield {"command": "warm_start"}
-    if is_wanted(config):
+    if config.pass_rates.is_wanted:
         yield {"command": "pass_rates"}
     yield {"command": "train", "to_step": config.trainer.total_steps}
     yield {"command": "validate", "checkpoint": "start", "name": "before"}

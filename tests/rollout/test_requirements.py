@@ -54,3 +54,16 @@ def test_the_cache_is_planned_where_the_share_has_room(
     keys_and_values = 2 * torch.empty(2, 2, 240 + 16, 16, dtype=torch.bfloat16).nbytes
     room = int(share * total) - weights - ENGINE_FIXED_BYTES
     assert found == {"most": 512 * keys_and_values, "room": room, None: None}[wanted]
+
+
+@pytest.mark.parametrize(
+    ("device", "longest", "splits"), [("cuda", 2_048, 1), ("cuda", 2_049, None), ("cpu", 2_048, None)]
+)
+def test_attention_of_short_sequences_is_not_split(
+    device: str, longest: int, splits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=512).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=10**10))
+    shape = EngineShape(str(tmp_path), longest, 8, torch.device(device), torch.bfloat16)
+    found = engine_arguments(shape, RolloutConfig()).get("attention_config", {})
+    assert found.get("flash_attn_max_num_splits_for_cuda_graph") == splits

@@ -32,7 +32,7 @@ _LARGEST_GRAPH = 512
 """Answers in the largest CUDA graph that vLLM makes by itself."""
 _UNSPLIT_TOKENS = 2_048
 """Longest sequence whose attention is not split over several blocks of threads. In a CUDA graph vLLM splits it always,
-and a second kernel in each layer joins the parts: a tenth of a small model's step."""
+and a second kernel in each layer joins the parts: a twelfth of a small model's generation."""
 
 
 @dataclass(frozen=True, slots=True)
