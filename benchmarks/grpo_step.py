@@ -1,6 +1,7 @@
 """A whole GRPO step of the reference run's share of one GPU: seconds of each phase, tokens a second, MFU.
 
     python -m benchmarks.grpo_step                                   # on a GPU, with vLLM
+    python -m benchmarks.grpo_step model.share_prompts=true          # each prompt computed once for its answers
     python -m benchmarks.grpo_step --ranks 2                         # the same batch on two GPUs: strong scaling
     python -m benchmarks.grpo_step --ranks 2 --prompts 256           # twice the batch: weak scaling
     python -m benchmarks.grpo_step --shape=tiny --engine=hf --prompts=8 --mean=12 --longest=32 --steps=2    # rehearsal
@@ -27,6 +28,7 @@ import torch
 from benchmarks.harness import PHASES, describe_lengths, draw_lengths, has, run_steps
 from benchmarks.limits import Work, as_json, least_seconds, measure_rates
 from benchmarks.shapes import SHAPES, matrix_weights, model_of
+from rlcore.batching.balance import num_computed
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.trainer.step import StepResult
@@ -58,7 +60,8 @@ def run(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Warm up, measure, and put the figures together."""
     config = settings(arguments, directory, ranks=arguments.ranks)
     vocab_size = SHAPES[arguments.shape]["vocab_size"]
-    lengths = draw_lengths(arguments.prompts * SAMPLES, arguments.mean, arguments.longest)
+    num_answers = arguments.prompts * config.rollout.samples_per_prompt
+    lengths = draw_lengths(num_answers, arguments.mean, arguments.longest)
     steps = run_steps(
         config,
         directory,
@@ -89,7 +92,7 @@ def figures(arguments: argparse.Namespace, config: RunConfig, results: Sequence[
     work = work_of(arguments.shape, first, config)
     least = least_seconds(work, rates)
     tokens = int(first.metrics["perf/total_num_tokens"])
-    update_flops = 6.0 * (work.body + work.head) * work.tokens
+    update_flops = 6.0 * (work.body + work.head) * tokens / arguments.ranks
     name = "training/rollout_probs_diff_mean"
     speed = tokens / step_s / arguments.ranks
     apart = [result.metrics[name] for result in results if name in result.metrics]
@@ -105,6 +108,7 @@ def figures(arguments: argparse.Namespace, config: RunConfig, results: Sequence[
         "overrides": arguments.overrides,
         "steps": len(results),
         "tokens": tokens,
+        "computed_tokens": work.tokens * arguments.ranks,
         "answer_tokens": sum(len(one.response_ids) for one in first.experience.rollouts),
         "step_s": step_s,
         "tokens_per_s": speed,
@@ -114,7 +118,7 @@ def figures(arguments: argparse.Namespace, config: RunConfig, results: Sequence[
         "update_tokens_per_s": tokens / phases["update_actor"],
         # 6 x parameters (tied embeddings once) x all tokens, as the field counts; of the measured matrix rate
         "update_mfu": update_flops / phases["update_actor"] / rates.matrix_flops,
-        # what is really computed: the head at answer tokens alone, attention's products counted
+        # what is really computed: shared prompts once, the head at answer tokens alone, attention's products counted
         "update_mfu_computed": 3 * work.forward_flops / phases["update_actor"] / rates.matrix_flops,
         "least_s": least,
         "share_of_limits": sum(least.values()) / step_s,
@@ -126,13 +130,15 @@ def figures(arguments: argparse.Namespace, config: RunConfig, results: Sequence[
 def work_of(shape: str, result: StepResult, config: RunConfig) -> Work:
     """What one step computes on each rank."""
     known = SHAPES[shape]
+    assert result.batch is not None, "a step of reinforcement learning has a batch"
+    computed = num_computed(result.batch.packed, share_prompts=config.model.share_prompts)
     heads, ranks = known["num_attention_heads"], config.runtime.num_workers
     body, head = matrix_weights(shape)
     lengths = [len(one.prompt.token_ids) + len(one.response_ids) for one in result.experience.rollouts]
     return Work(
         body=body,
         head=head,
-        tokens=sum(lengths) // ranks,
+        tokens=computed // ranks,
         answer_tokens=sum(len(one.response_ids) for one in result.experience.rollouts) // ranks,
         longest_answer=max(len(one.response_ids) for one in result.experience.rollouts),
         updates=-(-config.trainer.batch_size // config.trainer.mini_batch_size),

@@ -6,6 +6,7 @@ depend on these alone. Engine, scoring pool, optimizer and the trainer's step ar
 
 import argparse
 import contextlib
+import itertools
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,8 @@ PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_criti
 
 
 class FixedLengths:
-    """`WorkerGroup` of the settings' ranks whose answers have given lengths; without `real`, random answers at once."""
+    """`WorkerGroup` of the settings' ranks whose answers have given lengths; without `real`, random answers at once.
+    Each step gives a rank's lengths to other prompts: nothing that was worked out for the step before fits again."""
 
     def __init__(self, config: RunConfig, directory: str, lengths: Sequence[int], *, vocab_size: int, real: bool):
         self._group = start_workers(config, directory)
@@ -75,10 +77,11 @@ class FixedLengths:
 
     def _limited(self, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         lengths = iter(self.lengths)  # of rank 0's requests first
-        limited = [
-            ([replace(request, max_tokens=next(lengths)) for request in requests], *more)
-            for requests, *more in arguments
-        ]
+        limited = []
+        for requests, *more in arguments:
+            own = list(itertools.islice(lengths, len(requests)))
+            own = own[-self._version % len(own) :] + own[: -self._version % len(own)]
+            limited.append(([replace(one, max_tokens=most) for one, most in zip(requests, own, strict=True)], *more))
         assert next(lengths, None) is None, "a length for each request"
         return limited
 

@@ -14,11 +14,10 @@ import numpy as np
 from benchmarks.grpo_step import SAMPLES
 from benchmarks.measured import write_result
 from benchmarks.shapes import SHAPES
-from rlcore.batching.balance import costs, share_out
+from rlcore.batching.balance import costs, micro_batches, share_out
 from rlcore.batching.pack import pack, select
 from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
-from rlcore.workers.passes import micro_batches
 
 SHAPE, MAX_TOKENS, RANKS = ModelShape.of_config(SHAPES["llama3.2-1b"]), 32_768, (2, 4, 8)
 

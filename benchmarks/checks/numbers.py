@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.checks.rig import Rig, Verdict
+from rlcore.batching.balance import micro_batches
 from rlcore.batching.pack import pack
 from rlcore.models.load import load_policy
 from rlcore.trainer import step as step_module
 from rlcore.types import PackedBatch, Score
 from rlcore.workers.actor import policy_logprobs
-from rlcore.workers.passes import micro_batches
 from rlcore.workers.worker import Worker
 
 BOUNDS = {True: 0.02, False: 1e-4}

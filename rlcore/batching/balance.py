@@ -6,6 +6,7 @@ balanced by operations where there are several ranks, and micro-batches of one r
 """
 
 import bisect
+import functools
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from rlcore.algos.aggregation import token_counts
+from rlcore.batching.pack import select, shared_prompts
 from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
 
@@ -40,6 +42,14 @@ def partition(lengths: Sequence[int], num_parts: int, *, equal_counts: bool = Fa
         raise ValueError(f"cannot cut {len(lengths)} sequences into {num_parts} non-empty parts")
     if equal_counts and len(lengths) % num_parts:
         raise ValueError(f"{num_parts} parts of equal count do not divide {len(lengths)} sequences")
+    return [[*part] for part in _partition(tuple(lengths), num_parts, equal_counts)]
+
+
+@functools.lru_cache(maxsize=16)
+def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> list[list[int]]:
+    """A step asks for the same parts several times: to count micro-batches, for the reference, for the update."""
+    if num_parts == 1:
+        return [[*range(len(lengths))]]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     step = num_parts if equal_counts else 1
     # Each heap entry is a partial solution: parts sorted by falling sum; the key is the spread between its ends.
@@ -108,19 +118,21 @@ def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], g
     return best
 
 
-def costs(batch: PackedBatch, shape: ModelShape | None) -> list[int]:
+def costs(batch: PackedBatch, shape: ModelShape | None, shared: Int[Tensor, "N"] | None = None) -> list[int]:
     """What a pass over each sequence costs beside another; its tokens where the model's shape is not known.
 
     In units of the operations of `ModelShape.update_flops` over 6: a token's products with the layers' weights, a
-    target's with the head, and attention with the square of the length.
+    target's with the head, and attention with the square of the length. `shared`: tokens of each that are computed with
+    another sequence.
     """
     lengths = batch.sequence_lengths()
+    computed = lengths if shared is None else lengths - shared
     if shape is None:
-        tokens: list[int] = lengths.tolist()
+        tokens: list[int] = computed.tolist()
         return tokens
     targets = token_counts(batch.loss_mask, batch.sequence_ids(), batch.num_sequences)
     layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
-    found: list[int] = (layers * lengths + shape.embedding * targets + width * lengths**2).tolist()
+    found: list[int] = (layers * computed + shape.embedding * targets + width * lengths**2).tolist()
     return found
 
 
@@ -136,6 +148,56 @@ def num_micro_batches(lengths: Sequence[int], max_tokens: int, weights: Sequence
     return min(count, len(lengths))
 
 
+def micro_batches(
+    batch: PackedBatch, num_micro: int, shape: ModelShape | None = None, *, share_prompts: bool = False
+) -> list[list[int]]:
+    """Sequences of each micro-batch, nearly equal in cost to a model of this shape; without one, in tokens.
+
+    With `share_prompts` answers to one prompt stay together, as far as they are no more than a micro-batch's tokens.
+    """
+    if not share_prompts:
+        return partition(costs(batch, shape), num_micro)
+    shared = torch.from_numpy(shared_prompts(batch))
+    blocks = _blocks(batch, shared, num_micro)
+    if len(blocks) < num_micro:
+        return partition(costs(batch, shape), num_micro)
+    weights = costs(batch, shape, shared)
+    parts = partition([sum(weights[i] for i in block) for block in blocks], num_micro)
+    return [[i for block in part for i in blocks[block]] for part in parts]
+
+
+def _blocks(batch: PackedBatch, shared: Int[Tensor, "N"], num_micro: int) -> list[list[int]]:
+    """Neighbouring sequences that compute a prompt together, no more of them than one of `num_micro` parts holds."""
+    lengths, common = batch.sequence_lengths().tolist(), shared.tolist()
+    most = -(-(sum(lengths) - sum(common)) // num_micro)
+    blocks: list[list[int]] = []
+    room = 0
+    for i, (length, with_another) in enumerate(zip(lengths, common, strict=True)):
+        if with_another and length - with_another <= room:
+            blocks[-1].append(i)
+            room -= length - with_another
+        else:
+            blocks.append([i])
+            room = most - length
+    return blocks
+
+
+def num_computed(batch: PackedBatch, *, share_prompts: bool) -> int:
+    """Tokens that a pass over the batch computes."""
+    return batch.num_tokens - (int(shared_prompts(batch).sum()) if share_prompts else 0)
+
+
+def _num_with_shared(batch: PackedBatch, max_tokens: int, shape: ModelShape | None) -> int:
+    """As `num_micro_batches`, for `micro_batches` with shared prompts."""
+    count = max(1, -(-num_computed(batch, share_prompts=True) // max_tokens))
+    while count < batch.num_sequences:
+        parts = micro_batches(batch, count, shape, share_prompts=True)
+        if all(len(part) == 1 or num_computed(select(batch, part), share_prompts=True) <= max_tokens for part in parts):
+            break
+        count += 1
+    return min(count, batch.num_sequences)
+
+
 @dataclass(frozen=True, slots=True)
 class Shares:
     """`sequences[rank]`: indices of the sequences that a rank works on; `num_micro` is the same on all ranks, since
@@ -146,17 +208,40 @@ class Shares:
 
 
 def share_out(
-    batch: PackedBatch, candidates: Sequence[int], *, num_ranks: int, max_tokens: int, shape: ModelShape | None
+    batch: PackedBatch,
+    candidates: Sequence[int],
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    shape: ModelShape | None,
+    share_prompts: bool = False,
 ) -> Shares:
-    """Deal `candidates` (indices into the batch) to the ranks, equal in number and nearly equal in cost."""
+    """Deal `candidates` (indices into the batch) to the ranks, equal in number and nearly equal in cost; with
+    `share_prompts` whole prompts, where they have equally many answers and the ranks divide their number."""
+    shape = shape if num_ranks > 1 else None
+    if share_prompts:
+        chosen = select(batch, candidates)
+        dealt = _deal_prompts(chosen, num_ranks, shape)
+        sequences = tuple(tuple(candidates[i] for i in part) for part in dealt)
+        return Shares(sequences, max(_num_with_shared(select(batch, part), max_tokens, shape) for part in sequences))
     lengths = batch.sequence_lengths().tolist()
-    weights = costs(batch, shape if num_ranks > 1 else None)
+    weights = costs(batch, shape)
     parts = partition([weights[i] for i in candidates], num_ranks, equal_counts=True)
     sequences = tuple(tuple(candidates[i] for i in part) for part in parts)
     num_micro = max(
         num_micro_batches([lengths[i] for i in part], max_tokens, [weights[i] for i in part]) for part in sequences
     )
     return Shares(sequences, num_micro)
+
+
+def _deal_prompts(batch: PackedBatch, num_ranks: int, shape: ModelShape | None) -> list[list[int]]:
+    """Sequences of each rank, equally many."""
+    prompts = mini_batches(batch.group_ids, 1)
+    if len({len(answers) for answers in prompts}) > 1 or len(prompts) % num_ranks:
+        return partition(costs(batch, shape), num_ranks, equal_counts=True)
+    weights = costs(batch, shape, torch.from_numpy(shared_prompts(batch)))
+    parts = partition([sum(weights[i] for i in answers) for answers in prompts], num_ranks, equal_counts=True)
+    return [[i for prompt in part for i in prompts[prompt]] for part in parts]
 
 
 def mini_batches(group_ids: Int[Tensor, "N"], groups_per_mini_batch: int) -> list[list[int]]:

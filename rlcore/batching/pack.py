@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -94,8 +95,37 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
 
 def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
     """Positions in the flat tensors of the tokens of `sequences`, in their order: Int[t]."""
-    bounds = cu_seqlens.tolist()
-    return torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in sequences])
+    chosen = torch.tensor(list(sequences), dtype=torch.int64)
+    first, lengths = cu_seqlens[chosen], cu_seqlens[chosen + 1] - cu_seqlens[chosen]
+    shift = first - (lengths.cumsum(0) - lengths)  # from a place among the chosen tokens to one among all
+    return torch.repeat_interleave(shift, lengths) + torch.arange(int(lengths.sum()))
+
+
+def shared_prompts(batch: PackedBatch) -> npt.NDArray[np.int64]:
+    """Int[N]: how many of its first tokens each sequence has in common with the one before it that has 0 here.
+
+    Those before its first loss, where both answer the same prompt. The batch is on the host.
+
+    >>> from rlcore.types import Prompt
+    >>> prompts = [Prompt(0, (7, 8, 9), "countdown", "{}"), Prompt(1, (7, 8), "countdown", "{}")]
+    >>> rollouts = [Rollout(prompts[i], 0, (1, 2), np.zeros(2), "stop", 0) for i in (0, 0, 0, 1)]
+    >>> shared_prompts(pack(rollouts, [Score(1.0, {})] * 4, [0, 0, 0, 1])).tolist()
+    [0, 2, 2, 0]
+    """
+    token_ids, bounds, groups = batch.token_ids.numpy(), batch.cu_seqlens.numpy(), batch.group_ids.numpy()
+    losses = np.append(np.flatnonzero(batch.loss_mask.numpy()), len(token_ids))
+    before_loss = losses[np.searchsorted(losses, bounds[:-1])] - bounds[:-1]
+    found = np.zeros(len(groups), dtype=np.int64)
+    first = 0
+    for i in range(1, len(groups)):
+        start, count = bounds[i], before_loss[i]
+        prompt = token_ids[bounds[first] : min(bounds[first] + count, bounds[first + 1])]
+        has_loss = start + count < bounds[i + 1]
+        if groups[i] == groups[first] and has_loss and np.array_equal(prompt, token_ids[start : start + count]):
+            found[i] = count
+        else:
+            first = i
+    return found
 
 
 def select(batch: PackedBatch, sequences: Sequence[int]) -> PackedBatch:

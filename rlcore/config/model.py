@@ -91,6 +91,10 @@ class ModelConfig(Section):
     """Recompute each layer in backward instead of keeping its activations."""
     compile: bool = False
     """Compile decoder layers and head one by one (CUDA)."""
+    share_prompts: bool = False
+    """Compute a prompt once for all of its answers in a micro-batch, in every pass of the policy, the reference and the
+    critic: with n answers to a prompt its tokens are computed once and not n times. The same numbers, but for rounding;
+    `trainer.max_tokens_per_micro_batch` counts the tokens that are computed."""
     head_chunk_tokens: int = Field(default=2_048, ge=1)
     """Tokens whose logits exist at one time: the full [T, V] logits never do."""
     lora: LoraConfig | None = None

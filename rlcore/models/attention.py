@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any, Literal, TypeAlias, cast
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from rlcore.errors import ModelError
 from rlcore.models.library import AttentionInterface
 from rlcore.models.memory import to_device
+from rlcore.models.shared_prompts import Integers, SharedOrder, SharedPrompts
 
 # ---------------------------------------------------------------- layout
 
@@ -66,18 +67,29 @@ class PackedLayout:
 
     `token_order` Int[T]: which token of the batch stands at each place the model computes; `place` Int[T] is its
     inverse. `cu_seqlens` Int32[N+1] bounds the sequences in the order computed. `groups` is empty but for `sdpa`.
+    With `shared` the model computes c < T tokens: `token_order` has c entries, `place` says which of them stands for a
+    token of the batch, and the rest is for attention, which has all T keys and values.
     """
 
     backend: Backend
     cu_seqlens: Int[Tensor, "N_plus_1"]
     max_seqlen: int
-    token_order: Int[Tensor, "T"]
+    token_order: Int[Tensor, "c"]
     place: Int[Tensor, "T"]
     groups: tuple[LengthGroup, ...]
+    shared: SharedPrompts | None = None
 
 
-def build_layout(cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device: torch.device) -> PackedLayout:
+def build_layout(
+    cu_seqlens: Int[Array, "N_plus_1"],
+    *,
+    backend: Backend,
+    device: torch.device,
+    shared: Integers | None = None,
+) -> PackedLayout:
     """Layout of the sequences that `cu_seqlens` bounds. With bounds on the host nothing waits for the device.
+
+    `shared` Int[N]: how many of its first tokens a sequence has in common with the one before it that has 0 here.
 
     >>> layout = build_layout(torch.tensor([0, 3, 5, 8]), backend="sdpa", device=torch.device("cpu"))
     >>> layout.token_order.tolist()
@@ -90,7 +102,7 @@ def build_layout(cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device
     longest = max(lengths, default=0)
     if backend != "sdpa":
         identity = torch.arange(bounds[-1], device=device)
-        return PackedLayout(
+        layout = PackedLayout(
             backend=backend,
             cu_seqlens=to_device(torch.as_tensor(cu_seqlens), device, torch.int32),
             max_seqlen=-(-longest // _MAX_SEQLEN_STEP) * _MAX_SEQLEN_STEP,
@@ -98,6 +110,7 @@ def build_layout(cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device
             place=identity,
             groups=(),
         )
+        return _with_shared(layout, bounds, shared, None, device)
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (lengths[i], i))
     sorted_lengths = torch.tensor([lengths[i] for i in order], dtype=torch.int64)
     first = torch.tensor([bounds[i] for i in order], dtype=torch.int64)
@@ -106,13 +119,33 @@ def build_layout(cu_seqlens: Int[Array, "N_plus_1"], *, backend: Backend, device
     token_order = torch.repeat_interleave(first - sorted_bounds[:-1], sorted_lengths) + torch.arange(bounds[-1])
     place = torch.empty_like(token_order)
     place[token_order] = torch.arange(bounds[-1])
-    return PackedLayout(
+    layout = PackedLayout(
         backend=backend,
         cu_seqlens=to_device(sorted_bounds, device, torch.int32),
         max_seqlen=longest,
         token_order=to_device(token_order, device),
         place=to_device(place, device),
         groups=_length_groups([lengths[i] for i in order], device),
+    )
+    return _with_shared(layout, bounds, shared, token_order, device)
+
+
+def _with_shared(
+    layout: PackedLayout,
+    bounds: list[int],
+    shared: Integers | None,
+    order: Int[Tensor, "T"] | None,
+    device: torch.device,
+) -> PackedLayout:
+    """The layout with prompts shared, if any are; `order`: attention's own of the batch's tokens, on the host."""
+    if shared is None or not shared.any():
+        return layout
+    found = SharedOrder.of(np.array(bounds), shared)
+    return replace(
+        layout,
+        token_order=to_device(torch.from_numpy(found.computed), device),
+        place=to_device(torch.from_numpy(found.places), device),
+        shared=found.on_device(np.array(bounds), order, device),
     )
 
 
@@ -275,22 +308,27 @@ def _is_absent(module: str, error: Exception) -> bool:
     return isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
 
 
+def _query_bounds(layout: PackedLayout) -> Int[Tensor, "N_plus_1"]:
+    """Bounds of the computed tokens. Those of a sequence are its last ones, as the kernels' causal mask takes them."""
+    return layout.cu_seqlens if layout.shared is None else layout.shared.cu_seqlens
+
+
 def flash_varlen(
-    query: Float[Tensor, "T Hq D"],
+    query: Float[Tensor, "c Hq D"],
     key: Float[Tensor, "T Hkv D"],
     value: Float[Tensor, "T Hkv D"],
     *,
     layout: PackedLayout,
     scale: float | None,
     window: int | None,
-) -> Float[Tensor, "T Hq D"]:
+) -> Float[Tensor, "c Hq D"]:
     """Causal attention inside each sequence by the flash-attn package; grouped-query attention is its own."""
     kernel = _KERNELS["flash_attn"]
     out = kernel.function(
         query,
         key,
         value,
-        cu_seqlens_q=layout.cu_seqlens,
+        cu_seqlens_q=_query_bounds(layout),
         cu_seqlens_k=layout.cu_seqlens,
         max_seqlen_q=layout.max_seqlen,
         max_seqlen_k=layout.max_seqlen,
@@ -303,14 +341,14 @@ def flash_varlen(
 
 
 def torch_varlen(
-    query: Float[Tensor, "T Hq D"],
+    query: Float[Tensor, "c Hq D"],
     key: Float[Tensor, "T Hkv D"],
     value: Float[Tensor, "T Hkv D"],
     *,
     layout: PackedLayout,
     scale: float | None,
     window: int | None,
-) -> Float[Tensor, "T Hq D"]:
+) -> Float[Tensor, "c Hq D"]:
     """Causal attention inside each sequence by `torch.nn.attention.varlen`."""
     kernel = _KERNELS["varlen"]
     options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
@@ -320,8 +358,8 @@ def torch_varlen(
         else:
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    bounds, longest = layout.cu_seqlens, layout.max_seqlen
-    return cast(Tensor, kernel.function(query, key, value, bounds, bounds, longest, longest, **options))
+    longest, of_queries = layout.max_seqlen, _query_bounds(layout)
+    return cast(Tensor, kernel.function(query, key, value, of_queries, layout.cu_seqlens, longest, longest, **options))
 
 
 # ---------------------------------------------------------------- attention
@@ -345,7 +383,8 @@ def packed_attention(
 ) -> tuple[Float[Tensor, "B L Hq D"], None]:
     """Attention of one layer as transformers calls it: packed where a layout is given, masked where a mask is.
 
-    With a layout B is 1 and L = S = T. Raises ModelError for score changes that no backend here computes.
+    With a layout B is 1 and L = S = T, or c where prompts are shared. Raises ModelError for score changes that no
+    backend here computes.
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ModelError(
@@ -356,11 +395,17 @@ def packed_attention(
         raise ModelError(f"model.path: attention dropout must be 0 for log-probabilities to repeat, got {dropout}")
     if packed_layout is None:
         return _masked(query, key, value, attention_mask, scaling, sliding_window), None
+    shared = packed_layout.shared
     if packed_layout.backend == "sdpa":
-        return _by_length(query, key, value, packed_layout, scaling, sliding_window), None
+        if shared is None:
+            return _by_length(query, key, value, packed_layout, scaling, sliding_window), None
+        q, k, v = (shared.spread(tensor[0].transpose(0, 1)).transpose(0, 1)[None] for tensor in (query, key, value))
+        return _by_length(q, k, v, packed_layout, scaling, sliding_window).index_select(1, shared.firsts), None
     kernel = flash_varlen if packed_layout.backend == "flash_attn" else torch_varlen
     # Under autocast the rotary embedding leaves query and key in float32, which the kernels refuse.
     q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
+    if shared is not None:
+        k, v = shared.spread(k), shared.spread(v)
     return kernel(q, k, v, layout=packed_layout, scale=scaling, window=sliding_window)[None], None
 
 

@@ -144,6 +144,7 @@ def _ready(trunk: Model, path: str | Path, model: ModelConfig) -> Model:
             f"model.path: the decoder must hold its layers as a module list `layers`, {type(trunk.decoder).__name__} "
             f"in {path} does not. Choose a model of the Llama or Qwen kind."
         )
+    trunk.share_prompts = model.share_prompts
     log.info("%s %s: attention %s (%s)", type(trunk).__name__, path, choice.name, choice.reason)
     if model.gradient_checkpointing:
         trunk.decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

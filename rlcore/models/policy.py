@@ -12,6 +12,7 @@ from rlcore.models.attention import Array, AttentionChoice, PackedLayout, build_
 from rlcore.models.head import EntropyMode, TokenLogprobs, float32_logits, token_logprobs_and_entropy
 from rlcore.models.library import DynamicCache, PreTrainedModel
 from rlcore.models.memory import to_device
+from rlcore.models.shared_prompts import Integers
 
 _MOST_GRAPHS = 64
 """Of the layers' code in one process; 10 or so are in use."""
@@ -29,6 +30,8 @@ class PackedTrunk(nn.Module):
         self._attention_request = attention
         self._wanted_dtype = compute_dtype
         self.sharded = False
+        self.share_prompts = False
+        """`model.share_prompts`."""
         self.base_digest = ""
         """Of the weights under adapters (`rlcore.models.lora`); empty where there are none."""
 
@@ -78,13 +81,13 @@ class PackedTrunk(nn.Module):
         self.sharded = True
         self._wanted_dtype = compute_dtype
 
-    def layout(self, cu_seqlens: Int[Array, "N_plus_1"]) -> PackedLayout:
-        """The layout of a micro-batch for the attention in use."""
-        return build_layout(cu_seqlens, backend=self.attention.name, device=self.device)
+    def layout(self, cu_seqlens: Int[Array, "N_plus_1"], shared: Integers | None = None) -> PackedLayout:
+        """The layout of a micro-batch for the attention in use; `shared` as in `build_layout`."""
+        return build_layout(cu_seqlens, backend=self.attention.name, device=self.device, shared=shared)
 
     def hidden_states(
         self, token_ids: Int[Tensor, "T"], position_ids: Int[Tensor, "T"], layout: PackedLayout
-    ) -> Float[Tensor, "T H"]:
+    ) -> Float[Tensor, "c H"]:
         """Last hidden states in the order of `layout`: token t of the batch stands at `layout.place[t]`."""
         with self.precision():
             output = self.decoder(
@@ -155,19 +158,20 @@ class CausalPolicy(PackedTrunk):
         cu_seqlens: Int[Array, "N_plus_1"],
         target_ids: Int[Tensor, "T"],
         loss_mask: Bool[Array, "T"],
+        shared: Integers | None = None,
         *,
         temperature: float,
         entropy: EntropyMode,
         with_top: bool = False,
     ) -> TokenLogprobs:
         """Log-probability of each target, entropy and whether it is the likeliest, Float32[T], 0 where `loss_mask` is
-        False.
+        False. `shared`: as in `build_layout`; tokens without a loss.
 
         The head runs at the masked positions alone and by chunks. Temperature 0 (greedy) counts as 1, as in the
         engines. With `cu_seqlens` and `loss_mask` as arrays of the host nothing here waits for the device.
         """
         positions = to_device(torch.as_tensor(loss_mask).nonzero()[:, 0], token_ids.device)
-        layout = self.layout(cu_seqlens)
+        layout = self.layout(cu_seqlens, shared)
         hidden = self.hidden_states(token_ids, position_ids, layout).index_select(0, layout.place[positions])
         weight = self.head.weight
         found = token_logprobs_and_entropy(
@@ -259,9 +263,10 @@ class ValueModel(PackedTrunk):
         token_ids: Int[Tensor, "T"],
         position_ids: Int[Tensor, "T"],
         cu_seqlens: Int[Array, "N_plus_1"],
+        shared: Integers | None = None,
     ) -> Float[Tensor, "T"]:
         """Value of the state after each token, Float32[T]. The head computes in its weights' type, float32."""
-        layout = self.layout(cu_seqlens)
+        layout = self.layout(cu_seqlens, shared)
         hidden = self.hidden_states(token_ids, position_ids, layout)
         values: Tensor = self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
         return values.float()[layout.place]

@@ -200,7 +200,7 @@ class ModelShape:
         }
         return self.layers * lora.rank * sum(sizes.get(name, 0) for name in lora.target_modules)
 
-    def update_flops(self, lengths: Iterable[int], *, vocabularies: int) -> float:
+    def update_flops(self, lengths: Iterable[int], *, vocabularies: int, num_shared: int = 0) -> float:
         """Operations of one pass forward and backward over sequences of these lengths: 6 N T + 6 A sum(s^2).
 
         N weights that tokens are multiplied by, T tokens, A attention width over all layers, s a sequence's length. A
@@ -209,12 +209,15 @@ class ModelShape:
 
         Args:
             lengths: tokens of each sequence.
+            num_shared: tokens that are not computed, since an equal sequence begins another one.
             vocabularies: how often V x H counts: 1 for a policy (its head; an embedding is not multiplied), 0 for a
                 value model, 2 for what veRL counts.
         """
         sizes = list(lengths)
         weights = self.layers * self.layer_weights + vocabularies * self.embedding
-        return float(6 * weights * sum(sizes) + 6 * self.layers * self.query_width * sum(s * s for s in sizes))
+        return float(
+            6 * weights * (sum(sizes) - num_shared) + 6 * self.layers * self.query_width * sum(s * s for s in sizes)
+        )
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Keys and values of one token in all layers."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlcore.algos.advantages import score_range
 from rlcore.algos.objective import explained_variance
 from rlcore.batching.balance import Shares, rank_tokens
+from rlcore.batching.pack import shared_prompts
 from rlcore.config import RunConfig
 from rlcore.trainer.alarms import SKIPPED
 from rlcore.trainer.estimate import Estimate
@@ -84,7 +85,14 @@ def cost_metrics(
     lengths = packed.sequence_lengths().tolist()
     return {
         **balance_metrics(packed, rank_tokens(packed, shares)),
-        **mfu_metrics(seconds, lengths, info, num_epochs=config.trainer.epochs_per_batch, num_devices=num_devices),
+        **mfu_metrics(
+            seconds,
+            lengths,
+            info,
+            num_epochs=config.trainer.epochs_per_batch,
+            num_devices=num_devices,
+            num_shared=int(shared_prompts(packed).sum()) if config.model.share_prompts else 0,
+        ),
         **timing_metrics(seconds, packed, num_answer_tokens=num_answer_tokens, num_devices=num_devices),
     }
 
@@ -214,11 +222,17 @@ def timing_metrics(
 
 
 def mfu_metrics(
-    seconds: Mapping[str, float], lengths: Sequence[int], info: WorkerInfo, *, num_epochs: int, num_devices: int
+    seconds: Mapping[str, float],
+    lengths: Sequence[int],
+    info: WorkerInfo,
+    *,
+    num_epochs: int,
+    num_devices: int,
+    num_shared: int = 0,
 ) -> Metrics:
     """Share of the devices' peak that the updates reach; nothing where the peak is not known.
 
-    `mfu_verl` counts the vocabulary twice, as the figures of veRL's logs do.
+    Shared prompts count once. `mfu_verl` counts every token and the vocabulary twice, as the figures of veRL's logs do.
     """
     if info.peak_flops is None or info.shape is None:
         return {}
@@ -231,6 +245,7 @@ def mfu_metrics(
         ("perf/mfu/critic", "update_critic", 0),
     ):
         if phase in seconds:
-            flops = num_epochs * info.shape.update_flops(lengths, vocabularies=vocabularies)
+            left_out = 0 if name.startswith("perf/mfu_verl") else num_shared
+            flops = num_epochs * info.shape.update_flops(lengths, vocabularies=vocabularies, num_shared=left_out)
             metrics[name] = flops / (seconds[phase] * num_devices * info.peak_flops)
     return metrics

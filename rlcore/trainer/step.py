@@ -60,6 +60,7 @@ class GroupTrainer:
             num_ranks=self._group.world_size,
             max_tokens=self._config.trainer.max_tokens_per_micro_batch,
             shape=self._worker_info.shape,
+            share_prompts=self._config.model.share_prompts,
         )
 
     @cached_property

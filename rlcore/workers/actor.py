@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, policy_objective, supervised_objective
+from rlcore.batching.pack import shared_prompts
 from rlcore.config import RunConfig
 from rlcore.models.head import TokenLogprobs
 from rlcore.models.load import load_policy
@@ -203,7 +204,8 @@ def token_logprobs(policy: CausalPolicy, micro: Micro[PackedBatch], **how: Any) 
     """The policy's pass over a micro-batch; `how`: see `CausalPolicy.forward`."""
     on, host = micro.device, micro.host
     cu_seqlens, loss_mask = host.cu_seqlens.numpy(), host.loss_mask.numpy()
-    found: TokenLogprobs = policy(on.token_ids, on.position_ids, cu_seqlens, on.target_ids, loss_mask, **how)
+    shared = shared_prompts(host) if policy.share_prompts else None
+    found: TokenLogprobs = policy(on.token_ids, on.position_ids, cu_seqlens, on.target_ids, loss_mask, shared, **how)
     return found
 
 

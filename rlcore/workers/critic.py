@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import ValueStatistics, value_objective
+from rlcore.batching.pack import shared_prompts
 from rlcore.config import CriticConfig, RunConfig
 from rlcore.models.load import load_value_model
 from rlcore.models.policy import ValueModel
@@ -41,12 +42,16 @@ class Critic(TrainedModel[ValueModel]):
             found = []
             for part in parts:
                 micro = to_device(batch, part, self._place.device)
-                packed = micro.device
-                values = self.model(packed.token_ids, packed.position_ids, micro.host.cu_seqlens.numpy())
-                found.append(values * packed.loss_mask)
+                found.append(self._values(micro) * micro.device.loss_mask)
             return restore_order(found, batch.cu_seqlens, parts)
 
         return self.forward_pass.run(work, batch, num_micro)
+
+    def _values(self, micro: Micro[PackedBatch]) -> Float[Tensor, "T"]:
+        on, host = micro.device, micro.host
+        shared = shared_prompts(host) if self.model.share_prompts else None
+        values: Tensor = self.model(on.token_ids, on.position_ids, host.cu_seqlens.numpy(), shared)
+        return values
 
     def update(
         self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float
@@ -62,7 +67,7 @@ class Critic(TrainedModel[ValueModel]):
             assert batch.old_values is not None, "the critic's update needs its values before it"
             assert batch.returns is not None, "the critic's update needs returns"
             return value_objective(
-                self.model(packed.token_ids, packed.position_ids, micro.host.packed.cu_seqlens.numpy()),
+                self._values(Micro(micro.host.packed, packed)),
                 batch.old_values,
                 batch.returns,
                 packed.loss_mask,

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlcore.algos.objective import Statistics
-from rlcore.batching.balance import costs, partition
+from rlcore.batching.balance import micro_batches
 from rlcore.batching.pack import scatter_tokens, select, select_train
 from rlcore.errors import DeviceMemoryError
 from rlcore.models import memory
@@ -31,11 +31,6 @@ Batch = TypeVar("Batch", PackedBatch, TrainBatch)
 S = TypeVar("S", bound=Statistics)
 Parts: TypeAlias = Sequence[Sequence[int]]
 """The sequences of each micro-batch, by their indices in the rank's batch."""
-
-
-def micro_batches(batch: PackedBatch, num_micro: int, shape: ModelShape | None = None) -> list[list[int]]:
-    """Sequences of each micro-batch, nearly equal in cost to a model of this shape; without one, in tokens."""
-    return partition(costs(batch, shape), num_micro)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +133,14 @@ class PassBudget:
         name: of the pass, for the log.
         recover: brings the model back to where a pass may begin; called after a failed one.
         ranks: that make the pass together; None for a rank that nobody waits for.
+        share_prompts: `model.share_prompts`.
     """
 
-    def __init__(self, name: str, *, recover: Callable[[], None], ranks: Ranks | None) -> None:
+    def __init__(
+        self, name: str, *, recover: Callable[[], None], ranks: Ranks | None, share_prompts: bool = False
+    ) -> None:
         self._name = name
+        self._share_prompts = share_prompts
         self._recover = recover
         self._ranks = ranks
         self._good = 0
@@ -165,7 +164,8 @@ class PassBudget:
         """
         while True:
             shape = None if self._ranks is None else self._ranks.shape
-            parts = micro_batches(batch, min(num_micro * self.factor, batch.num_sequences), shape)
+            number = min(num_micro * self.factor, batch.num_sequences)
+            parts = micro_batches(batch, number, shape, share_prompts=self._share_prompts)
             if self._ranks is None:
                 outcome = attempted(partial(work, parts))
             else:

@@ -30,7 +30,12 @@ class Reference:
         self._weights = HostedWeights(self._policy.parameters() if config.algo.kl.offload else ())
         self._weights.put_away()
         # Not sharded: a rank that does this pass again keeps nobody waiting.
-        self.forward_pass = PassBudget("the reference's log-probabilities", recover=lambda: None, ranks=None)
+        self.forward_pass = PassBudget(
+            "the reference's log-probabilities",
+            recover=lambda: None,
+            ranks=None,
+            share_prompts=config.model.share_prompts,
+        )
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:

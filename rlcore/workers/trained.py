@@ -61,7 +61,9 @@ class TrainedModel(Generic[Model]):
         if world_size > 1:
             shape = known_shape(self.model.decoder.config.to_dict())
             ranks = Ranks(CountedCollectives(self.model), world_size, place.device, shape)
-        self.update_pass, self.forward_pass = (PassBudget(name, recover=self._recover, ranks=ranks) for name in passes)
+        self.update_pass, self.forward_pass = (
+            PassBudget(name, recover=self._recover, ranks=ranks, share_prompts=model.share_prompts) for name in passes
+        )
 
     def release_gradients(self) -> None:
         """Free the gradients' memory, which the update of another model may need."""

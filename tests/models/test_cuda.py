@@ -16,7 +16,7 @@ from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters
 from rlcore.models.parallel import full_state, shard
 from tests.models.test_attention import attend
-from tests.models.tiny import CPU, VOCAB, assert_alike, cumulated, make_batch, outcome, policy_of
+from tests.models.tiny import CPU, VOCAB, answers, assert_alike, cumulated, make_batch, outcome, policy_of
 
 pytestmark = [
     pytest.mark.cuda,
@@ -85,6 +85,20 @@ def test_half_precision_on_the_gpu_agrees_with_float32_on_the_cpu(
     found = outcome(policy, batch)
     assert (found[0] - expected[0]).abs().mean() < 0.02
     assert_alike(found[1], expected[1])
+
+
+@pytest.mark.parametrize("name", [*FLASH, "sdpa"])
+def test_a_prompt_is_computed_once_for_its_answers(name: str, directory: Path) -> None:
+    require(name)
+    batch = answers([(90, (40, 3, 150, 17)), (5, (6,)), (200, (30, 30))])
+    expected = outcome(policy_of(directory), batch)
+    settings = ModelConfig(attention=name, share_prompts=True)
+    policy = load_policy(directory, model=settings, device=CUDA)
+    found = outcome(policy, batch)
+    assert (found[0] - expected[0]).abs().mean() < 0.02
+    assert_alike(found[1], expected[1])
+    again = outcome(policy, batch)
+    assert torch.equal(again[0], found[0])
 
 
 def test_float32_on_the_gpu_equals_float32_on_the_cpu(directory: Path) -> None:

@@ -5,14 +5,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from rlcore.batching.pack import pack, shared_prompts
 from rlcore.config.model import ModelConfig
 from rlcore.models.load import load_policy
 from rlcore.models.parallel import gathered
 from rlcore.models.policy import CausalPolicy
+from rlcore.types import PackedBatch, Prompt, Rollout, Score
 
 CPU = torch.device("cpu")
 VOCAB = 41
@@ -105,6 +108,23 @@ def make_batch(lengths: Sequence[int], seed: int = 0) -> Batch:
     )
 
 
+def answers(groups: Sequence[tuple[int, Sequence[int]]], *, unscored: frozenset[int] = frozenset()) -> PackedBatch:
+    """Random answers to random prompts: `groups` has the tokens of each prompt and of each of its answers."""
+    drawn = np.random.default_rng(0)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(drawn.integers(2, VOCAB, count).tolist())
+
+    rollouts, numbers = [], []
+    for number, (length, lengths) in enumerate(groups):
+        prompt = Prompt(number, ids(length), "countdown", "{}")
+        for count in lengths:
+            rollouts.append(Rollout(prompt, 0, ids(count), np.zeros(count, dtype=np.float32), "stop", 0))
+            numbers.append(number)
+    scores = [Score(1.0, {}, failure="failed" if i in unscored else None) for i in range(len(rollouts))]
+    return pack(rollouts, scores, numbers)
+
+
 def twin(model: PreTrainedModel, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies one sequence after another, by full logits: the slow, obvious way."""
     logprobs, entropies = [], []
@@ -132,12 +152,18 @@ def assert_close_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor
         torch.testing.assert_close(actual[name], gradient, rtol=0, atol=float(tolerance * scale), msg=name)
 
 
-def outcome(policy: CausalPolicy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities and gradients of a batch, on the CPU."""
+def outcome(policy: CausalPolicy, batch: Batch | PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities and gradients of a batch, on the CPU; prompts are shared where the policy does that."""
     policy.zero_grad(set_to_none=True)
-    inputs = [x.to(policy.device) for x in batch.inputs]
-    out = policy(*inputs, temperature=0.8, entropy="grad")
-    ((out.logprobs + 0.1 * out.entropy) * batch.weights.to(policy.device)).sum().backward()
+    shared = shared_prompts(batch) if policy.share_prompts and isinstance(batch, PackedBatch) else None
+    inputs = [
+        x.to(policy.device)
+        for x in (batch.token_ids, batch.position_ids, batch.cu_seqlens, batch.target_ids, batch.loss_mask)
+    ]
+    weights = torch.randn(len(batch.token_ids), generator=torch.Generator().manual_seed(1))
+    weights = batch.weights if isinstance(batch, Batch) else weights
+    out = policy(*inputs, shared, temperature=0.8, entropy="grad")
+    ((out.logprobs + 0.1 * out.entropy) * weights.to(policy.device)).sum().backward()
     return out.logprobs.detach().cpu(), {
         name: gathered(p.grad).float().cpu() for name, p in policy.model.named_parameters()
     }

@@ -1,0 +1,114 @@
+"""A prompt's tokens computed once for all of its answers that stand in one micro-batch.
+
+What a token's layer computes depends on the tokens before it alone, so the answers to one prompt compute the same for
+it, n times. Here the first of them keeps the prompt, the others begin with its last token, whose output predicts their
+own first one. Only attention needs the whole sequences: keys and values of a prompt are handed to each of its answers.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlcore.models.memory import to_device
+
+Integers: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """How c computed tokens stand for T of a batch.
+
+    Attributes:
+        places: Int[T], for each token of the batch, in the order in which attention takes them, its computed one.
+        firsts: Int[c], the inverse: of the tokens that a computed one stands for, the first.
+        shared: Int[p], the computed tokens that stand for several.
+        others: Int[p, m], the further tokens that each of them stands for; `is_one` Bool[p, m]: which entries mean one.
+        cu_seqlens: Int32[N+1], bounds of the sequences among computed tokens.
+    """
+
+    places: Int[Tensor, "T"]
+    firsts: Int[Tensor, "c"]
+    shared: Int[Tensor, "p"]
+    others: Int[Tensor, "p m"]
+    is_one: Bool[Tensor, "p m"]
+    cu_seqlens: Int[Tensor, "N_plus_1"]
+
+    def spread(self, computed: Float[Tensor, "c ..."]) -> Float[Tensor, "T ..."]:
+        """Each token's row."""
+        order = (self.places, self.firsts, self.shared, self.others, self.is_one)
+        found: Tensor = _Spread.apply(computed, *order)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Spread(torch.autograd.Function):
+    """`index_select` whose gradient sums the rows of a token in the same order in every run, in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, computed: Tensor, places: Tensor, *backward: Tensor) -> Tensor:
+        ctx.save_for_backward(*backward)
+        return computed.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        firsts, shared, others, is_one = ctx.saved_tensors
+        found = gradient.index_select(0, firsts)
+        ones = is_one.view(*is_one.shape, *[1] * (gradient.ndim - 1))
+        more = torch.where(ones, gradient[others].float(), 0.0).sum(1)
+        summed = (found.index_select(0, shared).float() + more).to(gradient.dtype)
+        return found.index_copy(0, shared, summed), None, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedOrder:
+    """Which tokens of a batch are computed, on the host: `computed` Int[c], and for each token of the batch, Int[T],
+    its place among them; `dropped` Int[d] are the others, the `further[i]`-th besides the first of their prompt."""
+
+    computed: Integers
+    places: Integers
+    dropped: Integers
+    further: Integers
+
+    @classmethod
+    def of(cls, bounds: Integers, shared: Integers) -> "SharedOrder":
+        """`bounds` Int[N+1] of the sequences; `shared` Int[N]: how many of its first tokens a sequence has in common
+        with the one before it that has 0.
+
+        >>> order = SharedOrder.of(np.array([0, 4, 7, 9]), np.array([0, 2, 0]))
+        >>> order.computed.tolist(), order.places.tolist()
+        ([0, 1, 2, 3, 6, 7, 8], [0, 1, 2, 3, 0, 1, 4, 5, 6])
+        """
+        lengths, indices = np.diff(bounds), np.arange(len(shared))
+        first = np.maximum.accumulate(np.where(shared == 0, indices, 0))
+        sequence = np.repeat(indices, lengths)
+        tokens = np.arange(bounds[-1])
+        at = tokens - bounds[sequence]
+        is_dropped = at < shared[sequence]
+        stands_for = np.where(is_dropped, bounds[first[sequence]] + at, tokens)
+        places = (np.cumsum(~is_dropped) - 1)[stands_for]
+        dropped = np.flatnonzero(is_dropped)
+        return cls(np.flatnonzero(~is_dropped), places, dropped, (sequence - first[sequence] - 1)[dropped])
+
+    def on_device(self, cu_seqlens: Integers, order: Int[Tensor, "T"] | None, device: torch.device) -> SharedPrompts:
+        """`order`: token of the batch at each place of the attention's own order, on the host; None: the batch's."""
+        at = np.arange(len(self.places))  # where each token of the batch stands in that order
+        if order is not None:
+            at[order.numpy()] = np.arange(len(self.places))
+        shared, rows = np.unique(self.places[self.dropped], return_inverse=True)
+        others = np.zeros((len(shared), int(self.further.max(initial=-1)) + 1), dtype=np.int64)
+        is_one = np.zeros(others.shape, dtype=bool)
+        others[rows, self.further] = at[self.dropped]
+        is_one[rows, self.further] = True
+        bounds = np.searchsorted(self.computed, cu_seqlens)
+
+        def sent(values: npt.NDArray[Any], dtype: torch.dtype | None = None) -> Tensor:
+            return to_device(torch.from_numpy(values), device, dtype)
+
+        places = self.places if order is None else self.places[order.numpy()]
+        return SharedPrompts(
+            sent(places), sent(at[self.computed]), sent(shared), sent(others), sent(is_one), sent(bounds, torch.int32)
+        )

@@ -1,0 +1,185 @@
+"""A prompt that is computed once for all of its answers gives the numbers of one that is computed with each."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlcore.batching.balance import micro_batches, num_computed, share_out
+from rlcore.batching.pack import select, shared_prompts
+from rlcore.config.model import LoraConfig, ModelConfig
+from rlcore.models.load import load_policy, load_value_model
+from rlcore.models.lora import add_adapters
+from rlcore.models.shared_prompts import SharedOrder
+from rlcore.runtime.local import LocalGroup
+from rlcore.types import PackedBatch
+from rlcore.workers.actor import token_logprobs
+from rlcore.workers.passes import Micro
+from tests.models.tiny import CONFIGS, CPU, answers, assert_close_gradients, gradients, plain_model, write_model
+from tests.small_run import prepare, train
+
+GROUPS = ((9, (3, 7, 1, 5)), (4, (6,)), (12, (2, 2, 8)), (1, (4, 3)))
+"""Tokens of each prompt, and of each of its answers."""
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(request.param, tmp_path_factory.mktemp("model"))
+
+
+def found(directory: Path, batch: PackedBatch, *, share: bool, **settings: object) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities, and gradients of a loss on them and on the entropy."""
+    policy = load_policy(directory, model=ModelConfig(share_prompts=share, **settings), device=CPU)
+    out = token_logprobs(policy, Micro(batch, batch), temperature=0.8, entropy="grad")
+    weights = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
+    ((out.logprobs + 0.1 * out.entropy) * weights).sum().backward()
+    return out.logprobs.detach(), gradients(policy)
+
+
+@pytest.mark.parametrize("unscored", [frozenset(), frozenset({0}), frozenset({1, 6})])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_log_probabilities_and_gradients_are_those_without_it(
+    directory: Path, checkpointing: bool, unscored: frozenset[int]
+) -> None:
+    batch = answers(GROUPS, unscored=unscored)
+    assert num_computed(batch, share_prompts=True) < batch.num_tokens
+    shared = found(directory, batch, share=True, gradient_checkpointing=checkpointing)
+    alone = found(directory, batch, share=False)
+    torch.testing.assert_close(shared[0], alone[0], rtol=0, atol=1e-5)
+    assert_close_gradients(shared[1], alone[1], 1e-5)
+
+
+def test_log_probabilities_are_transformers_own_of_each_answer_alone(directory: Path) -> None:
+    batch, model = answers(GROUPS), plain_model(directory)
+    logprobs, _ = found(directory, batch, share=True)
+    for start, stop in pairwise(batch.cu_seqlens.tolist()):
+        with torch.no_grad():
+            expected = (model(batch.token_ids[None, start:stop]).logits[0] / 0.8).log_softmax(-1)
+        chosen = expected.gather(1, batch.target_ids[start:stop, None])[:, 0] * batch.loss_mask[start:stop]
+        torch.testing.assert_close(logprobs[start:stop], chosen, rtol=0, atol=1e-5)
+
+
+def test_the_layers_see_a_prompt_once(directory: Path) -> None:
+    batch = answers(GROUPS)
+    policy = load_policy(directory, model=ModelConfig(share_prompts=True), device=CPU)
+    seen: list[Tensor] = []
+    policy.layers[0].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    token_logprobs(policy, Micro(batch, batch), temperature=1.0, entropy="none")
+    # all but the last token of each prompt, and of each answer its own tokens after that last one
+    expected = sum(length - 1 + sum(1 + count for count in lengths) for length, lengths in GROUPS)
+    assert seen[0].shape[1] == expected == num_computed(batch, share_prompts=True)
+
+
+def test_values_and_their_gradients_are_those_without_it(directory: Path) -> None:
+    batch, outcomes = answers(GROUPS), []
+    for share in (True, False):
+        model = load_value_model(directory, model=ModelConfig(share_prompts=share), device=CPU)
+        torch.nn.init.normal_(model.value_head.weight, generator=torch.Generator().manual_seed(2))
+        shared = shared_prompts(batch) if share else None
+        values = model(batch.token_ids, batch.position_ids, batch.cu_seqlens.numpy(), shared)
+        (values.square() * batch.loss_mask).sum().backward()
+        outcomes.append((values.detach(), gradients(model)))
+    torch.testing.assert_close(outcomes[0][0], outcomes[1][0], rtol=0, atol=1e-5)
+    assert_close_gradients(outcomes[0][1], outcomes[1][1], 1e-5)
+
+
+def test_adapters_learn_the_same(directory: Path) -> None:
+    batch, outcomes = answers(GROUPS), []
+    for share in (True, False):
+        lora = LoraConfig(rank=4)
+        settings = ModelConfig(share_prompts=share, lora=lora, dtype="float32")
+        policy = add_adapters(load_policy(directory, model=settings, device=CPU), lora, seed=3)
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                if parameter.requires_grad and not parameter.any():
+                    parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        out = token_logprobs(policy, Micro(batch, batch), temperature=1.0, entropy="none")
+        out.logprobs.sum().backward()
+        outcomes.append(gradients(policy))
+    assert_close_gradients(outcomes[0], outcomes[1], 1e-5)
+
+
+def test_nothing_is_shared_between_different_prompts_or_without_a_loss() -> None:
+    batch = answers(((3, (2, 2)), (3, (2, 2))), unscored=frozenset({3}))
+    assert shared_prompts(batch).tolist() == [0, 2, 0, 0]
+    batch.token_ids[5] += 1  # the first token of the second answer's prompt
+    assert shared_prompts(batch).tolist() == [0, 0, 0, 0]
+    assert shared_prompts(select(batch, [2])).tolist() == [0]
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=5)), min_size=1))
+def test_rows_are_handed_out_and_their_gradients_summed(groups: list[tuple[int, list[int]]]) -> None:
+    """Against a row for each token, one after another; in attention's own order too."""
+    batch = answers(groups)
+    bounds, shared = batch.cu_seqlens.numpy(), shared_prompts(batch)
+    for order in (None, torch.randperm(batch.num_tokens, generator=torch.Generator().manual_seed(0))):
+        layout = SharedOrder.of(bounds, shared)
+        sent = layout.on_device(bounds, order, CPU)
+        computed = torch.randn(len(layout.computed), 2, dtype=torch.float64, requires_grad=True)
+        rows: list[int] = []  # of each token
+        first = num_rows = 0
+        for i, (start, stop) in enumerate(pairwise(bounds.tolist())):
+            first = first if shared[i] else start
+            for at in range(stop - start):
+                is_new = at >= shared[i]
+                rows.append(num_rows if is_new else rows[first + at])
+                num_rows += is_new
+        assert num_rows == len(computed)
+        expected = computed[torch.tensor(rows)]
+        expected = expected if order is None else expected[order]
+        weights = torch.randn(expected.shape, dtype=torch.float64)
+        (wanted,) = torch.autograd.grad((expected * weights).sum(), computed)
+        spread = sent.spread(computed)
+        assert torch.equal(spread, expected)
+        (got,) = torch.autograd.grad((spread * weights).sum(), computed)
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)  # sums are made in float32
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=6)), min_size=1),
+    st.integers(1, 80),
+)
+def test_micro_batches_hold_each_sequence_once_and_keep_the_budget_of_computed_tokens(
+    groups: list[tuple[int, list[int]]], max_tokens: int
+) -> None:
+    batch = answers(groups)
+    shares = share_out(
+        batch, range(batch.num_sequences), num_ranks=1, max_tokens=max_tokens, shape=None, share_prompts=True
+    )
+    parts = micro_batches(batch, shares.num_micro, share_prompts=True)
+    assert len(parts) == shares.num_micro
+    assert all(parts)
+    assert sorted(i for part in parts for i in part) == list(range(batch.num_sequences))
+    for part in parts:
+        assert len(part) == 1 or num_computed(select(batch, part), share_prompts=True) <= max_tokens
+
+
+def test_prompts_stay_whole_where_a_micro_batch_holds_them() -> None:
+    batch = answers([(20, (3,) * 4)] * 6)
+    for part in micro_batches(batch, 3, share_prompts=True):
+        assert np.bincount(batch.group_ids[part], minlength=6).tolist().count(4) == 2
+    dealt = share_out(batch, range(24), num_ranks=2, max_tokens=1_000, shape=None, share_prompts=True)
+    for mine in dealt.sequences:
+        assert np.bincount(batch.group_ids[list(mine)], minlength=6).tolist().count(4) == 3
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_run_learns_the_same_and_counts_what_it_computes(algorithm: str, tmp_path: Path) -> None:
+    found = {}
+    for share in (True, False):
+        overrides = [f"algo={algorithm}", "algo.kl.where=loss", f"model.share_prompts={share}", "optim.lr=1e-3"]
+        run = prepare(tmp_path, *overrides, "rollout.samples_per_prompt=4", "trainer.max_tokens_per_micro_batch=160")
+        group = LocalGroup(run.config, str(run.model_directory))
+        try:
+            found[share] = train(run, group, 2)
+        finally:
+            group.close()
+    for with_it, without in zip(found[True], found[False], strict=True):
+        assert with_it.keys() == without.keys()
+        for name, value in without.items():
+            assert with_it[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
