@@ -3,6 +3,7 @@
 s is alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023). Names, first values and files are those of PEFT.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -53,11 +54,36 @@ class AdaptedLinear(nn.Module):
         return output + functional.linear(within * self.scaling, high)
 
     def merged(self, gather: Callable[[Tensor], Tensor]) -> Float[Tensor, "M N"]:
-        """W + s B A, added in float32 and rounded once to W's type."""
+        """W + s B A, added in float32 and rounded once to W's type, by `dithered`."""
         low, high = gather(self.lora_A.weight), gather(self.lora_B.weight)
         base = self.base_layer
         weight = base.whole(gather) if isinstance(base, Nf4Linear) else gather(base.weight)
-        return torch.addmm(weight.float(), high, low, alpha=self.scaling).to(weight.dtype)
+        return dithered(torch.addmm(weight.float(), high, low, alpha=self.scaling), weight.dtype)
+
+
+def dithered(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[Tensor, "M N"]:
+    """A float32 tensor rounded to bfloat16, each number up or down so often as it is near; overwrites `exact`.
+
+    W is a bfloat16 number itself. To the nearest one, a change by less than half of the step to the next would be lost
+    in every weight, which is most of what adapters learn: the engine would go on with the old policy while the trainer
+    goes away from it. So a random number below the step is added, the same one in every call and on every device, and
+    the rest cut off: a weight that has not changed stays, and the changes of many are right on average.
+    """
+    if dtype != torch.bfloat16:
+        return exact.to(dtype)
+    bits = exact.view(torch.int32).view(-1)
+    noise = _noise(exact.device)
+    for part in bits.split(len(noise)):
+        part += noise[: len(part)]
+    bits &= -(1 << 16)  # the half of a float32 that bfloat16 has
+    return exact.to(dtype)
+
+
+@functools.cache
+def _noise(device: torch.device) -> Int[Tensor, "C"]:
+    """Random numbers below the step between two bfloat16 numbers, in units of a float32's last bit."""
+    drawn = torch.randint(1 << 16, (1 << 22,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    return drawn.to(device)
 
 
 def add_adapters(policy: CausalPolicy, lora: LoraConfig, *, seed: int) -> CausalPolicy:

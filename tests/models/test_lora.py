@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from rlcore.config.algo import OptimConfig
 from rlcore.config.model import LoraConfig
 from rlcore.errors import ModelError
-from rlcore.models.lora import AdaptedLinear, add_adapters, base_digest, without_adapters, write_peft
+from rlcore.models.lora import AdaptedLinear, add_adapters, base_digest, dithered, without_adapters, write_peft
 from rlcore.models.optim import build_optimizer
 from rlcore.models.parallel import adapter_state, full_state
 from tests.models.test_nf4 import nearest_levels
@@ -174,9 +175,29 @@ def test_a_frozen_base_is_held_in_the_compute_type_and_adapters_in_float32(tmp_p
         assert tensor.dtype == torch.bfloat16, name
     layer = next(module for module in policy.modules() if isinstance(module, AdaptedLinear))
     low, high = layer.lora_A.weight.double(), layer.lora_B.weight.double()
-    nearest = (layer.base_layer.weight.double() + layer.scaling * high @ low).to(torch.bfloat16)
-    merged = layer.merged(Tensor.detach)
-    assert (merged == nearest).float().mean() > 0.99  # rounded once: the sum in float32 is all but exact
+    exact = layer.base_layer.weight.double() + layer.scaling * high @ low
+    merged = layer.merged(Tensor.detach).double()
+    assert ((merged - exact).abs() <= 2**-7 * exact.abs()).all()  # one of the two next to it, rounded once
+
+
+def test_a_change_of_less_than_half_a_step_is_not_lost_in_rounding() -> None:
+    """Of each weight as a share of them: twin by numpy's float32 of the two bfloat16 numbers around a value."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(2_000, 3_000, generator=generator).bfloat16().float()  # more than the noise has numbers
+    assert torch.equal(dithered(weight.clone(), torch.bfloat16).float(), weight), "what has not changed stays"
+    change = 0.15 * 2**-8 * weight.abs()
+    exact = weight + change
+    assert (exact.bfloat16().float() == weight).float().mean() > 0.9, "to the nearest, most of it is lost"
+    found = dithered(exact.clone(), torch.bfloat16)
+    assert torch.equal(dithered(exact.clone(), torch.bfloat16), found)
+    low = (exact.numpy().view(np.int32) & ~0xFFFF).view(np.float32)  # towards 0
+    step = ((exact.numpy().view(np.int32) & ~0xFFFF) + 0x10000).view(np.float32) - low
+    values = found.float().numpy()
+    assert ((values == low) | (values == low + step)).all()
+    assert ((values - low) / step).mean() == pytest.approx(((exact.numpy() - low) / step).mean(), abs=1e-3)
+    assert (found.float() - weight).double().sum() == pytest.approx(change.double().sum().item(), rel=0.02)
+    exact = torch.randn(3, 5, generator=generator)
+    assert torch.equal(dithered(exact.clone(), torch.float32), exact)
 
 
 def test_the_digest_of_a_base_is_that_of_its_values_alone(tmp_path: Path) -> None:
