@@ -12,9 +12,10 @@ from torch import Tensor
 
 from rlcore.batching.balance import micro_batches, num_computed, share_out
 from rlcore.batching.pack import select, shared_prompts
-from rlcore.config.model import LoraConfig, ModelConfig
+from rlcore.config.model import PUBLISHED, LoraConfig, ModelConfig
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters
+from rlcore.models.shape import ModelShape
 from rlcore.models.shared_prompts import SharedOrder
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import PackedBatch
@@ -183,3 +184,17 @@ def test_a_run_learns_the_same_and_counts_what_it_computes(algorithm: str, tmp_p
         assert with_it.keys() == without.keys()
         for name, value in without.items():
             assert with_it[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
+
+
+def test_operations_of_a_shared_prompt_count_once_but_for_attention() -> None:
+    shape = ModelShape.of_config(PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"])
+    batch = answers(GROUPS)
+    counted = 0
+    for start, stop, shared in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], shared_prompts(batch), strict=True):
+        for place in range(int(stop - start)):
+            if place >= shared:
+                counted += shape.layers * shape.layer_weights + shape.embedding
+            counted += shape.layers * shape.query_width * (2 * place + 1)
+    num_shared = batch.num_tokens - num_computed(batch, share_prompts=True)
+    lengths = batch.sequence_lengths().tolist()
+    assert shape.update_flops(lengths, vocabularies=1, num_shared=num_shared) == 6.0 * counted
