@@ -157,29 +157,39 @@ def micro_batches(
     """
     if not share_prompts:
         return partition(costs(batch, shape), num_micro)
-    shared = torch.from_numpy(shared_prompts(batch))
-    blocks = _blocks(batch, shared, num_micro)
-    if len(blocks) < num_micro:
-        return partition(costs(batch, shape), num_micro)
+    parts, _ = _with_shared(batch, torch.from_numpy(shared_prompts(batch)), num_micro, shape)
+    return parts
+
+
+def _with_shared(
+    batch: PackedBatch, shared: Int[Tensor, "N"], num_micro: int, shape: ModelShape | None
+) -> tuple[list[list[int]], list[int]]:
+    """The sequences of each micro-batch, and how many tokens each computes."""
+    lengths = batch.sequence_lengths().tolist()
+    blocks, tokens = _blocks(lengths, shared.tolist(), num_micro)
     weights = costs(batch, shape, shared)
+    if len(blocks) < num_micro:
+        blocks, tokens, weights = [[i] for i in range(len(lengths))], lengths, costs(batch, shape)
     parts = partition([sum(weights[i] for i in block) for block in blocks], num_micro)
-    return [[i for block in part for i in blocks[block]] for part in parts]
+    return [[i for block in part for i in blocks[block]] for part in parts], [
+        sum(tokens[block] for block in part) for part in parts
+    ]
 
 
-def _blocks(batch: PackedBatch, shared: Int[Tensor, "N"], num_micro: int) -> list[list[int]]:
-    """Neighbouring sequences that compute a prompt together, no more of them than one of `num_micro` parts holds."""
-    lengths, common = batch.sequence_lengths().tolist(), shared.tolist()
-    most = -(-(sum(lengths) - sum(common)) // num_micro)
+def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list[list[int]], list[int]]:
+    """Neighbouring sequences that compute a prompt together, no more of them than one of `num_micro` parts holds, and
+    how many tokens they compute."""
+    most = -(-(sum(lengths) - sum(shared)) // num_micro)
     blocks: list[list[int]] = []
-    room = 0
-    for i, (length, with_another) in enumerate(zip(lengths, common, strict=True)):
-        if with_another and length - with_another <= room:
+    tokens: list[int] = []
+    for i, (length, common) in enumerate(zip(lengths, shared, strict=True)):
+        if common and tokens[-1] + length - common <= most:
             blocks[-1].append(i)
-            room -= length - with_another
+            tokens[-1] += length - common
         else:
             blocks.append([i])
-            room = most - length
-    return blocks
+            tokens.append(length)
+    return blocks, tokens
 
 
 def num_computed(batch: PackedBatch, *, share_prompts: bool) -> int:
@@ -189,10 +199,11 @@ def num_computed(batch: PackedBatch, *, share_prompts: bool) -> int:
 
 def _num_with_shared(batch: PackedBatch, max_tokens: int, shape: ModelShape | None) -> int:
     """As `num_micro_batches`, for `micro_batches` with shared prompts."""
-    count = max(1, -(-num_computed(batch, share_prompts=True) // max_tokens))
+    shared = torch.from_numpy(shared_prompts(batch))
+    count = max(1, -(-(batch.num_tokens - int(shared.sum())) // max_tokens))
     while count < batch.num_sequences:
-        parts = micro_batches(batch, count, shape, share_prompts=True)
-        if all(len(part) == 1 or num_computed(select(batch, part), share_prompts=True) <= max_tokens for part in parts):
+        parts, tokens = _with_shared(batch, shared, count, shape)
+        if all(len(part) == 1 or of_part <= max_tokens for part, of_part in zip(parts, tokens, strict=True)):
             break
         count += 1
     return min(count, batch.num_sequences)
@@ -221,9 +232,10 @@ def share_out(
     shape = shape if num_ranks > 1 else None
     if share_prompts:
         chosen = select(batch, candidates)
-        dealt = _deal_prompts(chosen, num_ranks, shape)
-        sequences = tuple(tuple(candidates[i] for i in part) for part in dealt)
-        return Shares(sequences, max(_num_with_shared(select(batch, part), max_tokens, shape) for part in sequences))
+        dealt = [list(range(len(candidates)))] if num_ranks == 1 else _deal_prompts(chosen, num_ranks, shape)
+        of_ranks = [chosen] if num_ranks == 1 else [select(chosen, part) for part in dealt]
+        num_micro = max(_num_with_shared(part, max_tokens, shape) for part in of_ranks)
+        return Shares(tuple(tuple(candidates[i] for i in part) for part in dealt), num_micro)
     lengths = batch.sequence_lengths().tolist()
     weights = costs(batch, shape)
     parts = partition([weights[i] for i in candidates], num_ranks, equal_counts=True)

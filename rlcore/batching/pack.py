@@ -104,7 +104,7 @@ def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
 def shared_prompts(batch: PackedBatch) -> npt.NDArray[np.int64]:
     """Int[N]: how many of its first tokens each sequence has in common with the one before it that has 0 here.
 
-    Those before its first loss, where both answer the same prompt. The batch is on the host.
+    Those before the first loss, of neighbours that answer the same prompt. The batch is on the host.
 
     >>> from rlcore.types import Prompt
     >>> prompts = [Prompt(0, (7, 8, 9), "countdown", "{}"), Prompt(1, (7, 8), "countdown", "{}")]
@@ -112,20 +112,21 @@ def shared_prompts(batch: PackedBatch) -> npt.NDArray[np.int64]:
     >>> shared_prompts(pack(rollouts, [Score(1.0, {})] * 4, [0, 0, 0, 1])).tolist()
     [0, 2, 2, 0]
     """
-    token_ids, bounds, groups = batch.token_ids.numpy(), batch.cu_seqlens.numpy(), batch.group_ids.numpy()
+    token_ids, groups = batch.token_ids.numpy(), batch.group_ids.numpy()
+    bounds = batch.cu_seqlens.numpy()
+    starts, lengths = bounds[:-1], np.diff(bounds)
+    if not len(groups):
+        return np.zeros(0, dtype=np.int64)
     losses = np.append(np.flatnonzero(batch.loss_mask.numpy()), len(token_ids))
-    before_loss = losses[np.searchsorted(losses, bounds[:-1])] - bounds[:-1]
-    found = np.zeros(len(groups), dtype=np.int64)
-    first = 0
-    for i in range(1, len(groups)):
-        start, count = bounds[i], before_loss[i]
-        prompt = token_ids[bounds[first] : min(bounds[first] + count, bounds[first + 1])]
-        has_loss = start + count < bounds[i + 1]
-        if groups[i] == groups[first] and has_loss and np.array_equal(prompt, token_ids[start : start + count]):
-            found[i] = count
-        else:
-            first = i
-    return found
+    before_loss = losses[np.searchsorted(losses, starts)] - starts
+    has_loss = before_loss < lengths
+    is_first = np.append(True, groups[1:] != groups[:-1])
+    firsts, prompt = np.flatnonzero(is_first), np.cumsum(is_first) - 1
+    common = np.minimum.reduceat(np.where(has_loss, before_loss, lengths), firsts)[prompt]
+    within = np.arange(common.sum()) - np.repeat(np.cumsum(common) - common, common)
+    own, other = (token_ids[np.repeat(start, common) + within] for start in (starts, starts[firsts[prompt]]))
+    num_different = np.bincount(np.repeat(prompt, common), weights=own != other, minlength=len(firsts))
+    return np.where(has_loss & ~is_first & (num_different[prompt] == 0), common, 0)
 
 
 def select(batch: PackedBatch, sequences: Sequence[int]) -> PackedBatch:
