@@ -3,6 +3,7 @@
     python benchmarks/seeds.py                                    # countdown_demo, seeds 1 2 3
     python benchmarks/seeds.py --experiment countdown_ppo_demo --seeds 1 2 3
     python benchmarks/seeds.py --experiment smollm2_countdown --read ROOT/runs/NAME ...     # runs made elsewhere
+    python benchmarks/seeds.py --experiment smollm2_countdown_lora --read docs/results/smollm2_countdown_seeds.json RUN
 
 Runs `millrace run` for each seed (a finished one is not run again), reads the validations that the runs have kept, and
 writes docs/results/<experiment>_seeds.{json,svg} and prints a Markdown table.
@@ -34,7 +35,8 @@ def run_seed(experiment: str, seed: int, overrides: list[str]) -> dict[str, obje
 
 def read_seed(layout: RunLayout) -> dict[str, object]:
     """Held-out figures by step that the run's folder keeps, and the last step's explained variance of a critic."""
-    seed = json.loads(layout.settings_json.read_text())["seed"]
+    settings = json.loads(layout.settings_json.read_text())
+    lora = settings["model"]["lora"]
     results = sorted(
         (ValidationResult.read(file) for file in layout.validation.glob("step-*.json")), key=lambda result: result.step
     )
@@ -54,7 +56,8 @@ def read_seed(layout: RunLayout) -> dict[str, object]:
         )
     last = read_journal(layout.journal)[-1].metrics
     critic = {name: last[name] for name in ("critic/vf_explained_var",) if name in last}
-    return {"seed": seed, "validations": steps, "last_step": critic}
+    adapters = {} if lora is None else {"lora_rank": lora["rank"]}
+    return {"seed": settings["seed"], **adapters, "validations": steps, "last_step": critic}
 
 
 def draw(experiment: str, runs: list[dict[str, object]], file: Path) -> None:
@@ -69,9 +72,7 @@ def draw(experiment: str, runs: list[dict[str, object]], file: Path) -> None:
         points = run["validations"]
         assert isinstance(points, list)
         steps = [point["step"] for point in points]
-        (line,) = axes.plot(
-            steps, [point["sampled"] for point in points], marker="o", ms=3, label=f"seed {run['seed']}"
-        )
+        (line,) = axes.plot(steps, [point["sampled"] for point in points], marker="o", ms=3, label=named(run))
         axes.fill_between(
             steps,
             [point["low"] for point in points],
@@ -86,6 +87,11 @@ def draw(experiment: str, runs: list[dict[str, object]], file: Path) -> None:
     figure.savefig(file)
 
 
+def named(run: dict[str, object]) -> str:
+    """A run's seed, and its adapters' rank if it has any."""
+    return f"seed {run['seed']}" + (f", LoRA of rank {run['lora_rank']}" if "lora_rank" in run else "")
+
+
 def table(runs: list[dict[str, object]]) -> str:
     """Before, after and rise of each seed."""
     lines = ["| seed | before | after | rise | greedy before | greedy after |", "| --- | --- | --- | --- | --- | --- |"]
@@ -96,7 +102,9 @@ def table(runs: list[dict[str, object]]) -> str:
         shown = [f"{point['sampled']:.3f} [{point['low']:.3f}, {point['high']:.3f}]" for point in (first, last)]
         rise = last["sampled"] - first["sampled"]
         greedy = [f"{point['greedy']:.3f}" if "greedy" in point else "" for point in (first, last)]
-        lines.append(f"| {run['seed']} | {shown[0]} | {shown[1]} | {rise:+.3f} | {greedy[0]} | {greedy[1]} |")
+        lines.append(
+            f"| {named(run).removeprefix('seed ')} | {shown[0]} | {shown[1]} | {rise:+.3f} | {greedy[0]} | {greedy[1]} |"
+        )
     return "\n".join(lines)
 
 
@@ -105,11 +113,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", default="countdown_demo")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--read", type=Path, nargs="+", metavar="RUN", help="read these run folders, run nothing")
+    parser.add_argument(
+        "--read", type=Path, nargs="+", metavar="RUN", help="read these run folders and JSON files, run nothing"
+    )
     parser.add_argument("overrides", nargs="*", help="settings as on the command line")
     arguments = parser.parse_args()
     if arguments.read:
-        runs = [read_seed(RunLayout(folder.parents[1], folder)) for folder in map(Path.resolve, arguments.read)]
+        runs: list[dict[str, object]] = []
+        for path in map(Path.resolve, arguments.read):
+            runs += json.loads(path.read_text()) if path.is_file() else [read_seed(RunLayout(path.parents[1], path))]
     else:
         runs = [run_seed(arguments.experiment, seed, arguments.overrides) for seed in arguments.seeds]
     RESULTS.mkdir(parents=True, exist_ok=True)
