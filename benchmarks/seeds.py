@@ -102,9 +102,8 @@ def table(runs: list[dict[str, object]]) -> str:
         shown = [f"{point['sampled']:.3f} [{point['low']:.3f}, {point['high']:.3f}]" for point in (first, last)]
         rise = last["sampled"] - first["sampled"]
         greedy = [f"{point['greedy']:.3f}" if "greedy" in point else "" for point in (first, last)]
-        lines.append(
-            f"| {named(run).removeprefix('seed ')} | {shown[0]} | {shown[1]} | {rise:+.3f} | {greedy[0]} | {greedy[1]} |"
-        )
+        cells = [named(run).removeprefix("seed "), *shown, f"{rise:+.3f}", *greedy]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

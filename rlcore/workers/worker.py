@@ -254,12 +254,14 @@ class Worker:
             )
         if self._config.rollout.engine != "vllm":
             return HandOver(0.0)
-        prompts = self._probe or canary.random_prompts(self._config, self._actor.model.head.weight.shape[0])
-        difference = canary.probed_difference(self._engine, self._config, prompts, self._probe_logprobs)
-        observed = [canary.Observed(taken, difference)] * self._world_size
+        observed = [canary.Observed(taken, self._probed_difference())] * self._world_size
         if self._world_size > 1:
             dist.all_gather_object(observed, observed[0])
         return self._canary.judge(version, observed)
+
+    def _probed_difference(self) -> float:
+        prompts = self._probe or canary.random_prompts(self._config, self._actor.model.head.weight.shape[0])
+        return canary.probed_difference(self._engine, self._config, prompts, self._probe_logprobs)
 
     def _probe_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         if self._config.model.lora is not None and self._config.model.lora.offload:
