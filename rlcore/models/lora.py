@@ -62,12 +62,12 @@ class AdaptedLinear(nn.Module):
 
 
 def dithered(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[Tensor, "M N"]:
-    """A float32 tensor rounded to bfloat16, each number up or down so often as it is near; overwrites `exact`.
+    """A float32 tensor in `dtype`; rounded to bfloat16 up or down by chance, the likelier the nearer. Overwrites `exact`.
 
-    W is a bfloat16 number itself. To the nearest one, a change by less than half of the step to the next would be lost
-    in every weight, which is most of what adapters learn: the engine would go on with the old policy while the trainer
-    goes away from it. So a random number below the step is added, the same one in every call and on every device, and
-    the rest cut off: a weight that has not changed stays, and the changes of many are right on average.
+    W is a bfloat16 number itself. Rounded to the nearest one, a change by less than half of the step to the next is
+    lost, and adapters change most weights by less: the engine would keep the old policy while the trainer's changes. So
+    a random number below the step is added, the same one in every call and on every device, and the rest is cut off. A
+    weight without a change stays as it is, and the changes of many weights are right on average.
     """
     if dtype != torch.bfloat16:
         return exact.to(dtype)
