@@ -62,7 +62,7 @@ class AdaptedLinear(nn.Module):
 
 
 def dithered(exact: Float[Tensor, "M N"], dtype: torch.dtype) -> Float[Tensor, "M N"]:
-    """A float32 tensor in `dtype`; rounded to bfloat16 up or down by chance, the likelier the nearer. Overwrites `exact`.
+    """A float32 tensor in `dtype`; to bfloat16 rounded up or down by chance, likelier the nearer. Overwrites `exact`.
 
     W is a bfloat16 number itself. Rounded to the nearest one, a change by less than half of the step to the next is
     lost, and adapters change most weights by less: the engine would keep the old policy while the trainer's changes. So
