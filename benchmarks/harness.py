@@ -79,8 +79,7 @@ class FixedLengths:
         lengths = iter(self.lengths)  # of rank 0's requests first
         limited = []
         for requests, *more in arguments:
-            own = list(itertools.islice(lengths, len(requests)))
-            own = own[-self._version % len(own) :] + own[: -self._version % len(own)]
+            own = np.roll(list(itertools.islice(lengths, len(requests))), self._version).tolist()
             limited.append(([replace(one, max_tokens=most) for one, most in zip(requests, own, strict=True)], *more))
         assert next(lengths, None) is None, "a length for each request"
         return limited

@@ -8,7 +8,7 @@ balanced by operations where there are several ranks, and micro-batches of one r
 import bisect
 import functools
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -139,13 +139,24 @@ def costs(batch: PackedBatch, shape: ModelShape | None, shared: Int[Tensor, "N"]
 def num_micro_batches(lengths: Sequence[int], max_tokens: int, weights: Sequence[int] | None = None) -> int:
     """Fewest parts of `partition`, by lengths and by `weights`, with no part of more than one sequence over
     `max_tokens`."""
-    count = max(1, -(-sum(lengths) // max_tokens))
-    while count < len(lengths):
-        parts = [part for each in (lengths, weights or lengths) for part in partition(each, count)]
-        if all(len(part) == 1 or sum(lengths[i] for i in part) <= max_tokens for part in parts):
-            break
+
+    def parts(count: int) -> Iterator[tuple[int, int]]:
+        for each in (lengths, weights or lengths):
+            for part in partition(each, count):
+                yield len(part), sum(lengths[i] for i in part)
+
+    return _fewest(parts, sum(lengths), len(lengths), max_tokens)
+
+
+def _fewest(
+    parts: Callable[[int], Iterator[tuple[int, int]]], num_tokens: int, num_sequences: int, max_tokens: int
+) -> int:
+    """The least number for which no part is of more than one sequence and over `max_tokens`. `parts`: how many
+    sequences and tokens each of so many parts has."""
+    count = max(1, -(-num_tokens // max_tokens))
+    while count < num_sequences and any(many > 1 and tokens > max_tokens for many, tokens in parts(count)):
         count += 1
-    return min(count, len(lengths))
+    return min(count, num_sequences)
 
 
 def micro_batches(
@@ -198,15 +209,15 @@ def num_computed(batch: PackedBatch, *, share_prompts: bool) -> int:
 
 
 def _num_with_shared(batch: PackedBatch, max_tokens: int, shape: ModelShape | None) -> int:
-    """As `num_micro_batches`, for `micro_batches` with shared prompts."""
+    """As `num_micro_batches`, for `micro_batches` with shared prompts: of this shape, and by tokens."""
     shared = torch.from_numpy(shared_prompts(batch))
-    count = max(1, -(-(batch.num_tokens - int(shared.sum())) // max_tokens))
-    while count < batch.num_sequences:
-        parts, tokens = _with_shared(batch, shared, count, shape)
-        if all(len(part) == 1 or of_part <= max_tokens for part, of_part in zip(parts, tokens, strict=True)):
-            break
-        count += 1
-    return min(count, batch.num_sequences)
+
+    def parts(count: int) -> Iterator[tuple[int, int]]:
+        for each in {shape, None}:
+            sequences, tokens = _with_shared(batch, shared, count, each)
+            yield from zip(map(len, sequences), tokens, strict=True)
+
+    return _fewest(parts, batch.num_tokens - int(shared.sum()), batch.num_sequences, max_tokens)
 
 
 @dataclass(frozen=True, slots=True)

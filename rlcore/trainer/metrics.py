@@ -9,8 +9,7 @@ from torch import Tensor
 
 from rlcore.algos.advantages import score_range
 from rlcore.algos.objective import explained_variance
-from rlcore.batching.balance import Shares, rank_tokens
-from rlcore.batching.pack import shared_prompts
+from rlcore.batching.balance import Shares, num_computed, rank_tokens
 from rlcore.config import RunConfig
 from rlcore.trainer.alarms import SKIPPED
 from rlcore.trainer.estimate import Estimate
@@ -91,7 +90,7 @@ def cost_metrics(
             info,
             num_epochs=config.trainer.epochs_per_batch,
             num_devices=num_devices,
-            num_shared=int(shared_prompts(packed).sum()) if config.model.share_prompts else 0,
+            num_shared=packed.num_tokens - num_computed(packed, share_prompts=config.model.share_prompts),
         ),
         **timing_metrics(seconds, packed, num_answer_tokens=num_answer_tokens, num_devices=num_devices),
     }

@@ -169,6 +169,22 @@ def test_prompts_stay_whole_where_a_micro_batch_holds_them() -> None:
         assert np.bincount(batch.group_ids[list(mine)], minlength=6).tolist().count(4) == 3
 
 
+def test_ranks_cut_a_pass_by_cost_or_by_tokens_within_the_budget() -> None:
+    """A sharded pass is cut by cost, the reference's by tokens: one number of micro-batches must do for both."""
+    shape = ModelShape.of_config(PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"])
+    drawn = np.random.default_rng(4)
+    batch = answers(
+        [(int(drawn.integers(40, 400)), (3_000 * drawn.pareto(2, size=4) + 1).astype(int)) for _ in range(12)]
+    )
+    for budget in (12_000, 30_000):
+        dealt = share_out(batch, range(48), num_ranks=2, max_tokens=budget, shape=shape, share_prompts=True)
+        for mine in dealt.sequences:
+            own = select(batch, mine)
+            for cut_by in (shape, None):
+                for part in micro_batches(own, dealt.num_micro, cut_by, share_prompts=True):
+                    assert len(part) == 1 or num_computed(select(own, part), share_prompts=True) <= budget
+
+
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_run_learns_the_same_and_counts_what_it_computes(algorithm: str, tmp_path: Path) -> None:
     found = {}
