@@ -172,11 +172,11 @@ def test_prompts_stay_whole_where_a_micro_batch_holds_them() -> None:
 def test_ranks_cut_a_pass_by_cost_or_by_tokens_within_the_budget() -> None:
     """A sharded pass is cut by cost, the reference's by tokens: one number of micro-batches must do for both."""
     shape = ModelShape.of_config(PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"])
-    drawn = np.random.default_rng(4)
+    drawn = np.random.default_rng(15)
     batch = answers(
         [(int(drawn.integers(40, 400)), (3_000 * drawn.pareto(2, size=4) + 1).astype(int)) for _ in range(12)]
     )
-    for budget in (12_000, 30_000):
+    for budget in (18_000, 24_000, 34_000):  # where tokens alone would allow one micro-batch less
         dealt = share_out(batch, range(48), num_ranks=2, max_tokens=budget, shape=shape, share_prompts=True)
         for mine in dealt.sequences:
             own = select(batch, mine)
