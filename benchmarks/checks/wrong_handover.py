@@ -167,8 +167,8 @@ def _arriving(stale: Stale) -> Iterator[None]:
     """Between trainer and vLLM some tensors are replaced."""
     load = handover.load
 
-    def wrapped(model: nn.Module, config: Any, weights: Any, expected: frozenset[str]) -> None:
-        load(model, config, ((name, stale(name, tensor)) for name, tensor in weights), expected)
+    def wrapped(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
+        load(model, config, ((name, stale(name, tensor)) for name, tensor in weights), *more)
 
     handover.load = wrapped
     try:
@@ -184,8 +184,8 @@ def _stale_head(rig: Rig, before: Mapping[str, Tensor]) -> Iterator[None]:
     is_packed = rig.device.type == "cpu" and not rig.bfloat16
     restored: list[Callable[[], None]] = []
 
-    def wrapped(model: nn.Module, config: Any, weights: Any, expected: frozenset[str]) -> None:
-        load(model, config, weights, expected)
+    def wrapped(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
+        load(model, config, weights, *more)
         head: Any = model.lm_head
         tied = head.weight
         if is_packed:

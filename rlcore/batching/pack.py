@@ -130,7 +130,9 @@ def shared_prompts(batch: PackedBatch) -> npt.NDArray[np.int64]:
 
 
 def select(batch: PackedBatch, sequences: Sequence[int]) -> PackedBatch:
-    """The packed batch of some sequences, in the order given."""
+    """The packed batch of some sequences, in the order given; the batch itself where they are all of it."""
+    if list(sequences) == list(range(batch.num_sequences)):
+        return batch
     tokens = token_indices(batch.cu_seqlens, sequences)
     index = torch.tensor(list(sequences), dtype=torch.int64)
     lengths = batch.sequence_lengths()[index]
@@ -148,7 +150,9 @@ def select(batch: PackedBatch, sequences: Sequence[int]) -> PackedBatch:
 
 
 def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
-    """The train batch of some sequences, in the order given."""
+    """The train batch of some sequences, in the order given; the batch itself where they are all of it."""
+    if list(sequences) == list(range(batch.packed.num_sequences)):
+        return batch
     tokens = token_indices(batch.packed.cu_seqlens, sequences)
 
     def pick(values: Tensor | None) -> Tensor | None:

@@ -22,9 +22,10 @@ from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TakenWeights
 from rlcore.types import PackedBatch, Prompt, Score
 
 NUM_PROMPTS = 4
-"""Prompts of a probe; each is answered twice."""
-_ANSWERS_PER_PROMPT = 2
-_ANSWER_TOKENS = 16
+"""Prompts of a probe."""
+# More answers rather than longer ones: a step of the engine takes as long for 16 answers as for 8.
+_ANSWERS_PER_PROMPT = 4
+_ANSWER_TOKENS = 8
 # Of a probe of random tokens: longer than a block of the prefix cache on a GPU (16 tokens).
 _RANDOM_TOKENS = 24
 

@@ -28,6 +28,7 @@ from rlcore.models.parallel import adapter_state
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.shape import ModelShape, known_shape, peak_flops
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, build_engine, engine_dtype
+from rlcore.start import leave_uncollected
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers import canary
@@ -79,6 +80,7 @@ class Worker:
         self._meter = gpu_meter()
         self._version = 0
         self._num_updates = 0  # since the last hand-over
+        self._is_compiled = False  # what a step needs: after the first update
         self._probe: tuple[Prompt, ...] = ()
 
     def rendezvous(self) -> str:
@@ -123,6 +125,7 @@ class Worker:
         if hasattr(self, "_actor"):
             del self._actor
             self._critic = None
+            gc.unfreeze()
             gc.collect()  # their hooks and parameters refer to each other
             release_cached_memory()
         self._actor = Actor(config, self._model_directory, place, mesh, self._world_size)
@@ -239,6 +242,9 @@ class Worker:
         Raises:
             EngineError: the engine did not take them, or took them and computes with others; on all ranks.
         """
+        if self._num_updates and not self._is_compiled:
+            leave_uncollected()
+            self._is_compiled = True
         self._version, self._num_updates = version, 0
         self._wake_engine()
         taken = self._engine.update_weights(self._actor.weights(), version)
@@ -341,6 +347,7 @@ class Worker:
 
     def close(self) -> None:
         """Release the engine and leave the other ranks."""
+        gc.unfreeze()
         self._engine.close()
         if dist.is_initialized():
             dist.destroy_process_group()

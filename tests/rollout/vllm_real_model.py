@@ -65,15 +65,15 @@ def facts_of(model: Path) -> dict[str, Any]:
     load = handover.load
 
     def with_stale(stale: Callable[[str, Tensor], Tensor]) -> Any:
-        def wrapped(inside: nn.Module, settings: Any, sent: Any, expected: frozenset[str]) -> None:
-            load(inside, settings, _replaced(sent, stale), expected)
+        def wrapped(inside: nn.Module, settings: Any, sent: Any, *more: Any) -> None:
+            load(inside, settings, _replaced(sent, stale), *more)
 
         return wrapped
 
     heads: list[tuple[Any, Tensor]] = []
 
-    def with_stale_head(inside: Any, settings: Any, sent: Any, expected: frozenset[str]) -> None:
-        load(inside, settings, sent, expected)
+    def with_stale_head(inside: Any, settings: Any, sent: Any, *more: Any) -> None:
+        load(inside, settings, sent, *more)
         heads.append((inside.lm_head, inside.lm_head.weight))
         old = inside.lm_head.weight.detach().clone()
         old.copy_(trained.before["model.embed_tokens.weight"])

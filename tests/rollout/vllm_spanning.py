@@ -100,8 +100,8 @@ def canary_facts(config: RunConfig, model_directory: Path, rank: int, address: s
     facts: dict[str, Any] = {"right": worker.hand_over(0).difference}
     load = handover.load
 
-    def one_tensor_old(model: nn.Module, config: Any, weights: Any, expected: frozenset[str]) -> None:
-        load(model, config, _zeroed(weights), expected)
+    def one_tensor_old(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
+        load(model, config, _zeroed(weights), *more)
 
     if rank == 1:
         handover.load = one_tensor_old

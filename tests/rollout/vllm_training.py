@@ -53,8 +53,8 @@ def canary_facts(run: SmallRun, group: LocalGroup) -> dict[str, Any]:
     facts["stale_head"] = _stopped(group, 0, restoring=lambda: setattr(handover, "tied_head", tied_head))
     facts["right_difference"] = group.each(Worker.hand_over, 1)[0].difference
 
-    def one_tensor_old(model: nn.Module, config: Any, weights: Any, expected: frozenset[str]) -> None:
-        load(model, config, _replaced(weights, "model.layers.0.mlp.up_proj.weight"), expected)
+    def one_tensor_old(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
+        load(model, config, _replaced(weights, "model.layers.0.mlp.up_proj.weight"), *more)
 
     handover.load = one_tensor_old
     facts["wrong_tensor"] = _stopped(group, 2, restoring=lambda: setattr(handover, "load", load))
@@ -132,8 +132,8 @@ def _rounded_facts(group: LocalGroup) -> dict[str, Any]:
     right = group.each(Worker.hand_over, 10)[0]
     load = handover.load
 
-    def one_step_old(model: nn.Module, config: Any, weights: Any, expected: frozenset[str]) -> None:
-        load(model, config, ((n, t - 1e-4 if n == STALE else t) for n, t in weights), expected)
+    def one_step_old(model: nn.Module, config: Any, weights: Any, *more: Any) -> None:
+        load(model, config, ((n, t - 1e-4 if n == STALE else t) for n, t in weights), *more)
 
     handover.load = one_step_old
     stale = _stopped(group, 11, restoring=lambda: setattr(handover, "load", load))

@@ -99,6 +99,7 @@ class VllmEngine(RolloutEngine):
         self._asleep = False
         self._names = itertools.count()
         self._engine = start_vllm(shape, settings)
+        self._places: dict[str, Tensor] | None = None
         self._span = Span(settings.tensor_parallel_size)
         if shape.dtype != torch.float32:
             give_float32_logits(self.model)
@@ -220,9 +221,11 @@ class VllmEngine(RolloutEngine):
             release_cached_memory()
             self._engine.wake_up(["weights"])
         sent = handover.SentWeights(self.model)
-        handover.load(self.model, self._engine.model_config, sent.noted(weights), self._expected)
+        handover.load(self.model, self._engine.model_config, sent.noted(weights), self._expected, self._places)
         with torch.no_grad():
             taken = sent.compare()
+            if self._places is None and taken == TakenWeights():
+                self._places = sent.places()
         self._wake(["kv_cache"])
         cached = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         if not self._engine.reset_prefix_cache() or len(cached.cached_block_hash_to_block):

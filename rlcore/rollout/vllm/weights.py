@@ -1,6 +1,6 @@
 """Taking over weights inside vLLM: on the device, tensor by tensor, without a host copy or a file."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,11 +21,18 @@ _FUSED = {  # a transformers matrix: vLLM's, in whose rows it lies, and how many
 _OF_KEYS = ("k_proj", "v_proj")
 
 
-def load(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, Tensor]], expected: frozenset[str]) -> None:
+def load(
+    model: nn.Module,
+    model_config: Any,
+    weights: Iterable[tuple[str, Tensor]],
+    expected: frozenset[str],
+    places: Mapping[str, Tensor] | None = None,
+) -> None:
     """Copy all weights into vLLM's model, cast to its type.
 
-    On a GPU each tensor is copied straight into its place, which CUDA graphs hold by address. A CPU keeps matrices
-    packed for its kernels, so each layer is packed again; vLLM does not pack a tied head again, so that is done here.
+    On a GPU each tensor is copied straight into its place, which CUDA graphs hold by address; where that is vLLM finds,
+    or an earlier hand-over has found (`places`). A CPU keeps matrices packed for its kernels, so each layer is packed
+    again; vLLM does not pack a tied head again, so that is done here.
 
     Raises:
         EngineError: a tensor is unknown or was not sent.
@@ -34,6 +41,9 @@ def load(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, Tenso
     with torch.no_grad():
         if next(model.parameters()).device.type == "cpu":
             _load_packed(model, model_config, whole)
+        elif places is not None:
+            for name, tensor in whole:
+                places[name].copy_(tensor)
         else:
             model.load_weights(whole)  # type: ignore[operator]
 
@@ -124,6 +134,19 @@ class SentWeights:
         return TakenWeights(
             tuple(one.name for one, same in zip(compared, equal, strict=True) if not same), tuple(unknown)
         )
+
+    def places(self) -> dict[str, Tensor] | None:
+        """The memory that the kernels read each tensor from, after `compare` has found all in it; None where that is
+        another form, or a part."""
+        found: dict[str, Tensor] = {}
+        for one in self._sent:
+            module = self._modules[one.path]
+            held, parameter = _rows(_held(module, one.kind), one), getattr(module, one.kind, None)
+            is_view = held is not None and isinstance(parameter, Tensor) and held._base is parameter
+            if not is_view or held is None or getattr(module, "tp_size", 1) > 1:
+                return None
+            found[one.name] = held
+        return found
 
     def _tied_head(self) -> list[_Sent]:
         """The head, where its weights were sent as the embedding's."""
