@@ -5,18 +5,29 @@ a module as `python -m MODULE ARGUMENTS` would, with an environment, a working d
 kills and exit codes are those of any process; only its command line is the fork server's.
 """
 
+import atexit
 import io
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["rlcore.run.process", "rlcore.workers.worker", "pandas"])  # pyarrow imports it to read
+# Of the command line what costs most; not Prefect, which reads its settings from the environment when it is imported.
+SERVER.set_forkserver_preload(
+    [
+        "rlcore.run.process", "rlcore.workers.worker", "flows.cli", "pandas", "pyarrow.parquet", "mlflow",
+        "mlflow.store.tracking.sqlalchemy_store", "matplotlib.figure", "matplotlib.backends.backend_svg", "fastapi",
+        "rich.console",
+    ]
+)  # fmt: skip
 
 
 def fork_module(
@@ -36,12 +47,8 @@ def fork_module(
         errors: File for standard error; None: the same as `output`.
         environment: All of its variables; None: those of this process.
     """
-    files = str(output), str(errors or output)
-    process = SERVER.Process(  # type: ignore[attr-defined]  # known for forkserver contexts only
-        target=_run, args=(module, [*arguments], *files, dict(os.environ if environment is None else environment))
-    )
-    process.start()
-    return process
+    files = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for path in (output, errors or output)]
+    return _forked(module, arguments, files, os.environ if environment is None else environment)
 
 
 def run_module(
@@ -64,19 +71,85 @@ def run_module(
     return process.exitcode
 
 
-def _run(module: str, arguments: list[str], output: str, errors: str, environment: dict[str, str]) -> None:
+class ForkedCommand(subprocess.Popen[str]):
+    """`Popen([sys.executable, "-m", MODULE, *ARGUMENTS], stdout=PIPE, stderr=PIPE, text=True, start_new_session=True)`
+    in the project's root, forked."""
+
+    def __init__(self, module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        self._process = _forked(module, arguments, [out_end, err_end], environment)
+        self.args = [module, *arguments]
+        self.stdin, self.stdout, self.stderr = None, io.open(out), io.open(err)  # noqa: SIM115, UP020
+        self.pid, self.returncode = self._process.pid or 0, None  # type: ignore[assignment]
+        # What `Popen.communicate` reads.
+        self._child_created = self.text_mode = True
+        self._communication_started, self._input = False, None
+
+    def poll(self) -> int | None:
+        """Exit code; None: it runs."""
+        if self.returncode is None:
+            self.returncode = self._process.exitcode  # type: ignore[assignment]
+        return self.returncode
+
+    def __del__(self) -> None:
+        """Nothing: the fork server waits for it."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Exit code, once it has ended."""
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+
+def _forked(
+    module: str, arguments: Sequence[str], outputs: Sequence[int], environment: Mapping[str, str]
+) -> BaseProcess:
+    """Start the module; `outputs`, descriptors of its standard output and error, are its own from now on."""
+    process: BaseProcess = SERVER.Process(  # type: ignore[attr-defined]  # known for forkserver contexts only
+        target=_run, args=(module, [*arguments], _Sent(outputs), dict(environment))
+    )
+    try:
+        process.start()
+    finally:
+        for descriptor in set(outputs):
+            os.close(descriptor)
+    return process
+
+
+class _Sent:
+    """Descriptors, sent to the forked process."""
+
+    def __init__(self, descriptors: Sequence[int]) -> None:
+        self._descriptors = descriptors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ([reduction.DupFd(descriptor) for descriptor in self._descriptors],)
+
+
+def _run(module: str, arguments: list[str], outputs: list[Any], environment: dict[str, str]) -> None:
     """In the forked process."""
     os.setsid()
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)
-    for number, path in ((0, os.devnull), (1, output), (2, errors)):
-        file = os.open(path, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(file, number)
-        os.close(file)
+    descriptors = [os.open(os.devnull, os.O_RDONLY), *(one.detach() for one in outputs)]
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+    for descriptor in set(descriptors) - {0, 1, 2}:
+        os.close(descriptor)
     sys.stdin, sys.stdout, sys.stderr = (
         io.open(number, mode, buffering=1, closefd=False)  # noqa: SIM115, UP020 (until the process ends)
         for number, mode in ((0, "r"), (1, "w"), (2, "w"))
     )
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.modules.pop(module, None)  # it is run, not imported
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing's processes leave them out

@@ -18,6 +18,7 @@ import pytest
 
 from flows.server.api import LocalServer
 from rlcore.trainer.metrics import repeatable
+from tests.forked import ForkedCommand
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELD = Path(__file__).parent / "held"
@@ -55,6 +56,9 @@ def nothing_left_running() -> Iterator[None]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
     _started.clear()
 
 
@@ -74,6 +78,13 @@ def start(command: Sequence[str], environment: Mapping[str, str], folder: Path =
     return process
 
 
+def forked(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedCommand:
+    """`python -m MODULE ARGUMENTS` in this checkout, forked from a process that has imported most of it."""
+    process = ForkedCommand(module, arguments, environment)
+    _started.append(process)
+    return process
+
+
 @dataclass
 class Millrace:
     """The command line, with one root and one Prefect server."""
@@ -81,11 +92,13 @@ class Millrace:
     root: Path
     environment: Mapping[str, str]
 
-    def start(self, verb: str, *settings: str) -> "subprocess.Popen[str]":
-        """Start a command."""
+    def start(self, verb: str, *settings: str, spawned: bool = False) -> "subprocess.Popen[str]":
+        """Start a command; `spawned`: with a command line of its own, which others see."""
         words = [f"paths.root={self.root}"] if any("=" in word for word in settings) else []
-        command = [sys.executable, "-m", "flows.cli", *verb.split(), *settings, *words]
-        return start(command, os.environ | self.environment)
+        words, environment = [*verb.split(), *settings, *words], os.environ | self.environment
+        if spawned:
+            return start([sys.executable, "-m", "flows.cli", *words], environment)
+        return forked("flows.cli", words, environment)
 
     def __call__(self, verb: str, *settings: str) -> Finished:
         """Run a command to its end."""

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler
@@ -20,7 +19,7 @@ from flows.commands.regression import SERIES_TAG
 from flows.stack.control import Wishes, up
 from rlcore.config import TrackingConfig
 from rlcore.tracking.mlflow_store import MlflowStore
-from tests.flows.conftest import HELD, Millrace, ended, numbers, start, wait_until
+from tests.flows.conftest import HELD, Millrace, ended, forked, numbers, wait_until
 from tests.flows.serving import serving
 from tests.flows.stack import ENDS, Stack, stack_up
 from tests.flows.sweep_series import in_the_way
@@ -180,7 +179,7 @@ def start_sweep(stack: Stack, name: str) -> "subprocess.Popen[str]":
     """`millrace sweep --on-workers` with the stack's server."""
     environment = {**stack.environment, "PREFECT_HOME": str(stack.root / "prefect")}
     words = [str(spec_of(stack, name)), *UNTRACKED, f"paths.root={stack.root}", "--on-workers"]
-    return start([sys.executable, "-m", "flows.cli", "sweep", *words], os.environ | environment)
+    return forked("flows.cli", ["sweep", *words], os.environ | environment)
 
 
 def spec_of(stack: Stack, name: str) -> Path:

@@ -227,7 +227,7 @@ def test_a_comparison_is_there_where_mlflow_does_not_take_it(tmp_path: Path, cap
 @pytest.mark.slow
 def test_a_run_is_listed_followed_and_told_to_stop(bare: Millrace) -> None:
     small = ("warm_start.enabled=false", "tracking.enabled=false")
-    training = bare.start("train", "experiment=debug", "trainer.total_steps=20000", *small)
+    training = bare.start("train", "experiment=debug", "trainer.total_steps=20000", *small, spawned=True)
     wait_until(lambda: any(path.stat().st_size for path in bare.root.glob("runs/*/metrics.jsonl")), "the first step")
     root = f"--root={bare.root}"
     (found,) = json.loads(bare("runs", "--json", root).out)

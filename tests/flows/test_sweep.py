@@ -5,7 +5,6 @@ import os
 import signal
 import sqlite3
 import subprocess
-import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,9 @@ from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import run_id
 from rlcore.evaluation.result import ValidationResult, per_problem
 from rlcore.evaluation.stats import Interval, paired_difference
-from tests.flows.conftest import HELD, REPOSITORY, Api, Millrace, ended, journal, numbers, under, wait_until
+from tests.flows.conftest import HELD, Api, Millrace, ended, journal, numbers, under, wait_until
 from tests.flows.sweep_specs import SPECS, UNTRACKED
+from tests.forked import ForkedCommand
 
 SERIES_WAIT_S = 840.0
 """About thirty runs; a minute and a half on two idle cores."""
@@ -49,16 +49,12 @@ class Series:
 def series(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Series:
     root = tmp_path_factory.mktemp("sweeps")
     environment = {**prefect_server.environment, "PREFECT_HOME": str(prefect_server.home)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.flows.sweep_series", str(root)],
-        cwd=REPOSITORY,
-        env=os.environ | environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=SERIES_WAIT_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    process = ForkedCommand("tests.flows.sweep_series", [str(root)], os.environ | environment)
+    try:
+        _, errors = process.communicate(timeout=SERIES_WAIT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors[-4000:]
     return Series(root, prefect_server, json.loads((root / "series.json").read_text()))
 
 

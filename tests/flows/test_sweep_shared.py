@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from prefect.logging import disable_run_logger
 
 from flows.sweep.drive import Drive, Task
 from flows.sweep.record import sweep_directory
-from tests.flows.conftest import ended, journal, start, wait_until
+from tests.flows.conftest import ended, forked, journal, wait_until
 from tests.flows.sweep_shared import shared_sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -37,7 +36,7 @@ def test_three_processes_one_of_them_killed_share_a_sweep(artifacts_root: Path) 
     root = artifacts_root
 
     def process(name: str) -> Any:
-        return start([sys.executable, "-m", "tests.flows.sweep_shared", str(root), name], dict(os.environ))
+        return forked("tests.flows.sweep_shared", [str(root), name], os.environ)
 
     killed, second = process("killed"), process("second")
     wait_until(lambda: any(one["by"] == "killed" for one in log_of(root)), "the first has begun a run")
