@@ -7,6 +7,7 @@ compiled, times one measured factor. All measured constants stand here, at the t
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -240,23 +241,20 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     offloads_base = model.lora is not None and model.lora.offload
     beside_engine = {name: size for name, size in held.items() if not (offloads_base and name == FROZEN_BASE)}
 
-    def head(gradient: Literal["none", "hidden", "all"]) -> int:
-        chunk = model.head_chunk_tokens
-        return head_bytes(shape, device.itemsize, chunk, tokens, gradient=gradient, compiled=compiled)
-
+    head = partial(head_bytes, shape, device.itemsize, model.head_chunk_tokens, tokens, compiled=compiled)
     is_brought_back = _has_reference(config) and config.algo.kl.offload
     reference = {"reference, brought back": device.itemsize * shape.policy_parameters} if is_brought_back else {}
     layer = tokens * pass_activation_bytes(shape, device.itemsize)
     passes = {
         "gathered weights": policy_gathered,
-        "the head, or a layer": max(layer, head("none")),  # no gradient: the layers' are gone when it begins
+        "the head, or a layer": max(layer, head(gradient="none")),  # no gradient: the layers' are gone when it begins
     }
     recompute = model.gradient_checkpointing
     kept = update_activation_bytes(shape, device.itemsize, recompute=recompute, compiled=compiled)
     update = {
         "gathered weights": policy_gathered,
         "activations": tokens * (kept + _adapter_activation_bytes(config, shape, device.itemsize)),
-        "head": head("all" if model.lora is None else "hidden"),
+        "head": head(gradient="all" if model.lora is None else "hidden"),
     }
     phases = {
         GENERATION: {**beside_engine, **awake},

@@ -80,7 +80,7 @@ class Worker:
         self._meter = gpu_meter()
         self._version = 0
         self._num_updates = 0  # since the last hand-over
-        self._is_compiled = False  # what a step needs: after the first update
+        self._is_frozen = False  # to the garbage collector, what is alive since the first update
         self._probe: tuple[Prompt, ...] = ()
 
     def rendezvous(self) -> str:
@@ -125,7 +125,7 @@ class Worker:
         if hasattr(self, "_actor"):
             del self._actor
             self._critic = None
-            gc.unfreeze()
+            self._collect_again()
             gc.collect()  # their hooks and parameters refer to each other
             release_cached_memory()
         self._actor = Actor(config, self._model_directory, place, mesh, self._world_size)
@@ -242,9 +242,9 @@ class Worker:
         Raises:
             EngineError: the engine did not take them, or took them and computes with others; on all ranks.
         """
-        if self._num_updates and not self._is_compiled:
+        if self._num_updates and self._config.model.compile and not self._is_frozen:
             leave_uncollected()
-            self._is_compiled = True
+            self._is_frozen = True
         self._version, self._num_updates = version, 0
         self._wake_engine()
         taken = self._engine.update_weights(self._actor.weights(), version)
@@ -345,9 +345,14 @@ class Worker:
         self._actor.put_base_away()
         self._meter.engine_sleeps(False)
 
+    def _collect_again(self) -> None:
+        if self._is_frozen:
+            gc.unfreeze()
+            self._is_frozen = False
+
     def close(self) -> None:
         """Release the engine and leave the other ranks."""
-        gc.unfreeze()
+        self._collect_again()
         self._engine.close()
         if dist.is_initialized():
             dist.destroy_process_group()
