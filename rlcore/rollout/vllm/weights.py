@@ -39,11 +39,11 @@ def load(
     """
     whole = complete(weights, expected)
     with torch.no_grad():
-        if next(model.parameters()).device.type == "cpu":
-            _load_packed(model, model_config, whole)
-        elif places is not None:
+        if places is not None:
             for name, tensor in whole:
                 places[name].copy_(tensor)
+        elif next(model.parameters()).device.type == "cpu":
+            _load_packed(model, model_config, whole)
         else:
             model.load_weights(whole)  # type: ignore[operator]
 
