@@ -19,7 +19,7 @@ import torch
 
 from rlcore.batching.loader import PromptStream
 from rlcore.config import RunConfig
-from rlcore.models.load import load_tokenizer
+from rlcore.models.tokenizer import load_tokenizer
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.turns import TurnTokens

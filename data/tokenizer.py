@@ -85,7 +85,7 @@ def tokenizer_fingerprint(directory: Path) -> str:
 def load_tokenizer(directory: Path) -> Any:
     """The transformers tokenizer of a directory. Raises DataError where that fails, or it is not a fast one."""
     # Not AutoTokenizer: beside some config.json files it ignores the tokenizer's own class.
-    from rlcore.models.load import load_tokenizer as load_as_its_file_says
+    from rlcore.models.tokenizer import load_tokenizer as load_as_its_file_says
 
     try:
         tokenizer: Any = load_as_its_file_says(directory)

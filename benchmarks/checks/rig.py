@@ -13,7 +13,7 @@ import torch
 from benchmarks.harness import FixedLengths, Loop, draw_lengths, training_loop
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
-from rlcore.models.load import load_tokenizer
+from rlcore.models.tokenizer import load_tokenizer
 from rlcore.rollout.engine import engine_dtype
 from rlcore.score import Score
 from rlcore.trainer.step import StepResult

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from benchmarks.harness import decoder
 from benchmarks.vs_trl.job import HELD_OUT, Job, read_rows
 from benchmarks.vs_trl.ours import as_prompts, settings
-from rlcore.models.load import load_policy, load_tokenizer
+from rlcore.models.load import load_policy
+from rlcore.models.tokenizer import load_tokenizer
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.experience import Answerer

@@ -10,7 +10,7 @@ from flows.work import stages
 from rlcore.batching.loader import PromptStream
 from rlcore.batching.prompts import read_prompts
 from rlcore.config.compose import load_config
-from rlcore.models.load import load_tokenizer
+from rlcore.models.tokenizer import load_tokenizer
 from rlcore.run.layout import RunLayout
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag

@@ -17,7 +17,7 @@ from benchmarks.harness import FixedLengths, decoder, seconds_line, watched_memo
 from benchmarks.vs_trl.job import GRAD_CLIP, PROMPTS, SAMPLER_CLIP, WEIGHT_DECAY, Job, Row, read_rows, write_report
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
-from rlcore.models.load import load_tokenizer
+from rlcore.models.tokenizer import load_tokenizer
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.experience import Answerer, ExperienceCollector

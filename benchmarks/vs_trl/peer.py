@@ -19,7 +19,7 @@ from trl import __version__ as trl_version
 from benchmarks.harness import watched_memory
 from benchmarks.vs_trl.job import GRAD_CLIP, PROMPTS, SAMPLER_CLIP, WEIGHT_DECAY, Job, read_rows, write_report
 from rlcore.config import RewardConfig
-from rlcore.models.load import load_tokenizer
+from rlcore.models.tokenizer import load_tokenizer
 from rlcore.rollout.scoring import ScoringPool
 
 

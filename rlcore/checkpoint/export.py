@@ -15,9 +15,10 @@ from rlcore.checkpoint.shards import BaseRecord, load_shards
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.errors import CheckpointError
 from rlcore.models.library import AutoConfig, GenerationConfig
-from rlcore.models.load import load_policy, load_tokenizer
+from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, write_peft
 from rlcore.models.parallel import adapter_state, full_state
+from rlcore.models.tokenizer import load_tokenizer
 from rlcore.storage.manifest import MANIFEST
 from rlcore.storage.publish import published_directory
 

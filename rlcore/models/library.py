@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 NAMED_ALIKE = ("torch", "accelerate", "mistral_common")
 """Of what transformers asks for as it is imported, all: modules that have the names of their packages."""
@@ -57,6 +58,15 @@ def _without(*packages: str) -> Iterator[None]:
 
 
 with _without("sklearn", "scipy"), _distributions_when_asked():
+    import transformers
+    from transformers.utils import import_utils
+    from transformers.utils import logging as transformers_logging
+    from transformers.utils.hub import cached_file
+
+    import_utils.is_sklearn_available()  # it remembers the answer
+    import_utils.is_scipy_available()
+
+if TYPE_CHECKING:
     from transformers import (
         AttentionInterface,
         AutoConfig,
@@ -71,8 +81,6 @@ with _without("sklearn", "scipy"), _distributions_when_asked():
         Qwen2Config,
         Qwen2ForCausalLM,
     )
-    from transformers.utils import logging as transformers_logging
-    from transformers.utils.hub import cached_file
 
 __all__ = [
     "AttentionInterface",
@@ -90,6 +98,13 @@ __all__ = [
     "cached_file",
     "transformers_logging",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A name of transformers, imported once somebody asks for it: a tokenizer needs no torch, a model does."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(transformers, name)
 
 
 @contextmanager

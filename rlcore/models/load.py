@@ -1,80 +1,42 @@
-"""Models and tokenizers from a directory or the hub, checked before they are used."""
+"""Models from a directory or the hub, checked before they are used."""
 
-import json
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from rlcore.config.model import ModelConfig
 from rlcore.errors import ModelError
 from rlcore.models.attention import ATTENTION_NAME
-from rlcore.models.hub import hub_answers
 from rlcore.models.library import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    cached_file,
     no_progress_bars,
 )
 from rlcore.models.nf4 import hold_in_4_bits
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, decode_mask
-from rlcore.models.shape import TESTED, TRAINABLE, is_plain_tokenizer, require_base, untrainable
+from rlcore.models.shape import TESTED, TRAINABLE, require_base, untrainable
+from rlcore.models.tokenizer import attempt, is_local, load_tokenizer, located
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # A model with one of these settings scales or caps what the head computes; the chunked head does neither.
 _HEAD_CHANGES = {"final_logit_softcapping": (None,), "logits_scaling": (None, 1.0), "logit_scale": (None, 1.0)}
 
 
-def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or hub id. Raises ModelError where there is none."""
-    where = _located(path, "tokenizer_config.json")
-    found = _attempt(where, "a tokenizer", lambda **kw: _tokenizer_class(where).from_pretrained(where, **kw))
-    return cast(PreTrainedTokenizerBase, found)
-
-
-def _tokenizer_class(where: str) -> type[Any]:
-    file = _file_of(where, "tokenizer_config.json")
-    has_file = _file_of(where, "tokenizer.json") is not None
-    return PreTrainedTokenizerFast if has_file and file is not None and is_plain_tokenizer(file) else AutoTokenizer
-
-
-def _file_of(where: str, name: str) -> Path | None:
-    """A file of a directory, or of a hub id (from the cache where there is no network); None where it has none."""
-    if Path(where).is_dir():
-        file = Path(where) / name
-        return file if file.is_file() else None
-    found = cached_file(
-        where,
-        name,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        local_files_only=not hub_answers(),
-    )
-    return None if found is None else Path(found)
-
-
 def end_of_text_ids(path: str | Path) -> frozenset[int]:
     """Tokens that end an answer: those of the generation config, else of the model's config, else of the tokenizer."""
-    where, config = _located(path, "config.json"), _load_config(path)
+    where, config = located(path, "config.json"), _load_config(path)
     ids: int | list[int] | None = None
     with suppress(OSError):  # a model without a generation config
-        ids = GenerationConfig.from_pretrained(where, local_files_only=_is_local(where)).eos_token_id
+        ids = GenerationConfig.from_pretrained(where, local_files_only=is_local(where)).eos_token_id
     if ids is None:
         ids = config.eos_token_id
     if ids is None:
@@ -159,7 +121,7 @@ def _ready(trunk: Model, path: str | Path, model: ModelConfig) -> Model:
 def _load_causal(
     path: str | Path, device: torch.device, dtype: torch.dtype, *, in_4_bits: bool = False
 ) -> PreTrainedModel:
-    where, config = _located(path, "config.json"), _load_config(path)
+    where, config = located(path, "config.json"), _load_config(path)
     if (reason := untrainable(config.to_dict())) is not None:
         raise ModelError(f"model.path: {reason}, got {path}. {TRAINABLE}")
     for key, harmless in _HEAD_CHANGES.items():
@@ -172,7 +134,7 @@ def _load_causal(
         if getattr(config, key, 0.0):
             setattr(config, key, 0.0)  # dropout would make log-probabilities noisy
     with no_progress_bars():
-        loaded = _attempt(
+        loaded = attempt(
             where,
             "weights",
             lambda **kw: AutoModelForCausalLM.from_pretrained(
@@ -207,54 +169,9 @@ def _require_complete(path: str | Path, model: PreTrainedModel, report: dict[str
 
 
 def _load_config(path: str | Path) -> PreTrainedConfig:
-    where = _located(path, "config.json")
-    found = _attempt(where, "a config", lambda **kw: AutoConfig.from_pretrained(where, **kw))
+    where = located(path, "config.json")
+    found = attempt(where, "a config", lambda **kw: AutoConfig.from_pretrained(where, **kw))
     return cast(PreTrainedConfig, found)
-
-
-def _located(path: str | Path, file_name: str) -> str:
-    """The directory, which must hold `file_name`, or the hub id `owner/name`; what is neither is refused."""
-    text, directory = str(path), Path(path).expanduser()
-    if directory.is_dir():
-        file = directory / file_name
-        if not file.is_file():
-            raise ModelError(
-                f"model.path: a model directory must hold {file_name}, {text} does not. Is it the right one?"
-            )
-        try:
-            json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ModelError(f"model.path: {file} must be JSON, got: {error}. Copy the directory again.") from None
-        return str(directory)
-    if text.startswith((".", "/", "~")) or text.count("/") != 1 or directory.exists():
-        raise ModelError(
-            f"model.path: must be a model directory or a hub id (owner/name), got {text!r}, which is neither. "
-            "Check the spelling, or leave model.path empty to build a small model from nothing."
-        )
-    return text
-
-
-def _attempt(path: str, what: str, read: Callable[..., T]) -> T:
-    """Read with transformers; its many errors become one that names the setting."""
-    try:
-        return read(local_files_only=_is_local(path), trust_remote_code=False)
-    except SafetensorError as error:
-        raise ModelError(
-            f"model.path: the weights must be whole safetensors files, those in {path} are not ({error}). Copy the "
-            "directory again."
-        ) from error
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        where = "the directory" if Path(path).is_dir() else "no directory of that name, and the hub"
-        detail = " ".join(str(error).split())[:300]
-        raise ModelError(
-            f"model.path: must lead to {what} that transformers can read, got {path!r} ({where}: {detail}). "
-            "Check the path; architectures that need code of their own are not supported."
-        ) from error
-
-
-def _is_local(path: str) -> bool:
-    """Whether nothing is to be asked of the hub: it is a directory, or the hub is away and its cache must do."""
-    return Path(path).is_dir() or not hub_answers()
 
 
 _LENGTHS = (5, 3, 6)

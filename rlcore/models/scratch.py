@@ -1,58 +1,17 @@
-"""A small model and its tokenizer made from nothing: no download, the same bytes for the same settings.
-
-The tokenizer holds arithmetic only: one token for every integer up to a limit and one for each operator. A whole
-countdown answer is then a dozen tokens, which is why half a million parameters can learn the task on two CPU cores.
-"""
+"""A small model made from nothing: no download, the same bytes for the same settings."""
 
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Sequence, Split, WhitespaceSplit
 
 from rlcore.config.model import ScratchModel
 from rlcore.errors import ModelError
 from rlcore.models.library import (
     GenerationConfig,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     no_progress_bars,
 )
-
-PAD_TOKEN = "<pad>"
-EOS_TOKEN = "<eos>"
-UNK_TOKEN = "<unk>"
-OPERATORS = ("+", "-", "*", "/", "(", ")", "=", ":", ">", ",")
-
-# Messages one after another, nothing around them: a model made from nothing has no roles.
-_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% if not loop.last %} {% endif %}{% endfor %}"
-
-
-def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
-    """Write the arithmetic tokenizer into `directory` and return it; the bytes depend on `max_integer` alone.
-
-    Text is split at white space, between digits and other characters, and at every single other character, so
-    "19+7" and "19 + 7" are the same three tokens. Decoding joins tokens with one space. Whatever is not a number up
-    to `max_integer` or an operator becomes `<unk>`.
-    """
-    words = (PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *OPERATORS, *map(str, range(config.max_integer + 1)))
-    core = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNK_TOKEN))
-    core.pre_tokenizer = Sequence([WhitespaceSplit(), Split(Regex(r"\d+|\D"), behavior="isolated")])
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=core,
-        pad_token=PAD_TOKEN,
-        eos_token=EOS_TOKEN,
-        unk_token=UNK_TOKEN,
-        padding_side="left",
-        model_max_length=config.max_position_embeddings,
-        clean_up_tokenization_spaces=False,
-        chat_template=_CHAT_TEMPLATE,
-    )
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(directory)
-    return directory
 
 
 def build_scratch_model(

@@ -232,8 +232,7 @@ def ensure_tokenizer(config: RunConfig) -> Path:
     directory = planned_tokenizer(config)
     if (path is not None and Path(path).is_dir()) or finished_or_set_aside(directory) is not None:
         return directory
-    from rlcore.models.load import load_tokenizer
-    from rlcore.models.scratch import build_scratch_tokenizer
+    from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer
 
     with published_directory(directory, {"kind": "tokenizer", "hub_id": path, FINGERPRINT: directory.name}) as folder:
         if path is None:

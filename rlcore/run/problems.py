@@ -15,7 +15,7 @@ from rlcore.config import MixtureData, RunConfig, SuiteConfig
 from rlcore.config.data import parts_of
 from rlcore.config.suite import suite_settings
 from rlcore.errors import DataError
-from rlcore.models.load import load_tokenizer
+from rlcore.models.tokenizer import load_tokenizer
 from rlcore.rollout.by_part import with_scorer
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.rollout.turns import TurnTokens

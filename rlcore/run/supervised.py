@@ -25,9 +25,9 @@ from rlcore.checkpoint.catalog import HELD_OUT_LOSS, CheckpointInfo
 from rlcore.checkpoint.save import UnderWay
 from rlcore.config import RunConfig
 from rlcore.errors import DataError
-from rlcore.models.load import load_tokenizer
 from rlcore.models.memory import release_cached_memory
-from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
+from rlcore.models.scratch import build_scratch_model
+from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer
 from rlcore.rollout.engine import WARM_START_STREAM, requests_for
 from rlcore.run.inputs import (
     RunInputs,

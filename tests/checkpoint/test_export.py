@@ -11,7 +11,8 @@ from rlcore.checkpoint.export import export_transformers
 from rlcore.config.model import ScratchModel
 from rlcore.errors import CheckpointError
 from rlcore.models.parallel import full_state
-from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
+from rlcore.models.scratch import build_scratch_model
+from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.storage.manifest import verify_directory
 from tests.models.tiny import policy_of
 

@@ -15,7 +15,8 @@ from rlcore.config.model import ScratchModel
 from rlcore.errors import CheckpointError
 from rlcore.models.lora import add_adapters
 from rlcore.models.parallel import full_state
-from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
+from rlcore.models.scratch import build_scratch_model
+from rlcore.models.tokenizer import build_scratch_tokenizer
 from tests.checkpoint.small import save_shards
 from tests.checkpoint.test_store import edit_manifest, flip, save, state_at, steps, store_at
 from tests.models.tiny import policy_of, write_model

@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from rlcore.config.model import ScratchModel
-from rlcore.models.scratch import build_scratch_tokenizer
+from rlcore.models.tokenizer import build_scratch_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 CHAT_TEMPLATE = (

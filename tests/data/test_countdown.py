@@ -12,7 +12,7 @@ from data.countdown import CALCULATOR, TURN_END, build, score, tagged_answer
 from data.countdown_problems import CHUNK, Problem, _num_problems, draw_chunk, generate, solve
 from rlcore.config import CountdownData
 from rlcore.errors import DataError
-from rlcore.models.scratch import EOS_TOKEN
+from rlcore.models.tokenizer import EOS_TOKEN
 
 DEMO = CountdownData(
     train_size=4_767,

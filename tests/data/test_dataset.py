@@ -12,7 +12,7 @@ from rlcore.batching.prompts import read_prompts, read_solutions
 from rlcore.config import CountdownData, FilterConfig
 from rlcore.config.model import ScratchModel
 from rlcore.errors import DataError
-from rlcore.models.scratch import build_scratch_tokenizer
+from rlcore.models.tokenizer import build_scratch_tokenizer
 
 SMALL = CountdownData(
     train_size=60,

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 import data
 from rlcore.config import FilterConfig, Gsm8kData
-from rlcore.models.load import load_tokenizer
+from rlcore.models.tokenizer import load_tokenizer
 from rlcore.rollout.turns import TurnTokens
 
 TURNS = [

@@ -10,7 +10,7 @@ import pytest
 
 from flows.cli import app, exit_code
 from rlcore.config import ScratchModel
-from rlcore.models.scratch import build_scratch_tokenizer
+from rlcore.models.tokenizer import build_scratch_tokenizer
 
 SCORERS = """
 from rlcore.score import Score

@@ -14,8 +14,9 @@ from rlcore.config import ScratchModel
 from rlcore.config.compose import experiment_names, load_config
 from rlcore.config.gguf import INSTALL_SMOLLM2
 from rlcore.errors import ConfigError, DiskSpaceError, ModelError
-from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
+from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import shape_of
+from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.run.disk import RAY_SPILL_BYTES
 from rlcore.workers.memory_plan import Device, plan_memory
 from tests.models.gguf_files import write_gguf

@@ -14,7 +14,7 @@ from flows.plan.plan import make_plan
 from rlcore.config import CustomData, ScratchModel
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
-from rlcore.models.scratch import build_scratch_tokenizer
+from rlcore.models.tokenizer import build_scratch_tokenizer
 
 OWN = """
 import time

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rlcore.config.model import ScratchModel
 from rlcore.errors import ModelError
-from rlcore.models.load import end_of_text_ids, load_tokenizer
-from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
+from rlcore.models.load import end_of_text_ids
+from rlcore.models.scratch import build_scratch_model
+from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer
 
 SMALL = ScratchModel(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16, max_position_embeddings=32)
 

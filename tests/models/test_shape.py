@@ -25,8 +25,9 @@ from rlcore.config.model import PUBLISHED
 from rlcore.errors import ModelError
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters
-from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
+from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import ModelShape, has_experts, require_trainable, shape_of
+from rlcore.models.tokenizer import build_scratch_tokenizer
 
 SIZES = {
     "hidden_size": 64,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlcore.config.compose import load_config
 from rlcore.errors import EngineError
-from rlcore.models.load import load_tokenizer
+from rlcore.models.tokenizer import load_tokenizer
 from rlcore.rollout.vllm import weights as handover
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import Prompt

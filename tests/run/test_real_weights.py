@@ -14,10 +14,11 @@ from rlcore.batching.pack import pack
 from rlcore.checkpoint.export import export_transformers
 from rlcore.config.gguf import gguf_file
 from rlcore.config.model import LoraConfig, ModelConfig
-from rlcore.models.load import load_policy, load_tokenizer
+from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters
 from rlcore.models.parallel import full_state
 from rlcore.models.policy import CausalPolicy
+from rlcore.models.tokenizer import load_tokenizer
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 from rlcore.workers.worker import Worker

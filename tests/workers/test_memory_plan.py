@@ -18,8 +18,9 @@ from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, frozen_tensors
 from rlcore.models.optim import build_optimizer
 from rlcore.models.policy import CausalPolicy
-from rlcore.models.scratch import build_scratch_model, build_scratch_tokenizer
+from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import ModelShape
+from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
 from rlcore.workers import memory_plan as planning
 from rlcore.workers.memory_plan import (

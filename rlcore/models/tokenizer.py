@@ -1,0 +1,134 @@
+"""Tokenizers: of a model directory, of the hub, and one made from nothing. Most need no torch, and import none.
+
+The one made from nothing holds arithmetic only: one token for every integer up to a limit and one for each operator.
+A whole countdown answer is then a dozen tokens, which is why half a million parameters can learn the task on two CPU
+cores.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from safetensors import SafetensorError
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Sequence, Split, WhitespaceSplit
+
+from rlcore.config.model import ScratchModel
+from rlcore.errors import ModelError
+from rlcore.models import library
+from rlcore.models.hub import hub_answers
+from rlcore.models.library import PreTrainedTokenizerBase, PreTrainedTokenizerFast, cached_file
+from rlcore.models.shape import is_plain_tokenizer
+
+T = TypeVar("T")
+
+PAD_TOKEN = "<pad>"
+EOS_TOKEN = "<eos>"
+UNK_TOKEN = "<unk>"
+OPERATORS = ("+", "-", "*", "/", "(", ")", "=", ":", ">", ",")
+
+# Messages one after another, nothing around them: a model made from nothing has no roles.
+_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% if not loop.last %} {% endif %}{% endfor %}"
+
+
+def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
+    """Write the arithmetic tokenizer into `directory` and return it; the bytes depend on `max_integer` alone.
+
+    Text is split at white space, between digits and other characters, and at every single other character, so
+    "19+7" and "19 + 7" are the same three tokens. Decoding joins tokens with one space. Whatever is not a number up
+    to `max_integer` or an operator becomes `<unk>`.
+    """
+    words = (PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *OPERATORS, *map(str, range(config.max_integer + 1)))
+    core = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNK_TOKEN))
+    core.pre_tokenizer = Sequence([WhitespaceSplit(), Split(Regex(r"\d+|\D"), behavior="isolated")])
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=core,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        unk_token=UNK_TOKEN,
+        padding_side="left",
+        model_max_length=config.max_position_embeddings,
+        clean_up_tokenization_spaces=False,
+        chat_template=_CHAT_TEMPLATE,
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory or hub id. Raises ModelError where there is none."""
+    where = located(path, "tokenizer_config.json")
+    found = attempt(where, "a tokenizer", lambda **kw: _tokenizer_class(where).from_pretrained(where, **kw))
+    return cast(PreTrainedTokenizerBase, found)
+
+
+def _tokenizer_class(where: str) -> type[Any]:
+    file = _file_of(where, "tokenizer_config.json")
+    has_file = _file_of(where, "tokenizer.json") is not None
+    return (
+        PreTrainedTokenizerFast if has_file and file is not None and is_plain_tokenizer(file) else library.AutoTokenizer
+    )
+
+
+def _file_of(where: str, name: str) -> Path | None:
+    """A file of a directory, or of a hub id (from the cache where there is no network); None where it has none."""
+    if Path(where).is_dir():
+        file = Path(where) / name
+        return file if file.is_file() else None
+    found = cached_file(
+        where,
+        name,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        local_files_only=not hub_answers(),
+    )
+    return None if found is None else Path(found)
+
+
+def located(path: str | Path, file_name: str) -> str:
+    """The directory, which must hold `file_name`, or the hub id `owner/name`; what is neither is refused."""
+    text, directory = str(path), Path(path).expanduser()
+    if directory.is_dir():
+        file = directory / file_name
+        if not file.is_file():
+            raise ModelError(
+                f"model.path: a model directory must hold {file_name}, {text} does not. Is it the right one?"
+            )
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(f"model.path: {file} must be JSON, got: {error}. Copy the directory again.") from None
+        return str(directory)
+    if text.startswith((".", "/", "~")) or text.count("/") != 1 or directory.exists():
+        raise ModelError(
+            f"model.path: must be a model directory or a hub id (owner/name), got {text!r}, which is neither. "
+            "Check the spelling, or leave model.path empty to build a small model from nothing."
+        )
+    return text
+
+
+def attempt(path: str, what: str, read: Callable[..., T]) -> T:
+    """Read with transformers; its many errors become one that names the setting."""
+    try:
+        return read(local_files_only=is_local(path), trust_remote_code=False)
+    except SafetensorError as error:
+        raise ModelError(
+            f"model.path: the weights must be whole safetensors files, those in {path} are not ({error}). Copy the "
+            "directory again."
+        ) from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        where = "the directory" if Path(path).is_dir() else "no directory of that name, and the hub"
+        detail = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"model.path: must lead to {what} that transformers can read, got {path!r} ({where}: {detail}). "
+            "Check the path; architectures that need code of their own are not supported."
+        ) from error
+
+
+def is_local(path: str) -> bool:
+    """Whether nothing is to be asked of the hub: it is a directory, or the hub is away and its cache must do."""
+    return Path(path).is_dir() or not hub_answers()
