@@ -151,7 +151,8 @@ def select(batch: PackedBatch, sequences: Sequence[int]) -> PackedBatch:
 
 def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
     """The train batch of some sequences, in the order given; the batch itself where they are all of it."""
-    if list(sequences) == list(range(batch.packed.num_sequences)):
+    packed = select(batch.packed, sequences)
+    if packed is batch.packed:
         return batch
     tokens = token_indices(batch.packed.cu_seqlens, sequences)
 
@@ -159,7 +160,7 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
         return None if values is None else values[tokens]
 
     return TrainBatch(
-        packed=select(batch.packed, sequences),
+        packed=packed,
         old_logprobs=pick(batch.old_logprobs),
         ref_logprobs=pick(batch.ref_logprobs),
         old_values=pick(batch.old_values),

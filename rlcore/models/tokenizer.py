@@ -68,9 +68,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def _tokenizer_class(where: str) -> type[Any]:
     file = _file_of(where, "tokenizer_config.json")
     has_file = _file_of(where, "tokenizer.json") is not None
-    return (
-        PreTrainedTokenizerFast if has_file and file is not None and is_plain_tokenizer(file) else library.AutoTokenizer
-    )
+    is_plain = has_file and file is not None and is_plain_tokenizer(file)
+    return PreTrainedTokenizerFast if is_plain else library.AutoTokenizer  # which imports torch
 
 
 def _file_of(where: str, name: str) -> Path | None:
