@@ -3,8 +3,9 @@
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -212,10 +213,14 @@ def _optimizer_steps(
     in_one_epoch = [
         sequences for sequences in mini_batches(packed.group_ids, trainer.mini_batch_size) if lengths[sequences].any()
     ]
-    for sequences in in_one_epoch * trainer.epochs_per_batch:
+
+    def cut(sequences: Sequence[int]) -> tuple[Shares, list[tuple[Any, ...]]]:
         shares = share_out(packed, sequences)
         # Counted once over the mini-batch and all ranks; an answer without a token that has a loss counts nowhere.
         tokens = lengths[sequences]
         denominator = Denominator(int(tokens.sum()), int((tokens > 0).sum()), config.rollout.max_response_tokens)
-        arguments = [(select_train(batch, mine), shares.num_micro, denominator, *rates) for mine in shares.sequences]
-        yield _MiniBatchUpdate(shares, group.scatter(verb, arguments))
+        return shares, [(select_train(batch, mine), shares.num_micro, denominator, *rates) for mine in shares.sequences]
+
+    with ThreadPoolExecutor(1) as beside:  # ranks do not wait until their part of the next mini-batch is cut
+        for shares, arguments in beside.map(cut, in_one_epoch * trainer.epochs_per_batch):
+            yield _MiniBatchUpdate(shares, group.scatter(verb, arguments))
