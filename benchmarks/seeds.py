@@ -88,8 +88,9 @@ def draw(experiment: str, runs: list[dict[str, object]], file: Path) -> None:
 
 
 def named(run: dict[str, object]) -> str:
-    """A run's seed, and its adapters' rank if it has any."""
-    return f"seed {run['seed']}" + (f", LoRA of rank {run['lora_rank']}" if "lora_rank" in run else "")
+    """A run's seed, and its adapters' rank or its critic if it has one."""
+    adapters = f", LoRA of rank {run['lora_rank']}" if "lora_rank" in run else ""
+    return f"seed {run['seed']}{adapters}{', with a critic' if run['last_step'] else ''}"
 
 
 def table(runs: list[dict[str, object]]) -> str:

@@ -224,6 +224,12 @@ def test_what_vllm_cannot_do_is_said_with_the_setting(folder: Path) -> None:
     assert "It cannot compute in torch.float64 here. Set rollout.dtype=float32" in refusals["dtype"]
 
 
+def test_the_engine_sleeps_while_another_process_takes_memory_of_the_gpu(folder: Path) -> None:
+    sleep = facts_of(folder, "refusals")["sleep"]
+    assert "Memory usage increased" in sleep["by_itself"], "vLLM's own check is gone, and with it the need for ours"
+    assert (sleep["by_ours"], sleep["suspended"]) == ("", 2)
+
+
 def test_logits_of_a_bfloat16_engine_are_not_rounded(folder: Path) -> None:
     facts = facts_of(folder, "importance")["logits"]
     assert facts["dtype"] == "torch.float32"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from rlcore.rollout.engine import SamplingRequest, requests_for
 from rlcore.rollout.vllm.engine import VllmEngine
 from rlcore.rollout.vllm.short import runner_obstacle, runner_of
 from rlcore.rollout.vllm.short import scheduler as short_scheduler
-from rlcore.rollout.vllm.start import EngineShape
+from rlcore.rollout.vllm.start import EngineShape, sleep_beside_others
 from rlcore.rollout.vllm.weights import SentWeights
 from rlcore.types import Prompt, Rollout, Score
 
@@ -258,6 +258,32 @@ def others_freed(directory: Path, told: RuntimeError) -> str:
     return ""
 
 
+def sleep_facts() -> dict[str, Any]:
+    """vLLM's worker for a GPU goes to sleep while the GPU's free memory falls from 5 to 3, by its own code and by ours;
+    the device itself is not there."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    worker = Worker.__new__(Worker)
+    worker._sleep_mode_backend = suspended = Mock()
+    worker.vllm_config = Mock(model_config=Mock(enable_nccl_comm_suspend=False))
+
+    def sleep() -> str:
+        try:
+            worker.sleep(1)
+        except AssertionError as error:
+            return str(error)
+        return ""
+
+    with (
+        patch.object(torch.accelerator, "synchronize"),
+        patch.object(torch.accelerator, "get_memory_info", side_effect=[(5, 10), (3, 10)] * 2),
+    ):
+        by_itself = sleep()
+        sleep_beside_others()
+        sleep_beside_others()
+        return {"by_itself": by_itself, "by_ours": sleep(), "suspended": suspended.suspend.call_count}
+
+
 def refusal_facts(folder: Path) -> dict[str, Any]:
     """Engines that cannot start: what is said."""
     first = write_model("tied", folder / "fifth", 5)
@@ -275,6 +301,7 @@ def refusal_facts(folder: Path) -> dict[str, Any]:
         "too_long": message(lambda: build(first, max_model_len=SHAPE["max_position_embeddings"] + 1)),
         "dtype": message(lambda: build(first, dtype=torch.float64)),
         "no_cache": message(lambda: build(first, none_left)),
+        "sleep": sleep_facts(),
     }
 
 

@@ -28,6 +28,7 @@ _ENVIRONMENT = {
 _BYTES_PER_GIB = 2**30
 _OTHERS_FREED = "error in memory profiling"
 """In vLLM's refusal where free memory of the GPU grew while it measured its own use."""
+_OTHERS_TOOK = "Memory usage increased after sleeping"
 _LARGEST_GRAPH = 512
 """Answers in the largest CUDA graph that vLLM makes by itself."""
 _UNSPLIT_TOKENS = 2_048
@@ -73,6 +74,8 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
         from vllm.v1.executor import Executor
 
         gc.freeze()  # vLLM collects all garbage several times while it starts: what was imported is not visited
+        if shape.device.type == "cuda":
+            sleep_beside_others()
         if shape.device.type == "cpu":
             # Its sampler compiles one small function in C++: a minute on a slow machine, for nothing.
             current_platform.simple_compile_backend = "eager"
@@ -92,6 +95,25 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
         # On a CPU vLLM puts a function that does nothing in its place; the trainer sets its threads by it.
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
+
+
+def sleep_beside_others() -> None:
+    """Let vLLM's worker sleep while another process takes memory of the GPU. When it has given its memory back, it asks
+    the driver whether more is free than before, and ends with an error where others took more than it gave."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    own = Worker.sleep
+    if own.__module__ == __name__:
+        return
+
+    def sleep(worker: Any, level: int = 1) -> None:
+        try:
+            own(worker, level)
+        except AssertionError as error:
+            if _OTHERS_TOOK not in str(error):
+                raise
+
+    Worker.sleep = sleep
 
 
 def _through_torch(base: Any) -> Any:
