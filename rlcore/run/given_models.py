@@ -63,20 +63,28 @@ def changed_models(record: Path, paths: Mapping[str, str | None]) -> list[str]:
     return lines
 
 
-def require_same_base(config: RunConfig, filtered_directory: Path) -> None:
-    """The warm start, as far as it is made, was made from the model that lies at `model.path`.
+def require_same_start(record: Path, config: RunConfig, what: str) -> None:
+    """What runs share was made from the model that lies at `model.path`.
 
     Raises:
         ModelError: from another one; shows what is different.
     """
-    stage, made = _stage(config, filtered_directory), planned_start_model(config, filtered_directory)
-    if stage is None or not (made.is_dir() or stage.checkpoints.is_dir()):
-        return
-    if changed := changed_models(stage.models_json, {"model.path": config.model.path}):
+    if changed := changed_models(record, {"model.path": config.model.path}):
         raise ModelError(
-            f"{made}: the warm start has begun with another model than lies at model.path now:\n{changed[0]}\nPut it "
-            "back, or give the other model a folder of another name and set model.path to that."
+            f"{what} begun with another model than lies at model.path now:\n{changed[0]}\nPut it back, or give the "
+            "other model a folder of another name and set model.path to that."
         )
+
+
+def require_same_base(config: RunConfig, filtered_directory: Path) -> None:
+    """The warm start, as far as it is made, was made from the model that lies at `model.path`.
+
+    Raises:
+        ModelError: from another one.
+    """
+    stage, made = _stage(config, filtered_directory), planned_start_model(config, filtered_directory)
+    if stage is not None and (made.is_dir() or stage.checkpoints.is_dir()):
+        require_same_start(stage.models_json, config, f"{made}: the warm start has")
 
 
 def keep_base(config: RunConfig, filtered_directory: Path) -> None:
