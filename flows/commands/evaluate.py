@@ -16,8 +16,7 @@ from flows.commands.settings import root_among
 from flows.plan.checks import check_evaluation
 from flows.progress import display, display_for_console, shown_on
 from flows.stack.state import in_stack
-from flows.work.open_run import open_run
-from flows.work.status import EVALUATION
+from flows.work.open_run import EVALUATION, open_run
 from rlcore.config import RunConfig
 from rlcore.config.compose import checked_config
 from rlcore.config.fingerprint import fingerprint, lasting_settings

@@ -15,10 +15,10 @@ from pathlib import Path
 from flows.commands.settings import MOST_SLOTS
 from flows.plan.table import size
 from flows.progress import duration, printable
-from flows.work.open_run import END_WAIT_S, note_told
+from flows.work.open_run import END_WAIT_S, EVALUATION, note_told
 from flows.work.runs import all_runs, named_run
 from flows.work.slots import Slots, State, Wish
-from flows.work.status import EVALUATION, STATES, RunStatus, status_of, was_told, worker_of
+from flows.work.status import STATES, RunStatus, status_of, was_told, worker_of
 from flows.work.trainer import LogTail
 from rlcore.errors import ConfigError, DataError, RunInUseError
 from rlcore.storage.locks import Holder

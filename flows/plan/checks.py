@@ -30,6 +30,7 @@ from rlcore.rollout.environment import PLAY, Episode, turn_of
 from rlcore.rollout.scoring import ScoringPool, require_environment, require_scorer
 from rlcore.rollout.tools import tool_schemas
 from rlcore.rollout.vllm import require_vllm
+from rlcore.run.given_models import model_paths
 from rlcore.run.inputs import require_gguf, require_whole_model, stage_settings
 from rlcore.run.layout import RunLayout
 from rlcore.runtime.cluster import folder_problem, unreachable
@@ -81,7 +82,7 @@ def check_before_plan(config: RunConfig) -> None:
         ConfigError, DataError, ModelError: key, rule, value got, what to do.
     """
     _require_functions(config)
-    for key, path in _model_paths(config).items():
+    for key, path in model_paths(config).items():
         if path is not None:
             require_trainable(key, path)
     RunLayout.of(config).require_kinds()
@@ -151,12 +152,8 @@ def _require_cluster(config: RunConfig) -> None:
         raise ConfigError(problem)
 
 
-def _model_paths(config: RunConfig) -> dict[str, str | None]:
-    return {"model.path": config.model.path, "critic.path": config.critic.path if config.critic else None}
-
-
 def _require_models(config: RunConfig) -> None:
-    for key, path in _model_paths(config).items():
+    for key, path in model_paths(config).items():
         if path is not None and is_gguf(path):
             require_gguf(path, config.paths.root)
         elif path is not None:

@@ -22,6 +22,7 @@ from rlcore.config.model import PUBLISHED
 from rlcore.errors import CheckpointError
 from rlcore.models.shape import config_file, shape_of
 from rlcore.run.disk import disk_needs
+from rlcore.run.given_models import require_same_base
 from rlcore.run.inputs import RunInputs, given_model, is_given, planned_start_model, planned_tokenizer, stage_settings
 from rlcore.run.layout import RunLayout
 from rlcore.run.pass_rates import planned_pass_rates
@@ -173,7 +174,8 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
 
     Raises:
         DataError: source files of the dataset are missing.
-        CheckpointError: the run's checkpoints are broken, or of other settings, code or data.
+        CheckpointError: the run's checkpoints are broken, or of other settings, code, data or models.
+        ModelError: the warm start was made from another model than the one at `model.path`.
     """
     layout = RunLayout.of(config)
     committed = committed_step(config)
@@ -257,6 +259,7 @@ def _start_model(config: RunConfig, filtered: StagePlan) -> StagePlan:
         return StagePlan("warm-start", None, given_model(config), True, f"off: starts from {config.model.path}")
     if filtered.place is None:
         return StagePlan("warm-start", None, None, False, "after the filter")
+    require_same_base(config, filtered.place)
     place = planned_start_model(config, filtered.place)
     warm = config.warm_start
     detail = _ends(warm) if warm.enabled else "model only"

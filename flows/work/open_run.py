@@ -18,6 +18,7 @@ from rlcore.config import RunConfig
 from rlcore.config.fingerprint import run_id
 from rlcore.errors import CheckpointError, DataError, MillraceError, is_stop
 from rlcore.run.faults import fault_of, note_fault, read_faults
+from rlcore.run.given_models import changed_models, keep_models, model_paths
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import HeldLock, Holder
@@ -25,6 +26,8 @@ from rlcore.storage.publish import write_json_atomically, write_text_atomically
 from rlcore.tracking.attempts import has_begun
 from rlcore.user_code import code_of, difference, kept_code, working_by
 
+EVALUATION = "eval"
+"""`name` of an evaluation, which is a run without steps."""
 FLOW_LOCK = "flow.lock"
 STOP_FILE = "stop.json"
 """Which process was told to stop last, and when: a second signal would end it without a save."""
@@ -93,7 +96,7 @@ def open_run(config: RunConfig, command: Sequence[str] = (), title: str = "") ->
 
     Raises:
         RunInUseError: another process works on it.
-        CheckpointError: it has begun with other code or data.
+        CheckpointError: it has begun with other code, data or models.
         DataError: its folder cannot be written.
     """
     from rlcore.config.documents import to_yaml
@@ -101,6 +104,8 @@ def open_run(config: RunConfig, command: Sequence[str] = (), title: str = "") ->
     layout = RunLayout.of(config)
     with HeldLock(layout.run_dir / FLOW_LOCK, what=f"run {run_id(config)}"):
         _keep_code(config, layout)
+        if config.name != EVALUATION:  # that is named by the files of its model
+            keep_models(layout.models_json, model_paths(config))
         write_text_atomically(layout.settings_json, settings_text(config, layout))
         write_text_atomically(layout.run_dir / "settings.yaml", to_yaml(anchored(config, layout)))
         run = OpenRun(config, command, title)
@@ -145,7 +150,8 @@ def _keep_code(config: RunConfig, layout: RunLayout) -> None:
 
 
 def require_same_code(config: RunConfig, layout: RunLayout) -> None:
-    """What the settings name as `module:function`, and the files that the dataset is made of, are those of the run.
+    """What the settings name as `module:function`, the files that the dataset is made of, and the models at the paths
+    that the settings name are those of the run.
 
     Raises:
         CheckpointError: the run has begun, and they are not; shows what is different.
@@ -160,12 +166,14 @@ def require_same_code(config: RunConfig, layout: RunLayout) -> None:
         changed, remedy = difference(then, now), f"Put it back (the run's code lies in {layout.code})"
     elif files := _changed_files(config, layout):
         changed, remedy = "\n".join(files), "Put them back (data.revision names the commit of a hub dataset)"
+    elif models := changed_models(layout.models_json, model_paths(config)):
+        changed, remedy = "\n".join(models), "Put it back (a relative path begins at the working directory)"
     else:
         return
     fork = f"from these weights (--fork {run_id(config)}@{steps[-1]}) or from step 0" if steps else "from step 0"
     raise CheckpointError(
-        f"{layout.run_dir}: has begun with other code or data, so going on would be another run:\n{changed}\n{remedy}; "
-        f"or start another run by what is there now, {fork}, with a run_id of its own."
+        f"{layout.run_dir}: has begun with other code, data or models, so going on would be another run:\n{changed}\n"
+        f"{remedy}; or start another run by what is there now, {fork}, with a run_id of its own."
     )
 
 

@@ -13,6 +13,7 @@ from rlcore.config import RunConfig
 from rlcore.config.fingerprint import fingerprint, settings_fingerprint
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
+from rlcore.run.given_models import require_same_base
 from rlcore.run.inputs import RunInputs, find_start_model, is_given, planned_start_model, suite_fingerprint
 from rlcore.run.layout import RunLayout
 from rlcore.run.pass_rates import find_pass_rates
@@ -195,7 +196,12 @@ class PipelineResult:
 
 
 def known_start_model(config: RunConfig, inputs: RunInputs) -> StartModel | None:
-    """The model of step 0, if it is there and whole."""
+    """The model of step 0, if it is there and whole.
+
+    Raises:
+        ModelError: it was made from another model than the one at `model.path`.
+    """
+    require_same_base(config, inputs.filtered_directory)
     manifest = find_start_model(config, inputs.filtered_directory)
     if manifest is None and not is_given(config):
         return None

@@ -21,6 +21,7 @@ from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.suite import suite_settings
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
+from rlcore.run.given_models import keep_base
 from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_start_model
 from rlcore.run.layout import RunLayout
 from rlcore.run.pass_rates import planned_pass_rates
@@ -139,6 +140,7 @@ def warm_start(run: OpenRun, inputs: RunInputs, to_step: int) -> StartModel:
     """Make the model of step 0, or find it: the supervised steps to `to_step`, or to their end."""
     inputs.write(run.layout)
     if (known := results.known_start_model(run.config, inputs)) is not None:
+        keep_base(run.config, inputs.filtered_directory)
         return known
     result = run.trainer.call("warm_start", to_step=to_step)
     return StartModel(

@@ -26,8 +26,6 @@ State = Literal["running", "waiting", "stopping", "finished", "stopped", "failed
 word. `not begun`: no trainer has begun, and nothing says that a command was stopped or failed before that. A run whose
 process lives is one of the first three."""
 STATES: tuple[State, ...] = get_args(State)
-EVALUATION = "eval"
-"""`name` of an evaluation, which is a run without steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -284,7 +284,7 @@ def content_digest(file: Path) -> str:
     """sha256 of a file, which is read again only where its size or its time has changed."""
     path = file.expanduser().resolve()
     seen = path.stat()
-    return _digest(path, seen.st_size, seen.st_mtime_ns)
+    return _digest(path, seen.st_size, seen.st_ctime_ns)
 
 
 @lru_cache(maxsize=64)

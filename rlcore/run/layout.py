@@ -35,6 +35,8 @@ class RunLayout:
     """The source files that the settings name as `module:function`, as the run works by them."""
     inputs_json = _Below("inputs.json")
     """Which dataset and tokenizer the run works on (`RunInputs`)."""
+    models_json = _Below("models.json")
+    """What the files of the models were that the run has begun with (`rlcore.run.given_models`)."""
     journal = _Below("metrics.jsonl")
     """One JSON line a step."""
     checkpoints = _Below("checkpoints")

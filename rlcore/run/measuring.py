@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from rlcore.errors import DataError, StopRequestedError
 from rlcore.evaluation.result import Answer
+from rlcore.run.given_models import keep_models
 from rlcore.run.inputs import RunInputs
 from rlcore.run.pass_rates import (
     SCHEMA,
@@ -24,6 +25,7 @@ from rlcore.run.pass_rates import (
     PassRates,
     facts_of,
     find_pass_rates,
+    measured_beside,
     planned_pass_rates,
     read_table,
     row_digests,
@@ -53,7 +55,7 @@ class PassRateMeasuring:
 
     @property
     def _beside(self) -> Path:
-        return self._directory.with_name(f"measuring-{self._directory.name}")
+        return measured_beside(self._directory)
 
     def make(self) -> PassRates:
         """The table, made unless it is there.
@@ -67,6 +69,7 @@ class PassRateMeasuring:
             with locked_run(self._beside, self._guard.report, self._guard.stop, math.inf):
                 remove_stale_temporaries(self._beside)
                 if find_pass_rates(self._config, self._inputs) is None:  # perhaps another run has made it meanwhile
+                    keep_models(self._beside / "models.json", {"model.path": self._config.model.path})
                     self._publish(self._parts())
             found = find_pass_rates(self._config, self._inputs)
             assert found is not None, "it has been published"

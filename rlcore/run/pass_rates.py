@@ -20,7 +20,9 @@ from rlcore.batching.pass_counts import PassCounts
 from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint
 from rlcore.errors import DataError
+from rlcore.run.given_models import require_same_start
 from rlcore.run.inputs import RunInputs, answers_payload, code_payload, planned_start_model
+from rlcore.run.inputs import is_given as starts_as_given
 from rlcore.storage.finished import finished, finished_or_set_aside
 from rlcore.storage.manifest import MANIFEST
 
@@ -69,6 +71,11 @@ def planned_pass_rates(config: RunConfig, filtered_directory: Path) -> Path:
         payload["episode"] = config.episode.model_dump(mode="json", exclude={"deadline_s", "num_processes"})
         payload["template"] = config.data.chat_template_kwargs
     return Path(config.paths.root).resolve() / "pass-rates" / fingerprint("pass-rates", payload)
+
+
+def measured_beside(directory: Path) -> Path:
+    """Where a table is measured, part by part."""
+    return directory.with_name(f"measuring-{directory.name}")
 
 
 def _model_payload(folder: Path) -> object:
@@ -147,9 +154,12 @@ def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
 
     Raises:
         DataError: the table given is damaged, is none, or lacks training rows.
+        ModelError: the table was measured with another model than the one at `model.path`.
     """
     directory = planned_pass_rates(config, inputs.filtered_directory)
     is_given = config.pass_rates.table is not None
+    if not is_given and starts_as_given(config):
+        require_same_start(measured_beside(directory) / "models.json", config, f"{directory}: the pass rates were")
     manifest = finished(directory) if is_given else finished_or_set_aside(directory)
     if is_given and (manifest is None or manifest.values.get("kind") != KIND):
         raise DataError(

@@ -29,6 +29,7 @@ from rlcore.models.memory import release_cached_memory
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer
 from rlcore.rollout.engine import WARM_START_STREAM, requests_for
+from rlcore.run.given_models import keep_base, require_same_base
 from rlcore.run.inputs import (
     RunInputs,
     ensure_given_model,
@@ -303,6 +304,7 @@ class WarmStart:
                 training.record.finish(failed=failed, is_over=self._is_over)
 
     def _known(self) -> WarmStartResult | None:
+        require_same_base(self._config, self._inputs.filtered_directory)
         manifest = find_start_model(self._config, self._inputs.filtered_directory)
         if manifest is None and not is_given(self._config):
             return None
@@ -323,6 +325,7 @@ class WarmStart:
             text = f"{lessons.num_dropped:,} demonstrations are {limit}, and left out"
             self._guard.report({"event": "note", "text": text})
         write_text_atomically(self._layout.settings_json, settings.model_dump_json(indent=2) + "\n")
+        keep_base(self._config, self._inputs.filtered_directory)
         record = RunRecord(settings, self._layout, self._guard, tags={"stage": "warm-start"})
         workers = self._open.enter_context(SupervisedWorkers(record, self._inputs, lessons, self._source()))
         return SupervisedTraining(record, workers)

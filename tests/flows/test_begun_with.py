@@ -1,4 +1,4 @@
-"""A run that has begun is not gone on with by other code, or on other data."""
+"""A run that has begun is not gone on with by other code, on other data, or from other weights."""
 
 import sys
 from pathlib import Path
@@ -15,8 +15,9 @@ from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
-from rlcore.errors import CheckpointError
+from rlcore.errors import CheckpointError, DataError
 from rlcore.run.layout import RunLayout
+from rlcore.run.supervised import build_model
 from rlcore.user_code import code_of
 
 TASK = """
@@ -126,3 +127,38 @@ def test_a_run_of_before_its_code_was_kept_goes_on(config: RunConfig) -> None:
     with open_run(config):
         assert committed(config) == 2
     assert (layout.code / "mine_task.py").is_file()
+
+
+def test_another_model_under_the_same_path_is_refused_by_its_content(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seed in (("here", 1), ("there", 2)):
+        (tmp_path / name / "mm").mkdir(parents=True)
+        build_model(config.model_copy(update={"seed": seed}), tmp_path / name / "mm")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": "mm"})})
+    monkeypatch.chdir(tmp_path / "here")
+    layout = begin(config)
+    weights = tmp_path / "here" / "mm" / "model.safetensors"
+    whole, other = weights.read_bytes(), (tmp_path / "there" / "mm" / weights.name).read_bytes()
+    assert len(whole) == len(other)
+
+    weights.touch()
+    assert committed(config) == 2
+    weights.write_bytes(other)
+    told = refused(config)
+    assert f"model.path, {weights.parent}: {weights.name} was " in told
+    assert "--fork mine@2" in told
+    weights.write_bytes(whole)
+    with open_run(config):
+        assert committed(config) == 2
+
+    monkeypatch.chdir(tmp_path / "there")
+    assert str(tmp_path / "there" / "mm") in refused(config)
+    layout.models_json.unlink()  # begun before it was kept
+    with open_run(config):
+        assert committed(config) == 2
+    monkeypatch.chdir(tmp_path / "here")
+    assert str(weights.parent) in refused(config)
+    layout.models_json.write_text("[]")
+    with pytest.raises(DataError, match=r"models\.json: .* cannot be read .* delete it"):
+        make_plan(config)

@@ -1,5 +1,6 @@
 """What the model of step 0 depends on, and what not."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError
+from rlcore.run.given_models import changed_models, keep_models
 from rlcore.run.inputs import find_start_model, start_model_fingerprint
 from rlcore.storage.manifest import read_manifest
 from tests.checkpoint.test_store import edit_manifest
@@ -119,3 +121,20 @@ def test_a_model_that_millrace_has_written_is_refused_where_it_is_damaged(prepar
         find_start_model(load_config(overrides), FILTERED)
     (model / "manifest.json").unlink()
     assert find_start_model(load_config(overrides), FILTERED) is None
+
+
+def test_a_gguf_file_is_known_by_its_content_and_a_model_of_the_hub_by_its_name(tmp_path: Path) -> None:
+    record, file = tmp_path / "models.json", tmp_path / "model.gguf"
+    paths = {"model.path": str(file), "critic.path": "owner/name"}
+    file.write_bytes(b"one")
+    keep_models(record, paths)
+    os.utime(file, (0, 0))
+    assert not changed_models(record, paths)
+    seen = file.stat()
+    while file.stat().st_ctime_ns == seen.st_ctime_ns:  # until the file system's clock ticks
+        file.write_bytes(b"two")
+        os.utime(file, (0, 0))  # equal size and time, as an archive's
+    (line,) = changed_models(record, paths)
+    assert line.startswith(f"  model.path, {file}: model.gguf was 7692c3ad3540bb80, is ")
+    file.unlink()
+    assert not changed_models(record, paths)

@@ -1,5 +1,6 @@
 """Pass rates of the training rows: the table, what is kept by it, and training that draws by it."""
 
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -8,12 +9,12 @@ import pytest
 from flows.plan.plan import make_plan
 from rlcore.batching.pass_counts import PassCounts
 from rlcore.config import PassRatesConfig
-from rlcore.errors import DataError, StopRequestedError
+from rlcore.errors import DataError, ModelError, StopRequestedError
 from rlcore.run.inputs import RunInputs
 from rlcore.run.pass_rates import TABLE, PassRates, find_pass_rates, planned_pass_rates, read_table
 from tests.run.running import disturb, said, steps_of, weights_of
 from tests.run.sessions import Event, elsewhere, run_to_the_end, session_of
-from tests.small_run import SmallRun, prepare
+from tests.small_run import SmallRun, make, prepare
 
 COARSE = ("data.train_size=48", "pass_rates.samples=4", "tracking.enabled=false")
 BASE = (*COARSE, "pass_rates.rows_per_part=20")
@@ -66,6 +67,24 @@ def test_a_stopped_stage_goes_on_and_comes_to_the_same_bytes_with_parts_of_anoth
     table_of(run).write_bytes(b"damaged")
     assert find_pass_rates(run.config, run.inputs) is None, "it is set aside, and made again"
     assert not table_of(run).exists()
+
+
+def test_those_of_another_model_under_the_same_path_are_refused(measured: SmallRun, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(measured.model_directory, base, ignore=shutil.ignore_patterns("manifest.json"))
+    run = make(tmp_path, *BASE, "warm_start.enabled=false", f"model.path={base}")
+    with session_of(run) as session:
+        session.measure_pass_rates()
+    another = run.config.model_copy(update={"name": "another"})
+    assert find_pass_rates(another, run.inputs) is not None
+    whole = (weights := base / "model.safetensors").read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(
+        ModelError, match=r"pass rates were begun with another model .*\n.*base: model\.safetensors was "
+    ):
+        make_plan(another)
+    weights.write_bytes(whole)
+    assert find_pass_rates(another, run.inputs) is not None
 
 
 def test_a_line_counts_what_validation_would_count(measured: SmallRun) -> None:

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from rlcore.batching.pack import pack_demonstrations
 from rlcore.batching.prompts import Demonstration
-from rlcore.errors import ConfigError, DataError
+from rlcore.config.compose import load_config
+from rlcore.errors import ConfigError, DataError, ModelError
 from rlcore.models.policy import CausalPolicy
 from rlcore.run.inputs import stage_layout
 from rlcore.run.supervised import Lessons, build_model
@@ -166,6 +167,27 @@ def test_patience_ends_it_early(tmp_path: Path) -> None:
 def test_rows_without_solutions_are_one_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"all 512 are longer than warm_start\.max_tokens=4\. Set warm_start\.enabled"):
         prepare(tmp_path, *THREE_STEPS, "warm_start.max_tokens=4")
+
+
+def test_one_made_from_another_model_under_the_same_path_is_refused(tmp_path: Path) -> None:
+    (base := tmp_path / "base").mkdir()
+    settings = (*THREE_STEPS, "warm_start.steps_per_chunk=1", "warm_start.check_every=1", f"model.path={base}")
+    build_model(load_config(["experiment=debug"]), base)
+    run = prepare(tmp_path, *settings)
+    whole = (base / "model.safetensors").read_bytes()
+    build_model(load_config(["experiment=debug", "seed=2"]), base)
+    with pytest.raises(
+        ModelError, match=r"another model .*\n  model\.path, .*/base: model\.safetensors was .*\nPut it"
+    ):
+        prepare(tmp_path, *settings, "name=another")
+    (base / "model.safetensors").write_bytes(whole)
+    assert prepare(tmp_path, *settings).model_directory == run.model_directory
+
+    shutil.rmtree(run.model_directory)
+    warm_start(run.config, run.inputs, 1)
+    build_model(load_config(["experiment=debug", "seed=2"]), base)
+    with pytest.raises(ModelError, match="has begun with another model"):  # in the middle of it
+        prepare(tmp_path, *settings)
 
 
 # ---------------------------------------------------------------- going on
