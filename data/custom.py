@@ -14,10 +14,10 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from pkgutil import resolve_name
 from types import FrameType
@@ -198,10 +198,13 @@ def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
     return _made(config, seed)
 
 
-def require_sound_rows(config: TaskData, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> None:
+def require_sound_rows(
+    config: TaskData, seed: int, root: Path, splits: Sequence[str] = SPLITS, *, each_once: bool
+) -> None:
     """Make the rows of local files as the dataset's stage will, unless it has; half a second for 100,000.
 
-    Rows of the hub, of parquet files in the row schema and of a user's build are not tried.
+    Rows of the hub, of parquet files in the row schema and of a user's build are not tried. `each_once`: no prompt
+    stands twice in a split, as the filter will ask; in two splits none ever does.
 
     Raises:
         DataError: file and line of a row that cannot be used.
@@ -215,8 +218,32 @@ def require_sound_rows(config: TaskData, seed: int, root: Path, splits: Sequence
         is_local = isinstance(config, CustomData) and config.build == "data.code:build"
     if is_local and read_manifest(dataset_directory(dataset_fingerprint(config, seed, root, splits), root)) is None:
         rows = task_of(config).build(config, seed)
+        seen: dict[int, tuple[str, int]] = {}  # hash of a prompt -> split and number
         for split in splits:
-            deque(rows.splits[split], maxlen=0)
+            for number, row in enumerate(rows.splits[split]):
+                first = seen.setdefault(hash(row.prompt), (split, number))
+                if first[0] != split or (each_once and first[1] != number):
+                    raise _again(split, _place(config, split, number), first[0], _place(config, *first))
+
+
+def _place(config: TaskData, split: str, number: int) -> str:
+    """File and line of a row of local files, each of which is one record."""
+    from data.sources import records
+
+    assert isinstance(config, Gsm8kData | MappedData | CustomData), "the rows of other tasks are in no such files"
+    file = getattr(config, f"{split}_split", {"validation": "test"}.get(split, split))
+    source = config.options[0] if isinstance(config, CustomData) else config.source
+    return next(islice(records(source, file), number, None)).where
+
+
+def _again(split: str, place: str, first_split: str, first: str) -> DataError:
+    if split == first_split:
+        remedy = "Remove one of them, or set filter.duplicates to drop or keep"
+        return DataError(f"{place}: the same prompt as {first}. {remedy}")
+    return DataError(
+        f"{place}: the same prompt as {first}, so {split} would not measure what is new to the model. Remove it from "
+        "one of the two files"
+    )
 
 
 def _of_dataset(parquet: Path) -> FirstRow:

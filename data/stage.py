@@ -41,7 +41,7 @@ class StageResult:
 _EARLIER = {
     "3a9366f7f56a6621": "a09048efc44283de",  # gsm8k
     "ff5bdf651d3ba910": "9538ab35cefd03fb",  # mapped
-    "c630b9d7197c07cc": "73eafe51822f28ca",  # custom
+    "09b7a356070061f3": "73eafe51822f28ca",  # custom
     "ddabd2504478c4a0": "8bf03f727474bf7c",  # filter
     "7b1d1c14271eebae": "30f39456b8e733b5",  # demonstrations
 }

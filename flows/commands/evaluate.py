@@ -75,7 +75,9 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
     first = suite_settings(config, config.validation.suites[0])
     config = config.model_copy(update={"data": first.data, "name": EVALUATION})
     judged = [suite.model_dump(mode="json", exclude={"every_steps"}) for suite in config.validation.suites]
-    payload = {"settings": lasting_settings(config), "suites": judged, "weights": _identity(path)}
+    payload: dict[str, Any] = {"settings": lasting_settings(config), "suites": judged, "weights": _identity(path)}
+    if limits := [suite.max_problems for suite in config.validation.suites if suite.max_problems]:
+        payload["limits"] = limits  # results of before had all problems
     return config.model_copy(update={"run_id": f"eval-{label}-{fingerprint('eval', payload)[:8]}"})
 
 

@@ -9,7 +9,7 @@ from shlex import quote
 from flows import chain
 from flows.commands.settings import beside_python
 from flows.parameters import RunSettings
-from flows.plan.checks import check_before_plan, check_before_start, plan_run
+from flows.plan.checks import check_before_plan, check_before_start, check_rows, plan_run
 from flows.plan.table import show_memory, show_plan
 from flows.progress import display, display_for_console, shown_on
 from flows.server.api import PrefectApi, start_prefect, wait_for_prefect
@@ -81,6 +81,7 @@ def report(run: list[str], root: Path | None) -> None:
 def make_data(settings: RunSettings) -> None:
     """Make and filter the dataset."""
     check_before_plan(settings.config)
+    check_rows(settings.config)
     with shown_on(display_for_console()):
         chain.make_rows(settings.config, chain.run_here)
 

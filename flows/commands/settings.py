@@ -203,6 +203,7 @@ def _show(settings: "RunSettings", *, cfg: str | None) -> None:
     from rlcore.config.compose import CONF_DIR, composed_of
     from rlcore.config.documents import to_yaml
     from rlcore.config.fingerprint import run_id
+    from rlcore.config.problems import masked
 
     if cfg == "job":
         print(to_yaml(settings.config), end="")
@@ -216,7 +217,7 @@ def _show(settings: "RunSettings", *, cfg: str | None) -> None:
     print(f"conf       {CONF_DIR}")
     print(f"experiment {', '.join(files) or 'none: the defaults'}")
     print(f"groups     {' '.join(f'{group}={member}' for group, member in members.items())}")
-    print(f"overrides  {' '.join(settings.overrides) or 'none'}")
+    print(f"overrides  {' '.join(map(masked, settings.overrides)) or 'none'}")
 
 
 def beside_python(command: str) -> str:

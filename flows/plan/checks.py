@@ -200,7 +200,7 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
     """
     if plan.is_done:
         return
-    _require_sound_rows(config)
+    check_rows(config)
     model = None if config.model.path is None or not Path(config.model.path).is_dir() else Path(config.model.path)
     is_tokenizer_tried = model is not None and not plan.stage("filter").cached
     rows: list[FirstRow] = []
@@ -233,15 +233,16 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
         _try_functions(algo)
 
 
-def _require_sound_rows(config: RunConfig) -> None:
-    """The rows of local files can be used, those of suites too."""
+def check_rows(config: RunConfig) -> None:
+    """The rows of local files can be used, those of suites too. Raises DataError with file and line."""
     from data.custom import require_sound_rows
 
     root = Path(config.paths.root).resolve()
     suites = (suite_settings(config, suite) for suite in config.validation.suites)
     for seen, splits in ((config, SPLITS), *((suite, SPLITS[1:]) for suite in suites)):
         for part in parts_of(seen.data):
-            require_sound_rows(part.data, seen.seed, root, splits)
+            once = seen.filter.duplicates == "error"
+            require_sound_rows(part.data, seen.seed, root, splits, each_once=once)
 
 
 def _has_default_scorer(data: TaskData) -> bool:

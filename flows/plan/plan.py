@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 
 from data import dataset_directory, dataset_fingerprint, filter_fingerprint, filtered_directory, tokenizer_fingerprint
-from flows.work.open_run import require_same_code
+from flows.work.open_run import require_same_run
 from flows.work.results import committed_step, known_judgement, known_pass_rates, known_report, report_fingerprint
 from flows.work.stages import chunk_bounds, suite_datasets
 from rlcore.checkpoint.catalog import scan
@@ -174,12 +174,13 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
 
     Raises:
         DataError: source files of the dataset are missing.
-        CheckpointError: the run's checkpoints are broken, or of other settings, code, data or models.
+        CheckpointError: the run's checkpoints are broken, of other settings, code, data or models, or past its last
+            step.
         ModelError: the warm start was made from another model than the one at `model.path`.
     """
     layout = RunLayout.of(config)
     committed = committed_step(config)
-    require_same_code(config, layout)
+    require_same_run(config, layout)
     seen = config if seen is None else seen
     dataset, filtered = _data_stages(seen, layout.root)
     chunks = tuple(ChunkPlan(start, stop, stop <= committed) for start, stop in chunk_bounds(config))

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from flows.server.database import DATABASE, PREFECT_DATABASE, PREFECT_DATABASE_TOO, PREFECT_SQLITE
 from flows.server.secret import login_of, mlflow_client
 from rlcore.config import RunConfig, TrackingConfig
+from rlcore.config.problems import masked
 from rlcore.errors import MillraceError
 from rlcore.storage.documents import read_ordinary
 from rlcore.storage.locks import process_of
@@ -133,18 +134,6 @@ class Databases:
     def mlflow_is_the_file(self, root: Path) -> bool:
         """Whether runs under this root find their metrics in the database without being told where it is."""
         return self.mlflow == sqlite_address(root / "mlflow.db")
-
-
-def masked(address: str) -> str:
-    """An address that may be shown.
-
-    >>> masked("postgresql+asyncpg://me:s3cr%40t@db.example:5432/prefect?ssl=require")
-    'postgresql+asyncpg://me:***@db.example:5432/prefect'
-    >>> masked("sqlite:////data/mlflow.db")
-    'sqlite:////data/mlflow.db'
-    """
-    hidden = re.sub(r"^([\w+]+://[^:@/]*):.*@", r"\1:***@", address)
-    return hidden.partition("?")[0]  # a query may hold a password too
 
 
 def without_passwords(text: str, databases: "Databases") -> str:

@@ -96,7 +96,7 @@ def open_run(config: RunConfig, command: Sequence[str] = (), title: str = "") ->
 
     Raises:
         RunInUseError: another process works on it.
-        CheckpointError: it has begun with other code, data or models.
+        CheckpointError: it has begun with other code, data or models, or has more steps than it is to have.
         DataError: its folder cannot be written.
     """
     from rlcore.config.documents import to_yaml
@@ -139,7 +139,7 @@ def _noted_before_the_first_step(run_dir: Path) -> Iterator[None]:
 
 
 def _keep_code(config: RunConfig, layout: RunLayout) -> None:
-    require_same_code(config, layout)
+    require_same_run(config, layout)
     code = code_of(config)
     try:
         is_kept = kept_code(layout.code) == code
@@ -149,16 +149,24 @@ def _keep_code(config: RunConfig, layout: RunLayout) -> None:
         code.keep(layout.code)
 
 
-def require_same_code(config: RunConfig, layout: RunLayout) -> None:
+def require_same_run(config: RunConfig, layout: RunLayout) -> None:
     """What the settings name as `module:function`, the files that the dataset is made of, and the models at the paths
-    that the settings name are those of the run.
+    that the settings name are those of the run, which has no more steps than `trainer.total_steps`.
 
     Raises:
-        CheckpointError: the run has begun, and they are not; shows what is different.
+        CheckpointError: the run has begun, and they are not, or it has; shows what is different.
     """
     steps = [info.step for info in scan(layout.checkpoints).checkpoints]
     if not steps and not any(layout.validation.glob("*.json")):
         return
+    total = config.trainer.total_steps
+    if steps and steps[-1] > total:
+        start = max((step for step in steps if step <= total), default=steps[-1])
+        raise CheckpointError(
+            f"trainer.total_steps: must be at least {steps[-1]}, the steps that run {run_id(config)} has already; got "
+            f"{total}. Set it to {steps[-1]} or more; or for fewer start another run, from these weights "
+            f"(--fork {run_id(config)}@{start}) or from step 0, with another name or run_id."
+        )
     now, then = code_of(config), kept_code(layout.code)
     if then is not None:  # a suite that has come or gone since brings or takes its scorer, and changes no number
         then, now = then.shared_with(now), now.shared_with(then)

@@ -25,7 +25,7 @@ class Problem:
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.rule}; got {self.got}. {self.remedy}"
+        return f"{self.key}: {self.rule}; got {masked(self.got)}. {self.remedy}"
 
 
 @dataclass
@@ -49,13 +49,25 @@ def settings_error(problems: Sequence[Problem]) -> ConfigError:
 
 
 def shown(value: Any) -> str:
-    """`plain_text`, cut to a readable length.
+    """`plain_text`, without passwords, cut to a readable length.
 
     >>> shown([1, None, True, "x"])
     '[1,null,true,x]'
     """
-    text = plain_text(value)
+    text = masked(plain_text(value))
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+
+
+def masked(text: str) -> str:
+    """An address, or a text with one, that may be shown: without its password and its query, which may hold one too.
+
+    >>> masked("postgresql+asyncpg://me:s3cr%40t@db.example:5432/prefect?ssl=require")
+    'postgresql+asyncpg://me:***@db.example:5432/prefect'
+    >>> masked("sqlite:////data/mlflow.db")
+    'sqlite:////data/mlflow.db'
+    """
+    hidden = re.sub(r"(\w://[^:@/]*):.*@", r"\1:***@", text)
+    return re.sub(r"(\w://[^\s?]*)\?[^\s']*", r"\1", hidden)
 
 
 def nearest(wrong: str, candidates: Iterable[str]) -> str | None:

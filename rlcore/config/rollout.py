@@ -163,7 +163,7 @@ class JudgingConfig(Section):
     every_steps: int = Field(default=20, ge=0)
     """Steps between two validations in training; 0: only before and after."""
     max_problems: int = Field(default=0, ge=0)
-    """Held-out problems used in training; 0: all."""
+    """Held-out problems used in training, and of a suite in an evaluation; 0: all."""
     samples_per_problem: int = Field(default=4, ge=1)
     """Sampled answers to each problem, for mean@k and pass@k."""
     sampling: SamplingConfig = SamplingConfig()

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from rlcore.config import CriticConfig, LoraConfig, RunConfig
 from rlcore.config.base import leaves
-from rlcore.config.problems import plain_text
+from rlcore.config.problems import masked, plain_text
 from rlcore.config.run import all_keys
 from rlcore.errors import ConfigError
 from rlcore.report.document import Cell, Table, table
@@ -74,7 +74,7 @@ def meaning(key: str) -> str:
 
 
 def _cell(value: JsonValue) -> Cell:
-    return Cell(plain_text(value), value)
+    return Cell(masked(plain_text(value)), masked(value) if isinstance(value, str) else value)
 
 
 def reproduce_command(config: RunConfig) -> str | None:
@@ -89,7 +89,7 @@ def reproduce_command(config: RunConfig) -> str | None:
         overrides = _overrides_from(config, experiment)
         if overrides is not None:
             start = [f"experiment={experiment}"] if experiment else []
-            return shlex.join(["millrace", "run", *start, *overrides])
+            return shlex.join(["millrace", "run", *start, *map(masked, overrides)])
     return None
 
 

@@ -61,10 +61,11 @@ class HeldOut:
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)
         return replace(found, validation=named, suite=suite_fingerprint(config, suite, rows.filtered_directory))
 
-    def held_out(self, *, in_training: bool) -> tuple[Prompt, ...]:
-        """All held-out prompts, or the first `validation.max_problems` of them while training."""
+    def held_out(self, *, limited: bool) -> tuple[Prompt, ...]:
+        """All held-out prompts, or the first `validation.max_problems` of them: while training, and of a suite in an
+        evaluation."""
         limit = self.config.validation.max_problems
-        return self.validation[:limit] if in_training and limit else self.validation
+        return self.validation[:limit] if limited and limit else self.validation
 
     def episodes(self, inputs: RunInputs) -> Episodes | None:
         """The processes of `data.environment`; None without one.

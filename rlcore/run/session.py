@@ -124,7 +124,7 @@ class Session:
         return {"summary": summary, "file": str(self._training.file_of(name))}
 
     def evaluate(self) -> Mapping[str, object]:
-        """Judge the model of step 0 on all problems of each suite: an evaluation. The journal has it as step 0."""
+        """Judge the model of step 0 on its suites: an evaluation. The journal has it as step 0."""
         self._is_evaluated = True
         summary: dict[str, float] = {}
         for suite in self._config.validation.suites:

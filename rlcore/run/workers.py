@@ -260,7 +260,7 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             rollouts, scores, texts = zip(*answers, strict=True)
             kept.append(answer_table(step, rollouts, scores, texts, answerer.decode, validation=name, greedy=greedy))
 
-        prompts = self.start().problems.held_out(in_training=name.startswith("step-"))
+        prompts = self.start().problems.held_out(limited=name.startswith("step-"))
         with self._guard.phase("testing"):
             result = validate(answerer, prompts, name=name, step=step, policy_version=self._version, keep=keep)
         return result, pa.concat_tables(kept)
@@ -270,7 +270,8 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
         and environment run for as long as that takes."""
         parts = self.start()
         problems = HeldOut.of_suite(parts.config, self.inputs, suite)
-        prompts = problems.held_out(in_training=name.startswith("step-"))
+        is_evaluation = not self.inputs.has_training_rows
+        prompts = problems.held_out(limited=is_evaluation or name.startswith("step-"))
         with ExitStack() as opened, self._guard.phase("testing"):
             answerer = problems.answerer(self.inputs.of_suite(suite.name), opened)(parts.group)
             result = validate(
@@ -327,7 +328,7 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
         is_trained = self.inputs.has_training_rows
         problems = (Problems.read if is_trained else HeldOut.of_run)(config, self.inputs)
         answerer_of = problems.answerer(self.inputs, self._open)
-        group, profile = self._start_group(config, problems.held_out(in_training=True)[:NUM_PROMPTS])
+        group, profile = self._start_group(config, problems.held_out(limited=True)[:NUM_PROMPTS])
         answerer = answerer_of(group)
         if not isinstance(problems, Problems):
             return _RunStarted(config, group, _train_nothing, profile, problems, answerer)

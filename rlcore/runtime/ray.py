@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlcore import stacks, user_code
 from rlcore.config import RunConfig
+from rlcore.config.problems import masked
 from rlcore.errors import HangError, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.runtime.cluster import (
     is_own_head,
@@ -248,7 +249,7 @@ def _lost_if_it_fails(what: str) -> Iterator[None]:
     except (MillraceError, RayTaskError):  # a rank's own error
         raise
     except Exception as error:
-        raise WorkerLostError(f"{what}: {type(error).__name__}: {error}") from error
+        raise WorkerLostError(masked(f"{what}: {type(error).__name__}: {error}")) from error
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlcore.config import TrackingConfig
+from rlcore.config.problems import masked
 from rlcore.errors import TrackingError
 from rlcore.storage.locks import HeldLock
 from rlcore.storage.sqlite import SQLITE, sqlite_address, sqlite_file
@@ -150,7 +151,7 @@ def explain(error: BaseException, uri: str) -> str:
     """One line on why MLflow did not take something, and the remedy."""
     if isinstance(error, TrackingError):
         return str(error)
-    text = " ".join(str(error).split())
+    text, uri = masked(" ".join(str(error).split())), masked(uri)
     where = f"tracking.uri {uri}"
     if "out-of-date database schema" in text or "Can't locate revision" in text:
         return (

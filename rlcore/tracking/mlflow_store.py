@@ -15,6 +15,7 @@ from urllib.parse import quote as quote_url
 
 from rlcore.config import TrackingConfig
 from rlcore.config.base import leaves
+from rlcore.config.problems import masked
 from rlcore.errors import TrackingError
 from rlcore.storage.sqlite import SQLITE
 from rlcore.tracking.attempts import FinalStatus
@@ -92,7 +93,7 @@ class MlflowStore:
             experiment = self._create_experiment()
         if experiment.lifecycle_stage != "active":
             raise TrackingError(
-                f"tracking.experiment {self._experiment_name!r}: was deleted in {self.uri}. Restore it with "
+                f"tracking.experiment {self._experiment_name!r}: was deleted in {masked(self.uri)}. Restore it with "
                 f"`mlflow experiments restore --experiment-id {experiment.experiment_id}`, or set another name."
             )
         self._experiment_id = str(experiment.experiment_id)
@@ -111,7 +112,7 @@ class MlflowStore:
         created = self.client.get_experiment_by_name(self._experiment_name)
         if created is None:
             raise TrackingError(
-                f"tracking.experiment {self._experiment_name!r}: {self.uri} made it but does not show it"
+                f"tracking.experiment {self._experiment_name!r}: {masked(self.uri)} made it but does not show it"
             )
         return created
 
@@ -155,7 +156,7 @@ class MlflowStore:
         from mlflow.entities import Param
 
         texts = {
-            key: value if isinstance(value, str) else json.dumps(value, default=os.fspath)
+            key: masked(value if isinstance(value, str) else json.dumps(value, default=os.fspath))
             for key, value in leaves(settings).items()
         }
         params = {key: _cut(value, MAX_PARAM_CHARACTERS) for key, value in _taken(texts).items()}
@@ -239,7 +240,7 @@ class MlflowStore:
 
     def page_root(self, ui: str) -> str:
         """Where MLflow's pages are: `ui` on sqlite, else the server."""
-        return ui if self.uri.startswith(SQLITE) else self.uri
+        return ui if self.uri.startswith(SQLITE) else masked(self.uri)
 
     def ui_command(self) -> str | None:
         """The command that shows a sqlite store in a browser; None where a server does already."""

@@ -4,9 +4,11 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from rlcore.config.base import leaves, sections_of
+from rlcore.config.compose import idle_settings, load_config
 from rlcore.config.data import TASKS
 from rlcore.config.problems import Problem, did_you_mean, nearest, override_value, settings_error, shown
 from rlcore.config.run import all_keys, free_mappings, is_key, section_names
+from rlcore.errors import ConfigError
 
 KEYS = sorted(all_keys())
 
@@ -45,6 +47,19 @@ def test_nothing_is_proposed_where_nothing_is_like_it():
 )
 def test_values_are_shown_as_they_are_written(value, text):
     assert shown(value) == text
+
+
+@pytest.mark.parametrize(
+    "written", ["reward.judge.url=%s", "reward.judge.urll=%s", "tracking.uri=[%s]", "data.source=%s"]
+)
+def test_no_message_holds_the_password_of_an_address(written):
+    for address in ("http://me:SECRET@host:80/v1", "http://host/v1?key=SECRET", f"http://{'me' * 20}:SECRET@host"):
+        with pytest.raises(ConfigError, match="got ") as error:
+            load_config(["experiment=debug", written % address])
+        assert "SECRET" not in str(error.value)
+    idle_words = ["experiment=debug", "tracking.enabled=false", "tracking.uri=http://me:SECRET@host"]
+    (idle,) = idle_settings(load_config(idle_words), idle_words)
+    assert "SECRET" not in idle
 
 
 def test_long_values_are_cut():

@@ -223,6 +223,7 @@ CASES = [
             "http://host:99999/v1",
         )
     ],
+    ("a_judge_has_an_endpoint", "reward.judge.url=http://me:secret@host/v1", "reward.judge.url=''"),
     ("a_judge_has_a_model", f"{JUDGED} reward.judge.model=''", JUDGED),
     ("a_judge_is_asked_from_processes", f"{JUDGED} reward.num_processes=0", JUDGED),
     ("a_judge_ends_before_its_process", f"{JUDGED} reward.deadline_s=30", JUDGED),

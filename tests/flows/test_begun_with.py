@@ -1,4 +1,4 @@
-"""A run that has begun is not gone on with by other code, on other data, or from other weights."""
+"""A run that has begun is not gone on with by other code, on other data, from other weights, or to fewer steps."""
 
 import sys
 from pathlib import Path
@@ -107,6 +107,16 @@ def test_other_data_of_a_build_of_ones_own_are_another_dataset_and_refused_by_na
     again = stages.make_dataset(config.model_copy(update={"run_id": "another"}))
     assert not again.cached
     assert again.directory != dataset
+
+
+def test_fewer_steps_than_the_run_has_are_refused_and_its_settings_stay(config: RunConfig) -> None:
+    layout = begin(config)
+    kept = layout.settings_json.read_bytes()
+    fewer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_steps": 1})})
+    told = refused(fewer)
+    for words in ("trainer.total_steps: must be at least 2", "run mine has already; got 1. Set it to 2", "mine@2"):
+        assert words in told
+    assert layout.settings_json.read_bytes() == kept
 
 
 def test_before_its_first_checkpoint_a_run_takes_the_code_that_is_there(config: RunConfig, tmp_path: Path) -> None:

@@ -68,15 +68,17 @@ def test_an_evaluation_has_the_runs_own_numbers_and_pairs_them(run: SmallRun, su
     done = millrace(*words, "--json")
     assert done.code == 0, done.err
     told = json.loads(done.out)
-    for one, name in zip(told["evaluations"], ("before", "after"), strict=True):
-        for suite in ("often", "ends"):
-            own = result(run, suite, name)
-            assert one["suites"][suite]["num_problems"] == len(own.problems)
+    # The suite's max_problems holds in an evaluation as in training.
+    own_results = ({"often": "step-000000", "ends": "before"}, {"often": "step-000003", "ends": "after"})
+    for one, names in zip(told["evaluations"], own_results, strict=True):
+        for suite, num_problems in (("often", 5), ("ends", 6)):
+            own = result(run, suite, names[suite])
+            assert one["suites"][suite]["num_problems"] == len(own.problems) == num_problems
             expected = {f: {"value": i.value, "low": i.low, "high": i.high} for f, i in own.intervals.items()}
             assert one["suites"][suite]["figures"] == expected
     before, after = (
         [sum(answer.score for answer in problem.samples) / 2 for problem in result(run, "often", name).problems]
-        for name in ("before", "after")
+        for name in ("step-000000", "step-000003")
     )
     gains = [late - early for early, late in zip(before, after, strict=True)]
     mean = next(row for row in told["paired"][0]["suites"]["often"] if row["figure"] == "reward/mean@2")

@@ -44,6 +44,10 @@ FILES = {
     "half/train.jsonl": '{"q": "What is 2 + 2?", "a": "4"}\n',
     "torn/train.jsonl": '{"q": "What is\n',
     "torn/test.jsonl": '{"q": "What is\n',
+    "leak/train.jsonl": '{"q": "What is 2 + 2?", "a": "4"}\n\n{"q": "What is 1 + 2?", "a": "3"}\n',
+    "leak/test.jsonl": '{"q": "What is 1 + 2?", "a": "3"}\n',
+    "doubled/train.jsonl": '{"q": "What is 2 + 2?", "a": "4"}\n' * 2,
+    "doubled/test.jsonl": '{"q": "What is 1 + 2?", "a": "3"}\n',
     "csv/train.csv": "q,a\nWhat is 2 + 2?,4\n",
     "bare/train.jsonl": "",
     "bare/test.jsonl": "",
@@ -132,6 +136,11 @@ MISTAKES: list[tuple[str, list[str]]] = [
     (" ".join(["train data.source=csv", *MAPPED]), ["csv lacks train.jsonl or train.parquet", "Put the files there"]),
     (" ".join(["train data.source=bare", *MAPPED]), ["bare: the train split has no row"]),
     (" ".join(["train data.source=torn", *MAPPED]), ["torn", "train.jsonl"]),
+    (" ".join(["train data.source=leak", *MAPPED]), [
+        "leak/test.jsonl: line 1: the same prompt as leak/train.jsonl: line 3", "Remove it from one of the two files"]),
+    (" ".join(["train data.source=doubled", *MAPPED]), [
+        "doubled/train.jsonl: line 2: the same prompt as doubled/train.jsonl: line 1", "filter.duplicates to drop"]),
+    (" ".join(["data make experiment=debug data.source=leak", *MAPPED]), ["leak/test.jsonl: line 1: the same prompt"]),
     (" ".join(["train data.source=gone", *MAPPED]), ["gone"]),
     ("train data.build=mine:build", ["data.build: is a setting of task custom", "add data=custom"]),
     # scorers

@@ -28,7 +28,7 @@ from rlcore.report.page import markdown_of
 from rlcore.report.plots import SETTINGS, gallery_of, legend
 from rlcore.report.record import RunRecord, read_run
 from rlcore.report.samples import answer_rows
-from rlcore.report.settings import changed_keys, reproduce_command
+from rlcore.report.settings import changed_keys, reproduce_command, settings_tables
 from rlcore.storage.publish import published_directory
 from rlcore.tracking.catalog import metric_docs
 from rlcore.tracking.journal import JOURNAL_FILE, WORKERS, Journal, StepRecord, load_journal
@@ -526,6 +526,15 @@ def test_other_groups_are_found_too(overrides):
     command = reproduce_command(config)
     assert command is not None
     assert load_config(shlex.split(command)[2:]) == config
+
+
+def test_a_report_holds_no_password_of_an_address():
+    config = load_config(["experiment=debug", "tracking.uri=http://me:SECRET@host"])
+    command, tables = reproduce_command(config), repr(settings_tables(config))
+    assert command is not None
+    for text in (command, tables):
+        assert "http://me:***@host" in text
+        assert "SECRET" not in text
 
 
 def test_settings_that_do_not_compose_here_are_named_so(tmp_path):

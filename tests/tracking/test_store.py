@@ -88,9 +88,10 @@ def test_a_sweeps_run_is_below_its_parent(store: MlflowStore, run_id: str):
 
 def test_settings_become_parameters_and_long_ones_say_that_they_are_cut(store: MlflowStore, run_id: str):
     settings = {f"key{i}": i for i in range(250)} | {"nested": {"deep": [1, 2], "none": None, "yes": True}}
-    assert store.log_params(run_id, settings | {"long": "x" * 20_000}) == ()
+    assert store.log_params(run_id, settings | {"long": "x" * 20_000, "uri": "http://me:SECRET@host"}) == ()
     params = store.client.get_run(run_id).data.params
-    assert len(params) == 254
+    assert len(params) == 255
+    assert params["uri"] == "http://me:***@host"
     assert (params["nested.deep"], params["nested.none"], params["nested.yes"]) == ("[1, 2]", "null", "true")
     assert len(params["long"]) == 6_000
     assert params["long"].endswith("... [cut: 20000 characters]")
@@ -249,6 +250,7 @@ def test_a_file_that_is_no_database_is_told(artifacts_root: Path):
     with pytest.raises(Exception, match="not a database") as caught:
         store.ensure_experiment()
     assert "not a database" in explain(caught.value, store.uri)
+    assert "SECRET" not in explain(OSError("no http://me:SECRET@host"), "http://me:SECRET@host")
 
 
 # ------------------------------------------------------------------ models
