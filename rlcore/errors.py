@@ -30,6 +30,10 @@ class DataError(MillraceError, ValueError):
     fault = "data"
 
 
+class UnscoredError(DataError):
+    """No answer of a step, or no problem of a validation, has a score: the scorer or the environment failed on all."""
+
+
 class UnwritableError(DataError, OSError):
     """A folder cannot be written, for want of permission."""
 
