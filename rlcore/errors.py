@@ -60,6 +60,10 @@ class EngineError(MillraceError, RuntimeError):
     """A rollout engine cannot do what the settings need, or returned an invalid result."""
 
 
+class UserCodeError(MillraceError, RuntimeError):
+    """A loss or an advantage of one's own raised in training, or returned what cannot be trained with."""
+
+
 class WorkerLostError(MillraceError, RuntimeError):
     """A trainer process, a Ray actor or a node is gone. The chunk can be retried from its checkpoint."""
 
