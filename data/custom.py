@@ -200,11 +200,12 @@ def first_row(config: TaskData, seed: int, root: Path) -> FirstRow | None:
 
 def require_sound_rows(
     config: TaskData, seed: int, root: Path, splits: Sequence[str] = SPLITS, *, each_once: bool
-) -> None:
+) -> int | None:
     """Make the rows of local files as the dataset's stage will, unless it has; half a second for 100,000.
 
     Rows of the hub, of parquet files in the row schema and of a user's build are not tried. `each_once`: no prompt
-    stands twice in a split, as the filter will ask; in two splits none ever does.
+    stands twice in a split, as the filter will ask; in two splits none ever does. Returns the number of the first
+    split's rows; None where they are not tried.
 
     Raises:
         DataError: file and line of a row that cannot be used.
@@ -216,14 +217,20 @@ def require_sound_rows(
         is_local = local_files(config.source, []) is not None
     else:
         is_local = isinstance(config, CustomData) and config.build == "data.code:build"
-    if is_local and read_manifest(dataset_directory(dataset_fingerprint(config, seed, root, splits), root)) is None:
-        rows = task_of(config).build(config, seed)
-        seen: dict[int, tuple[str, int]] = {}  # hash of a prompt -> split and number
-        for split in splits:
-            for number, row in enumerate(rows.splits[split]):
-                first = seen.setdefault(hash(row.prompt), (split, number))
-                if first[0] != split or (each_once and first[1] != number):
-                    raise _again(split, _place(config, split, number), first[0], _place(config, *first))
+    if not is_local:
+        return None
+    made = read_manifest(dataset_directory(dataset_fingerprint(config, seed, root, splits), root))
+    if made is not None:
+        return int(made.values["counts"][splits[0]])
+    rows, counts = task_of(config).build(config, seed), dict.fromkeys(splits, 0)
+    seen: dict[int, tuple[str, int]] = {}  # hash of a prompt -> split and number
+    for split in splits:
+        for number, row in enumerate(rows.splits[split]):
+            counts[split] += 1
+            first = seen.setdefault(hash(row.prompt), (split, number))
+            if first[0] != split or (each_once and first[1] != number):
+                raise _again(split, _place(config, split, number), first[0], _place(config, *first))
+    return counts[splits[0]]
 
 
 def _place(config: TaskData, split: str, number: int) -> str:

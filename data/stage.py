@@ -41,9 +41,9 @@ class StageResult:
 _EARLIER = {
     "3a9366f7f56a6621": "a09048efc44283de",  # gsm8k
     "ff5bdf651d3ba910": "9538ab35cefd03fb",  # mapped
-    "09b7a356070061f3": "73eafe51822f28ca",  # custom
-    "ddabd2504478c4a0": "8bf03f727474bf7c",  # filter
-    "7b1d1c14271eebae": "30f39456b8e733b5",  # demonstrations
+    "f8295255d6f3b742": "73eafe51822f28ca",  # custom
+    "0160b18a80fe0260": "8bf03f727474bf7c",  # filter
+    "434f3005207f6b42": "30f39456b8e733b5",  # demonstrations
 }
 """Digests of code that writes the same as earlier code, and those of the earlier: folders made before are found. Code
 that writes otherwise has no line here."""

@@ -22,6 +22,7 @@ from flows.work.results import (
     Report,
     StartModel,
     describe_rows,
+    few_rows,
     known_report,
 )
 from rlcore.config import RunConfig, SuiteConfig
@@ -74,7 +75,12 @@ def make_rows(config: RunConfig, do: RunStage) -> Rows:
     """Make the dataset, tokenize and filter it, and tokenize demonstrations where a file of them is named."""
     dataset = make_dataset(config, do)
     work, title = partial(stages.filter_rows, config), f"filter to {config.filter.max_prompt_tokens} tokens"
-    filtered = do(Stage("filter", title, work, lambda rows: f"filter: {describe_rows(rows)}"))
+
+    def says(rows: StageResult) -> str:
+        few = few_rows(config, rows.counts.get("train"), "after the filter")
+        return "\n".join(line for line in (f"filter: {describe_rows(rows)}", few) if line)
+
+    filtered = do(Stage("filter", title, work, says))
     shown: StageResult | None = None
     if stages.has_demonstrations(config):
         work, title = partial(stages.tokenize_demonstrations, config), f"demonstrations {config.name}"

@@ -30,6 +30,10 @@ class DataError(MillraceError, ValueError):
     fault = "data"
 
 
+class UnscoredError(DataError):
+    """No answer of a step, or no problem of a validation, has a score: the scorer or the environment failed on all."""
+
+
 class UnwritableError(DataError, OSError):
     """A folder cannot be written, for want of permission."""
 
@@ -54,6 +58,10 @@ class RunInUseError(MillraceError):
 
 class EngineError(MillraceError, RuntimeError):
     """A rollout engine cannot do what the settings need, or returned an invalid result."""
+
+
+class UserCodeError(MillraceError, RuntimeError):
+    """A loss or an advantage of one's own raised in training, or returned what cannot be trained with."""
 
 
 class WorkerLostError(MillraceError, RuntimeError):

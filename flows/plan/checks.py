@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from data.custom import build_function
 from data.stage import SPLITS
 from flows.parameters import RunSettings
 from flows.plan.plan import RunPlan, make_plan
+from flows.work.results import few_rows
 from flows.work.slots import require_slots
 from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
@@ -66,8 +68,7 @@ def plan_run(settings: RunSettings) -> RunPlan:
     """
     check_before_plan(settings.config)
     plan = make_plan(settings.config, seen=settings.seen)
-    try_parts(settings.seen or settings.config, plan)
-    return plan
+    return replace(plan, warning=try_parts(settings.seen or settings.config, plan))
 
 
 def check_run(settings: RunSettings) -> None:
@@ -192,15 +193,15 @@ def check_evaluation(config: RunConfig) -> None:
     _require_machine(config)
 
 
-def try_parts(config: RunConfig, plan: RunPlan) -> None:
-    """Try what the run will need.
+def try_parts(config: RunConfig, plan: RunPlan) -> str:
+    """Try what the run will need. Returns what to tell all the same; '' if there is nothing.
 
     Raises:
         ConfigError, DataError: key, rule, what was got, what to do.
     """
     if plan.is_done:
-        return
-    check_rows(config)
+        return ""
+    few = few_rows(config, check_rows(config), "of the dataset")
     model = None if config.model.path is None or not Path(config.model.path).is_dir() else Path(config.model.path)
     is_tokenizer_tried = model is not None and not plan.stage("filter").cached
     rows: list[FirstRow] = []
@@ -231,18 +232,30 @@ def try_parts(config: RunConfig, plan: RunPlan) -> None:
     algo = config.algo
     if ":" in f"{algo.policy_loss}{algo.advantage}" or algo.policy_loss_options or algo.advantage_options:
         _try_functions(algo)
+    return few
 
 
-def check_rows(config: RunConfig) -> None:
-    """The rows of local files can be used, those of suites too. Raises DataError with file and line."""
+def check_rows(config: RunConfig) -> int | None:
+    """The rows of local files can be used, those of suites too. Returns the most training rows that there can be; None
+    where neither files here nor `data.train_size` say it, as with a build of one's own.
+
+    Raises:
+        DataError: file and line of a row that cannot be used.
+    """
     from data.custom import require_sound_rows
 
-    root = Path(config.paths.root).resolve()
-    suites = (suite_settings(config, suite) for suite in config.validation.suites)
-    for seen, splits in ((config, SPLITS), *((suite, SPLITS[1:]) for suite in suites)):
-        for part in parts_of(seen.data):
-            once = seen.filter.duplicates == "error"
-            require_sound_rows(part.data, seen.seed, root, splits, each_once=once)
+    root, once = Path(config.paths.root).resolve(), config.filter.duplicates == "error"
+    found: list[int | None] = []
+    for data in (part.data for part in parts_of(config.data)):
+        made = require_sound_rows(data, config.seed, root, each_once=once)
+        is_own = isinstance(data, CustomData) and not data.build.startswith("data.")
+        found.append(made if made is not None or is_own else getattr(data, "train_size", None))
+    for suite in (suite_settings(config, suite) for suite in config.validation.suites):
+        for part in parts_of(suite.data):
+            once = suite.filter.duplicates == "error"
+            require_sound_rows(part.data, suite.seed, root, SPLITS[1:], each_once=once)
+    known = [rows for rows in found if rows is not None]
+    return sum(known) if len(known) == len(found) else None
 
 
 def _has_default_scorer(data: TaskData) -> bool:

@@ -108,6 +108,8 @@ class RunPlan:
     """The same of the supervised steps, where there will be some."""
     published_model: str | None
     """`model.path` of a model that is not on this machine, whose published shape the sizes are planned by."""
+    warning: str = ""
+    """What does not hinder the run and should be known."""
 
     @property
     def is_done(self) -> bool:

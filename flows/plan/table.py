@@ -29,8 +29,9 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
         if plan.published_model == SMOLLM2:
             note += f". Install: {INSTALL_SMOLLM2}"
         console.print(note)
-    for line in (_chunks(plan), _tokens(plan), _disk(plan)):
-        console.print(line)
+    for line in (_chunks(plan), _tokens(plan), _disk(plan), plan.warning):
+        if line:
+            console.print(line)
     if plan.memory is None:
         print("memory: no plan: the model's config.json is not on this machine, or of a kind that is not counted")
     else:

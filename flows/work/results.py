@@ -41,6 +41,16 @@ def describe_rows(result: StageResult) -> str:
     return f"{counts} rows{_skipped(result.cached)} ({result.directory})"
 
 
+def few_rows(config: RunConfig, rows: int | None, where: str) -> str:
+    """What to tell where training rows are fewer than a batch; '' where they are not, or not known."""
+    if rows is None or rows >= config.trainer.batch_size:
+        return ""
+    return (
+        f"warning: trainer.batch_size={config.trainer.batch_size:,} is more than the {rows:,} training rows {where}, "
+        "so a prompt stands in a batch more than once. Lower it and trainer.mini_batch_size, or give more rows"
+    )
+
+
 SHOWN = ("reward", "held_out_loss")
 """Figures of a warm start that stand in its line."""
 

@@ -189,23 +189,12 @@ def validate(run: OpenRun, inputs: RunInputs, checkpoint: str, name: str) -> Jud
 
 
 def evaluate(run: OpenRun, inputs: RunInputs) -> list[ValidationResult]:
-    """Judge a model on its suites, or find the results: one for each suite, in their order.
-
-    Raises:
-        DataError: no problem of a suite has a score; they are judged again the next time.
-    """
+    """Judge a model on its suites, or find the results: one for each suite, in their order."""
     if (known := results.known_suites(run.config, run.layout, inputs, "before", 0)) is None:
         _call(run, inputs, "evaluate")
         known = results.known_suites(run.config, run.layout, inputs, "before", 0)
     if known is None:
         raise DataError(f"{run.layout.suites}: the results are not there, or not those of these suites; evaluate again")
-    for suite, result in zip(run.config.validation.suites, known, strict=True):
-        if result.problems and not result.with_figures.problems:
-            (run.layout.suites / suite.name / "before.json").unlink()
-            raise DataError(
-                f"suite {suite.name}: has no figures, for {len(result.failures):,} answers have no score; "
-                f"{suite.data.scorer} failed: {result.failures[0]}. Mend what failed, then evaluate again"
-            )
     return known
 
 

@@ -6,6 +6,7 @@
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from rlcore.algos.advantages import bind_advantage
 from rlcore.algos.losses import PolicyLoss, resolve_policy_loss
 from rlcore.algos.named import bind
 from rlcore.config.algo import AlgoConfig
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, UserCodeError
+
+R = TypeVar("R")
 
 SIGNATURE = (
     "loss(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences, *, settings) must return "
@@ -36,6 +39,29 @@ def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -
     return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
 
 
+def checked(
+    function: Callable[..., R], key: str, name: str, problem_of_shape: Callable[[object, Tensor], str]
+) -> Callable[..., R]:
+    """The function of the setting `key`; one of one's own (`name` is `module:function`) is checked at each call.
+
+    `problem_of_shape`: what is wrong with a result, given the first argument; '' if nothing is. It waits for no device.
+    The function raises UserCodeError where that finds something, or where it raises anything itself.
+    """
+    if ":" not in name:
+        return function
+
+    def call(first: Tensor, *rest: Any) -> R:
+        try:
+            found = function(first, *rest)
+        except Exception as error:  # somebody's function can raise anything
+            raise UserCodeError(f"{key}: {name} {_raised(name, error)}") from error
+        if problem := problem_of_shape(found, first):
+            raise UserCodeError(f"{key}: {name} {problem}")
+        return found
+
+    return call
+
+
 def require_policy_loss(settings: AlgoConfig) -> None:
     """Call the loss with its options on two answers of three tokens, one token of each masked, and differentiate it.
 
@@ -54,7 +80,7 @@ def require_policy_loss(settings: AlgoConfig) -> None:
     except ConfigError:
         raise
     except Exception as error:  # somebody's function can raise anything
-        problem = _raised(error)
+        problem = _raised(settings.policy_loss, error)
     if problem:
         raise ConfigError(
             f"algo.policy_loss: must be a loss to train with; got {settings.policy_loss}, which {problem} on two "
@@ -77,14 +103,10 @@ def require_advantage(settings: AlgoConfig) -> None:
     except ConfigError:
         raise
     except Exception as error:  # somebody's function can raise anything
-        problem = _raised(error)
+        problem = _raised(settings.advantage, error)
     else:
-        problem = ""
-        if not isinstance(found, torch.Tensor):
-            problem = f"returns {type(found).__name__}"
-        elif found.shape != scores.shape or not found.is_floating_point():
-            problem = f"returns shape {list(found.shape)} and {found.dtype}"
-        elif not found.isfinite().all():
+        problem = advantage_problem(found, scores)
+        if not problem and isinstance(found, Tensor) and not found.isfinite().all():
             problem = "returns what is not finite"
     if problem:
         raise ConfigError(
@@ -93,22 +115,43 @@ def require_advantage(settings: AlgoConfig) -> None:
         )
 
 
-def _raised(error: Exception) -> str:
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    place = "" if where.filename == __file__ else f" ({where.filename}:{where.lineno})"
-    return f"raises {type(error).__name__}: {error}{place}"
+def _raised(name: str, error: Exception) -> str:
+    """The error with the innermost line of the function's own file; a call that does not fit has none."""
+    function = getattr(sys.modules.get(name.partition(":")[0]), name.partition(":")[2], None)
+    file = getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"raises {type(error).__name__}: {error}{f' ({file}:{lines[-1]})' if lines else ''}"
 
 
-def problem_of(found: object, policy: torch.Tensor) -> str:
-    """What is wrong with a loss of six tokens; '' if nothing is."""
+def advantage_problem(found: object, scores: Tensor) -> str:
+    """What is wrong with the type or shape of an advantage of these scores; '' if nothing is."""
+    if not isinstance(found, Tensor):
+        return f"returns {type(found).__name__}"
+    if found.shape == scores.shape and found.is_floating_point():
+        return ""
+    if found.ndim == 1 and len(found) != len(scores):
+        return f"returns {len(found)} values for {len(scores)} answers"
+    return f"returns shape {list(found.shape)} and {found.dtype}"
+
+
+def loss_problem(found: object, policy: Tensor) -> str:
+    """What is wrong with the types or shapes of a loss, given the log-probabilities; '' if nothing is."""
     if not isinstance(found, PolicyLoss):
         return f"returns {type(found).__name__}"
     for name, kinds in (("loss", "float"), ("clipped", "bool"), ("clipped_lower", "bool"), ("log_ratio", "float")):
         value = getattr(found, name)
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             return f"returns {type(value).__name__} as {name}"
         if value.shape != policy.shape or kinds not in str(value.dtype):
             return f"returns {name} of shape {list(value.shape)} and {value.dtype}, not of one {kinds} a token"
+    return ""
+
+
+def problem_of(found: object, policy: Tensor) -> str:
+    """What is wrong with a loss of six tokens, and with its gradient; '' if nothing is."""
+    if problem := loss_problem(found, policy):
+        return problem
+    assert isinstance(found, PolicyLoss)
     if not found.loss.requires_grad:
         return "returns a loss without a gradient"
     found.loss.sum().backward()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlcore.algos.aggregation import Denominator, aggregate, masked, masked_sum
 from rlcore.algos.kl import kl_estimate
-from rlcore.algos.loss_call import bind_policy_loss
+from rlcore.algos.loss_call import bind_policy_loss, checked, loss_problem
 from rlcore.algos.losses import value_loss
 from rlcore.algos.off_policy import left_behind
 from rlcore.config.algo import AlgoConfig
@@ -168,9 +168,8 @@ def policy_objective(
 
     given = {"behavior_logprobs": behavior_logprobs, "entropy": entropy.detach(), "group_ids": group_ids}
     given["covariance_rank"] = covariance_rank
-    policy_loss = bind_policy_loss(settings, given)(
-        policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences
-    )
+    function = checked(bind_policy_loss(settings, given), "algo.policy_loss", settings.policy_loss, loss_problem)
+    policy_loss = function(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences)
     token_loss = policy_loss.loss * importance_weights
     if settings.off_policy_mask is not None:
         sampler = old_logprobs if behavior_logprobs is None else behavior_logprobs

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from rlcore.errors import UserCodeError
 from rlcore.models.optim import laid_out_as, local_of, page_locked
 
 R = TypeVar("R")
@@ -38,6 +39,8 @@ def attempted(work: Callable[[], R]) -> R | Refused:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation of torch was refused, on a GPU or by the host."""
+    if isinstance(error, UserCodeError) and error.__cause__ is not None:
+        error = error.__cause__
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     # torch has no class of its own for the host's allocator.

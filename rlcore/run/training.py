@@ -13,7 +13,7 @@ from rlcore.answers.judge import audit_text
 from rlcore.checkpoint.catalog import name_of
 from rlcore.checkpoint.save import Saved
 from rlcore.config import SuiteConfig
-from rlcore.errors import AlarmError, StopRequestedError, WorkerLostError
+from rlcore.errors import AlarmError, StopRequestedError, UnscoredError, WorkerLostError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import suite_fingerprint
 from rlcore.run.record import Pace, RunEvents, RunRecord
@@ -23,6 +23,7 @@ from rlcore.tracking.cost import CostMeter
 from rlcore.tracking.journal import WORKERS
 from rlcore.tracking.lineage import SystemSampler
 from rlcore.trainer.alarms import Alarm
+from rlcore.trainer.experience import without_figures
 from rlcore.trainer.step import LoopState, StepResult
 
 SEE_ALARMS = "See its metrics, then change the settings, or alarms.*, which may change when a run goes on"
@@ -135,7 +136,11 @@ class Training(Generic[W]):
 
     def _train_step(self, state: LoopState, to_step: int, pace: Pace) -> LoopState:
         """One step with its line in the journal; where a chunk ends, or at a stop, a checkpoint of it is begun."""
-        result = self.workers.step(state)
+        try:
+            result = self.workers.step(state)
+        except UnscoredError as error:  # the step has changed nothing yet
+            self._save_before(state)
+            raise self._with_remedy(error) from error
         self._events.shortages(
             result.state.step, result.shortages, self.workers.start().config.trainer.max_tokens_per_micro_batch
         )
@@ -155,6 +160,16 @@ class Training(Generic[W]):
             self.settle_save()
             raise AlarmError(f"step {step}: {'; '.join(alarm.text for alarm in fatal)}. {SEE_ALARMS}")
         return state
+
+    def _with_remedy(self, error: UnscoredError) -> UnscoredError:
+        """The error with what is saved, and how to go on."""
+        self.settle_save()
+        newest = self.record.store.latest()
+        text = f"{error}. Mend what failed and start the same command again"
+        if newest is not None:
+            fork = f"--fork {self._layout.run_dir.name}@{newest.step} and a run_id of its own"
+            text += f": step {newest.step} is saved. Where the scorer's code has to change, go on by {fork}"
+        return UnscoredError(text)
 
     def _write_line(self, result: StepResult) -> tuple[Mapping[str, float], LoopState]:
         """Validate if it is due, and write the step's line."""
@@ -289,14 +304,20 @@ class RunTraining(Training[RunWorkers]):
             self.record.happened("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
 
     def judge(self, name: str, step: int, suite: SuiteConfig | None = None) -> ValidationResult:
-        """Judge what the workers hold on the held-out problems, or a suite's, and keep the result under this name."""
+        """Judge what the workers hold on the held-out problems, or a suite's, and keep the result under this name.
+
+        Raises:
+            UnscoredError: no problem has a score; nothing is kept.
+        """
         if suite is None:
             result, answers = self.workers.validate(name, step)
+            self._require_figures(result, None)
             self.record.keep_validation(name, step, answers)
             self.record.report({"event": "validated", "name": name, "step": step, "summary": dict(result.summary())})
             self._events.unscored(step, *self.workers.unscored)
         else:
             result, reason = self.workers.validate_suite(suite, name, step)
+            self._require_figures(result, suite)
             if count := len(result.failures):
                 which = f"suite {suite.name}: {count:,} answer(s) have no score"
                 text = f"{which} and are in no figure; the last one: {reason}"
@@ -304,6 +325,12 @@ class RunTraining(Training[RunWorkers]):
                 self.record.happened("scorer_failed", step, data)
         self._keep(result, suite)
         return result
+
+    def _require_figures(self, result: ValidationResult, suite: SuiteConfig | None) -> None:
+        if result.problems and not result.with_figures.problems:
+            data = self._config.data if suite is None else suite.data
+            where = f"validation {result.name}" if suite is None else f"suite {suite.name}"
+            raise self._with_remedy(without_figures(where, data.environment or data.scorer, result.failures))
 
     def judge_checkpoint(self, checkpoint: str, name: str, suite: SuiteConfig | None = None) -> ValidationResult:
         """The same for a checkpoint, on all held-out problems, or all of a suite's; what training found out is not

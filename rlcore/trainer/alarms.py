@@ -17,8 +17,8 @@ from rlcore.workers.canary import HandOver
 
 NON_FINITE = "non_finite"
 SKIPPED = "alarm/update_skipped"
-"""Metric: share of the step's updates of the policy that were left out; 1 too where no answer has a score. Absent where
-none was."""
+"""Metric: share of the step's updates of the policy that were left out, also those without any scored answer.
+Absent where none was."""
 
 
 @dataclass(frozen=True, slots=True)

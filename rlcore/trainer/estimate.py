@@ -21,6 +21,7 @@ from rlcore.algos.advantages import (
 )
 from rlcore.algos.aggregation import masked_sum, segment_sum, token_counts
 from rlcore.algos.kl import kl_estimate
+from rlcore.algos.loss_call import advantage_problem, checked
 from rlcore.algos.off_policy import importance_weights, rejected
 from rlcore.config import AlgoConfig
 from rlcore.types import PackedBatch, Score, TrainBatch
@@ -167,7 +168,8 @@ def _sequence_advantages(
             function = bind_advantage(
                 algo, lengths=lengths[chosen], parts=parts.values[chosen], part_weights=parts.weights
             )
-            advantages[chosen] = function(rewards[chosen], packed.group_ids[chosen])
+            function = checked(function, "algo.advantage", algo.advantage, advantage_problem)
+            advantages[chosen] = function(rewards[chosen], packed.group_ids[chosen]).to(advantages.dtype)
         return advantages
     advantages[chosen] = group_advantages(
         rewards[chosen],

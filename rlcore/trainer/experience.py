@@ -15,7 +15,7 @@ from rlcore.batching.pass_counts import CountedRows
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
-from rlcore.errors import EngineError
+from rlcore.errors import EngineError, UnscoredError
 from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, requests_for
 from rlcore.rollout.scoring import ScoringJob, ScoringPool
 from rlcore.trainer.clock import PhaseClock
@@ -192,7 +192,11 @@ class ExperienceCollector:
         self._counted = counted
 
     def collect(self, state: LoopState, clock: PhaseClock) -> Experience:
-        """The experience of the step after `state`."""
+        """The experience of the step after `state`.
+
+        Raises:
+            UnscoredError: no answer has a score.
+        """
         config = self._config
         before = None if self._counted is None else self._counted.counts(state.pass_counts)
         if self._counted is not None and before is not None:
@@ -218,6 +222,9 @@ class ExperienceCollector:
             rest += [answer for answer, good in zip(answers, useful, strict=True) if not good]
             if len(kept) == wanted * group_size:
                 break
+        if not tally:
+            failures = [str(score.failure) for _, score, _ in answers]
+            raise without_figures(f"step {state.step + 1}", config.data.environment or config.data.scorer, failures)
         num_spare = wanted * group_size - len(kept)
         # the penalty comes after the filter, which asks for differing scores, not for differing lengths
         filled, dropped = self._with_overlong_penalty(kept + rest[:num_spare]), rest[num_spare:]
@@ -286,6 +293,14 @@ class ExperienceCollector:
         score_mask = torch.tensor([score.failure is None for _, score, _ in answers])
         groups = torch.arange(len(answers)) // group_size
         return informative_groups(scores, score_mask, groups).tolist()
+
+
+def without_figures(where: str, scorer: str, failures: Sequence[str]) -> UnscoredError:
+    """The error where nothing can be made of the answers, given why those that have no score have none."""
+    return UnscoredError(
+        f"{where}: has no figures, for {len(failures):,} answers have no score; {scorer} failed, the last time: "
+        f"{failures[-1]}"
+    )
 
 
 def count_passes(answers: Sequence[ScoredAnswer], tally: dict[int, tuple[int, int]]) -> None:

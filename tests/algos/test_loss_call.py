@@ -9,10 +9,20 @@ import pytest
 import torch
 
 from rlcore.algos.advantages import bind_advantage
-from rlcore.algos.loss_call import bind_policy_loss, problem_of, require_advantage, require_policy_loss
+from rlcore.algos.loss_call import (
+    bind_policy_loss,
+    checked,
+    loss_problem,
+    problem_of,
+    require_advantage,
+    require_policy_loss,
+)
 from rlcore.algos.losses import PolicyLoss
 from rlcore.config.algo import POLICY_LOSSES, AlgoConfig
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, UserCodeError
+from rlcore.models.memory import Refused, attempted
+from rlcore.runtime.local import LocalGroup
+from tests.small_run import prepare, train
 
 HEAD = """
 import torch
@@ -70,6 +80,52 @@ def test_a_field_of_another_shape_or_type(changes: dict[str, Any], told: str) ->
     for name, value in (fields | masks | changes).items():
         object.__setattr__(found, name, value)
     assert re.search(told, problem_of(found, torch.zeros(6)))
+    with pytest.raises(UserCodeError, match=rf"^algo\.policy_loss: mine:loss {told}"):
+        checked(lambda policy: found, "algo.policy_loss", "mine:loss", loss_problem)(torch.zeros(6))
+
+
+LATE = """import torch
+from dataclasses import replace
+from rlcore.algos.losses import ppo_clip
+def inner(values):
+    torch.cat([values, None])
+def loss(policy_logprobs, *tensors, settings):
+    if len(policy_logprobs) > 6:
+        inner(policy_logprobs)
+    return ppo_clip(policy_logprobs, *tensors, settings=settings)
+def advantage(scores, group_ids):
+    return scores[: max(6, len(scores) - 1)].double()
+"""
+
+
+def test_what_goes_wrong_after_the_trial_names_the_setting_the_function_and_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_late.py").write_text(LATE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = prepare(tmp_path, "algo.policy_loss=own_late:loss", "warm_start.enabled=false")
+    group = LocalGroup(run.config, str(run.model_directory))
+    try:
+        require_policy_loss(run.config.algo)
+        place = re.escape(f"({tmp_path}/own_late.py:5)")
+        with pytest.raises(UserCodeError, match=rf"^algo\.policy_loss: own_late:loss raises TypeError: .* {place}$"):
+            train(run, group, 1)
+        short = prepare(tmp_path, "algo.advantage=own_late:advantage", "warm_start.enabled=false")
+        require_advantage(short.config.algo)
+        with pytest.raises(
+            UserCodeError, match=r"^algo\.advantage: own_late:advantage returns 31 values for 32 answers$"
+        ):
+            train(short, group, 1)
+    finally:
+        group.close()
+
+
+def test_memory_that_runs_out_in_a_loss_of_ones_own_is_still_told_apart() -> None:
+    def loss(values: torch.Tensor) -> torch.Tensor:
+        return torch.empty(1 << 60, dtype=torch.uint8)
+
+    call = checked(loss, "algo.policy_loss", "mine:loss", loss_problem)
+    assert isinstance(attempted(lambda: call(torch.zeros(6))), Refused)
 
 
 # ---------------------------------------------------------------- options, and what a loss may ask for
@@ -188,6 +244,7 @@ def test_a_wrong_option_of_an_advantage_is_told(options: dict[str, Any], told: s
     [
         ("scores.tolist()", "returns list"),
         ("scores.sum()", r"returns shape \[\] and torch.float32"),
+        ("scores[:-1]", "returns 5 values for 6 answers"),
         ("scores > 0", r"returns shape \[6\] and torch.bool"),
         ("scores / 0", "returns what is not finite"),
         ("1 / 0", r"raises ZeroDivisionError: division by zero \(.*own_advantage.py:1\)"),

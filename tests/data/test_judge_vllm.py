@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.config.rollout import JudgeConfig, RewardConfig
+from rlcore.errors import UnscoredError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.runtime.local import LocalGroup
 from tests.rollout.real_vllm import real_vllm
@@ -77,7 +78,7 @@ def test_with_structured_output_each_answer_of_a_small_model_is_a_verdict(
     assert [dict(score.parts) for score in scores] == [{"judge": score.total} for score in scores]
 
 
-def test_verdicts_are_trained_on_and_where_there_is_none_the_step_has_no_update(
+def test_verdicts_are_trained_on_and_a_step_without_any_is_an_error(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One prompt with two answers."""
@@ -92,16 +93,16 @@ def test_verdicts_are_trained_on_and_where_there_is_none_the_step_has_no_update(
         run = prepare(tmp_path, *asked, *form)
         group = LocalGroup(run.config, str(run.model_directory))
         try:
-            (step,) = train(run, group, 1)
+            if form:
+                (step,) = train(run, group, 1)
+                assert "reward/unscored_share" not in step
+                assert 0 <= step["reward/judge/mean"] <= 1
+                assert "actor/grad_norm" in step
+            else:
+                with pytest.raises(UnscoredError, match="step 1: has no figures, for 2 answers have no score"):
+                    train(run, group, 1)
         finally:
             group.close()
-        if form:
-            assert "reward/unscored_share" not in step
-            assert 0 <= step["reward/judge/mean"] <= 1
-            assert "actor/grad_norm" in step
-        else:
-            assert (step["reward/unscored_share"], step["alarm/update_skipped"]) == (1.0, 1.0)
-            assert "actor/grad_norm" not in step
 
 
 def test_a_wrong_key_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

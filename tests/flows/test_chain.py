@@ -79,6 +79,25 @@ def test_the_stages_come_in_this_order(config: RunConfig, with_report: bool) -> 
     assert done.report == (HERE if with_report else None)
 
 
+def test_fewer_rows_than_a_batch_are_told_after_the_filter(artifacts_root: Path) -> None:
+    words = ["experiment=debug", "data.train_size=20", "data.validation_size=5", f"paths.root={artifacts_root}"]
+    said = []
+
+    def do(stage: Stage[R]) -> R:
+        result = stage.work()
+        said.append(stage.says(result))
+        return result
+
+    for size in (20, 21):
+        sizes = [f"trainer.batch_size={size}", f"trainer.mini_batch_size={size}"]
+        chain.make_rows(load_config([*words, *sizes]), do)
+    _, enough, _, few = said
+    assert "\n" not in enough
+    line, warning = few.split("\n")
+    assert line.startswith("filter: 20 train")
+    assert warning.startswith("warning: trainer.batch_size=21 is more than the 20 training rows after the filter, so a")
+
+
 def test_a_committed_chunk_is_skipped_and_says_its_steps(config: RunConfig) -> None:
     with open_run(config) as run:
         inputs = stages.prepare_inputs(config)

@@ -102,7 +102,7 @@ def test_a_judge_that_never_answers_is_an_error_and_no_result(run: SmallRun, tmp
     for _ in range(2):
         done = Millrace(Path(run.config.paths.root), {})(*words, "--json")
         assert (done.code, done.out) == (1, "")
-        assert "suite judged: has no figures, for 1 answers have no score; data.judge:score failed: " in done.err
+        assert "suite judged: has no figures, for 1 answers have no score; data.judge:score failed, the la" in done.err
         assert "no verdict of http://127.0.0.1:9/v1 (reward.judge.url)" in done.err
         assert "Traceback" not in done.err
 

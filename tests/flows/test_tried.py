@@ -51,7 +51,7 @@ def never(settings, seed):
     time.sleep(600)
 """
 
-Try = Callable[..., None]
+Try = Callable[..., str]
 
 
 @pytest.fixture
@@ -61,9 +61,9 @@ def dry_run(tmp_path: Path, artifacts_root: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "tried_out", raising=False)
 
-    def run(*overrides: str) -> None:
+    def run(*overrides: str) -> str:
         config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *overrides])
-        try_parts(config, make_plan(config))
+        return try_parts(config, make_plan(config))
 
     return run
 
@@ -146,6 +146,24 @@ def test_a_broken_line_of_a_data_file(dry_run: Try, tmp_path: Path, task: str) -
     place = f"data.options=[{tmp_path}]" if task == "code" else f"data.source={tmp_path}"
     with pytest.raises(DataError, match=r"test\.jsonl: line 401: is no JSON .*; repair or remove the line"):
         dry_run(*READS, "model.path=some/model", f"data={task}", place, "reward.num_processes=1")
+
+
+@pytest.mark.parametrize("task", LINES)
+def test_fewer_rows_in_a_file_than_in_a_batch_are_told(dry_run: Try, tmp_path: Path, task: str) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([json.dumps(LINES[task])] * 4))
+    place = f"data.options=[{tmp_path}]" if task == "code" else f"data.source={tmp_path}"
+    read = (*READS, "model.path=some/model", f"data={task}", place, "reward.num_processes=1")
+    told = dry_run(*read)
+    assert told.startswith("warning: trainer.batch_size=8 is more than the 4 training rows of the dataset, so a prompt")
+    assert dry_run(*read, "trainer.batch_size=4", "trainer.mini_batch_size=4") == ""
+
+
+def test_fewer_rows_asked_for_than_in_a_batch_are_told(dry_run: Try) -> None:
+    assert "trainer.batch_size=8 is more than the 7 training rows of the dataset" in dry_run("data.train_size=7")
+    assert dry_run("data.train_size=8") == ""
+    own = ("data=custom", "data.build=tried_out:seven", "data.scorer=tried_out:right", "data.train_size=7")
+    assert dry_run(*own) == "", "a build of one's own may make any number"
 
 
 def test_a_broken_line_of_a_suite_and_of_demonstrations(dry_run: Try, tmp_path: Path) -> None:

@@ -95,6 +95,13 @@ hangs = after(_hang)
 kills = after(_kill)
 
 
+def fails_while_broken(response: str, ground_truth: Mapping[str, Any]) -> Score:
+    """Countdown's score; an error while there is a file `broken` in the folder."""
+    if (Path(os.environ[HARM]) / "broken").exists():
+        raise ValueError("the scorer is broken")
+    return score(response, ground_truth)
+
+
 def never_ends(response: str, ground_truth: Mapping[str, Any]) -> Score:
     """Countdown's score; the first answer that is not empty is never scored."""
     while response and first_time("scorer"):

@@ -6,10 +6,12 @@ from typing import Any, get_args
 import pytest
 
 from rlcore.config.trainer import AlarmConfig
-from rlcore.errors import AlarmError, NonFiniteError
+from rlcore.errors import AlarmError, NonFiniteError, UnscoredError
 from rlcore.tracking.journal import load_journal, read_journal
 from rlcore.trainer.alarms import SKIPPED
-from tests.run.sessions import Event, run_to_the_end, verified_steps
+from tests.run.harmful import HARM
+from tests.run.running import steps_of, weights_of
+from tests.run.sessions import Event, elsewhere, run_to_the_end, session_of, verified_steps
 from tests.small_run import prepare
 
 pytestmark = pytest.mark.slow
@@ -89,3 +91,49 @@ def test_what_is_done(root: Path, alarm: str, action: str) -> None:
     assert any(skipped) == (action == "skip")
     if action == "stop":
         assert verified_steps(run)[-1] == told[0]["step"], "the step that raised it is saved"
+
+
+def test_a_scorer_that_fails_on_all_answers_stops_the_run_which_goes_on_once_it_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HARM, str(tmp_path))
+    broken = tmp_path / "broken"
+    words = (
+        "trainer.total_steps=4", "trainer.steps_per_chunk=4", "validation.every_steps=0", "validation.max_problems=8",
+        "tracking.enabled=false", "warm_start.enabled=false", "data.scorer=tests.run.harmful:fails_while_broken",
+    )  # fmt: skip
+    calm = prepare(tmp_path / "calm", *words)
+    run_to_the_end(calm)
+
+    def breaks(event: Event) -> None:
+        if event["event"] == "progress" and event["step"] == 2:
+            broken.touch()
+
+    run = elsewhere(calm, tmp_path / "run", *words)
+    failed = (
+        "failed, the last time: ValueError: the scorer is broken. Mend what failed and start the same command again"
+    )
+    for _ in range(2):
+        with session_of(run, breaks) as session, pytest.raises(UnscoredError) as caught:
+            session.train(4)
+        assert str(caught.value).startswith(
+            f"step 3: has no figures, for 32 answers have no score; tests.run.harmful:fails_while_broken {failed}: "
+            f"step 2 is saved. Where the scorer's code has to change, go on by --fork {run.layout.run_dir.name}@2 and "
+        )
+        assert verified_steps(run) == [2]
+    broken.unlink()
+    run_to_the_end(run)
+    assert steps_of(run) == steps_of(calm)
+    assert weights_of(run) == weights_of(calm)
+
+    broken.touch()
+    with (
+        session_of(run) as session,
+        pytest.raises(UnscoredError, match="validation after: has no figures, for 96 answ"),
+    ):
+        session.validate("last", "after")
+    assert not (run.layout.validation / "after.json").exists()
+    assert not list(run.layout.answers.glob("*after*"))
+    broken.unlink()
+    with session_of(run) as session:
+        assert session.validate("last", "after")["summary"]
