@@ -46,6 +46,8 @@ class DiskSpaceError(MillraceError, OSError):
     """Too little room, or a write failed for lack of room. Says how many bytes are missing and where."""
 
     fault = "disk"
+    needed_bytes = 0
+    """What was to be written; 0 where it is not known."""
 
 
 class RunInUseError(MillraceError):
