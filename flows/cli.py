@@ -583,7 +583,7 @@ def leave(command: Callable[[], object]) -> NoReturn:
 
     To take the interpreter apart with all that a run has imported takes another 3 s, and nobody needs it.
     """
-    from flows.server.untold import own_process
+    from flows.server.untold import end_without_server, own_process
 
     own_process()
     collect_rarely()
@@ -600,6 +600,7 @@ def leave(command: Callable[[], object]) -> NoReturn:
 
     atexit.register(end)  # the first that is registered is called last
     codes.append(exit_code(command))
+    end_without_server(end)
     sys.exit(codes[0])
 
 

@@ -4,6 +4,9 @@ Every class is picklable (Ray and Prefect carry exceptions between processes), s
 exactly what `args` holds.
 """
 
+import sys
+from pathlib import Path
+
 EXIT_RESUMABLE = 75
 """Exit code of a command or trainer that was told to stop: it has saved, and the same command goes on."""
 MODULES_ARE_FOUND = (
@@ -11,6 +14,17 @@ MODULES_ARE_FOUND = (
     "installed"
 )
 """Remedy where a module that the settings name is not found."""
+
+
+def where_modules_are_found(name: str) -> str:
+    """Remedy where the object at `module:object` is not found: another module of that name may be in its place."""
+    top = name.partition(":")[0].partition(".")[0]
+    if (module := sys.modules.get(top)) is not None:
+        loaded = Path(getattr(module, "__file__", None) or "a module that is built into Python")
+        files = [Path(place, file) for place in sys.path for file in (f"{top}.py", f"{top}/__init__.py")]
+        for own in (file for file in files if file.is_file() and file.resolve() != loaded.resolve()):
+            return f"Another module {top} was loaded in place of {own}: {loaded}. Rename yours"
+    return MODULES_ARE_FOUND
 
 
 class MillraceError(Exception):
@@ -50,6 +64,8 @@ class DiskSpaceError(MillraceError, OSError):
     """Too little room, or a write failed for lack of room. Says how many bytes are missing and where."""
 
     fault = "disk"
+    needed_bytes = 0
+    """What was to be written; 0 where it is not known."""
 
 
 class RunInUseError(MillraceError):

@@ -12,7 +12,7 @@ from flows.parameters import RunSettings
 from flows.plan.checks import check_before_plan, check_before_start, check_rows, plan_run
 from flows.plan.table import show_memory, show_plan
 from flows.progress import display, display_for_console, shown_on
-from flows.server.api import PrefectApi, start_prefect, wait_for_prefect
+from flows.server.api import PrefectApi, start_prefect, wait_for_prefect, when_it_dies
 from flows.server.database import address_in
 from flows.server.untold import not_kept_by
 from flows.work import stages
@@ -141,8 +141,9 @@ def flow_of_a_command(api: PrefectApi, *, verbose: bool) -> Iterator[None]:
     wait_for_prefect(api)
     from prefect.exceptions import TerminationSignal
 
-    from flows.server.watch import FlowCancelledError
+    from flows.server.watch import FlowCancelledError, do_without_server
 
+    when_it_dies(api, do_without_server)
     if not verbose:
         _keep_runs_off_the_console()
     screen = display_for_console()
@@ -164,6 +165,9 @@ def _keep_runs_off_the_console() -> None:
     for handler in logging.getLogger().handlers:
         if hasattr(handler, "console"):
             handler.addFilter(keep)
+    for name in ("prefect._internal.concurrency", "prefect.events.clients", "EventsWorker", "APILogWorker"):
+        logging.getLogger(name).disabled = True  # a line for each event that a server does not take; they heed no level
+    logging.raiseExceptions = False  # and one for each batch of log lines
 
 
 def summary_lines(config: RunConfig, result: PipelineResult, api: PrefectApi | None) -> list[str]:

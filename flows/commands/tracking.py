@@ -32,10 +32,10 @@ def compare(runs: Sequence[str] | None, *, search: str, root: Path, uri: str | N
     print("\n".join(made.statements))
     print(f"\n  HTML      {made.html}\n  JSON      {made.json}")
     if made.mlflow_page:
-        print(f"  MLflow    {_reachable(made.mlflow_page, root)}")
+        print(f"  MLflow    {reachable(made.mlflow_page, root)}")
 
 
-def _reachable(page: str, root: Path) -> str:
+def reachable(page: str, root: Path) -> str:
     """The page under the address of the root's running MLflow server; else with the command that serves it."""
     if not page.startswith(LOCAL_UI):
         return page

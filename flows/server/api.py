@@ -9,9 +9,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
@@ -173,6 +174,17 @@ def wait_for_prefect(api: PrefectApi) -> None:
     """Until a server that was started here answers."""
     if api.home is not None:
         _servers[api.home].wait()
+
+
+def when_it_dies(api: PrefectApi, act: Callable[[], object]) -> None:
+    """Call `act`, from a thread, once a server that was started here has ended: it does not come back."""
+
+    def watch(process: "subprocess.Popen[bytes]") -> None:
+        process.wait()
+        act()
+
+    if api.home is not None:
+        threading.Thread(target=watch, args=(_servers[api.home]._process,), name="server-watch", daemon=True).start()
 
 
 def answers(url: str) -> bool:

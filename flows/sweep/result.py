@@ -15,6 +15,7 @@ from shlex import join
 from prefect.logging import get_run_logger
 
 from flows.artifacts import show
+from flows.commands.tracking import reachable
 from flows.parameters import MLFLOW_PAGE
 from flows.sweep.record import SWEEP_FILE, PointRecord, sweep_directory
 from flows.tasks import tell
@@ -196,7 +197,7 @@ def finish_in_mlflow(sweep: Sweep, run: str | None, points: Sequence[PointRecord
         members = _gather(store, run, sweep, points)
         store.set_tags(run, {NOTE_TAG: _description(store, sweep, points, result, members)})
         store.set_status(run, "FAILED" if result.failed else "FINISHED")
-        tell(f"in MLflow: {store.run_url(run, _pages())}")
+        tell(f"in MLflow: {reachable(store.run_url(run, _pages()), result.folder.parent.parent)}")
 
 
 def _gather(store: MlflowStore, run: str, sweep: Sweep, points: Sequence[PointRecord]) -> dict[int, list[str]]:

@@ -26,7 +26,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -310,7 +310,10 @@ def _composed(choice: _Choice, files: tuple[Hashable, ...]) -> tuple[dict[str, A
     try:
         with _hydra():
             return _choices_composed(experiment, dict(choices), files), findings
-    except (HydraException, OmegaConfBaseException, YAMLError, OSError, UnicodeDecodeError) as error:
+    except MissingConfigException as error:
+        findings.add(_missing_default(error, experiment or "none"), *RunConfig.model_fields)
+        return RunConfig().model_dump(mode="json"), findings
+    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         named = experiment or "none"
         remedy = "Mend the file; conf/experiment/debug.yaml shows the form"
@@ -318,6 +321,14 @@ def _composed(choice: _Choice, files: tuple[Hashable, ...]) -> tuple[dict[str, A
         problem = Problem("experiment", f"its files{place} cannot be read ({reason})", named, remedy)
         findings.add(problem, *RunConfig.model_fields)
         return RunConfig().model_dump(mode="json"), findings
+
+
+def _missing_default(error: MissingConfigException, named: str) -> Problem:
+    """The defaults in an experiment's file name a file that is not in `conf/`."""
+    group, _, member = (error.missing_cfg_file or "").rpartition("/")
+    members = experiment_names() if group == "experiment" else group_members(group) if group in GROUPS else ()
+    rest = f"{did_you_mean(member, members)}There are {', '.join(members or ['experiment', *GROUPS])}"
+    return Problem("experiment", "its defaults must name files in conf/", f"{error.missing_cfg_file} in {named}", rest)
 
 
 def _choices_composed(

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 
 from rlcore.config.rollout import RewardConfig
-from rlcore.errors import MODULES_ARE_FOUND, ConfigError, EngineError
+from rlcore.errors import ConfigError, EngineError, where_modules_are_found
 from rlcore.rollout.environment import resolve_environment
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, describe, resolve_scorer, score_one
 from rlcore.score import Score, Scorer
@@ -158,7 +158,8 @@ def require_scorer(name: str, key: str = "data.scorer") -> Scorer:
         return resolve_scorer(name)
     except Exception as error:  # importing a scorer's module can raise anything
         raise ConfigError(
-            f"{key}: must name a function as module:function, got {name!r} ({describe(error)}). {MODULES_ARE_FOUND}."
+            f"{key}: must name a function as module:function, got {name!r} ({describe(error)}). "
+            f"{where_modules_are_found(name)}."
         ) from error
 
 
@@ -173,7 +174,7 @@ def require_environment(name: str) -> None:
     except Exception as error:  # importing its module can raise anything
         raise ConfigError(
             f"data.environment: must name a class as module:Class, got {name!r} ({describe(error)}). "
-            f"{MODULES_ARE_FOUND}."
+            f"{where_modules_are_found(name)}."
         ) from error
 
 

@@ -103,7 +103,8 @@ class Room:
                     result = do()
                     break
                 except DiskSpaceError as reason:
-                    shortage = _Shortage(self.look(path, max(1, needed_bytes)), str(reason))
+                    size = max(needed_bytes, reason.needed_bytes)
+                    shortage = _Shortage(self.look(path, max(1, size)), str(reason), is_known=size > 0)
             if deadline is None:
                 deadline = time.monotonic() + self._config.wait_for_room_s
                 happened(PAUSED, step, shortage.as_event())
@@ -141,15 +142,18 @@ class Room:
 
 
 class _Shortage:
-    """Why there was no room. `unseen`: the write failed, though the file system says that there is room."""
+    """Why there was no room. `unseen`: the write failed, though the file system says that there is room. `is_known`:
+    how much was to be written."""
 
-    def __init__(self, report: RoomReport, reason: str) -> None:
+    def __init__(self, report: RoomReport, reason: str, *, is_known: bool = True) -> None:
         self.report = report
         self.reason = reason
         self.unseen = report.enough
+        self._is_known = is_known
 
     def as_event(self) -> Mapping[str, object]:
-        missing = "an unknown number of" if self.unseen else f"{self.report.missing_bytes:,}"
+        is_counted = self._is_known and not self.unseen
+        missing = f"{self.report.missing_bytes:,}" if is_counted else "an unknown number of"
         what = "inodes" if not self.unseen and not self.report.missing_bytes else f"{missing} bytes"
         return {
             "text": f"paused: {what} are missing at {self.report.path}: {self.reason}",

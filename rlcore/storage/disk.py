@@ -67,10 +67,12 @@ def out_of_room(path: Path, reason: BaseException, *, needed_bytes: int | None =
     """The error to raise for a write that failed for lack of room."""
     needed = "" if needed_bytes is None else f"at least {needed_bytes} bytes were to be written, "
     free = f"{free_bytes(path)} bytes are free on that file system"
-    return DiskSpaceError(
+    error = DiskSpaceError(
         f"{path}: no room to write ({reason}): {needed}{NO_FILES if free_files(path) == 0 else free}. Nothing "
         "half-written was left. Free some room, lower checkpoint.keep_last, or set paths.root to a larger disk."
     )
+    error.needed_bytes = needed_bytes or 0
+    return error
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,11 +87,14 @@ class LineFile:
         with self._lock:
             self._write_pending()
             if self._pending:
-                raise DiskSpaceError(
-                    f"{self.path}: {sum(map(len, self._pending))} bytes could not be written: {self._failure}. "
+                size = sum(map(len, self._pending))
+                error = DiskSpaceError(
+                    f"{self.path}: {size} bytes could not be written: {self._failure}. "
                     f"{free_bytes(self.path)} bytes are free on that disk; make room. "
                     "The lines are kept in memory and written as soon as there is room."
                 )
+                error.needed_bytes = size
+                raise error
 
     def sync(self) -> int:
         """Force everything to the disk and return the size in bytes; raises as `require_written` does."""

@@ -243,3 +243,24 @@ def test_a_pause_tells_the_bytes_that_the_write_wanted(tmp_path):
         room.hold(write, step=3, path=tmp_path, needed_bytes=5_000)
     (name, step, data), *_ = told
     assert (name, step, data["needed_bytes"]) == ("paused_for_disk", 3, 5_000)
+
+
+@pytest.mark.parametrize(("size", "missing"), [(2_248, "2,248"), (0, "an unknown number of")])
+def test_a_pause_of_a_small_write_counts_what_it_has_failed_to_write(small_disk: Path, size: int, missing: str):
+    told: list[Any] = []
+    room = disk.Room(
+        CheckpointConfig(reserve_gb=0),
+        happened=lambda *one: told.append(one),
+        stop=lambda: bool(told),
+        prune=lambda: None,
+    )
+    fill(small_disk)
+
+    def write() -> None:
+        error = DiskSpaceError("the journal's lines could not be written")
+        error.needed_bytes = size
+        raise error
+
+    with pytest.raises(StopRequestedError):
+        room.hold(write, step=3, path=small_disk)
+    assert told[0][2]["text"].startswith(f"paused: {missing} bytes are missing at {small_disk}: ")

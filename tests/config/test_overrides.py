@@ -11,7 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 import rlcore.config.compose as composing
 from rlcore.config import Gsm8kData
-from rlcore.config.compose import CONF_DIR, load_config
+from rlcore.config.compose import CONF_DIR, experiment_names, load_config
 from rlcore.errors import ConfigError
 
 DEMO = "countdown_demo"
@@ -312,9 +312,8 @@ def test_off_without_quotes_in_yaml_is_explained(own_conf):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("defaults:\n  - override /algo: grppo\n", "Could not find 'algo/grppo'"),
         ("trainer: {batch_size: 4\n", "expected ',' or '}'"),
-        ("defaults: [nothing@_here_]\n", "Could not load 'experiment/nothing'"),
+        ("defaults: {debug: 1, _self_: 2}\n", "defaults"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_problem(own_conf, text, told):
@@ -322,6 +321,24 @@ def test_a_file_that_cannot_be_read_is_one_problem(own_conf, text, told):
     line = the_problem(experiment="mine")
     assert line.startswith("experiment: its files in conf/ cannot be read (")
     assert told in line
+
+
+@pytest.mark.parametrize(
+    ("defaults", "missing", "remedy"),
+    [
+        ("[mine, _self_]", "experiment/mine", f"There are {', '.join(experiment_names())}"),
+        ("[debgu, _self_]", "experiment/debgu", "Did you mean debug? There are "),
+        ("[nothing@_here_]", "experiment/nothing", f"There are {', '.join(experiment_names())}"),
+        ("[debug, {override /algo: grppo}, _self_]", "algo/grppo", "Did you mean grpo? There are "),
+        ("[debug, {/none: x}]", "none/x", "There are experiment, data, "),
+    ],
+)
+def test_defaults_that_name_no_file_are_told_with_those_that_there_are(tmp_path, defaults, missing, remedy):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"defaults: {defaults}\n")
+    line = the_problem(experiment=str(file))
+    assert line.startswith(f"experiment: its defaults must name files in conf/; got {missing} in {file}. {remedy}")
+    assert "hydra" not in line
 
 
 MULTIPLICATION = ("data.build=data.multiplication:build", "data.scorer=data.multiplication:score")

@@ -449,3 +449,8 @@ def test_ranks_of_an_engine_may_share_a_head_of_keys_and_values(tmp_path):
     assert [size for size, problem in found.items() if problem is None] == [1, 2, 4, 6, 12]
     assert found[3].got == "3 with 12 heads, 2 of keys and values, and a width of 48"
     assert found[3].remedy == "Use one of 1, 2, 4, 6, 12"
+
+
+def test_a_path_that_is_empty_is_shown_as_such():
+    problem = BY_NAME["local_model_is_there"].check(settings("model.path=''"))
+    assert problem.got.startswith("'', which ")

@@ -107,7 +107,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("train experiment=folder.yaml", ["experiment: must be a file, not a folder", "got folder.yaml"]),
     ("train experiment=twice.yaml", ["duplicate key seed", "line 3", "Mend the file"]),
     ("train experiment=latin.yaml", ["cannot be read", "codec can't decode byte", "Mend the file"]),
-    ("train experiment=nobase.yaml", ["experiment/nope", "Mend the file"]),
+    ("train experiment=nobase.yaml", ["got experiment/nope in nobase.yaml", "There are countdown_calculator"]),
     # values
     ("train lr=1e-4", ["lr: there is no such setting; got 0.0001", "Did you mean optim.lr?"]),
     ("train optim.lr=fast", ["optim.lr: must be a valid number; got fast"]),

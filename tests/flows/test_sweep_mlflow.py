@@ -1,5 +1,6 @@
 """What a sweep leaves in MLflow: its run has a description and links, its runs are found, reused ones too."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
@@ -7,6 +8,7 @@ from urllib.parse import unquote
 import pytest
 from prefect.logging import disable_run_logger
 
+from flows.progress import display_for_console, shown_on
 from flows.sweep.record import PointRecord, members_of, sweep_directory
 from flows.sweep.result import SweepResult, begin_in_mlflow, finish_in_mlflow
 from rlcore.config.sweep_load import Sweep, load_sweep
@@ -83,3 +85,23 @@ def test_a_sweeps_run_describes_it_and_has_all_its_runs_reused_ones_too(sweep: S
     assert url.startswith(f"{store.uri}/#/compare-runs?runs=")
     assert url.endswith("&workflowType=machine_learning"), "the training view, not that of traces"
     assert [url.index(page) for page in (pages[2], pages[1], pages[0])] == sorted(url.index(page) for page in pages)
+
+
+def test_a_page_that_nothing_serves_is_told_with_the_command_that_does(
+    tmp_path: Path, empty_store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    file = tmp_path / "rates.yaml"
+    file.write_text(f"name: rates\nexperiment: debug\noverrides: [paths.root={tmp_path}]\ngrid: {{optim.lr: [1e-4]}}\n")
+    sweep = load_sweep(str(file))
+    with disable_run_logger(), shown_on(display_for_console()):
+        own = begin_in_mlflow(sweep)
+        result = SweepResult(
+            sweep.sweep_id, sweep_directory(sweep), 1, 1, 0, [], 0, "", 0, 0, None, "", None, None, None, own
+        )
+        (result.folder / "sweep.json").write_text("{}")
+        finish_in_mlflow(sweep, own, finished(sweep), result)
+    *_, page, after = capsys.readouterr().out.splitlines()
+    assert page.startswith("in MLflow: http://127.0.0.1:5000/#/")
+    assert after.strip().startswith("after ")
+    assert after.endswith(f"millrace ui --root {tmp_path} --port 5000")

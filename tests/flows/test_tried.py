@@ -138,11 +138,16 @@ LINES = {
 }
 
 
+def lines_of(task: str, split: str, count: int) -> list[str]:
+    """Rows of a data file, no two of which have one prompt."""
+    text = json.dumps(LINES[task])
+    return [text.replace("What", f"{split} {n}: what").replace("Print", f"{split} {n}: print") for n in range(count)]
+
+
 @pytest.mark.parametrize("task", LINES)
 def test_a_broken_line_of_a_data_file(dry_run: Try, tmp_path: Path, task: str) -> None:
-    lines = [json.dumps(LINES[task])] * 400
-    (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    (tmp_path / "test.jsonl").write_text("\n".join([*lines, '{"question": ', *lines]))
+    (tmp_path / "train.jsonl").write_text("\n".join(lines_of(task, "train", 400)))
+    (tmp_path / "test.jsonl").write_text("\n".join([*lines_of(task, "test", 400), '{"question": ']))
     place = f"data.options=[{tmp_path}]" if task == "code" else f"data.source={tmp_path}"
     with pytest.raises(DataError, match=r"test\.jsonl: line 401: is no JSON .*; repair or remove the line"):
         dry_run(*READS, "model.path=some/model", f"data={task}", place, "reward.num_processes=1")
@@ -151,7 +156,7 @@ def test_a_broken_line_of_a_data_file(dry_run: Try, tmp_path: Path, task: str) -
 @pytest.mark.parametrize("task", LINES)
 def test_fewer_rows_in_a_file_than_in_a_batch_are_told(dry_run: Try, tmp_path: Path, task: str) -> None:
     for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join([json.dumps(LINES[task])] * 4))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines_of(task, name, 4)))
     place = f"data.options=[{tmp_path}]" if task == "code" else f"data.source={tmp_path}"
     read = (*READS, "model.path=some/model", f"data={task}", place, "reward.num_processes=1")
     told = dry_run(*read)

@@ -94,3 +94,71 @@ def test_a_run_whose_server_is_killed_saves_and_ends_when_told(
     assert "Traceback" not in stopped.err
     (saved,) = (millrace.run_dir() / "checkpoints").glob("step-*")
     assert saved.name == f"step-{max(millrace.steps()):06d}"
+
+
+DONE = """
+import sys, threading
+from flows.cli import leave
+from flows.server.untold import not_kept_by
+
+def command():
+    with not_kept_by(sys.argv[1], lambda: None):
+        print("done", flush=True)
+    threading._register_atexit(threading.Event().wait)
+    if sys.argv[2:]:
+        raise SystemExit(int(sys.argv[2]))
+
+leave(command)
+"""
+"""At its end it waits for ever, as Prefect does for the events that no server takes."""
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_without_its_server_a_command_that_has_done_its_work_ends_with_its_own_code(code: int) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/api"
+        done = ended(start([sys.executable, "-c", DONE, url, str(code)], os.environ))
+    assert (done.code, done.out) == (code, "done\n"), done.err
+    assert done.err == f"Prefect was not told of the end, since no server answers at {url}\n"
+
+
+RUNS = """
+import os, sys
+from pathlib import Path
+from flows.cli import leave
+from flows.commands.run import flow_of_a_command
+from flows.server.api import _servers, start_prefect
+
+def command():
+    api = start_prefect(Path(sys.argv[1]))
+    from prefect import flow
+    from rlcore.errors import MillraceError
+
+    @flow
+    def work():
+        _servers[api.home]._process.kill()
+        if sys.argv[2] == "fails":
+            raise MillraceError("our own error")
+        return "its result"
+
+    with flow_of_a_command(api, verbose=False):
+        print(work(), flush=True)
+
+leave(command)
+"""
+
+
+@pytest.mark.prefect
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "out", "err"), [("succeeds", 0, "its result\n", ""), ("fails", 1, "", "our own error\n")]
+)
+def test_a_flow_whose_own_server_dies_ends_as_its_work_does(
+    how: str, code: int, out: str, err: str, tmp_path: Path
+) -> None:
+    done = ended(start([sys.executable, "-c", RUNS, str(tmp_path), how], os.environ))
+    assert (done.code, done.out) == (code, out), done.err
+    assert "Traceback" not in done.err
+    told = [line for line in done.err.splitlines(keepends=True) if not line.startswith("Prefect was not told")]
+    assert "".join(told) == err

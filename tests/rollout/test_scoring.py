@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import psutil
@@ -14,7 +16,7 @@ import pytest
 from rlcore.config import RewardConfig
 from rlcore.errors import ConfigError, EngineError
 from rlcore.rollout import scoring
-from rlcore.rollout.scoring import ScoringPool
+from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.score import Score
 
 ODD = "tests.rollout.odd_scorers:score"
@@ -211,6 +213,15 @@ def test_idle_processes_end_when_their_parent_is_killed():
 def test_a_scorer_that_is_not_there_is_refused_at_once(name, num_processes):
     with pytest.raises(ConfigError, match=f"data.scorer: must name a function as module:function, got '{name}'"):
         ScoringPool(name, RewardConfig(num_processes=num_processes))
+
+
+def test_a_module_in_whose_place_another_was_loaded_is_named(tmp_path, monkeypatch):
+    own = tmp_path / "types.py"
+    own.write_text("def score(response, ground_truth):\n    return 1.0\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    place = f"Another module types was loaded in place of {own}: {types.__file__}. Rename yours"
+    with pytest.raises(ConfigError, match=re.escape(place)):
+        require_scorer("types:score")
 
 
 def test_processes_that_cannot_start_end_in_a_clear_error(tmp_path, monkeypatch):

@@ -139,7 +139,7 @@ def _missing_model(key: str, path: str | None) -> Problem | None:
         return None
     state = "has no config.json" if Path(path).expanduser().is_dir() else "is no directory"
     remedy = "Give a directory that AutoModelForCausalLM.from_pretrained reads, or a hub id such as Qwen/Qwen2.5-0.5B"
-    return Problem(key, "must be a transformers model directory", f"{path}, which {state}", remedy)
+    return Problem(key, "must be a transformers model directory", f"{path or repr(path)}, which {state}", remedy)
 
 
 @rule("model.path", "model.scratch.max_position_embeddings", "filter.max_prompt_tokens", "rollout.max_response_tokens")

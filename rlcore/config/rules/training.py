@@ -8,7 +8,7 @@ from rlcore.config.algo import ADVANTAGES, GROUP_ADVANTAGES, POLICY_LOSSES, UNGR
 from rlcore.config.problems import Problem, did_you_mean
 from rlcore.config.rules.registry import Rule, row, rule
 from rlcore.config.run import RunConfig, value_at
-from rlcore.errors import MODULES_ARE_FOUND
+from rlcore.errors import where_modules_are_found
 
 DISCOUNTED_ADVANTAGES: frozenset[str] = frozenset({"gae", "reinforce_pp"})
 """Advantages that read `algo.gamma`."""
@@ -28,7 +28,9 @@ def _is_known(field: str, known: tuple[str, ...]) -> Rule:
         why = _not_found(module, function) if colon else None
         if why is None:
             return None
-        return Problem(key, "must name a function as module:function", f"{given} ({why})", MODULES_ARE_FOUND)
+        return Problem(
+            key, "must name a function as module:function", f"{given} ({why})", where_modules_are_found(given)
+        )
 
     return Rule(f"{field}_is_known", (key,), check)
 
