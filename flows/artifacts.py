@@ -17,6 +17,7 @@ from flows.live import last_answers
 from flows.server.watch import few_retries
 from flows.work.open_run import OpenRun
 from flows.work.results import Judgement
+from flows.work.status import failure_of
 from rlcore.checkpoint.catalog import scan
 
 BYTES_PER_MB = 1e6
@@ -171,7 +172,7 @@ def show_report(run_dir: Path, html: Path) -> None:
     def text() -> str:
         from rlcore.report.build import summary_markdown
 
-        return f"{summary_markdown(run_dir)}\n\nFull report: `{html}`\n"
+        return f"{summary_markdown(run_dir, failure_of(run_dir))}\n\nFull report: `{html}`\n"
 
     show(run_dir.name, "report", text)
 

@@ -323,24 +323,26 @@ def best_step_wanted(config: RunConfig, layout: RunLayout, last_step: int) -> in
     return scored[-1].step if scored and scored[-1].step != last_step else None
 
 
-def report_fingerprint(layout: RunLayout) -> str:
-    """What a report depends on: the run's journal, settings and validations, and the report's own source."""
+def report_fingerprint(layout: RunLayout, failure: str = "") -> str:
+    """What a report depends on: the run's journal, settings and validations, how it failed, and the report's own
+    source."""
     files = [layout.journal, layout.settings_json, *sorted(layout.validation.glob("*.json"))]
     files += sorted(layout.suites.glob("*/*.json"))
     files += [layout.run_dir / name for name in ("lineage.json", "memory_plan.json")]
     ours = {path.name: sha256_of(path) for path in sorted(REPORT_SOURCE.rglob("*")) if path.suffix in SOURCE_SUFFIXES}
     read = {str(path.relative_to(layout.run_dir)): sha256_of(path) for path in files if path.is_file()}
-    return fingerprint("report", {"read": read, "source": ours})
+    return fingerprint("report", {"read": read, "source": ours} | ({"failure": failure} if failure else {}))
 
 
-def known_report(layout: RunLayout) -> Report | None:
+def known_report(layout: RunLayout, failure: str = "") -> Report | None:
     """The report on disk, if it says what the run's files say."""
     try:
         known = parse_json(read_ordinary(layout.run_dir / "report" / SOURCE_FILE))
         found = Report(layout.run_dir / "report" / Path(known["html"]).name, cached=True)  # it may be a copy
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return found if found.html.is_file() and known.get("fingerprint") == report_fingerprint(layout) else None
+    is_current = found.html.is_file() and known.get("fingerprint") == report_fingerprint(layout, failure)
+    return found if is_current else None
 
 
 def settings_digest(config: RunConfig) -> str:

@@ -17,6 +17,7 @@ from flows.work import results
 from flows.work.open_run import OpenRun
 from flows.work.protocol import Progress
 from flows.work.results import Chunk, Export, Judgement, PassRateTable, Report, StartModel
+from flows.work.status import failure_of
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.suite import suite_settings
 from rlcore.errors import DataError
@@ -269,13 +270,14 @@ def load_ahead() -> None:
 
 def write_report(layout: RunLayout) -> Report:
     """Write the report with its sample browser, unless the one on disk is current."""
-    if (known := results.known_report(layout)) is not None:
+    failure = failure_of(layout.run_dir)
+    if (known := results.known_report(layout, failure)) is not None:
         return known
     from rlcore.report.build import build_report
     from rlcore.report.samples import build_sample_browser
 
-    digest, folder = results.report_fingerprint(layout), layout.run_dir / "report"
-    files = build_report(layout.run_dir)
+    digest, folder = results.report_fingerprint(layout, failure), layout.run_dir / "report"
+    files = build_report(layout.run_dir, failure=failure)
     try:
         build_sample_browser(layout.run_dir)
     except DataError:  # no validation yet, which the report says too

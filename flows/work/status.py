@@ -76,6 +76,12 @@ def status_of(run_dir: Path) -> RunStatus:
     )
 
 
+def failure_of(run_dir: Path) -> str:
+    """`failed: why`, or `lost: why`, of a run that ended so and on which nobody works; '' for any other."""
+    state, note = _state(run_dir, "")
+    return f"{state}: {note}" if state in ("failed", "lost") else ""
+
+
 def worker_of(run_dir: Path) -> Holder | None:
     """The process that works on a run: a command or flow, else a trainer that has outlived it; None where none does."""
     return holder_of(run_dir / FLOW_LOCK) or holder_of(run_dir / RUN_LOCK)

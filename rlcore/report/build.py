@@ -33,16 +33,16 @@ class ReportFiles:
     """The head as Markdown, with the most telling tables."""
 
 
-def build_report(run_dir: Path, *, target: Path | None = None) -> ReportFiles:
+def build_report(run_dir: Path, *, target: Path | None = None, failure: str = "") -> ReportFiles:
     """Write the report of a run, finished or not, into `target` (default: `report` in the run's folder).
 
-    The same folder gives the same bytes, whenever the report is made.
+    The same folder and `failure` (how the run failed, '' where it did not) give the same bytes, whenever it is made.
 
     Raises:
         DataError: the folder holds no run. Any other part may be missing; the report says which.
     """
     folder = target or run_dir / "report"
-    return write_files(report_of(read_run(run_dir), folder / "figures"), folder, "report", ("curves",))
+    return write_files(report_of(read_run(run_dir), folder / "figures", failure), folder, "report", ("curves",))
 
 
 def write_files(report: Report, folder: Path, stem: str, in_summary: Collection[str]) -> ReportFiles:
@@ -54,7 +54,7 @@ def write_files(report: Report, folder: Path, stem: str, in_summary: Collection[
     return files
 
 
-def report_of(record: RunRecord, figures: Path | None) -> Report:
+def report_of(record: RunRecord, figures: Path | None, failure: str = "") -> Report:
     """The report before it is written; pictures are written into `figures`. None: its head alone."""
     total, config = record.config.trainer.total_steps, record.config
     workers = config.runtime.num_workers
@@ -67,7 +67,8 @@ def report_of(record: RunRecord, figures: Path | None) -> Report:
             f"{workers} worker{'s' if workers > 1 else ''} ({config.runtime.backend})"
         ),
         state=f"all {total} steps" if record.is_complete else f"step {record.last_step} of {total}",
-        state_tone="good" if record.is_complete else "watch",
+        state_tone="bad" if failure else "good" if record.is_complete else "watch",
+        failure=failure,
         sections=() if figures is None else _sections_of(record, figures),
         tiles=tuple(_tiles_of(record)),
         findings=findings_of(record),
@@ -84,6 +85,7 @@ def _json_of(report: Report) -> dict[str, JsonValue]:
         "genre": report.genre,
         "title": report.title,
         "state": report.state,
+        "failure": report.failure,
         "missing": list(report.missing),
         "findings": [{name: getattr(finding, name) for name in fields} for finding in report.findings],
         "tables": {
@@ -97,14 +99,14 @@ def _json_of(report: Report) -> dict[str, JsonValue]:
     }
 
 
-def summary_markdown(run_dir: Path) -> str:
+def summary_markdown(run_dir: Path, failure: str = "") -> str:
     """The report's head as Markdown: key figures, conclusions, curves as text: for a Prefect artifact.
 
     Raises:
         DataError: the folder holds no run.
     """
     record = read_run(run_dir)
-    return page.markdown_of(report_of(record, None), [measures.curve_table(record)])
+    return page.markdown_of(report_of(record, None, failure), [measures.curve_table(record)])
 
 
 def _sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:

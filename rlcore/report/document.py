@@ -149,6 +149,8 @@ class Report:
     missing: tuple[str, ...] = ()
     facts: tuple[str, ...] = ()
     """When and on what it ran, each in a few words."""
+    failure: str = ""
+    """How the run failed; '' where it did not."""
 
     def tables(self) -> Sequence[Table]:
         """All tables, in order."""

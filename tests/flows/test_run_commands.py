@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from flows.commands.runs import logs, stop
 from flows.work.open_run import FLOW_LOCK, note_told, open_run
 from flows.work.results import settings_text
 from flows.work.runs import all_runs, compare, named_run, named_runs
+from flows.work.stages import write_report
 from flows.work.status import status_of
 from rlcore.answers.query import Query, find_answers
 from rlcore.config.compose import load_config
@@ -96,6 +98,31 @@ def test_the_state_of_a_run_that_ended_before_its_first_step(layout: RunLayout) 
     with pytest.raises(DataError), open_run(config):
         raise DataError("after the first step the trainer's own record counts")
     assert len(read_faults(layout.run_dir)) == 2
+
+
+def test_the_report_says_how_a_run_failed_until_it_goes_on(layout: RunLayout) -> None:
+    def reported() -> tuple[str, str, bool]:
+        made = write_report(layout)
+        told = json.loads(made.html.with_suffix(".json").read_text())["failure"]
+        head = made.html.read_text().partition("<nav>")[0]
+        return told, head, made.cached
+
+    begin(layout)
+    note_fault(layout.run_dir, fault_of(DataError("row 7: has <no> answer\nmore"), "gen", 3))
+    assert reported()[0] == "lost: data in gen after step 3: row 7: has <no> answer"
+    begin(layout, "FAILED")
+    why = "failed: data in gen after step 3: row 7: has <no> answer"
+    told, head, cached = reported()
+    assert (told, cached) == (why, False)
+    assert escape(why) in head
+    assert reported() == (why, head, True)
+    with worked_on(layout):
+        assert reported()[0] == ""
+    assert reported()[0] == why
+    begin(layout, "FINISHED")
+    told, head, _ = reported()
+    assert told == ""
+    assert "failed" not in head
 
 
 def test_a_run_that_was_told_to_stop_while_it_waited_is_stopped(layout: RunLayout) -> None:
