@@ -94,8 +94,10 @@ def _shortened(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "prompt": prompt, "answer": answer}
 
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 200, 44, 24, 22
-"""Pixels: of the picture, and of its margins for numbers and names."""
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 200, 70, 24, 24
+"""Pixels: of the picture, and of its margins for numbers (`-0.1235` is the longest) and names."""
+FONT_SIZE = 16
+"""Pixels; a page with several pictures side by side shows them at about two thirds of their size."""
 MOST_POINTS = 300
 """More are not seen, and the picture travels in the artifact's text."""
 COLOURS = ("#3b82f6", "#f97316")
@@ -117,6 +119,8 @@ def curve_svg(lines: Sequence[tuple[str, Line]]) -> str:
     >>> curve_svg([("reward", [(0, 0.0), (10, 1.0)])]).count("<polyline")
     1
     """
+    from rlcore.report.numbers import short  # numpy, which a command's start does without
+
     steps = [step for _, points in lines for step, _ in points]
     values = [value for _, points in lines for _, value in points]
     low, high = min(values), max(values)
@@ -130,8 +134,8 @@ def curve_svg(lines: Sequence[tuple[str, Line]]) -> str:
     bottom = HEIGHT - BOTTOM
     parts = [
         f'<path d="M{LEFT} {TOP}V{bottom}H{WIDTH - 8}" fill="none" stroke="{GREY}"/>',
-        _text(LEFT - 4, TOP + 4, f"{high:.3g}", "end"),
-        _text(LEFT - 4, bottom, f"{low:.3g}", "end"),
+        _text(LEFT - 4, TOP + 4, short(high), "end"),
+        _text(LEFT - 4, bottom, short(low), "end"),
         _text(LEFT, HEIGHT - 6, f"step {first}", "start"),
         _text(WIDTH - 8, HEIGHT - 6, str(last), "end"),
     ]
@@ -142,13 +146,13 @@ def curve_svg(lines: Sequence[tuple[str, Line]]) -> str:
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         if len(places) <= 12:  # so few are seen as points; one alone is no line
             parts += [f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>' for x, y in places]
-        parts.append(_text(LEFT + 8 + 200 * number, 12, name, "start", colour))
+        parts.append(_text(LEFT + 8 + 200 * number, 16, name, "start", colour))
     size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">{"".join(parts)}</svg>'
 
 
 def _text(x: int, y: int, text: str, anchor: str, colour: str = GREY) -> str:
-    return f'<text x="{x}" y="{y}" font-size="11" fill="{colour}" text-anchor="{anchor}">{text}</text>'
+    return f'<text x="{x}" y="{y}" font-size="{FONT_SIZE}" fill="{colour}" text-anchor="{anchor}">{text}</text>'
 
 
 def _thinned(points: Line) -> Line:

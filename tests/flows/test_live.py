@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from starlette.testclient import TestClient
 
-from flows.live import MOST_ANSWERS, MOST_CHARACTERS, Followed, last_answers
+from flows.live import MOST_ANSWERS, MOST_CHARACTERS, WIDTH, Followed, curve_svg, last_answers
 from flows.server.guard import Guard
 from flows.stack.answers import with_answers
 from rlcore.answers.store import SCHEMA, AnswerWriter
@@ -73,6 +73,26 @@ def test_a_long_run_has_small_pictures(layout: RunLayout) -> None:
     curves = Followed(RunConfig(), layout.journal).curves()
     assert points(curves, "reward") <= 301
     assert all(len(address) < 10_000 for _, address in curves)
+
+
+def test_large_figures_at_the_axis_are_short() -> None:
+    found = curve_svg([("tokens a second", [(1, 9_800.0), (2, 16_900.0)])])
+    assert ">16.9k<" in found
+    assert ">9800<" in found
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the picture is not looked at")
+def test_no_figure_at_the_axis_is_cut(tmp_path: Path) -> None:
+    pairs = [(-123_456.0, 1_234_567.0), (-0.123456, -0.0123456), (-9_876.5, 9_876.5), (2.34e-4, 1.0), (1.0, 16_934.0)]
+    with open_tab(tmp_path / "profile") as tab:
+        for number, (low, high) in enumerate(pairs):
+            file = tmp_path / f"{number}.svg"
+            file.write_text(curve_svg([("in training", [(1, low), (2, high)]), ("on held-out problems", [(1, low)])]))
+            tab.open(file)
+            boxes = tab.value(
+                "[...document.querySelectorAll('text')].map((each) => each.getBBox()).map((b) => [b.x, b.y, b.width])"
+            )
+            assert all(x >= 0 and y >= 0 and x + width <= WIDTH for x, y, width in boxes), boxes
 
 
 def test_the_last_answers_are_few_and_short(layout: RunLayout) -> None:
