@@ -8,7 +8,8 @@ and login.
     GET /answers/live                 the page of a run that goes on
     GET /answers/now?run=             its state, curves and last answers; without `run`: of the one that wrote last
 
-The pages ask for what they show; nothing is written. What a model wrote goes out as JSON and into the page as text.
+A run may be named by the beginning of its id. The pages ask for what they show; nothing is written. What a
+model wrote goes out as JSON and into the page as text.
 """
 
 import threading
@@ -47,7 +48,7 @@ def with_answers(root: Path, app: ASGIApp) -> ASGIApp:
     answers = answers_app(root)
 
     async def answered(scope: Scope, receive: Receive, send: Send) -> None:
-        ours = scope["type"] == "http" and scope["path"].startswith(PREFIX)
+        ours = scope["type"] == "http" and f"{scope['path']}/".startswith(PREFIX)  # the bare name is redirected
         await (answers if ours else app)(scope, receive, send)
 
     return answered
@@ -99,19 +100,26 @@ class Runs:
         return sorted(newest, key=lambda name: -newest[name])
 
     def _layout(self, name: str) -> RunLayout:
-        """A run by its name, which may lead nowhere else."""
-        for folder in (self._root / "runs").glob("*"):
-            if folder.name == name:
-                return RunLayout(self._root, folder)
-        raise DataError(f"run {name!r}: is none of this root")
+        """A run by its name, or by a beginning that is no other's, which may lead nowhere else."""
+        folders = sorted((self._root / "runs").glob("*"))
+        found = [folder for folder in folders if folder.name == name]
+        found = found or [folder for folder in folders if name and folder.name.startswith(name)]
+        if len(found) == 1:
+            return RunLayout(self._root, found[0])
+        why = "is the beginning of several runs" if found else "is none of this root"
+        raise DataError(f"run {name!r}: {why}")
 
     def now(self, request: Request) -> Response:
-        """State, curves and last answers of a run."""
+        """State, curves and last answers of a run; where there is none of the name, the runs to choose from."""
         names = self.newest_first("*/settings.json", "*/metrics.jsonl")
         name = request.query_params.get("run") or next(iter(names), "")
         if not name:
             return JSONResponse({"runs": []})
-        layout = self._layout(name)
+        try:
+            layout = self._layout(name)
+        except DataError as error:
+            return JSONResponse({"error": str(error), "runs": names[:MOST_RUNS]}, 400)
+        name = layout.run_dir.name
         with self._lock:
             if name not in self._followed:
                 self._followed[name] = Followed(named_run([name], self._root)[0], layout.journal)

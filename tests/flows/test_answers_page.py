@@ -57,7 +57,12 @@ def test_a_page_of_answers_and_one_with_its_tokens(client: TestClient) -> None:
     one = client.get("/answers/one", params={"run": RUN, "key": found["rows"][1]["key"]}).json()
     assert len(one["token_ids"]) == len(one["behavior_logprobs"]) == one["num_tokens"]
     assert one["pieces"] is None, "a run without a tokenizer's file"
-    assert client.get("/2.0/mlflow").status_code == 204, "the rest is the other application's"
+    bare = client.get("/answers", follow_redirects=False)
+    assert bare.is_redirect
+    assert bare.headers["location"].endswith("/answers/")
+    assert client.get("/answersheet").status_code == client.get("/2.0/mlflow").status_code == 204, (
+        "the rest is the other application's"
+    )
 
 
 @pytest.mark.parametrize(

@@ -122,9 +122,12 @@ def test_the_page_is_told_state_curves_and_answers_and_no_setting(client: TestCl
     assert [title for title, _ in found["curves"]] == ["reward", "entropy, nats a token"]
     assert len(found["answers"]) == MOST_ANSWERS
     assert "hf_secret" not in told.text
-    refused = client.get("/answers/now", params={"run": "../made-s1"})
-    assert refused.status_code == 400
-    assert "is none of this root" in refused.json()["error"]
+    assert client.get("/answers/now", params={"run": "made"}).json()["run_id"] == RUN
+    (layout.run_dir.parent / "made-s2").mkdir()
+    for name, why in {"../made-s1": "is none of this root", "made": "is the beginning of several runs"}.items():
+        refused = client.get("/answers/now", params={"run": name})
+        assert refused.status_code == 400
+        assert refused.json() == {"error": f"run {name!r}: {why}", "runs": [RUN]}
     for headers in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
         assert client.get("/answers/now", headers=headers).status_code == 403
         assert client.get("/answers/live", headers=headers).status_code == 403
@@ -133,6 +136,18 @@ def test_the_page_is_told_state_curves_and_answers_and_no_setting(client: TestCl
 def test_a_root_without_runs(tmp_path: Path) -> None:
     client = TestClient(with_answers(tmp_path, elsewhere), base_url="http://127.0.0.1")
     assert client.get("/answers/now").json() == {"runs": []}
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the page is not looked at")
+def test_the_page_of_an_unknown_run_offers_those_that_there_are(layout: RunLayout, tmp_path: Path) -> None:
+    add_steps(layout, 1)
+    with served(layout.root) as url, open_tab(tmp_path / "profile") as tab:
+        tab.call("Page.navigate", url=f"{url}live?run=mine-s7")
+        tab.wait("document.querySelector('#asked')?.innerText === 'choose one'")
+        assert tab.texts("#state") == ["run 'mine-s7': is none of this root"]
+        assert tab.value("document.querySelector('#run').selectedIndex") == -1
+        tab.choose("#run", RUN)
+        tab.wait("document.querySelector('#state')?.innerText.includes('step 1 of')")
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the page is not looked at")
