@@ -4,9 +4,9 @@ A slot is a locked file that the trainer process inherits, so the kernel frees i
 both ended, however they end; there is no scheduler process. Runs that wait lock a file each, too. Whoever looks reads
 only files whose locks are held: what a killed process left behind counts for nothing.
 
-The order is by priority, then by who asked first. Nobody passes a run that waits for more slots than are free, so a run
-of several ranks is not kept waiting by small ones. A run of a higher priority gets the slots of the lowest ones, which
-save, wait in their turn and go on: at the end of their chunk, or at once where it asks for that.
+The order is by priority, then by whose process asked first. Nobody passes a run that waits for more slots than are
+free, so a run of several ranks is not kept waiting by small ones. A run of a higher priority gets the slots of the
+lowest ones, which save, wait in their turn and go on: at the end of their chunk, or at once where it asks for that.
 
 Why not Prefect's concurrency limits: docs/decisions/0015.
 """
@@ -41,7 +41,8 @@ Preempt = Literal["chunk", "now"]
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a run asks for. `number`: of slots. `since`: seconds since the epoch when it first asked."""
+    """What a run asks for. `number`: of slots. `since`: seconds since the epoch when its process first
+    asked."""
 
     run_id: str
     number: int
