@@ -5,7 +5,8 @@ step 0 as it would judge a run's own. Models, suites and settings that were judg
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rlcore.config.compose import checked_config
 from rlcore.config.fingerprint import fingerprint, lasting_settings
 from rlcore.config.gguf import is_gguf
 from rlcore.config.problems import Findings, settings_error
-from rlcore.config.suite import read_suites, suite_settings
+from rlcore.config.suite import SUITES, read_suites, suite_settings
 from rlcore.errors import ConfigError, DataError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
 from rlcore.evaluation.stats import Interval
@@ -54,10 +55,11 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
         DataError: there is neither a run nor a model of that name.
         CheckpointError: the run has no such checkpoint, or it is broken.
     """
-    findings = Findings()
-    given = read_suites(suites, findings)
-    if findings.problems:
-        raise settings_error(findings.problems)
+    with _suites_as_given():
+        findings = Findings()
+        given = read_suites(suites, findings)
+        if findings.problems:
+            raise settings_error(findings.problems)
     path, label, base = _model(model, root)
     settings = base.model_dump(mode="json")
     settings["model"] |= {"path": path, "lora": None}
@@ -71,7 +73,8 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
     longest = sum(settings[section][key] for section, key in lengths)
     budget = settings["trainer"]["max_tokens_per_micro_batch"]
     settings["trainer"]["max_tokens_per_micro_batch"] = max(budget, longest)
-    config = checked_config(settings, overrides)
+    with _suites_as_given():
+        config = checked_config(settings, overrides)
     first = suite_settings(config, config.validation.suites[0])
     config = config.model_copy(update={"data": first.data, "name": EVALUATION})
     judged = [suite.model_dump(mode="json", exclude={"every_steps"}) for suite in config.validation.suites]
@@ -79,6 +82,15 @@ def evaluation_settings(model: str, suites: Sequence[str], overrides: Sequence[s
     if limits := [suite.max_problems for suite in config.validation.suites if suite.max_problems]:
         payload["limits"] = limits  # results of before had all problems
     return config.model_copy(update={"run_id": f"eval-{label}-{fingerprint('eval', payload)[:8]}"})
+
+
+@contextmanager
+def _suites_as_given() -> Iterator[None]:
+    """Name `--suite` in errors, not the setting that it becomes."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(f"{SUITES}:", "--suite:")) from error
 
 
 def _model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:

@@ -192,10 +192,11 @@ class CheckpointStore:
         else:
             found = next((info for info in self.list() if info.name == name), None)
         if found is None:
-            there = ", ".join(["start", *(info.name for info in self.list())])
+            names = ", ".join(info.name for info in self.list())
+            there = f"there is start, {names}. Name one that is there" if names else "there is none yet. Name start"
             raise CheckpointError(
-                f"checkpoint={name}: run {self._directory.parent.name} has no such checkpoint; there is {there}. Name "
-                "one that is there, or train first: millrace train with these settings"
+                f"checkpoint={name}: run {self._directory.parent.name} has no such checkpoint; {there}, or train "
+                "first: millrace train with these settings"
             )
         return found
 

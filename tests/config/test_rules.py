@@ -78,6 +78,11 @@ CASES = [
     *[("scorer_is_a_function", f"data.scorer={s}", "data.scorer=a.b:c") for s in ("''", "a.b", "a/b:c")],
     *[("scorer_is_a_function", f"data.scorer={s}", "data.scorer=b:c") for s in ("':c'", "'a.b:'", "a:c:d", "a..b:c")],
     ("a_program_ends_before_its_scorer", "data.scorer=data.code:score sandbox.time_s=5", "data.scorer=data.code:score"),
+    (
+        "tools_are_there",
+        "data.environment=rlcore.rollout.tools:Tools",
+        "data.environment=rlcore.rollout.tools:Tools episode.tools=[data.calculator:calculate]",
+    ),
     ("tools_are_functions", "data.environment=a:B episode.tools=[a.b]", "data.environment=a:B episode.tools=['a.b:c']"),
     ("environment_is_a_class", "data.environment=a.b", "data.environment=a.b:C"),
     ("an_environment_of_all_parts", MIXTURE % (",environment:a::B", ""), MIXTURE % ("", "") + " data.environment=a:B"),

@@ -183,7 +183,9 @@ def test_what_is_not_there_is_told_before_anything_is_made(
             train(settings, dry_run=False, as_json=False, verbose=False)
         monkeypatch.undo()
     for checkpoint, name in (("last", "last"), ("40", "step-000040")):
-        with pytest.raises(CheckpointError, match=f"^checkpoint={name}: run debug-.* has no such checkpoint"):
+        with pytest.raises(
+            CheckpointError, match=f"^checkpoint={name}: run debug-.* has no such checkpoint; there is none"
+        ):
             validate(compose_settings(["experiment=debug", root]), checkpoint=checkpoint, verbose=False)
     assert list(artifacts_root.iterdir()) == []
 

@@ -122,6 +122,8 @@ def test_wrong_names_are_told(run: SmallRun, suites: list[str], tmp_path: Path) 
     wrong.write_text("data: {task: countdown, trian_size: 3}")
     with pytest.raises(ConfigError, match=r"suites: wrong: data.trian_size: there is no such setting"):
         load_config([f"validation.suites=[{wrong}]"])
+    with pytest.raises(ConfigError, match=r"1\. --suite: wrong: data.trian_size: there is no such setting"):
+        evaluation_settings(str(run.layout.run_dir), [str(wrong)], [], None)
     with pytest.raises(ConfigError, match=r"cannot be chosen over settings"):
         evaluation_settings(str(run.layout.run_dir), suites, ["algo=ppo"], None)
 

@@ -89,7 +89,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("up --notify-url hooks.example", ["--notify-url (MILLRACE_NOTIFY_URL): must begin with http:// or https://"]),
     ("deploy mine.yaml --name a/b", ["--name: must have none of / % & < >, which Prefect refuses; got a/b with /"]),
     ("sweep debug_grid --max-hours 1e999", ["--max-hours", "less than or equal to 100000"]),
-    ("eval model --suite pipe.yaml", ["validation.suites: must name files in conf/suite, or paths of files"]),
+    ("eval model --suite pipe.yaml", ["--suite: must name files in conf/suite, or paths of files"]),
     *((f"{line}=", [f"{line.split()[-1]}: must not be empty, perhaps of an unset variable"]) for line in (
         "runs --root", "sync --uri", "rescore nobody --scorer", "train --fork", "deploy mine.yaml --name",
     )),
@@ -162,7 +162,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("sweep short.yaml", ["grid.lr: there is no such setting", "Did you mean optim.lr?"]),
     ("data inspect csv/train.csv", ["csv/train.csv: no parquet file there. Give a parquet file"]),
     ("sweep nothing.yaml", ["name: is missing"]),
-    ("eval model --suite nothing.yaml", ["validation.suites: its file must hold keys and values; got nothing.yaml"]),
+    ("eval model --suite nothing.yaml", ["--suite: its file must hold keys and values; got nothing.yaml"]),
     ("eval model --suite gsm9k", ["must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k?"]),
     ("sweep nope", ["sweep: must be the path of a file, or a name in conf/sweep; got nope"]),
     ("sweep debug_grid seed=3", ["seed and run_id differ from run to run", "Say seeds: [...] instead"]),

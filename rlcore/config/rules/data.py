@@ -143,6 +143,10 @@ RULES: tuple[Rule, ...] = (
         lambda c: all(map(_names_a_function, c.episode.tools))
         and len({tool.partition(":")[2] for tool in c.episode.tools}) == len(c.episode.tools),
         "Such as [data.calculator:calculate]"),
+    row("tools_are_there", "episode.tools", "data.environment",
+        "must name a tool or more with data.environment=rlcore.rollout.tools:Tools, which calls them",
+        lambda c: c.data.environment != "rlcore.rollout.tools:Tools" or bool(c.episode.tools),
+        "Such as [data.calculator:calculate]"),
     row("an_environment_of_all_parts", "data.parts", "data.environment", "must not name an environment each",
         lambda c: not isinstance(c.data, MixtureData) or not any(part.data.environment for part in c.data.parts),
         "Set data.environment, which is that of all parts"),
