@@ -38,6 +38,10 @@ class ConfigError(MillraceError, ValueError):
     """The settings are wrong. The message lists every problem at once."""
 
 
+class TrialError(ConfigError):
+    """Code that the settings name, or a judge, failed when it was tried before a start."""
+
+
 class DataError(MillraceError, ValueError):
     """A dataset file, column or row breaks the schema; names file, column or row and the remedy."""
 

@@ -17,3 +17,8 @@ def score(text: str, ground_truth: Mapping[str, object]) -> float:
 def half(text: str, ground_truth: Mapping[str, object]) -> float:
     """Half of it: a scorer that has been changed without anybody meaning to."""
     return score(text, ground_truth) / 2
+
+
+def raises(*given: object, **more: object) -> float:
+    """Fails on whatever it is given."""
+    raise ArithmeticError("it cannot be said")

@@ -20,7 +20,7 @@ from flows.plan.checks import check_run
 from flows.progress import display, display_for_console, shown_on
 from flows.work.open_run import open_run
 from rlcore.config.fingerprint import settings_fingerprint
-from rlcore.errors import ConfigError, DataError, RunInUseError, is_stop
+from rlcore.errors import ConfigError, DataError, RunInUseError, TrialError, is_stop
 from rlcore.report.build import ReportFiles
 from rlcore.report.nights import Night, judge, last_good, read_nights, slowest_good, write_nights, write_page
 from rlcore.report.record import read_run
@@ -41,7 +41,8 @@ NIGHT_TAG = "regression"
 def night(settings: RunSettings, do: chain.RunStage, *, slower_by: float) -> tuple[Night, ReportFiles]:
     """Run the experiment anew, judge it, and keep the verdict on disk and in MLflow.
 
-    A night that was interrupted goes on. A run that fails is a night too, a broken one.
+    A night that was interrupted goes on. A run that fails is a night too, a broken one, as is one whose code fails in
+    its trial.
 
     Raises:
         ConfigError: the settings are wrong.
@@ -98,7 +99,10 @@ def accept(settings: RunSettings) -> Night:
 def _trained(settings: RunSettings, do: chain.RunStage) -> str:
     """Data, training and the validation after it; why it has failed, '' where it has not."""
     config = settings.config
-    check_run(settings)
+    try:
+        check_run(settings)
+    except TrialError as error:
+        return f"the run cannot begin: {error}"
     try:
         with open_run(config, settings.command("train")) as run, run.heard_by(display().event, lambda line: None):
             inputs = chain.make_rows(config, do).inputs

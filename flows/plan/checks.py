@@ -25,7 +25,7 @@ from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, Rewa
 from rlcore.config.data import TaskData, parts_of
 from rlcore.config.gguf import is_gguf
 from rlcore.config.suite import suite_settings
-from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError
+from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError, TrialError
 from rlcore.models.hub import require_reachable
 from rlcore.models.shape import require_base, require_trainable
 from rlcore.rollout.environment import PLAY, Episode, turn_of
@@ -270,7 +270,7 @@ def _try_scorer(scorer: str, row: "FirstRow", config: RunConfig) -> None:
     scores = _tried(scorer, answers, row.ground_truth_json, settings, "reward")
     for answer, score in zip(answers, scores, strict=True):
         if score.failure:
-            raise ConfigError(
+            raise TrialError(
                 of_the_judge(score.failure)
                 or f"data.scorer: must score any text; got {scorer}, which failed on the answer {answer[:80]!r} to the "
                 f"task's first row, with ground truth {row.ground_truth_json[:200]}: {score.failure}. docs/data.md "
@@ -297,7 +297,7 @@ def _try_environment(row: "FirstRow", config: RunConfig) -> None:
         episode.texts.append(ANY_ANSWER)
         (score,) = _tried(PLAY, [episode.asked()], episode.truth(), settings, "episode")
     if score.failure:
-        raise ConfigError(
+        raise TrialError(
             f"data.environment: must begin with any row and reply to any text; got {config.data.environment}, which "
             f"failed in {'step' if episode.texts else 'reset'} on the task's first row, {row.ground_truth_json[:200]}: "
             f"{score.failure}. docs/environments.md says what they return"
@@ -312,7 +312,7 @@ def _tried(scorer: str, answers: Sequence[str], truth_json: str, settings: Rewar
         try:
             return pool.collect(job)
         except EngineError as error:
-            raise ConfigError(str(error)) from error
+            raise TrialError(str(error)) from error
 
 
 def _try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) -> None:
@@ -354,8 +354,9 @@ def _try_functions(algo: AlgoConfig) -> None:
             capture_output=True, text=True, timeout=LOSS_DEADLINE_S, env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise ConfigError(
+        raise TrialError(
             f"{named}: no end in {LOSS_DEADLINE_S:g} s on a few tokens; does a function wait for something?"
         ) from None
     if done.returncode:
-        raise ConfigError(done.stdout or f"{named}: a function fails: {done.stderr[-1_000:]}")
+        kind = ConfigError if done.returncode == 2 else TrialError
+        raise kind(done.stdout or f"{named}: a function fails: {done.stderr[-1_000:]}")

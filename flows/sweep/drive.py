@@ -29,11 +29,15 @@ class Spending:
         self._begun = time.monotonic()
         self.runs: set[str] = set()
         self.num_steps = 0
+        self._going: dict[str, int] = {}  # runs that have not ended, and the steps that they were begun for
         self.ended_by = ""
         """What was used up first; nothing while there is room."""
 
     def begin(self, run_id: str, steps: int) -> bool:
-        """Whether a run may be trained for so many steps more; if so, they are spent."""
+        """Whether a run may be trained for so many steps more; if so, they are spent until it ends.
+
+        What is used up is said once no run is going that may give steps back.
+        """
         most, runs, num_steps = self._budget, self.runs | {run_id}, self.num_steps + steps
         hours = (time.monotonic() - self._begun) / 3600
         for limit, spent, unit in (
@@ -42,10 +46,16 @@ class Spending:
             (most.hours, hours, "hours"),
         ):
             if limit is not None and spent > limit:
-                self.ended_by = self.ended_by or f"{str(limit).removesuffix('.0')} {unit}"
+                if not self._going:
+                    self.ended_by = self.ended_by or f"{str(limit).removesuffix('.0')} {unit}"
                 return False
         self.runs, self.num_steps = runs, num_steps
+        self._going[run_id] = steps
         return True
+
+    def end(self, run_id: str, steps_left: int) -> None:
+        """A run has ended; steps that it was begun for and has not done are not spent."""
+        self.num_steps -= min(steps_left, self._going.pop(run_id))
 
 
 @dataclass(eq=False, slots=True)
@@ -61,6 +71,11 @@ class Task:
     def label(self) -> str:
         """What tells it from the sweep's other runs."""
         return f"{self.point.label} seed={self.member.seed}"
+
+    @property
+    def steps_left(self) -> int:
+        """How far its run was from that step when it was last looked at."""
+        return max(0, self.to_step - self.member.step)
 
     def claim(self, folder: Path) -> bool:
         """Take the run for this process; the kernel frees what a killed one had."""
@@ -222,7 +237,10 @@ class Drive:
                 member.state = "done"
             elif not has_claim:
                 continue
-            elif not self.spending.begin(member.run_id, max(0, task.to_step - member.step)):
+            elif not self.spending.begin(member.run_id, task.steps_left):
+                if not self.spending.ended_by:  # what runs that are going do not do is given back
+                    task.release()
+                    continue
                 member.state = "not begun"
             else:
                 to_do.remove(task)
@@ -234,6 +252,7 @@ class Drive:
     def _take(self, task: Task, error: str) -> None:
         point, member = task.point, task.member
         has_score = member.look(self._metric(point), task.to_step)
+        self.spending.end(member.run_id, task.steps_left)
         task.release()
         if not error and not has_score:
             error = (

@@ -152,14 +152,15 @@ def find_runs(names: Sequence[str], search: str, root: Path, tracking: TrackingC
 
 
 def compare(folders: Sequence[Path], root: Path) -> Comparison:
-    """Write the comparison of runs, under `<root>/comparisons`, and keep it with each of them in MLflow.
+    """Write the comparison of runs, under `<root>/comparisons`, and keep it with each of them in the root's MLflow.
 
     Raises:
         DataError: fewer than two runs, or a folder that cannot be read.
     """
     from rlcore.report.compare import compare_runs
 
-    files = compare_runs(folders)
+    root = root.resolve()
+    files = compare_runs(folders, root=root)
     told = json.loads(files.json.read_text())
     statements = tuple(f"{found['topic']}: {found['statement']}" for found in told["findings"])
     page = _keep(folders, files, root)
@@ -173,6 +174,10 @@ def _keep(folders: Sequence[Path], files: "ReportFiles", root: Path) -> str:
     if not known or not all(config.tracking.enabled for config in configs):
         return ""
     stores = [MlflowStore(config.tracking, root) for config in configs]
+    for (folder, _), config, store in zip(known, configs, stores, strict=True):
+        if not has_store(store.uri) or (config.tracking.uri is None and folder.resolve().parents[1] != root):
+            log.warning("MLflow does not keep the comparison: %s is not in the MLflow store of %s", folder, root)
+            return ""
     try:
         for store, (_, run_id) in zip(stores, known, strict=True):
             for file in (files.html, files.json):

@@ -15,7 +15,7 @@ from rlcore.algos.advantages import bind_advantage
 from rlcore.algos.losses import PolicyLoss, resolve_policy_loss
 from rlcore.algos.named import bind
 from rlcore.config.algo import AlgoConfig
-from rlcore.errors import ConfigError, UserCodeError
+from rlcore.errors import ConfigError, TrialError, UserCodeError
 
 R = TypeVar("R")
 
@@ -66,7 +66,8 @@ def require_policy_loss(settings: AlgoConfig) -> None:
     """Call the loss with its options on two answers of three tokens, one token of each masked, and differentiate it.
 
     Raises:
-        ConfigError: there is no such function, it raises, or what it returns cannot be trained with.
+        ConfigError: there is no such function, or the options are not its own.
+        TrialError: it raises, or what it returns cannot be trained with.
     """
     generator = torch.Generator().manual_seed(1)
     policy = (-torch.rand(6, generator=generator)).requires_grad_()
@@ -82,7 +83,7 @@ def require_policy_loss(settings: AlgoConfig) -> None:
     except Exception as error:  # somebody's function can raise anything
         problem = _raised(settings.policy_loss, error)
     if problem:
-        raise ConfigError(
+        raise TrialError(
             f"algo.policy_loss: must be a loss to train with; got {settings.policy_loss}, which {problem} on two "
             f"answers of three tokens. {SIGNATURE}"
         )
@@ -92,7 +93,8 @@ def require_advantage(settings: AlgoConfig) -> None:
     """Call an advantage that is a function, with its options, on the scores of two prompts with three answers each.
 
     Raises:
-        ConfigError: there is no such function, it raises, or what it returns is not a finite float for each answer.
+        ConfigError: there is no such function, or the options are not its own.
+        TrialError: it raises, or what it returns is not a finite float for each answer.
     """
     scores, group_ids = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), torch.tensor([0, 0, 0, 1, 1, 1])
     try:
@@ -109,7 +111,7 @@ def require_advantage(settings: AlgoConfig) -> None:
         if not problem and isinstance(found, Tensor) and not found.isfinite().all():
             problem = "returns what is not finite"
     if problem:
-        raise ConfigError(
+        raise TrialError(
             f"algo.advantage: must be an advantage to train with; got {settings.advantage}, which {problem} on the "
             f"scores of six answers to two prompts. {ADVANTAGE_SIGNATURE}"
         )
@@ -163,7 +165,7 @@ def problem_of(found: object, policy: Tensor) -> str:
 
 
 def main() -> None:
-    """Entry point: exit code 1 and what is wrong."""
+    """Entry point: what is wrong, and exit code 1 for a function that fails, 2 for settings."""
     try:
         settings = AlgoConfig.model_validate_json(sys.stdin.read())
         require_policy_loss(settings)
@@ -171,7 +173,7 @@ def main() -> None:
             require_advantage(settings)
     except ConfigError as error:
         sys.stdout.write(str(error))
-        sys.exit(1)
+        sys.exit(1 if isinstance(error, TrialError) else 2)
 
 
 if __name__ == "__main__":

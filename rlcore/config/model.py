@@ -34,6 +34,11 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Shapes of the models that `conf/model` names, by `model.path`: the fields of `config.json` that decide shape and
 context. A plan and the rules use them while the files are not on this machine."""
 
+TESTED = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose packed forward and gradient the test suite compares with transformers' own."""
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a decoder layer of these types."""
+
 
 class ScratchModel(Section):
     """A small transformer made from nothing (Qwen2 shape, tied embeddings)."""
@@ -63,7 +68,7 @@ class LoraConfig(Section):
     """Divide `alpha` by the root of the rank: an adapter of a large rank learns as fast as one of a small rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout before the adapter, in updates alone; other than 0 makes the log-probabilities there noisy."""
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    target_modules: tuple[str, ...] = LINEAR_LAYERS
     """Names of the linear layers that get an adapter. The default are all of a decoder layer."""
     base: Literal["native", "nf4"] = "native"
     """How the base is held. native: in the compute type (`model.dtype`). nf4: its linear layers but the head in 4 bits

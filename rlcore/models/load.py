@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from rlcore.config.model import ModelConfig
+from rlcore.config.model import TESTED, ModelConfig
 from rlcore.errors import ModelError
 from rlcore.models.attention import ATTENTION_NAME
 from rlcore.models.library import (
@@ -22,7 +22,7 @@ from rlcore.models.library import (
 )
 from rlcore.models.nf4 import hold_in_4_bits
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, decode_mask
-from rlcore.models.shape import TESTED, TRAINABLE, require_base, untrainable
+from rlcore.models.shape import TRAINABLE, require_base, untrainable
 from rlcore.models.tokenizer import attempt, is_local, load_tokenizer, located
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config.gguf import gguf_config, is_gguf
-from rlcore.config.model import PUBLISHED, LoraConfig, ModelConfig, ScratchModel
+from rlcore.config.model import PUBLISHED, TESTED, LoraConfig, ModelConfig, ScratchModel
 from rlcore.errors import ModelError
 from rlcore.models.hub import cached_config
 
@@ -22,9 +22,6 @@ NUM_WORDS = 13
 _WITH_QKV_BIAS = ("qwen2",)
 _WITH_QK_NORM = ("qwen3",)
 
-
-TESTED = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose packed forward and gradient the test suite compares with transformers' own."""
 TRAINABLE = (
     f"Trained are dense decoders of text: {', '.join(TESTED)}, and others whose log-probabilities on packed sequences "
     "are those on each alone, which is tried when they load"

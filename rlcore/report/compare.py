@@ -200,12 +200,13 @@ def _plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str)
 # ------------------------------------------------------------------ the comparison
 
 
-def compare_runs(run_dirs: Sequence[Path], *, target: Path | None = None) -> ReportFiles:
+def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: Path | None = None) -> ReportFiles:
     """Write the comparison of two or more runs, finished or not.
 
     Args:
         run_dirs: folders of runs; the first one is what the others are compared with.
-        target: where to write; None: `comparisons/<fingerprint of the runs>` beside the folder `runs`.
+        root: whose `comparisons` gets it; None: that of the first run.
+        target: where to write; None: `<root>/comparisons/<fingerprint of the runs>`.
 
     Raises:
         DataError: fewer than two different runs, or a folder that holds no run.
@@ -216,7 +217,7 @@ def compare_runs(run_dirs: Sequence[Path], *, target: Path | None = None) -> Rep
     runs = _labelled([read_run(folder) for folder in folders])
     groups = groups_of(list(runs.values()))
     name = fingerprint("comparison", [str(folder) for folder in folders])
-    folder = target or folders[0].parent.parent / "comparisons" / name
+    folder = target or (root or folders[0].parent.parent) / "comparisons" / name
     how = "One line a run. Noisy curves are moving means."
     if len(groups) < len(runs):
         how = "A line is the mean over seeds, its band goes from the lowest to the highest seed."

@@ -347,6 +347,7 @@ SCRATCH_CASES = [
     ("integers_are_tokens", "data.number_high=100", "data.number_high=99"),
     ("integers_are_tokens", "data.target_low=-1", "data.target_low=0"),
     ("sequences_fit_the_context", "filter.max_prompt_tokens=505", "filter.max_prompt_tokens=504"),
+    ("adapters_name_layers", "model.lora.target_modules=[q_proj,nope]", "model.lora.target_modules=[q_proj]"),
     *[
         ("heads_are_dealt_to_the_gpus", f"{TWO_GPUS} model.scratch.hidden_size=192 {broken}", f"{TWO_GPUS} {mended}")
         for broken, mended in (
@@ -454,6 +455,13 @@ def test_ranks_of_an_engine_may_share_a_head_of_keys_and_values(tmp_path):
     assert [size for size, problem in found.items() if problem is None] == [1, 2, 4, 6, 12]
     assert found[3].got == "3 with 12 heads, 2 of keys and values, and a width of 48"
     assert found[3].remedy == "Use one of 1, 2, 4, 6, 12"
+
+
+@pytest.mark.parametrize(("kind", "is_known"), [("qwen3", True), ("gpt_neox", False)])
+def test_layers_with_adapters_are_judged_where_the_model_type_is_known(tmp_path, kind, is_known):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    found = broken_rules(settings(f"model.path={tmp_path} model.lora.target_modules=[query_key_value,q_proj]"))
+    assert [problem.got for problem in found] == ["query_key_value"] * is_known
 
 
 def test_a_path_that_is_empty_is_shown_as_such():

@@ -12,7 +12,7 @@ import pytest
 
 from flows.commands import regression
 from rlcore.config import TrackingConfig
-from rlcore.errors import DataError
+from rlcore.errors import ConfigError, DataError
 from rlcore.report.nights import read_nights
 from rlcore.tracking.mlflow_store import MlflowStore
 from tests.flows.conftest import wait_until
@@ -81,6 +81,17 @@ def test_a_halved_reward_is_worse_until_it_is_accepted_and_a_failed_run_is_broke
         one.path for one in store.client.list_artifacts(series.info.run_id, "regression")
     ]
     assert "worse" in series.data.tags["mlflow.note.content"]
+
+
+def test_code_that_fails_in_its_trial_is_a_broken_night_and_a_wrong_setting_is_none(tmp_path: Path) -> None:
+    for number, key in enumerate(("data.scorer", "algo.policy_loss"), start=1):
+        broken = by_hand(tmp_path, f"{key}=tests.share_of_digits:raises", UNTRACKED, code=1)
+        assert (broken["verdict"], broken["number"]) == ("broken", number)
+        assert broken["text"].startswith(f"the run cannot begin: {key}: must ")
+    for wrong in ("data.scorer=tests.share_of_digits:nobody", "algo.policy_loss_options={nobody: 1}"):
+        with pytest.raises(ConfigError, match="nobody"):
+            by_hand(tmp_path, wrong, UNTRACKED)
+    assert len(read_nights(tmp_path / "regressions" / "debug")) == 2
 
 
 # ------------------------------------------------------------------ told by a notification block

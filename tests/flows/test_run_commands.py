@@ -251,6 +251,25 @@ def test_a_comparison_is_there_where_mlflow_does_not_take_it(tmp_path: Path, cap
     assert "MLflow did not take the comparison: tracking.uri oddsql://host/runs: " in caplog.text
 
 
+def test_a_comparison_lies_under_the_root_that_is_given_and_makes_no_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folders = [tmp_path / "there" / "runs" / name for name in ("one", "two")]
+    for seed, folder in enumerate(folders, start=1):
+        write_run(folder, experiment="debug", seed=seed, num_steps=2, num_problems=4)
+        (folder / STATE_FILE).write_text('{"format_version": 1, "mlflow_run_id": "1"}')
+    for root in (tmp_path / "here", tmp_path / "there"):
+        caplog.clear()
+        found = compare(folders, root)
+        assert {found.html.parents[1], found.json.parents[1]} == {root / "comparisons"}
+        (said,) = caplog.messages
+        assert said == f"MLflow does not keep the comparison: {folders[0]} is not in the MLflow store of {root}"
+        assert not (root / "mlflow.db").exists()
+    (tmp_path / "here" / "mlflow.db").touch()
+    assert compare(folders, tmp_path / "here").mlflow_page == ""
+    assert caplog.messages[-1].endswith(f"is not in the MLflow store of {tmp_path / 'here'}")
+
+
 @pytest.mark.slow
 def test_a_run_is_listed_followed_and_told_to_stop(bare: Millrace) -> None:
     small = ("warm_start.enabled=false", "tracking.enabled=false")

@@ -1,9 +1,16 @@
 """What a call of a sweep may spend, by each of its three measures."""
 
-import pytest
+from collections.abc import Iterator
+from pathlib import Path
 
-from flows.sweep.drive import Spending
+import pytest
+from prefect.logging import disable_run_logger
+
+from flows.sweep.drive import Drive, Spending, Task
+from flows.sweep.record import sweep_directory
 from rlcore.config.sweep import Budget
+from rlcore.config.sweep_load import load_sweep
+from tests.flows.sweep_specs import SPECS, UNTRACKED
 
 
 @pytest.mark.parametrize(
@@ -19,6 +26,34 @@ from rlcore.config.sweep import Budget
 )
 def test_what_is_used_up_first_ends_it(budget: Budget, begun: list[bool], told: str) -> None:
     spending = Spending(budget)
-    assert [spending.begin(run, 10) for run in ("one", "two", "two", "three")] == begun
+    found = []
+    for run in ("one", "two", "two", "three"):
+        found.append(spending.begin(run, 10))
+        if found[-1]:
+            spending.end(run, 0)
+    assert found == begun
     assert spending.ended_by == told
     assert spending.num_steps == 10 * sum(begun)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_steps_that_a_run_has_not_done_are_left_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Runs that fail before their first step, one by one or several at a time, as on workers."""
+    monkeypatch.setattr("flows.sweep.drive.POLL_S", 0)
+    begun: list[str] = []
+
+    def work(tasks: Iterator[Task]) -> Iterator[tuple[Task, str]]:
+        while taken := [task for _, task in zip(range(at_once), tasks, strict=False)]:
+            begun.extend(task.label for task in taken)
+            yield from ((task, "the scorer raised") for task in taken)
+
+    (tmp_path / "list.yaml").write_text(SPECS["list"])
+    sweep = load_sweep(str(tmp_path / "list.yaml"), [*UNTRACKED, f"paths.root={tmp_path}"], budget=Budget(steps=1))
+    drive = Drive(sweep, sweep_directory(sweep), work, {})
+    with disable_run_logger():
+        drive.run()
+    assert len(begun) == len(set(begun)) == 4
+    assert {member.state for point in drive.points.values() for member in point.members} == {"failed"}
+    assert (drive.spending.num_steps, drive.spending.ended_by) == (0, "")

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlcore.config.data import CountdownData, CustomData, MixtureData
 from rlcore.config.gguf import PACKAGE, SMOLLM2, gguf_config, gguf_file, gguf_problem, is_gguf
-from rlcore.config.model import PUBLISHED
+from rlcore.config.model import LINEAR_LAYERS, PUBLISHED, TESTED
 from rlcore.config.problems import Problem
 from rlcore.config.rules.registry import Rule, rule
 from rlcore.config.run import RunConfig
@@ -93,6 +93,19 @@ def heads_are_dealt_to_the_gpus(config: RunConfig) -> Problem | None:
         f"{size} with {heads} heads, {kv_heads} of keys and values, and a width of {width}",
         f"Use one of {', '.join(str(size) for size in range(1, heads + 1) if fits(size))}",
     )
+
+
+@rule("model.path", "model.lora.target_modules")
+def adapters_name_layers(config: RunConfig) -> Problem | None:
+    """Layers that get adapters are those of a decoder layer; a model of an unknown type says so when it loads."""
+    path, lora = config.model.path, config.model.lora
+    if lora is None or (path is not None and _shape(path).get("model_type") not in TESTED):
+        return None
+    unknown = [name for name in lora.target_modules if name not in LINEAR_LAYERS]
+    if not unknown:
+        return None
+    remedy = f"Choose of {', '.join(LINEAR_LAYERS)}"
+    return Problem("model.lora.target_modules", "must name linear layers of the decoder", ", ".join(unknown), remedy)
 
 
 @rule("model.path", "model.scratch.max_integer", "data")
@@ -198,6 +211,7 @@ RULES: tuple[Rule, ...] = (
     heads_fit_vllm,
     scratch_reads_the_prompts,
     heads_are_dealt_to_the_gpus,
+    adapters_name_layers,
     integers_are_tokens,
     local_model_is_there,
     local_critic_is_there,
