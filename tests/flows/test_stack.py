@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
+from flows.commands.runs import stop
 from flows.server.api import require_same_series
 from flows.server.database import PREFECT_DATABASE
 from flows.stack import serve
@@ -384,6 +385,27 @@ def test_a_cancelled_run_has_saved(stack: Stack) -> None:
     stack.wait(run, "CANCELLED")
     assert stack.steps_saved("cancelled")[-1] == max(numbers(stack.run_dir("cancelled"))) > 0
     assert stack.mlflow_status("cancelled") == "KILLED"
+
+
+@pytest.mark.prefect
+@pytest.mark.slow
+def test_a_run_that_millrace_stop_has_ended_is_cancelled_and_goes_on_by_retry(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=told"])
+    stack.wait_for_step("told", 3)
+    process = stack.process_of(run)
+    stop([str(stack.run_dir("told"))], None)
+    saved = stack.steps_saved("told")[-1]
+    assert f"step {saved} is saved; `prefect flow-run retry {run}` goes on" in capsys.readouterr().out
+    stack.wait(run, "CANCELLED")
+    wait_until(lambda: not process.is_running(), "the flow's process has ended")
+    assert stack.mlflow_status("told") == "KILLED"
+    done = stack.prefect("flow-run", "retry", run)
+    assert done.returncode == 0, done.stderr
+    stack.wait_for_step("told", saved + 1)
+    stack.set_state(run, {"type": "CANCELLING"})
+    stack.wait(run, "CANCELLED")
 
 
 @pytest.mark.prefect
