@@ -24,6 +24,7 @@ from flows.server import watch
 from flows.work.open_run import OpenRun, open_run
 from flows.work.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
 from flows.work.results import Judgement, StartModel
+from flows.work.status import was_told, worker_of
 from flows.work.trainer import WAITS
 from rlcore.errors import WorkerLostError
 from rlcore.run.disk import PAUSED
@@ -226,8 +227,11 @@ def reported(run: OpenRun) -> Iterator[None]:
         reporter.event(event)
         display().event(event)
 
+    def is_stopped() -> bool:
+        return was_told(run.layout.run_dir, worker_of(run.layout.run_dir))
+
     try:
-        with watch.told_to_end(), run.heard_by(event, reporter.line, watch.end_if_cancelled):
+        with watch.told_to_end(is_stopped), run.heard_by(event, reporter.line, watch.end_if_cancelled):
             yield
     finally:
         reporter.go_on()  # a flow run that stays Paused starts no further task, nor this one again

@@ -18,7 +18,7 @@ from flows.progress import duration, printable
 from flows.work.open_run import END_WAIT_S, EVALUATION, note_told
 from flows.work.runs import all_runs, named_run
 from flows.work.slots import Slots, State, Wish
-from flows.work.status import STATES, RunStatus, status_of, was_told, worker_of
+from flows.work.status import SAME_COMMAND, STATES, RunStatus, how_it_goes_on, status_of, was_told, worker_of
 from flows.work.trainer import LogTail
 from rlcore.errors import ConfigError, DataError, RunInUseError
 from rlcore.storage.locks import Holder
@@ -157,9 +157,9 @@ def stop(run: list[str], root: Path | None) -> None:
                 f"signal ends it where it stands, and its newest checkpoint stays: kill {still.pid}"
             )
         time.sleep(POLL_S)
-    print(
-        f"run {layout.run_dir.name}: stopped; {_saved(layout.run_dir)}; the same command goes on:\n  {worker.command}"
-    )
+    how = how_it_goes_on(layout.run_dir)
+    command = f":\n  {worker.command}" if how == SAME_COMMAND else ""
+    print(f"run {layout.run_dir.name}: stopped; {_saved(layout.run_dir)}; {how}{command}")
 
 
 def _tell(run_dir: Path, worker: Holder) -> None:

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, Self
@@ -134,10 +134,10 @@ def end_if_cancelled() -> None:
 
 
 @contextmanager
-def told_to_end() -> Iterator[None]:
+def told_to_end(is_stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """A signal inside the block is a cancellation. Prefect takes SIGINT for a crash, and at SIGTERM ends the process
     before it has told the server, or calls the task crashed. A deployed run that nobody cancelled lost its worker:
-    the next `millrace up` says what becomes of it.
+    the next `millrace up` says what becomes of it. `is_stopped`: whether somebody has, by `millrace stop`.
 
     Raises:
         FlowCancelledError: in place of what a signal to us, or to the trainer, has raised.
@@ -145,7 +145,7 @@ def told_to_end() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, TerminationSignal, StopRequestedError) as ended:
-        if _watch is None or (_watch.is_deployed and not _watch.is_cancelled()):
+        if _watch is None or (_watch.is_deployed and not is_stopped() and not _watch.is_cancelled()):
             raise
         raise FlowCancelledError(str(ended) if isinstance(ended, StopRequestedError) else TOLD_TO_END) from ended
 

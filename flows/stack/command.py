@@ -8,6 +8,7 @@ from typing import Any
 from flows.commands.settings import beside_python
 from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, how_to_log_in
 from flows.stack import control
+from flows.stack.services import orphans
 from flows.stack.state import stack_store
 from rlcore.config import TrackingConfig
 from rlcore.tracking.mlflow_store import MlflowStore
@@ -29,7 +30,7 @@ def up(root: Path, **wishes: Any) -> None:
 
 def down(root: Path) -> None:
     """End it all."""
-    if all(state == "gone" for _, state in control.status(root)):
+    if all(state == "gone" for _, state in control.status(root)) and not orphans(root.resolve()):
         print(f"nothing is up under {root.resolve()}")
         return
     control.down(root)

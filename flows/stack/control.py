@@ -96,13 +96,19 @@ def _started(root: Path, state: StackState, wishes: Wishes, databases: Databases
 
 
 def down(root: Path) -> None:
-    """End what `up` has started, workers first. Flow runs are told to end, and their trainers save.
+    """End what `up` has started, workers first. Flow runs are told to end, and their trainers save; also those that a
+    killed worker has left.
 
     The record stays, so that the next `up` takes the same ports and goes on with those runs.
     """
     root = root.resolve()
     with HeldLock(root / "stack.lock", what=f"the stack of {root}", wait_s=LOCK_WAIT_S):
-        _end(_running(read_stack(root)))
+        running = _running(read_stack(root))
+        _end(filter(_is_worker, running))
+        services.end_orphans(orphans := services.orphans(root))
+        for flow in orphans:
+            say(f"a flow run whose worker was gone (process {flow.pid}) has ended")
+        _end(running)
 
 
 def status(root: Path) -> list[tuple[Service, str]]:

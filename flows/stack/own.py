@@ -32,7 +32,8 @@ def deploy(
 
     Raises:
         ConfigError: the name, the settings or the schedule are wrong.
-        MillraceError: the run could not begin, no stack is up under the root, or Millrace has a deployment of the name.
+        MillraceError: the run could not begin, no stack is up under the root, or the name is that of a deployment that
+            Millrace has, or of another root's.
     """
     if name is not None and (refused := set(name) & set("/%&<>")):
         raise ConfigError(f"--name: must have none of / % & < >, which Prefect refuses; got {name} with {min(refused)}")
@@ -50,7 +51,8 @@ def deploy(
     schedules = _schedules(cron, timezone)
     check_run(composed)
     deployment, page = _apply(composed, name or composed.config.name, schedules, at)
-    print(f"deployment {deployment}{f', {cron} ({timezone})' if cron else ''}: {api.url.removesuffix('/api')}/{page}")
+    when = f", {cron} ({timezone})" if cron else ""
+    print(f"deployment {deployment}{when}, root {at}: {api.url.removesuffix('/api')}/{page}")
     print(beside_python(f"prefect deployment run {quote(deployment)} --watch"))
 
 
@@ -94,5 +96,11 @@ def _apply(settings: RunSettings, name: str, schedules: list[Any], root: Path) -
         known = known_deployment(client, full)
         if known is not None and OWN not in known.tags:
             raise MillraceError(f"{full}: is a deployment of Millrace's own. Give another name by --name.")
+        theirs = root if known is None else Path(known.parameters.get("root") or root).resolve()
+        if theirs != root:
+            raise MillraceError(
+                f"{full}: its runs are under {theirs}, and the root here is {root}. Give --root "
+                f"{quote(str(theirs))} to change it, or another name by --name."
+            )
         made = put_deployment(client, full, wanted, parameters, schedules, switch=True)
     return full, f"deployments/deployment/{made}"

@@ -20,7 +20,7 @@ from flows.server.database import PREFECT_DATABASE, PREFECT_DATABASE_TOO
 from flows.server.launch import detached, python_path
 from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of
 from flows.stack.serve import ANSWERS_ROOT, MLFLOW_ARTIFACTS, MLFLOW_LOGIN
-from flows.stack.state import LOOPBACK, MLFLOW_DATABASE, STACK, Databases, Service, StackState
+from flows.stack.state import LOOPBACK, MLFLOW_DATABASE, STACK, WORKERS_COMMAND, Databases, Service, StackState
 from rlcore.errors import MillraceError
 from rlcore.runtime.cluster import loopback_environment, ray_folder
 
@@ -317,6 +317,25 @@ def end_worker(process: psutil.Process) -> None:
     flows = _below(process, all_of_them=False)
     family = [process, *_below(process)]
     _kill([process])
+    _end_flows(flows, family)
+
+
+def end_orphans(flows: list[psutil.Process]) -> None:
+    """End flow runs whose worker is gone, as `end_worker` does."""
+    _end_flows(flows, [member for flow in flows for member in (flow, *_below(flow))])
+
+
+def orphans(root: Path) -> list[psutil.Process]:
+    """Flow runs of this root's workers; once those have ended, of workers that were killed and have left them."""
+    found, home = [], str(root / "prefect")
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if " ".join(process.cmdline()).endswith(WORKERS_COMMAND) and process.environ().get("PREFECT_HOME") == home:
+                found.append(process)
+    return found
+
+
+def _end_flows(flows: list[psutil.Process], family: list[psutil.Process]) -> None:
     for flow in flows:
         with suppress(psutil.NoSuchProcess):
             flow.terminate()

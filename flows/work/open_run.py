@@ -5,10 +5,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from uuid import UUID
+
+import psutil
 
 from data.tasks import input_digests, inputs_of
 from flows.live import Followed
+from flows.stack.state import FLOW_RUN
 from flows.work.protocol import Event
 from flows.work.results import Judgement, anchored, settings_text
 from flows.work.slots import Claim
@@ -118,8 +122,12 @@ def open_run(config: RunConfig, command: Sequence[str] = (), title: str = "") ->
 
 
 def note_told(run_dir: Path, worker: Holder) -> None:
-    """Remember that a process was told to stop."""
-    write_json_atomically(run_dir / STOP_FILE, {"process": [worker.pid, worker.born], "time": round(time.time(), 3)})
+    """Remember that a process was told to stop, and the flow run that Prefect's worker started it for, if one did."""
+    told: dict[str, Any] = {"process": [worker.pid, worker.born], "time": round(time.time(), 3)}
+    with suppress(psutil.Error):
+        if (process := worker.process()) is not None and (flow_run := process.environ().get(FLOW_RUN)):
+            told["flow_run"] = flow_run
+    write_json_atomically(run_dir / STOP_FILE, told)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from flows.progress import REWARD_NAMES
+from flows.stack.state import WORKERS_COMMAND
 from flows.work.open_run import FLOW_LOCK, STOP_FILE
 from flows.work.slots import Slots
 from rlcore.checkpoint.catalog import scan
@@ -16,7 +17,7 @@ from rlcore.run.disk import GOES_ON, PAUSED
 from rlcore.run.faults import read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import open_ordinary, parse_json, read_ordinary
-from rlcore.storage.locks import RUN_LOCK, Holder, holder_of
+from rlcore.storage.locks import RUN_LOCK, Holder, holder_of, read_holder
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
 from rlcore.tracking.cost import GPU_SECONDS
 from rlcore.tracking.journal import READ_BLOCK_BYTES, EventRecord, StepRecord, iter_lines
@@ -26,6 +27,8 @@ State = Literal["running", "waiting", "stopping", "finished", "stopped", "failed
 word. `not begun`: no trainer has begun, and nothing says that a command was stopped or failed before that. A run whose
 process lives is one of the first three."""
 STATES: tuple[State, ...] = get_args(State)
+
+SAME_COMMAND = "the same command goes on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +90,18 @@ def worker_of(run_dir: Path) -> Holder | None:
     return holder_of(run_dir / FLOW_LOCK) or holder_of(run_dir / RUN_LOCK)
 
 
-def was_told(run_dir: Path, worker: Holder) -> bool:
+def was_told(run_dir: Path, worker: Holder | None) -> bool:
     """Whether `millrace stop` has told this process to stop."""
-    return _document(run_dir / STOP_FILE).get("process") == [worker.pid, worker.born]
+    return worker is not None and _document(run_dir / STOP_FILE).get("process") == [worker.pid, worker.born]
+
+
+def how_it_goes_on(run_dir: Path) -> str:
+    """What makes a run go on on which nobody works: the command that did, or Prefect, whose worker starts a process."""
+    last = read_holder(run_dir / FLOW_LOCK)
+    if last is None or not last.command.endswith(WORKERS_COMMAND):
+        return SAME_COMMAND
+    flow_run = _document(run_dir / STOP_FILE).get("flow_run") if was_told(run_dir, last) else None
+    return f"`prefect flow-run retry {flow_run or 'ID'}` goes on, or Retry on its page"
 
 
 def size_of(folder: Path) -> int:
@@ -120,9 +132,9 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
     if status == "FINISHED":
         return "finished", ""
     if status == "KILLED":
-        return "stopped", "the same command goes on"
+        return "stopped", how_it_goes_on(run_dir)
     why = f"{faults[-1]}: {faults[-1].message.partition(chr(10))[0]}" if faults else ""
-    return ("failed" if status == "FAILED" else "lost"), why or "its process is gone; the same command goes on"
+    return ("failed" if status == "FAILED" else "lost"), why or f"its process is gone; {how_it_goes_on(run_dir)}"
 
 
 def _newest(journal: Path) -> tuple[int, float | None, str, float, float | None]:

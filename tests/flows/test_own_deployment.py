@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def crons(deployment: dict[str, Any]) -> list[tuple[str, str, bool]]:
 def test_it_is_made_and_brought_up_to_date_and_keeps_its_schedule(deployed: Millrace, own: Path, api: Api) -> None:
     done = deploy(deployed, own, "--cron", "0 3 * * *", "--timezone", "Europe/Berlin")
     assert (done.code, done.err) == (0, "")
-    assert "deployment pipeline/own, 0 3 * * * (Europe/Berlin): http://" in done.out
+    assert f"deployment pipeline/own, 0 3 * * * (Europe/Berlin), root {deployed.root}: http://" in done.out
     made, model = found(api, "own"), found(api, "debug")
     assert made["parameters"] == {"experiment": str(own), "overrides": [], "root": str(deployed.root)}
     assert crons(made) == [("0 3 * * *", "Europe/Berlin", True)]
@@ -88,6 +89,16 @@ def test_it_is_made_and_brought_up_to_date_and_keeps_its_schedule(deployed: Mill
     assert "pipeline/own" not in told.stdout
     assert found(api, "own")["parameters"] == again["parameters"]
     assert crons(found(api, "own")) == crons(made)
+
+
+def test_a_deployment_of_another_root_is_left_as_it_is(deployed: Millrace, own: Path, api: Api, tmp_path: Path) -> None:
+    assert deploy(deployed, own, "--name", "theirs").code == 0
+    before = found(api, "theirs")
+    done = deploy(replace(deployed, root=tmp_path / "other"), own, "seed=3", "--name", "theirs")
+    assert done.code == 1
+    assert f"pipeline/theirs: its runs are under {deployed.root}, and the root here is {tmp_path / 'other'}" in done.err
+    assert f"--root {deployed.root} to change it, or another name by --name" in done.err
+    assert found(api, "theirs") == before
 
 
 @pytest.mark.parametrize(

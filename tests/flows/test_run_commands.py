@@ -16,7 +16,8 @@ import pytest
 
 from flows.cli import exit_code
 from flows.commands.runs import logs, stop
-from flows.work.open_run import FLOW_LOCK, note_told, open_run
+from flows.stack.state import FLOW_RUN
+from flows.work.open_run import FLOW_LOCK, STOP_FILE, note_told, open_run
 from flows.work.results import settings_text
 from flows.work.runs import all_runs, compare, named_run, named_runs
 from flows.work.stages import write_report
@@ -27,7 +28,7 @@ from rlcore.errors import DataError, RunInUseError, StopRequestedError
 from rlcore.run.disk import GOES_ON, PAUSED
 from rlcore.run.faults import fault_of, note_fault, read_faults
 from rlcore.run.layout import RunLayout
-from rlcore.storage.locks import HeldLock, Holder
+from rlcore.storage.locks import HeldLock, Holder, holder_of, read_holder
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, Finish, Owner
 from rlcore.tracking.delivery import STATE_FILE
 from rlcore.tracking.journal import Journal
@@ -130,6 +131,30 @@ def test_a_run_that_was_told_to_stop_while_it_waited_is_stopped(layout: RunLayou
         note_told(layout.run_dir, Holder.me())
         assert status_of(layout.run_dir).state == "stopping"
     assert status_of(layout.run_dir).state == "stopped"
+
+
+def test_a_run_of_the_stack_goes_on_by_prefect(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its process is started with an environment, so its command line says nothing."""
+    holding = (
+        "import sys, time; from pathlib import Path; from rlcore.storage.locks import HeldLock\n"
+        "with HeldLock(Path(sys.argv[1]), what='the run'): time.sleep(600)\n"
+    )
+    lock = layout.run_dir / FLOW_LOCK
+    words = [sys.executable, "-c", holding, str(lock), "-m", "prefect.engine"]
+    with subprocess.Popen(words, env=os.environ | {FLOW_RUN: "0b5c-7"}):
+        wait_until(lambda: holder_of(lock) is not None and read_holder(lock) is not None, "the run is worked on")
+        found = read_holder(lock)
+        assert found is not None
+        lock.write_text(json.dumps(asdict(replace(found, command="/bin/python -m prefect.engine"))))
+        stop([str(layout.run_dir)], None)
+    told = capsys.readouterr().out.splitlines()[-1]
+    how = "`prefect flow-run retry 0b5c-7` goes on, or Retry on its page"
+    assert told == f"run {layout.run_dir.name}: stopped; it has no checkpoint yet; {how}"
+    found = status_of(layout.run_dir)
+    assert (found.state, found.note) == ("stopped", how)
+    begin(layout)
+    (layout.run_dir / STOP_FILE).unlink()
+    assert status_of(layout.run_dir).note == "its process is gone; " + how.replace("0b5c-7", "ID")
 
 
 def test_the_state_of_a_run_that_is_worked_on(layout: RunLayout) -> None:

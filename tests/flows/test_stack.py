@@ -12,7 +12,7 @@ import subprocess
 import sys
 import urllib.error
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -22,9 +22,11 @@ from typing import Any
 import psutil
 import pytest
 
+from flows.commands.runs import stop
 from flows.server.api import require_same_series
 from flows.server.database import PREFECT_DATABASE
 from flows.stack import serve
+from flows.stack.command import down as down_command
 from flows.stack.command import up as up_command
 from flows.stack.control import Wishes, down, status, up
 from flows.stack.services import end_server, end_worker, listener, prefect_recipe
@@ -66,6 +68,25 @@ def test_a_record_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
 def test_nothing_is_recorded_where_nothing_was_started(tmp_path: Path) -> None:
     assert status(tmp_path) == []
     down(tmp_path)
+
+
+def test_down_ends_what_a_killed_worker_has_left_under_its_root(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [sys.executable, "-c", "import sys; sys.stdin.read()", "-m", "prefect.engine"]
+    with ExitStack() as ends:
+        ours, other = (
+            ends.enter_context(
+                subprocess.Popen(words, stdin=subprocess.PIPE, env=os.environ | {"PREFECT_HOME": str(root / "prefect")})
+            )
+            for root in (tmp_path, tmp_path / "other")
+        )
+        down_command(tmp_path)
+        assert capsys.readouterr().out == f"a flow run whose worker was gone (process {ours.pid}) has ended\n"
+        assert not psutil.pid_exists(ours.pid)
+        assert other.poll() is None
+        down_command(tmp_path)
+        assert "nothing is up under" in capsys.readouterr().out
 
 
 def test_a_server_that_learns_of_a_changed_automation_does_not_stop_for_it() -> None:
@@ -384,6 +405,27 @@ def test_a_cancelled_run_has_saved(stack: Stack) -> None:
     stack.wait(run, "CANCELLED")
     assert stack.steps_saved("cancelled")[-1] == max(numbers(stack.run_dir("cancelled"))) > 0
     assert stack.mlflow_status("cancelled") == "KILLED"
+
+
+@pytest.mark.prefect
+@pytest.mark.slow
+def test_a_run_that_millrace_stop_has_ended_is_cancelled_and_goes_on_by_retry(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=told"])
+    stack.wait_for_step("told", 3)
+    process = stack.process_of(run)
+    stop([str(stack.run_dir("told"))], None)
+    saved = stack.steps_saved("told")[-1]
+    assert f"step {saved} is saved; `prefect flow-run retry {run}` goes on" in capsys.readouterr().out
+    stack.wait(run, "CANCELLED")
+    wait_until(lambda: not process.is_running(), "the flow's process has ended")
+    assert stack.mlflow_status("told") == "KILLED"
+    done = stack.prefect("flow-run", "retry", run)
+    assert done.returncode == 0, done.stderr
+    stack.wait_for_step("told", saved + 1)
+    stack.set_state(run, {"type": "CANCELLING"})
+    stack.wait(run, "CANCELLED")
 
 
 @pytest.mark.prefect

@@ -99,6 +99,23 @@ def test_without_its_worker_a_run_goes_on_and_a_cancellation_still_ends_it(stack
     assert stack.mlflow_status("orphan") == "KILLED"
 
 
+def test_down_ends_a_run_whose_worker_is_gone_and_the_next_up_goes_on_with_it(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=left", "trainer.steps_per_chunk=20"])
+    stack.wait_for_step("left", 3)
+    process, trainer = stack.process_of(run), stack.trainer("left")
+    kill(stack, "worker-1")
+    down(stack.root)
+    assert f"(process {process.pid}) has ended" in capsys.readouterr().out
+    wait_until(lambda: not process.is_running() and not trainer.is_running(), "flow and trainer have ended")
+    saved = stack.steps_saved("left")[-1]
+    up(stack.root)
+    stack.wait_for_step("left", saved + 1)
+    stack.set_state(run, {"type": "CANCELLING"})
+    stack.wait(run, "CANCELLED")
+
+
 def test_a_killed_server_and_a_stack_taken_down_cost_a_run_nothing(stack: Stack) -> None:
     run = stack.start("pipeline/debug", overrides=[*ENDLESS, "name=kept", "trainer.steps_per_chunk=50000"])
     stack.wait_for_step("kept", 3)
