@@ -407,6 +407,7 @@ def test_a_cancelled_run_has_saved(stack: Stack) -> None:
     assert stack.mlflow_status("cancelled") == "KILLED"
 
 
+@pytest.mark.lengthy  # what stop says: test_run_commands.py; a cancellation: test_a_cancelled_run_has_saved
 @pytest.mark.prefect
 @pytest.mark.slow
 def test_a_run_that_millrace_stop_has_ended_is_cancelled_and_goes_on_by_retry(

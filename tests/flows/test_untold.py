@@ -113,7 +113,7 @@ leave(command)
 """At its end it waits for ever, as Prefect does for the events that no server takes."""
 
 
-@pytest.mark.parametrize("code", [0, 75])
+@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.lengthy), 75])
 def test_without_its_server_a_command_that_has_done_its_work_ends_with_its_own_code(code: int) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
@@ -152,7 +152,11 @@ leave(command)
 @pytest.mark.prefect
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "code", "out", "err"), [("succeeds", 0, "its result\n", ""), ("fails", 1, "", "our own error\n")]
+    ("how", "code", "out", "err"),
+    [
+        pytest.param("succeeds", 0, "its result\n", "", marks=pytest.mark.lengthy),
+        ("fails", 1, "", "our own error\n"),
+    ],
 )
 def test_a_flow_whose_own_server_dies_ends_as_its_work_does(
     how: str, code: int, out: str, err: str, tmp_path: Path
