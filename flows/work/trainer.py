@@ -124,7 +124,7 @@ _stopping: "set[_Child]" = set()
 
 def is_stopping_one() -> bool:
     """Whether a trainer of this process was told to stop and has not ended yet. From any thread."""
-    return any(child.process.poll() is None for child in tuple(_stopping))
+    return any(not child.has_ended() for child in tuple(_stopping))
 
 
 class TrainerProcess:
@@ -252,7 +252,7 @@ class TrainerProcess:
         return isinstance(reply, Done)
 
     def _started(self) -> "_Child":
-        if self._child is not None and (self._is_told_to_end or self._child.process.poll() is not None):
+        if self._child is not None and (self._is_told_to_end or self._child.has_ended()):
             self._is_told_to_end = False
             self._let_end(self._child)
         if self._child is not None and self._child.held.must_yield():
@@ -280,7 +280,7 @@ class TrainerProcess:
 
     def _wait_for_reply(self, child: "_Child") -> Done | Failed:
         while True:
-            is_dead = child.process.poll() is not None  # asked first: what it wrote before is read below
+            is_dead = child.has_ended()  # asked first: what it wrote before is read below
             for reply in child.replies(DRAIN_WAIT_S if is_dead else POLL_S):
                 if isinstance(reply, Done | Failed):
                     self._pass_on_lines(child)
@@ -300,7 +300,7 @@ class TrainerProcess:
     def _wait_for_exit(self, child: "_Child", wait_s: float) -> bool:
         deadline = time.monotonic() + wait_s
         while True:
-            has_ended = child.process.poll() is not None
+            has_ended = child.has_ended()
             for reply in child.replies(0.0 if has_ended else POLL_S):
                 if isinstance(reply, Failed) and reply.type == StopRequestedError.__name__:
                     self._mention(Note(reply.message))
@@ -400,7 +400,7 @@ class _Child:
     def replies(self, timeout_s: float) -> list[Reply]:
         """The whole replies that are there, or that come within that time."""
         if self._at_end:
-            time.sleep(0 if self.process.poll() is not None else timeout_s)
+            time.sleep(0 if self.has_ended() else timeout_s)
             return []
         lines: list[bytes] = []
         while self._selector.select(0 if lines else timeout_s):
@@ -437,9 +437,19 @@ class _Child:
         note_fault(self.log.path.parent.parent, fault_of(error, "", self._last_step))
         return error
 
+    def has_ended(self) -> bool:
+        """Whether the process has ended; it is not reaped. An interrupt within `Popen.poll` can leave its lock taken:
+        `Popen.wait` would then wait for ever."""
+        try:
+            gone = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # it has been reaped
+            return True
+        return gone is not None
+
     def signal(self, number: signal.Signals) -> None:
         """To the process alone: its helpers are needed to finish the step."""
-        self.process.send_signal(number)
+        if self.process.returncode is None:
+            os.kill(self.process.pid, number)  # not `send_signal`, which polls
 
     def destroy(self) -> None:
         with suppress(ProcessLookupError):

@@ -243,6 +243,19 @@ def test_an_interrupt_between_two_calls_lets_the_process_save(start: Start, hear
     assert [event.text for event in heard.events if isinstance(event, Note)][-1] == "saved step 2"
 
 
+def test_neither_a_call_nor_a_stop_polls_by_popen(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt inside `Popen.poll` left its lock taken: the stop after it never ended."""
+
+    def poll(process: "subprocess.Popen[bytes]") -> None:
+        raise AssertionError("an interrupt here may leave the lock taken")
+
+    client = start("good")
+    monkeypatch.setattr(subprocess.Popen, "poll", poll)
+    with pytest.raises(KeyboardInterrupt):
+        train_and_raise(client, KeyboardInterrupt())
+    assert client.pid is None
+
+
 def test_a_log_that_is_deleted_ends_no_run(tmp_path: Path) -> None:
     def on_event(event: Event) -> None:
         for log in (tmp_path / "logs").iterdir():
