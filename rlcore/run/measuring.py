@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from rlcore.errors import DataError, StopRequestedError
 from rlcore.evaluation.result import Answer
-from rlcore.run.given_models import keep_models
+from rlcore.run.given_models import keep_start
 from rlcore.run.inputs import RunInputs
 from rlcore.run.pass_rates import (
     SCHEMA,
@@ -26,6 +26,7 @@ from rlcore.run.pass_rates import (
     facts_of,
     find_pass_rates,
     measured_beside,
+    measured_models,
     planned_pass_rates,
     read_table,
     row_digests,
@@ -69,7 +70,7 @@ class PassRateMeasuring:
             with locked_run(self._beside, self._guard.report, self._guard.stop, math.inf):
                 remove_stale_temporaries(self._beside)
                 if find_pass_rates(self._config, self._inputs) is None:  # perhaps another run has made it meanwhile
-                    keep_models(self._beside / "models.json", {"model.path": self._config.model.path})
+                    keep_start(measured_models(self._directory), self._config)
                     self._publish(self._parts())
             found = find_pass_rates(self._config, self._inputs)
             assert found is not None, "it has been published"

@@ -78,6 +78,11 @@ def measured_beside(directory: Path) -> Path:
     return directory.with_name(f"measuring-{directory.name}")
 
 
+def measured_models(directory: Path) -> Path:
+    """The record of the model that a table is measured with."""
+    return measured_beside(directory) / "models.json"
+
+
 def _model_payload(folder: Path) -> object:
     """A model of ours is known by its folder's name; another one by its place and the sizes of its files."""
     if (folder / MANIFEST).is_file() or not folder.is_dir():
@@ -159,7 +164,7 @@ def find_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRates | None:
     directory = planned_pass_rates(config, inputs.filtered_directory)
     is_given = config.pass_rates.table is not None
     if not is_given and starts_as_given(config):
-        require_same_start(measured_beside(directory) / "models.json", config, f"{directory}: the pass rates were")
+        require_same_start(measured_models(directory), config, f"{directory}: the pass rates were")
     manifest = finished(directory) if is_given else finished_or_set_aside(directory)
     if is_given and (manifest is None or manifest.values.get("kind") != KIND):
         raise DataError(
