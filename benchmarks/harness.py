@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ import torch
 
 from rlcore.batching.loader import PromptStream
 from rlcore.config import RunConfig
-from rlcore.models.tokenizer import load_tokenizer
+from rlcore.models.tokenizer import Decode, load_tokenizer, text_decoder
 from rlcore.rollout.engine import SamplingRequest
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.rollout.turns import TurnTokens
 from rlcore.runtime.local import start_workers
 from rlcore.trainer.episodes import Episodes
-from rlcore.trainer.experience import Answerer, Decode, ExperienceCollector
+from rlcore.trainer.experience import Answerer, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.types import Prompt, Rollout
 from rlcore.workers.canary import NUM_PROMPTS, HandOver
@@ -59,6 +59,10 @@ class FixedLengths:
     def scatter(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """The verb."""
         return self._group.scatter(verb, arguments)
+
+    def scatter_each(self, verb: Callable[..., Any], calls: Iterable[Sequence[tuple[Any, ...]]]) -> Iterator[list[Any]]:
+        """The calls of a verb."""
+        return self._group.scatter_each(verb, calls)
 
     def stream(
         self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, Any], None]
@@ -159,7 +163,7 @@ def training_loop(
         for i in range(config.trainer.batch_size)
     ]
     tokenizer = load_tokenizer(directory)
-    decode = decoder(tokenizer)
+    decode = text_decoder(tokenizer)
     with contextlib.ExitStack() as opened:
         scoring = opened.enter_context(ScoringPool(config.data.scorer, config.reward))
         failures = opened.enter_context(tempfile.TemporaryDirectory())
@@ -170,11 +174,6 @@ def training_loop(
             Answerer(config, group, scoring, decode, episodes), PromptStream(prompts, seed=1)
         )
         yield Loop(Trainer(config, group, collector, failures=Path(failures)), config.algo.kl.coef)
-
-
-def decoder(tokenizer: Any) -> Decode:
-    """Texts of answers, without special tokens."""
-    return lambda answers: tokenizer.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
 
 
 def _episodes(config: RunConfig, tokenizer: Any, decode: Decode) -> contextlib.AbstractContextManager[Episodes | None]:

@@ -37,6 +37,7 @@ MAY_CHANGE: tuple[str, ...] = (
     "warm_start.optim.offload",
     "warm_start.steps_per_chunk",
     "model.attention",
+    "model.zero_stage",
     "model.compile",
     "model.gradient_checkpointing",
     "model.lora.offload",

@@ -94,6 +94,11 @@ class ModelConfig(Section):
     flash-attn 4 too, where neither 3 nor 2 is installed."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward instead of keeping its activations."""
+    zero_stage: Literal[1, 3] = 3
+    """What several ranks hold whole during an update. 3: the weights of the layer at work, gathered for each forward
+    and backward; gradients are reduced after each micro-batch. 1: all weights in the type that computes, gathered once,
+    and all gradients in float32, reduced once: less waiting for the network, for 6 bytes a weight. Weights in float32
+    and the optimizer's state are shared out in both."""
     compile: bool = False
     """Compile decoder layers and head one by one (CUDA)."""
     share_prompts: bool = False

@@ -112,7 +112,7 @@ class HostedWeights:
         """A parameter, laid out as it is; a copy for the moment where it is away."""
         host = self._host.get(parameter) if self._is_away else None
         if host is None:
-            return parameter.detach()
+            return parameter
         return laid_out_as(parameter, host.to(local_of(parameter).device, copy=True))
 
 

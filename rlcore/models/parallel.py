@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.tensor import DTensor
 
 from rlcore.models.lora import adapter_parameters, merged_parameters
+from rlcore.models.optim import local_of
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel
 
 Model = TypeVar("Model", bound=PackedTrunk)
@@ -47,16 +48,19 @@ def _precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 def full_state(
-    model: CausalPolicy | ValueModel, value: Callable[[Tensor], Tensor] = Tensor.detach
+    model: CausalPolicy | ValueModel,
+    value: Callable[[Tensor], Tensor] = Tensor.detach,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole parameters one by one, under transformers' names; a tied head is given once, as the embedding.
 
     Gathering is a collective: every rank must iterate to the end, in step. One bucket of gathered tensors lives at a
     time unless the caller keeps them. LoRA adapters come merged into their matrices, so names and shapes are the base
-    model's. `value` gives a parameter where it is not on the device.
+    model's. `value` gives a parameter where it is not on the device. `dtype`: of sharded matrices, for a receiver that
+    holds them in it: half of the bytes are sent in bfloat16; None: as they are.
     """
     root = model.model if isinstance(model, CausalPolicy) else model
-    yield from merged_parameters(root, _Buckets(root, value))
+    yield from merged_parameters(root, _Buckets(root, value, dtype))
 
 
 def adapter_state(model: CausalPolicy) -> Iterator[tuple[str, Tensor]]:
@@ -68,6 +72,24 @@ def reshard(model: nn.Module) -> None:
     """Give up the whole weights that FSDP2 leaves together after a pass without gradients: those outside the layers."""
     if isinstance(model, FSDPModule):
         model.reshard()
+
+
+def gather_once(model: nn.Module, *, is_last: bool) -> None:
+    """Before a micro-batch of an update: weights stay whole after forward and, unless it is the last, after backward,
+    and gradients are added up whole until the last. `gather_each_time` ends it."""
+    assert isinstance(model, FSDPModule), "only a sharded model gathers"
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(is_last)
+    model.set_requires_gradient_sync(is_last)
+
+
+def gather_each_time(model: nn.Module) -> None:
+    """As `shard` leaves a model: what lies outside the layers is given up after backward alone."""
+    assert isinstance(model, FSDPModule), "only a sharded model gathers"
+    for module in _sharded_modules(model):
+        module.set_reshard_after_forward(module is not model, recurse=False)
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(True)
 
 
 def forget_failed_pass(model: PackedTrunk) -> None:
@@ -83,8 +105,19 @@ def forget_failed_pass(model: PackedTrunk) -> None:
         return
     model.zero_grad(set_to_none=True)
     # What FSDP does itself at the end of a backward: shard every parameter again, drop what is under way.
+    for module in _sharded_modules(model):
+        fsdp: Any = module._get_fsdp_state()
+        for group in getattr(fsdp, "_fsdp_param_groups", None) or [fsdp._fsdp_param_group]:  # torch 2.11 has one
+            for parameter in group.fsdp_params:  # gradients that `gather_once` was adding up
+                parameter.unsharded_accumulated_grad = None
     state._root_post_backward_final_callback()
     state._state_ctx.iter_forward_root = None
+    for module in _sharded_modules(model):
+        module.reshard()
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def gathered(parameter: Tensor) -> Tensor:
@@ -106,21 +139,29 @@ class _Buckets:
 
     Args:
         value: a parameter where it is not on the device.
+        dtype: of matrices; None: their own.
     """
 
-    def __init__(self, model: nn.Module, value: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, model: nn.Module, value: Callable[[Tensor], Tensor], dtype: torch.dtype | None) -> None:
         self._value = value
-        self._bucket_of: dict[Tensor, list[Tensor]] = {}
+        self._dtype = dtype
+        self._bucket_of: dict[Tensor, list[DTensor]] = {}
         self._whole: dict[Tensor, Tensor] = {}
-        filling: dict[torch.dtype, list[Tensor]] = {}
+        filling: dict[torch.dtype, list[DTensor]] = {}
         for parameter in model.parameters():
             if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
                 continue
-            bucket = filling.get(parameter.dtype, [])
+            sent_as = self._sent_as(parameter)
+            bucket = filling.get(sent_as, [])
             if not bucket or sum(one.nbytes for one in [*bucket, parameter]) > BUCKET_BYTES:
-                bucket = filling[parameter.dtype] = []
+                bucket = filling[sent_as] = []
             bucket.append(parameter)
             self._bucket_of[parameter] = bucket
+
+    def _sent_as(self, parameter: Tensor) -> torch.dtype:
+        if self._dtype is None or parameter.ndim == 1 or not parameter.is_floating_point():
+            return parameter.dtype
+        return self._dtype
 
     def __call__(self, parameter: Tensor) -> Tensor:
         """The whole parameter, once."""
@@ -128,23 +169,23 @@ class _Buckets:
             return gathered(self._value(parameter))
         if parameter not in self._whole:
             bucket = self._bucket_of[parameter]
-            values = [value for value in map(self._value, bucket) if isinstance(value, DTensor)]
-            self._whole.update(zip(bucket, _gathered(values), strict=True))
+            shards = [local_of(self._value(each)) for each in bucket]
+            self._whole.update(zip(bucket, _gathered(bucket, shards, self._sent_as(parameter)), strict=True))
         return self._whole.pop(parameter)
 
 
-def _gathered(shards: list[DTensor]) -> Iterator[Tensor]:
-    """Whole tensors of one type by one collective. Ranks hold as many rows of each, but the last ones fewer or none."""
-    mesh, kind = shards[0].device_mesh, shards[0].to_local()
-    sizes = [-(-len(shard) // mesh.size()) * math.prod(shard.shape[1:]) for shard in shards]
-    mine = kind.new_zeros(sum(sizes))
+def _gathered(parameters: list[DTensor], shards: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Parameters whole, in one type, by one collective, from this rank's shards of them. Ranks hold as many rows of
+    each, but the last ones fewer or none."""
+    mesh, shapes = parameters[0].device_mesh, [parameter.shape for parameter in parameters]
+    sizes = [-(-shape[0] // mesh.size()) * math.prod(shape[1:]) for shape in shapes]
+    mine = shards[0].new_zeros(sum(sizes), dtype=dtype)
     for part, shard in zip(mine.split(sizes), shards, strict=True):
-        local = shard.to_local().reshape(-1)
-        part[: len(local)].copy_(local)
-    everyones = kind.new_empty(mesh.size(), len(mine))
+        part[: shard.numel()].copy_(shard.reshape(-1))
+    everyones = mine.new_empty(mesh.size(), len(mine))
     dist.all_gather([*everyones], mine, group=mesh.get_group())
-    for part, shard in zip(everyones.split(sizes, dim=1), shards, strict=True):
-        yield part.reshape(-1)[: shard.numel()].view(shard.shape)
+    for part, shape in zip(everyones.split(sizes, dim=1), shapes, strict=True):
+        yield part.reshape(-1)[: shape.numel()].view(shape)
 
 
 R = TypeVar("R")
@@ -164,10 +205,9 @@ class CountedCollectives:
         self._ordered_before = 0
         self.in_doubt = False
         """Whether a collective itself failed: then nobody knows what the others have seen of it."""
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(_CountedAllGather(self))
-                module.set_custom_reduce_scatter(_CountedReduceScatter(self))
+        for module in _sharded_modules(model):
+            module.set_custom_all_gather(_CountedAllGather(self))
+            module.set_custom_reduce_scatter(_CountedReduceScatter(self))
 
     def begin(self, *, rest: bool = False) -> None:
         """A pass begins with all weights sharded: after one without gradients FSDP2 leaves the outermost together, and

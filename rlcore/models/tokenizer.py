@@ -6,14 +6,14 @@ cores.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from safetensors import SafetensorError
-from tokenizers import Regex, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Sequence, Split, WhitespaceSplit
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 
 from rlcore.config.model import ScratchModel
 from rlcore.errors import ModelError
@@ -23,6 +23,8 @@ from rlcore.models.library import PreTrainedTokenizerBase, PreTrainedTokenizerFa
 from rlcore.models.shape import is_plain_tokenizer
 
 T = TypeVar("T")
+Decode = Callable[[Sequence[Sequence[int]]], list[str]]
+"""Token ids of many answers -> their texts, without special tokens."""
 
 PAD_TOKEN = "<pad>"
 EOS_TOKEN = "<eos>"
@@ -42,7 +44,7 @@ def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
     """
     words = (PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *OPERATORS, *map(str, range(config.max_integer + 1)))
     core = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNK_TOKEN))
-    core.pre_tokenizer = Sequence([WhitespaceSplit(), Split(Regex(r"\d+|\D"), behavior="isolated")])
+    core.pre_tokenizer = pre_tokenizers.Sequence([WhitespaceSplit(), Split(Regex(r"\d+|\D"), behavior="isolated")])
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
         pad_token=PAD_TOKEN,
@@ -63,6 +65,27 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     where = located(path, "tokenizer_config.json")
     found = attempt(where, "a tokenizer", lambda **kw: _tokenizer_class(where).from_pretrained(where, **kw))
     return cast(PreTrainedTokenizerBase, found)
+
+
+def text_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """The decoder of answers. It is the tokenizers library itself where its texts are those of transformers, which
+    visits every id in Python: that takes twice the time, and other threads wait meanwhile."""
+
+    def by_transformers(answers: Sequence[Sequence[int]]) -> list[str]:
+        # Of no answers at all (validation.greedy=false) transformers makes one empty text.
+        return tokenizer.batch_decode([list(ids) for ids in answers], skip_special_tokens=True) if answers else []
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return by_transformers
+    core = tokenizer.backend_tokenizer
+    if tokenizer.clean_up_tokenization_spaces and not isinstance(core.model, BPE):
+        return by_transformers
+
+    def by_tokenizers(answers: Sequence[Sequence[int]]) -> list[str]:
+        return list(core.decode_batch([list(ids) for ids in answers], skip_special_tokens=True))
+
+    probe = [tokenizer.encode("It 's here , is n't it ? No . (3 + 4) !")]
+    return by_tokenizers if by_tokenizers(probe) == by_transformers(probe) else by_transformers
 
 
 def _tokenizer_class(where: str) -> type[Any]:

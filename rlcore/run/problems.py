@@ -15,14 +15,14 @@ from rlcore.config import MixtureData, RunConfig, SuiteConfig
 from rlcore.config.data import parts_of
 from rlcore.config.suite import suite_settings
 from rlcore.errors import DataError
-from rlcore.models.tokenizer import load_tokenizer
+from rlcore.models.tokenizer import Decode, load_tokenizer, text_decoder
 from rlcore.rollout.by_part import with_scorer
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.rollout.turns import TurnTokens
 from rlcore.run.inputs import RunInputs, suite_fingerprint
 from rlcore.run.pass_rates import PassRates, find_pass_rates
 from rlcore.trainer.episodes import Episodes
-from rlcore.trainer.experience import Answerer, Decode
+from rlcore.trainer.experience import Answerer
 from rlcore.types import Prompt
 from rlcore.workers.group import WorkerGroup
 
@@ -43,13 +43,7 @@ class HeldOut:
         Raises:
             DataError: no row is left in a file, or a file breaks the schema.
         """
-        tokenizer = load_tokenizer(inputs.tokenizer_directory)
-
-        def decode(token_ids: Sequence[Sequence[int]]) -> list[str]:
-            # Of no answers at all (validation.greedy=false) transformers makes one empty text.
-            texts = tokenizer.batch_decode([list(ids) for ids in token_ids], skip_special_tokens=True)
-            return texts if token_ids else []
-
+        decode = text_decoder(load_tokenizer(inputs.tokenizer_directory))
         validation = spread(read_parts(config, inputs.validation_parquets))
         return HeldOut(config=config, validation=validation, decode=decode)
 

@@ -15,12 +15,13 @@ import numpy as np
 from rlcore.config import RewardConfig, RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.evaluation.result import vote
+from rlcore.models.tokenizer import Decode
 from rlcore.rollout.engine import SamplingRequest, turn_seed
 from rlcore.rollout.environment import PLAY, Episode, turn_of
 from rlcore.rollout.scoring import ScoringJob, ScoringPool, require_environment
 from rlcore.rollout.turns import TurnTokens
 from rlcore.trainer.clock import PhaseClock
-from rlcore.trainer.experience import Decode, generate, shared_out
+from rlcore.trainer.experience import generate, shared_out
 from rlcore.types import FinishReason, Prompt, Rollout, Score
 from rlcore.workers.group import WorkerGroup
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from rlcore.checkpoint.state import LoopState
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError, UnscoredError
+from rlcore.models.tokenizer import Decode
 from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, requests_for
 from rlcore.rollout.scoring import ScoringJob, ScoringPool
 from rlcore.trainer.clock import PhaseClock
@@ -26,8 +28,6 @@ from rlcore.workers.worker import Worker
 if TYPE_CHECKING:
     from rlcore.trainer.episodes import Episodes
 
-Decode = Callable[[Sequence[Sequence[int]]], list[str]]
-"""Token ids of many answers -> their texts, without special tokens."""
 Take = Callable[[Sequence[tuple[int, Rollout]]], None]
 """Called with (index of the request, its rollout) of a few answers that have just ended."""
 
@@ -78,28 +78,32 @@ def shared_out(requests: Sequence[SamplingRequest], world_size: int) -> list[lis
 
 
 class EarlyScores:
-    """Decodes answers as they end and gives them to the scoring pool, whose processes work beside the engine."""
+    """Decodes answers as they end, in a thread, and gives them to the scoring pool, whose processes work beside the
+    engine too."""
 
     def __init__(self, scoring: ScoringPool, decode: Decode) -> None:
         self._scoring = scoring
         self._decode = decode
-        self._jobs: list[tuple[list[int], ScoringJob]] = []
-        self._texts: dict[int, str] = {}
+        self._beside = ThreadPoolExecutor(1)
+        self._jobs: list[tuple[list[int], Future[tuple[list[str], ScoringJob]]]] = []
 
     def take(self, some: Sequence[tuple[int, Rollout]]) -> None:
         """Start to score a few answers; returns at once."""
-        indices = [index for index, _ in some]
-        texts = self._decode([rollout.response_ids for _, rollout in some])
-        self._texts.update(zip(indices, texts, strict=True))
-        job = self._scoring.submit(texts, [rollout.prompt.ground_truth_json for _, rollout in some])
-        self._jobs.append((indices, job))
+        self._jobs.append(([index for index, _ in some], self._beside.submit(self._start, [one for _, one in some])))
+
+    def _start(self, rollouts: Sequence[Rollout]) -> tuple[list[str], ScoringJob]:
+        texts = self._decode([rollout.response_ids for rollout in rollouts])
+        return texts, self._scoring.submit(texts, [rollout.prompt.ground_truth_json for rollout in rollouts])
 
     def collect(self) -> tuple[list[Score], list[str]]:
         """Scores and texts in the order of the requests; waits for the last."""
-        scores: dict[int, Score] = {}
-        for indices, job in self._jobs:
-            scores.update(zip(indices, self._scoring.collect(job), strict=True))
-        return [scores[index] for index in sorted(scores)], [self._texts[index] for index in sorted(self._texts)]
+        scored: dict[int, tuple[Score, str]] = {}
+        for indices, begun in self._jobs:
+            texts, job = begun.result()
+            scored.update(zip(indices, zip(self._scoring.collect(job), texts, strict=True), strict=True))
+        self._beside.shutdown()
+        found = [scored[index] for index in sorted(scored)]
+        return [score for score, _ in found], [text for _, text in found]
 
 
 ScoredAnswer = tuple[Rollout, Score, str]
@@ -142,15 +146,17 @@ class Answerer:
         if self._episodes is not None:
             played = self._episodes.play(self.group, requests, sampling, policy_version=policy_version, clock=clock)
             return list(zip(*played, strict=True))
-        limit, scores = self.config.rollout.max_response_tokens, EarlyScores(self.scoring, self.decode)
-        early = self.config.reward.num_processes > 0
-        take = scores.take if early else None
+        limit = self.config.rollout.max_response_tokens
+        early = EarlyScores(self.scoring, self.decode) if self.config.reward.num_processes else None
+        take = None if early is None else early.take
         with clock.phase("gen"):
             rollouts = generate(self.group, requests, sampling, limit, policy_version=policy_version, take=take)
         with clock.phase("reward"):
-            if not early:
-                scores.take(list(enumerate(rollouts)))
-            return list(zip(rollouts, *scores.collect(), strict=True))
+            if early is not None:
+                return list(zip(rollouts, *early.collect(), strict=True))
+            texts = self.decode([rollout.response_ids for rollout in rollouts])
+            scores = self.scoring.score(texts, [rollout.prompt.ground_truth_json for rollout in rollouts])
+            return list(zip(rollouts, scores, texts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The optimizer steps of one training step: the critic's first, then the policy's."""
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -222,5 +223,7 @@ def _optimizer_steps(
         return shares, [(select_train(batch, mine), shares.num_micro, denominator, *rates) for mine in shares.sequences]
 
     with ThreadPoolExecutor(1) as beside:  # ranks do not wait until their part of the next mini-batch is cut
-        for shares, arguments in beside.map(cut, in_one_epoch * trainer.epochs_per_batch):
-            yield _MiniBatchUpdate(shares, group.scatter(verb, arguments))
+        all_shares, arguments = itertools.tee(beside.map(cut, in_one_epoch * trainer.epochs_per_batch))
+        by_rank = group.scatter_each(verb, (each for _, each in arguments))
+        for (shares, _), found in zip(all_shares, by_rank, strict=True):
+            yield _MiniBatchUpdate(shares, found)

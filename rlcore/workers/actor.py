@@ -39,7 +39,9 @@ class Actor(TrainedModel[CausalPolicy]):
             policy = add_adapters(policy, lora, seed=config.seed)
         self._has_dropout = lora is not None and lora.dropout > 0
         passes = ("the policy's update", "the policy's log-probabilities")
-        super().__init__(policy, config.optim, place, mesh, world_size, passes=passes)
+        super().__init__(
+            policy, config.optim, place, mesh, world_size, passes=passes, zero_stage=config.model.zero_stage
+        )
         offloads = lora is not None and lora.offload
         self.base = HostedWeights(tensor for _, tensor in frozen_tensors(self.model) if offloads)
 
@@ -195,9 +197,10 @@ class Actor(TrainedModel[CausalPolicy]):
         output = token_logprobs(self.model, micro, temperature=1.0, entropy="none", with_top=True)
         return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=num_tokens)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights under their transformers names, gathered one by one; every rank must iterate."""
-        yield from full_state(self.model, self.base.value)
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """All weights under their transformers names, gathered one by one; every rank must iterate. `dtype`: of the
+        engine that takes them, in which matrices of several ranks are sent; adapters are merged before."""
+        yield from full_state(self.model, self.base.value, None if self._config.model.lora is not None else dtype)
 
 
 def token_logprobs(policy: CausalPolicy, micro: Micro[PackedBatch], **how: Any) -> TokenLogprobs:

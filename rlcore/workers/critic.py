@@ -32,7 +32,9 @@ class Critic(TrainedModel[ValueModel]):
         self._config = config
         model = load_value_model(critic.path or model_directory, model=config.model, device=place.device)
         passes = ("the critic's update", "the critic's values")
-        super().__init__(model, critic.optim, place, mesh, world_size, passes=passes)
+        super().__init__(
+            model, critic.optim, place, mesh, world_size, passes=passes, zero_stage=config.model.zero_stage
+        )
 
     @torch.no_grad()
     def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:

@@ -252,7 +252,7 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     recompute = model.gradient_checkpointing
     kept = update_activation_bytes(shape, device.itemsize, recompute=recompute, compiled=compiled)
     update = {
-        "gathered weights": policy_gathered,
+        **_gathered_in_updates(config, policy_gathered, shape.policy_parameters, device, policy_gradients),
         "activations": tokens * (kept + _adapter_activation_bytes(config, shape, device.itemsize)),
         "head": head(gradient="all" if model.lora is None else "hidden"),
     }
@@ -271,7 +271,13 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
             **held,
             **critic_gradients,
             **asleep,
-            "gathered weights": gathered_bytes(shape.layer_parameters, shape.embedding, device.itemsize),
+            **_gathered_in_updates(
+                config,
+                gathered_bytes(shape.layer_parameters, shape.embedding, device.itemsize),
+                shape.policy_parameters,
+                device,
+                critic_gradients,
+            ),
             "activations": update["activations"],
         }
     steps = [
@@ -284,6 +290,20 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     if steps:
         phases[OPTIMIZER_STEP] = max(steps, key=lambda parts: sum(parts.values()))
     return phases
+
+
+def _gathered_in_updates(
+    config: RunConfig, layers: int, parameters: int, device: Device, gradients: dict[str, int]
+) -> dict[str, int]:
+    """Whole weights in the compute type, and whole gradients where `model.zero_stage` keeps them. `layers`: bytes of
+    those that are gathered otherwise; `gradients`: this rank's part."""
+    ranks = config.runtime.num_workers
+    if config.model.zero_stage == 3 or ranks == 1:
+        return {"gathered weights": layers}
+    return {
+        "gathered weights": max(layers, device.itemsize * parameters),
+        "whole gradients": ranks * sum(gradients.values()),
+    }
 
 
 def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:

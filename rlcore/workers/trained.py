@@ -14,7 +14,7 @@ from rlcore.algos.objective import Statistics
 from rlcore.config.algo import OptimConfig
 from rlcore.errors import NonFiniteError
 from rlcore.models.optim import build_optimizer, clip_grad_norm
-from rlcore.models.parallel import CountedCollectives, forget_failed_pass, shard
+from rlcore.models.parallel import CountedCollectives, forget_failed_pass, gather_each_time, gather_once, shard
 from rlcore.models.policy import PackedTrunk
 from rlcore.models.shape import known_shape
 from rlcore.workers.device import Place, on_all_ranks
@@ -40,6 +40,7 @@ class TrainedModel(Generic[Model]):
 
     Args:
         passes: names of the update and of the forward pass, for messages.
+        zero_stage: `model.zero_stage`.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class TrainedModel(Generic[Model]):
         world_size: int,
         *,
         passes: tuple[str, str],
+        zero_stage: int,
     ) -> None:
+        self._gathers_once = zero_stage == 1 and world_size > 1
         self._optim = optim
         self._place = place
         self._world_size = world_size
@@ -77,11 +80,17 @@ class TrainedModel(Generic[Model]):
         """Gradient of a mini-batch, from zero; the sum of its statistics, on the CPU."""
         self.release_gradients()
         statistics: list[S] = []
-        for part in parts:
-            loss, found = objective(to_device(batch, part, self._place.device))
-            # FSDP averages gradients over ranks; the denominator counts all ranks already, so undo the average.
-            (loss * self._world_size).backward()
-            statistics.append(found)
+        try:
+            for number, part in enumerate(parts, start=1):
+                if self._gathers_once:
+                    gather_once(self.model, is_last=number == len(parts))
+                loss, found = objective(to_device(batch, part, self._place.device))
+                # FSDP averages gradients over ranks; the denominator counts all ranks already, so undo the average.
+                (loss * self._world_size).backward()
+                statistics.append(found)
+        finally:
+            if self._gathers_once:
+                gather_each_time(self.model)
         return total(statistics)
 
     def clip(self, statistics: Statistics, loss: str, why: Callable[[], str]) -> float:

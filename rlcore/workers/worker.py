@@ -6,6 +6,7 @@ A plain class. `rlcore.runtime` calls it in this process or as a Ray actor; both
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -21,7 +22,7 @@ from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, Value
 from rlcore.checkpoint.shards import RankSaver, load_shards
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
-from rlcore.errors import EngineError
+from rlcore.errors import EngineError, NonFiniteError
 from rlcore.models.memory import release_cached_memory
 from rlcore.models.nf4 import num_parameters
 from rlcore.models.parallel import adapter_state
@@ -43,8 +44,8 @@ from rlcore.workers.trained import ModelUpdate
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Enough to hide the way to the trainer (a millisecond under Ray), few enough that scoring starts early.
-ANSWERS_PER_HANDFUL = 8
+# Enough to hide the way to the trainer (half a millisecond under Ray), few enough that scoring starts early.
+ANSWERS_PER_HANDFUL, MOST_HANDFULS = 8, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Worker:
         self._meter = gpu_meter()
         self._version = 0
         self._num_updates = 0  # since the last hand-over
+        self._left_off = False  # since it: an optimizer step has failed
         self._is_frozen = False  # to the garbage collector, what is alive since the first update
         self._probe: tuple[Prompt, ...] = ()
 
@@ -166,9 +168,10 @@ class Worker:
             return
         self._wake_engine()
         finished: list[tuple[int, Rollout]] = []
+        enough = max(ANSWERS_PER_HANDFUL, len(requests) // MOST_HANDFULS)
         for pair in self._engine.stream(requests, sampling, max_response_tokens):
             finished.append(pair)
-            if len(finished) >= ANSWERS_PER_HANDFUL:
+            if len(finished) >= enough:
                 yield finished
                 finished = []
         if finished:
@@ -206,9 +209,12 @@ class Worker:
     ) -> ModelUpdate[PolicyStatistics]:
         """One optimizer step of the policy."""
         self._rest_engine()
-        self._actor.seed_dropout(self._version, self._num_updates, self._rank)
-        self._num_updates += 1
-        return self._actor.update(batch, num_micro, denominator, lr=lr, kl_coef=kl_coef, entropy_added=entropy_added)
+        with self._one_of_several_steps():
+            self._actor.seed_dropout(self._version, self._num_updates, self._rank)
+            self._num_updates += 1
+            return self._actor.update(
+                batch, num_micro, denominator, lr=lr, kl_coef=kl_coef, entropy_added=entropy_added
+            )
 
     def update_critic(
         self, batch: TrainBatch, num_micro: int, denominator: Denominator, lr: float
@@ -216,7 +222,18 @@ class Worker:
         """One optimizer step of the critic."""
         assert self._critic is not None, "critic is null: there is nothing to update"
         self._rest_engine()
-        return self._critic.update(batch, num_micro, denominator, lr=lr)
+        with self._one_of_several_steps():
+            return self._critic.update(batch, num_micro, denominator, lr=lr)
+
+    @contextmanager
+    def _one_of_several_steps(self) -> Iterator[None]:
+        """An optimizer step, of which the next may be sent before it is known how this one ends: after one that failed
+        none is taken until the next hand-over."""
+        if self._left_off:
+            raise NonFiniteError("the optimizer step before this one has failed: no step was taken")
+        self._left_off = True
+        yield
+        self._left_off = False
 
     def supervise(
         self, batch: PackedBatch, num_micro: int, num_tokens: int, lr: float
@@ -245,9 +262,11 @@ class Worker:
         if self._num_updates and self._config.model.compile and not self._is_frozen:
             leave_uncollected()
             self._is_frozen = True
-        self._version, self._num_updates = version, 0
+        self._version, self._num_updates, self._left_off = version, 0, False
         self._wake_engine()
-        taken = self._engine.update_weights(self._actor.weights(), version)
+        assert self._place is not None, "setup comes first"
+        weights = self._actor.weights(engine_dtype(self._config, self._place.dtype))
+        taken = self._engine.update_weights(weights, version)
         if self._engine.policy_version != version:
             raise EngineError(
                 f"the engine is at policy version {self._engine.policy_version} after hand-over {version}"

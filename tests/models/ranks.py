@@ -143,6 +143,10 @@ def gather_in_buckets(policy: CausalPolicy) -> None:
         assert all(torch.equal(found[name], tensor) for name, tensor in alone.items())
         counts.append(len(calls))
     assert counts[0] == len(alone) > counts[1] > counts[2] == 1
+    found = dict(full_state(policy, dtype=torch.bfloat16))
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16, torch.float32}
+    for name, tensor in alone.items():
+        assert torch.equal(found[name], tensor.bfloat16() if tensor.ndim > 1 else tensor), "sent as it would be cast"
 
 
 def main() -> None:

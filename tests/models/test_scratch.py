@@ -13,7 +13,7 @@ from rlcore.config.model import ScratchModel
 from rlcore.errors import ModelError
 from rlcore.models.load import end_of_text_ids
 from rlcore.models.scratch import build_scratch_model
-from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer
+from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer, text_decoder
 
 SMALL = ScratchModel(hidden_size=16, num_layers=1, num_heads=2, intermediate_size=16, max_position_embeddings=32)
 
@@ -87,3 +87,15 @@ def test_a_hidden_size_that_the_heads_do_not_divide_is_refused(tmp_path: Path) -
     with pytest.raises(ModelError, match=re.escape("model.scratch.hidden_size: must be an even multiple")):
         build_scratch_model(odd, vocab_size=9, eos_token_id=1, pad_token_id=0, seed=1, directory=tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("cleans", [False, True])
+def test_answers_are_decoded_as_transformers_decodes_them(tmp_path: Path, cleans: bool) -> None:
+    made = load_tokenizer(build_scratch_tokenizer(SMALL, tmp_path))
+    made.clean_up_tokenization_spaces = cleans  # " ," becomes ","
+    decode, answers = text_decoder(made), [tuple(made.encode("3 , 4 > 12 + 7")), (), (0, 1, 14, 1)]
+    expected = made.batch_decode([list(ids) for ids in answers], skip_special_tokens=True)
+    assert decode(answers) == expected
+    assert expected[0] == ("3, 4 > 12 + 7" if cleans else "3 , 4 > 12 + 7")
+    assert decode([]) == []
+    assert ("by_tokenizers" in decode.__qualname__) != cleans, "the faster way is taken where it is right"

@@ -61,7 +61,7 @@ def canary_facts(run: SmallRun, group: LocalGroup) -> dict[str, Any]:
     facts["training_stopped"] = _raised(lambda: train(run, _Faulty(group), 1))
 
     weights = Actor.weights
-    Actor.weights = lambda self: (pair for pair in weights(self) if pair[0] != "model.norm.weight")
+    Actor.weights = lambda self, dtype: (pair for pair in weights(self, dtype) if pair[0] != "model.norm.weight")
     facts["left_out"] = _stopped(group, 3, restoring=lambda: setattr(Actor, "weights", weights))
     facts["right_again"] = group.each(Worker.hand_over, 4)[0].difference
     return facts
@@ -175,6 +175,9 @@ class _Faulty:
 
     def scatter(self, verb: Any, arguments: Any) -> list[Any]:
         return self._group.scatter(verb, arguments)
+
+    def scatter_each(self, verb: Any, calls: Any) -> Iterator[list[Any]]:
+        return self._group.scatter_each(verb, calls)
 
     def stream(self, verb: Any, arguments: Any, take: Any) -> None:
         self._group.stream(verb, arguments, take)

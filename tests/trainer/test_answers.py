@@ -1,5 +1,6 @@
 """Answers on their way from engine to scores."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,21 +35,26 @@ def group(run: SmallRun) -> LocalGroup:
 def test_scoring_begins_while_the_engine_writes(
     run: SmallRun, group: LocalGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order: list[str] = []
+    written: list[int] = []
+    submitted: list[int] = []
+    begun = threading.Event()
     write, submit = HfEngine._generate_batch, ScoringPool.submit
 
     def writing(self: HfEngine, requests: Any, *args: Any) -> Any:
-        order.append("write")
+        assert not written or begun.wait(60), "the first answers wait until all are written"
+        written.append(len(requests))
         return write(self, requests, *args)
 
     def submitting(self: ScoringPool, responses: Sequence[str], truths: Sequence[str]) -> Any:
-        order.append("submit")
+        submitted.append(len(responses))
+        begun.set()
         return submit(self, responses, truths)
 
     monkeypatch.setattr(HfEngine, "_generate_batch", writing)
     monkeypatch.setattr(ScoringPool, "submit", submitting)
     train(run, group, 1)
-    assert order == ["write", "submit"] * 4
+    assert written == submitted
+    assert len(written) == 4
 
 
 def test_streamed_answers_and_scores_are_those_asked_for_at_once(run: SmallRun, group: LocalGroup) -> None:

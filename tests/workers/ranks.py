@@ -67,17 +67,24 @@ def has_gradients(model: nn.Module) -> bool:
 def one_rank_without_a_number(
     worker: Worker, batch: TrainBatch, num_micro: int, denominator: Denominator, is_wrong: bool
 ) -> str:
-    """An update in which the loss of one rank alone is no number, though its gradient is one."""
-    if is_wrong:
-        batch = replace(batch, ref_logprobs=torch.full_like(batch.ref_logprobs, torch.nan))
+    """An update in which the loss of one rank alone is no number, though its gradient is one; then one without a fault,
+    as the driver may have sent it already, and one more after a hand-over."""
+    bad = replace(batch, ref_logprobs=torch.full_like(batch.ref_logprobs, torch.nan)) if is_wrong else batch
     before = [parameter.detach().clone() for parameter in worker.policy_model().parameters()]
-    try:
-        worker.update_policy(batch, num_micro, denominator, LR, 0.01)
-    except NonFiniteError:
-        after = worker.policy_model().parameters()
-        same = all(torch.equal(gathered(old), gathered(new)) for old, new in zip(before, after, strict=True))
-        return f"refused, weights {'as before' if same else 'changed'}"
-    return "a step was taken"
+    outcomes = []
+    for given in (bad, batch):
+        try:
+            worker.update_policy(given, num_micro, denominator, LR, 0.01)
+        except NonFiniteError as error:
+            after = worker.policy_model().parameters()
+            same = all(torch.equal(gathered(old), gathered(new)) for old, new in zip(before, after, strict=True))
+            kind = "after one that failed" if "the optimizer step before this one" in str(error) else "refused"
+            outcomes.append(f"{kind}, weights {'as before' if same else 'changed'}")
+        else:
+            outcomes.append("a step was taken")
+    worker.hand_over(1)
+    worker.update_policy(batch, num_micro, denominator, LR, 0.01)
+    return "; ".join(outcomes)
 
 
 def main() -> None:

@@ -10,11 +10,11 @@ from tests.side_by_side import run_side_by_side
 PASSES = ("policy_update", "logprobs", "critic_update", "values")
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    """What each of two ranks has printed, line by line."""
-    folder = tmp_path_factory.mktemp("ranks")
-    done = run_side_by_side(*(["tests.workers.leaving_ranks", str(rank), str(folder)] for rank in range(2)))
+@pytest.fixture(scope="module", params=[3, 1])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """What each of two ranks has printed, line by line, by `model.zero_stage`."""
+    folder, stage = tmp_path_factory.mktemp("ranks"), f"model.zero_stage={request.param}"
+    done = run_side_by_side(*(["tests.workers.leaving_ranks", str(rank), str(folder), stage] for rank in range(2)))
     return [[json.loads(line) for line in output.splitlines() if line.startswith(("{", '"'))] for output, _ in done]
 
 

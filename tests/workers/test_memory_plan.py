@@ -254,6 +254,20 @@ def test_each_setting_lowers_its_part(overrides: tuple[str, ...], smaller: str, 
         assert all(after[name] == before[name] for name in unchanged)
 
 
+def test_ranks_that_gather_once_hold_weights_and_gradients_whole_during_an_update() -> None:
+    config = settings("runtime.num_workers=4", "model.zero_stage=1")
+    plan = plan_memory(config, QWEN_05B, CARD_24).phases
+    each_time = plan_memory(settings("runtime.num_workers=4"), QWEN_05B, CARD_24).phases
+    weights = {planning.POLICY_UPDATE: QWEN_05B.policy_parameters, planning.CRITIC_UPDATE: QWEN_05B.critic_parameters}
+    for phase, number in weights.items():
+        assert plan[phase]["whole gradients"] == pytest.approx(4 * number, rel=1e-6)
+        assert plan[phase]["gathered weights"] == pytest.approx(2 * number, rel=0.01)
+        assert "whole gradients" not in each_time[phase]
+    assert all(plan[phase] == parts for phase, parts in each_time.items() if phase not in weights)
+    alone = [settings(f"model.zero_stage={stage}") for stage in (1, 3)]
+    assert plan_memory(alone[0], QWEN_05B, CARD_24) == plan_memory(alone[1], QWEN_05B, CARD_24)
+
+
 @pytest.mark.parametrize(("size", "heads_of_a_rank"), [(1, 2), (2, 1), (4, 1)])
 def test_ranks_that_share_an_engine_hold_parts_of_it(size: int, heads_of_a_rank: int) -> None:
     """Of the weights equal ones; of the keys and values whole heads, for the answers of all of them."""
