@@ -8,7 +8,6 @@ Runs, rates and what is assumed of a network stand in docs/results/scaling_parts
 
 import argparse
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +48,11 @@ class Work:
         answers = np.mean([self.lengths(seed).sum() for seed in range(DRAWS)])
         return float(self.prompts * SAMPLES * self.prompt_tokens + answers)
 
+    @property
+    def computed(self) -> float:
+        """Of them those that a pass computes with `model.share_prompts`: each prompt once for its answers."""
+        return self.tokens - self.prompts * (SAMPLES - 1) * self.prompt_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -69,7 +73,6 @@ class Parts:
     tensors: int
     layers: int
     updates: int
-    micro_tokens: int
     decode_ms: Sequence[tuple[float, float]]
     bus_gb_s: Sequence[tuple[int, float]]
     node_gb_s: float
@@ -80,9 +83,9 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the runs give. Of one GPU: seconds a token of reference and updates without the driver's, of a hand-over,
-    of the rest; `gen`: measured generation over the sum of its decoding steps. What several ranks add, 0 where no
-    such run is known: `each_update`, `each_tensor` and `each_step` in seconds."""
+    """What the runs give. Of one GPU: seconds a computed token of reference and updates without the driver's, of a
+    hand-over, of the rest; `gen`: measured generation over the sum of its decoding steps. What several ranks add, 0
+    where no such run is known: `each_update`, `each_tensor` and `each_step` in seconds."""
 
     gen: float
     ref: float
@@ -117,22 +120,21 @@ def bus_gb_s(parts: Parts, ranks: int) -> float:
     return inside if ranks <= parts.gpus_per_node else min(inside, parts.node_gb_s)
 
 
-def collectives_s(parts: Parts, work: Work, ranks: int) -> float:
-    """Seconds of all collectives of a step's updates, none of them beside arithmetic: in each micro-batch weights are
-    gathered in bfloat16 for the forward and again for the backward pass, gradients reduced in float32: 8 bytes each."""
-    per_update = math.ceil(work.tokens / ranks / parts.updates / parts.micro_tokens)
-    moved = 8 * parts.weights * (ranks - 1) / ranks / (1e9 * bus_gb_s(parts, ranks))
-    hops = 3 * (parts.layers + 1) * (ranks - 1) * parts.hop_us / 1e6
-    return parts.updates * per_update * (moved + hops)
+def collectives_s(parts: Parts, ranks: int) -> float:
+    """Seconds of all collectives of a step's updates with `model.zero_stage=1`, none of them beside arithmetic: in each
+    update weights are gathered in bfloat16 and gradients reduced in float32: 6 bytes each."""
+    moved = 6 * parts.weights * (ranks - 1) / ranks / (1e9 * bus_gb_s(parts, ranks))
+    hops = 2 * (parts.layers + 1) * (ranks - 1) * parts.hop_us / 1e6
+    return parts.updates * (moved + hops)
 
 
 def predict(parts: Parts, rates: Rates, work: Work, ranks: int) -> dict[str, float]:
     """Seconds of each phase on so many GPUs. The driver's grow with the whole batch, not with a rank's share."""
-    tokens, own, several = work.tokens, work.tokens / ranks, ranks > 1
+    tokens, own, several = work.tokens, work.computed / ranks, ranks > 1
     prefill = rates.ref * work.prompts / ranks * work.prompt_tokens
     driver = {name: parts.driver_us.get(name, 0.0) * tokens / 1e6 for name in PHASES}
-    together = collectives_s(parts, work, ranks)
-    gathered = 4 * parts.weights * (ranks - 1) / ranks / (1e9 * bus_gb_s(parts, ranks))
+    together = collectives_s(parts, ranks)
+    gathered = 2 * parts.weights * (ranks - 1) / ranks / (1e9 * bus_gb_s(parts, ranks))
     seconds = {
         "gen": rates.gen * (slowest_decoding_s(parts, work, ranks) + prefill),
         "ref": rates.ref * own,
@@ -145,11 +147,12 @@ def predict(parts: Parts, rates: Rates, work: Work, ranks: int) -> dict[str, flo
 
 def rates_of(parts: Parts, one: Run) -> Rates:
     """From a run on one GPU."""
-    tokens, work = one.work.tokens, one.work
-    alone = {name: one.seconds[name] - parts.driver_us.get(name, 0.0) * tokens / 1e6 for name in PHASES}
-    ref = alone["ref"] / tokens
+    work = one.work
+    alone = {name: one.seconds[name] - parts.driver_us.get(name, 0.0) * work.tokens / 1e6 for name in PHASES}
+    ref = alone["ref"] / work.computed
     decoding = slowest_decoding_s(parts, work, 1) + ref * work.prompts * work.prompt_tokens
-    return Rates(alone["gen"] / decoding, ref, alone["update_actor"] / tokens, alone["update_weights"], alone["rest"])
+    update = alone["update_actor"] / work.computed
+    return Rates(alone["gen"] / decoding, ref, update, alone["update_weights"], alone["rest"])
 
 
 def fitted(parts: Parts, runs: Sequence[Run]) -> Rates:
@@ -176,7 +179,7 @@ def scaled(parts: Parts, rates: Rates, work: Work, weak: bool, ranks: int) -> di
 def needed_gb_s(parts: Parts, rates: Rates, work: Work, ranks: int, share: float) -> float:
     """What a node's cards must give together, so that the collectives take no more than `share` of the step."""
     slow, fast = (replace(parts, bus_gb_s=((1, rate), (2, rate)), node_gb_s=rate, hop_us=0.0) for rate in (1.0, 1e9))
-    return collectives_s(slow, work, ranks) / (share / (1 - share) * sum(predict(fast, rates, work, ranks).values()))
+    return collectives_s(slow, ranks) / (share / (1 - share) * sum(predict(fast, rates, work, ranks).values()))
 
 
 def read_parts(path: Path) -> tuple[Parts, list[Run], Work]:
