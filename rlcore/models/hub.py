@@ -1,9 +1,17 @@
-"""Whether the model hub can be had. Loads no torch, so that a command can ask before anything expensive."""
+"""Where a model is read from: a directory, or the hub where it can be had. Loads no torch, so that a command can ask
+before anything expensive."""
 
+import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
+
+from safetensors import SafetensorError
 
 from rlcore.errors import ModelError
+
+T = TypeVar("T")
 
 _ANSWER_TIMEOUT_S = 10.0
 
@@ -66,3 +74,48 @@ def _refusal(path: str) -> str | None:
     except Exception as error:  # the client's own classes and those of its HTTP library
         return f"the hub does not give it ({type(error).__name__}: {error}). {fetch}"
     return None
+
+
+def located(path: str | Path, file_name: str) -> str:
+    """The directory, which must hold `file_name`, or the hub id `owner/name`; what is neither is refused."""
+    text, directory = str(path), Path(path).expanduser()
+    if directory.is_dir():
+        file = directory / file_name
+        if not file.is_file():
+            raise ModelError(
+                f"model.path: a model directory must hold {file_name}, {text} does not. Is it the right one?"
+            )
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(f"model.path: {file} must be JSON, got: {error}. Copy the directory again.") from None
+        return str(directory)
+    if text.startswith((".", "/", "~")) or text.count("/") != 1 or directory.exists():
+        raise ModelError(
+            f"model.path: must be a model directory or a hub id (owner/name), got {text!r}, which is neither. "
+            "Check the spelling, or leave model.path empty to build a small model from nothing."
+        )
+    return text
+
+
+def attempt(path: str, what: str, read: Callable[..., T]) -> T:
+    """Read with transformers; its many errors become one that names the setting."""
+    try:
+        return read(local_files_only=is_local(path), trust_remote_code=False)
+    except SafetensorError as error:
+        raise ModelError(
+            f"model.path: the weights must be whole safetensors files, those in {path} are not ({error}). Copy the "
+            "directory again."
+        ) from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        where = "the directory" if Path(path).is_dir() else "no directory of that name, and the hub"
+        detail = " ".join(str(error).split())[:300]
+        raise ModelError(
+            f"model.path: must lead to {what} that transformers can read, got {path!r} ({where}: {detail}). "
+            "Check the path; architectures that need code of their own are not supported."
+        ) from error
+
+
+def is_local(path: str) -> bool:
+    """Whether nothing is to be asked of the hub: it is a directory, or the hub is away and its cache must do."""
+    return Path(path).is_dir() or not hub_answers()

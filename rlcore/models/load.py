@@ -12,6 +12,7 @@ from torch import Tensor
 from rlcore.config.model import TESTED, ModelConfig
 from rlcore.errors import ModelError
 from rlcore.models.attention import ATTENTION_NAME
+from rlcore.models.hub import attempt, is_local, located
 from rlcore.models.library import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,7 +24,7 @@ from rlcore.models.library import (
 from rlcore.models.nf4 import hold_in_4_bits
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel, decode_mask
 from rlcore.models.shape import TRAINABLE, require_base, untrainable
-from rlcore.models.tokenizer import attempt, is_local, load_tokenizer, located
+from rlcore.models.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -5,24 +5,20 @@ A whole countdown answer is then a dozen tokens, which is why half a million par
 cores.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 
 from rlcore.config.model import ScratchModel
-from rlcore.errors import ModelError
 from rlcore.models import library
-from rlcore.models.hub import hub_answers
+from rlcore.models.hub import attempt, hub_answers, located
 from rlcore.models.library import PreTrainedTokenizerBase, PreTrainedTokenizerFast, cached_file
 from rlcore.models.shape import is_plain_tokenizer
 
-T = TypeVar("T")
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 """Token ids of many answers -> their texts, without special tokens."""
 
@@ -109,48 +105,3 @@ def _file_of(where: str, name: str) -> Path | None:
         local_files_only=not hub_answers(),
     )
     return None if found is None else Path(found)
-
-
-def located(path: str | Path, file_name: str) -> str:
-    """The directory, which must hold `file_name`, or the hub id `owner/name`; what is neither is refused."""
-    text, directory = str(path), Path(path).expanduser()
-    if directory.is_dir():
-        file = directory / file_name
-        if not file.is_file():
-            raise ModelError(
-                f"model.path: a model directory must hold {file_name}, {text} does not. Is it the right one?"
-            )
-        try:
-            json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ModelError(f"model.path: {file} must be JSON, got: {error}. Copy the directory again.") from None
-        return str(directory)
-    if text.startswith((".", "/", "~")) or text.count("/") != 1 or directory.exists():
-        raise ModelError(
-            f"model.path: must be a model directory or a hub id (owner/name), got {text!r}, which is neither. "
-            "Check the spelling, or leave model.path empty to build a small model from nothing."
-        )
-    return text
-
-
-def attempt(path: str, what: str, read: Callable[..., T]) -> T:
-    """Read with transformers; its many errors become one that names the setting."""
-    try:
-        return read(local_files_only=is_local(path), trust_remote_code=False)
-    except SafetensorError as error:
-        raise ModelError(
-            f"model.path: the weights must be whole safetensors files, those in {path} are not ({error}). Copy the "
-            "directory again."
-        ) from error
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        where = "the directory" if Path(path).is_dir() else "no directory of that name, and the hub"
-        detail = " ".join(str(error).split())[:300]
-        raise ModelError(
-            f"model.path: must lead to {what} that transformers can read, got {path!r} ({where}: {detail}). "
-            "Check the path; architectures that need code of their own are not supported."
-        ) from error
-
-
-def is_local(path: str) -> bool:
-    """Whether nothing is to be asked of the hub: it is a directory, or the hub is away and its cache must do."""
-    return Path(path).is_dir() or not hub_answers()
