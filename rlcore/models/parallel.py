@@ -84,10 +84,9 @@ def gather_once(model: nn.Module, *, is_last: bool) -> None:
 
 
 def gather_each_time(model: nn.Module) -> None:
-    """As `shard` leaves a model: what lies outside the layers is given up after backward alone."""
+    """Passes gather weights anew in each micro-batch, and gradients are reduced after each."""
     assert isinstance(model, FSDPModule), "only a sharded model gathers"
-    for module in _sharded_modules(model):
-        module.set_reshard_after_forward(module is not model, recurse=False)
+    model.set_reshard_after_forward(True)
     model.set_reshard_after_backward(True)
     model.set_requires_gradient_sync(True)
 
