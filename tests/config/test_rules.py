@@ -348,6 +348,7 @@ SCRATCH_CASES = [
     ("integers_are_tokens", "data.target_low=-1", "data.target_low=0"),
     ("sequences_fit_the_context", "filter.max_prompt_tokens=505", "filter.max_prompt_tokens=504"),
     ("adapters_name_layers", "model.lora.target_modules=[q_proj,nope]", "model.lora.target_modules=[q_proj]"),
+    ("adapters_name_layers", "model.lora.target_modules=[]", "model.lora.target_modules=[q_proj]"),
     *[
         ("heads_are_dealt_to_the_gpus", f"{TWO_GPUS} model.scratch.hidden_size=192 {broken}", f"{TWO_GPUS} {mended}")
         for broken, mended in (

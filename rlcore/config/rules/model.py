@@ -102,10 +102,12 @@ def adapters_name_layers(config: RunConfig) -> Problem | None:
     if lora is None or (path is not None and _shape(path).get("model_type") not in TESTED):
         return None
     unknown = [name for name in lora.target_modules if name not in LINEAR_LAYERS]
-    if not unknown:
+    if lora.target_modules and not unknown:
         return None
     remedy = f"Choose of {', '.join(LINEAR_LAYERS)}"
-    return Problem("model.lora.target_modules", "must name linear layers of the decoder", ", ".join(unknown), remedy)
+    return Problem(
+        "model.lora.target_modules", "must name linear layers of the decoder", ", ".join(unknown) or "none", remedy
+    )
 
 
 @rule("model.path", "model.scratch.max_integer", "data")
