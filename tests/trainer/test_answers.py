@@ -70,6 +70,10 @@ def test_streamed_answers_and_scores_are_those_asked_for_at_once(run: SmallRun, 
         assert [r.response_ids for r in streamed] == [r.response_ids for r in plain]
         assert texts == problems.decode([r.response_ids for r in plain])
         assert scores == scoring.score(texts, [r.prompt.ground_truth_json for r in plain])
+        late_first = EarlyScores(scoring, problems.decode)
+        for pair in reversed(list(enumerate(plain))):
+            late_first.take([pair])
+        assert late_first.collect() == (scores, texts), "in the order of the requests, whichever answer ends first"
 
 
 def test_an_answer_by_other_weights_is_refused_before_it_is_scored(run: SmallRun, group: LocalGroup) -> None:
