@@ -1,14 +1,17 @@
 """Ray actors give the numbers of the worker in this process, and say what went wrong."""
 
 import json
+import pickle
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlcore.runtime.cluster import private_folder
 from rlcore.runtime.local import LocalGroup
+from rlcore.runtime.ray import as_array, as_tensor
 from rlcore.trainer.metrics import Metrics
 from tests.forked import run_module
 from tests.runtime.driver import STEPS
@@ -89,3 +92,24 @@ def test_a_stop_while_the_workers_start_is_heard(root: Path) -> None:
     assert while_ray_starts.startswith("stopped while Ray was starting")
     assert while_ray_starts.endswith("asked to stop: True")
     assert while_models_load == "started, asked to stop: True"
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4),
+        torch.randn(3, 4).bfloat16(),
+        torch.randn(4, 6).t()[1:],
+        torch.tensor([True, False]),
+        torch.tensor(-7),
+        torch.zeros(0, 3, dtype=torch.float64),
+        torch.nn.Linear(2, 2).weight.sum(0),
+    ],
+    ids=lambda tensor: f"{str(tensor.dtype).removeprefix('torch.')}-{list(tensor.shape)}",
+)
+def test_a_tensor_arrives_as_it_was_sent(tensor: torch.Tensor) -> None:
+    found = as_tensor(pickle.loads(pickle.dumps(as_array(tensor))))
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(found, tensor)
+    assert not found.requires_grad
+    found.zero_()
