@@ -40,12 +40,12 @@ class Run:
 
     @property
     def id(self) -> str:
-        """Name of its folder."""
+        """Id of the run: the name of its folder."""
         return self.layout.run_dir.name
 
     @property
     def folder(self) -> Path:
-        """Where all of it lies."""
+        """Folder that holds everything of the run."""
         return self.layout.run_dir
 
     def status(self) -> RunStatus:

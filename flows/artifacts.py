@@ -161,7 +161,7 @@ def show_checkpoints(run: OpenRun) -> None:
 
 
 def show_mlflow_page(run: OpenRun) -> None:
-    """A link to it, once it is known."""
+    """Link the run's page in MLflow, once its address is known."""
     if run.shown.mlflow_page and "mlflow" not in run.shown.artifacts:
         _follow(run, "mlflow", lambda: f"[{run.run_id} in MLflow]({run.shown.mlflow_page})")
 

@@ -53,7 +53,7 @@ class RunStage(Protocol):
     """A way to run a stage: it returns the result, and says in a line what came of it."""
 
     def __call__(self, stage: Stage[R], /) -> R:
-        """Run one stage."""
+        """Run one stage; its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Rows:
 
 
 def make_dataset(config: RunConfig, do: RunStage) -> StageResult:
-    """Make the rows."""
+    """Run the stage that makes the dataset."""
     work, title = partial(stages.make_dataset, config), f"dataset {config.data.task}"
     return do(Stage("dataset", title, work, lambda rows: f"dataset: {describe_rows(rows)}"))
 

@@ -151,7 +151,7 @@ def _of_all_commands(
         bool, typer.Option("--version", help="Print the version and end.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Handle `--version`."""
+    """Handle `--version`; the commands handle everything else."""
 
 
 @command(

@@ -28,13 +28,13 @@ class Display:
     """Where stages and events are shown. This one shows nothing: the log of a flow run under a worker has it all."""
 
     def line(self, text: str) -> None:
-        """Show a line that stays."""
+        """Print a line that stays on the screen."""
 
     def event(self, event: Event) -> None:
         """Show an event of the trainer."""
 
     def close(self) -> None:
-        """Leave the screen in order."""
+        """Erase what is not to stay on the screen."""
 
 
 class PlainDisplay(Display):
@@ -52,7 +52,7 @@ class PlainDisplay(Display):
             print(text, flush=True)
 
     def event(self, event: Event) -> None:
-        """Print what is worth a line."""
+        """Print an event that needs a line of its own."""
         if isinstance(event, Progress):
             is_end = event.step in (event.to_step, event.total_steps)
             if not is_end and time.monotonic() - self._last < self._every_s:
@@ -80,7 +80,7 @@ class LiveDisplay(Display):
         self._give_console_to_prefect(console)
 
     def line(self, text: str) -> None:
-        """Print above the live line."""
+        """Print a line above the live line."""
         self._bars.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def event(self, event: Event) -> None:
@@ -98,7 +98,7 @@ class LiveDisplay(Display):
         )
 
     def close(self) -> None:
-        """Take the live line away."""
+        """Erase the live line."""
         self._bars.stop()
 
     @staticmethod
@@ -114,7 +114,7 @@ class LiveDisplay(Display):
 
 
 def describe(event: Event) -> str:
-    """An event as a line."""
+    """An event as a line of text."""
     match event:
         case Progress():
             return f"{event.stage}: step {event.step}/{event.total_steps}  {figures(event)}".rstrip()

@@ -178,12 +178,12 @@ class RunReporter:
             artifacts.harmless(watch.show_running)
 
     def line(self, line: str) -> None:
-        """A line of the trainer's log."""
+        """Show a line of the trainer's log."""
         level = next((level for word, level in _LEVELS if f" {word} " in line[:80]), logging.INFO)
         self._log.log(level, "%s", line)
 
     def end(self) -> None:
-        """The stage is done."""
+        """Bring what is shown up to date after the last step."""
         last = self._progress_now
         if last is not None and last.to_step == last.total_steps:
             self._look_at_all(now=True)
@@ -239,7 +239,7 @@ def reported(run: OpenRun) -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    """A line in both places."""
+    """Write a line to the flow run's log and to the terminal."""
     get_run_logger().info("%s", text)
     display().line(text)
 

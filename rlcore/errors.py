@@ -97,7 +97,7 @@ class HangError(WorkerLostError):
 
 
 class HostMemoryError(WorkerLostError):
-    """The host had no memory left."""
+    """The host ran out of memory."""
 
     fault = "host out of memory"
 

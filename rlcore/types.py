@@ -84,12 +84,12 @@ class PackedBatch:
 
     @property
     def num_sequences(self) -> int:
-        """N."""
+        """Number of sequences, N."""
         return self.cu_seqlens.numel() - 1
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return self.token_ids.numel()
 
     @property

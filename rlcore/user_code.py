@@ -58,7 +58,7 @@ class Source:
 
     @property
     def sha256(self) -> str:
-        """Digest of the bytes."""
+        """Digest of the file's bytes."""
         return hashlib.sha256(self.content).hexdigest()
 
 
@@ -70,7 +70,7 @@ class Code:
 
     @property
     def sources(self) -> dict[str, Source]:
-        """All files by name."""
+        """All source files by module name."""
         return {source.name: source for sources in self.by_function.values() for source in sources}
 
     @property

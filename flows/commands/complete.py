@@ -34,7 +34,7 @@ def settings(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def runs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Ids of the runs of the root."""
+    """Ids of the runs under the root."""
     return sorted(_run_ids(ctx, incomplete))
 
 
@@ -44,12 +44,12 @@ def runs_and_settings(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def suites(incomplete: str) -> list[str]:
-    """Names in conf/suite."""
+    """Names of the suites in conf/suite."""
     return sorted(_values("suite", incomplete))
 
 
 def sweeps(incomplete: str) -> list[str]:
-    """Names in conf/sweep."""
+    """Names of the sweeps in conf/sweep."""
     return sorted(_values("sweep", incomplete))
 
 

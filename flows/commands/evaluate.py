@@ -210,7 +210,7 @@ def _difference(row: Comparison) -> dict[str, Any]:
 
 
 def table_lines(found: Sequence[Evaluation]) -> list[str]:
-    """The same for people."""
+    """The evaluations as lines of a table."""
     lines = []
     for index, result in enumerate(found[0].results):
         lines += ["", f"{result.data_source}: {len(result.problems):,} problems, k = {result.num_samples}"]

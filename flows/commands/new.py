@@ -71,7 +71,7 @@ def new(kind: str, name: str) -> None:
 
 
 def content_of(kind: str, name: str, command: str) -> str:
-    """Text of the file."""
+    """Text of the new file."""
     if kind == "experiment":
         return EXPERIMENT.format(command=command, name=name)
     if kind == "scorer":

@@ -74,7 +74,7 @@ def night(settings: RunSettings, do: chain.RunStage, *, slower_by: float) -> tup
 
 
 def folder_of(settings: RunSettings) -> Path:
-    """Where the nights are kept."""
+    """Folder of the nights' records."""
     return RunLayout.of(settings.config).root / "regressions" / settings.config.name
 
 

@@ -63,7 +63,7 @@ def train(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool)
 
 
 def validate(settings: RunSettings, *, checkpoint: str, verbose: bool) -> None:
-    """Judge one checkpoint."""
+    """Validate one checkpoint."""
     check_before_plan(settings.config)
     checkpoint = checkpoint_name(checkpoint)
     step_of(settings.config, checkpoint)  # raises where there is none, before anything is made
@@ -73,7 +73,7 @@ def validate(settings: RunSettings, *, checkpoint: str, verbose: bool) -> None:
 
 
 def report(run: list[str], root: Path | None) -> None:
-    """Write the report."""
+    """Write the report of a run."""
     _, layout = named_run(run, root)
     print(f"report: {stages.write_report(layout)}")
 
@@ -186,7 +186,7 @@ def summary_lines(config: RunConfig, result: PipelineResult, api: PrefectApi | N
 
 
 def _prefect_hint(api: PrefectApi, root: Path) -> str:
-    """How to see the flow runs."""
+    """Address of Prefect's pages, or the command that starts them."""
     if api.home is None:
         return api.url.removesuffix("/api")
     if api.home == root / "prefect":

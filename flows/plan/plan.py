@@ -90,7 +90,7 @@ class DiskBudget:
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """All of it."""
+    """What a run will do, stage by stage, and what it needs."""
 
     run_id: str
     run_dir: Path
@@ -117,11 +117,11 @@ class RunPlan:
         return all(stage.cached for stage in self.stages)
 
     def stage(self, name: str) -> StagePlan:
-        """A stage by its name."""
+        """The stage of that name."""
         return next(stage for stage in self.stages if stage.name == name)
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON values."""
+        """The plan as JSON values."""
         plain: dict[str, Any] = TypeAdapter(RunPlan).dump_python(self, mode="json")
         return plain
 

@@ -8,7 +8,7 @@ from rlcore.workers.memory_plan import MemoryPlan
 
 
 def show_plan(plan: RunPlan, *, as_json: bool) -> None:
-    """Print it."""
+    """Print the plan, as tables or as JSON."""
     if as_json:
         print(json.dumps(plan.to_json(), indent=2))
         return

@@ -95,11 +95,11 @@ class LocalServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its clients need to know."""
+        """Environment variables for clients of the server."""
         return {"PREFECT_API_URL": self.url, CLIENT_LOGIN: self.login}
 
     def wait(self) -> None:
-        """Until it answers.
+        """Wait until the server answers.
 
         Raises:
             MillraceError: it does not; with the end of its log.
@@ -117,7 +117,7 @@ class LocalServer:
             self._making.__exit__(None, None, None)
 
     def stop(self) -> None:
-        """End it. Safe to call twice."""
+        """End the server. Safe to call twice."""
         self._process.terminate()
         try:
             self._process.wait(STOP_WAIT_S)

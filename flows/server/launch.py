@@ -90,7 +90,7 @@ def _detach(log: str) -> None:
 
 
 def main() -> None:
-    """Become the command."""
+    """Replace this process by the command."""
     way, place, *command = sys.argv[1:]
     if way == "tethered":
         _tether(int(place))

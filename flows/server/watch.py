@@ -226,7 +226,7 @@ def show_paused(message: str) -> None:
 
 
 def show_running() -> None:
-    """Set the flow run Running again."""
+    """Set the flow run's state to Running again."""
     _set_state(Running(message="going on"))
 
 

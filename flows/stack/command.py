@@ -29,7 +29,7 @@ def up(root: Path, **wishes: Any) -> None:
 
 
 def down(root: Path) -> None:
-    """End it all."""
+    """End all services of the stack."""
     if all(state == "gone" for _, state in control.status(root)) and not orphans(root.resolve()):
         print(f"nothing is up under {root.resolve()}")
         return
@@ -37,7 +37,7 @@ def down(root: Path) -> None:
 
 
 def status(root: Path) -> None:
-    """One line a service."""
+    """Print a line for each service."""
     found = control.status(root)
     for service, state in found:
         print(f"{service.name:<10} {state:<16} {service.url or f'process {service.pid}':<28} {service.log}")

@@ -350,7 +350,7 @@ def _notification_block(client: SyncPrefectClient, named: str) -> UUID:
 
 
 def keep_automation(client: SyncPrefectClient, wanted: AutomationCore) -> None:
-    """Make it, or bring it up to date."""
+    """Create the automation, or update it."""
     known = client.read_automations_by_name(wanted.name)
     if known:
         client.update_automation(known[0].id, wanted)

@@ -90,7 +90,7 @@ def prefect_recipe(root: Path, databases: Databases, port: int | None, state: St
 
 
 def mlflow_recipe(root: Path, databases: Databases, port: int | None, state: StackState) -> Recipe:
-    """MLflow's server and pages."""
+    """How MLflow's server, with our pages, is started."""
     port = _port_of(state, "mlflow", default=5000, wanted=port)
     url = f"http://{LOOPBACK}:{port}"
     environment = {
@@ -156,14 +156,14 @@ HEARS_LOOPBACK = frozenset({LOOPBACK, "0.0.0.0", "::", "::ffff:127.0.0.1"})
 
 
 def free_port() -> int:
-    """A port without a listener now."""
+    """A port on which nothing listens now."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
 def is_free(port: int) -> bool:
-    """Whether one may listen there."""
+    """Whether a server may listen on the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free
         try:
@@ -185,7 +185,7 @@ def listener(port: int) -> psutil.Process | None:
 
 
 def described_listener(port: int) -> str:
-    """Who listens there, in words."""
+    """The process that listens on the port, in words."""
     process = listener(port)
     if process is None:
         return "a process of another user"

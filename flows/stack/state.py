@@ -57,7 +57,7 @@ class StackState:
     services: tuple[Service, ...] = ()
 
     def service(self, name: str) -> Service | None:
-        """A service by its name."""
+        """The service of that name."""
         return next((service for service in self.services if service.name == name), None)
 
 
@@ -89,7 +89,7 @@ def read_stack(root: Path) -> StackState:
 
 
 def write_stack(root: Path, state: StackState) -> None:
-    """Keep it, whole or not at all."""
+    """Write the state to disk, whole or not at all."""
     write_text_atomically(root / STATE_FILE, _STATE.dump_json(state, indent=2).decode() + "\n")
 
 
@@ -128,7 +128,7 @@ class Databases:
         return cls(prefect or files.prefect, mlflow or files.mlflow)
 
     def masked(self) -> "Databases":
-        """The same without passwords."""
+        """The addresses with their passwords masked."""
         return Databases(masked(self.prefect), masked(self.mlflow))
 
     def mlflow_is_the_file(self, root: Path) -> bool:

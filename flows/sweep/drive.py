@@ -86,7 +86,7 @@ class Task:
         return self.lock is not None
 
     def release(self) -> None:
-        """Leave it to others."""
+        """Give the task back, for another worker to take."""
         if self.lock is not None:
             self.lock.release()
 

@@ -101,7 +101,7 @@ class OnWorkers:
                 ) from None
 
     def work(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, str]]:
-        """Up to `IN_FLIGHT` at a time."""
+        """Run up to `IN_FLIGHT` tasks at a time."""
         flying: dict[UUID, Task] = {}
         with get_client(sync_client=True) as client:
             exhausted = False
@@ -191,7 +191,7 @@ def run_checked(checked: Sweep, spec: str, overrides: list[str], *, on_workers: 
 
 
 def sweep_run_name() -> str:
-    """`sweep/debug_grid`."""
+    """Name of the flow run: `sweep/debug_grid`."""
     return f"{flow_run.flow_name}/{Path(flow_run.parameters['spec']).stem}"
 
 
@@ -272,7 +272,7 @@ def sweep_child(
 
 @contextmanager
 def work_of(sweep: Sweep, parent: str | None, *, on_workers: bool) -> Iterator[Work]:
-    """How its runs are worked on."""
+    """How the runs of the sweep are executed: here, or on workers."""
     if on_workers:
         yield OnWorkers(parent, sweep_directory(sweep).parent.parent).work
         return

@@ -45,17 +45,17 @@ class Member:
 
     @property
     def config(self) -> RunConfig:
-        """Its settings, typed."""
+        """The run's settings, typed."""
         return self.settings.config
 
     @property
     def run_id(self) -> str:
-        """Name of its folder."""
+        """Id of the run: the name of its folder."""
         return run_id(self.config)
 
     @property
     def run_dir(self) -> Path:
-        """Its folder."""
+        """The run's folder."""
         return RunLayout.of(self.config).run_dir
 
     def look(self, metric: str, step: int) -> bool:
@@ -78,7 +78,7 @@ class PointRecord:
 
     @property
     def label(self) -> str:
-        """Its settings in a line."""
+        """The point's settings in one line."""
         return shown_point(self.settings)
 
     @property
@@ -93,7 +93,7 @@ class PointRecord:
         return {problem: fmean(one[problem] for one in found) for problem in shared}
 
     def to_json(self) -> dict[str, JsonValue]:
-        """As `sweep.json` holds it."""
+        """The record as it stands in `sweep.json`."""
         runs: list[JsonValue] = [
             {"seed": one.seed, "run_id": one.run_id, "run_dir": str(one.run_dir), "state": one.state, "step": one.step,
              "score": one.score, "error": one.error}

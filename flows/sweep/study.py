@@ -159,7 +159,7 @@ class Study:
         return frozenset(dropped)
 
     def finish(self, number: int, score: float) -> None:
-        """Note a point's score at its end."""
+        """Record a point's score when its run has ended."""
         trial = next(one for one in self._trials() if _number(one) == number)
         self._study.tell(trial.number, score, skip_if_finished=True)
 

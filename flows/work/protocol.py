@@ -31,7 +31,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A sentence for people."""
+    """A message for people."""
 
     text: str
 
@@ -63,7 +63,7 @@ class Happening:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The command's result."""
+    """Result of a command."""
 
     command: str
     result: Mapping[str, Any]
@@ -113,5 +113,5 @@ def parse_reply(line: bytes) -> Reply:
 
 
 def command_line(command: str, **arguments: str | int) -> bytes:
-    """A command as it is sent."""
+    """A command, encoded as one line."""
     return json.dumps({"command": command, **arguments}).encode() + b"\n"

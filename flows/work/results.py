@@ -188,7 +188,7 @@ class Recorded:
         return (self.settings, self.report, self.models) == wanted
 
     def write(self, layout: RunLayout) -> "Recorded":
-        """Keep it."""
+        """Write the result into the run's folder."""
         write_json_atomically(layout.run_dir / RECORDED_FILE, asdict(self))
         return self
 
@@ -236,7 +236,7 @@ def known_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | No
 
 
 def checkpoint_store(config: RunConfig) -> CheckpointStore:
-    """The run's checkpoints."""
+    """Where the run's checkpoints are kept."""
     layout = RunLayout.of(config)
     return CheckpointStore(layout.checkpoints, config.checkpoint, config, journal=layout.journal)
 

@@ -79,7 +79,7 @@ class State:
 
     @property
     def num_free(self) -> int:
-        """Slots that nobody has."""
+        """Number of slots that no run holds."""
         return len(self.devices) - len(self.holders)
 
     def num_wanted_before(self, wish: Wish) -> int:
@@ -87,7 +87,7 @@ class State:
         return sum(other.number for other in self.waiting if other.order < wish.order)
 
     def reason(self, wish: Wish) -> str:
-        """Why a run waits, for people."""
+        """Tells why a run waits."""
         held = ", ".join(sorted({str(holder) for holder in self.holders.values()}))
         ahead = [str(other) for other in self.waiting if other.order < wish.order]
         behind = f"; before it in line: {', '.join(ahead)}" if ahead else ""
@@ -146,7 +146,7 @@ class Slots:
         return HeldLock(self.folder / "mutex.lock", what=f"the list of slots in {self.folder}", wait_s=MUTEX_WAIT_S)
 
     def look(self) -> State:
-        """The state of this moment."""
+        """The slots as they are now."""
         if not self.devices():
             return State((), {}, ())
         with self.mutex():
@@ -160,7 +160,7 @@ class Slots:
         return State(devices, holders, tuple(sorted(waiting, key=lambda wish: wish.order)))
 
     def path(self, number: int) -> Path:
-        """The file of a slot."""
+        """File of a slot."""
         return self.folder / f"slot-{number}.lock"
 
     def waiting_path(self, run_id: str) -> Path:

@@ -55,7 +55,7 @@ MAX_READ_BYTES = 1 << 20
 
 
 class LogTail:
-    """A log that grows."""
+    """Reads a log file while it grows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

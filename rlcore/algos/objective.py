@@ -34,7 +34,7 @@ class Statistics:
         return {name: float(value) / num_tokens for name, value in sums.items()} if num_tokens else {}
 
     def __add__(self: S, other: S) -> S:
-        """Field by field."""
+        """The sum, field by field."""
         return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def stack(self) -> Float[Tensor, "F"]:

@@ -106,7 +106,7 @@ class Found:
     light: pa.Table
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of answers found."""
         return int(self.light.num_rows)
 
     def rows(self, numbers: Sequence[int], columns: Sequence[str] = READABLE) -> list[dict[str, Any]]:

@@ -37,12 +37,12 @@ class PassCounts:
 
     @classmethod
     def of(cls, passes: Sequence[int] | Array, samples: Sequence[int] | Array) -> "PassCounts":
-        """From whole numbers."""
+        """Counts made of whole numbers."""
         return cls(np.asarray(passes, dtype=np.float32), np.asarray(samples, dtype=np.float32))
 
     @classmethod
     def read(cls, text: str, num_rows: int) -> "PassCounts":
-        """What `text` wrote.
+        """Counts read from what `text` wrote.
 
         Raises:
             CheckpointError: it is of another number of rows.
@@ -111,7 +111,7 @@ class CountedRows:
         return PassCounts.read(text, len(self._place)) if text else self._start
 
     def weights(self, counts: PassCounts) -> Float[Array, "R"]:
-        """Of all rows, for the step's draw."""
+        """Weight of each row in the step's draw."""
         return counts.weights(self._settings)
 
     def after(self, counts: PassCounts, groups: Mapping[int, tuple[int, int]]) -> PassCounts:

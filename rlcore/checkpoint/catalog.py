@@ -39,7 +39,7 @@ class CheckpointInfo:
 
     @property
     def name(self) -> str:
-        """`step-000020`."""
+        """Name of the checkpoint's folder, `step-000020`."""
         return self.path.name
 
     @property
@@ -70,7 +70,7 @@ class Catalog:
 
 
 def name_of(step: int) -> str:
-    """`step-000020`."""
+    """Name of a step's checkpoint folder, `step-000020`."""
     return f"step-{step:06d}"
 
 
@@ -185,7 +185,7 @@ class CheckpointRow(CheckpointInfo):
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What pruning would do now."""
+    """Checkpoints that pruning would keep and delete now."""
 
     kept: tuple[CheckpointInfo, ...]
     deleted: tuple[CheckpointInfo, ...]

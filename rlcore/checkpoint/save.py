@@ -50,7 +50,7 @@ class WaitsForRoom(Protocol):
 
 
 class SaveState(Enum):
-    """Where a save is."""
+    """The states of a save."""
 
     COPIED = "every rank holds a copy, and nothing of it lies on the disk"
     WRITING = "threads of the ranks write into a temporary folder"

@@ -120,7 +120,7 @@ class BaseRecord:
 
     @classmethod
     def read(cls, directory: Path) -> "BaseRecord":
-        """Of a checkpoint.
+        """The record of a checkpoint.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it is of another format.

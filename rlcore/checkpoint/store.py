@@ -67,7 +67,7 @@ class CheckpointStore:
 
     @property
     def directory(self) -> Path:
-        """The folder that holds them."""
+        """Folder of the checkpoints."""
         return self._directory
 
     def path_of(self, step: int) -> Path:

@@ -182,7 +182,7 @@ _Choice = tuple[str | None, tuple[tuple[str, str], ...]]
 
 @dataclass(slots=True)
 class _Request:
-    """The sound parts of the overrides."""
+    """The overrides that could be parsed."""
 
     experiment: str | None = None
     choices: dict[str, str] = field(default_factory=dict)

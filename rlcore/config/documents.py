@@ -102,7 +102,7 @@ def reference() -> str:
 
 
 def write_reference(file: Path = REFERENCE_FILE) -> Path:
-    """Write the page."""
+    """Write docs/settings.md."""
     file.parent.mkdir(exist_ok=True)
     file.write_text(reference(), encoding="utf-8")
     return file

@@ -119,7 +119,7 @@ def _weights(file: Path, header: GgufHeader) -> dict[str, Tensor]:
 
 
 def _tensors(file: Path, tensors: list[GgufTensor]) -> list[Tensor]:
-    """Dequantized to float32."""
+    """Read tensors, dequantized to float32."""
     from gguf import GGMLQuantizationType, dequantize
 
     data = np.memmap(file, dtype=np.uint8, mode="r")

@@ -1,4 +1,4 @@
-"""Where a model is read from: a directory, or the hub where it can be had. Loads no torch, so that a command can ask
+"""Where a model is read from: a directory, or the hub where it is reachable. Loads no torch, so that a command can ask
 before anything expensive."""
 
 import json

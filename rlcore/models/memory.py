@@ -90,7 +90,7 @@ class HostedWeights:
 
     @torch.no_grad()
     def put_away(self) -> None:
-        """Give up the device's memory."""
+        """Release the weights' memory on the device."""
         if self._is_away:
             return
         self._is_away = True
@@ -99,7 +99,7 @@ class HostedWeights:
 
     @torch.no_grad()
     def bring(self) -> None:
-        """Have them on the device again."""
+        """Copy the weights to the device again."""
         if not self._is_away:
             return
         for parameter, host in self._host.items():

@@ -43,7 +43,7 @@ class Nf4Linear(nn.Module):
         self.bias = None if layer.bias is None else layer.bias.requires_grad_(False)
 
     def forward(self, x: Float[Tensor, "*batch N"]) -> Float[Tensor, "*batch M"]:
-        """x W^T + bias."""
+        """Output of the layer, x W^T + bias."""
         output: Tensor = nf4_linear(x, self.packed, self.scales, self.bias, self.out_features)
         return output
 

@@ -163,7 +163,7 @@ class _Buckets:
         return self._dtype
 
     def __call__(self, parameter: Tensor) -> Tensor:
-        """The whole parameter, once."""
+        """The whole parameter; each may be asked for once."""
         if parameter not in self._bucket_of:
             return gathered(self._value(parameter))
         if parameter not in self._whole:

@@ -48,12 +48,12 @@ class PackedTrunk(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.parameters()).device
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Type of the matrix products."""
+        """Type in which matrix products are computed."""
         stored = next(self.parameters()).dtype
         return self._wanted_dtype if stored == torch.float32 else stored
 

@@ -144,7 +144,7 @@ class ModelShape:
 
     @property
     def query_width(self) -> int:
-        """Heads x head size."""
+        """Attention heads x head size."""
         return self.heads * self.head_dim
 
     @property
@@ -154,19 +154,19 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """Of one decoder layer's matrices."""
+        """Entries of one decoder layer's matrices."""
         return self.hidden * (2 * self.query_width + 2 * self.kv_width) + 3 * self.hidden * self.intermediate
 
     @property
     def layer_parameters(self) -> int:
-        """Of one decoder layer."""
+        """Parameters of one decoder layer."""
         biases = self.query_width + 2 * self.kv_width if self.qkv_bias else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         return self.layer_weights + biases + norms
 
     @property
     def embedding(self) -> int:
-        """V x H."""
+        """Parameters of the embedding, V x H."""
         return self.vocab * self.hidden
 
     @property
@@ -176,7 +176,7 @@ class ModelShape:
 
     @property
     def policy_parameters(self) -> int:
-        """Of the policy."""
+        """Parameters of the policy."""
         return self.layers * self.layer_parameters + self.root_parameters
 
     @property

@@ -39,7 +39,7 @@ class SharedPrompts:
     cu_seqlens: Int[Tensor, "N_plus_1"]
 
     def spread(self, computed: Float[Tensor, "c ..."]) -> Float[Tensor, "T ..."]:
-        """Each token's row."""
+        """The computed row of each token."""
         order = (self.places, self.firsts, self.shared, self.others, self.is_one)
         found: Tensor = _Spread.apply(computed, *order)  # type: ignore[no-untyped-call]
         return found

@@ -74,7 +74,7 @@ def charts(record: RunRecord) -> tuple[Chart, ...]:
 
 
 def speed_charts(record: RunRecord) -> tuple[Chart, ...]:
-    """Where the time goes."""
+    """Charts of the seconds of each phase and of the speed."""
     return (
         Chart("phases", "Where a step's time goes", "Wall seconds of each phase, stacked.",
               partial(_phases, record), 3.2),

@@ -114,7 +114,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A key figure."""
+    """A key figure with its label."""
 
     label: str
     text: str

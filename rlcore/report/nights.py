@@ -75,7 +75,7 @@ class Night:
         return self.accepted or self.word in ("first", "better", "same")
 
     def metrics(self) -> dict[str, float]:
-        """Its figures as MLflow keeps them."""
+        """The night's figures under their names in MLflow."""
         verdict = {"broken": -2.0, "worse": -1.0, "slower": -1.0, "better": 1.0}.get(self.word, 0.0)
         found: dict[str, float | None] = {"verdict": verdict, "step_s": self.step_s}
         for name, one in (("held_out", self.held_out), ("difference", self.gain), ("step_ratio", self.ratio)):
@@ -98,7 +98,7 @@ def read_nights(folder: Path) -> tuple[Night, ...]:
 
 
 def write_nights(folder: Path, nights: Sequence[Night]) -> None:
-    """Keep them."""
+    """Write the nights' records into the folder."""
     write_json_atomically(folder / FILE, _NIGHTS.dump_python(tuple(nights), mode="json"))
 
 

@@ -127,5 +127,5 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def score_parts(parts: Mapping[str, float]) -> str:
-    """`correct 1, format 1`."""
+    """The parts of a score in words: `correct 1, format 1`."""
     return ", ".join(f"{name} {compact(value, 3)}" for name, value in parts.items())

@@ -55,7 +55,7 @@ class RunRecord:
 
     @property
     def run_id(self) -> str:
-        """The folder's name."""
+        """Id of the run: the name of its folder."""
         return self.run_dir.name
 
     @cached_property
@@ -207,7 +207,7 @@ class RunRecord:
         return tuple(sorted(found.items()))
 
     def held_out_series(self, statistic: str) -> Series | None:
-        """The same without its intervals."""
+        """The statistic of the held-out problems, without its intervals."""
         return series_of((step, found.value) for step, found in self.held_out(statistic))
 
     @property

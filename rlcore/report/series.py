@@ -59,7 +59,7 @@ def last_third(series: Series) -> Series:
 
 
 def late_mean(series: Series) -> float:
-    """Mean over it."""
+    """Mean over the last third of the run."""
     return float(last_third(series).mean())
 
 

@@ -21,7 +21,7 @@ _NULL_SECTIONS: Mapping[str, type[CriticConfig | LoraConfig]] = {"critic": Criti
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Dotted keys and plain values."""
+    """The settings as plain values by dotted key."""
     return leaves(config.model_dump(mode="json"))
 
 

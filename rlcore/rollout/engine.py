@@ -108,7 +108,7 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Release everything."""
+        """Release all memory and processes of the engine."""
         ...
 
 
@@ -120,7 +120,7 @@ class NoEngine(RolloutEngine):
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[tuple[int, Rollout]]:
-        """Raise EngineError."""
+        """Raise EngineError: there is no engine."""
         raise EngineError("rollout.engine: is none, so these workers write no answers")
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
@@ -131,10 +131,10 @@ class NoEngine(RolloutEngine):
         return TakenWeights()
 
     def sleep(self) -> None:
-        """Hold nothing."""
+        """Do nothing: there is no engine."""
 
     def close(self) -> None:
-        """Release nothing."""
+        """Do nothing: there is no engine."""
 
 
 def complete(weights: Iterable[tuple[str, Tensor]], expected: Collection[str]) -> Iterator[tuple[str, Tensor]]:

@@ -58,7 +58,7 @@ class HfEngine(RolloutEngine):
         return self._version
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
-        """Copy all weights."""
+        """Copy all weights into the engine's model."""
         self._version = -1  # an interrupted hand-over leaves no valid version
         own = dict(self._policy.model.named_parameters())
         with torch.no_grad():
@@ -71,7 +71,7 @@ class HfEngine(RolloutEngine):
         """Nothing to give back: the cache lives only inside `generate`."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: the engine holds nothing between calls."""
 
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int

@@ -46,7 +46,7 @@ class Tools:
         self._texts: list[str] = []
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Keep the ground truth."""
+        """Keep the row's ground truth for the score."""
         self._truth = json.dumps({name: value for name, value in row.items() if name != "seed"})
 
     def step(self, text: str) -> Turn:

@@ -63,7 +63,7 @@ class RunInputs:
     """Folder with the filtered rows of each suite, by the suite's name."""
 
     def write(self, layout: RunLayout) -> None:
-        """Keep them with the run."""
+        """Write the inputs into the run's folder."""
         folders = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "suites"}
         folders |= {f"{_SUITE}{name}": path for name, path in self.suites.items()}
         write_json_atomically(
@@ -72,7 +72,7 @@ class RunInputs:
 
     @classmethod
     def read(cls, layout: RunLayout) -> "RunInputs":
-        """What `write` kept."""
+        """The inputs that `write` has written."""
         try:
             found = {name: Path(path) for name, path in parse_json(read_ordinary(layout.inputs_json)).items()}
             suites = {name.removeprefix(_SUITE): found.pop(name) for name in list(found) if name.startswith(_SUITE)}

@@ -43,7 +43,7 @@ STAGE = "pass-rates"
 
 
 class PassRateMeasuring:
-    """The stage of one run."""
+    """Measures the pass rates of one run."""
 
     def __init__(self, record: RunRecord, inputs: RunInputs, workers: RunWorkers) -> None:
         self._record, self._config, self._guard = record, record.config, record.guard

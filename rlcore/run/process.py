@@ -84,7 +84,7 @@ class Channel:
             self._read += content
 
     def send(self, event: Mapping[str, object]) -> None:
-        """One event."""
+        """Send one event."""
         try:
             with self._lock:  # the watch speaks from a thread of its own
                 self._replies.write(json.dumps(event) + "\n")

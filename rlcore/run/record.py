@@ -213,7 +213,7 @@ class Pace:
         self._ends: deque[float] = deque([time.monotonic()] if is_warm else [], maxlen=self.WINDOW_STEPS + 1)
 
     def tick(self) -> None:
-        """A step has ended."""
+        """Note that a step has ended."""
         self._ends.append(time.monotonic())
 
     def eta_s(self, steps_left: int) -> float:

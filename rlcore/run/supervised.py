@@ -292,7 +292,7 @@ class WarmStart:
 
     @property
     def saving(self) -> UnderWay | None:
-        """What its save is at."""
+        """The save that is under way; None where none is."""
         training = self.training  # asked in another thread
         return None if training is None else training.record.saves.at
 
@@ -331,7 +331,7 @@ class WarmStart:
         return SupervisedTraining(record, workers)
 
     def _source(self) -> Path:
-        """The model that is taught."""
+        """Folder of the model that is trained."""
         if self._config.model.path is not None:
             return given_model(self._config)
         if finished_or_set_aside(self._untaught) is None:

@@ -137,7 +137,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop the watch."""
+        """Stop the watchdog."""
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
@@ -145,7 +145,7 @@ class Watchdog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The block is this phase.
+        """Watch the block as this phase.
 
         Raises:
             StepAbandonedError: at its begin, where a stop waits too long and nothing has been changed yet.

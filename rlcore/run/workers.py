@@ -115,7 +115,7 @@ class TrainingWorkers(Generic[S]):
         """Name of the checkpoint whose weights the workers hold; `MID_STEP`; None before any was loaded."""
 
     def __enter__(self) -> Self:
-        """Nothing is started yet."""
+        """Start nothing yet: workers start at their first use."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -155,7 +155,7 @@ class TrainingWorkers(Generic[S]):
         self.holds, self._version = name, version
 
     def hand_over(self, version: int) -> None:
-        """Give the engines the weights."""
+        """Give the policy's weights to the engines."""
         with self._guard.phase("update_weights"):
             handed_over = self.start().group.each(Worker.hand_over, version)[0]
         if handed_over.warning:

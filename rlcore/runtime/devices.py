@@ -42,7 +42,7 @@ class Devices:
 
 
 def find_devices() -> Devices:
-    """Ask torch.
+    """Find the devices that torch sees.
 
     Raises:
         OSError: torch cannot be imported, or CUDA cannot be used; with the last line that the process wrote.

@@ -18,7 +18,7 @@ class LocalGroup:
         self._worker.setup("")
 
     def each(self, verb: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call the verb."""
+        """Call the verb on the one worker."""
         return [verb(self._worker, *args, **kwargs)]
 
     def scatter(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> list[R]:

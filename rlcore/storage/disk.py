@@ -104,7 +104,7 @@ class RoomReport:
 
     @property
     def enough(self) -> bool:
-        """Whether there is room."""
+        """Whether the folder has enough room."""
         return self.missing_bytes == 0 and self.free_files != 0
 
     @property

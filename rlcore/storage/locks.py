@@ -131,7 +131,7 @@ class Holder:
 
     @classmethod
     def me(cls) -> "Holder":
-        """This process, now."""
+        """This process as the holder of a lock."""
         command = " ".join(sys.orig_argv)[:MAX_COMMAND_CHARS]
         since = datetime.now(UTC).isoformat("T", "seconds")
         return cls(os.getpid(), socket.gethostname(), command, since, psutil.Process().create_time())
@@ -187,7 +187,7 @@ class HeldLock:
 
     @property
     def path(self) -> Path:
-        """The lock file."""
+        """Path of the lock file."""
         return self._lock.path
 
     def __enter__(self) -> Self:

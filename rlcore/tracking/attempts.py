@@ -111,7 +111,7 @@ class AttemptLog(LineFile):
     """Writes `attempts.jsonl`."""
 
     def add(self, act: Act) -> None:
-        """Add a line."""
+        """Append an act to the file."""
         self.append(_ACT.dump_python(act, by_alias=True))
 
 

@@ -68,7 +68,7 @@ class Lineage:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, run_dir: Path) -> None:
-        """Keep it in the run's folder."""
+        """Write the lineage into the run's folder."""
         write_json_atomically(run_dir / LINEAGE_FILE, _LINEAGE.dump_python(self, mode="json"))
 
 

@@ -9,7 +9,7 @@ EnterPhase = Callable[[str], AbstractContextManager[None]]
 
 
 def unwatched(name: str) -> AbstractContextManager[None]:
-    """Nobody looks."""
+    """Hook that does nothing."""
     return nullcontext()
 
 

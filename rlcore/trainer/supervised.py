@@ -31,7 +31,7 @@ class SupervisedTrainer(GroupTrainer):
         self._draw = draw
 
     def step(self, state: LoopState, *, epoch: int) -> StepResult:
-        """Draw, update."""
+        """Draw demonstrations and take one optimizer step on them."""
         config, clock, number = self._config, PhaseClock(self._enter_phase), state.step + 1
         packed = pack_demonstrations(self._draw(state.num_prompts_drawn, number))
         shares = self._share_out(packed)

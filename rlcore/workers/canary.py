@@ -49,7 +49,7 @@ class HandOver:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What one rank saw of a hand-over."""
+    """What one rank measured at a hand-over."""
 
     taken: TakenWeights
     difference: float

@@ -93,7 +93,7 @@ class GpuUseMeter:
         self._began, self._start, self._start_joules = time.time(), time.monotonic(), self._joules()
 
     def use(self) -> GpuUse | None:
-        """So far; None on a CPU."""
+        """Use since the meter was made; None on a CPU."""
         if self._uuid is None:
             return None
         joules, before = self._joules(), self._start_joules

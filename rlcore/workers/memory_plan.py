@@ -98,7 +98,7 @@ class MemoryPlan:
 
     @property
     def usable_bytes(self) -> int | None:
-        """What the device has for tensors."""
+        """Bytes of the device that tensors may take; None where they are not known."""
         total = self.device.total_bytes
         return None if total is None else max(0, total - CONTEXT_BYTES)
 

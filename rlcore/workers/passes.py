@@ -112,7 +112,7 @@ class Ranks:
     shape: ModelShape | None
 
     def all_went_well(self, went_well: bool) -> bool:
-        """The same answer on all."""
+        """Whether the pass went well on all ranks."""
         return on_all_ranks(went_well, world_size=self.world_size, device=self.device)
 
 
@@ -150,7 +150,7 @@ class PassBudget:
         self._shortages: list[Shortage] = []
 
     def take_shortages(self) -> list[Shortage]:
-        """Those since this was last asked."""
+        """Shortages since the last call."""
         taken, self._shortages = self._shortages, []
         return taken
 

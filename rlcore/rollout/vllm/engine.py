@@ -81,7 +81,7 @@ class _Answer:
     logprobs: list[float]
 
     def take(self, output: Any) -> None:
-        """Add what vLLM has written since."""
+        """Add the tokens that vLLM has written since."""
         self.token_ids.extend(output.new_token_ids)
         if output.new_logprobs is not None:
             # A row for each token, which holds the sampled one alone.

@@ -19,7 +19,7 @@ _LOGPROB_BOUND = 0.02
 
 
 def disagreement(short: ShortRunner, runner: Any) -> str | None:
-    """What differs; None: nothing."""
+    """In what short steps differ from vLLM's own; None where they agree."""
     block = runner.block_tables.block_sizes[0]
     steps = block + 4
     lengths = (block - 3, block, 2 * block - 1, 5)

@@ -79,7 +79,7 @@ class _Rows:
         return ends
 
     def remove(self, rows: Any) -> None:
-        """These rows' answers have ended."""
+        """Remove the rows of answers that have ended."""
         self.running = self.running[~np.isin(self.running, rows)]
 
 
@@ -105,7 +105,7 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         self._kept: dict[str, _Kept] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Order the next step."""
+        """Schedule the next step."""
         if self.short_steps_allowed and self._may_be_short and self._example is not None and not self._fills_up():
             order = self._one_token_each()
             if order is not None:
