@@ -92,7 +92,7 @@ class Run:
         return pd.DataFrame(rows)
 
     def checkpoints(self) -> tuple[CheckpointInfo, ...]:
-        """Its checkpoints by step: `step`, `path`, `metrics`, `score`, `size_bytes`."""
+        """The run's checkpoints by step: `step`, `path`, `metrics`, `score`, `size_bytes`."""
         return scan(self.layout.checkpoints).checkpoints
 
 

@@ -110,7 +110,7 @@ def _summary(run: OpenRun, now: str) -> str:
 
 
 def _answer(one: Mapping[str, Any]) -> str:
-    """As a block of code: whatever a model wrote, it is no Markdown."""
+    """An answer as a block of code, since a model's text is not Markdown."""
     score = "no score" if one["score"] is None else f"score {one['score']:.3g}"
     lines = [*one["prompt"].splitlines(), "→", *one["answer"].splitlines()]
     head = f"{one['validation'] or 'training'}, step {one['step']}, {score}:"

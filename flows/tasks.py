@@ -66,7 +66,7 @@ def working_on(settings: RunSettings, verb: str) -> Iterator[OpenRun]:
 
 
 def say_settings(settings: RunSettings, verb: str) -> None:
-    """In the flow run's log: the command that does the same, and settings that have no effect."""
+    """Log to the flow run the command that does the same, and settings that have no effect."""
     tell_command(join(settings.command(verb)))
     tell_idle(settings.idle())
 

@@ -25,8 +25,8 @@ def uncollected() -> Iterator[None]:
 
 
 def collect_rarely() -> None:
-    """For a process that imports packages as it needs them: by Python's own threshold, 700 new objects, the collector
-    takes two fifths of the time in which MLflow, Prefect or vLLM is imported."""
+    """Collect garbage rarely, in a process that imports packages as it needs them: by Python's own threshold, 700 new
+    objects, the collector takes two fifths of the time in which MLflow, Prefect or vLLM is imported."""
     gc.set_threshold(50_000, 20, 50)
 
 

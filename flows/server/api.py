@@ -171,7 +171,7 @@ def running_prefect(root: Path) -> PrefectApi | None:
 
 
 def wait_for_prefect(api: PrefectApi) -> None:
-    """Until a server that was started here answers."""
+    """Wait until a server that was started here answers."""
     if api.home is not None:
         _servers[api.home].wait()
 

@@ -270,7 +270,7 @@ vars(flow_engine)["propose_state_sync"] = _propose
 
 
 def _tell_that_we_leave(one: UUID) -> None:
-    """By a request: at the interpreter's end the thread that sends events has ended."""
+    """Report the end by a request: at the interpreter's end the thread that sends events has ended."""
     event = Event(event=LEFT, resource=Resource({"prefect.resource.id": f"prefect.flow-run.{one}"}))
     with suppress(Exception), get_client(sync_client=True) as client:
         client.request("POST", "/events", json=[event.model_dump(mode="json")])

@@ -112,7 +112,7 @@ def down(root: Path) -> None:
 
 
 def status(root: Path) -> list[tuple[Service, str]]:
-    """Each recorded service and how it is: `up`, `does not answer`, or `gone`."""
+    """The state of each recorded service: `up`, `does not answer`, or `gone`."""
     found = []
     for service in read_stack(root.resolve()).services:
         process = service.process()

@@ -57,7 +57,7 @@ def deploy(
 
 
 def _stand_where_workers_do() -> None:
-    """In the checkout: paths are relative to that, and modules of this folder are found beside an experiment alone."""
+    """Change to the checkout: paths are relative to it. Modules of this folder are found beside an experiment alone."""
     here = str(Path.cwd())
     if here != str(SOURCE_FOLDER):
         sys.path[:] = [path for path in sys.path if path != here]
@@ -79,7 +79,7 @@ def _schedules(cron: str | None, timezone: str) -> list[Any]:
 
 
 def _apply(settings: RunSettings, name: str, schedules: list[Any], root: Path) -> tuple[str, str]:
-    """Its name with that of its flow, and where its page is."""
+    """Print the deployment's name with its flow's, and the address of its page."""
     from prefect.client.orchestration import get_client
 
     from flows.stack.deploy import MODEL, OWN, Deployment, known_deployment, put_deployment

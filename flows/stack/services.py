@@ -260,7 +260,7 @@ def start(root: Path, recipe: Recipe) -> Service:
 
 
 def wait_until_ready(service: Service) -> None:
-    """Until it answers on its port, and it is the one who does.
+    """Wait until the service answers on its port, and is the process that listens there.
 
     Raises:
         MillraceError: it has ended, or does not answer in time.

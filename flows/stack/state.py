@@ -197,7 +197,7 @@ def stack_store(root: Path) -> str | None:
 
 
 def log_in(uri: str, root: Path) -> str:
-    """The same address. If it is that of the stack's server, this process and those that it starts log in from now on.
+    """Return the address. If it is the stack's server, this process and those that it starts log in from now on.
 
     Only then: MLflow's clients send one login to whatever server they ask.
     """
@@ -208,12 +208,12 @@ def log_in(uri: str, root: Path) -> str:
 
 
 def tracking_in_stack(tracking: TrackingConfig, root: Path) -> TrackingConfig:
-    """The same with the stack's store, if it names none."""
+    """The tracking settings with the stack's store, if they name none."""
     uri = stack_store(root) if tracking.uri is None else log_in(tracking.uri, root)
     return tracking if uri == tracking.uri else tracking.model_copy(update={"uri": uri})
 
 
 def in_stack(config: RunConfig) -> RunConfig:
-    """The same settings with the stack's store, if they name none."""
+    """The settings with the stack's store, if they name none."""
     tracking = tracking_in_stack(config.tracking, Path(config.paths.root))
     return config if tracking is config.tracking else config.model_copy(update={"tracking": tracking})

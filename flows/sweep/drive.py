@@ -128,7 +128,7 @@ class Drive:
             self._study = Study(sweep, folder, self._problem_scores)
 
     def run(self) -> None:
-        """To the end, or to the end of the budget."""
+        """Run the sweep to its end, or to the end of the budget."""
         while not self.spending.ended_by and (points := self._next_points()):
             self._climb(points)
             self.save()

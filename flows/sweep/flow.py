@@ -86,7 +86,7 @@ def train_run(settings: RunSettings, to_step: int | None, label: str, mlflow_par
 
 
 class OnWorkers:
-    """Each as a run of the deployment `sweep-child/local`."""
+    """Executes each task as a run of the deployment `sweep-child/local`."""
 
     def __init__(self, mlflow_parent: str | None, root: Path) -> None:
         self._parent = mlflow_parent
@@ -173,7 +173,7 @@ def _alive(client: SyncPrefectClient, sweep: UUID) -> list[FlowRun]:
 
 
 def _ended(client: SyncPrefectClient, flow_run_ids: Sequence[UUID]) -> Iterator[tuple[UUID, str]]:
-    """Those that are over, with what went wrong."""
+    """The tasks that have ended, with their errors."""
     for flow_run_id in flow_run_ids:
         try:
             state = client.read_flow_run(flow_run_id).state

@@ -116,7 +116,7 @@ class Study:
         )
 
     def points(self) -> list[Candidate]:
-        """Those that there are so far, in order."""
+        """The points so far, in order."""
         return [Candidate(_number(one), _settings(one), _STATES[one.state]) for one in self._trials()]
 
     def add_points(self) -> None:

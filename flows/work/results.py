@@ -119,7 +119,7 @@ class Judgement:
         return f"{self.figures()}{_skipped(self.cached)}"
 
     def figures(self) -> str:
-        """Its main figures with their intervals."""
+        """The validation's main figures with their intervals."""
         shown = [name for name in self.summary if HEADLINE.search(name) and f"{name}/ci_low" in self.summary]
         several = len({_source_of(name) for name in shown}) > 1
         labels = {name: f"{_source_of(name)} " if several else "" for name in shown}

@@ -153,7 +153,7 @@ class Slots:
             return self.state()
 
     def state(self) -> State:
-        """The same, for whoever has the mutex."""
+        """The slots as they are now; the caller holds the mutex."""
         devices = self.devices()
         holders = {number: wish for number in range(len(devices)) if (wish := _live(self.path(number)))}
         waiting = [wish for file in (self.folder / "waiting").glob("*.json") if (wish := _live(file))]

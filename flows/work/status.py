@@ -54,7 +54,7 @@ class RunStatus:
     """What it has cost so far, as its last step's line says; None without a GPU."""
 
     def to_json(self) -> dict[str, Any]:
-        """For programs; with the age in seconds."""
+        """The status as JSON values, with the age in seconds."""
         return asdict(self) | {"age_s": round(time.time() - self.changed, 1)}
 
 

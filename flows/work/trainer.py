@@ -447,7 +447,7 @@ class _Child:
         return gone is not None
 
     def signal(self, number: signal.Signals) -> None:
-        """To the process alone: its helpers are needed to finish the step."""
+        """Send a signal to the process alone: its helpers are needed to finish the step."""
         if self.process.returncode is None:
             os.kill(self.process.pid, number)  # not `send_signal`, which polls
 

@@ -212,7 +212,7 @@ def _total(score: Score, parts: Sequence[tuple[str, float]]) -> float | None:
 
 
 def _short(text: str, limit: int = 120) -> str:
-    """One line, quoted.
+    """The text in one line, quoted.
 
     >>> _short("a\\nb"), _short("x" * 9, limit=4)
     ("'a\\\\nb'", "'xxxx...'")

@@ -84,7 +84,7 @@ def parts_of(folder: Path) -> list[Path]:
 
 
 def training_parts(folder: Path) -> list[Path]:
-    """Those of training, in the order of their steps."""
+    """The files of training, in the order of their steps."""
     return [path for path in parts_of(folder) if path.name.startswith("train-")]
 
 

@@ -216,7 +216,7 @@ def _row(info: CheckpointInfo, hashes: bool) -> CheckpointRow:
 
 
 def by_score(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Those that have a score, the best last; of equal ones the later."""
+    """The checkpoints that have a score, the best last; of equal ones the later."""
     scored = [(score, info.step, info) for info in checkpoints if (score := info.score) is not None]
     return [info for _, _, info in sorted(scored, key=lambda one: one[:2])]
 

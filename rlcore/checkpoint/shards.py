@@ -112,7 +112,7 @@ class BaseRecord:
 
     @classmethod
     def of(cls, model: nn.Module) -> "BaseRecord | None":
-        """Of a model in memory; None where it has no adapters."""
+        """The record of a model in memory; None where it has no adapters."""
         if not (isinstance(model, PackedTrunk) and model.base_digest):
             return None
         base = "nf4" if is_in_4_bits(model) else "native"
@@ -312,7 +312,7 @@ class HostBuffers:
         self._preparing.start()
 
     def wait(self) -> None:
-        """Until the buffers are there; before the first `copy` of a save."""
+        """Wait until the buffers are there; before the first `copy` of a save."""
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None

@@ -65,7 +65,7 @@ class TrainerState(LoopState):
     """Fingerprint of the settings that the numbers depend on."""
 
     def to_json(self) -> str:
-        """As it is written; floats come back bit for bit."""
+        """The state as JSON text; floats come back bit for bit."""
         return _STATE.dump_json(self, indent=1).decode() + "\n"
 
     @staticmethod

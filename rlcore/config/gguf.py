@@ -159,7 +159,7 @@ def _header_or_problem(file: Path) -> GgufHeader | Problem:
 
 @lru_cache(maxsize=8)
 def _read(file: Path, size: int, changed_ns: int) -> GgufHeader | Problem:
-    """Of a file that has this size and time of change."""
+    """Read the header of a file of this size and time of change."""
     with file.open("rb") as content:
         if content.read(len(_MAGIC)) != _MAGIC:
             rule = "must be a model directory or a GGUF file"

@@ -141,7 +141,7 @@ class SweepSpec(Section):
 
     @property
     def searches(self) -> tuple[str, ...]:
-        """Those of `SEARCHES` that the file has: one, if it is sound."""
+        """The members of `SEARCHES` that the file has: one, if it is sound."""
         return tuple(name for name in SEARCHES if getattr(self, name) is not None)
 
     @property

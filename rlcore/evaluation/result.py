@@ -208,7 +208,7 @@ class ValidationResult:
 
     @property
     def failures(self) -> list[str]:
-        """Of each answer that the scorer failed on, why it has no score; it is in no figure."""
+        """Why an answer has no score, for each that the scorer failed on; it is in no figure."""
         answers = [each for problem in self.problems for each in (*problem.samples, problem.greedy) if each is not None]
         return [answer.failure for answer in answers if answer.failure is not None]
 

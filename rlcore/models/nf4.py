@@ -70,7 +70,7 @@ def is_in_4_bits(model: nn.Module) -> bool:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Of a model, those in 4 bits included."""
+    """Number of a model's parameters, those in 4 bits included."""
     in_4_bits = (one.in_features * one.out_features for one in model.modules() if isinstance(one, Nf4Linear))
     return sum(parameter.numel() for parameter in model.parameters()) + sum(in_4_bits)
 

@@ -101,7 +101,7 @@ class OffloadedAdamW(torch.optim.AdamW):
         return laid_out_as(parameter, host_memory(local.shape, dtype, locked=local.device.type == "cuda"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but the moments stay where they are instead of going to the device together."""
+        """Load as torch does, but the moments stay where they are instead of going to the device together."""
         states: Mapping[int, Mapping[str, Any]] = state_dict["state"]
         rest = {number: {k: v for k, v in state.items() if k not in MOMENTS} for number, state in states.items()}
         super().load_state_dict({**state_dict, "state": rest})

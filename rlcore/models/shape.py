@@ -104,7 +104,7 @@ class ModelShape:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """From the content of a `config.json`.
+        """The shape that the content of a `config.json` describes.
 
         Raises:
             KeyError: it is not that of a decoder of these families.
@@ -128,7 +128,7 @@ class ModelShape:
 
     @classmethod
     def of_scratch(cls, model: ScratchModel) -> "ModelShape":
-        """Of a model made from nothing (Qwen2 shape, tied embeddings)."""
+        """The shape of a model made from nothing (Qwen2 shape, tied embeddings)."""
         return cls(
             hidden=model.hidden_size,
             layers=model.num_layers,
@@ -171,7 +171,7 @@ class ModelShape:
 
     @property
     def root_parameters(self) -> int:
-        """Of the policy outside its layers: embedding, head unless tied, last norm."""
+        """Parameters of the policy outside its layers: embedding, head unless tied, last norm."""
         return self.embedding * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -181,11 +181,11 @@ class ModelShape:
 
     @property
     def critic_parameters(self) -> int:
-        """Of a value model on this trunk: no head of the vocabulary, one linear unit with its bias."""
+        """Parameters of a value model on this trunk: no head of the vocabulary, one linear unit with its bias."""
         return self.layers * self.layer_parameters + self.embedding + 2 * self.hidden + 1
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
-        """Of LoRA adapters: two matrices, rank x in and out x rank, beside each target of each layer."""
+        """Parameters of LoRA adapters: two matrices, rank x in and out x rank, beside each target of each layer."""
         sizes = {
             "q_proj": self.hidden + self.query_width,
             "k_proj": self.hidden + self.kv_width,

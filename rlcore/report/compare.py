@@ -169,7 +169,7 @@ def _charts(groups: Groups) -> list[Chart]:
 
 
 def _metric(name: str, run: RunRecord) -> Series | None:
-    """Its moving mean: lines of several runs over each other are not to be read in their noise."""
+    """Moving mean of a metric: the noise of several runs over each other would hide their lines."""
     series = run.series(name)
     return series if series is None or len(series) <= FEW_POINTS else thinned(smooth(series), MOST_POINTS)
 

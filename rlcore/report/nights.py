@@ -43,7 +43,7 @@ TONES: dict[str, Tone] = {"better": "good", "worse": "bad", "broken": "bad", "sl
 
 @dataclass(frozen=True, slots=True)
 class Night:
-    """One night's run and what is to be said of it.
+    """One night's run with its verdict.
 
     `reference`: the run that it was held against, '' for none. `held_out`: its held-out reward. `gain`: the paired
     difference of that from the reference's. `step_s`: its median seconds a step. `ratio`: the median, over steps, of

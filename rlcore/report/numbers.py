@@ -59,7 +59,7 @@ def fixed(value: float | None) -> str:
 
 
 def signed(value: float) -> str:
-    """With its sign, also where it is positive.
+    """The number with its sign, also where it is positive.
 
     >>> signed(0.25), signed(-0.25), signed(-0.0001)
     ('+0.250', '−0.250', '0.000')

@@ -78,7 +78,7 @@ def thinned(series: Series, most: int) -> Series:
 
 
 def up_to(totals: Series, steps: "pd.Index[int]") -> Series:
-    """Of a running total, its value after each of these steps; 0 before the first one."""
+    """Value of a running total after each of these steps; 0 before the first one."""
     return totals.reindex(steps, method="ffill").fillna(0.0)
 
 

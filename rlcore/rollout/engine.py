@@ -113,7 +113,7 @@ class RolloutEngine(Protocol):
 
 
 class NoEngine(RolloutEngine):
-    """In place of an engine where nobody asks for answers."""
+    """Stands in place of an engine in a stage that samples no answers."""
 
     policy_version = -1
 

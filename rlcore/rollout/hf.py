@@ -68,7 +68,7 @@ class HfEngine(RolloutEngine):
         return TakenWeights()
 
     def sleep(self) -> None:
-        """Nothing to give back: the cache lives only inside `generate`."""
+        """Do nothing: the cache lives only inside `generate`."""
 
     def close(self) -> None:
         """Do nothing: the engine holds nothing between calls."""
@@ -90,7 +90,7 @@ class HfEngine(RolloutEngine):
             start += len(batch)
 
     def _write_fewer(self, number: int, refused: Refused) -> None:
-        """From now on half as many answers at once; each draws by its own seed, so they are the same."""
+        """Write half as many answers at once from now on; each draws by its own seed, so they are the same."""
         if number == 1:
             raise DeviceMemoryError(
                 f"generation ran out of memory with a single answer at once ({refused.words}). Shorten "

@@ -213,7 +213,7 @@ def disk_needs(
 
 
 def _answer_bytes(config: RunConfig, steps_left: int, num_judged: int) -> int:
-    """Of the answers that are kept: those of training up to `answers.max_gb`, and those of validations."""
+    """Bytes of the answers that are kept: those of training up to `answers.max_gb`, and those of validations."""
     settings = config.answers
     if not settings.every_steps:
         return 0

@@ -122,7 +122,7 @@ def _read(record: Path) -> Models:
 
 
 def _found(paths: Mapping[str, str | None], then: Models) -> Models:
-    """As they are now; without the models that are not on this machine."""
+    """The files as they are now, without those of models that are not on this machine."""
     found: Models = {}
     for key, path in paths.items():
         place, known = Path(path or "").expanduser(), then.get(key, {})

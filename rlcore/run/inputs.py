@@ -100,7 +100,7 @@ class RunInputs:
         return all(file.is_file() for file in self.train_parquets)
 
     def of_suite(self, name: str) -> "RunInputs":
-        """The same with a suite's rows in place of the run's.
+        """The inputs with a suite's rows in place of the run's.
 
         Raises:
             DataError: the suite's rows are not there.

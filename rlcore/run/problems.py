@@ -49,7 +49,7 @@ class HeldOut:
 
     @classmethod
     def of_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOut":
-        """Those of a suite of the run; its name is their data source. Raises DataError as `of_run`."""
+        """The held-out problems of a suite of the run; its name is their data source. Raises DataError as `of_run`."""
         rows = inputs.of_suite(suite.name)
         found = cls.of_run(suite_settings(config, suite), rows)
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)

@@ -90,7 +90,7 @@ class RunRecord:
         return self.room.look(self.layout.checkpoints, self._next_save_bytes).metrics
 
     def wait_for_room(self, step: int, settle: Callable[[], None]) -> None:
-        """Until the next checkpoint has room. Raises as `Room.hold` does.
+        """Wait until the next checkpoint has room. Raises as `Room.hold` does.
 
         `settle` waits for the save under way, which takes room, and lets older checkpoints go when it is committed.
         """

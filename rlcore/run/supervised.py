@@ -102,7 +102,7 @@ class Lessons:
         return cls(stream, tuple(kept), warm.misdirected_share, config.seed, len(rows) - len(fitting))
 
     def draw(self, position: int, step: int, count: int) -> list[Demonstration]:
-        """Those of a step; some of them misdirected."""
+        """The demonstrations of a step, some of them misdirected."""
         rng = np.random.default_rng((self.seed, WARM_START_STREAM, step))
         wrong = (rng.random(count) < self.misdirected_share).tolist()
         chosen = self.shown.take(position, count)
@@ -226,7 +226,7 @@ class WarmStartResult:
 
     @classmethod
     def of(cls, directory: Path, manifest: Manifest | None, *, cached: bool) -> "WarmStartResult":
-        """That of a model which is there; somebody else's has no manifest."""
+        """The result that a model's manifest records; a model from elsewhere has none."""
         values = {} if manifest is None else manifest.values
         figures = {name.partition("/")[2]: 0.0 for name in FIGURES}
         found = {name: float(values[name]) for name in figures if isinstance(values.get(name), int | float)}

@@ -333,7 +333,7 @@ class RunTraining(Training[RunWorkers]):
             raise self._with_remedy(without_figures(where, data.environment or data.scorer, result.failures))
 
     def judge_checkpoint(self, checkpoint: str, name: str, suite: SuiteConfig | None = None) -> ValidationResult:
-        """The same for a checkpoint, on all held-out problems, or all of a suite's; what training found out is not
+        """Validate a checkpoint, on all held-out problems, or all of a suite's; what training found out is not
         found out again."""
         step = self.record.store.step_of(checkpoint)
         result = (

@@ -165,7 +165,7 @@ class Watchdog:
             self._arm_last_resort()
 
     def _arm_last_resort(self) -> None:
-        """For the innermost phase: there is one such timer in a process."""
+        """Set the timer for the innermost phase: a process has one such timer."""
         faulthandler.cancel_dump_traceback_later()
         if self._running:
             innermost = self._running[-1]

@@ -190,7 +190,7 @@ class TrainingWorkers(Generic[S]):
     # ------------------------------------------------------------------ work
 
     def step(self, state: LoopState) -> StepResult:
-        """One step. Whoever records it says what the workers hold then."""
+        """Take one step. The caller records it and notes whose weights the workers hold then."""
         parts = self.start()
         self.holds = MID_STEP
         with parts.profile.around(state.step + 1):

@@ -66,7 +66,7 @@ def manifest_text(values: Mapping[str, JsonValue], entries: tuple[FileEntry, ...
 
 
 def manifest_digest(document: Mapping[str, Any]) -> str:
-    """Of everything but itself, independent of layout: a flipped bit in the manifest is found too."""
+    """Digest of the manifest but for itself, independent of layout: a flipped bit in the manifest is found too."""
     body = {key: value for key, value in document.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True, allow_nan=False).encode()).hexdigest()
 

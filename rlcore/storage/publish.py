@@ -132,7 +132,7 @@ def _publish(
 
 
 def _hash_and_flush(directory: Path, error: type[MillraceError]) -> tuple[FileEntry, ...]:
-    """Every file below as the manifest lists it, on the disk together with its folder."""
+    """Hash every file below for the manifest, and flush it to disk together with its folder."""
 
     def entry_of(path: Path) -> FileEntry:
         entry = FileEntry(path.relative_to(directory).as_posix(), path.stat().st_size, sha256_of(path))
@@ -275,7 +275,8 @@ def remove_stale_temporaries(parent: Path) -> tuple[Path, ...]:
 
 
 def _is_stale(path: Path) -> bool:
-    """Its lock is free, and its process dead. A process id alone may be another process's by now: then by its age."""
+    """Whether its lock is free and its process dead. Where only a process id is known, which may be another's by now,
+    its age decides."""
     match = TEMPORARY.match(path.name)
     if match is None:
         return False

@@ -73,7 +73,7 @@ def carry(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
 
 
 def _wait(delivery: Delivery, parent_pid: int, seconds: float, *, is_failing: bool, hurry: bool) -> None:
-    """Until the next turn is due: at once when the trainer ends."""
+    """Wait until the next turn is due: at once when the trainer ends."""
     until = time.monotonic() + seconds
     ended = hurry
     while time.monotonic() < until:

@@ -148,7 +148,7 @@ def make_empty_store(target: Path) -> None:
 
 
 def explain(error: BaseException, uri: str) -> str:
-    """One line on why MLflow did not take something, and the remedy."""
+    """A line that says why MLflow refused something, and the remedy."""
     if isinstance(error, TrackingError):
         return str(error)
     text, uri = masked(" ".join(str(error).split())), masked(uri)

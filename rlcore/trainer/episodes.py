@@ -206,7 +206,7 @@ class Episodes:
         policy_version: int,
         clock: PhaseClock,
     ) -> None:
-        """One turn of every open episode."""
+        """Play one turn of every open episode."""
         settings = self._config.episode
         indices = [index for index, one in enumerate(playing) if one.is_open]
         place_of = {index: place for place, index in enumerate(indices)}

@@ -60,7 +60,7 @@ class Parts:
 
     @classmethod
     def of(cls, scores: Sequence[Score], weights: Mapping[str, float]) -> "Parts":
-        """Those of the weights, in their order (0 for an answer without a score, which nothing reads); without weights
+        """The weighted parts, in their order (0 for an answer without a score, which nothing reads); without weights
         the total alone."""
         if not weights:
             return cls(torch.tensor([[score.total] for score in scores]), torch.ones(1))

@@ -181,7 +181,7 @@ class Experience:
 
     @property
     def num_answer_tokens(self) -> int:
-        """Of all answers, those of environments among them."""
+        """Tokens of all answers, those of environments among them."""
         return sum(len(rollout.response_ids) for rollout in self.rollouts)
 
 

@@ -46,7 +46,7 @@ class Actor(TrainedModel[CausalPolicy]):
         self.base = HostedWeights(tensor for _, tensor in frozen_tensors(self.model) if offloads)
 
     def put_base_away(self) -> None:
-        """With `model.lora.offload`: have the frozen base on the host alone; no pass may come before `base.bring`."""
+        """With `model.lora.offload`, keep the frozen base on the host alone; no pass may come before `base.bring`."""
         reshard(self.model)
         self.base.put_away()
 
@@ -84,7 +84,7 @@ class Actor(TrainedModel[CausalPolicy]):
         kl_coef: float,
         entropy_added: float = 0.0,
     ) -> ModelUpdate[PolicyStatistics]:
-        """One optimizer step on this rank's share of a mini-batch.
+        """Take one optimizer step on this rank's share of a mini-batch.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite; the weights are as before.

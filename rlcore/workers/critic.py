@@ -58,7 +58,7 @@ class Critic(TrainedModel[ValueModel]):
     def update(
         self, batch: TrainBatch, num_micro: int, denominator: Denominator, *, lr: float
     ) -> ModelUpdate[ValueStatistics]:
-        """One optimizer step on this rank's share of a mini-batch.
+        """Take one optimizer step on this rank's share of a mini-batch.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite; the weights are as before.

@@ -353,7 +353,7 @@ def _trained(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _layer_weights_in_4_bits(config: RunConfig, shape: ModelShape) -> int:
-    """Of one layer: all of its matrices, or none."""
+    """Weights of a layer that are in 4 bits: all of its matrices, or none."""
     return shape.layer_weights if config.model.lora is not None and config.model.lora.base == "nf4" else 0
 
 

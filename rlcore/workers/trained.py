@@ -107,7 +107,7 @@ class TrainedModel(Generic[Model]):
         return norm
 
     def step(self, lr: float) -> None:
-        """One optimizer step with the gradient there is."""
+        """Take one optimizer step with the gradient that was accumulated."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

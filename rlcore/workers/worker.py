@@ -207,7 +207,7 @@ class Worker:
         kl_coef: float,
         entropy_added: float = 0.0,
     ) -> ModelUpdate[PolicyStatistics]:
-        """One optimizer step of the policy."""
+        """Take one optimizer step of the policy."""
         self._rest_engine()
         with self._one_of_several_steps():
             self._actor.seed_dropout(self._version, self._num_updates, self._rank)
@@ -219,7 +219,7 @@ class Worker:
     def update_critic(
         self, batch: TrainBatch, num_micro: int, denominator: Denominator, lr: float
     ) -> ModelUpdate[ValueStatistics]:
-        """One optimizer step of the critic."""
+        """Take one optimizer step of the critic."""
         assert self._critic is not None, "critic is null: there is nothing to update"
         self._rest_engine()
         with self._one_of_several_steps():
@@ -238,7 +238,7 @@ class Worker:
     def supervise(
         self, batch: PackedBatch, num_micro: int, num_tokens: int, lr: float
     ) -> ModelUpdate[SupervisedStatistics]:
-        """One supervised optimizer step of the policy; `num_tokens`: answer tokens of the batch on all ranks."""
+        """Take one supervised optimizer step of the policy; `num_tokens`: answer tokens of the batch on all ranks."""
         self._rest_engine()
         return self._actor.supervise(batch, num_micro, num_tokens, lr=lr)
 

@@ -36,7 +36,7 @@ def _drawn_without_drafts(
 def _drawn_beside_drafts(
     logits, at, inside, row, slots_ptr, ones_ptr, seeds_ptr, positions_ptr, size, USE_FP64: tl.constexpr
 ):
-    """The same where it has one."""
+    """vLLM's draw, where its function takes a draft's logits."""
     return gumbel_block_argmax(
         logits,
         at,

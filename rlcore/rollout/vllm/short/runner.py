@@ -202,7 +202,7 @@ class GraphSet:
 
 
 def captured(work: Callable[[], None], pool: Any, stream: Any) -> Callable[[], None]:
-    """That work as a CUDA graph's replay. It is done once before, so that kernels are compiled and loaded."""
+    """The work as a replay of its CUDA graph. It runs once before: kernels are compiled and loaded then."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         work()
