@@ -107,6 +107,7 @@ EFFECTS: tuple[Effect, ...] = (
     *(Effect((f"{optim}.min_lr_ratio",), (f"{optim}.schedule",), _none_of("constant"),
              f"Set {optim}.schedule=linear or cosine") for optim in ("optim", "critic.optim", "warm_start.optim")),
     Effect(("model.scratch",), ("model.path",), _off, "Set model.path=null"),
+    Effect(("model.zero_stage",), ("runtime.num_workers",), _several, "Set runtime.num_workers=2 or more"),
     Effect(_WARM_START, ("warm_start.enabled",), _on, "Set warm_start.enabled=true"),
     Effect(("data.search_tries",), ("warm_start.enabled",), _on, "Set warm_start.enabled=true"),
     Effect(("data.search_tries",), ("data.template", "data.environment"),
