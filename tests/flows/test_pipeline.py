@@ -268,14 +268,14 @@ def test_a_killed_trainer_is_started_again_and_the_numbers_are_the_same(
     assert done.out.count("trying again from the last checkpoint (1 of 2)") == 2
     assert numbers(millrace.run_dir()) == numbers(reference.run_dir)
     # Prefect tells states of tasks by events, which come later, and of which one was lost once in many runs.
-    (run,) = api.filter("flow_runs", sort="START_TIME_DESC", limit=1)
+    (run,) = (one for one in api.filter("flow_runs") if f"paths.root={millrace.root}" in one["parameters"]["overrides"])
     second: dict[str, Any] = {
         "flow_runs": {"id": {"any_": [run["id"]]}},
         "task_runs": {"name": {"any_": ["train/debug step 20-40"]}, "state": {"type": {"any_": ["COMPLETED"]}}},
     }
     wait_until(lambda: bool(api.filter("task_runs", **second)), "the end of the second chunk")
     (chunk,) = api.filter("task_runs", **second)
-    assert chunk["run_count"] == 2
+    assert chunk["run_count"] == 2, chunk
     assert "going on from step" in told_in_time(api, millrace, "resumed")["text"]
     told_in_time(api, millrace, "alarm")
     alarms = [one for one in api.events(millrace.run_dir().name, "alarm") if one["alarm"] == "entropy"]
