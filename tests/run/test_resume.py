@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from datetime import datetime
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -77,10 +78,15 @@ def test_killed_at_three_random_moments(undisturbed: SmallRun, tmp_path: Path, r
 def test_sigterm_saves_and_the_run_goes_on(undisturbed: SmallRun, tmp_path: Path) -> None:
     run = small(tmp_path, "runtime=ray", steps=STEPS)
     settings, log = write_settings(run), tmp_path / "out.log"
+    begun = f"session_{datetime.now():%Y-%m-%d_%H-%M-%S}"  # an older one is of another process that had this id
     process = start(settings, log)
+
+    def own_sessions() -> list[Path]:
+        return [one for one in ray_folder().glob(f"session_2*_{process.pid}") if one.name >= begun]
+
     deadline = time.monotonic() + DEADLINE_S
     while process.is_alive() and time.monotonic() < deadline:
-        sessions = list(ray_folder().glob(f"session_2*_{process.pid}"))
+        sessions = own_sessions()
         if run.layout.journal.exists() and run.layout.journal.stat().st_size:
             break
         time.sleep(0.01)
@@ -89,7 +95,7 @@ def test_sigterm_saves_and_the_run_goes_on(undisturbed: SmallRun, tmp_path: Path
     process.join(DEADLINE_S)
     assert process.exitcode == EXIT_RESUMABLE, log.read_text()
     assert list(run.layout.checkpoints.glob("step-*")), "the finished step was not saved"
-    assert not list(ray_folder().glob(f"session_2*_{process.pid}")), "a Ray session is left"
+    assert not own_sessions(), "a Ray session is left"
     finish(write_settings(small(tmp_path, steps=STEPS)), log)
     assert steps_of(run) == steps_of(undisturbed)
     assert weights_of(run) == weights_of(undisturbed)
