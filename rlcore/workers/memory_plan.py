@@ -233,6 +233,7 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     policy_gathered = gathered_bytes(
         shape.layer_parameters - _layer_weights_in_4_bits(config, shape), shape.root_parameters, device.itemsize
     )
+    num_gathered = shape.policy_parameters - shape.layers * _layer_weights_in_4_bits(config, shape)
     if _layer_weights_in_4_bits(config, shape):  # not gathered, but dequantized one by one
         policy_gathered += device.itemsize * shape.hidden * shape.intermediate
     awake = {"engine": engine_bytes(config, shape, device)}
@@ -252,7 +253,7 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
     recompute = model.gradient_checkpointing
     kept = update_activation_bytes(shape, device.itemsize, recompute=recompute, compiled=compiled)
     update = {
-        **_gathered_in_updates(config, policy_gathered, shape.policy_parameters, device, policy_gradients),
+        **_gathered_in_updates(config, policy_gathered, num_gathered, device, policy_gradients),
         "activations": tokens * (kept + _adapter_activation_bytes(config, shape, device.itemsize)),
         "head": head(gradient="all" if model.lora is None else "hidden"),
     }
@@ -274,7 +275,7 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
             **_gathered_in_updates(
                 config,
                 gathered_bytes(shape.layer_parameters, shape.embedding, device.itemsize),
-                shape.policy_parameters,
+                shape.critic_parameters,
                 device,
                 critic_gradients,
             ),

@@ -264,6 +264,11 @@ def test_ranks_that_gather_once_hold_weights_and_gradients_whole_during_an_updat
         assert plan[phase]["gathered weights"] == pytest.approx(2 * number, rel=0.01)
         assert "whole gradients" not in each_time[phase]
     assert all(plan[phase] == parts for phase, parts in each_time.items() if phase not in weights)
+    in_4_bits = settings("runtime.num_workers=4", "model.zero_stage=1", "model.lora.rank=8", "model.lora.base=nf4")
+    update = plan_memory(in_4_bits, QWEN_05B, CARD_24).phases[planning.POLICY_UPDATE]
+    assert (
+        update["gathered weights"] < 2 * (QWEN_05B.policy_parameters - QWEN_05B.layers * QWEN_05B.layer_weights) + 1e8
+    )
     alone = [settings(f"model.zero_stage={stage}") for stage in (1, 3)]
     assert plan_memory(alone[0], QWEN_05B, CARD_24) == plan_memory(alone[1], QWEN_05B, CARD_24)
 
