@@ -20,10 +20,10 @@ from benchmarks.grpo_step import PROMPT_TOKENS, SAMPLES
 from benchmarks.harness import describe_lengths, draw_lengths
 from benchmarks.measured import write_result
 from benchmarks.shapes import SHAPES
-from rlcore.batching.balance import Shares, mini_batches, share_out
+from rlcore.batching.balance import deal
 from rlcore.batching.pack import pack, scatter_tokens, select, select_train
 from rlcore.models.shape import ModelShape
-from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
+from rlcore.types import Prompt, Rollout, Score, TrainBatch
 
 UPDATES, MAX_TOKENS = 4, 32_768
 
@@ -43,12 +43,10 @@ def step_s(rollouts: Sequence[Rollout], ranks: int) -> dict[str, float]:
     """Processor seconds of each phase of one step, old log-probabilities taken from the engine."""
     shape, marks = ModelShape.of_config(SHAPES["llama3.2-1b"]), [time.process_time()]
 
-    def shared(packed: PackedBatch, sequences: Sequence[int]) -> Shares:
-        return share_out(packed, sequences, num_ranks=ranks, max_tokens=MAX_TOKENS, shape=shape)
-
     groups = [index // SAMPLES for index in range(len(rollouts))]
     packed = pack(rollouts, [Score(1.0, {})] * len(rollouts), groups)
-    shares = shared(packed, range(packed.num_sequences))
+    dealt = deal(packed, len(rollouts) // SAMPLES // UPDATES, num_ranks=ranks, max_tokens=MAX_TOKENS, shape=shape)
+    shares = dealt.whole
     marks.append(time.process_time())
     for mine in shares.sequences:
         pickle.dumps(select(packed, mine))
@@ -56,9 +54,8 @@ def step_s(rollouts: Sequence[Rollout], ranks: int) -> dict[str, float]:
     ref = scatter_tokens(parts, packed.cu_seqlens, shares.sequences)
     marks.append(time.process_time())
     batch = TrainBatch(packed, None, ref, None, torch.zeros_like(ref), None, torch.zeros_like(ref))
-    for sequences in mini_batches(packed.group_ids, len(rollouts) // SAMPLES // UPDATES):
-        for mine in shared(packed, sequences).sequences:
-            pickle.dumps(select_train(batch, mine))
+    for mine in shares.sequences:
+        pickle.dumps(select_train(batch, mine))
     marks.append(time.process_time())
     rest, reference, updates = np.diff(marks).tolist()
     return {"ref": reference, "update_actor": updates, "rest": rest}

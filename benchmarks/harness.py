@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,10 +59,6 @@ class FixedLengths:
     def scatter(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """The verb."""
         return self._group.scatter(verb, arguments)
-
-    def scatter_each(self, verb: Callable[..., Any], calls: Iterable[Sequence[tuple[Any, ...]]]) -> Iterator[list[Any]]:
-        """The calls of a verb."""
-        return self._group.scatter_each(verb, calls)
 
     def stream(
         self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, Any], None]

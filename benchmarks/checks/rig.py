@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,11 +55,6 @@ class RecordedGroup(FixedLengths):
         """The verb."""
         with self.around(verb):
             return super().scatter(verb, arguments)
-
-    def scatter_each(self, verb: Callable[..., Any], calls: Iterable[Sequence[tuple[Any, ...]]]) -> Iterator[list[Any]]:
-        """The calls of a verb."""
-        with self.around(verb):
-            yield from super().scatter_each(verb, calls)
 
     def stream(
         self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, Any], None]

@@ -193,12 +193,11 @@ def token_rewards(
 
     Ziegler et al. 2019, arXiv:1909.08593. 0 where the mask is False. A sequence without answer tokens gets no score.
     """
-    positions = torch.arange(mask.numel(), device=mask.device)
-    sequence_ids = torch.bucketize(positions, cu_seqlens[1:], right=True)
-    # last[n]: flat position of the last answer token of n; -1 where there is none
-    last = torch.full_like(cu_seqlens[1:], -1, dtype=torch.int64)
-    last = last.scatter_reduce(0, sequence_ids, torch.where(mask, positions, -1), reduce="amax")
-    rewards = torch.where(last[sequence_ids] == positions, scores[sequence_ids], torch.zeros_like(scores[sequence_ids]))
+    answer_tokens = mask.nonzero().flatten()
+    bounds = torch.searchsorted(answer_tokens, cu_seqlens)  # of each sequence's among all answer tokens
+    has_answer = bounds[1:] > bounds[:-1]
+    rewards = torch.zeros_like(mask, dtype=scores.dtype)
+    rewards[answer_tokens[bounds[1:][has_answer] - 1]] = scores[has_answer]
     if kl is None:
         return rewards
     return rewards - kl_coef * masked(kl, mask)

@@ -9,7 +9,8 @@ import bisect
 import functools
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -118,22 +119,51 @@ def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], g
     return best
 
 
-def costs(batch: PackedBatch, shape: ModelShape | None, shared: Int[Tensor, "N"] | None = None) -> list[int]:
-    """What a pass over each sequence costs beside another; its tokens where the model's shape is not known.
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Of n sequences: their tokens, their targets, and those of their first tokens that are computed with another of
+    them."""
 
-    In units of the operations of `ModelShape.update_flops` over 6: a token's products with the layers' weights, a
-    target's with the head, and attention with the square of the length. `shared`: tokens of each that are computed with
-    another sequence.
-    """
-    lengths = batch.sequence_lengths()
-    computed = lengths if shared is None else lengths - shared
-    if shape is None:
-        tokens: list[int] = computed.tolist()
-        return tokens
-    targets = token_counts(batch.loss_mask, batch.sequence_ids(), batch.num_sequences)
-    layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
-    found: list[int] = (layers * computed + shape.embedding * targets + width * lengths**2).tolist()
-    return found
+    lengths: Int[Tensor, "n"]
+    targets: Int[Tensor, "n"]
+    shared: Int[Tensor, "n"]
+
+    @classmethod
+    def of(cls, batch: PackedBatch, *, share_prompts: bool) -> "_Sizes":
+        targets = token_counts(batch.loss_mask, batch.sequence_ids(), batch.num_sequences)
+        shared = torch.from_numpy(shared_prompts(batch)) if share_prompts else torch.zeros_like(targets)
+        return cls(batch.sequence_lengths(), targets, shared)
+
+    def part(self, batch: PackedBatch, rows: Sequence[int]) -> "_Sizes":
+        """Of some of them, where prompts were shared out with the answers to them. `batch`: of all of them."""
+        chosen = torch.tensor(list(rows))
+        shared = torch.from_numpy(shared_prompts(batch, rows)) if self.shared.any() else self.shared[chosen]
+        return _Sizes(self.lengths[chosen], self.targets[chosen], shared)
+
+    def alone(self) -> "_Sizes":
+        """Each sequence computed without another."""
+        return replace(self, shared=torch.zeros_like(self.shared))
+
+    def num_computed(self) -> int:
+        return int((self.lengths - self.shared).sum())
+
+    def costs(self, shape: ModelShape | None) -> list[int]:
+        """What a pass over each sequence costs beside another; its tokens where the model's shape is not known.
+
+        In units of the operations of `ModelShape.update_flops` over 6: a token's products with the layers' weights, a
+        target's with the head, and attention with the square of the length.
+        """
+        found = self.lengths - self.shared
+        if shape is not None:
+            layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
+            found = layers * found + shape.embedding * self.targets + width * self.lengths**2
+        costs: list[int] = found.tolist()
+        return costs
+
+
+def costs(batch: PackedBatch, shape: ModelShape | None) -> list[int]:
+    """What a pass over each sequence costs beside another, as `_Sizes.costs` says; no prompt is shared."""
+    return _Sizes.of(batch, share_prompts=False).costs(shape)
 
 
 def num_micro_batches(lengths: Sequence[int], max_tokens: int, weights: Sequence[int] | None = None) -> int:
@@ -166,21 +196,17 @@ def micro_batches(
 
     With `share_prompts` answers to one prompt stay together, as far as they are no more than a micro-batch's tokens.
     """
-    if not share_prompts:
-        return partition(costs(batch, shape), num_micro)
-    parts, _ = _with_shared(batch, torch.from_numpy(shared_prompts(batch)), num_micro, shape)
-    return parts
+    sizes = _Sizes.of(batch, share_prompts=share_prompts)
+    return _cut(sizes, num_micro, shape)[0] if share_prompts else partition(sizes.costs(shape), num_micro)
 
 
-def _with_shared(
-    batch: PackedBatch, shared: Int[Tensor, "N"], num_micro: int, shape: ModelShape | None
-) -> tuple[list[list[int]], list[int]]:
-    """The sequences of each micro-batch, and how many tokens each computes."""
-    lengths = batch.sequence_lengths().tolist()
-    blocks, tokens = _blocks(lengths, shared.tolist(), num_micro)
-    weights = costs(batch, shape, shared)
+def _cut(sizes: _Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[list[int]], list[int]]:
+    """The sequences of each micro-batch with shared prompts, and how many tokens each computes."""
+    blocks, tokens = _blocks(sizes.lengths.tolist(), sizes.shared.tolist(), num_micro)
     if len(blocks) < num_micro:
-        blocks, tokens, weights = [[i] for i in range(len(lengths))], lengths, costs(batch, shape)
+        sizes = sizes.alone()
+        blocks, tokens = [[i] for i in range(len(sizes.lengths))], sizes.lengths.tolist()
+    weights = sizes.costs(shape)
     parts = partition([sum(weights[i] for i in block) for block in blocks], num_micro)
     return [[i for block in part for i in blocks[block]] for part in parts], [
         sum(tokens[block] for block in part) for part in parts
@@ -208,16 +234,17 @@ def num_computed(batch: PackedBatch, *, share_prompts: bool) -> int:
     return batch.num_tokens - (int(shared_prompts(batch).sum()) if share_prompts else 0)
 
 
-def _num_with_shared(batch: PackedBatch, max_tokens: int, shape: ModelShape | None) -> int:
-    """As `num_micro_batches`, for `micro_batches` with shared prompts: of this shape, and by tokens."""
-    shared = torch.from_numpy(shared_prompts(batch))
+def _num_cut(sizes: _Sizes, max_tokens: int, shape: ModelShape | None, *, share_prompts: bool) -> int:
+    """Fewest micro-batches, by this shape and by tokens, with no part of more than one sequence over `max_tokens`."""
+    if not share_prompts:
+        return num_micro_batches(sizes.lengths.tolist(), max_tokens, sizes.costs(shape))
 
     def parts(count: int) -> Iterator[tuple[int, int]]:
         for each in {shape, None}:
-            sequences, tokens = _with_shared(batch, shared, count, each)
+            sequences, tokens = _cut(sizes, count, each)
             yield from zip(map(len, sequences), tokens, strict=True)
 
-    return _fewest(parts, batch.num_tokens - int(shared.sum()), batch.num_sequences, max_tokens)
+    return _fewest(parts, sizes.num_computed(), len(sizes.lengths), max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,30 +268,62 @@ def share_out(
     """Deal `candidates` (indices into the batch) to the ranks, equal in number and nearly equal in cost; with
     `share_prompts` whole prompts, where they have equally many answers and the ranks divide their number."""
     shape = shape if num_ranks > 1 else None
-    if share_prompts:
-        chosen = select(batch, candidates)
-        dealt = [list(range(len(candidates)))] if num_ranks == 1 else _deal_prompts(chosen, num_ranks, shape)
-        of_ranks = [chosen] if num_ranks == 1 else [select(chosen, part) for part in dealt]
-        num_micro = max(_num_with_shared(part, max_tokens, shape) for part in of_ranks)
-        return Shares(tuple(tuple(candidates[i] for i in part) for part in dealt), num_micro)
-    lengths = batch.sequence_lengths().tolist()
-    weights = costs(batch, shape)
-    parts = partition([weights[i] for i in candidates], num_ranks, equal_counts=True)
-    sequences = tuple(tuple(candidates[i] for i in part) for part in parts)
+    chosen = select(batch, candidates)
+    sizes = _Sizes.of(chosen, share_prompts=share_prompts)
+    parts = _deal(chosen.group_ids, sizes, num_ranks, shape, share_prompts=share_prompts)
     num_micro = max(
-        num_micro_batches([lengths[i] for i in part], max_tokens, [weights[i] for i in part]) for part in sequences
+        _num_cut(sizes.part(chosen, part), max_tokens, shape, share_prompts=share_prompts) for part in parts
     )
-    return Shares(sequences, num_micro)
+    return Shares(tuple(tuple(candidates[i] for i in part) for part in parts), num_micro)
 
 
-def _deal_prompts(batch: PackedBatch, num_ranks: int, shape: ModelShape | None) -> list[list[int]]:
+def _deal(
+    group_ids: Int[Tensor, "N"], sizes: _Sizes, num_ranks: int, shape: ModelShape | None, *, share_prompts: bool
+) -> list[list[int]]:
     """Sequences of each rank, equally many."""
-    prompts = mini_batches(batch.group_ids, 1)
-    if len({len(answers) for answers in prompts}) > 1 or len(prompts) % num_ranks:
-        return partition(costs(batch, shape), num_ranks, equal_counts=True)
-    weights = costs(batch, shape, torch.from_numpy(shared_prompts(batch)))
+    prompts = mini_batches(group_ids, 1) if share_prompts else []
+    if len({len(answers) for answers in prompts}) != 1 or len(prompts) % num_ranks:
+        return partition(sizes.alone().costs(shape), num_ranks, equal_counts=True)
+    weights = sizes.costs(shape)
     parts = partition([sum(weights[i] for i in answers) for answers in prompts], num_ranks, equal_counts=True)
     return [[i for prompt in part for i in prompts[prompt]] for part in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Which rank works on which sequences of a step. `mini_batches`: the shares of each optimizer step; `whole`: those
+    of a pass over all of them, in which a rank has what it has in the optimizer steps, in their order."""
+
+    mini_batches: tuple[Shares, ...]
+    whole: Shares
+
+
+def deal(
+    batch: PackedBatch,
+    groups_per_mini_batch: int,
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    shape: ModelShape | None,
+    share_prompts: bool = False,
+) -> Deal:
+    """Share out each mini-batch, as `share_out` does."""
+    found = tuple(
+        share_out(
+            batch, sequences, num_ranks=num_ranks, max_tokens=max_tokens, shape=shape, share_prompts=share_prompts
+        )
+        for sequences in mini_batches(batch.group_ids, groups_per_mini_batch)
+    )
+    by_rank = zip(*(each.sequences for each in found), strict=True)
+    of_ranks = tuple(tuple(chain.from_iterable(parts)) for parts in by_rank)
+    if len(found) == 1:
+        return Deal(found, found[0])
+    shape = shape if num_ranks > 1 else None
+    sizes = _Sizes.of(batch, share_prompts=share_prompts)
+    num_micro = max(
+        _num_cut(sizes.part(batch, part), max_tokens, shape, share_prompts=share_prompts) for part in of_ranks
+    )
+    return Deal(found, Shares(of_ranks, num_micro))
 
 
 def mini_batches(group_ids: Int[Tensor, "N"], groups_per_mini_batch: int) -> list[list[int]]:

@@ -101,8 +101,9 @@ def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
     return torch.repeat_interleave(shift, lengths) + torch.arange(int(lengths.sum()))
 
 
-def shared_prompts(batch: PackedBatch) -> npt.NDArray[np.int64]:
-    """Int[N]: how many of its first tokens each sequence has in common with the one before it that has 0 here.
+def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -> npt.NDArray[np.int64]:
+    """Int[n]: how many of its first tokens each of n sequences (None: all) has in common with the one before it that
+    has 0 here.
 
     Those before the first loss, of neighbours that answer the same prompt. The batch is on the host.
 
@@ -113,8 +114,9 @@ def shared_prompts(batch: PackedBatch) -> npt.NDArray[np.int64]:
     [0, 2, 2, 0]
     """
     token_ids, groups = batch.token_ids.numpy(), batch.group_ids.numpy()
-    bounds = batch.cu_seqlens.numpy()
-    starts, lengths = bounds[:-1], np.diff(bounds)
+    starts, lengths = batch.cu_seqlens.numpy()[:-1], batch.sequence_lengths().numpy()
+    if sequences is not None:
+        starts, lengths, groups = (each[list(sequences)] for each in (starts, lengths, groups))
     if not len(groups):
         return np.zeros(0, dtype=np.int64)
     losses = np.append(np.flatnonzero(batch.loss_mask.numpy()), len(token_ids))
@@ -129,12 +131,23 @@ def shared_prompts(batch: PackedBatch) -> npt.NDArray[np.int64]:
     return np.where(has_loss & ~is_first & (num_different[prompt] == 0), common, 0)
 
 
+def _places(batch: PackedBatch, sequences: Sequence[int]) -> tuple[Tensor | slice, Tensor | slice] | None:
+    """Where sequences and their tokens stand: slices of neighbours, so that nothing is copied; None: they are all."""
+    first, stop = (sequences[0], sequences[-1] + 1) if len(sequences) else (0, 0)
+    if list(sequences) != list(range(first, stop)):
+        return torch.tensor(list(sequences), dtype=torch.int64), token_indices(batch.cu_seqlens, sequences)
+    if stop - first == batch.num_sequences:
+        return None
+    return slice(first, stop), slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[stop]))
+
+
 def select(batch: PackedBatch, sequences: Sequence[int]) -> PackedBatch:
     """The packed batch of some sequences, in the order given; the batch itself where they are all of it."""
-    if list(sequences) == list(range(batch.num_sequences)):
-        return batch
-    tokens = token_indices(batch.cu_seqlens, sequences)
-    index = torch.tensor(list(sequences), dtype=torch.int64)
+    places = _places(batch, sequences)
+    return batch if places is None else _selected(batch, *places)
+
+
+def _selected(batch: PackedBatch, index: Tensor | slice, tokens: Tensor | slice) -> PackedBatch:
     lengths = batch.sequence_lengths()[index]
     return PackedBatch(
         token_ids=batch.token_ids[tokens],
@@ -151,16 +164,16 @@ def select(batch: PackedBatch, sequences: Sequence[int]) -> PackedBatch:
 
 def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
     """The train batch of some sequences, in the order given; the batch itself where they are all of it."""
-    packed = select(batch.packed, sequences)
-    if packed is batch.packed:
+    places = _places(batch.packed, sequences)
+    if places is None:
         return batch
-    tokens = token_indices(batch.packed.cu_seqlens, sequences)
+    _, tokens = places
 
     def pick(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[tokens]
 
     return TrainBatch(
-        packed=packed,
+        packed=_selected(batch.packed, *places),
         old_logprobs=pick(batch.old_logprobs),
         ref_logprobs=pick(batch.ref_logprobs),
         old_values=pick(batch.old_values),

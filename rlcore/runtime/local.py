@@ -1,6 +1,6 @@
 """Starts the workers of a run: one worker in the trainer's own process, or Ray actors."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate
 
 from rlcore.config import RunConfig
@@ -25,10 +25,6 @@ class LocalGroup:
         """Call the verb with the only tuple of arguments."""
         (only,) = arguments
         return [verb(self._worker, *only)]
-
-    def scatter_each(self, verb: Callable[..., R], calls: Iterable[Sequence[tuple[Any, ...]]]) -> Iterator[list[R]]:
-        """The calls, each as it is asked for."""
-        return (self.scatter(verb, arguments) for arguments in calls)
 
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]

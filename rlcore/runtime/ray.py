@@ -3,8 +3,7 @@
 import os
 import signal
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate
@@ -105,21 +104,8 @@ class RayGroup:
 
     def scatter(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> list[R]:
         """Call the verb on rank i with `arguments[i]`; answers by rank."""
-        return self._get(self._send(verb, arguments))
-
-    def scatter_each(self, verb: Callable[..., R], calls: Iterable[Sequence[tuple[Any, ...]]]) -> Iterator[list[R]]:
-        """`scatter`, one call after the other; one more waits at the ranks."""
-        sent: deque[list[Any]] = deque()
-        for arguments in calls:
-            sent.append(self._send(verb, arguments))
-            if len(sent) > 1:
-                yield self._get(sent.popleft())
-        while sent:
-            yield self._get(sent.popleft())
-
-    def _send(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         calls = zip(self._actors, arguments, strict=True)
-        return [getattr(actor, verb.__name__).remote(*args) for actor, args in calls]
+        return self._get([getattr(actor, verb.__name__).remote(*args) for actor, args in calls])
 
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]

@@ -1,6 +1,6 @@
 """One training step: it reads as the algorithm."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlcore.algos.kl import next_kl_coef
 from rlcore.algos.schedules import next_entropy_added
-from rlcore.batching.balance import Shares, share_out
+from rlcore.batching.balance import Deal, Shares, deal
 from rlcore.batching.pack import pack, place_turn_rewards, scatter_tokens, select
 from rlcore.checkpoint.state import LoopState as LoopState
 from rlcore.config import RunConfig
@@ -52,11 +52,11 @@ class GroupTrainer:
         self._group = group
         self._enter_phase = enter_phase
 
-    def _share_out(self, packed: PackedBatch, sequences: Sequence[int] | None = None) -> Shares:
-        """Shares of the ranks in some sequences of a batch; None: in all."""
-        return share_out(
+    def _deal(self, packed: PackedBatch, prompts_per_mini_batch: int) -> Deal:
+        """Which rank works on which sequences."""
+        return deal(
             packed,
-            range(packed.num_sequences) if sequences is None else sequences,
+            prompts_per_mini_batch,
             num_ranks=self._group.world_size,
             max_tokens=self._config.trainer.max_tokens_per_micro_batch,
             shape=self._worker_info.shape,
@@ -95,13 +95,15 @@ class Trainer(GroupTrainer):
         config, clock = self._config, PhaseClock(self._enter_phase)
         experience = self._collector.collect(state, clock)
         packed = pack(experience.rollouts, experience.scores, experience.group_ids)
-        shares = self._share_out(packed)
-        passes = self._forward_passes(packed, shares, clock)
+        dealt = self._deal(packed, config.trainer.mini_batch_size)
+        passes = self._forward_passes(packed, dealt.whole, clock)
         with clock.phase("adv"):
             found = self._estimate(packed, passes, experience, state.kl_coef)
         alarms = batch_alarms(config, experience)
         batch = with_selection(config, found.batch, passes.entropy, num_finished=state.step)
-        update = self._update(state, experience, batch, alarms, clock)
+        if batch.packed.loss_mask is not packed.loss_mask:  # other costs, and other prompts in common
+            dealt = self._deal(batch.packed, config.trainer.mini_batch_size)
+        update = self._update(state, experience, batch, dealt, alarms, clock)
         with clock.phase("update_weights"):
             handed_over = self._group.each(Worker.hand_over, state.policy_version + 1)[0]  # equal on all ranks
         after = self._state_after(state, experience, found, update)
@@ -111,7 +113,9 @@ class Trainer(GroupTrainer):
             "training/epoch": float(epoch),
             **update.metrics(config.algo),
             **step_metrics(config, experience, found, update, handed_over),
-            **cost_metrics(config, packed, experience.num_answer_tokens, shares, clock.seconds(), self._worker_info),
+            **cost_metrics(
+                config, packed, experience.num_answer_tokens, dealt.whole, clock.seconds(), self._worker_info
+            ),
         }
         memory, shortages = self._memory()
         return StepResult(after, metrics | memory, experience, found.batch, update.logprobs_before, alarms, shortages)
@@ -153,6 +157,7 @@ class Trainer(GroupTrainer):
         state: LoopState,
         experience: Experience,
         batch: TrainBatch,
+        dealt: Deal,
         alarms: tuple[Alarm, ...],
         clock: PhaseClock,
     ) -> Update:
@@ -163,7 +168,7 @@ class Trainer(GroupTrainer):
         """
         if any(alarm.action == "skip" for alarm in alarms):
             return Update(share_skipped=1.0, logprobs_before=measured_before(self._config, batch))
-        update = update_models(self._config, self._group, batch, state, share_out=self._share_out, clock=clock)
+        update = update_models(self._config, self._group, batch, state, deal=dealt, clock=clock)
         if update.failure is None:
             return update
         number = state.step + 1

@@ -34,7 +34,7 @@ class SupervisedTrainer(GroupTrainer):
         """Draw demonstrations and take one optimizer step on them."""
         config, clock, number = self._config, PhaseClock(self._enter_phase), state.step + 1
         packed = pack_demonstrations(self._draw(state.num_prompts_drawn, number))
-        shares = self._share_out(packed)
+        shares = self._deal(packed, packed.num_sequences).whole
         lr = lr_at(state.step, optim=config.optim, total_steps=config.trainer.total_steps)
         answer_tokens = packed.num_loss_tokens
         with clock.phase("supervise"):
@@ -71,7 +71,7 @@ class SupervisedTrainer(GroupTrainer):
         last = demonstrations[-1]
         silent = Demonstration(last.token_ids, [False] * len(last.token_ids))
         packed = pack_demonstrations([*demonstrations, *[silent] * missing])
-        shares = self._share_out(packed)
+        shares = self._deal(packed, packed.num_sequences).whole
         arguments = [(select(packed, mine), shares.num_micro) for mine in shares.sequences]
         found = functools.reduce(operator.add, self._group.scatter(Worker.likelihood, arguments))
         return {f"sft/held_out_{name}": value for name, value in found.means().items()}

@@ -3,10 +3,9 @@
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -18,20 +17,18 @@ from rlcore.algos.losses import asks_for
 from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics
 from rlcore.algos.schedules import lr_at
 from rlcore.algos.selection import clipped_by_covariance, rank_share, token_covariance
-from rlcore.batching.balance import Shares, mini_batches
+from rlcore.batching.balance import Deal, mini_batches
 from rlcore.batching.pack import scatter_tokens, select_train, token_indices
 from rlcore.checkpoint.state import LoopState
 from rlcore.config import AlgoConfig, RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.clock import PhaseClock
-from rlcore.types import PackedBatch, TrainBatch
+from rlcore.types import TrainBatch
 from rlcore.workers.group import WorkerGroup
-from rlcore.workers.trained import ModelUpdate
+from rlcore.workers.trained import MiniBatch, ModelUpdate, ModelUpdates
 from rlcore.workers.worker import Worker
 
 S = TypeVar("S", bound=Statistics)
-ShareOut = Callable[[PackedBatch, Sequence[int]], Shares]
-"""(batch, some of its sequences) -> which rank works on which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +83,6 @@ class Update:
         if algo.kl.where == "loss":
             return None if self.policy is None else self.policy.stats.mean_ref_kl()
         return kl_in_reward
-
-
-@dataclass(frozen=True, slots=True)
-class _MiniBatchUpdate(Generic[S]):
-    """One optimizer step: which rank had which sequences, and the result of each rank."""
-
-    shares: Shares
-    by_rank: list[ModelUpdate[S]]
 
 
 def num_optimizer_steps(config: RunConfig) -> int:
@@ -152,7 +141,7 @@ def update_models(
     batch: TrainBatch,
     state: LoopState,
     *,
-    share_out: ShareOut,
+    deal: Deal,
     clock: PhaseClock,
 ) -> Update:
     """All optimizer steps on a batch; up to the first that is not finite. `state`: before them."""
@@ -160,70 +149,68 @@ def update_models(
     num_steps = num_optimizer_steps(config)
     before = measured_before(config, batch)
     critic: Steps[ValueStatistics] | None = None
-    taken: list[_MiniBatchUpdate[PolicyStatistics]] = []
     lr = state.lr_factor * lr_at(state.step, optim=config.optim, total_steps=total_steps)
     is_warmed_up = config.critic is None or state.step >= config.critic.warmup_steps
-    try:
-        if config.critic is not None:
-            critic_lr = state.lr_factor * lr_at(state.step, optim=config.critic.optim, total_steps=total_steps)
-            with clock.phase("update_critic"):
-                found = list(_optimizer_steps(config, group, batch, share_out, Worker.update_critic, critic_lr))
-            critic = _summed(found, critic_lr) if found else None
-        if is_warmed_up:
-            with clock.phase("update_actor"):
-                rates = (lr, state.kl_coef, added)
-                for step in _optimizer_steps(config, group, batch, share_out, Worker.update_policy, *rates):
-                    taken.append(step)  # one by one: those before a step that fails count
-    except NonFiniteError as error:
-        num_applied = sum(step.by_rank[0].applied for step in taken)
-        return Update(share_skipped=1.0 - num_applied / num_steps, logprobs_before=before, failure=error)
+    if config.critic is not None:
+        critic_lr = state.lr_factor * lr_at(state.step, optim=config.critic.optim, total_steps=total_steps)
+        with clock.phase("update_critic"):
+            found, failure = _optimizer_steps(config, group, batch, deal, Worker.update_critic, critic_lr)
+        if failure is not None:
+            return Update(share_skipped=1.0, logprobs_before=before, failure=failure)
+        critic = _summed(found, critic_lr) if found else None
+    if not is_warmed_up:
+        return Update(critic=critic, logprobs_before=before)
+    with clock.phase("update_actor"):
+        rates = (lr, state.kl_coef, added)
+        taken, failure = _optimizer_steps(config, group, batch, deal, Worker.update_policy, *rates)
+    num_applied = sum(by_rank[0].applied for by_rank in taken)
+    if failure is not None:
+        return Update(share_skipped=1.0 - num_applied / num_steps, logprobs_before=before, failure=failure)
     if not taken:
-        return Update(critic=critic, share_skipped=float(is_warmed_up), logprobs_before=before)
+        return Update(critic=critic, share_skipped=1.0, logprobs_before=before)
     if num_steps == 1 and before is None:
         # of several updates only the first one's pass is made with the weights that they all begin with
-        (step,) = taken
-        logprobs = [update.logprobs for update in step.by_rank if update.logprobs is not None]
-        before = scatter_tokens(logprobs, batch.packed.cu_seqlens, step.shares.sequences)
-    num_skipped = sum(not step.by_rank[0].applied for step in taken)
+        logprobs = [update.logprobs for update in taken[0] if update.logprobs is not None]
+        before = scatter_tokens(logprobs, batch.packed.cu_seqlens, deal.whole.sequences)
     return Update(
         policy=_summed(taken, lr),
         critic=critic,
         kl_coef=state.kl_coef,
         entropy_coef=config.algo.entropy_coef + added,
-        share_skipped=num_skipped / len(taken),
+        share_skipped=1.0 - num_applied / len(taken),
         logprobs_before=before,
     )
 
 
-def _summed(taken: Sequence[_MiniBatchUpdate[S]], lr: float) -> Steps[S]:
-    stats = functools.reduce(operator.add, (update.stats for step in taken for update in step.by_rank))
-    return Steps(stats, len(taken), sum(step.by_rank[0].grad_norm for step in taken) / len(taken), lr)
+def _summed(taken: Sequence[Sequence[ModelUpdate[S]]], lr: float) -> Steps[S]:
+    """`taken`: of each optimizer step the result of each rank."""
+    stats = functools.reduce(operator.add, (update.stats for by_rank in taken for update in by_rank))
+    return Steps(stats, len(taken), sum(by_rank[0].grad_norm for by_rank in taken) / len(taken), lr)
 
 
 def _optimizer_steps(
     config: RunConfig,
     group: WorkerGroup,
     batch: TrainBatch,
-    share_out: ShareOut,
-    verb: Callable[..., ModelUpdate[S]],
+    deal: Deal,
+    verb: Callable[..., ModelUpdates[S]],
     *rates: float,
-) -> Iterator[_MiniBatchUpdate[S]]:
-    """An optimizer step on each mini-batch that has a token with a loss, in each epoch."""
-    packed, trainer = batch.packed, config.trainer
+) -> tuple[list[tuple[ModelUpdate[S], ...]], NonFiniteError | None]:
+    """An optimizer step on each mini-batch that has a token with a loss, in each epoch: the results of the ranks in
+    each, and the error of the first that was not finite, after which none is taken."""
+    packed = batch.packed
     lengths = token_counts(packed.loss_mask, packed.sequence_ids(), packed.num_sequences)
-    in_one_epoch = [
-        sequences for sequences in mini_batches(packed.group_ids, trainer.mini_batch_size) if lengths[sequences].any()
-    ]
-
-    def cut(sequences: Sequence[int]) -> tuple[Shares, list[tuple[Any, ...]]]:
-        shares = share_out(packed, sequences)
+    mini_batches: list[MiniBatch] = []
+    start = 0
+    for shares in deal.mini_batches:
         # Counted once over the mini-batch and all ranks; an answer without a token that has a loss counts nowhere.
-        tokens = lengths[sequences]
-        denominator = Denominator(int(tokens.sum()), int((tokens > 0).sum()), config.rollout.max_response_tokens)
-        return shares, [(select_train(batch, mine), shares.num_micro, denominator, *rates) for mine in shares.sequences]
-
-    with ThreadPoolExecutor(1) as beside:  # ranks do not wait until their part of the next mini-batch is cut
-        all_shares, arguments = itertools.tee(beside.map(cut, in_one_epoch * trainer.epochs_per_batch))
-        by_rank = group.scatter_each(verb, (each for _, each in arguments))
-        for (shares, _), found in zip(all_shares, by_rank, strict=True):
-            yield _MiniBatchUpdate(shares, found)
+        tokens = lengths[list(itertools.chain.from_iterable(shares.sequences))]
+        of_rank = range(start, start + len(shares.sequences[0]))  # ranks have equally many
+        start = of_rank.stop
+        if tokens.any():
+            limit = config.rollout.max_response_tokens
+            denominator = Denominator(int(tokens.sum()), int((tokens > 0).sum()), limit)
+            mini_batches.append(MiniBatch(of_rank, shares.num_micro, denominator))
+    mini_batches *= config.trainer.epochs_per_batch
+    found = group.scatter(verb, [(select_train(batch, mine), mini_batches, *rates) for mine in deal.whole.sequences])
+    return list(zip(*(each.steps for each in found), strict=True)), found[0].failure

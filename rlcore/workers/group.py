@@ -1,6 +1,6 @@
 """A group of workers, wherever they live: every rank is called, every rank must answer."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from rlcore.workers.worker import Worker
@@ -27,11 +27,6 @@ class WorkerGroup(Protocol):
 
     def scatter(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> list[R]:
         """Call the verb on rank i with `arguments[i]`; answers by rank."""
-        ...
-
-    def scatter_each(self, verb: Callable[..., R], calls: Iterable[Sequence[tuple[Any, ...]]]) -> Iterator[list[R]]:
-        """`scatter`, one call after the other. The next call's arguments are sent while the ranks work on the one
-        before; ranks may have begun it when that one fails, so the verb must do nothing then."""
         ...
 
     def stream(

@@ -1,7 +1,7 @@
 """What the policy and the critic share on one rank: a trained model, its optimizer and its two kinds of passes."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -10,13 +10,16 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import Statistics
+from rlcore.batching.pack import select_train
 from rlcore.config.algo import OptimConfig
 from rlcore.errors import NonFiniteError
 from rlcore.models.optim import build_optimizer, clip_grad_norm
 from rlcore.models.parallel import CountedCollectives, forget_failed_pass, gather_each_time, gather_once, shard
 from rlcore.models.policy import PackedTrunk
 from rlcore.models.shape import known_shape
+from rlcore.types import TrainBatch
 from rlcore.workers.device import Place, on_all_ranks
 from rlcore.workers.passes import Batch, Micro, Parts, PassBudget, Ranks, to_device, total
 
@@ -33,6 +36,37 @@ class ModelUpdate(Generic[S]):
     grad_norm: float
     applied: bool = True
     logprobs: Float[Tensor, "T"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """What a rank does in one optimizer step: neighbouring sequences of its batch, in how many micro-batches. The
+    denominator counts the sequences of all ranks."""
+
+    sequences: range
+    num_micro: int
+    denominator: Denominator
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUpdates(Generic[S]):
+    """Optimizer steps in turn, up to the first that was not finite, and its error; as many on all ranks."""
+
+    steps: tuple[ModelUpdate[S], ...]
+    failure: NonFiniteError | None = None
+
+
+def in_turn(
+    step: Callable[[TrainBatch, int, Denominator], ModelUpdate[S]], batch: TrainBatch, mini_batches: Sequence[MiniBatch]
+) -> ModelUpdates[S]:
+    """`step(batch, num_micro, denominator)` on each mini-batch."""
+    steps: list[ModelUpdate[S]] = []
+    for each in mini_batches:
+        try:
+            steps.append(step(select_train(batch, each.sequences), each.num_micro, each.denominator))
+        except NonFiniteError as error:
+            return ModelUpdates(tuple(steps), error.with_traceback(None))  # its frames hold tensors
+    return ModelUpdates(tuple(steps))
 
 
 class TrainedModel(Generic[Model]):

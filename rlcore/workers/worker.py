@@ -6,8 +6,8 @@ A plain class. `rlcore.runtime` calls it in this process or as a Ray actor; both
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -22,7 +22,7 @@ from rlcore.algos.objective import PolicyStatistics, SupervisedStatistics, Value
 from rlcore.checkpoint.shards import RankSaver, load_shards
 from rlcore.config import RunConfig
 from rlcore.config.rollout import SamplingConfig
-from rlcore.errors import EngineError, NonFiniteError
+from rlcore.errors import EngineError
 from rlcore.models.memory import release_cached_memory
 from rlcore.models.nf4 import num_parameters
 from rlcore.models.parallel import adapter_state
@@ -39,7 +39,7 @@ from rlcore.workers.critic import Critic
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks, keep_freed_memory, let_segments_grow
 from rlcore.workers.measure import BYTES_PER_GB, GpuUseMeter, MemoryPeak, RankProfiler, gpu_meter
 from rlcore.workers.reference import Reference
-from rlcore.workers.trained import ModelUpdate
+from rlcore.workers.trained import MiniBatch, ModelUpdate, ModelUpdates, in_turn
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,7 +81,6 @@ class Worker:
         self._meter = gpu_meter()
         self._version = 0
         self._num_updates = 0  # since the last hand-over
-        self._left_off = False  # since it: an optimizer step has failed
         self._is_frozen = False  # to the garbage collector, what is alive since the first update
         self._probe: tuple[Prompt, ...] = ()
 
@@ -201,39 +200,30 @@ class Worker:
     def update_policy(
         self,
         batch: TrainBatch,
-        num_micro: int,
-        denominator: Denominator,
+        mini_batches: Sequence[MiniBatch],
         lr: float,
         kl_coef: float,
         entropy_added: float = 0.0,
-    ) -> ModelUpdate[PolicyStatistics]:
-        """Take one optimizer step of the policy."""
+    ) -> ModelUpdates[PolicyStatistics]:
+        """Take an optimizer step of the policy on each mini-batch of this rank's batch."""
         self._rest_engine()
-        with self._one_of_several_steps():
+
+        def step(batch: TrainBatch, num_micro: int, denominator: Denominator) -> ModelUpdate[PolicyStatistics]:
             self._actor.seed_dropout(self._version, self._num_updates, self._rank)
             self._num_updates += 1
             return self._actor.update(
                 batch, num_micro, denominator, lr=lr, kl_coef=kl_coef, entropy_added=entropy_added
             )
 
+        return in_turn(step, batch, mini_batches)
+
     def update_critic(
-        self, batch: TrainBatch, num_micro: int, denominator: Denominator, lr: float
-    ) -> ModelUpdate[ValueStatistics]:
-        """Take one optimizer step of the critic."""
+        self, batch: TrainBatch, mini_batches: Sequence[MiniBatch], lr: float
+    ) -> ModelUpdates[ValueStatistics]:
+        """Take an optimizer step of the critic on each mini-batch of this rank's batch."""
         assert self._critic is not None, "critic is null: there is nothing to update"
         self._rest_engine()
-        with self._one_of_several_steps():
-            return self._critic.update(batch, num_micro, denominator, lr=lr)
-
-    @contextmanager
-    def _one_of_several_steps(self) -> Iterator[None]:
-        """An optimizer step, of which the next may be sent before it is known how this one ends: after one that failed
-        none is taken until the next hand-over."""
-        if self._left_off:
-            raise NonFiniteError("the optimizer step before this one has failed: no step was taken")
-        self._left_off = True
-        yield
-        self._left_off = False
+        return in_turn(partial(self._critic.update, lr=lr), batch, mini_batches)
 
     def supervise(
         self, batch: PackedBatch, num_micro: int, num_tokens: int, lr: float
@@ -262,7 +252,7 @@ class Worker:
         if self._num_updates and self._config.model.compile and not self._is_frozen:
             leave_uncollected()
             self._is_frozen = True
-        self._version, self._num_updates, self._left_off = version, 0, False
+        self._version, self._num_updates = version, 0
         self._wake_engine()
         assert self._place is not None, "setup comes first"
         weights = self._actor.weights(engine_dtype(self._config, self._place.dtype))

@@ -2,7 +2,8 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.rank_balance import waiting
-from rlcore.batching.balance import costs, num_micro_batches, partition, share_out
-from rlcore.batching.pack import pack
+from rlcore.batching.balance import costs, deal, micro_batches, num_computed, num_micro_batches, partition, share_out
+from rlcore.batching.pack import pack, select
 from rlcore.config.model import PUBLISHED
 from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
@@ -152,3 +153,33 @@ def test_the_rank_that_needs_most_micro_batches_sets_their_number() -> None:
     ]
     batch = pack(rollouts, [Score(1.0, {})] * 4, range(4))
     assert share_out(batch, range(4), num_ranks=2, max_tokens=50, shape=None).num_micro == 2
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_has_in_a_pass_what_it_has_in_the_optimizer_steps(num_ranks: int, share_prompts: bool) -> None:
+    """Each mini-batch is shared out as it would be alone, and a pass over all of them is within the budget."""
+    batch = drawn_batch(np.random.default_rng(11), 48, mean=183, longest=1_024)
+    how: dict[str, Any] = {"num_ranks": num_ranks, "max_tokens": 2_048, "shape": SHAPE, "share_prompts": share_prompts}
+
+    found = deal(batch, 4, **how)
+    for number, shares in enumerate(found.mini_batches):
+        assert shares == share_out(batch, range(16 * number, 16 * (number + 1)), **how)
+    for rank, mine in enumerate(found.whole.sequences):
+        assert mine == tuple(i for shares in found.mini_batches for i in shares.sequences[rank])
+        own = select(batch, mine)
+        for cut_by in (SHAPE if num_ranks > 1 else None, None):
+            for part in micro_batches(own, found.whole.num_micro, cut_by, share_prompts=share_prompts):
+                assert num_computed(select(own, part), share_prompts=share_prompts) <= 2_048
+    assert deal(batch, 12, **how).whole == share_out(batch, range(48), **how)
+
+
+def test_neighbours_are_selected_without_a_copy() -> None:
+    batch = drawn_batch(np.random.default_rng(2), 12, mean=20, longest=60)
+    assert select(batch, range(12)) is batch
+    chosen = select(batch, [4, 5, 6])
+    assert chosen.token_ids.data_ptr() == batch.token_ids[int(batch.cu_seqlens[4]) :].data_ptr()
+    copied = select(batch, [6, 4, 5])
+    back = select(copied, [1, 2, 0])
+    for field in fields(chosen):
+        assert torch.equal(getattr(chosen, field.name), getattr(back, field.name)), field.name

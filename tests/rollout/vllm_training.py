@@ -176,9 +176,6 @@ class _Faulty:
     def scatter(self, verb: Any, arguments: Any) -> list[Any]:
         return self._group.scatter(verb, arguments)
 
-    def scatter_each(self, verb: Any, calls: Any) -> Iterator[list[Any]]:
-        return self._group.scatter_each(verb, calls)
-
     def stream(self, verb: Any, arguments: Any, take: Any) -> None:
         self._group.stream(verb, arguments, take)
 

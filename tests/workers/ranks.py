@@ -18,10 +18,10 @@ from rlcore.algos.aggregation import Denominator
 from rlcore.batching.balance import share_out
 from rlcore.batching.pack import select_train
 from rlcore.config import RunConfig
-from rlcore.errors import NonFiniteError
 from rlcore.models.parallel import gathered
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import choose_place, join_ranks
+from rlcore.workers.trained import MiniBatch
 from rlcore.workers.worker import Worker
 
 LR = 1e-3
@@ -64,26 +64,18 @@ def has_gradients(model: nn.Module) -> bool:
     return any(parameter.grad is not None for parameter in model.parameters())
 
 
-def one_rank_without_a_number(
-    worker: Worker, batch: TrainBatch, num_micro: int, denominator: Denominator, is_wrong: bool
-) -> str:
-    """An update in which the loss of one rank alone is no number, though its gradient is one; then one without a fault,
-    as the driver may have sent it already, and one more after a hand-over."""
+def one_rank_without_a_number(worker: Worker, batch: TrainBatch, mini_batch: MiniBatch, is_wrong: bool) -> str:
+    """Two optimizer steps in which the loss of one rank alone is no number, though its gradient is one; then two
+    without a fault."""
     bad = replace(batch, ref_logprobs=torch.full_like(batch.ref_logprobs, torch.nan)) if is_wrong else batch
     before = [parameter.detach().clone() for parameter in worker.policy_model().parameters()]
     outcomes = []
     for given in (bad, batch):
-        try:
-            worker.update_policy(given, num_micro, denominator, LR, 0.01)
-        except NonFiniteError as error:
-            after = worker.policy_model().parameters()
-            same = all(torch.equal(gathered(old), gathered(new)) for old, new in zip(before, after, strict=True))
-            kind = "after one that failed" if "the optimizer step before this one" in str(error) else "refused"
-            outcomes.append(f"{kind}, weights {'as before' if same else 'changed'}")
-        else:
-            outcomes.append("a step was taken")
-    worker.hand_over(1)
-    worker.update_policy(batch, num_micro, denominator, LR, 0.01)
+        found = worker.update_policy(given, [mini_batch] * 2, LR, 0.01)
+        after = worker.policy_model().parameters()
+        same = all(torch.equal(gathered(old), gathered(new)) for old, new in zip(before, after, strict=True))
+        error = type(found.failure).__name__
+        outcomes.append(f"{len(found.steps)} steps, {error}, weights {'as before' if same else 'changed'}")
     return "; ".join(outcomes)
 
 
@@ -110,17 +102,18 @@ def main() -> None:
         )
         mine = select_train(batch, shares.sequences[rank])
         denominator = Denominator(batch.packed.num_loss_tokens, int(batch.packed.score_mask.sum()), 8)
+        mini_batch = MiniBatch(range(mine.packed.num_sequences), shares.num_micro, denominator)
         seen = watch_gradients(worker._actor.optimizer, worker.policy_model())
         if case["supervised"]:
             worker.supervise(mine.packed, shares.num_micro, denominator.num_tokens, LR)
         else:
-            worker.update_policy(mine, shares.num_micro, denominator, LR, 0.01)
+            worker.update_policy(mine, [mini_batch], LR, 0.01)
         found = {f"policy.{name}": value for name, value in seen.items()}
         assert not has_gradients(worker.policy_model()), "they would lie beside the next model's update"
         if config.critic is not None:
             assert worker._critic is not None
             seen = watch_gradients(worker._critic.optimizer, worker._critic.model)
-            worker.update_critic(mine, shares.num_micro, denominator, LR)
+            worker.update_critic(mine, [mini_batch], LR)
             found |= {f"critic.{name}": value for name, value in seen.items()}
             assert not has_gradients(worker._critic.model)
         if rank == 0:
@@ -128,7 +121,7 @@ def main() -> None:
         if number == 0 and world_size > 1:
             scored = [bool(batch.packed.score_mask[list(part)].any()) for part in shares.sequences]
             is_wrong = rank == max(number for number, has_loss in enumerate(scored) if has_loss)
-            outcome = one_rank_without_a_number(worker, mine, shares.num_micro, denominator, is_wrong)
+            outcome = one_rank_without_a_number(worker, mine, mini_batch, is_wrong)
             (folder / f"outcome-{rank}-of-{world_size}").write_text(outcome)
 
 

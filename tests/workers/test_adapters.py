@@ -15,6 +15,7 @@ from rlcore.models.lora import AdaptedLinear
 from rlcore.runtime.local import LocalGroup
 from rlcore.types import TrainBatch
 from rlcore.workers import worker as module
+from rlcore.workers.trained import MiniBatch
 from rlcore.workers.worker import Worker
 from tests.models.test_nf4 import nearest_levels
 from tests.models.tiny import plain_model
@@ -48,7 +49,10 @@ def batch() -> TrainBatch:
 
 def update(worker: Worker, batch: TrainBatch, number: int) -> Any:
     counts = Denominator(batch.packed.num_loss_tokens, batch.packed.num_sequences, 8)
-    return worker.update_policy(batch, number, counts, 0.05, 0.1)
+    (found,) = worker.update_policy(
+        batch, [MiniBatch(range(batch.packed.num_sequences), number, counts)], 0.05, 0.1
+    ).steps
+    return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bfloat16 model.lora.base=nf4"])

@@ -8,6 +8,7 @@ import torch
 from rlcore.algos.aggregation import Denominator
 from rlcore.batching.pack import select_train
 from rlcore.runtime.local import LocalGroup
+from rlcore.workers.trained import MiniBatch
 from tests.small_run import prepare
 from tests.workers.ranks import batch_from
 from tests.workers.test_gradients import random_batch
@@ -18,6 +19,7 @@ def test_dropout_follows_from_the_place_in_the_run(tmp_path: Path) -> None:
     whole = batch_from(random_batch(np.random.default_rng(7)))
     batch = select_train(whole, range(whole.packed.num_sequences))
     counts = Denominator(batch.packed.num_loss_tokens, batch.packed.num_sequences, 8)
+    mini_batch = MiniBatch(range(batch.packed.num_sequences), 2, counts)
     group = LocalGroup(run.config, str(run.model_directory))
     try:
         (worker,) = group.each(lambda worker: worker)
@@ -27,7 +29,7 @@ def test_dropout_follows_from_the_place_in_the_run(tmp_path: Path) -> None:
             worker.reset()
             worker.hand_over(version)
             torch.manual_seed(torch_seed)
-            found = [worker.update_policy(batch, 2, counts, 0.05, 0.0).logprobs for _ in range(3)]
+            found = [each.logprobs for each in worker.update_policy(batch, [mini_batch] * 3, 0.05, 0.0).steps]
             return [*found, worker.old_logprobs(batch.packed, 2)]
 
         first, again, other = updated(1, version=3), updated(2, version=3), updated(1, version=4)
