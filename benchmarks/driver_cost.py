@@ -20,7 +20,7 @@ from benchmarks.grpo_step import PROMPT_TOKENS, SAMPLES
 from benchmarks.harness import describe_lengths, draw_lengths
 from benchmarks.measured import write_result
 from benchmarks.shapes import SHAPES
-from rlcore.batching.balance import deal
+from rlcore.batching.balance import Dealer
 from rlcore.batching.pack import pack, scatter_tokens, select, select_train
 from rlcore.models.shape import ModelShape
 from rlcore.types import Prompt, Rollout, Score, TrainBatch
@@ -45,7 +45,9 @@ def step_s(rollouts: Sequence[Rollout], ranks: int) -> dict[str, float]:
 
     groups = [index // SAMPLES for index in range(len(rollouts))]
     packed = pack(rollouts, [Score(1.0, {})] * len(rollouts), groups)
-    dealt = deal(packed, len(rollouts) // SAMPLES // UPDATES, num_ranks=ranks, max_tokens=MAX_TOKENS, shape=shape)
+    dealt = Dealer(num_ranks=ranks, max_tokens=MAX_TOKENS, shape=shape).deal(
+        packed, len(rollouts) // SAMPLES // UPDATES
+    )
     shares = dealt.whole
     marks.append(time.process_time())
     for mine in shares.sequences:

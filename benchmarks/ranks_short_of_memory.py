@@ -31,7 +31,7 @@ from benchmarks.harness import describe_lengths, draw_lengths
 from benchmarks.measured import write_result
 from benchmarks.shapes import SHAPES, model_of
 from rlcore.algos.aggregation import Denominator
-from rlcore.batching.balance import share_out
+from rlcore.batching.balance import Dealer
 from rlcore.batching.pack import pack, select_train
 from rlcore.config.compose import load_config
 from rlcore.models.shape import known_shape
@@ -77,13 +77,9 @@ def one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     mesh = init_device_mesh(place.device.type, (world_size,))
     actor = Actor(config, str(arguments.model), place, mesh, world_size)
     whole = batch(arguments)
-    shares = share_out(
-        whole.packed,
-        range(whole.packed.num_sequences),
-        num_ranks=world_size,
-        max_tokens=arguments.max_tokens,
-        shape=known_shape(actor.model.decoder.config.to_dict()),
-    )
+    shares = Dealer(
+        num_ranks=world_size, max_tokens=arguments.max_tokens, shape=known_shape(actor.model.decoder.config.to_dict())
+    ).share_out(whole.packed, range(whole.packed.num_sequences))
     mine = select_train(whole, shares.sequences[rank])
     counts = Denominator(whole.packed.num_loss_tokens, whole.packed.num_sequences, arguments.longest)
 

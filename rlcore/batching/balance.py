@@ -18,7 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from rlcore.algos.aggregation import token_counts
-from rlcore.batching.pack import select, shared_prompts
+from rlcore.batching.pack import shared_prompts
 from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
 
@@ -135,9 +135,12 @@ class _Sizes:
         return cls(batch.sequence_lengths(), targets, shared)
 
     def part(self, batch: PackedBatch, rows: Sequence[int]) -> "_Sizes":
-        """Of some of them, where prompts were shared out with the answers to them. `batch`: of all of them."""
+        """Of some of them, in this order. `batch`: of all of them."""
         chosen = torch.tensor(list(rows))
-        shared = torch.from_numpy(shared_prompts(batch, rows)) if self.shared.any() else self.shared[chosen]
+        shared = self.shared[chosen]
+        is_next = chosen.diff(prepend=chosen[:1]) == 1
+        if bool((shared > 0)[~is_next].any()):  # answers are parted from those that compute their prompt
+            shared = torch.from_numpy(shared_prompts(batch, rows))
         return _Sizes(self.lengths[chosen], self.targets[chosen], shared)
 
     def alone(self) -> "_Sizes":
@@ -234,19 +237,6 @@ def num_computed(batch: PackedBatch, *, share_prompts: bool) -> int:
     return batch.num_tokens - (int(shared_prompts(batch).sum()) if share_prompts else 0)
 
 
-def _num_cut(sizes: _Sizes, max_tokens: int, shape: ModelShape | None, *, share_prompts: bool) -> int:
-    """Fewest micro-batches, by this shape and by tokens, with no part of more than one sequence over `max_tokens`."""
-    if not share_prompts:
-        return num_micro_batches(sizes.lengths.tolist(), max_tokens, sizes.costs(shape))
-
-    def parts(count: int) -> Iterator[tuple[int, int]]:
-        for each in {shape, None}:
-            sequences, tokens = _cut(sizes, count, each)
-            yield from zip(map(len, sequences), tokens, strict=True)
-
-    return _fewest(parts, sizes.num_computed(), len(sizes.lengths), max_tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class Shares:
     """`sequences[rank]`: indices of the sequences that a rank works on; `num_micro` is the same on all ranks, since
@@ -254,39 +244,6 @@ class Shares:
 
     sequences: tuple[tuple[int, ...], ...]
     num_micro: int
-
-
-def share_out(
-    batch: PackedBatch,
-    candidates: Sequence[int],
-    *,
-    num_ranks: int,
-    max_tokens: int,
-    shape: ModelShape | None,
-    share_prompts: bool = False,
-) -> Shares:
-    """Deal `candidates` (indices into the batch) to the ranks, equal in number and nearly equal in cost; with
-    `share_prompts` whole prompts, where they have equally many answers and the ranks divide their number."""
-    shape = shape if num_ranks > 1 else None
-    chosen = select(batch, candidates)
-    sizes = _Sizes.of(chosen, share_prompts=share_prompts)
-    parts = _deal(chosen.group_ids, sizes, num_ranks, shape, share_prompts=share_prompts)
-    num_micro = max(
-        _num_cut(sizes.part(chosen, part), max_tokens, shape, share_prompts=share_prompts) for part in parts
-    )
-    return Shares(tuple(tuple(candidates[i] for i in part) for part in parts), num_micro)
-
-
-def _deal(
-    group_ids: Int[Tensor, "N"], sizes: _Sizes, num_ranks: int, shape: ModelShape | None, *, share_prompts: bool
-) -> list[list[int]]:
-    """Sequences of each rank, equally many."""
-    prompts = mini_batches(group_ids, 1) if share_prompts else []
-    if len({len(answers) for answers in prompts}) != 1 or len(prompts) % num_ranks:
-        return partition(sizes.alone().costs(shape), num_ranks, equal_counts=True)
-    weights = sizes.costs(shape)
-    parts = partition([sum(weights[i] for i in answers) for answers in prompts], num_ranks, equal_counts=True)
-    return [[i for prompt in part for i in prompts[prompt]] for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,32 +255,65 @@ class Deal:
     whole: Shares
 
 
-def deal(
-    batch: PackedBatch,
-    groups_per_mini_batch: int,
-    *,
-    num_ranks: int,
-    max_tokens: int,
-    shape: ModelShape | None,
-    share_prompts: bool = False,
-) -> Deal:
-    """Share out each mini-batch, as `share_out` does."""
-    found = tuple(
-        share_out(
-            batch, sequences, num_ranks=num_ranks, max_tokens=max_tokens, shape=shape, share_prompts=share_prompts
-        )
-        for sequences in mini_batches(batch.group_ids, groups_per_mini_batch)
-    )
-    by_rank = zip(*(each.sequences for each in found), strict=True)
-    of_ranks = tuple(tuple(chain.from_iterable(parts)) for parts in by_rank)
-    if len(found) == 1:
-        return Deal(found, found[0])
-    shape = shape if num_ranks > 1 else None
-    sizes = _Sizes.of(batch, share_prompts=share_prompts)
-    num_micro = max(
-        _num_cut(sizes.part(batch, part), max_tokens, shape, share_prompts=share_prompts) for part in of_ranks
-    )
-    return Deal(found, Shares(of_ranks, num_micro))
+@dataclass(frozen=True, slots=True)
+class Dealer:
+    """Shares sequences out to ranks, equally many and nearly equal in cost; with `share_prompts` whole prompts, where
+    they have equally many answers and the ranks divide their number. `max_tokens`: of a micro-batch."""
+
+    num_ranks: int
+    max_tokens: int
+    shape: ModelShape | None
+    share_prompts: bool = False
+
+    def share_out(self, batch: PackedBatch, sequences: Sequence[int]) -> Shares:
+        """Shares in some sequences of the batch, by their indices."""
+        return self._shares(batch, _Sizes.of(batch, share_prompts=self.share_prompts), sequences)
+
+    def deal(self, batch: PackedBatch, groups_per_mini_batch: int) -> Deal:
+        """Shares in each mini-batch, and in all of them."""
+        sizes = _Sizes.of(batch, share_prompts=self.share_prompts)
+        cut = mini_batches(batch.group_ids, groups_per_mini_batch)
+        found = tuple(self._shares(batch, sizes, sequences) for sequences in cut)
+        if len(found) == 1:
+            return Deal(found, found[0])
+        by_rank = zip(*(each.sequences for each in found), strict=True)
+        of_ranks = tuple(tuple(chain.from_iterable(parts)) for parts in by_rank)
+        return Deal(found, Shares(of_ranks, self._num_micro(batch, sizes, of_ranks)))
+
+    @property
+    def _shape(self) -> ModelShape | None:
+        return self.shape if self.num_ranks > 1 else None
+
+    def _shares(self, batch: PackedBatch, sizes: _Sizes, sequences: Sequence[int]) -> Shares:
+        parts = self._parts(batch.group_ids[list(sequences)], sizes.part(batch, sequences))
+        of_ranks = tuple(tuple(sequences[i] for i in part) for part in parts)
+        return Shares(of_ranks, self._num_micro(batch, sizes, of_ranks))
+
+    def _parts(self, group_ids: Int[Tensor, "n"], sizes: _Sizes) -> list[list[int]]:
+        """The sequences of each rank, as places among those that `sizes` is of."""
+        prompts = mini_batches(group_ids, 1) if self.share_prompts else []
+        if len({len(answers) for answers in prompts}) != 1 or len(prompts) % self.num_ranks:
+            return partition(sizes.alone().costs(self._shape), self.num_ranks, equal_counts=True)
+        weights = sizes.costs(self._shape)
+        of_prompts = [sum(weights[i] for i in answers) for answers in prompts]
+        parts = partition(of_prompts, self.num_ranks, equal_counts=True)
+        return [[i for prompt in part for i in prompts[prompt]] for part in parts]
+
+    def _num_micro(self, batch: PackedBatch, sizes: _Sizes, of_ranks: Sequence[Sequence[int]]) -> int:
+        """Micro-batches of the rank that needs most."""
+        return max(self._num_cut(sizes.part(batch, mine)) for mine in of_ranks)
+
+    def _num_cut(self, sizes: _Sizes) -> int:
+        """Fewest micro-batches, by cost and by tokens, with no part of more than one sequence over the budget."""
+        if not self.share_prompts:
+            return num_micro_batches(sizes.lengths.tolist(), self.max_tokens, sizes.costs(self._shape))
+
+        def parts(count: int) -> Iterator[tuple[int, int]]:
+            for shape in {self._shape, None}:
+                sequences, tokens = _cut(sizes, count, shape)
+                yield from zip(map(len, sequences), tokens, strict=True)
+
+        return _fewest(parts, sizes.num_computed(), len(sizes.lengths), self.max_tokens)
 
 
 def mini_batches(group_ids: Int[Tensor, "N"], groups_per_mini_batch: int) -> list[list[int]]:

@@ -29,10 +29,11 @@ from rlcore.runtime.cluster import (
     remove_session,
     unreachable,
 )
-from rlcore.start import uncollected
+from rlcore.start import collect_rarely, uncollected
 from rlcore.tracking.lineage import SOURCE_FOLDER
 
 with uncollected():  # a rank's process begins with these
+    from rlcore.workers.device import keep_freed_memory
     from rlcore.workers.group import P, R
     from rlcore.workers.worker import Worker
 
@@ -63,6 +64,8 @@ class RayGroup:
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
         torch.set_num_threads(config.runtime.threads_per_worker)  # small tensors: more threads only wait for each other
+        keep_freed_memory()
+        collect_rarely()
         self._session = start_ray(config)
         _send_tensors_as_arrays()
         try:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rlcore.algos.kl import next_kl_coef
 from rlcore.algos.schedules import next_entropy_added
-from rlcore.batching.balance import Deal, Shares, deal
+from rlcore.batching.balance import Deal, Dealer, Shares
 from rlcore.batching.pack import pack, place_turn_rewards, scatter_tokens, select
 from rlcore.checkpoint.state import LoopState as LoopState
 from rlcore.config import RunConfig
@@ -54,14 +54,12 @@ class GroupTrainer:
 
     def _deal(self, packed: PackedBatch, prompts_per_mini_batch: int) -> Deal:
         """Which rank works on which sequences."""
-        return deal(
-            packed,
-            prompts_per_mini_batch,
+        return Dealer(
             num_ranks=self._group.world_size,
             max_tokens=self._config.trainer.max_tokens_per_micro_batch,
             shape=self._worker_info.shape,
             share_prompts=self._config.model.share_prompts,
-        )
+        ).deal(packed, prompts_per_mini_batch)
 
     @cached_property
     def _worker_info(self) -> WorkerInfo:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.rank_balance import waiting
-from rlcore.batching.balance import costs, deal, micro_batches, num_computed, num_micro_batches, partition, share_out
+from rlcore.batching.balance import Dealer, costs, micro_batches, num_computed, num_micro_batches, partition
 from rlcore.batching.pack import pack, select
 from rlcore.config.model import PUBLISHED
 from rlcore.models.shape import ModelShape
@@ -140,7 +140,7 @@ def test_ranks_wait_for_each_other_less_than_a_hundredth_of_a_pass(
 
 def test_one_rank_is_cut_by_tokens_whatever_the_model() -> None:
     batch = drawn_batch(np.random.default_rng(5), 40, mean=183, longest=1_024)
-    found = [share_out(batch, range(40), num_ranks=1, max_tokens=2_048, shape=shape) for shape in (SHAPE, None)]
+    found = [Dealer(num_ranks=1, max_tokens=2_048, shape=shape).share_out(batch, range(40)) for shape in (SHAPE, None)]
     assert found[0] == found[1]
     assert found[0].num_micro > 3
 
@@ -152,7 +152,7 @@ def test_the_rank_that_needs_most_micro_batches_sets_their_number() -> None:
         for index, length in enumerate([100, 1, 1, 1])
     ]
     batch = pack(rollouts, [Score(1.0, {})] * 4, range(4))
-    assert share_out(batch, range(4), num_ranks=2, max_tokens=50, shape=None).num_micro == 2
+    assert Dealer(num_ranks=2, max_tokens=50, shape=None).share_out(batch, range(4)).num_micro == 2
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
@@ -162,16 +162,16 @@ def test_a_rank_has_in_a_pass_what_it_has_in_the_optimizer_steps(num_ranks: int,
     batch = drawn_batch(np.random.default_rng(11), 48, mean=183, longest=1_024)
     how: dict[str, Any] = {"num_ranks": num_ranks, "max_tokens": 2_048, "shape": SHAPE, "share_prompts": share_prompts}
 
-    found = deal(batch, 4, **how)
+    found = Dealer(**how).deal(batch, 4)
     for number, shares in enumerate(found.mini_batches):
-        assert shares == share_out(batch, range(16 * number, 16 * (number + 1)), **how)
+        assert shares == Dealer(**how).share_out(batch, range(16 * number, 16 * (number + 1)))
     for rank, mine in enumerate(found.whole.sequences):
         assert mine == tuple(i for shares in found.mini_batches for i in shares.sequences[rank])
         own = select(batch, mine)
         for cut_by in (SHAPE if num_ranks > 1 else None, None):
             for part in micro_batches(own, found.whole.num_micro, cut_by, share_prompts=share_prompts):
                 assert num_computed(select(own, part), share_prompts=share_prompts) <= 2_048
-    assert deal(batch, 12, **how).whole == share_out(batch, range(48), **how)
+    assert Dealer(**how).deal(batch, 12).whole == Dealer(**how).share_out(batch, range(48))
 
 
 def test_neighbours_are_selected_without_a_copy() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlcore.batching.balance import micro_batches, num_computed, share_out
+from rlcore.batching.balance import Dealer, micro_batches, num_computed
 from rlcore.batching.pack import select, shared_prompts
 from rlcore.config.model import PUBLISHED, LoraConfig, ModelConfig
 from rlcore.models.load import load_policy, load_value_model
@@ -149,8 +149,8 @@ def test_micro_batches_hold_each_sequence_once_and_keep_the_budget_of_computed_t
     groups: list[tuple[int, list[int]]], max_tokens: int
 ) -> None:
     batch = answers(groups)
-    shares = share_out(
-        batch, range(batch.num_sequences), num_ranks=1, max_tokens=max_tokens, shape=None, share_prompts=True
+    shares = Dealer(num_ranks=1, max_tokens=max_tokens, shape=None, share_prompts=True).share_out(
+        batch, range(batch.num_sequences)
     )
     parts = micro_batches(batch, shares.num_micro, share_prompts=True)
     assert len(parts) == shares.num_micro
@@ -164,7 +164,7 @@ def test_prompts_stay_whole_where_a_micro_batch_holds_them() -> None:
     batch = answers([(20, (3,) * 4)] * 6)
     for part in micro_batches(batch, 3, share_prompts=True):
         assert np.bincount(batch.group_ids[part], minlength=6).tolist().count(4) == 2
-    dealt = share_out(batch, range(24), num_ranks=2, max_tokens=1_000, shape=None, share_prompts=True)
+    dealt = Dealer(num_ranks=2, max_tokens=1_000, shape=None, share_prompts=True).share_out(batch, range(24))
     for mine in dealt.sequences:
         assert np.bincount(batch.group_ids[list(mine)], minlength=6).tolist().count(4) == 3
 
@@ -177,7 +177,7 @@ def test_ranks_cut_a_pass_by_cost_or_by_tokens_within_the_budget() -> None:
         [(int(drawn.integers(40, 400)), (3_000 * drawn.pareto(2, size=4) + 1).astype(int)) for _ in range(12)]
     )
     for budget in (18_000, 24_000, 34_000):  # where tokens alone would allow one micro-batch less
-        dealt = share_out(batch, range(48), num_ranks=2, max_tokens=budget, shape=shape, share_prompts=True)
+        dealt = Dealer(num_ranks=2, max_tokens=budget, shape=shape, share_prompts=True).share_out(batch, range(48))
         for mine in dealt.sequences:
             own = select(batch, mine)
             for cut_by in (shape, None):
