@@ -63,7 +63,7 @@ class RayGroup:
         self.deadline_s = config.runtime.deadlines.longest_s()
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
-        torch.set_num_threads(config.runtime.threads_per_worker)  # small tensors: more threads only wait for each other
+        torch.set_num_threads(1)  # small tensors: more threads only wait for each other
         keep_freed_memory()
         collect_rarely()
         self._session = start_ray(config)
