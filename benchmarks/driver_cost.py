@@ -45,7 +45,7 @@ def step_s(rollouts: Sequence[Rollout], ranks: int) -> dict[str, float]:
 
     groups = [index // SAMPLES for index in range(len(rollouts))]
     packed = pack(rollouts, [Score(1.0, {})] * len(rollouts), groups)
-    dealt = Dealer(num_ranks=ranks, max_tokens=MAX_TOKENS, shape=shape).deal(
+    dealt = Dealer(num_ranks=ranks, max_tokens=MAX_TOKENS, shape=shape, share_prompts=True).deal(
         packed, len(rollouts) // SAMPLES // UPDATES
     )
     shares = dealt.whole

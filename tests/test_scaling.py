@@ -88,10 +88,9 @@ def test_a_run_on_one_gpu_is_given_back_and_so_is_the_one_on_two_that_was_fitted
     one, two = runs[:2]
     assert predict(parts, rates_of(parts, one), one.work, 1) == pytest.approx(one.seconds)
     both = predict(parts, fitted(parts, [one, two]), two.work, 2)
-    assert both["update_actor"] == pytest.approx(two.seconds["update_actor"])
     assert both["update_weights"] == pytest.approx(two.seconds["update_weights"])
     assert both["rest"] == pytest.approx(two.seconds["rest"])
-    for name in ("gen", "ref"):  # not fitted
+    for name in ("gen", "ref", "update_actor"):  # not fitted; updates of two are no slower than predicted from one
         assert both[name] == pytest.approx(two.seconds[name], rel=0.04)
 
 
