@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -58,9 +59,10 @@ EXPERIMENT_KIND_TAG, TRAINING = "mlflow.experimentKind", "custom_model_developme
 """By it MLflow's page shows what belongs to training (runs, charts, models) and not to traces of agents."""
 
 PARENT_TAG = "mlflow.parentRunId"
+"""MLflow's own tag for nesting."""
+
 NOTE_TAG = "mlflow.note.content"
 """MLflow shows it as the run's description."""
-"""MLflow's own tag for nesting."""
 
 
 class MlflowStore:
@@ -70,15 +72,12 @@ class MlflowStore:
         self.uri = resolve_uri(config, root)
         self._experiment_name = config.experiment
         self._artifact_root = root.absolute() / "mlartifacts"
-        self._client: MlflowClient | None = None
         self._experiment_id: str | None = None
 
-    @property
+    @cached_property
     def client(self) -> "MlflowClient":
         """MLflow's own client, for what this class does not offer."""
-        if self._client is None:
-            self._client = connect(self.uri)
-        return self._client
+        return connect(self.uri)
 
     def ensure_experiment(self) -> str:
         """The id of the experiment, which is made if it is missing.
