@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from rlcore.config import RunConfig, TrackingConfig
-from rlcore.errors import TrackingError
-from rlcore.storage.documents import open_ordinary, read_ordinary
+from rlcore.errors import DataError, TrackingError
+from rlcore.storage.documents import open_ordinary, read_document
 from rlcore.storage.locks import HeldLock
 from rlcore.storage.publish import remove_stale_temporaries, write_text_atomically
 from rlcore.tracking.attempts import (
@@ -105,17 +105,14 @@ def read_state(run_dir: Path) -> TrackingState:
         TrackingError: the file is of another format version or damaged.
     """
     path = run_dir / STATE_FILE
+    remedy = (
+        "move the file away: the run is then found in MLflow by its tag, and the journal is delivered once more "
+        "(values that are there already stay single)"
+    )
     try:
-        state = _STATE.validate_json(read_ordinary(path))
-    except FileNotFoundError:
-        return TrackingState()
-    except OSError as error:
-        raise TrackingError(f"{path}: cannot be read ({error}). Move the file away.") from error
-    except ValidationError as error:
-        raise TrackingError(
-            f"{path}: damaged ({error.errors()[0]['msg']}). Move the file away: the run is then found in MLflow by its "
-            "tag, and the journal is delivered once more (values that are there already stay single)."
-        ) from error
+        state = read_document(path, _STATE, remedy) or TrackingState()
+    except DataError as error:
+        raise TrackingError(str(error)) from error
     if state.format_version != FORMAT_VERSION:
         raise TrackingError(
             f"{path}: format version {state.format_version}, this Millrace knows {FORMAT_VERSION}. Use the Millrace "
