@@ -111,20 +111,14 @@ def main(arguments: list[str] | None = None) -> None:
     # The trainer that reads these warnings may be gone.
     logging.raiseExceptions = False
     try:
-        _carry(options.run_dir, options.parent, options.every_s)
+        # The process of an attempt that was killed may still deliver its last values.
+        with delivery_lock(options.run_dir, wait_s=2 * ORPHAN_GRACE_S):
+            if (delivery := open_delivery(options.run_dir)) is not None:
+                with closing(delivery), suppress(ReplacedError):
+                    carry(delivery, parent_pid=options.parent, every_s=options.every_s)
     except TrackingError as error:
         log.warning("MLflow gets no values: %s", error)
         sys.exit(1)
-
-
-def _carry(run_dir: Path, parent_pid: int, every_s: float) -> None:
-    # The process of an attempt that was killed may still deliver its last values.
-    with delivery_lock(run_dir, wait_s=2 * ORPHAN_GRACE_S):
-        delivery = open_delivery(run_dir)
-        if delivery is None:
-            return
-        with closing(delivery), suppress(ReplacedError):
-            carry(delivery, parent_pid=parent_pid, every_s=every_s)
 
 
 if __name__ == "__main__":

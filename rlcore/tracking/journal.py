@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,14 +179,10 @@ def iter_json(fd: int, start: int) -> Iterator[tuple[object, int]]:
         *lines, rest = (rest + block).split(b"\n")
         for line in lines:
             offset += len(line) + 1
-            yield _parsed(line), offset
-
-
-def _parsed(line: bytes) -> object:
-    try:
-        return parse_json(line)
-    except ValueError:
-        return None
+            value = None
+            with suppress(ValueError):
+                value = parse_json(line)
+            yield value, offset
 
 
 def _end_of_last_line(path: Path, size: int) -> int:
