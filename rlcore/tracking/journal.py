@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rlcore.errors import DiskSpaceError, TrackingError
 from rlcore.storage.disk import free_bytes, is_out_of_room, out_of_room
-from rlcore.storage.documents import open_ordinary, parse_json
+from rlcore.storage.documents import READ_BLOCK_BYTES, open_ordinary, parse_json
 from rlcore.storage.publish import flush_to_disk, temporary_beside
 
 log = logging.getLogger(__name__)
@@ -35,9 +35,6 @@ JOURNAL_FILE = "metrics.jsonl"
 
 WORKERS = "workers"
 """Event of each start of the ranks: their number, device and precision, and the size of the model."""
-
-READ_BLOCK_BYTES = 1 << 20
-"""Bytes read at once: bounds the memory of a reader of a long run."""
 
 
 class LineFile:
