@@ -58,12 +58,7 @@ def spent(journal: Path) -> Spent | None:
 
 
 class CostMeter:
-    """Adds up what the ranks of one process use, from what the run had cost before.
-
-    Args:
-        journal: of the run; read once.
-        price_per_gpu_hour: None: no price is told.
-    """
+    """Adds up what the ranks of one process use to what the run had cost before. Without a price none is told."""
 
     def __init__(self, journal: Path, price_per_gpu_hour: float | None) -> None:
         self._before = spent(journal) or NOTHING

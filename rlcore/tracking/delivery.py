@@ -479,10 +479,7 @@ def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:
     """Bring MLflow up to date with a run's journal, and its status with how the run ended.
 
     A run whose process is gone without a record of its end gets the status KILLED. Doing it again changes nothing.
-
-    Args:
-        run_dir: the run's folder.
-        uri: another store than the one of the run's settings.
+    `uri`: another store than the one of the run's settings.
 
     Raises:
         TrackingError: there is no journal, the run is being delivered already, or MLflow does not take it.

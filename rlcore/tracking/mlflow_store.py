@@ -249,9 +249,7 @@ class MlflowStore:
 def search_run_ids(store: MlflowStore, query: str) -> list[str]:
     """The run ids (names of folders) of the experiment's trainings that a query finds, oldest first.
 
-    Args:
-        store: where to search.
-        query: in MLflow's language, such as ``params.`optim.lr` = '0.001' and tags.task = 'countdown'``.
+    The query is in MLflow's language, such as ``params.`optim.lr` = '0.001' and tags.task = 'countdown'``.
 
     Raises:
         TrackingError: MLflow does not take the query, or does not answer.
