@@ -58,7 +58,7 @@ _COMPARED: dict[str, Kind] = {"Figure": "code", "Before": "number", "After": "nu
 
 
 def _compared(row: Comparison) -> Row:
-    """A statistic under these columns."""
+    """A statistic as a row of a table with these columns."""
     return row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses
 
 
@@ -99,7 +99,7 @@ def _meaning(statistic: str) -> str:
 def _grid(
     name: str, title: str, key: tuple[str, Kind], columns: Mapping[str, Mapping[Any, Value]], note: str = ""
 ) -> Table:
-    """A row a key that occurs in a column, in order."""
+    """A table with a row for each key that occurs in any of the columns, in the order of keys."""
     keys = sorted({each for column in columns.values() for each in column})
     rows = [(each, *(column.get(each) for column in columns.values())) for each in keys]
     return table(name, title, dict([key]) | dict.fromkeys(columns, "number"), rows, note)
@@ -165,7 +165,7 @@ def _charts(judged: Judged) -> list[Chart]:
 
 
 def _bars(axes: "Axes", labels: Iterable[str], columns: list[tuple[Any, Any]], width: float = 1.0) -> None:
-    """Bars of (x, height) side by side, before and after. `width`: that there is for both."""
+    """Bars of (x, height), those before and after training side by side. `width`: room on the x axis for both."""
     for place, (label, (x, heights)) in enumerate(zip(labels, columns, strict=True)):
         aside = (place - 0.5) * _BAR * width * (len(columns) > 1)
         axes.bar(np.asarray(x) + aside, heights, _BAR * width, color=LIGHT[COLOURS[place]], label=label)

@@ -223,10 +223,10 @@ ROUNDING = 1e-9
 """A mean of scores may lie so far beside the tenth that it is."""
 
 MOST_LEVELS = 8
-"""That are listed, the highest ones."""
+"""A table of costs has at most so many levels, the highest ones."""
 
 POINT = 0.01
-"""Of the held-out reward: what costs are told by."""
+"""A gain in held-out reward, by which costs are divided."""
 
 
 class Cost(NamedTuple):

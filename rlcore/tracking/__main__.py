@@ -29,7 +29,7 @@ LONGEST_PAUSE_S = 60.0
 """Seconds between two tries while MLflow does not answer, at most."""
 
 MOST_DOUBLINGS = 16
-"""Of the pause, which is longest by then; 2.0 ** 1024 is an error."""
+"""The pause doubles at most so often: it is the longest by then, and 2.0 ** 1024 would overflow."""
 
 ORPHAN_GRACE_S = 30.0
 """Seconds in which the values of a trainer that is gone, and its status, can still be delivered."""

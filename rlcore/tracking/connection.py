@@ -92,7 +92,7 @@ def _set_environment() -> None:
 
 @contextmanager
 def _laid_out(database: Path) -> Iterator[None]:
-    """The file has MLflow's tables: none of two processes opens what the other is making."""
+    """Make the file where it is missing, and hold its lock: no other process opens it before its tables are there."""
     database.parent.mkdir(parents=True, exist_ok=True)
     lock = database.with_name(f"{database.name}.lock")
     with HeldLock(lock, what=f"making {database}", wait_s=LONGEST_MIGRATION_S, error=TrackingError):

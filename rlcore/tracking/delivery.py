@@ -60,7 +60,7 @@ FOLDER_FILE = "tracking.id"
 """Name of the file with the folder's own id: it stays where the state is moved away."""
 
 FORMAT_VERSION = 1
-"""Of `tracking.json`. Another version is refused by name."""
+"""Version of the format of `tracking.json`; files of another one are refused."""
 
 STATE_WAIT_S = 60.0
 """Seconds to wait for a process that is making the run in MLflow."""
@@ -240,7 +240,7 @@ class Delivery:
         return attempt.journal_bytes + (cut.stat().st_size if cut is not None and cut.exists() else 0)
 
     def _supersede(self) -> None:
-        """Let a new MLflow run take the place of one whose steps the run has gone back on."""
+        """Make a new MLflow run in place of the old one, which shows steps that the run has gone back on."""
         old = self._main_run_id()
         new = _create_run(self._run_dir, self._store, self._destination, self._attempt.time)
         self._store.set_tags(old, {SUPERSEDED_TAG: new})
@@ -315,7 +315,7 @@ class Delivery:
         return [Metric(name, value, time_ms, record.step) for name, value in named if name is not None]
 
     def _name(self, name: str) -> str | None:
-        """MLflow's name of a metric; None, and one warning, where it takes none such."""
+        """MLflow's name of a metric; None where it refuses the name, of which the first time is logged."""
         try:
             return mlflow_name(name)
         except TrackingError as error:
@@ -339,7 +339,7 @@ class Delivery:
 
 
 def _of_store(state: TrackingState, uri: str) -> TrackingState:
-    """The state for a store: to another one than the state's everything is delivered from the beginning."""
+    """The state if it is of this store, else a fresh one: another store gets everything from the beginning."""
     return state if state.uri == uri else TrackingState(uri=uri)
 
 

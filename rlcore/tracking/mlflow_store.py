@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TRAINING_VIEW = "workflowType=machine_learning"
-"""Of a page of MLflow 3.17: with the tables and curves of training. Without it a page has those of its GenAI view."""
+"""Asks a page of MLflow 3.17 for the tables and curves of training; without it the page shows the GenAI view."""
 LOCAL_UI = "http://127.0.0.1:5000"
-"""Where a store without a server of its own has its pages, if somebody serves them (`millrace ui`, `millrace up`)."""
+"""Address of the pages of a store on sqlite while `millrace ui` or `millrace up` serves them."""
 
 MAX_BATCH = 100
 """Parameters or tags that MLflow takes in one request."""
@@ -50,13 +50,13 @@ MAX_INPUT_TAG_CHARACTERS = 500
 """MLflow's limit for the value of a tag on a dataset."""
 
 MOST_RUNS = 1_000
-"""That a search finds."""
+"""A search returns at most so many runs."""
 
 SUPERSEDED_TAG = "millrace.superseded_by"
 """Tag of a run whose place another has taken, because its steps were taken back to before a shipped checkpoint."""
 
 EXPERIMENT_KIND_TAG, TRAINING = "mlflow.experimentKind", "custom_model_development"
-"""By it MLflow's page shows what belongs to training (runs, charts, models) and not to traces of agents."""
+"""Tag of an experiment: with it MLflow shows runs, charts and models, and not the view for traces of agents."""
 
 PARENT_TAG = "mlflow.parentRunId"
 """MLflow's own tag for nesting."""
