@@ -69,7 +69,7 @@ class DiskSpaceError(MillraceError, OSError):
 
     fault = "disk"
     needed_bytes = 0
-    """What was to be written; 0 where it is not known."""
+    """Bytes that were to be written; 0 where that is not known."""
 
 
 class RunInUseError(MillraceError):

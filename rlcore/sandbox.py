@@ -115,7 +115,7 @@ def _kept(file: IO[bytes], most: int) -> tuple[str, bool]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill what is left of it: bubblewrap's end is that of everything in its pid namespace."""
+    """Kill what is left of the process: with bubblewrap everything in its pid namespace ends."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -154,7 +154,7 @@ def _shut_in(settings: SandboxConfig, source: int, rules: int) -> list[str]:
 
 @cache
 def _missing() -> str:
-    """What this machine lacks; '' where programs can be shut in. Tried once, by a program that says one word."""
+    """What this machine lacks; '' where programs can be shut in. Tried once, with a program that prints one word."""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed (apt-get install bubblewrap)"
     try:

@@ -19,6 +19,7 @@ DUMP_SIGNAL = signal.SIGUSR2
 ANSWER_WAIT_S = 3.0
 """Seconds that a process has to write its stacks."""
 POLL_S = 0.02
+_ENDED = "has ended"
 
 _file: TextIOWrapper | None = None
 
@@ -54,13 +55,10 @@ def report(folder: Path) -> str:
     """Stacks and states of this process, of those registered in `folder`, and states of all other descendants."""
     import psutil
 
-    registered = {_pid_of(path): path for path in sorted(folder.glob("*.txt"))}
+    registered = {int(path.stem.rpartition("-")[2]): path for path in sorted(folder.glob("*.txt"))}
     sections = [_section(f"trainer, process {os.getpid()}", _state(os.getpid()), _own_stacks())]
     for pid, path in registered.items():
-        if psutil.pid_exists(pid):
-            sections.append(_section(f"{path.stem.rpartition('-')[0]}, process {pid}", _state(pid), _stack(pid, path)))
-        else:
-            sections.append(_section(f"{path.stem.rpartition('-')[0]}, process {pid}", "has ended", path.read_text()))
+        sections.append(_section(f"{path.stem.rpartition('-')[0]}, process {pid}", _state(pid), _stack(pid, path)))
     for child in psutil.Process().children(recursive=True):
         if child.pid not in registered:
             try:
@@ -83,8 +81,11 @@ def _own_stacks() -> str:
 
 
 def _stack(pid: int, path: Path) -> str:
-    """What a registered process writes on the signal, or why it writes nothing."""
-    if _state(pid).startswith("stopped"):
+    """What a registered process writes on the signal, or why it writes nothing; of one that has ended what it wrote."""
+    state = _state(pid)
+    if state == _ENDED:
+        return path.read_text()
+    if state.startswith("stopped"):
         return "It was stopped from outside (SIGSTOP) and cannot answer; SIGCONT resumes it.\n"
     if not _holds_open(pid, path):  # without a handler the signal would end the process
         return "Its id belongs to another process here: it has ended, or is on another host.\n" + path.read_text()
@@ -124,13 +125,9 @@ def _state(pid: int) -> str:
     try:
         state = str(psutil.Process(pid).status())
     except psutil.Error:
-        return "has ended"
+        return _ENDED
     try:
         waits_in = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
     except OSError:
         waits_in = ""
     return f"{state}, in {waits_in}" if waits_in else state
-
-
-def _pid_of(path: Path) -> int:
-    return int(path.stem.rpartition("-")[2])

@@ -70,7 +70,7 @@ class Code:
 
     @property
     def sources(self) -> dict[str, Source]:
-        """All source files by module name."""
+        """All source files by their names."""
         return {source.name: source for sources in self.by_function.values() for source in sources}
 
     @property

@@ -16,11 +16,11 @@ from rlcore.errors import CheckpointError, DataError
 from rlcore.run.disk import GOES_ON, PAUSED
 from rlcore.run.faults import read_faults
 from rlcore.run.layout import RunLayout
-from rlcore.storage.documents import open_ordinary, parse_json, read_ordinary
+from rlcore.storage.documents import READ_BLOCK_BYTES, open_ordinary, parse_json, read_ordinary
 from rlcore.storage.locks import RUN_LOCK, Holder, holder_of, read_holder
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
 from rlcore.tracking.cost import GPU_SECONDS
-from rlcore.tracking.journal import READ_BLOCK_BYTES, EventRecord, StepRecord, iter_lines
+from rlcore.tracking.journal import EventRecord, StepRecord, iter_lines
 
 State = Literal["running", "waiting", "stopping", "finished", "stopped", "failed", "lost", "not begun"]
 """`waiting`: for room on a disk or for slots. `stopped`: told to stop, and saved. `lost`: its process is gone without a

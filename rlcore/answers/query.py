@@ -25,9 +25,9 @@ READABLE = [*LIGHT.names, *TEXTS.names]
 """Columns without those of tokens."""
 EVERYTHING = [*READABLE, *TOKENS.names]
 LARGEST_ID = 2**63 - 1
-"""Of a prompt: its column has 64 bits."""
+"""Largest id of a prompt: its column has 64 bits."""
 MOST_DIGITS = 19
-"""Of a number that is read from a text; Python itself refuses more than 4,300."""
+"""A longer text is not read as a number; Python itself refuses more than 4,300 digits."""
 Range = tuple[float | None, float | None]
 """Lowest and highest value, both included; None: no bound."""
 
@@ -203,7 +203,7 @@ def _light(parts: tuple[tuple[Path, int, int], ...]) -> pa.Table:
 
 
 def _has_text(path: Path, places: np.ndarray, text: str) -> np.ndarray:
-    """Bool of each row at these places, in order; a part without any is not read."""
+    """Whether the answer at each of these places of a part has the text; without places the part is not read."""
     if not len(places):
         return np.zeros(0, dtype=bool)
     found: np.ndarray = np.asarray(pc.match_substring(_read(path, ["answer"])["answer"], text, ignore_case=True))

@@ -71,7 +71,7 @@ have `advantage`."""
 SCHEMA = pa.schema([*LIGHT, *TEXTS, *TOKENS])
 
 PART_BYTES = 32 * 2**20
-"""In memory: what waits for a chunk's end is written at this size already."""
+"""Answers in memory are written when they reach this size, even before a chunk ends."""
 ROWS_PER_GROUP = 256
 """Few, so that one answer is read without many others."""
 _PART = re.compile(r"(train-(?P<first>\d{6,})-|validation-step-)(?P<last>\d{6,})\.parquet")

@@ -39,7 +39,9 @@ def answer_table(
     prompts = list(dict.fromkeys(rollout.prompt for rollout in rollouts))
     prompt_texts = dict(zip(prompts, decode([prompt.token_ids for prompt in prompts]), strict=True))
     turned = np.array([rollout.is_sampled is not None for rollout in rollouts], dtype=bool)
-    means = tokens.sums(np.where(tokens.is_sampled, tokens.behavior, 0)) / np.maximum(tokens.sums(tokens.is_sampled), 1)
+    means = tokens.reduced(np.where(tokens.is_sampled, tokens.behavior, 0)) / np.maximum(
+        tokens.reduced(tokens.is_sampled), 1
+    )
     columns: dict[str, object] = {
         "step": np.full(count, step, dtype=np.int32),
         "validation": [validation] * count,
@@ -63,13 +65,7 @@ def answer_table(
         "behavior_logprobs": tokens.column(tokens.behavior),
         **({} if batch is None else _learned(tokens, batch, policy_logprobs)),
     }
-    arrays = []
-    for field in SCHEMA:
-        values = columns.get(field.name)
-        if values is None:
-            values = pa.nulls(count, field.type)
-        arrays.append(values if isinstance(values, pa.Array) else pa.array(values, field.type))
-    return pa.table(arrays, schema=SCHEMA)
+    return pa.table(dict.fromkeys(SCHEMA.names, [None] * count) | columns, schema=SCHEMA)
 
 
 def _learned(tokens: "_Tokens", batch: TrainBatch, policy_logprobs: Tensor | None) -> dict[str, object]:
@@ -77,16 +73,19 @@ def _learned(tokens: "_Tokens", batch: TrainBatch, policy_logprobs: Tensor | Non
     where = tokens.places_in(batch.packed.cu_seqlens.numpy())
     learned = batch.packed.loss_mask.numpy()[where]
     advantages = batch.advantages.float().numpy()[where]
-    counts = tokens.sums(learned)
-    means = (tokens.sums(np.where(learned, advantages, 0)) / np.maximum(counts, 1)).astype(np.float32)
-    differing = tokens.sums(learned & (np.abs(advantages - np.repeat(means, tokens.lengths)) > _EQUAL)) > 0
+    counts = tokens.reduced(learned)
+    means = (tokens.reduced(np.where(learned, advantages, 0)) / np.maximum(counts, 1)).astype(np.float32)
+    differing = tokens.reduced(learned & (np.abs(advantages - np.repeat(means, tokens.lengths)) > _EQUAL)) > 0
     columns: dict[str, object] = {"advantage": means, "advantages": tokens.column(advantages, present=differing)}
     if batch.ref_logprobs is not None:
         columns["ref_logprobs"] = tokens.column(batch.ref_logprobs.float().numpy()[where])
     if policy_logprobs is not None:
         policy = policy_logprobs.float().numpy()[where]
         gaps = np.where(learned, np.abs(policy - tokens.behavior), 0)
-        columns |= {"policy_logprobs": tokens.column(policy), "gap": tokens.maxima(gaps).astype(np.float32)}
+        columns |= {
+            "policy_logprobs": tokens.column(policy),
+            "gap": tokens.reduced(gaps, np.maximum).astype(np.float32),
+        }
     return columns
 
 
@@ -113,15 +112,8 @@ class _Tokens:
         first = cu_seqlens[:-1] + prompts - 1  # the position that predicts an answer's first token
         return np.repeat(first - self.starts, self.lengths) + np.arange(self.lengths.sum())
 
-    def sums(self, values: np.ndarray) -> np.ndarray:
-        """Values of all tokens -> their sum for each answer."""
-        return self._reduced(np.add, values)
-
-    def maxima(self, values: np.ndarray) -> np.ndarray:
-        """Values >= 0 of all tokens -> their maximum for each answer, 0 for an empty one."""
-        return self._reduced(np.maximum, values)
-
-    def _reduced(self, function: np.ufunc, values: np.ndarray) -> np.ndarray:
+    def reduced(self, values: np.ndarray, function: np.ufunc = np.add) -> np.ndarray:
+        """Values of all tokens -> their sum, or what `function` makes of them, for each answer; 0 for an empty one."""
         found = np.zeros(len(self.lengths), dtype=np.float64)
         full = self.lengths > 0
         if full.any():

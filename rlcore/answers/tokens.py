@@ -7,9 +7,9 @@ from pathlib import Path
 
 Decode = Callable[[Sequence[int]], str]
 _HALF = "\ufffd"
-"""What a decoder makes of bytes that are no whole character."""
+"""A decoder returns this for bytes that are no whole character."""
 _MOST_TOKENS = 4
-"""That one character is cut into."""
+"""One character is split into at most so many tokens."""
 
 
 def tokenizer_of(inputs_json: Path) -> Decode | None:

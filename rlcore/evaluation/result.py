@@ -325,10 +325,8 @@ def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparis
                 f"validations {first.name} and {second.name}: problem {one.prompt_id} is not the same in both; "
                 "compare validations of the same dataset"
             )
-    first, second = (
-        replace(result, problems=problems)
-        for result, problems in zip((first, second), zip(*pairs, strict=True), strict=True)
-    )
+    first = replace(first, problems=tuple(one for one, _ in pairs))
+    second = replace(second, problems=tuple(other for _, other in pairs))
     first_values, second_values = per_problem(first.problems), per_problem(second.problems)
     settings = second.settings
     pair = partial(paired_difference, confidence=settings.confidence, num_resamples=settings.num_resamples)

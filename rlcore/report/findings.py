@@ -13,7 +13,7 @@ from rlcore.report.record import RunRecord
 from rlcore.report.series import FEWEST_STEPS, Series, first_tenth, last_tenth, last_third, late_mean, smooth, trend_of
 
 SMALLEST_CHANGE = 0.01
-"""Of the range of scores: a trend smaller than this over a third of the run is not worth going on for."""
+"""Share of the range of scores: a smaller change over a third of the run counts as none."""
 
 FEWEST_PROBLEMS = 6
 """Fewer than this could all have got better by chance more often than once in twenty (2 x 0.5^5 = 0.06)."""
@@ -22,7 +22,7 @@ LARGEST_EQUAL_SHARE = 0.5
 """Over this, most prompts of a batch teach nothing."""
 
 LARGEST_GAP = 0.1
-"""Of the range of scores: training reward above the held-out reward."""
+"""Share of the range of scores by which the training reward may exceed the held-out reward."""
 
 
 def findings_of(record: RunRecord) -> tuple[Finding, ...]:

@@ -38,8 +38,16 @@ def section_of(record: RunRecord, draw: Callable[[Iterable[Chart]], Block]) -> S
         )
     blocks: list[Block | None] = []
     if judged:
-        blocks = [_result_table(record), draw(_charts(judged)), _source_table(record), _difficulty_table(record)]
-        blocks.append(_pass_table(record))
+        blocks = [
+            _result_table(record),
+            draw(_charts(judged)),
+            _parts_table(record, "source", "By data source", ("Source", "code"), ValidationResult.by_source,
+                         "Each dataset of the mixture, scored by its own scorer."),
+            _parts_table(record, "difficulty", "By difficulty", ("Difficulty", "number"),
+                         ValidationResult.by_difficulty, "Difficulty is the task's own measure; for countdown the "
+                         "fewest operations that reach the target."),
+            _pass_table(record),
+        ]  # fmt: skip
     blocks += [_progress_table(record), suite_table(record)]
     return Section("held_out", "Held-out problems", tuple(block for block in blocks if block is not None), lead)
 
@@ -50,7 +58,7 @@ _COMPARED: dict[str, Kind] = {"Figure": "code", "Before": "number", "After": "nu
 
 
 def _compared(row: Comparison) -> Row:
-    """A statistic under these columns."""
+    """A statistic as a row of a table with these columns."""
     return row.statistic, row.first, row.second, row.paired.difference, row.paired.wins, row.paired.losses
 
 
@@ -91,7 +99,7 @@ def _meaning(statistic: str) -> str:
 def _grid(
     name: str, title: str, key: tuple[str, Kind], columns: Mapping[str, Mapping[Any, Value]], note: str = ""
 ) -> Table:
-    """A row a key that occurs in a column, in order."""
+    """A table with a row for each key that occurs in any of the columns, in the order of keys."""
     keys = sorted({each for column in columns.values() for each in column})
     rows = [(each, *(column.get(each) for column in columns.values())) for each in keys]
     return table(name, title, dict([key]) | dict.fromkeys(columns, "number"), rows, note)
@@ -113,27 +121,16 @@ def _pass_table(record: RunRecord) -> Table | None:
     return found if len(found.rows) > 1 else None
 
 
-def _difficulty_table(record: RunRecord) -> Table | None:
-    parts = {label: result.by_difficulty() for label, result in record.judged.items()}
-    note = "Difficulty is the task's own measure; for countdown the fewest operations that reach the target."
-    return _parts_table(record, "difficulty", "By difficulty", ("Difficulty", "number"), parts, note)
-
-
-def _source_table(record: RunRecord) -> Table | None:
-    parts = {label: result.by_source() for label, result in record.judged.items()}
-    note = "Each dataset of the mixture, scored by its own scorer."
-    return _parts_table(record, "source", "By data source", ("Source", "code"), parts, note)
-
-
 def _parts_table(
     record: RunRecord,
     name: str,
     title: str,
     key: tuple[str, Kind],
-    parts: Mapping[str, Mapping[Any, ValidationResult]],
+    parts_of: Callable[[ValidationResult], Mapping[Any, ValidationResult]],
     note: str,
 ) -> Table | None:
     """Problems and main figures of each part, before and after; None of fewer than two parts."""
+    parts = {label: parts_of(result) for label, result in record.judged.items()}
     columns: dict[str, dict[Any, Value]] = {
         "Problems": {each: len(part.problems) for found in parts.values() for each, part in found.items()}
     }
@@ -168,7 +165,7 @@ def _charts(judged: Judged) -> list[Chart]:
 
 
 def _bars(axes: "Axes", labels: Iterable[str], columns: list[tuple[Any, Any]], width: float = 1.0) -> None:
-    """Bars of (x, height) side by side, before and after. `width`: that there is for both."""
+    """Bars of (x, height), those before and after training side by side. `width`: room on the x axis for both."""
     for place, (label, (x, heights)) in enumerate(zip(labels, columns, strict=True)):
         aside = (place - 0.5) * _BAR * width * (len(columns) > 1)
         axes.bar(np.asarray(x) + aside, heights, _BAR * width, color=LIGHT[COLOURS[place]], label=label)

@@ -15,6 +15,7 @@ from rlcore.report.document import Block, Cell, Kind, Prose, Row, Table, Value, 
 from rlcore.report.findings import stability_checks
 from rlcore.report.record import RunRecord
 from rlcore.report.series import Series, first_tenth, last_tenth, late_mean, smooth, trend_of, up_to, warmed_up
+from rlcore.storage.disk import BYTES_PER_GB
 from rlcore.storage.documents import read_document
 from rlcore.tracking.catalog import describe
 from rlcore.tracking.cost import NOTHING as NO_COST
@@ -222,10 +223,10 @@ ROUNDING = 1e-9
 """A mean of scores may lie so far beside the tenth that it is."""
 
 MOST_LEVELS = 8
-"""That are listed, the highest ones."""
+"""A table of costs has at most so many levels, the highest ones."""
 
 POINT = 0.01
-"""Of the held-out reward: what costs are told by."""
+"""A gain in held-out reward, by which costs are divided."""
 
 
 class Cost(NamedTuple):
@@ -296,7 +297,6 @@ def spent_table(runs: Mapping[str, RunRecord]) -> Table | None:
 # ------------------------------------------------------------------ memory
 
 PLAN_FILE = "memory_plan.json"
-BYTES_PER_GB = 1e9
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CONFIDENCE = 0.99
-"""Of the intervals by which nights are judged: at 0.95 one unchanged night in twenty would be told."""
+"""Level of the intervals by which nights are judged: at 0.95 one unchanged night in twenty would be called changed."""
 NUM_RESAMPLES = 10_000
-"""Of the bootstrap; the ends of a 99% interval are read from its 50 outermost resamples at either side."""
+"""Resamples of the bootstrap: 50 of them lie beyond each end of a 99% interval."""
 MOST_COMPARED, FEWEST_COMPARED = 7, 3
-"""Good nights whose speed counts: a machine is not as fast in every night, and one alone does not say how much that is.
-"""
+"""Good nights whose step times a night is compared with: a machine's speed varies from night to night."""
 STEP_S = "timing_s/step"
 FILE = "nights.json"
 
@@ -144,7 +143,7 @@ def judge(number: int, run: RunRecord, good: RunRecord | None, slowest: RunRecor
 
 
 def _ratio(slowest: RunRecord, run: RunRecord) -> Interval | None:
-    """Of the steps that both have: with the same settings they do the same work. None: they are too few to say."""
+    """Median ratio of step times over the steps that both runs have; None where these are too few for an interval."""
     times = [record.series(STEP_S) for record in (slowest, run)]
     if any(each is None for each in times):
         return None
@@ -216,7 +215,7 @@ def _charts(nights: Sequence[Night]) -> tuple[Chart, ...]:
 
 
 def _draw(nights: Sequence[Night], value: Callable[[Night], Interval | None], figure: "Figure") -> None:
-    """A point a night with its interval: those that are as before, better ones, and the others."""
+    """Draw a point with its interval for each night: nights as before, better ones and worse ones by colour."""
     axes = figure.subplots()
     for label, words, colour in (
         ("as before", ("first", "same"), "blue"),

@@ -33,7 +33,7 @@ from rlcore.tracking.journal import (
 from rlcore.tracking.lineage import PASS_RATES_STAGE, Lineage, read_lineage
 
 MOST_VALIDATIONS_KEPT = 32
-"""In memory, since the parts of a report read them one after the other."""
+"""Validations that stay in memory: several parts of a report read the same ones."""
 _SETTINGS = TypeAdapter(RunConfig)
 _CORE = re.compile(r"val-core/(?P<source>.+)/reward/mean@(?P<k>\d+)")
 
@@ -103,7 +103,7 @@ class RunRecord:
 
     @property
     def price(self) -> float | None:
-        """What that is in money; None without a price."""
+        """Price of `spent`; None where no GPU was held or the settings name no price."""
         return None if self.spent is None else self.spent.price(self.config.tracking.price_per_gpu_hour)
 
     @property
@@ -311,7 +311,7 @@ def _read_validations(folder: Path, missing: list[str]) -> dict[str, ValidationR
 
 @lru_cache(maxsize=MOST_VALIDATIONS_KEPT)
 def _read_validation(file: Path, changed_ns: int, size: int) -> ValidationResult:
-    """One with its intervals. Report, browser and summary of a run each ask for it, and it takes 0.1 s."""
+    """A validation with its intervals, kept: they take 0.1 s, and report, browser and summary each ask for them."""
     result = ValidationResult.read(file)
     result.summary()
     return result

@@ -23,10 +23,10 @@ FEWEST_STEPS = 10
 _NORMAL_95 = 1.96
 
 
-def series_of(points: Iterable[tuple[int, float]], name: str = "") -> Series | None:
+def series_of(points: Iterable[tuple[int, float]]) -> Series | None:
     """A series of (step, value); None of nothing."""
     found = dict(sorted(points))
-    return pd.Series(found, name=name, dtype=float) if found else None
+    return pd.Series(found, dtype=float) if found else None
 
 
 def window_of(series: Series) -> int:

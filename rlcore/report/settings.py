@@ -44,11 +44,10 @@ def changed_keys(config: RunConfig) -> list[str]:
 def settings_tables(config: RunConfig) -> tuple[Table, Table]:
     """What differs from the defaults, and everything else."""
     defaults, settings = defaults_of(config), settings_of(config)
-    changed = set(changed_keys(config))
+    changed = changed_keys(config)
     differing = [
-        (key, _cell(value), _cell(defaults[key]) if key in defaults else Cell("–"), meaning(key))
-        for key, value in settings.items()
-        if key in changed
+        (key, _cell(settings[key]), _cell(defaults[key]) if key in defaults else Cell("–"), meaning(key))
+        for key in changed
     ]
     same = [(key, _cell(value), meaning(key)) for key, value in settings.items() if key not in changed]
     return (

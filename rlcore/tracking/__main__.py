@@ -29,7 +29,7 @@ LONGEST_PAUSE_S = 60.0
 """Seconds between two tries while MLflow does not answer, at most."""
 
 MOST_DOUBLINGS = 16
-"""Of the pause, which is longest by then; 2.0 ** 1024 is an error."""
+"""The pause doubles at most so often: it is the longest by then, and 2.0 ** 1024 would overflow."""
 
 ORPHAN_GRACE_S = 30.0
 """Seconds in which the values of a trainer that is gone, and its status, can still be delivered."""
@@ -111,20 +111,14 @@ def main(arguments: list[str] | None = None) -> None:
     # The trainer that reads these warnings may be gone.
     logging.raiseExceptions = False
     try:
-        _carry(options.run_dir, options.parent, options.every_s)
+        # The process of an attempt that was killed may still deliver its last values.
+        with delivery_lock(options.run_dir, wait_s=2 * ORPHAN_GRACE_S):
+            if (delivery := open_delivery(options.run_dir)) is not None:
+                with closing(delivery), suppress(ReplacedError):
+                    carry(delivery, parent_pid=options.parent, every_s=options.every_s)
     except TrackingError as error:
         log.warning("MLflow gets no values: %s", error)
         sys.exit(1)
-
-
-def _carry(run_dir: Path, parent_pid: int, every_s: float) -> None:
-    # The process of an attempt that was killed may still deliver its last values.
-    with delivery_lock(run_dir, wait_s=2 * ORPHAN_GRACE_S):
-        delivery = open_delivery(run_dir)
-        if delivery is None:
-            return
-        with closing(delivery), suppress(ReplacedError):
-            carry(delivery, parent_pid=parent_pid, every_s=every_s)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 
 METRICS_FILE = Path(__file__).with_name("metrics.md")
-_ROW = re.compile(r"\| `(?P<name>[^`]+)` \| (?P<rest>.*) \|")
-_FIRST_HEADING, _REFERENCE_HEADING = "\n## The run\n", "\n## The reference log\n"
+ROW = re.compile(r"^\| `([^`]+)` \| (.*) \|$", re.MULTILINE)
+FIRST_HEADING, REFERENCE_HEADING = "\n## The run\n", "\n## The reference log\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class MetricDoc:
 @cache
 def metric_docs() -> tuple[MetricDoc, ...]:
     """All metrics, in the order of the page."""
-    page = _rows_between(_FIRST_HEADING, _REFERENCE_HEADING)
-    rows = ((name, *rest.replace("\\|", "|").split(" | ", 1)) for name, rest in page.items())
+    page = METRICS_FILE.read_text(encoding="utf-8").partition(FIRST_HEADING)[2].partition(REFERENCE_HEADING)[0]
+    rows = ((name, *rest.replace("\\|", "|").split(" | ", 1)) for name, rest in ROW.findall(page))
     return tuple(MetricDoc(name, unit, definition, _pattern(name)) for name, unit, definition in rows)
 
 
@@ -39,18 +39,6 @@ def describe(name: str) -> MetricDoc | None:
     'score'
     """
     return next((doc for doc in metric_docs() if doc.pattern.fullmatch(name)), None)
-
-
-def reference_log() -> dict[str, str]:
-    """The metrics of a published veRL run's last step, each with its row here, or `not logged: ` and the reason."""
-    return _rows_between(_REFERENCE_HEADING, None)
-
-
-def _rows_between(start: str, end: str | None) -> dict[str, str]:
-    """Name and other columns of the page's rows between two headings."""
-    text = METRICS_FILE.read_text(encoding="utf-8").partition(start)[2]
-    lines = (text if end is None else text.partition(end)[0]).splitlines()
-    return {row["name"]: row["rest"] for row in map(_ROW.fullmatch, lines) if row}
 
 
 def _pattern(name: str) -> re.Pattern[str]:

@@ -75,7 +75,14 @@ def connect(uri: str) -> "MlflowClient":
         # MLflow's own use of what SQLAlchemy and pydantic are about to drop: nothing that a user of ours can act on.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
-        return _connect(uri)
+        from mlflow import MlflowClient
+
+        if not uri.startswith(SQLITE):
+            # It logs each try to reach a server that is away; `explain` says that in one sentence.
+            logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
+            return MlflowClient(uri, uri)
+        with _laid_out(sqlite_file(uri)):
+            return _with_tables(uri)
 
 
 def _set_environment() -> None:
@@ -83,22 +90,9 @@ def _set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def _connect(uri: str) -> "MlflowClient":
-    from mlflow import MlflowClient
-
-    if not uri.startswith(SQLITE):
-        # It tells each try to reach a server that is away; we tell that in a sentence of our own.
-        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
-        return MlflowClient(uri, uri)
-    with _laid_out(sqlite_file(uri)):
-        client = MlflowClient(uri, uri)
-        client.search_experiments(max_results=1)
-        return client
-
-
 @contextmanager
 def _laid_out(database: Path) -> Iterator[None]:
-    """The file has MLflow's tables: none of two processes opens what the other is making."""
+    """Make the file where it is missing, and hold its lock: no other process opens it before its tables are there."""
     database.parent.mkdir(parents=True, exist_ok=True)
     lock = database.with_name(f"{database.name}.lock")
     with HeldLock(lock, what=f"making {database}", wait_s=LONGEST_MIGRATION_S, error=TrackingError):
@@ -118,15 +112,17 @@ def _make_store(database: Path) -> None:
     if (made := prebuilt_store()).is_file():
         shutil.copyfile(made, beside)
     else:
-        _migrate(beside)
+        _with_tables(sqlite_address(beside))
     beside.replace(database)
 
 
-def _migrate(database: Path) -> None:
+def _with_tables(address: str) -> "MlflowClient":
+    """A client of a store on sqlite, whose first request makes the tables or brings them up to date."""
     from mlflow import MlflowClient
 
-    address = sqlite_address(database)
-    MlflowClient(address, address).search_experiments(max_results=1)
+    client = MlflowClient(address, address)
+    client.search_experiments(max_results=1)
+    return client
 
 
 def prebuilt_store() -> Path:
@@ -140,7 +136,7 @@ def make_empty_store(target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
-        _migrate(made)
+        _with_tables(sqlite_address(made))
         with closing(sqlite3.connect(made)) as database:
             database.execute("delete from experiments")
             database.commit()

@@ -17,8 +17,8 @@ JOULES_PER_WH = SECONDS_PER_HOUR = 3_600.0
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """Of one rank since it began: seconds for which it has held its GPU, and joules that the GPU has taken in them,
-    None where that cannot be read. `began`, s since the epoch, tells it from the rank that was there before."""
+    """What one rank has used since it began: seconds for which it has held its GPU, and the GPU's joules in them, None
+    where they cannot be read. `began` (seconds since the epoch) tells the rank from an earlier one of its number."""
 
     began: float
     seconds: float
@@ -41,7 +41,7 @@ class Spent:
         return None if per_gpu_hour is None else self.gpu_seconds / SECONDS_PER_HOUR * per_gpu_hour
 
     def metrics(self, price_per_gpu_hour: float | None) -> dict[str, float]:
-        """Under their names, those that are known."""
+        """The known values by metric name."""
         found = {GPU_SECONDS: self.gpu_seconds, ENERGY_WH: self.energy_wh, PRICE: self.price(price_per_gpu_hour)}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -58,18 +58,13 @@ def spent(journal: Path) -> Spent | None:
 
 
 class CostMeter:
-    """Adds up what the ranks of one process use, from what the run had cost before.
-
-    Args:
-        journal: of the run; read once.
-        price_per_gpu_hour: None: no price is told.
-    """
+    """Adds up what the ranks of one process use to what the run had cost before. Without a price none is told."""
 
     def __init__(self, journal: Path, price_per_gpu_hour: float | None) -> None:
         self._before = spent(journal) or NOTHING
         self._price = price_per_gpu_hour
         self._uses: dict[tuple[int, float], Spent] = {}
-        """By a rank and the time at which it began, what it has used in all."""
+        """Total use of each rank, by its number and the time at which it began."""
 
     def metrics(self, uses: Sequence[GpuUse]) -> dict[str, float]:
         """The totals, once each rank has used so much; nothing without ranks on GPUs."""

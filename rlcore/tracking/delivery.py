@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from rlcore.config import RunConfig, TrackingConfig
-from rlcore.errors import TrackingError
-from rlcore.storage.documents import open_ordinary, read_ordinary
+from rlcore.errors import DataError, TrackingError
+from rlcore.storage.documents import open_ordinary, read_document
 from rlcore.storage.locks import HeldLock
 from rlcore.storage.publish import remove_stale_temporaries, write_text_atomically
 from rlcore.tracking.attempts import (
@@ -60,7 +60,7 @@ FOLDER_FILE = "tracking.id"
 """Name of the file with the folder's own id: it stays where the state is moved away."""
 
 FORMAT_VERSION = 1
-"""Of `tracking.json`. Another version is refused by name."""
+"""Version of the format of `tracking.json`; files of another one are refused."""
 
 STATE_WAIT_S = 60.0
 """Seconds to wait for a process that is making the run in MLflow."""
@@ -105,17 +105,14 @@ def read_state(run_dir: Path) -> TrackingState:
         TrackingError: the file is of another format version or damaged.
     """
     path = run_dir / STATE_FILE
+    remedy = (
+        "move the file away: the run is then found in MLflow by its tag, and the journal is delivered once more "
+        "(values that are there already stay single)"
+    )
     try:
-        state = _STATE.validate_json(read_ordinary(path))
-    except FileNotFoundError:
-        return TrackingState()
-    except OSError as error:
-        raise TrackingError(f"{path}: cannot be read ({error}). Move the file away.") from error
-    except ValidationError as error:
-        raise TrackingError(
-            f"{path}: damaged ({error.errors()[0]['msg']}). Move the file away: the run is then found in MLflow by its "
-            "tag, and the journal is delivered once more (values that are there already stay single)."
-        ) from error
+        state = read_document(path, _STATE, remedy) or TrackingState()
+    except DataError as error:
+        raise TrackingError(str(error)) from error
     if state.format_version != FORMAT_VERSION:
         raise TrackingError(
             f"{path}: format version {state.format_version}, this Millrace knows {FORMAT_VERSION}. Use the Millrace "
@@ -243,7 +240,7 @@ class Delivery:
         return attempt.journal_bytes + (cut.stat().st_size if cut is not None and cut.exists() else 0)
 
     def _supersede(self) -> None:
-        """Let a new MLflow run take the place of one whose steps the run has gone back on."""
+        """Make a new MLflow run in place of the old one, which shows steps that the run has gone back on."""
         old = self._main_run_id()
         new = _create_run(self._run_dir, self._store, self._destination, self._attempt.time)
         self._store.set_tags(old, {SUPERSEDED_TAG: new})
@@ -318,7 +315,7 @@ class Delivery:
         return [Metric(name, value, time_ms, record.step) for name, value in named if name is not None]
 
     def _name(self, name: str) -> str | None:
-        """MLflow's name of a metric; None, and one warning, where it takes none such."""
+        """MLflow's name of a metric; None where it refuses the name, of which the first time is logged."""
         try:
             return mlflow_name(name)
         except TrackingError as error:
@@ -342,7 +339,7 @@ class Delivery:
 
 
 def _of_store(state: TrackingState, uri: str) -> TrackingState:
-    """The state for a store: to another one than the state's everything is delivered from the beginning."""
+    """The state if it is of this store, else a fresh one: another store gets everything from the beginning."""
     return state if state.uri == uri else TrackingState(uri=uri)
 
 
@@ -482,10 +479,7 @@ def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:
     """Bring MLflow up to date with a run's journal, and its status with how the run ended.
 
     A run whose process is gone without a record of its end gets the status KILLED. Doing it again changes nothing.
-
-    Args:
-        run_dir: the run's folder.
-        uri: another store than the one of the run's settings.
+    `uri`: another store than the one of the run's settings.
 
     Raises:
         TrackingError: there is no journal, the run is being delivered already, or MLflow does not take it.

@@ -19,12 +19,13 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlcore.errors import DiskSpaceError, TrackingError
 from rlcore.storage.disk import free_bytes, is_out_of_room, out_of_room
-from rlcore.storage.documents import open_ordinary, parse_json
+from rlcore.storage.documents import READ_BLOCK_BYTES, open_ordinary, parse_json
 from rlcore.storage.publish import flush_to_disk, temporary_beside
 
 log = logging.getLogger(__name__)
@@ -34,9 +35,6 @@ JOURNAL_FILE = "metrics.jsonl"
 
 WORKERS = "workers"
 """Event of each start of the ranks: their number, device and precision, and the size of the model."""
-
-READ_BLOCK_BYTES = 1 << 20
-"""Bytes read at once: bounds the memory of a reader of a long run."""
 
 
 class LineFile:
@@ -178,14 +176,10 @@ def iter_json(fd: int, start: int) -> Iterator[tuple[object, int]]:
         *lines, rest = (rest + block).split(b"\n")
         for line in lines:
             offset += len(line) + 1
-            yield _parsed(line), offset
-
-
-def _parsed(line: bytes) -> object:
-    try:
-        return parse_json(line)
-    except ValueError:
-        return None
+            value = None
+            with suppress(ValueError):
+                value = parse_json(line)
+            yield value, offset
 
 
 def _end_of_last_line(path: Path, size: int) -> int:

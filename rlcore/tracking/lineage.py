@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import MillraceError
+from rlcore.storage.disk import BYTES_PER_GB
 from rlcore.storage.documents import read_document
 from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically
@@ -183,7 +184,6 @@ def _user() -> str:
         return "unknown"
 
 
-BYTES_PER_GB = 1e9
 MILLIJOULES = 1e3
 
 
@@ -242,16 +242,15 @@ def gpu_facts() -> dict[str, str]:
 
 
 def _gpus(nvml: Any) -> Iterator[tuple[str, int]]:
-    """Name and bytes of memory of each GPU."""
-    for index in range(nvml.nvmlDeviceGetCount()):
+    """Name and bytes of memory of each GPU; none without a driver."""
+    for index in range(0 if nvml is None else nvml.nvmlDeviceGetCount()):
         gpu = nvml.nvmlDeviceGetHandleByIndex(index)
         yield str(nvml.nvmlDeviceGetName(gpu)), int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)
 
 
 def first_gpu() -> tuple[str, int] | None:
     """Name and bytes of memory of the host's first GPU; None where there is none. Allocates nothing on it."""
-    nvml = _start_nvml()
-    return None if nvml is None else next(_gpus(nvml), None)
+    return next(_gpus(_start_nvml()), None)
 
 
 def energy_reader(uuid: str) -> Callable[[], float | None]:

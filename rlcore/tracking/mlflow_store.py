@@ -8,6 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TRAINING_VIEW = "workflowType=machine_learning"
-"""Of a page of MLflow 3.17: with the tables and curves of training. Without it a page has those of its GenAI view."""
+"""Asks a page of MLflow 3.17 for the tables and curves of training; without it the page shows the GenAI view."""
 LOCAL_UI = "http://127.0.0.1:5000"
-"""Where a store without a server of its own has its pages, if somebody serves them (`millrace ui`, `millrace up`)."""
+"""Address of the pages of a store on sqlite while `millrace ui` or `millrace up` serves them."""
 
 MAX_BATCH = 100
 """Parameters or tags that MLflow takes in one request."""
@@ -49,18 +50,19 @@ MAX_INPUT_TAG_CHARACTERS = 500
 """MLflow's limit for the value of a tag on a dataset."""
 
 MOST_RUNS = 1_000
-"""That a search finds."""
+"""A search returns at most so many runs."""
 
 SUPERSEDED_TAG = "millrace.superseded_by"
 """Tag of a run whose place another has taken, because its steps were taken back to before a shipped checkpoint."""
 
 EXPERIMENT_KIND_TAG, TRAINING = "mlflow.experimentKind", "custom_model_development"
-"""By it MLflow's page shows what belongs to training (runs, charts, models) and not to traces of agents."""
+"""Tag of an experiment: with it MLflow shows runs, charts and models, and not the view for traces of agents."""
 
 PARENT_TAG = "mlflow.parentRunId"
+"""MLflow's own tag for nesting."""
+
 NOTE_TAG = "mlflow.note.content"
 """MLflow shows it as the run's description."""
-"""MLflow's own tag for nesting."""
 
 
 class MlflowStore:
@@ -70,15 +72,12 @@ class MlflowStore:
         self.uri = resolve_uri(config, root)
         self._experiment_name = config.experiment
         self._artifact_root = root.absolute() / "mlartifacts"
-        self._client: MlflowClient | None = None
         self._experiment_id: str | None = None
 
-    @property
+    @cached_property
     def client(self) -> "MlflowClient":
         """MLflow's own client, for what this class does not offer."""
-        if self._client is None:
-            self._client = connect(self.uri)
-        return self._client
+        return connect(self.uri)
 
     def ensure_experiment(self) -> str:
         """The id of the experiment, which is made if it is missing.
@@ -250,9 +249,7 @@ class MlflowStore:
 def search_run_ids(store: MlflowStore, query: str) -> list[str]:
     """The run ids (names of folders) of the experiment's trainings that a query finds, oldest first.
 
-    Args:
-        store: where to search.
-        query: in MLflow's language, such as ``params.`optim.lr` = '0.001' and tags.task = 'countdown'``.
+    The query is in MLflow's language, such as ``params.`optim.lr` = '0.001' and tags.task = 'countdown'``.
 
     Raises:
         TrackingError: MLflow does not take the query, or does not answer.

@@ -39,7 +39,7 @@ EXTERNAL = "mlflow.model.isExternal"
 """MLflow's own tag of a model whose files are elsewhere; its page says so."""
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin")
-"""What the tokenizer's own folder goes without."""
+"""Files that are not copied to the tokenizer's own folder."""
 
 MOST_DELETED_RUNS = 50_000
 """MLflow's limit for one search."""

@@ -60,16 +60,10 @@ def sample(table: pa.Table, per_step: int) -> list[dict[str, Any]]:
 def send(
     uri: str, experiment_id: str, mlflow_run: str, rows: list[dict[str, Any]], times_s: Mapping[int, float]
 ) -> None:
-    """Send answers as traces of a run: one request each, and one for the contents of all.
+    """Send answers as traces of a run: one request each, and one for the contents of all. Raises what MLflow raises.
 
-    Args:
-        uri: where the store is.
-        experiment_id: that of the run.
-        mlflow_run: id of the run in MLflow.
-        rows: columns of `rlcore.answers.store` but for the tokens.
-        times_s: when each step was written to the journal, in seconds since the epoch.
-
-    Raises whatever MLflow raises.
+    `rows` have the columns of `rlcore.answers.store` but for the tokens; `times_s` says when each step was written to
+    the journal, in seconds since the epoch.
     """
     from mlflow.tracing.client import TracingClient
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlcore.tracking.catalog import describe, reference_log
+from rlcore.tracking.catalog import describe
 from rlcore.tracking.journal import read_journal
 from tests.run.sessions import session_of
 from tests.small_run import prepare
+from tests.tracking.test_metrics_page import reference_log
 
 GPU_ONLY = {"perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"}
 SETTINGS = (

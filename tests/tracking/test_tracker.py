@@ -159,7 +159,7 @@ def test_what_ends_the_delivery_is_told(config: RunConfig, run_dir: Path, caplog
     (run_dir / STATE_FILE).write_text("{")
     tracker.log_step(1, {"a": 1.0})
     assert not tracker.finish("FINISHED")
-    wait_until(lambda: any("tracking.json: damaged" in line for line in caplog.messages))
+    wait_until(lambda: any("tracking.json: cannot be read" in line for line in caplog.messages))
 
 
 def test_a_run_that_never_was_is_not_made(config: RunConfig, run_dir: Path):
