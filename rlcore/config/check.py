@@ -180,7 +180,7 @@ def _siblings(detail: ErrorDetails, key: str) -> Iterable[str]:
     above = detail["loc"][-2]
     if above in TASKS:
         return TASKS[str(above)].model_fields
-    section = get_args(all_keys()[key][0].field.annotation)[0]
+    section = get_args(all_keys()[key][0].annotation)[0]
     return section.model_fields if isinstance(above, int) else ()
 
 
@@ -221,10 +221,9 @@ def rule_of(detail: ErrorDetails) -> str:
 
 
 def _described(key: str) -> str:
-    keys = all_keys().get(key)
-    if not keys:
+    if key not in all_keys():
         return f"docs/settings.md describes {key if key in section_names() else 'every key'}"
-    field_info = keys[0].field
+    field_info = all_keys()[key][0]
     default = shown(field_info.get_default(call_default_factory=True, validated_data={}))
     return f"{(field_info.description or '').rstrip('.').replace(chr(10), ' ')} (default {default})"
 

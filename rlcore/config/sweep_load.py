@@ -23,7 +23,7 @@ from rlcore.config.run import RunConfig, all_keys, is_key, section_names
 from rlcore.config.sweep import Budget, Point, SweepSpec, shown_point, written
 
 SWEEPS_DIR = CONF_DIR / "sweep"
-_WORDS = tuple(key.name.rpartition(".")[2] for key in keys_of(SweepSpec)) + tuple(SweepSpec.model_fields)
+_WORDS = tuple(name.rpartition(".")[2] for name, _ in keys_of(SweepSpec)) + tuple(SweepSpec.model_fields)
 MOST_POINTS = 10_000
 NOT_SWEPT = {
     "seed": "Write the seeds as seeds: [1, 2]",

@@ -188,9 +188,8 @@ class SupervisedTraining(Training[SupervisedWorkers]):
 
     STAGE = "warm-start"
 
-    @property
-    def _every(self) -> int:
-        return self._config.warm_start.check_every
+    def _is_due(self, step: int) -> bool:
+        return step == self._config.trainer.total_steps or step % self._config.warm_start.check_every == 0
 
     def _measured(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         step = state.step

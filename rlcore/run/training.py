@@ -217,14 +217,9 @@ class Training(Generic[W]):
 
     # ------------------------------------------------------------------ held-out problems
 
-    @property
-    def _every(self) -> int:
-        """Steps between two measurements; 0: only before the first step and after the last."""
-        return self._config.validation.every_steps
-
     def _is_due(self, step: int) -> bool:
         """Whether something is measured after this step."""
-        return step == self._config.trainer.total_steps or (self._every > 0 and step % self._every == 0)
+        raise NotImplementedError
 
     def _measured(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         """The model of this state on the held-out problems that are due, and the state with its score."""
