@@ -16,7 +16,7 @@ from rlcore.config.data import TASKS, CountdownData
 from rlcore.config.problems import Findings, Problem, did_you_mean, nearest, shown
 from rlcore.config.rules import broken_rules
 from rlcore.config.run import RunConfig, all_keys, free_mappings, section_names
-from rlcore.config.suite import SUITES
+from rlcore.config.suite import SUITES, suites_in
 
 NULLABLE_SECTIONS = ("critic", "model.lora")
 """Sections that `null` switches off."""
@@ -82,7 +82,12 @@ def filled_in(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
             findings.add(Problem(name, rule, value, "Name a setting that exists, or write a value"))
             outer, _, last = name.rpartition(".")
             del (OmegaConf.select(tree, outer) if outer else tree)[last]
-    found = OmegaConf.to_container(tree, resolve=True)
+    return as_plain(tree, resolve=True)
+
+
+def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
+    """OmegaConf's settings as plain values; with `resolve` every `${...}` is replaced by its value."""
+    found = OmegaConf.to_container(tree, resolve=resolve)
     assert isinstance(found, dict)
     return {str(name): value for name, value in found.items()}
 
@@ -159,10 +164,7 @@ def _path(detail: ErrorDetails) -> list[str]:
 
 def _suite_names(settings: Mapping[str, Any]) -> list[str]:
     """The name of each suite; '' where it has none."""
-    section = settings.get("validation")
-    suites = section.get("suites") if isinstance(section, dict) else None
-    entries = suites if isinstance(suites, list) else []
-    names = (entry.get("name") if isinstance(entry, dict) else None for entry in entries)
+    names = (entry.get("name") if isinstance(entry, dict) else None for entry in suites_in(settings))
     return [name if isinstance(name, str) else "" for name in names]
 
 
