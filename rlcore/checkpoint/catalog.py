@@ -14,7 +14,7 @@ from rlcore.config import CheckpointConfig
 from rlcore.errors import CheckpointError
 from rlcore.storage.documents import read_ordinary
 from rlcore.storage.finished import finished_or_set_aside, set_aside
-from rlcore.storage.manifest import MANIFEST, Manifest, newer_format, read_manifest, verify_directory
+from rlcore.storage.manifest import MANIFEST, newer_format, read_manifest, verify_directory
 
 log = logging.getLogger(__name__)
 
@@ -166,15 +166,6 @@ def _is_unreadable(path: Path) -> bool:
     return False
 
 
-def verify(info: CheckpointInfo, *, hashes: bool = True) -> Manifest:
-    """Check size and (with `hashes`) content of every file.
-
-    Raises:
-        CheckpointError: names file, rule, value and remedy.
-    """
-    return verify_directory(info.path, hashes=hashes, error=CheckpointError)
-
-
 @dataclass(frozen=True, slots=True)
 class CheckpointRow(CheckpointInfo):
     """One line of the list. Of a folder whose manifest cannot be read only step, path and reason are known."""
@@ -208,7 +199,7 @@ def _row(info: CheckpointInfo, hashes: bool) -> CheckpointRow:
     verdict: Verdict = "verified" if hashes else "not verified"
     reason = ""
     try:
-        verify(info, hashes=hashes)
+        verify_directory(info.path, hashes=hashes, error=CheckpointError)
     except CheckpointError as error:
         verdict, reason = "broken", str(error)
     known = (info.step, info.path, info.size_bytes, info.metrics, info.created, info.settings_fingerprint)

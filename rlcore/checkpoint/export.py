@@ -10,7 +10,7 @@ from huggingface_hub import save_torch_state_dict
 from pydantic import JsonValue
 from torch import Tensor
 
-from rlcore.checkpoint.catalog import CheckpointInfo, verify
+from rlcore.checkpoint.catalog import CheckpointInfo
 from rlcore.checkpoint.shards import BaseRecord, load_shards
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.errors import CheckpointError
@@ -19,7 +19,7 @@ from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, write_peft
 from rlcore.models.parallel import adapter_state, full_state
 from rlcore.models.tokenizer import load_tokenizer
-from rlcore.storage.manifest import MANIFEST
+from rlcore.storage.manifest import MANIFEST, verify_directory
 from rlcore.storage.publish import published_directory
 
 # Hubs and file systems handle files of this size well; a smaller model is one file.
@@ -34,7 +34,7 @@ def export_checkpoint(info: CheckpointInfo, config: RunConfig, start_model: str 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model. And what `export_transformers` raises.
     """
-    verify(info)
+    verify_directory(info.path, error=CheckpointError)
     model, lora = config.model, config.model.lora
     if lora is not None:
         model = model.model_copy(update={"dtype": BaseRecord.read(info.path / POLICY).dtype})

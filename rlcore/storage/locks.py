@@ -180,15 +180,11 @@ class HeldLock:
     def __init__(
         self, path: Path, *, what: str, wait_s: float = 0.0, error: type[MillraceError] = RunInUseError
     ) -> None:
+        self.path = path
         self._lock = FileLock(path)
         self._what = what
         self._wait_s = wait_s
         self._error = error
-
-    @property
-    def path(self) -> Path:
-        """Path of the lock file."""
-        return self._lock.path
 
     def __enter__(self) -> Self:
         """Take the lock, waiting up to `wait_s` seconds, and at least as long as `holder_of` may have it.
