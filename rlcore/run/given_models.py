@@ -12,10 +12,10 @@ from pydantic import TypeAdapter
 
 from rlcore.config import RunConfig
 from rlcore.config.gguf import is_gguf
-from rlcore.errors import DataError, ModelError
+from rlcore.errors import ModelError
 from rlcore.run.inputs import content_digest, planned_start_model, stage_layout
 from rlcore.run.layout import RunLayout
-from rlcore.storage.documents import read_ordinary
+from rlcore.storage.documents import read_document
 from rlcore.storage.manifest import MANIFEST, in_threads
 from rlcore.storage.publish import write_json_atomically
 
@@ -110,15 +110,9 @@ def _stage(config: RunConfig, filtered_directory: Path) -> RunLayout | None:
 
 
 def _read(record: Path) -> Models:
-    try:
-        return _RECORD.validate_json(read_ordinary(record))
-    except FileNotFoundError:  # begun before it was kept, or not begun
-        return {}
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{record}: what the models were when the run began cannot be read ({type(error).__name__}). If they are "
-            "still the same, delete it; else start another run."
-        ) from error
+    """What a record says; nothing where there is none: the run was begun before records were kept, or is not begun."""
+    remedy = "it says what the models were when the run began. If they are still the same, delete it; else start "
+    return read_document(record, _RECORD, f"{remedy}another run") or {}
 
 
 def _found(paths: Mapping[str, str | None], then: Models) -> Models:
