@@ -143,12 +143,9 @@ def _section(name: str, section: type[Section], title: str = "") -> Iterator[str
 def _row(key: str, field: FieldInfo) -> str:
     default = shown(field.get_default(call_default_factory=True, validated_data={})).replace("\n", r"\n")
     meaning = " ".join((field.description or "").split())
-    cells = (f"`{key}`", _type(field), f"`{default}`", meaning)
+    kind = ", ".join([_written(field.annotation), *_ranges(field)])
+    cells = (f"`{key}`", kind, f"`{default}`", meaning)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _type(field: FieldInfo) -> str:
-    return ", ".join([_written(field.annotation), *_ranges(field)])
 
 
 def _ranges(field: FieldInfo) -> Iterator[str]:
