@@ -74,11 +74,6 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def checkpoint_path(directory: Path, step: int) -> Path:
-    """Folder of the checkpoint after `step`."""
-    return directory / name_of(step)
-
-
 def scan(directory: Path) -> Catalog:
     """Read all manifests. Nothing is verified beyond them.
 
@@ -224,7 +219,7 @@ def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
         return known[-1]
     if name == "best" and (scored := by_score(known)):
         return scored[-1]
-    wanted = checkpoint_path(directory, int(name)).name if name.isdecimal() else name
+    wanted = name_of(int(name)) if name.isdecimal() else name
     for info in known:
         if info.name == wanted:
             return info

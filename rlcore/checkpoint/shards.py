@@ -295,7 +295,9 @@ class HostBuffers:
     @property
     def num_bytes(self) -> int:
         """Bytes that are held already; waits for those that are being got."""
-        self.wait()
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     def prepare(self, wanted: Iterable[tuple[str, torch.Size, torch.dtype]]) -> None:
@@ -310,12 +312,6 @@ class HostBuffers:
 
         self._preparing = threading.Thread(target=get, name="checkpoint-buffers", daemon=True)
         self._preparing.start()
-
-    def wait(self) -> None:
-        """Wait until the buffers are there; before the first `copy` of a save."""
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
 
     def copy(self, part: LocalPart) -> Tensor:
         """Begin to copy a part to the host. The copy is whole after the device's `synchronize`."""

@@ -17,10 +17,10 @@ from rlcore.checkpoint.catalog import (
     CheckpointInfo,
     Refusal,
     by_score,
-    checkpoint_path,
     keep_off_the_way,
     kept_steps,
     make_way,
+    name_of,
     scan,
 )
 from rlcore.checkpoint.state import STATE, TrainerState, journal_problem
@@ -67,7 +67,7 @@ class CheckpointStore:
 
     def path_of(self, step: int) -> Path:
         """Folder of the checkpoint after `step`."""
-        return checkpoint_path(self.directory, step)
+        return self.directory / name_of(step)
 
     # ---------------------------------------------------------------- write
 

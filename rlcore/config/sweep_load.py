@@ -282,7 +282,7 @@ def _of_seeds(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
     """The seeds differ, and are given in one place."""
     twice = sorted({seed for seed in spec.seeds if spec.seeds.count(seed) > 1})
     if twice:
-        yield Problem("seeds", "must differ", shown(list(spec.seeds)), f"Name {', '.join(map(str, twice))} once")
+        yield Problem("seeds", "must differ", shown(spec.seeds), f"Name {', '.join(map(str, twice))} once")
     wrong = [seed for seed in spec.seeds if not 0 <= seed < 2**31]
     if wrong:
         yield Problem("seeds", "must be from 0 to 2**31 - 1", shown(wrong), "Choose other seeds")

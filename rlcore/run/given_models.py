@@ -65,7 +65,7 @@ def changed_models(record: Path, paths: Mapping[str, str | None]) -> list[str]:
 
 def keep_start(record: Path, config: RunConfig) -> None:
     """Write down which model lies at `model.path`, from which something is made that runs share."""
-    keep_models(record, _start(config))
+    keep_models(record, {"model.path": config.model.path})
 
 
 def require_same_start(record: Path, config: RunConfig, what: str) -> None:
@@ -74,7 +74,7 @@ def require_same_start(record: Path, config: RunConfig, what: str) -> None:
     Raises:
         ModelError: from another one; shows what is different.
     """
-    if changed := changed_models(record, _start(config)):
+    if changed := changed_models(record, {"model.path": config.model.path}):
         raise ModelError(
             f"{what} begun with another model than lies at model.path now:\n{changed[0]}\nPut it back, or give the "
             "other model a folder of another name and set model.path to that."
@@ -96,10 +96,6 @@ def keep_base(config: RunConfig, filtered_directory: Path) -> None:
     """Write down which model the warm start is made from."""
     if (stage := _stage(config, filtered_directory)) is not None:
         keep_start(stage.models_json, config)
-
-
-def _start(config: RunConfig) -> dict[str, str | None]:
-    return {"model.path": config.model.path}
 
 
 def _stage(config: RunConfig, filtered_directory: Path) -> RunLayout | None:

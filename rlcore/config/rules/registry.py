@@ -85,4 +85,4 @@ def divisors(number: int) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "its settings" if isinstance(value, Section) else shown(list(value) if isinstance(value, tuple) else value)
+    return "its settings" if isinstance(value, Section) else shown(value)
