@@ -141,11 +141,7 @@ class BaseRecord:
         write_json_atomically(directory / BASE, {"format_version": FORMAT_VERSION, **asdict(self)})
 
     def require(self, directory: Path) -> None:
-        """The adapters of a checkpoint were trained over this base.
-
-        Raises:
-            CheckpointError: they were not.
-        """
+        """Raise CheckpointError where the adapters of a checkpoint were trained over another base than this."""
         there = self.read(directory)
         if there.base != self.base:
             raise CheckpointError(

@@ -98,10 +98,7 @@ def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
 def validate(settings: Mapping[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
     """Check keys, types, ranges and rules. Every mistake goes to `findings`; wrong values are left out of the result.
 
-    Args:
-        settings: nested plain values.
-        findings: the problems so far.
-        texts: dotted key -> text of its value, for keys given as overrides.
+    `texts`: the text of each value that an override gives, by its dotted key.
     """
     config = _typed(deepcopy(dict(settings)), findings, texts)
     for problem in broken_rules(config, findings.unsound):

@@ -55,12 +55,7 @@ def write_resolved(directory: Path = RESOLVED_DIR) -> list[Path]:
 
 
 def experiment_text(config: RunConfig, comment: str) -> str:
-    """An experiment's file that composes to these settings (`NOT_WRITTEN` aside).
-
-    Args:
-        config: the settings.
-        comment: first lines of the file, without `#`.
-    """
+    """An experiment's file that composes to these settings (`NOT_WRITTEN` aside) and begins with a comment."""
     members = {"data": config.data.task, "critic": "default" if config.critic else "none"}
     # The members alone may break a rule that the whole keeps; only their values are needed.
     ((alone, _),) = judge_settings([[f"{group}={member}" for group, member in members.items()]])

@@ -147,11 +147,7 @@ class SupervisedWorkers(TrainingWorkers[_Started]):
         return metrics
 
     def _reward(self, answerer: Answerer, problems: Sequence[Prompt], step: int) -> float:
-        """Mean score of one sampled answer to each problem, over those that the scorer did not fail on.
-
-        Raises:
-            DataError: it failed on all.
-        """
+        """Mean score of one sampled answer to each problem, over those that the scorer did not fail on."""
         config = answerer.config
         requests = requests_for(problems, 1, run_seed=config.seed, stream=WARM_START_STREAM, step=step)
         answers = answerer.answer(requests, config.rollout.sampling, policy_version=step)

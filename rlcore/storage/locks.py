@@ -175,7 +175,7 @@ def holder_of(path: Path) -> Holder | None:
 
 
 class HeldLock:
-    """A lock whose file says who holds it. A context manager; a crash frees it."""
+    """A lock whose file says who holds it, or did last. A context manager; a crash frees it."""
 
     def __init__(
         self, path: Path, *, what: str, wait_s: float = 0.0, error: type[MillraceError] = RunInUseError
@@ -234,7 +234,6 @@ class HeldLock:
                 raise
 
     def __exit__(self, *error: object) -> None:
-        """Release the lock. The file stays, and keeps the name of its last holder."""
         self._lock.release()
 
 
