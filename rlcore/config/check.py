@@ -108,7 +108,8 @@ def validate(settings: Mapping[str, Any], findings: Findings, texts: Mapping[str
 
 def _typed(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
     """The settings without their mistakes. Each round removes at least one wrong value, so the loop ends."""
-    suites = _suite_names(settings)
+    names = [entry.get("name") if isinstance(entry, dict) else None for entry in suites_in(settings)]
+    suites = [name if isinstance(name, str) else "" for name in names]
     while True:
         try:
             # Strict JSON: neither true nor "5" is a number, but 1 is a float and a list is a tuple.
@@ -140,7 +141,8 @@ def _settle(
         findings.add(Problem(key, f"{inside}: {rule}", shown(value), remedy.strip()))
     elif detail["type"] == "extra_forbidden":
         for name, inner in leaves({key: value}).items():
-            _add_unknown(name, inner, settings, findings, in_files=not _is_written(name, texts))
+            is_written = any(covers(given, name) or covers(name, given) for given in texts)
+            _add_unknown(name, inner, settings, findings, in_files=not is_written)
     else:
         findings.add(_wrong_value(key, detail))
     _section_at(settings, parts).pop(parts[-1], None)
@@ -157,12 +159,6 @@ def _path(detail: ErrorDetails) -> list[str]:
             break
         parts.append(part)
     return parts
-
-
-def _suite_names(settings: Mapping[str, Any]) -> list[str]:
-    """The name of each suite; '' where it has none."""
-    names = (entry.get("name") if isinstance(entry, dict) else None for entry in suites_in(settings))
-    return [name if isinstance(name, str) else "" for name in names]
 
 
 def _inside_list(detail: ErrorDetails, parts: list[str], names: Sequence[str]) -> str:
@@ -225,10 +221,6 @@ def _described(key: str) -> str:
     field_info = all_keys()[key][0]
     default = shown(field_info.get_default(call_default_factory=True, validated_data={}))
     return f"{(field_info.description or '').rstrip('.').replace(chr(10), ' ')} (default {default})"
-
-
-def _is_written(name: str, texts: Mapping[str, str]) -> bool:
-    return any(covers(key, name) or covers(name, key) for key in texts)
 
 
 def _section_at(settings: dict[str, Any], parts: list[str]) -> dict[str, Any]:
