@@ -43,9 +43,8 @@ def export_checkpoint(info: CheckpointInfo, config: RunConfig, start_model: str 
         policy = add_adapters(policy, lora, seed=config.seed)  # any seed: overwritten right below
     load_shards(info.path / POLICY, model=policy, optimizer=None)
     adapters = dict(adapter_state(policy))
-    return export_transformers(
-        dict(full_state(policy)), start_model, target, step=info.step, lora=lora, adapters=adapters
-    )
+    facts: Mapping[str, JsonValue] = {"step": info.step}
+    return export_transformers(dict(full_state(policy)), start_model, target, facts=facts, lora=lora, adapters=adapters)
 
 
 def export_transformers(
@@ -53,7 +52,6 @@ def export_transformers(
     model_dir_for_config: str | Path,
     target: Path,
     *,
-    step: int | None = None,
     facts: Mapping[str, JsonValue] = MappingProxyType({}),
     lora: LoraConfig | None = None,
     adapters: Mapping[str, Tensor] = MappingProxyType({}),
@@ -70,11 +68,8 @@ def export_transformers(
         ModelError: the start model's tokenizer cannot be read.
     """
     source = str(model_dir_for_config)
-    values: dict[str, JsonValue] = {"kind": "model", **facts}
-    if step is not None:
-        values["step"] = step
     earlier = (target / MANIFEST).is_file()
-    with published_directory(target, values, replace=earlier, error=CheckpointError) as folder:
+    with published_directory(target, {"kind": "model", **facts}, replace=earlier, error=CheckpointError) as folder:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in policy_state.items()}
         save_torch_state_dict(plain, str(folder), max_shard_size=MAX_FILE_SIZE, metadata={"format": "pt"})
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)

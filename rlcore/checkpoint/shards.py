@@ -68,11 +68,6 @@ class RankShards:
     world_size: int
     base: "BaseRecord | None" = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors: what a copy takes in memory, and nearly what they take on disk."""
-        return num_bytes(self.parts)
-
     @torch.no_grad()
     def copied(self, buffers: "HostBuffers") -> "RankShards":
         """A copy on the host, which the next copy to the same buffers overwrites."""
@@ -207,7 +202,7 @@ class RankSaver:
     def copy(self) -> CopySize:
         """Copy this rank's shards to the host, to be written while training goes on, if there is memory for it."""
         shards = {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
-        size = sum(one.num_bytes for one in shards.values())
+        size = sum(num_bytes(one.parts) for one in shards.values())
         more = size - sum(buffers.num_bytes for buffers in self._buffers.values())
         is_copied = fits_in_memory(more * self._num_ranks)
         self._copies = {name: one.copied(self._buffers[name]) for name, one in shards.items()} if is_copied else {}

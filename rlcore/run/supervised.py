@@ -58,8 +58,8 @@ from rlcore.workers.memory_plan import fit_run
 
 MIN_CHECK_PROBLEMS = 16
 """Fewer sampled answers say nothing about a reward."""
-LOSS, ACCURACY, REWARD = "sft/loss", "sft/accuracy", "sft/reward"
-FIGURES = (LOSS, ACCURACY, HELD_OUT_LOSS, "sft/held_out_accuracy", REWARD)
+REWARD = "sft/reward"
+FIGURES = ("sft/loss", "sft/accuracy", HELD_OUT_LOSS, "sft/held_out_accuracy", REWARD)
 """Metrics that the result's manifest keeps, by what follows the slash."""
 
 

@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Concatenate, Generic, Self, TypeVar
 
 import pyarrow as pa
@@ -159,15 +158,7 @@ class TrainingWorkers(Generic[S]):
         if handed_over.warning:
             self._report({"event": "note", "text": handed_over.warning})
 
-    def export(
-        self,
-        target: Path,
-        phase: str,
-        *,
-        after_step: int,
-        step: int | None = None,
-        facts: Mapping[str, JsonValue] = MappingProxyType({}),
-    ) -> None:
+    def export(self, target: Path, phase: str, *, after_step: int, facts: Mapping[str, JsonValue]) -> None:
         """Write what the workers hold as a transformers directory, see `export_transformers`; waits for room."""
         group, lora = self.start().group, self._config.model.lora
         with self._guard.phase(phase):
@@ -175,9 +166,7 @@ class TrainingWorkers(Generic[S]):
 
         def write() -> None:
             with self._guard.phase(phase):
-                export_transformers(
-                    weights, self.start_model, target, step=step, facts=facts, lora=lora, adapters=adapters
-                )
+                export_transformers(weights, self.start_model, target, facts=facts, lora=lora, adapters=adapters)
 
         self._record.room.hold(write, step=after_step, path=target)
 
