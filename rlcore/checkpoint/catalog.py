@@ -203,8 +203,8 @@ def _row(info: CheckpointInfo, hashes: bool) -> CheckpointRow:
 
 def by_score(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     """The checkpoints that have a score, the best last; of equal ones the later."""
-    scored = [(score, info.step, info) for info in checkpoints if (score := info.score) is not None]
-    return [info for _, _, info in sorted(scored, key=lambda one: one[:2])]
+    scored = (info for info in checkpoints if info.score is not None)
+    return sorted(scored, key=lambda info: (info.score, info.step))
 
 
 def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:

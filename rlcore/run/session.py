@@ -1,8 +1,4 @@
-"""A run in one process: its commands, with its lock held and its faults recorded.
-
-Workers stay alive between chunks. The state of the run is the newest committed checkpoint; everything else here can be
-rebuilt from it.
-"""
+"""A run in one process: its commands, with its lock held and its faults recorded."""
 
 import logging
 from collections.abc import Callable, Mapping

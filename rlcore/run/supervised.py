@@ -3,9 +3,6 @@
 It has a folder like a run's (`warm-starts/warm-start-<fingerprint>`) with journal and checkpoints, so it goes on where
 it was, and settings that follow from those of the run. Its result is published under `models/<fingerprint>`, where runs
 of equal settings find it; its journal stays where it is.
-
-A share of the demonstrations may reach another target than the one asked (the row's distractor): the model learns to
-write valid equations over the right numbers but only in part to aim, which is left to the reinforcement learning.
 """
 
 import gc
