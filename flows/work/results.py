@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from data import StageResult
 from flows.progress import HEADLINE
-from rlcore.checkpoint.catalog import by_score, checkpoint_path, is_exported, scan
+from rlcore.checkpoint.catalog import by_score, is_exported, name_of, scan
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import fingerprint, settings_fingerprint
@@ -257,7 +257,7 @@ def checkpoint_name(checkpoint: str) -> str:
     >>> checkpoint_name("40"), checkpoint_name("best")
     ('step-000040', 'best')
     """
-    return checkpoint_path(Path(), int(checkpoint)).name if checkpoint.isdecimal() else checkpoint
+    return name_of(int(checkpoint)) if checkpoint.isdecimal() else checkpoint
 
 
 def step_of(config: RunConfig, checkpoint: str) -> int:

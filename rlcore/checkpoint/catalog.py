@@ -14,7 +14,7 @@ from rlcore.config import CheckpointConfig
 from rlcore.errors import CheckpointError
 from rlcore.storage.documents import read_ordinary
 from rlcore.storage.finished import finished_or_set_aside, set_aside
-from rlcore.storage.manifest import MANIFEST, Manifest, newer_format, read_manifest, verify_directory
+from rlcore.storage.manifest import MANIFEST, newer_format, read_manifest, verify_directory
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +72,6 @@ class Catalog:
 def name_of(step: int) -> str:
     """Name of a step's checkpoint folder, `step-000020`."""
     return f"step-{step:06d}"
-
-
-def checkpoint_path(directory: Path, step: int) -> Path:
-    """Folder of the checkpoint after `step`."""
-    return directory / name_of(step)
 
 
 def scan(directory: Path) -> Catalog:
@@ -166,15 +161,6 @@ def _is_unreadable(path: Path) -> bool:
     return False
 
 
-def verify(info: CheckpointInfo, *, hashes: bool = True) -> Manifest:
-    """Check size and (with `hashes`) content of every file.
-
-    Raises:
-        CheckpointError: names file, rule, value and remedy.
-    """
-    return verify_directory(info.path, hashes=hashes, error=CheckpointError)
-
-
 @dataclass(frozen=True, slots=True)
 class CheckpointRow(CheckpointInfo):
     """One line of the list. Of a folder whose manifest cannot be read only step, path and reason are known."""
@@ -208,7 +194,7 @@ def _row(info: CheckpointInfo, hashes: bool) -> CheckpointRow:
     verdict: Verdict = "verified" if hashes else "not verified"
     reason = ""
     try:
-        verify(info, hashes=hashes)
+        verify_directory(info.path, hashes=hashes, error=CheckpointError)
     except CheckpointError as error:
         verdict, reason = "broken", str(error)
     known = (info.step, info.path, info.size_bytes, info.metrics, info.created, info.settings_fingerprint)
@@ -217,8 +203,8 @@ def _row(info: CheckpointInfo, hashes: bool) -> CheckpointRow:
 
 def by_score(checkpoints: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     """The checkpoints that have a score, the best last; of equal ones the later."""
-    scored = [(score, info.step, info) for info in checkpoints if (score := info.score) is not None]
-    return [info for _, _, info in sorted(scored, key=lambda one: one[:2])]
+    scored = (info for info in checkpoints if info.score is not None)
+    return sorted(scored, key=lambda info: (info.score, info.step))
 
 
 def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
@@ -233,7 +219,7 @@ def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
         return known[-1]
     if name == "best" and (scored := by_score(known)):
         return scored[-1]
-    wanted = checkpoint_path(directory, int(name)).name if name.isdecimal() else name
+    wanted = name_of(int(name)) if name.isdecimal() else name
     for info in known:
         if info.name == wanted:
             return info

@@ -10,7 +10,7 @@ from huggingface_hub import save_torch_state_dict
 from pydantic import JsonValue
 from torch import Tensor
 
-from rlcore.checkpoint.catalog import CheckpointInfo, verify
+from rlcore.checkpoint.catalog import CheckpointInfo
 from rlcore.checkpoint.shards import BaseRecord, load_shards
 from rlcore.config import LoraConfig, RunConfig
 from rlcore.errors import CheckpointError
@@ -19,7 +19,7 @@ from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, write_peft
 from rlcore.models.parallel import adapter_state, full_state
 from rlcore.models.tokenizer import load_tokenizer
-from rlcore.storage.manifest import MANIFEST
+from rlcore.storage.manifest import MANIFEST, verify_directory
 from rlcore.storage.publish import published_directory
 
 # Hubs and file systems handle files of this size well; a smaller model is one file.
@@ -34,7 +34,7 @@ def export_checkpoint(info: CheckpointInfo, config: RunConfig, start_model: str 
     Raises:
         CheckpointError: the checkpoint is damaged or of another model. And what `export_transformers` raises.
     """
-    verify(info)
+    verify_directory(info.path, error=CheckpointError)
     model, lora = config.model, config.model.lora
     if lora is not None:
         model = model.model_copy(update={"dtype": BaseRecord.read(info.path / POLICY).dtype})
@@ -43,9 +43,8 @@ def export_checkpoint(info: CheckpointInfo, config: RunConfig, start_model: str 
         policy = add_adapters(policy, lora, seed=config.seed)  # any seed: overwritten right below
     load_shards(info.path / POLICY, model=policy, optimizer=None)
     adapters = dict(adapter_state(policy))
-    return export_transformers(
-        dict(full_state(policy)), start_model, target, step=info.step, lora=lora, adapters=adapters
-    )
+    facts: Mapping[str, JsonValue] = {"step": info.step}
+    return export_transformers(dict(full_state(policy)), start_model, target, facts=facts, lora=lora, adapters=adapters)
 
 
 def export_transformers(
@@ -53,7 +52,6 @@ def export_transformers(
     model_dir_for_config: str | Path,
     target: Path,
     *,
-    step: int | None = None,
     facts: Mapping[str, JsonValue] = MappingProxyType({}),
     lora: LoraConfig | None = None,
     adapters: Mapping[str, Tensor] = MappingProxyType({}),
@@ -70,11 +68,8 @@ def export_transformers(
         ModelError: the start model's tokenizer cannot be read.
     """
     source = str(model_dir_for_config)
-    values: dict[str, JsonValue] = {"kind": "model", **facts}
-    if step is not None:
-        values["step"] = step
     earlier = (target / MANIFEST).is_file()
-    with published_directory(target, values, replace=earlier, error=CheckpointError) as folder:
+    with published_directory(target, {"kind": "model", **facts}, replace=earlier, error=CheckpointError) as folder:
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in policy_state.items()}
         save_torch_state_dict(plain, str(folder), max_shard_size=MAX_FILE_SIZE, metadata={"format": "pt"})
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)

@@ -114,10 +114,8 @@ class CheckpointSaver:
         """Copy every rank's state and begin to write it. Returns when training may go on; waits for room before.
 
         Where a host has no memory for a copy, the checkpoint is committed when this returns, and is the result.
-        `record` makes what the checkpoint says besides tensors; a `DiskSpaceError` of it counts as a full disk.
-
-        Raises:
-            as `settle` does, and what `CheckpointStore.writing` raises.
+        `record` makes what the checkpoint says besides tensors; a `DiskSpaceError` of it counts as a full disk. Raises
+        as `settle` and `CheckpointStore.writing` do.
         """
         assert self._save is None, "settle or abandon the save before this one first"
         self._save = save = _Save(self._store, self._phase, step, ranks, record, metrics)
@@ -181,8 +179,8 @@ class CheckpointSaver:
 
 
 class _Save:
-    """One save. It begins as `COPIED`, and is `COPIED` again after each error: the copies live until they are dropped,
-    so that a write that found no room can be done again."""
+    """One save. It is `COPIED` at first and after each error: a rank keeps its copy until the checkpoint is committed,
+    so a write that found no room can be repeated."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class Box:
     shape: tuple[int, ...]
 
     def overlap(self, other: "Box") -> "Box | None":
-        """What both hold; None where that is nothing.
+        """The box of the indices that lie in both; None where there is none.
 
         >>> Box((0, 0), (4, 2)).overlap(Box((3, 0), (4, 2)))
         Box(offset=(3, 0), shape=(1, 2))
@@ -297,7 +297,6 @@ class ShardReader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Unmap the files."""
         self._files.close()
 
     def fill(self, part: LocalPart) -> None:

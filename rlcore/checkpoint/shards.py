@@ -68,11 +68,6 @@ class RankShards:
     world_size: int
     base: "BaseRecord | None" = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors: what a copy takes in memory, and nearly what they take on disk."""
-        return num_bytes(self.parts)
-
     @torch.no_grad()
     def copied(self, buffers: "HostBuffers") -> "RankShards":
         """A copy on the host, which the next copy to the same buffers overwrites."""
@@ -141,11 +136,7 @@ class BaseRecord:
         write_json_atomically(directory / BASE, {"format_version": FORMAT_VERSION, **asdict(self)})
 
     def require(self, directory: Path) -> None:
-        """The adapters of a checkpoint were trained over this base.
-
-        Raises:
-            CheckpointError: they were not.
-        """
+        """Raise CheckpointError where the adapters of a checkpoint were trained over another base than this."""
         there = self.read(directory)
         if there.base != self.base:
             raise CheckpointError(
@@ -211,7 +202,7 @@ class RankSaver:
     def copy(self) -> CopySize:
         """Copy this rank's shards to the host, to be written while training goes on, if there is memory for it."""
         shards = {name: rank_shards(model, optimizer) for name, (model, optimizer) in self._models().items()}
-        size = sum(one.num_bytes for one in shards.values())
+        size = sum(num_bytes(one.parts) for one in shards.values())
         more = size - sum(buffers.num_bytes for buffers in self._buffers.values())
         is_copied = fits_in_memory(more * self._num_ranks)
         self._copies = {name: one.copied(self._buffers[name]) for name, one in shards.items()} if is_copied else {}
@@ -295,7 +286,9 @@ class HostBuffers:
     @property
     def num_bytes(self) -> int:
         """Bytes that are held already; waits for those that are being got."""
-        self.wait()
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     def prepare(self, wanted: Iterable[tuple[str, torch.Size, torch.dtype]]) -> None:
@@ -310,12 +303,6 @@ class HostBuffers:
 
         self._preparing = threading.Thread(target=get, name="checkpoint-buffers", daemon=True)
         self._preparing.start()
-
-    def wait(self) -> None:
-        """Wait until the buffers are there; before the first `copy` of a save."""
-        if self._preparing is not None:
-            self._preparing.join()
-            self._preparing = None
 
     def copy(self, part: LocalPart) -> Tensor:
         """Begin to copy a part to the host. The copy is whole after the device's `synchronize`."""

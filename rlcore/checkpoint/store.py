@@ -17,12 +17,11 @@ from rlcore.checkpoint.catalog import (
     CheckpointInfo,
     Refusal,
     by_score,
-    checkpoint_path,
     keep_off_the_way,
     kept_steps,
     make_way,
+    name_of,
     scan,
-    verify,
 )
 from rlcore.checkpoint.state import STATE, TrainerState, journal_problem
 from rlcore.config import CheckpointConfig, RunConfig
@@ -31,6 +30,7 @@ from rlcore.errors import CheckpointError
 from rlcore.storage.disk import is_out_of_room
 from rlcore.storage.documents import parse_json, read_ordinary
 from rlcore.storage.locks import HeldLock
+from rlcore.storage.manifest import verify_directory
 from rlcore.storage.publish import published_directory, remove_stale_temporaries, remove_tree, temporary_beside
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class CheckpointStore:
         self, directory: Path, config: CheckpointConfig, settings: RunConfig, *, journal: Path | None = None
     ) -> None:
         """`journal`: of the run, which a checkpoint to go on from has to fit."""
-        self._directory = directory
+        self.directory = directory
         self._journal = journal
         self._config = config
         self._settings = lasting_settings(settings)
@@ -65,14 +65,9 @@ class CheckpointStore:
         # (path, creation): hashing a large checkpoint takes minutes, once a process is enough.
         self._verified: set[tuple[Path, str]] = set()
 
-    @property
-    def directory(self) -> Path:
-        """Folder of the checkpoints."""
-        return self._directory
-
     def path_of(self, step: int) -> Path:
         """Folder of the checkpoint after `step`."""
-        return checkpoint_path(self._directory, step)
+        return self.directory / name_of(step)
 
     # ---------------------------------------------------------------- write
 
@@ -100,7 +95,7 @@ class CheckpointStore:
             "metrics": {name: float(value) for name, value in sorted(metrics.items()) if math.isfinite(value)},
         }
         with self._writer_lock():
-            remove_stale_temporaries(self._directory)
+            remove_stale_temporaries(self.directory)
             is_there = os.path.lexists(target)
             with published_directory(target, manifest, replace=is_there, error=CheckpointError, at=at) as folder:
                 make_way(target)
@@ -127,8 +122,8 @@ class CheckpointStore:
         people to look at.
         """
         with self._writer_lock():
-            remove_stale_temporaries(self._directory)
-            checkpoints = scan(self._directory).checkpoints
+            remove_stale_temporaries(self.directory)
+            checkpoints = scan(self.directory).checkpoints
             kept = kept_steps(checkpoints, self._config)
             good = self._search(checkpoints, hashes=True).checkpoint
             if good is None:
@@ -136,18 +131,19 @@ class CheckpointStore:
             doomed = [info.path for info in checkpoints if info.step not in kept | {good.step}]
             return tuple(path for path in doomed if self._delete(path))
 
-    def discard_after(self, step: int) -> tuple[Path, ...]:
-        """Delete checkpoints of later steps: the run goes back to `step` and takes another way. The paths deleted."""
+    def discard_after(self, step: int) -> None:
+        """Delete checkpoints of later steps: the run goes back to `step` and takes another way."""
         with self._writer_lock():
-            doomed = [info.path for info in reversed(scan(self._directory).checkpoints) if info.step > step]
-            return tuple(path for path in doomed if self._delete(path))
+            for info in reversed(scan(self.directory).checkpoints):
+                if info.step > step:
+                    self._delete(info.path)
 
     def leave_later(self, step: int) -> None:
         """Rename the whole checkpoints of later steps: the journal does not fit them, and the run goes on from `step`.
 
         They would count as the newest ones where old ones are deleted. Broken ones stay, as ever.
         """
-        later = [info for info in scan(self._directory).checkpoints if info.step > step]
+        later = [info for info in scan(self.directory).checkpoints if info.step > step]
         whole = [info for info in later if self._search([info], hashes=True).checkpoint is not None]
         if not whole:
             return
@@ -167,13 +163,13 @@ class CheckpointStore:
         return True
 
     def _writer_lock(self) -> HeldLock:
-        return HeldLock(self._directory / WRITER_LOCK, what=f"the checkpoint folder {self._directory}")
+        return HeldLock(self.directory / WRITER_LOCK, what=f"the checkpoint folder {self.directory}")
 
     # ---------------------------------------------------------------- read
 
     def list(self) -> Sequence[CheckpointInfo]:
         """All checkpoints with a readable manifest, by step. Not verified."""
-        return scan(self._directory).checkpoints
+        return scan(self.directory).checkpoints
 
     def latest(self, *, verify: bool = True) -> CheckpointInfo | None:
         """The checkpoint to go on from, see `find_latest`."""
@@ -195,7 +191,7 @@ class CheckpointStore:
             names = ", ".join(info.name for info in self.list())
             there = f"there is start, {names}. Name one that is there" if names else "there is none yet. Name start"
             raise CheckpointError(
-                f"checkpoint={name}: run {self._directory.parent.name} has no such checkpoint; {there}, or train "
+                f"checkpoint={name}: run {self.directory.parent.name} has no such checkpoint; {there}, or train "
                 "first: millrace train with these settings"
             )
         return found
@@ -221,7 +217,7 @@ class CheckpointStore:
         if found.checkpoint is None and refusals:
             reasons = "\n".join(f"  {refusal.reason}" for refusal in refusals)
             raise CheckpointError(
-                f"{self._directory}: none of its {len(refusals)} checkpoints can be used:\n{reasons}\nRestore one, or "
+                f"{self.directory}: none of its {len(refusals)} checkpoints can be used:\n{reasons}\nRestore one, or "
                 "delete the folder to start the run from step 0."
             )
         if found.checkpoint is not None:
@@ -243,15 +239,16 @@ class CheckpointStore:
             log.warning("checkpoint refused: %s", refusal.reason)
         return found.checkpoint
 
-    def verify(self, info: CheckpointInfo) -> None:
-        """Check every byte, unless this process has done so.
+    def verify(self, info: CheckpointInfo, *, hashes: bool = True) -> None:
+        """Check the size and, with `hashes`, every byte of each file, unless this process has done so.
 
         Raises:
             CheckpointError: names file, rule, value and remedy.
         """
-        known = (info.path, info.created) in self._verified
-        verify(info, hashes=not known)
-        self._verified.add((info.path, info.created))
+        known = (info.path, info.created)
+        verify_directory(info.path, hashes=hashes and known not in self._verified, error=CheckpointError)
+        if hashes:
+            self._verified.add(known)
 
     def load_state(self, info: CheckpointInfo) -> TrainerState:
         """What the checkpoint says besides its tensors.
@@ -269,7 +266,7 @@ class CheckpointStore:
         return known[-1].size_bytes if known else None
 
     def _find(self, *, verify: bool) -> Found:
-        catalog = scan(self._directory)
+        catalog = scan(self.directory)
         found = self._search(catalog.checkpoints, hashes=verify, journal=True)
         if found.checkpoint is None:
             found = self._search(catalog.checkpoints, hashes=verify)
@@ -285,10 +282,7 @@ class CheckpointStore:
         refusals: tuple[Refusal, ...] = ()
         for info in reversed(candidates):
             try:
-                if hashes:
-                    self.verify(info)
-                else:
-                    verify(info, hashes=False)
+                self.verify(info, hashes=hashes)
                 problem = self._journal_problem(info)
                 if journal and problem:
                     raise CheckpointError(f"{info.path}: does not fit the journal. {problem}")

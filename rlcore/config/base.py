@@ -44,21 +44,12 @@ class Bound:
         return tuple(self.others.replace(" x ", " + ").split(" + "))
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """One setting. `section` is the class that declares it."""
-
-    name: str
-    section: type[Section]
-    field: FieldInfo
-
-
-def keys_of(section: type[Section], prefix: str = "") -> Iterator[Key]:
-    """Every setting of a section and of the sections in it, with `prefix` before its name."""
+def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting of a section and of the sections in it: its dotted name, with `prefix` before it, and its field."""
     for name, field in section.model_fields.items():
         inner = sections_of(field.annotation)
         if not inner:
-            yield Key(prefix + name, section, field)
+            yield prefix + name, field
         for member in inner:
             yield from keys_of(member, f"{prefix}{name}.")
 

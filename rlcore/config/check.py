@@ -16,7 +16,7 @@ from rlcore.config.data import TASKS, CountdownData
 from rlcore.config.problems import Findings, Problem, did_you_mean, nearest, shown
 from rlcore.config.rules import broken_rules
 from rlcore.config.run import RunConfig, all_keys, free_mappings, section_names
-from rlcore.config.suite import SUITES
+from rlcore.config.suite import SUITES, suites_in
 
 NULLABLE_SECTIONS = ("critic", "model.lora")
 """Sections that `null` switches off."""
@@ -82,7 +82,12 @@ def filled_in(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
             findings.add(Problem(name, rule, value, "Name a setting that exists, or write a value"))
             outer, _, last = name.rpartition(".")
             del (OmegaConf.select(tree, outer) if outer else tree)[last]
-    found = OmegaConf.to_container(tree, resolve=True)
+    return as_plain(tree, resolve=True)
+
+
+def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
+    """OmegaConf's settings as plain values; with `resolve` every `${...}` is replaced by its value."""
+    found = OmegaConf.to_container(tree, resolve=resolve)
     assert isinstance(found, dict)
     return {str(name): value for name, value in found.items()}
 
@@ -93,10 +98,7 @@ def filled_in(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
 def validate(settings: Mapping[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
     """Check keys, types, ranges and rules. Every mistake goes to `findings`; wrong values are left out of the result.
 
-    Args:
-        settings: nested plain values.
-        findings: the problems so far.
-        texts: dotted key -> text of its value, for keys given as overrides.
+    `texts`: the text of each value that an override gives, by its dotted key.
     """
     config = _typed(deepcopy(dict(settings)), findings, texts)
     for problem in broken_rules(config, findings.unsound):
@@ -106,7 +108,8 @@ def validate(settings: Mapping[str, Any], findings: Findings, texts: Mapping[str
 
 def _typed(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
     """The settings without their mistakes. Each round removes at least one wrong value, so the loop ends."""
-    suites = _suite_names(settings)
+    names = [entry.get("name") if isinstance(entry, dict) else None for entry in suites_in(settings)]
+    suites = [name if isinstance(name, str) else "" for name in names]
     while True:
         try:
             # Strict JSON: neither true nor "5" is a number, but 1 is a float and a list is a tuple.
@@ -138,7 +141,8 @@ def _settle(
         findings.add(Problem(key, f"{inside}: {rule}", shown(value), remedy.strip()))
     elif detail["type"] == "extra_forbidden":
         for name, inner in leaves({key: value}).items():
-            _add_unknown(name, inner, settings, findings, in_files=not _is_written(name, texts))
+            is_written = any(covers(given, name) or covers(name, given) for given in texts)
+            _add_unknown(name, inner, settings, findings, in_files=not is_written)
     else:
         findings.add(_wrong_value(key, detail))
     _section_at(settings, parts).pop(parts[-1], None)
@@ -157,15 +161,6 @@ def _path(detail: ErrorDetails) -> list[str]:
     return parts
 
 
-def _suite_names(settings: Mapping[str, Any]) -> list[str]:
-    """The name of each suite; '' where it has none."""
-    section = settings.get("validation")
-    suites = section.get("suites") if isinstance(section, dict) else None
-    entries = suites if isinstance(suites, list) else []
-    names = (entry.get("name") if isinstance(entry, dict) else None for entry in entries)
-    return [name if isinstance(name, str) else "" for name in names]
-
-
 def _inside_list(detail: ErrorDetails, parts: list[str], names: Sequence[str]) -> str:
     """Place of a mistake in a list of sections: `entry 0: data.train_size`, or by a name; '' outside of one."""
     rest = [part for part in detail["loc"] if part not in TASKS][len(parts) :]
@@ -180,7 +175,7 @@ def _siblings(detail: ErrorDetails, key: str) -> Iterable[str]:
     above = detail["loc"][-2]
     if above in TASKS:
         return TASKS[str(above)].model_fields
-    section = get_args(all_keys()[key][0].field.annotation)[0]
+    section = get_args(all_keys()[key][0].annotation)[0]
     return section.model_fields if isinstance(above, int) else ()
 
 
@@ -221,16 +216,11 @@ def rule_of(detail: ErrorDetails) -> str:
 
 
 def _described(key: str) -> str:
-    keys = all_keys().get(key)
-    if not keys:
+    if key not in all_keys():
         return f"docs/settings.md describes {key if key in section_names() else 'every key'}"
-    field_info = keys[0].field
+    field_info = all_keys()[key][0]
     default = shown(field_info.get_default(call_default_factory=True, validated_data={}))
     return f"{(field_info.description or '').rstrip('.').replace(chr(10), ' ')} (default {default})"
-
-
-def _is_written(name: str, texts: Mapping[str, str]) -> bool:
-    return any(covers(key, name) or covers(name, key) for key in texts)
 
 
 def _section_at(settings: dict[str, Any], parts: list[str]) -> dict[str, Any]:

@@ -34,11 +34,11 @@ from yaml import YAMLError, safe_load
 
 from rlcore.config.algo import CriticConfig
 from rlcore.config.base import FILE_ENDINGS, leaves
-from rlcore.config.check import Written, filled_in, put, validate
+from rlcore.config.check import Written, as_plain, filled_in, put, validate
 from rlcore.config.data import TASKS
 from rlcore.config.problems import Findings, Problem, did_you_mean, settings_error, shown
 from rlcore.config.rules.effects import without_effect
-from rlcore.config.run import RunConfig, section_names
+from rlcore.config.run import RunConfig
 from rlcore.config.suite import put_suites
 
 CONF_DIR = Path(__file__).resolve().parents[2] / "conf"
@@ -65,11 +65,11 @@ _LOCK = Lock()
 
 def experiment_names() -> tuple[str, ...]:
     """Names of the experiments in `conf/experiment`, sorted."""
-    return tuple(sorted(file.stem for file in (CONF_DIR / "experiment").glob("*.yaml")))
+    return group_members("experiment")
 
 
 def group_members(group: str) -> tuple[str, ...]:
-    """Members of a group in `conf/<group>`, sorted."""
+    """Names of the files in `conf/<group>`, sorted."""
     return tuple(sorted(file.stem for file in (CONF_DIR / group).glob("*.yaml")))
 
 
@@ -102,7 +102,8 @@ def judge_settings(
         findings = Findings()
         request = _read(overrides, experiment, findings)
         with _LOCK:
-            settings, of_files = deepcopy(_composed(request.choice, _state_of_files(request.experiment)))
+            choices = tuple(sorted(request.choices.items()))
+            settings, of_files = deepcopy(_composed(request.experiment, choices, _state_of_files(request.experiment)))
         findings.problems += of_files.problems
         findings.unsound |= of_files.unsound
         found.append((_checked(settings, request.values, findings), findings.problems))
@@ -176,10 +177,6 @@ def composed_of(overrides: Sequence[str], *, experiment: str | None = None) -> t
     return shown_files, {group: members[group] for group in GROUPS}
 
 
-_Choice = tuple[str | None, tuple[tuple[str, str], ...]]
-"""What a composition depends on: the experiment and the members of groups."""
-
-
 @dataclass(slots=True)
 class _Request:
     """The overrides that could be parsed."""
@@ -187,11 +184,6 @@ class _Request:
     experiment: str | None = None
     choices: dict[str, str] = field(default_factory=dict)
     values: list[Written] = field(default_factory=list)
-
-    @property
-    def choice(self) -> _Choice:
-        """What the composition of this request depends on."""
-        return self.experiment, tuple(sorted(self.choices.items()))
 
 
 def _read(overrides: Sequence[str], experiment: str | None, findings: Findings) -> _Request:
@@ -206,7 +198,7 @@ def _read(overrides: Sequence[str], experiment: str | None, findings: Findings) 
         if isinstance(override, Problem):
             unsound = ["data"] if override.key == "data.task" else []
             if EXPERIMENT_MEANT in override.remedy:  # the other settings are its own
-                unsound = [*section_names(), *RunConfig.model_fields]
+                unsound = list(RunConfig.model_fields)
             findings.add(override, *unsound)
             continue
         key, value = override.key_or_group, None if override.is_delete() else override.value()
@@ -258,17 +250,16 @@ def _choose(request: _Request, group: str, value: Any, findings: Findings) -> No
         return
     if group == "experiment" and str(value).endswith(FILE_ENDINGS):
         if reason := _why_unreadable(Path(value)):
-            unsound = {*section_names(), *RunConfig.model_fields}
             got = str(value) if Path(value).is_absolute() else f"{value} in {Path.cwd()}"
             remedy = f"Name a file that this process can read, or one of {', '.join(experiment_names())}"
-            findings.add(Problem(group, reason, got, remedy), *unsound)
+            findings.add(Problem(group, reason, got, remedy), *RunConfig.model_fields)
         else:
             request.experiment = str(value)
         return
-    members = experiment_names() if group == "experiment" else group_members(group)
+    members = group_members(group)
     if value not in members:
         remedy = f"{did_you_mean(str(value), members)}There are {', '.join(members)}"
-        unsound = {*section_names(), *RunConfig.model_fields} if group == "experiment" else {group}
+        unsound = list(RunConfig.model_fields) if group == "experiment" else [group]
         findings.add(Problem(group, "must name a file in conf/" + group, shown(value), remedy), *unsound)
     elif group == "experiment":
         request.experiment = value
@@ -298,15 +289,15 @@ def _state_of_files(experiment: str | None) -> tuple[Hashable, ...]:
 
 
 @lru_cache(maxsize=64)
-def _composed(choice: _Choice, files: tuple[Hashable, ...]) -> tuple[dict[str, Any], Findings]:
+def _composed(
+    experiment: str | None, choices: tuple[tuple[str, str], ...], files: tuple[Hashable, ...]
+) -> tuple[dict[str, Any], Findings]:
     """The settings by Hydra, without value overrides, and the problems in their files; the caller holds the lock.
 
-    Args:
-        files: their state, which decides with the choice whether an earlier composition is taken.
+    An earlier composition is taken where the experiment, the members of groups and the state of the files are the same.
     """
     findings = Findings()
     _store_defaults()
-    experiment, choices = choice
     try:
         with _hydra():
             return _choices_composed(experiment, dict(choices), files), findings
@@ -326,7 +317,7 @@ def _composed(choice: _Choice, files: tuple[Hashable, ...]) -> tuple[dict[str, A
 def _missing_default(error: MissingConfigException, named: str) -> Problem:
     """The defaults in an experiment's file name a file that is not in `conf/`."""
     group, _, member = (error.missing_cfg_file or "").rpartition("/")
-    members = experiment_names() if group == "experiment" else group_members(group) if group in GROUPS else ()
+    members = group_members(group) if group in (*GROUPS, "experiment") else ()
     rest = f"{did_you_mean(member, members)}There are {', '.join(members or ['experiment', *GROUPS])}"
     return Problem("experiment", "its defaults must name files in conf/", f"{error.missing_cfg_file} in {named}", rest)
 
@@ -376,9 +367,7 @@ def _layers(named: str) -> tuple[list[str], Mapping[str, str]]:
 def _content(file: str, experiment: str) -> dict[str, Any]:
     """Content of one file of `conf/experiment`, or of the experiment's own file from elsewhere."""
     path = Path(experiment) if file == _OUTSIDE else CONF_DIR / "experiment" / f"{file}.yaml"
-    found = OmegaConf.to_container(OmegaConf.load(path))
-    assert isinstance(found, dict)
-    return {str(name): value for name, value in found.items()}
+    return as_plain(OmegaConf.load(path))
 
 
 def _member_of(experiment: str) -> str:
@@ -394,10 +383,9 @@ def _compose(overrides: Sequence[str]) -> tuple[dict[str, Any], Mapping[str, str
     """Settings as plain values with interpolations unresolved, and the member of each group."""
     composed = compose(_ROOT, overrides=list(overrides), return_hydra_config=True)
     choices = dict(composed.hydra.runtime.choices)
-    settings = OmegaConf.to_container(composed)
-    assert isinstance(settings, dict)
+    settings = as_plain(composed)
     del settings["hydra"]
-    return {str(name): value for name, value in settings.items()}, choices
+    return settings, choices
 
 
 @contextmanager

@@ -55,12 +55,7 @@ def write_resolved(directory: Path = RESOLVED_DIR) -> list[Path]:
 
 
 def experiment_text(config: RunConfig, comment: str) -> str:
-    """An experiment's file that composes to these settings (`NOT_WRITTEN` aside).
-
-    Args:
-        config: the settings.
-        comment: first lines of the file, without `#`.
-    """
+    """An experiment's file that composes to these settings (`NOT_WRITTEN` aside) and begins with a comment."""
     members = {"data": config.data.task, "critic": "default" if config.critic else "none"}
     # The members alone may break a rule that the whole keeps; only their values are needed.
     ((alone, _),) = judge_settings([[f"{group}={member}" for group, member in members.items()]])
@@ -143,12 +138,9 @@ def _section(name: str, section: type[Section], title: str = "") -> Iterator[str
 def _row(key: str, field: FieldInfo) -> str:
     default = shown(field.get_default(call_default_factory=True, validated_data={})).replace("\n", r"\n")
     meaning = " ".join((field.description or "").split())
-    cells = (f"`{key}`", _type(field), f"`{default}`", meaning)
+    kind = ", ".join([_written(field.annotation), *_ranges(field)])
+    cells = (f"`{key}`", kind, f"`{default}`", meaning)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _type(field: FieldInfo) -> str:
-    return ", ".join([_written(field.annotation), *_ranges(field)])
 
 
 def _ranges(field: FieldInfo) -> Iterator[str]:

@@ -5,9 +5,10 @@ from functools import cache
 from typing import Any, get_origin
 
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from rlcore.config.algo import AlgoConfig, CriticConfig, OptimConfig
-from rlcore.config.base import Key, Section, keys_of
+from rlcore.config.base import Section, keys_of
 from rlcore.config.data import CountdownData, DataConfig, FilterConfig, PassRatesConfig
 from rlcore.config.model import ModelConfig, WarmStartConfig
 from rlcore.config.rollout import EpisodeConfig, RewardConfig, RolloutConfig, SandboxConfig, ValidationConfig
@@ -63,11 +64,11 @@ class RunConfig(Section):
 
 
 @cache
-def all_keys() -> Mapping[str, tuple[Key, ...]]:
-    """Every dotted key, with several entries where tasks share it (`data.scorer`)."""
-    found: dict[str, tuple[Key, ...]] = {}
-    for key in keys_of(RunConfig):
-        found[key.name] = (*found.get(key.name, ()), key)
+def all_keys() -> Mapping[str, tuple[FieldInfo, ...]]:
+    """The field of every dotted key, with several entries where tasks share it (`data.scorer`)."""
+    found: dict[str, tuple[FieldInfo, ...]] = {}
+    for name, field in keys_of(RunConfig):
+        found[name] = (*found.get(name, ()), field)
     return found
 
 
@@ -80,7 +81,7 @@ def section_names() -> frozenset[str]:
 @cache
 def free_mappings() -> frozenset[str]:
     """Keys below which any name may be added: `tags`."""
-    return frozenset(name for name, (key, *_) in all_keys().items() if get_origin(key.field.annotation) is dict)
+    return frozenset(name for name, (field, *_) in all_keys().items() if get_origin(field.annotation) is dict)
 
 
 def is_key(name: str) -> bool:

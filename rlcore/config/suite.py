@@ -1,6 +1,6 @@
 """Suites: from the name of a file to settings, and a run's settings as one suite sees them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,16 @@ def suite_names() -> tuple[str, ...]:
 
 def put_suites(settings: dict[str, Any], findings: Findings) -> None:
     """Put the content of the files that `validation.suites` names in place of their names, in nested plain settings."""
+    named = suites_in(settings)
+    if any(isinstance(entry, str) for entry in named):
+        settings["validation"]["suites"] = read_suites(named, findings)
+
+
+def suites_in(settings: Mapping[str, Any]) -> list[Any]:
+    """The value of `validation.suites` in nested plain settings; empty where it is no list."""
     section = settings.get("validation")
     named = section.get("suites") if isinstance(section, dict) else None
-    if not isinstance(named, list) or not any(isinstance(entry, str) for entry in named):
-        return
-    settings["validation"]["suites"] = read_suites(named, findings)
+    return named if isinstance(named, list) else []
 
 
 def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:

@@ -1,6 +1,7 @@
 """From a sweep's file to a checked `Sweep`: every mistake in it and in its points is told at once."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from rlcore.config.run import RunConfig, all_keys, is_key, section_names
 from rlcore.config.sweep import Budget, Point, SweepSpec, shown_point, written
 
 SWEEPS_DIR = CONF_DIR / "sweep"
-_WORDS = tuple(key.name.rpartition(".")[2] for key in keys_of(SweepSpec)) + tuple(SweepSpec.model_fields)
+_WORDS = tuple(name.rpartition(".")[2] for name, _ in keys_of(SweepSpec)) + tuple(SweepSpec.model_fields)
 MOST_POINTS = 10_000
 NOT_SWEPT = {
     "seed": "Write the seeds as seeds: [1, 2]",
@@ -115,7 +116,8 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
     if not problems and spec.optuna is None:
         problems += _twice(points, configs)
     problems += [*_of_metric(spec, configs), *_of_rungs(spec, rungs, configs)]
-    _stop_if(problems)
+    if problems:
+        raise settings_error(list(dict.fromkeys(problems)))
     return Sweep(spec, shared, base, tuple(points), rungs)
 
 
@@ -140,12 +142,6 @@ def _judged(
     return base, [config for config, _ in of_points]
 
 
-def _stop_if(problems: Iterable[Problem]) -> None:
-    found = list(dict.fromkeys(problems))
-    if found:
-        raise settings_error(found)
-
-
 # ---------------------------------------------------------------------- the file
 
 
@@ -153,7 +149,7 @@ def _file_of(source: str) -> Path:
     file = Path(source) if source.endswith(FILE_ENDINGS) else SWEEPS_DIR / f"{source}.yaml"
     if not file.is_file():
         remedy = f"{did_you_mean(source, sweep_names())}There are {', '.join(sweep_names())}"
-        _stop_if([Problem("sweep", "must be the path of a file, or a name in conf/sweep", source, remedy)])
+        raise settings_error([Problem("sweep", "must be the path of a file, or a name in conf/sweep", source, remedy)])
     return file
 
 
@@ -162,11 +158,10 @@ def _content(file: Path) -> dict[str, Any]:
         found = OmegaConf.to_container(OmegaConf.load(file))
     except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
-        _stop_if([Problem("sweep", f"cannot be read ({reason})", str(file), "Mend the file; docs/sweeps.md")])
-        raise AssertionError from error
+        problem = Problem("sweep", f"cannot be read ({reason})", str(file), "Mend the file; docs/sweeps.md")
+        raise settings_error([problem]) from error
     if not isinstance(found, dict):
-        _stop_if([Problem("sweep", "must be a mapping", str(file), "docs/sweeps.md shows the form")])
-        raise AssertionError
+        raise settings_error([Problem("sweep", "must be a mapping", str(file), "docs/sweeps.md shows the form")])
     return {str(name): value for name, value in found.items()}
 
 
@@ -242,9 +237,7 @@ def _of_search(spec: SweepSpec) -> Iterable[Problem]:
     for key, values in spread.items():
         if isinstance(values, tuple) and not values:
             problems.append(Problem(f"{said[0]}.{key}", "is empty: there is nothing to try", "[]", "Name its values"))
-    size = 1
-    for values in (spec.grid or {}).values():
-        size *= len(values)
+    size = math.prod(len(values) for values in (spec.grid or {}).values())
     if size > MOST_POINTS:
         remedy = "Draw some of them by random or optuna"
         problems.append(Problem("grid", f"must have at most {MOST_POINTS:,} points", f"{size:,}", remedy))
@@ -289,12 +282,12 @@ def _of_seeds(spec: SweepSpec, shared: Sequence[str]) -> Iterable[Problem]:
     """The seeds differ, and are given in one place."""
     twice = sorted({seed for seed in spec.seeds if spec.seeds.count(seed) > 1})
     if twice:
-        yield Problem("seeds", "must differ", shown(list(spec.seeds)), f"Name {', '.join(map(str, twice))} once")
+        yield Problem("seeds", "must differ", shown(spec.seeds), f"Name {', '.join(map(str, twice))} once")
     wrong = [seed for seed in spec.seeds if not 0 <= seed < 2**31]
     if wrong:
         yield Problem("seeds", "must be from 0 to 2**31 - 1", shown(wrong), "Choose other seeds")
     for text in shared:
-        if text.partition("=")[0].lstrip("+~") in ("seed", "run_id"):
+        if _key(text) in ("seed", "run_id"):
             yield Problem("overrides", "seed and run_id differ from run to run", text, "Say seeds: [...] instead")
 
 

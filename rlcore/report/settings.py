@@ -66,7 +66,7 @@ def meaning(key: str) -> str:
     ('auto: CUDA where a GPU is present.', 'Answers to each prompt')
     """
     found = all_keys().get(key)
-    text = (found[0].field.description or "") if found else ""
+    text = (found[0].description or "") if found else ""
     sentence = re.split(r"(?<=[.;])\s", " ".join(text.split()), maxsplit=1)[0].rstrip(":;")
     before, _, _ = sentence.partition(": ")
     return before if " " in before else sentence

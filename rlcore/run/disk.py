@@ -1,8 +1,7 @@
-"""A run's room on disk: what it is going to write and where, and what it does where a disk is full:
-it prunes, reports, waits, and goes on by itself.
+"""A run's room on disk: estimates of what it will write, and what it does where a disk is full: it prunes, reports,
+waits, and goes on by itself.
 
-The estimates are made from the settings, for every file system that
-the run touches; they are too high rather than too low, and only the checkpoints are large. No torch.
+The estimates are made from the settings and are too high rather than too low; only checkpoints are large. No torch.
 """
 
 import time

@@ -12,10 +12,10 @@ from pydantic import TypeAdapter
 
 from rlcore.config import RunConfig
 from rlcore.config.gguf import is_gguf
-from rlcore.errors import DataError, ModelError
+from rlcore.errors import ModelError
 from rlcore.run.inputs import content_digest, planned_start_model, stage_layout
 from rlcore.run.layout import RunLayout
-from rlcore.storage.documents import read_ordinary
+from rlcore.storage.documents import read_document
 from rlcore.storage.manifest import MANIFEST, in_threads
 from rlcore.storage.publish import write_json_atomically
 
@@ -43,7 +43,7 @@ def model_paths(config: RunConfig) -> dict[str, str | None]:
 
 
 def keep_models(record: Path, paths: Mapping[str, str | None]) -> None:
-    """Write down what lies at these paths; of a model that is not on this machine what was known stays."""
+    """Record the files at these paths. The entry of a model that is not on this machine stays as it was."""
     then = _read(record)
     if (now := {**then, **_found(paths, then)}) != then:
         write_json_atomically(record, _RECORD.dump_python(now, mode="json"))
@@ -64,17 +64,16 @@ def changed_models(record: Path, paths: Mapping[str, str | None]) -> list[str]:
 
 
 def keep_start(record: Path, config: RunConfig) -> None:
-    """Write down which model lies at `model.path`, from which something is made that runs share."""
-    keep_models(record, _start(config))
+    """Record which model lies at `model.path`: the input of a result that runs share."""
+    keep_models(record, {"model.path": config.model.path})
 
 
 def require_same_start(record: Path, config: RunConfig, what: str) -> None:
-    """What runs share was made from the model that lies at `model.path`.
+    """Raise ModelError, which shows the difference, where another model lies at `model.path` than in the record.
 
-    Raises:
-        ModelError: from another one; shows what is different.
+    `what` names the result that runs share, with its verb: `...: the pass rates were`.
     """
-    if changed := changed_models(record, _start(config)):
+    if changed := changed_models(record, {"model.path": config.model.path}):
         raise ModelError(
             f"{what} begun with another model than lies at model.path now:\n{changed[0]}\nPut it back, or give the "
             "other model a folder of another name and set model.path to that."
@@ -82,24 +81,16 @@ def require_same_start(record: Path, config: RunConfig, what: str) -> None:
 
 
 def require_same_base(config: RunConfig, filtered_directory: Path) -> None:
-    """The warm start, as far as it is made, was made from the model that lies at `model.path`.
-
-    Raises:
-        ModelError: from another one.
-    """
+    """Raise ModelError where the warm start was begun from another model than lies at `model.path` now."""
     stage, made = _stage(config, filtered_directory), planned_start_model(config, filtered_directory)
     if stage is not None and (made.is_dir() or stage.checkpoints.is_dir()):
         require_same_start(stage.models_json, config, f"{made}: the warm start has")
 
 
 def keep_base(config: RunConfig, filtered_directory: Path) -> None:
-    """Write down which model the warm start is made from."""
+    """Record which model the warm start begins from."""
     if (stage := _stage(config, filtered_directory)) is not None:
         keep_start(stage.models_json, config)
-
-
-def _start(config: RunConfig) -> dict[str, str | None]:
-    return {"model.path": config.model.path}
 
 
 def _stage(config: RunConfig, filtered_directory: Path) -> RunLayout | None:
@@ -110,15 +101,9 @@ def _stage(config: RunConfig, filtered_directory: Path) -> RunLayout | None:
 
 
 def _read(record: Path) -> Models:
-    try:
-        return _RECORD.validate_json(read_ordinary(record))
-    except FileNotFoundError:  # begun before it was kept, or not begun
-        return {}
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{record}: what the models were when the run began cannot be read ({type(error).__name__}). If they are "
-            "still the same, delete it; else start another run."
-        ) from error
+    """What a record says; nothing where there is none: the run was begun before records were kept, or is not begun."""
+    remedy = "it says what the models were when the run began. If they are still the same, delete it; else start "
+    return read_document(record, _RECORD, f"{remedy}another run") or {}
 
 
 def _found(paths: Mapping[str, str | None], then: Models) -> Models:

@@ -64,11 +64,11 @@ class RunLayout:
         return cls(Path(config.paths.root).resolve(), run_directory(config).resolve())
 
     def require_kinds(self) -> None:
-        """What the run reads and writes is of the kind that it must be, where it is there already.
+        """Check that each path of the run that exists is a folder, or an ordinary file, as it must be. (Opening a FIFO
+        would wait for ever.)
 
         Raises:
-            DataError: names each folder in whose place is something else, and each file likewise: a FIFO would be
-                waited for without end.
+            DataError: names each path that is of another kind.
         """
         folders = [self.run_dir, self.checkpoints, self.answers, self.validation, self.suites, self.failures]
         folders += [self.profile, self.logs, self.exported_model, self.exported_best, self.run_dir / "report"]

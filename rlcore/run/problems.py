@@ -86,7 +86,7 @@ class HeldOut:
         return Episodes(self.config, turns, self.decode)
 
     def answerer(self, inputs: RunInputs, opened: ExitStack) -> Callable[[WorkerGroup], Answerer]:
-        """What has prompts answered and scored, once there are workers; its processes start now, and end with `opened`.
+        """A function that makes the `Answerer` of given workers; scorers start now and end with `opened`.
 
         Raises:
             ConfigError: as `episodes`, or there is no such scorer.

@@ -124,9 +124,9 @@ class RunRecord:
     def roll_back(self, state: LoopState, lr_factor: float) -> tuple[LoopState, CheckpointInfo | None]:
         """Go back to the checkpoint with the best validation (else to step 0) with a lower learning rate.
 
-        `state`: the last finished step. Its own checkpoint is none to go back to: from there the next step would be the
-        same as the one that raised the alarm. Later checkpoints are deleted: they lie on a way that the run does not
-        take. Killed at any moment of this or after it, the run meets the same alarm and comes to the same state.
+        `state`: of the last finished step. Its own checkpoint is not taken, because the step after it would raise the
+        alarm again. Checkpoints after the one that is taken are deleted. A run that is killed during or after a
+        roll-back meets the same alarm and comes to the same state.
         """
         self.saves.settle()
         found = self.store.best(below=state.step)
@@ -179,8 +179,8 @@ class RunRecord:
         return replace(state, best_metric=score, best_step=result.step)
 
     def finish(self, *, failed: bool, is_over: bool = False) -> None:
-        """Commit what is under way, if that needs no waiting for room, and record how the run ended; `is_over`: before
-        its last step, and finished all the same, with another training to follow that need not wait for MLflow."""
+        """Commit the save under way, unless it waits for room, and record how the run ended. `is_over`: it counts as
+        finished before its last step, and MLflow is not waited for."""
         try:
             self.saves.settle_now()
         except Exception as reason:
@@ -201,8 +201,7 @@ class RunRecord:
 
 
 class Pace:
-    """Mean seconds a step over the last steps. The first step of a process, which compiles and warms up, is left out:
-    it happens once.
+    """Mean seconds a step over the last steps. The first step of a process, which compiles and warms up, is left out.
 
     `is_warm`: the process has taken a step before.
     """
@@ -303,8 +302,8 @@ class RunEvents:
         self.num_faults = len(faults)
 
     def went_on(self, step: int, found: Found) -> None:
-        """The run goes on from what was found: newer checkpoints that were passed over, and what the journal lacks
-        where no checkpoint is left that fits it."""
+        """Report where the run goes on from: the newer checkpoints that were refused, and what the journal lacks where
+        no checkpoint fits it."""
         taken = found.checkpoint
         for refusal in found.refusals:
             text = f"going on from {'the start' if taken is None else taken.name}: {refusal.reason}"

@@ -1,8 +1,4 @@
-"""A run in one process: its commands, with its lock held and its faults recorded.
-
-Workers stay alive between chunks. The state of the run is the newest committed checkpoint; everything else here can be
-rebuilt from it.
-"""
+"""A run in one process: its commands, with its lock held and its faults recorded."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -140,7 +136,7 @@ class Session:
         step = self._record.store.step_of(checkpoint)
         if not is_exported(target, step):
             self._workers.load(checkpoint)
-            self._workers.export(target, "export", after_step=step, step=step)
+            self._workers.export(target, "export", after_step=step, facts={"step": step})
         return {"directory": str(target), "step": step}
 
     def save_finished(self) -> str:

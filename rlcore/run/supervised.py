@@ -3,9 +3,6 @@
 It has a folder like a run's (`warm-starts/warm-start-<fingerprint>`) with journal and checkpoints, so it goes on where
 it was, and settings that follow from those of the run. Its result is published under `models/<fingerprint>`, where runs
 of equal settings find it; its journal stays where it is.
-
-A share of the demonstrations may reach another target than the one asked (the row's distractor): the model learns to
-write valid equations over the right numbers but only in part to aim, which is left to the reinforcement learning.
 """
 
 import gc
@@ -58,8 +55,8 @@ from rlcore.workers.memory_plan import fit_run
 
 MIN_CHECK_PROBLEMS = 16
 """Fewer sampled answers say nothing about a reward."""
-LOSS, ACCURACY, REWARD = "sft/loss", "sft/accuracy", "sft/reward"
-FIGURES = (LOSS, ACCURACY, HELD_OUT_LOSS, "sft/held_out_accuracy", REWARD)
+REWARD = "sft/reward"
+FIGURES = ("sft/loss", "sft/accuracy", HELD_OUT_LOSS, "sft/held_out_accuracy", REWARD)
 """Metrics that the result's manifest keeps, by what follows the slash."""
 
 
@@ -147,11 +144,7 @@ class SupervisedWorkers(TrainingWorkers[_Started]):
         return metrics
 
     def _reward(self, answerer: Answerer, problems: Sequence[Prompt], step: int) -> float:
-        """Mean score of one sampled answer to each problem, over those that the scorer did not fail on.
-
-        Raises:
-            DataError: it failed on all.
-        """
+        """Mean score of one sampled answer to each problem, over those that the scorer did not fail on."""
         config = answerer.config
         requests = requests_for(problems, 1, run_seed=config.seed, stream=WARM_START_STREAM, step=step)
         answers = answerer.answer(requests, config.rollout.sampling, policy_version=step)
@@ -188,9 +181,8 @@ class SupervisedTraining(Training[SupervisedWorkers]):
 
     STAGE = "warm-start"
 
-    @property
-    def _every(self) -> int:
-        return self._config.warm_start.check_every
+    def _is_due(self, step: int) -> bool:
+        return step == self._config.trainer.total_steps or step % self._config.warm_start.check_every == 0
 
     def _measured(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         step = state.step

@@ -28,7 +28,6 @@ from rlcore.trainer.step import LoopState, StepResult
 
 SEE_ALARMS = "See its metrics, then change the settings, or alarms.*, which may change when a run goes on"
 
-
 W = TypeVar("W", bound=TrainingWorkers[Any])
 
 
@@ -193,11 +192,7 @@ class Training(Generic[W]):
         return metrics, after
 
     def _roll_back(self, state: LoopState, alarms: Sequence[Alarm]) -> LoopState:
-        """Back to the best checkpoint with a lower learning rate; the state to go on from.
-
-        Raises:
-            AlarmError: it was done `alarms.max_roll_backs` times already.
-        """
+        """Go back to the best checkpoint with a lower learning rate, at most `alarms.max_roll_backs` times."""
         settings, step = self._config.alarms, state.step + 1
         why = "; ".join(alarm.text for alarm in alarms if alarm.action == "roll_back")
         if state.num_roll_backs >= settings.max_roll_backs:
@@ -217,14 +212,9 @@ class Training(Generic[W]):
 
     # ------------------------------------------------------------------ held-out problems
 
-    @property
-    def _every(self) -> int:
-        """Steps between two measurements; 0: only before the first step and after the last."""
-        return self._config.validation.every_steps
-
     def _is_due(self, step: int) -> bool:
         """Whether something is measured after this step."""
-        return step == self._config.trainer.total_steps or (self._every > 0 and step % self._every == 0)
+        raise NotImplementedError
 
     def _measured(self, state: LoopState) -> tuple[Mapping[str, float], LoopState]:
         """The model of this state on the held-out problems that are due, and the state with its score."""
@@ -333,8 +323,7 @@ class RunTraining(Training[RunWorkers]):
             raise self._with_remedy(without_figures(where, data.environment or data.scorer, result.failures))
 
     def judge_checkpoint(self, checkpoint: str, name: str, suite: SuiteConfig | None = None) -> ValidationResult:
-        """Validate a checkpoint, on all held-out problems, or all of a suite's; what training found out is not
-        found out again."""
+        """Judge a checkpoint on all held-out problems, or on all of a suite; a result of training is taken over."""
         step = self.record.store.step_of(checkpoint)
         result = (
             self._known(step, suite) if suite is None else self._known(step, suite, name) or self._known(step, suite)

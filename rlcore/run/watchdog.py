@@ -95,11 +95,8 @@ class Watchdog:
     with the stacks of all processes. A context manager, entered before workers start.
 
     Args:
-        config: of the run.
-        layout: of the run.
-        stop: whether the run was told to stop. It has ended after `runtime.stop_deadline_s`, and the step has half of
-            that to finish.
-        report: takes events for the flow.
+        stop: whether the run was told to stop. The step has half of `runtime.stop_deadline_s` to finish then, and the
+            run all of it to end.
         give_up: reports an error and ends the process; called from a thread.
         step: the last finished step.
     """
@@ -137,7 +134,6 @@ class Watchdog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop the watchdog."""
         self._ended.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()

@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Concatenate, Generic, Self, TypeVar
 
 import pyarrow as pa
@@ -115,11 +114,9 @@ class TrainingWorkers(Generic[S]):
         """Name of the checkpoint whose weights the workers hold; `MID_STEP`; None before any was loaded."""
 
     def __enter__(self) -> Self:
-        """Start nothing yet: workers start at their first use."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the workers and the scorers."""
         self._open.close()
 
     @property
@@ -161,15 +158,7 @@ class TrainingWorkers(Generic[S]):
         if handed_over.warning:
             self._report({"event": "note", "text": handed_over.warning})
 
-    def export(
-        self,
-        target: Path,
-        phase: str,
-        *,
-        after_step: int,
-        step: int | None = None,
-        facts: Mapping[str, JsonValue] = MappingProxyType({}),
-    ) -> None:
+    def export(self, target: Path, phase: str, *, after_step: int, facts: Mapping[str, JsonValue]) -> None:
         """Write what the workers hold as a transformers directory, see `export_transformers`; waits for room."""
         group, lora = self.start().group, self._config.model.lora
         with self._guard.phase(phase):
@@ -177,14 +166,12 @@ class TrainingWorkers(Generic[S]):
 
         def write() -> None:
             with self._guard.phase(phase):
-                export_transformers(
-                    weights, self.start_model, target, step=step, facts=facts, lora=lora, adapters=adapters
-                )
+                export_transformers(weights, self.start_model, target, facts=facts, lora=lora, adapters=adapters)
 
         self._record.room.hold(write, step=after_step, path=target)
 
-    def savers(self) -> "RankSavers":
-        """The workers as those that write a checkpoint."""
+    def savers(self) -> RankSavers:
+        """The ranks' sides of a save."""
         return RankSavers(self.start().group, self._guard.phase)
 
     # ------------------------------------------------------------------ work
@@ -251,8 +238,8 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
         return self.start().answerer.unscored
 
     def validate(self, name: str, step: int) -> tuple[ValidationResult, pa.Table]:
-        """Held-out problems by the weights that the workers hold; all of them, or while training those set aside.
-        Returns the result and its answers as they are kept."""
+        """Judge the workers' weights on the held-out problems, while training on the first `validation.max_problems`.
+        Returns the result and the table of its answers."""
         answerer = self.start().answerer
         kept: list[pa.Table] = []
 
@@ -266,8 +253,8 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
         return result, pa.concat_tables(kept)
 
     def validate_suite(self, suite: SuiteConfig, name: str, step: int) -> tuple[ValidationResult, str]:
-        """The same on a suite's problems, and why the last of the answers without a score has none. The suite's scorer
-        and environment run for as long as that takes."""
+        """Judge them on a suite's problems, by a scorer and an environment that are started for it. Returns the result
+        and why the last answer without a score has none."""
         parts = self.start()
         problems = HeldOut.of_suite(parts.config, self.inputs, suite)
         is_evaluation = not self.inputs.has_training_rows

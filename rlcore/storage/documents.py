@@ -1,5 +1,4 @@
-"""Reads small files that anything may have happened to: whatever is wrong with one is an OSError or a ValueError. And
-what lies in the place of a folder."""
+"""Reading of small files that may be damaged: whatever is wrong with one is an OSError or a ValueError."""
 
 import errno
 import hashlib

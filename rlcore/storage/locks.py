@@ -175,20 +175,16 @@ def holder_of(path: Path) -> Holder | None:
 
 
 class HeldLock:
-    """A lock whose file says who holds it. A context manager; a crash frees it."""
+    """A lock whose file says who holds it, or did last. A context manager; a crash frees it."""
 
     def __init__(
         self, path: Path, *, what: str, wait_s: float = 0.0, error: type[MillraceError] = RunInUseError
     ) -> None:
+        self.path = path
         self._lock = FileLock(path)
         self._what = what
         self._wait_s = wait_s
         self._error = error
-
-    @property
-    def path(self) -> Path:
-        """Path of the lock file."""
-        return self._lock.path
 
     def __enter__(self) -> Self:
         """Take the lock, waiting up to `wait_s` seconds, and at least as long as `holder_of` may have it.
@@ -238,7 +234,6 @@ class HeldLock:
                 raise
 
     def __exit__(self, *error: object) -> None:
-        """Release the lock. The file stays, and keeps the name of its last holder."""
         self._lock.release()
 
 

@@ -44,7 +44,6 @@ class Manifest:
 
     values: Mapping[str, Any]
     files: tuple[FileEntry, ...]
-    format_version: int
 
     @property
     def size_bytes(self) -> int:
@@ -104,7 +103,7 @@ def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) ->
     except (ValueError, KeyError, TypeError) as reason:
         raise error(f"{path}: is damaged: {reason}. Delete {directory} and make it again.") from None
     values = {key: value for key, value in document.items() if key not in RESERVED}
-    return Manifest(MappingProxyType(values), files, version)
+    return Manifest(MappingProxyType(values), files)
 
 
 def newer_format(directory: Path) -> int | None:

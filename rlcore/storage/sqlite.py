@@ -10,10 +10,7 @@ _AS_URI = "file:"
 def sqlite_address(file: Path, scheme: str = SQLITE) -> str:
     """The address of a file. SQLAlchemy takes a path as it stands, `%` and `#` with it, but ends it at a `?`: such a
     path is written in sqlite's own form. Its slashes too are escaped there, or MLflow would make folders of that name.
-
-    Args:
-        file: absolute.
-        scheme: `sqlite:///`, or with a driver.
+    `file` is absolute; `scheme` may name a driver.
 
     >>> sqlite_address(Path("/data/50%/mlflow.db"))
     'sqlite:////data/50%/mlflow.db'

@@ -38,7 +38,7 @@ def trained(start_model: Path, shift: float) -> dict[str, torch.Tensor]:
 def test_transformers_loads_what_was_exported(start_model, tmp_path, monkeypatch, max_file_size):
     monkeypatch.setattr(export, "MAX_FILE_SIZE", max_file_size)
     weights = trained(start_model, 0.25)
-    target = export_transformers(weights, start_model, tmp_path / "model", step=20)
+    target = export_transformers(weights, start_model, tmp_path / "model", facts={"step": 20})
     assert verify_directory(target).values["step"] == 20
     assert (target / "model.safetensors").exists() == (max_file_size == "5GB")
     model, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
@@ -56,7 +56,7 @@ def test_transformers_loads_what_was_exported(start_model, tmp_path, monkeypatch
 def test_a_later_export_takes_the_place_of_an_earlier_one(start_model, tmp_path):
     for step, shift in ((1, 0.1), (2, 0.2)):
         weights = trained(start_model, shift)
-        export_transformers(weights, start_model, tmp_path / "model", step=step)
+        export_transformers(weights, start_model, tmp_path / "model", facts={"step": step})
     assert verify_directory(tmp_path / "model").values["step"] == 2
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert torch.equal(model.model.norm.weight, weights["model.norm.weight"])

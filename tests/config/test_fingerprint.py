@@ -62,12 +62,12 @@ def _parts(annotation: Any) -> tuple[Any, ...]:
 
 def other_value(key: str, value: Any) -> list[Any]:
     """Values of the key's type other than the one it has; some may be out of range."""
-    annotation = all_keys()[key][0].field.annotation
+    annotation = all_keys()[key][0].annotation
     if key in LITERALS:
         return [LITERALS[key]]
     choices = [
         choice
-        for part in (each for entry in all_keys()[key] for each in _parts(entry.field.annotation))
+        for part in (each for field in all_keys()[key] for each in _parts(field.annotation))
         if get_origin(part) is Literal
         for choice in get_args(part)
     ]

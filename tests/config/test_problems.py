@@ -75,7 +75,7 @@ def test_keys_and_sections():
     assert free_mappings() == {"tags", *options}
     assert {"algo", "algo.kl", "critic.optim", "model.lora"} <= section_names()
     assert "seed" not in section_names()
-    assert {key.section for key in all_keys()["data.scorer"]} == set(TASKS.values())
+    assert len(all_keys()["data.scorer"]) == len(TASKS)
     assert sections_of(int | None) == ()
 
 
@@ -85,9 +85,9 @@ def test_leaves_keep_empty_mappings():
 
 @pytest.mark.parametrize("name", KEYS)
 def test_every_setting_is_described(name):
-    for key in all_keys()[name]:
-        assert key.field.description
-        assert key.field.description.endswith((".", ")"))
+    for field in all_keys()[name]:
+        assert field.description
+        assert field.description.endswith((".", ")"))
 
 
 @pytest.mark.parametrize(

@@ -170,5 +170,5 @@ def test_another_model_under_the_same_path_is_refused_by_its_content(
     monkeypatch.chdir(tmp_path / "here")
     assert str(weights.parent) in refused(config)
     layout.models_json.write_text("[]")
-    with pytest.raises(DataError, match=r"models\.json: .* cannot be read .* delete it"):
+    with pytest.raises(DataError, match=r"models\.json: cannot be read .* delete it"):
         make_plan(config)

@@ -150,7 +150,7 @@ def test_merged_adapters_are_exported_and_loaded_again(smollm2: Path, batch: Pac
                 parameter.normal_(std=0.01, generator=generator)
         expected = outputs(policy, batch)
         assert (expected - unchanged).abs().max() > 0.01
-        target = export_transformers(dict(full_state(policy)), smollm2, tmp_path / "model", step=1)
+        target = export_transformers(dict(full_state(policy)), smollm2, tmp_path / "model", facts={"step": 1})
         del policy
         torch.testing.assert_close(logprobs_of(plain(target), batch), expected, rtol=0, atol=ROUNDING)
         again = outputs(load_policy(target, model=ModelConfig(), device=CPU), batch)

@@ -1,7 +1,7 @@
 """Rules of the dataset stage."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -50,6 +50,11 @@ def _lists_each_once(config: RunConfig) -> bool:
     return not isinstance(data, CountdownData) or 0 < len(data.operations) == len(set(data.operations))
 
 
+def _taken(names: Iterable[str]) -> str:
+    """Names that are given more than once, or are that of all held-out problems together."""
+    return ", ".join(name for name, count in Counter(names).items() if count > 1 or name == ALL_SOURCES)
+
+
 def _goes_up(ends: tuple[float, float]) -> bool:
     return 0 <= ends[0] <= ends[1] <= 1
 
@@ -63,20 +68,18 @@ def a_mixture_has_parts(config: RunConfig) -> Problem | None:
     if len(data.parts) < 2:
         remedy = "Name two or more, as docs/data.md shows, or choose the one as a group: data=countdown"
         return Problem("data.parts", "must hold two datasets or more", str(len(data.parts)), remedy)
-    names = Counter(part.name for part in data.parts if part.name)
-    if twice := [name for name, count in names.items() if count > 1 or name == ALL_SOURCES]:
+    if taken := _taken(part.name for part in data.parts if part.name):
         says = f"must name each dataset once, and none {ALL_SOURCES}, which is the name of all together"
-        return Problem("data.parts", says, ", ".join(twice), "Give another name, or leave it out")
+        return Problem("data.parts", says, taken, "Give another name, or leave it out")
     return None
 
 
 @rule("validation.suites", "filter.max_prompt_tokens", "rollout.max_response_tokens")
 def suites_have_names_and_room(config: RunConfig) -> Problem | None:
     """Each suite's figures have a name of their own, and its answers fit where the run's do."""
-    names = Counter(suite.name for suite in config.validation.suites)
-    if twice := [name for name, count in names.items() if count > 1 or name == ALL_SOURCES]:
+    if taken := _taken(suite.name for suite in config.validation.suites):
         says = f"must have a name each, and none {ALL_SOURCES}, which is the name of all held-out problems together"
-        return Problem("validation.suites", says, ", ".join(twice), "Write another `name` into the file")
+        return Problem("validation.suites", says, taken, "Write another `name` into the file")
     room = config.filter.max_prompt_tokens + config.rollout.max_response_tokens
     for suite in config.validation.suites:
         seen = suite_settings(config, suite)

@@ -184,8 +184,8 @@ def without_effect(
             continue
         left = [key for key in left if key not in keys]
         told = ", ".join(key if key in swept else f"{key}={shown(values[key])}" for key in keys)
-        verb = "have" if len(keys) > 1 else "has"
-        lines.append(f"{told}: {verb} no effect with {reasons}. {effect.remedy}, or leave {_it(keys)} out")
+        have, them = ("have", "them") if len(keys) > 1 else ("has", "it")
+        lines.append(f"{told}: {have} no effect with {reasons}. {effect.remedy}, or leave {them} out")
     return lines
 
 
@@ -203,7 +203,3 @@ def _reasons(config: RunConfig, effect: Effect) -> str | None:
 
 
 _ABSENT = object()
-
-
-def _it(keys: Collection[str]) -> str:
-    return "them" if len(keys) > 1 else "it"

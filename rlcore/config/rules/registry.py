@@ -50,8 +50,8 @@ def rule(*reads: str) -> Callable[[Check], Rule]:
 
 def bounds() -> Iterator[Rule]:
     """The rules that fields declare by `Bound`, the keys of the data first."""
-    for name, keys in all_keys().items():
-        for bound in (each for each in keys[0].field.metadata if isinstance(each, Bound)):
+    for name, (field, *_) in all_keys().items():
+        for bound in (each for each in field.metadata if isinstance(each, Bound)):
             yield _bound_rule(name, bound)
 
 
@@ -85,4 +85,4 @@ def divisors(number: int) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "its settings" if isinstance(value, Section) else shown(list(value) if isinstance(value, tuple) else value)
+    return "its settings" if isinstance(value, Section) else shown(value)
