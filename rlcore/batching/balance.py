@@ -8,7 +8,7 @@ balanced by operations where there are several ranks, and micro-batches of one r
 import bisect
 import functools
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeAlias
@@ -169,29 +169,6 @@ def costs(batch: PackedBatch, shape: ModelShape | None) -> list[int]:
     return _Sizes.of(batch, share_prompts=False).costs(shape)
 
 
-def num_micro_batches(lengths: Sequence[int], max_tokens: int, weights: Sequence[int] | None = None) -> int:
-    """Fewest parts of `partition`, by lengths and by `weights`, with no part of more than one sequence over
-    `max_tokens`."""
-
-    def parts(count: int) -> Iterator[tuple[int, int]]:
-        for each in (lengths, weights or lengths):
-            for part in partition(each, count):
-                yield len(part), sum(lengths[i] for i in part)
-
-    return _fewest(parts, sum(lengths), len(lengths), max_tokens)
-
-
-def _fewest(
-    parts: Callable[[int], Iterator[tuple[int, int]]], num_tokens: int, num_sequences: int, max_tokens: int
-) -> int:
-    """The least number for which no part is of more than one sequence and over `max_tokens`. `parts`: how many
-    sequences and tokens each of so many parts has."""
-    count = max(1, -(-num_tokens // max_tokens))
-    while count < num_sequences and any(many > 1 and tokens > max_tokens for many, tokens in parts(count)):
-        count += 1
-    return min(count, num_sequences)
-
-
 def micro_batches(
     batch: PackedBatch, num_micro: int, shape: ModelShape | None = None, *, share_prompts: bool = False
 ) -> list[list[int]]:
@@ -199,12 +176,11 @@ def micro_batches(
 
     With `share_prompts` answers to one prompt stay together, as far as they are no more than a micro-batch's tokens.
     """
-    sizes = _Sizes.of(batch, share_prompts=share_prompts)
-    return _cut(sizes, num_micro, shape)[0] if share_prompts else partition(sizes.costs(shape), num_micro)
+    return _cut(_Sizes.of(batch, share_prompts=share_prompts), num_micro, shape)[0]
 
 
 def _cut(sizes: _Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[list[int]], list[int]]:
-    """The sequences of each micro-batch with shared prompts, and how many tokens each computes."""
+    """The sequences of each micro-batch, and how many tokens it computes."""
     blocks, tokens = _blocks(sizes.lengths.tolist(), sizes.shared.tolist(), num_micro)
     if len(blocks) < num_micro:
         sizes = sizes.alone()
@@ -305,15 +281,15 @@ class Dealer:
 
     def _num_cut(self, sizes: _Sizes) -> int:
         """Fewest micro-batches, by cost and by tokens, with no part of more than one sequence over the budget."""
-        if not self.share_prompts:
-            return num_micro_batches(sizes.lengths.tolist(), self.max_tokens, sizes.costs(self._shape))
-
-        def parts(count: int) -> Iterator[tuple[int, int]]:
-            for shape in {self._shape, None}:
-                sequences, tokens = _cut(sizes, count, shape)
-                yield from zip(map(len, sequences), tokens, strict=True)
-
-        return _fewest(parts, sizes.num_computed(), len(sizes.lengths), self.max_tokens)
+        num_sequences = len(sizes.lengths)
+        count = max(1, -(-sizes.num_computed() // self.max_tokens))
+        while count < num_sequences and any(
+            len(part) > 1 and tokens > self.max_tokens
+            for shape in {self._shape, None}
+            for part, tokens in zip(*_cut(sizes, count, shape), strict=True)
+        ):
+            count += 1
+        return min(count, num_sequences)
 
 
 def mini_batches(group_ids: Int[Tensor, "N"], groups_per_mini_batch: int) -> list[list[int]]:
