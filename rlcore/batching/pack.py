@@ -1,6 +1,8 @@
 """Rollouts laid end to end. The shift from tokens to targets is made here and nowhere else."""
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -163,20 +165,9 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
     if places is None:
         return batch
     _, tokens = places
-
-    def pick(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[tokens]
-
-    return TrainBatch(
-        packed=_selected(batch.packed, *places),
-        old_logprobs=pick(batch.old_logprobs),
-        ref_logprobs=pick(batch.ref_logprobs),
-        old_values=pick(batch.old_values),
-        advantages=batch.advantages[tokens],
-        returns=pick(batch.returns),
-        importance_weights=batch.importance_weights[tokens],
-        covariance_rank=pick(batch.covariance_rank),
-    )
+    per_token = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "packed"}
+    chosen: dict[str, Any] = {name: None if of_all is None else of_all[tokens] for name, of_all in per_token.items()}
+    return replace(batch, packed=_selected(batch.packed, *places), **chosen)
 
 
 def scatter_tokens(
