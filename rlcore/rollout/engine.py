@@ -80,10 +80,8 @@ class RolloutEngine(Protocol):
     engine that cannot be sure which weights it used raises `EngineError`.
     """
 
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights in use; -1 before the first hand-over."""
-        ...
+    policy_version: int
+    """Version of the weights in use; -1 before the first hand-over, and where the engine has dropped them since."""
 
     def generate(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int

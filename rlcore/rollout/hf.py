@@ -50,21 +50,16 @@ class HfEngine(RolloutEngine):
         self._policy = policy.eval().requires_grad_(False)
         self._eos_token_ids = eos_token_ids
         self._num_at_once = max_num_seqs
-        self._version = -1
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights in use; -1 before the first hand-over."""
-        return self._version
+        self.policy_version = -1
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
         """Copy all weights into the engine's model."""
-        self._version = -1  # an interrupted hand-over leaves no valid version
+        self.policy_version = -1  # an interrupted hand-over leaves no valid version
         own = dict(self._policy.model.named_parameters())
         with torch.no_grad():
             for name, tensor in complete(weights, own):
                 own[name].copy_(tensor)
-        self._version = version
+        self.policy_version = version
         return TakenWeights()
 
     def sleep(self) -> None:
@@ -77,7 +72,7 @@ class HfEngine(RolloutEngine):
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[tuple[int, Rollout]]:
         """(index of the request, its rollout), batch by batch."""
-        if self._version < 0:
+        if self.policy_version < 0:
             raise EngineError("the engine was asked for answers before its first weight hand-over")
         start = 0
         while start < len(requests):
@@ -161,7 +156,7 @@ class HfEngine(RolloutEngine):
             response_ids=tuple(answer.token_ids),
             behavior_logprobs=np.array(answer.logprobs, dtype=np.float32),
             finish_reason=answer.finish_reason,
-            policy_version=self._version,
+            policy_version=self.policy_version,
         )
 
 
