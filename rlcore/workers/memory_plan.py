@@ -84,7 +84,6 @@ class MemoryPlan:
     device: Device
     phases: Mapping[str, Mapping[str, int]]
     floor_bytes: int
-    notes: tuple[str, ...] = ()
 
     @property
     def peak_phase(self) -> str:
