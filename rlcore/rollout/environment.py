@@ -122,6 +122,8 @@ class _Kept:
 
 
 _kept: OrderedDict[str, _Kept] = OrderedDict()
+_loop = cache(asyncio.new_event_loop)
+"""One loop for all episodes of the process, so that clients which an environment opens live on."""
 
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
@@ -179,9 +181,3 @@ def completed(value: T | Awaitable[T]) -> T:
     if inspect.isawaitable(value):
         return _loop().run_until_complete(cast(Coroutine[Any, Any, T], value))
     return value
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """One loop for all episodes of the process, so that clients which an environment opens live on."""
-    return asyncio.new_event_loop()
