@@ -139,12 +139,11 @@ class RayGroup:
             ) from error
         except RayError as error:
             found = self._cause(error, references)
-            cause = found.cause if isinstance(found, RayTaskError) else None
-            if isinstance(cause, MillraceError):
-                raise cause from found
-            if isinstance(found, RayTaskError):
-                raise found from None
-            raise _lost(found) from found
+            if not isinstance(found, RayTaskError):
+                raise _lost(found) from found
+            if isinstance(found.cause, MillraceError):
+                raise found.cause from found
+            raise found from None
 
     def _cause(self, first: RayError, references: list[Any]) -> RayError:
         """The first error, or that of a dead rank: its peers fail too, in the collective that it has left."""
