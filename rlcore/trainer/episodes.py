@@ -172,10 +172,8 @@ class Episodes:
             self._reset(playing)
         homes = shared_out(requests, group.world_size)
         for turn in range(self._config.episode.max_turns):
-            indices = [index for index, one in enumerate(playing) if one.is_open]
-            if not indices:
-                break
-            self._round(group, playing, turn, sampling, homes, policy_version=policy_version, clock=clock)
+            if any(one.is_open for one in playing):
+                self._round(group, playing, turn, sampling, homes, policy_version=policy_version, clock=clock)
         texts = ["\n".join(one.lines) for one in playing]
         return [one.rollout(policy_version) for one in playing], [one.score() for one in playing], texts
 
