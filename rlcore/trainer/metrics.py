@@ -17,12 +17,10 @@ from rlcore.trainer.experience import Experience
 from rlcore.trainer.update import Update
 from rlcore.types import PackedBatch
 from rlcore.workers.canary import HandOver
-from rlcore.workers.measure import MemoryPeak
+from rlcore.workers.measure import BYTES_PER_GB, MemoryPeak
 from rlcore.workers.worker import WorkerInfo
 
 Metrics = dict[str, float]
-
-BYTES_PER_GB = 1e9
 
 PER_TOKEN_PHASES = ("ref", "values", "adv", "update_critic", "update_actor", "old_log_prob", "supervise")
 """Phases whose time is divided by all tokens; generation is divided by answer tokens."""
