@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import DeviceMemoryError, EngineError
@@ -186,13 +187,9 @@ def sample(
 
 def _left_padded(prompts: Sequence[tuple[int, ...]]) -> tuple[Int[Tensor, "P L"], Int[Tensor, "P L"]]:
     """Token ids and attention mask, padded on the left with token 0 (masked, so its value never matters)."""
-    width = max(len(token_ids) for token_ids in prompts)
-    padded = torch.zeros(len(prompts), width, dtype=torch.int64)
-    mask = torch.zeros(len(prompts), width, dtype=torch.int64)
-    for row, token_ids in enumerate(prompts):
-        padded[row, width - len(token_ids) :] = torch.tensor(token_ids)
-        mask[row, width - len(token_ids) :] = 1
-    return padded, mask
+    rows = [torch.tensor(token_ids) for token_ids in prompts]
+    padded = pad_sequence(rows, batch_first=True, padding_side="left")
+    return padded, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
 
 
 def _uniforms(requests: Sequence[SamplingRequest], count: int) -> np.ndarray:
