@@ -542,12 +542,10 @@ def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConf
 
 def _with_budget(config: RunConfig, shape: ModelShape, device: Device, *, least: int) -> RunConfig | None:
     """The largest token budget whose plan fits; None where `least` tokens do not."""
-    budget = max(MAX_MICRO_BATCH_TOKENS, least)
-    while budget >= least:
+    for budget in range(max(MAX_MICRO_BATCH_TOKENS, least), least - 1, -TOKENS_STEP):
         found = _with(config, {"trainer.max_tokens_per_micro_batch": budget})
         if plan_memory(found, shape, device).peak_bytes <= _room(device):
             return found
-        budget -= TOKENS_STEP
     return None
 
 
