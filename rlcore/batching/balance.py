@@ -160,8 +160,7 @@ class _Sizes:
         if shape is not None:
             layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
             found = layers * found + shape.embedding * self.targets + width * self.lengths**2
-        costs: list[int] = found.tolist()
-        return costs
+        return found.tolist()
 
 
 def costs(batch: PackedBatch, shape: ModelShape | None) -> list[int]:
