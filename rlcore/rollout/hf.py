@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import DeviceMemoryError, EngineError
+from rlcore.models.library import DynamicCache
 from rlcore.models.memory import Refused, attempted, release_cached_memory
 from rlcore.models.policy import CausalPolicy
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TakenWeights, complete
@@ -109,7 +110,7 @@ class HfEngine(RolloutEngine):
         prompts = list({request.prompt.token_ids: None for request in requests})
         row_of = {token_ids: row for row, token_ids in enumerate(prompts)}
         token_ids, mask = _left_padded(prompts)
-        cache = self._policy.new_cache()
+        cache = DynamicCache()
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         logits = self._policy.decode(token_ids.to(device), mask.to(device), positions.to(device), cache)
         rows = torch.tensor([row_of[request.prompt.token_ids] for request in requests], device=device)
