@@ -336,7 +336,6 @@ class ScoringPool:
 
     def _read_results(self, worker: ScoringProcess) -> None:
         try:
-            self._handle(worker, worker.take())
             while worker.connection.poll():
                 self._handle(worker, worker.take())
         except (EOFError, OSError) as error:
