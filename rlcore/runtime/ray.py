@@ -200,9 +200,7 @@ def neighbours(nodes: Mapping[int, str]) -> list[int]:
     >>> neighbours({0: "one", 1: "other", 2: "one"})
     [0, 2, 1]
     """
-    first: dict[str, int] = {}
-    for bundle in sorted(nodes):
-        first.setdefault(nodes[bundle], bundle)
+    first = {nodes[bundle]: bundle for bundle in sorted(nodes, reverse=True)}
     return sorted(nodes, key=lambda bundle: (first[nodes[bundle]], bundle))
 
 
