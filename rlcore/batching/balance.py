@@ -301,9 +301,3 @@ def mini_batches(group_ids: Int[Tensor, "N"], groups_per_mini_batch: int) -> lis
         [index for group in groups[start : start + groups_per_mini_batch] for index in group]
         for start in range(0, len(groups), groups_per_mini_batch)
     ]
-
-
-def rank_tokens(batch: PackedBatch, shares: Shares) -> Int[Tensor, "R"]:
-    """Tokens on each rank."""
-    lengths = batch.sequence_lengths()
-    return torch.stack([lengths[torch.tensor(part)].sum() for part in shares.sequences])

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from rlcore.algos.advantages import score_range
 from rlcore.algos.objective import explained_variance
-from rlcore.batching.balance import Shares, num_computed, rank_tokens
+from rlcore.batching.balance import Shares, num_computed
 from rlcore.config import RunConfig
 from rlcore.trainer.alarms import SKIPPED
 from rlcore.trainer.estimate import Estimate
@@ -81,7 +81,7 @@ def cost_metrics(
     num_devices = len(shares.sequences)
     lengths = packed.sequence_lengths().tolist()
     return {
-        **balance_metrics(packed, rank_tokens(packed, shares)),
+        **balance_metrics(packed, shares),
         **mfu_metrics(
             seconds,
             lengths,
@@ -168,9 +168,11 @@ def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
     return metrics
 
 
-def balance_metrics(packed: PackedBatch, balanced: Int[Tensor, "R"]) -> Metrics:
+def balance_metrics(packed: PackedBatch, shares: Shares) -> Metrics:
     """Tokens on each rank, cut in the order drawn and as balanced."""
-    drawn = torch.stack([part.sum() for part in packed.sequence_lengths().chunk(len(balanced))]).float()
+    lengths = packed.sequence_lengths()
+    drawn = torch.stack([part.sum() for part in lengths.chunk(len(shares.sequences))]).float()
+    balanced = torch.stack([lengths[torch.tensor(part)].sum() for part in shares.sequences])
     return {
         "global_seqlen/min": drawn.min().item(),
         "global_seqlen/max": drawn.max().item(),
