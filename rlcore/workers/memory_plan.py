@@ -473,7 +473,7 @@ def suggestion(config: RunConfig) -> str:
         found.append("rollout.sleep_level=2")
     if _has_reference(config) and not config.algo.kl.offload:
         found.append("algo.kl.offload=true")
-    if not offloads_optimizers(config):
+    if not (config.optim.offload and (config.critic is None or config.critic.optim.offload)):
         found.append("optim.offload=true" + ("" if config.critic is None else " critic.optim.offload=true"))
     if not config.model.gradient_checkpointing:
         found.append("model.gradient_checkpointing=true")
@@ -519,11 +519,6 @@ def _variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
     variant = _with(variant, dict.fromkeys(moments, True))
     yield variant, several
     yield _with(variant, {"model.gradient_checkpointing": True}), several
-
-
-def offloads_optimizers(config: RunConfig) -> bool:
-    """Whether the moments of every optimizer wait in the host's memory."""
-    return config.optim.offload and (config.critic is None or config.critic.optim.offload)
 
 
 def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
