@@ -23,7 +23,7 @@ from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
 
 _Part: TypeAlias = tuple[int, int, Any]
-"""-(sum of a part), an index of it (-1: none), and its indices as nested pairs: lists put together cost the square."""
+"""-(sum of a part), an index of it (-1: none), and its indices as nested pairs: joining lists takes quadratic time."""
 CLOSE_ENOUGH = 1e-3
 """Share of the mean by which the heaviest part may be over it before sequences are exchanged."""
 
@@ -121,8 +121,7 @@ def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], g
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of n sequences: their tokens, their targets, and those of their first tokens that are computed with another of
-    them."""
+    """Token counts of n sequences: all tokens, targets, and first tokens that are computed with another sequence."""
 
     lengths: Int[Tensor, "n"]
     targets: Int[Tensor, "n"]

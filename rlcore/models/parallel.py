@@ -193,7 +193,7 @@ R = TypeVar("R")
 
 
 class CountedCollectives:
-    """Stands between a sharded model and its process group.
+    """Counts the collectives of a sharded model's passes, and leaves out those that an earlier pass has sent.
 
     Args:
         model: by `fully_shard`, as are its layers, over several ranks.

@@ -18,7 +18,7 @@ from rlcore.types import Prompt, Rollout
 TRAINING_STREAM, VALIDATION_STREAM, WARM_START_STREAM, PASS_RATE_STREAM = 1, 2, 3, 4
 """First word of a seed: no two purposes share random numbers."""
 _ENVIRONMENT = 2**32 - 1
-"""In place of an answer's number, beyond all of them."""
+"""Stands for an answer's number in the seed of an environment; no answer has this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class TakenWeights:
 class RolloutEngine(Protocol):
     """Writes answers with the policy's weights.
 
-    Invariant: no rollout is born stale. Every rollout carries the version given to the last `update_weights`; an
-    engine that cannot be sure which weights it used raises `EngineError`.
+    Every rollout carries the version given to the last `update_weights`; an engine that cannot be sure which weights it
+    used raises `EngineError`.
     """
 
     policy_version: int

@@ -40,7 +40,6 @@ with uncollected():  # a rank's process begins with these
 OBJECT_STORE_BYTES = 256 * 1024**2
 """Batches are megabytes; Ray's own default would reserve 30% of the host's memory."""
 
-
 ALL_FAIL_WAIT_S = 10.0
 """After one rank's error: time for the others to show whether a rank has died, which is then the cause."""
 

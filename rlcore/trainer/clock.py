@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 EnterPhase = Callable[[str], AbstractContextManager[object]]
-"""Told of each phase by its name; may refuse it by raising."""
+"""Called with a phase's name when the phase begins, which runs inside the result; raises where it must not begin."""
 
 
 class PhaseClock:

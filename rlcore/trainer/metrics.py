@@ -25,7 +25,6 @@ Metrics = dict[str, float]
 PER_TOKEN_PHASES = ("ref", "values", "adv", "update_critic", "update_actor", "old_log_prob", "supervise")
 """Phases whose time is divided by all tokens; generation is divided by answer tokens."""
 
-
 MEASURED_ON_THE_MACHINE = (
     "timing_s/",
     "timing_per_token_ms/",
