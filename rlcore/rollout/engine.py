@@ -102,12 +102,13 @@ class RolloutEngine(Protocol):
 
     def sleep(self) -> None:
         """Give back what training needs (memory); the next `update_weights` or `generate` wakes the engine. Called
-        before every pass of training, so it costs nothing when the engine sleeps already."""
-        ...
+        before every pass of training, so it costs nothing when the engine sleeps already. By default it does
+        nothing."""
+        return
 
     def close(self) -> None:
-        """Release all memory and processes of the engine."""
-        ...
+        """Release all memory and processes of the engine; by default it does nothing."""
+        return
 
 
 class NoEngine(RolloutEngine):
@@ -127,12 +128,6 @@ class NoEngine(RolloutEngine):
         for _ in weights:
             pass
         return TakenWeights()
-
-    def sleep(self) -> None:
-        """Do nothing: there is no engine."""
-
-    def close(self) -> None:
-        """Do nothing: there is no engine."""
 
 
 def complete(weights: Iterable[tuple[str, Tensor]], expected: Collection[str]) -> Iterator[tuple[str, Tensor]]:

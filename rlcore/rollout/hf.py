@@ -46,7 +46,7 @@ class _Answer:
 
 
 class HfEngine(RolloutEngine):
-    """`RolloutEngine` on transformers; runs anywhere torch runs."""
+    """`RolloutEngine` on transformers; runs anywhere torch runs. It has no cache between calls."""
 
     def __init__(self, policy: CausalPolicy, *, eos_token_ids: frozenset[int], max_num_seqs: int) -> None:
         self._policy = policy.eval().requires_grad_(False)
@@ -63,12 +63,6 @@ class HfEngine(RolloutEngine):
                 own[name].copy_(tensor)
         self.policy_version = version
         return TakenWeights()
-
-    def sleep(self) -> None:
-        """Do nothing: the cache lives only inside `generate`."""
-
-    def close(self) -> None:
-        """Do nothing: the engine holds nothing between calls."""
 
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
