@@ -175,7 +175,7 @@ def _required(resolve: Callable[[str], R], name: str, rule: str) -> R:
         raise ConfigError(f"{rule}, got {name!r} ({describe(error)}). {where_modules_are_found(name)}.") from error
 
 
-class ScoringPool:
+class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
     """Scores answers by `scorer`, a `module:function`; see `rlcore.score.Scorer`.
 
     With `num_processes` 0 it scores in this process, without a deadline: for scorers known to be bounded. `section`:
@@ -210,9 +210,6 @@ class ScoringPool:
             self._wakes.setblocking(False)
             self._thread = threading.Thread(target=self._run, name="scoring", daemon=True)
             self._thread.start()
-
-    def __enter__(self) -> "ScoringPool":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
