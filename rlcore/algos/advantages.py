@@ -84,7 +84,7 @@ def group_advantages(
 
 
 def _float_type(scores: Tensor) -> torch.dtype:
-    """The type of advantages of such scores: an advantage of whole numbers is none."""
+    """The scores' own type; for whole numbers the default float type."""
     return scores.dtype if scores.is_floating_point() else torch.get_default_dtype()
 
 
@@ -272,7 +272,7 @@ def group_size(group_ids: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
 
 
 def comparable(score_mask: Bool[Tensor, "N"], group_ids: Int[Tensor, "N"]) -> Bool[Tensor, "N"]:
-    """True for an answer with a score to whose prompt another one has a score too, or that is the only one there is.
+    """True for an answer with a score whose group has another answer with a score, or no other answer.
 
     >>> comparable(torch.tensor([True, False, True, True, True]), torch.tensor([0, 0, 1, 1, 2])).tolist()
     [False, False, True, True, True]

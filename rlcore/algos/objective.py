@@ -46,11 +46,6 @@ class Statistics:
         """The inverse of `stack`."""
         return cls(*stacked.unbind())
 
-    @classmethod
-    def zero(cls: type[S], device: torch.device | str = "cpu") -> S:
-        """The neutral element of the sum."""
-        return cls.unstack(torch.zeros(len(fields(cls)), dtype=torch.float64, device=device))
-
 
 @dataclass(frozen=True, slots=True)
 class PolicyStatistics(Statistics):

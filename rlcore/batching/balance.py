@@ -8,7 +8,7 @@ balanced by operations where there are several ranks, and micro-batches of one r
 import bisect
 import functools
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeAlias
@@ -23,7 +23,7 @@ from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
 
 _Part: TypeAlias = tuple[int, int, Any]
-"""-(sum of a part), an index of it (-1: none), and its indices as nested pairs: lists put together cost the square."""
+"""-(sum of a part), an index of it (-1: none), and its indices as nested pairs: joining lists takes quadratic time."""
 CLOSE_ENOUGH = 1e-3
 """Share of the mean by which the heaviest part may be over it before sequences are exchanged."""
 
@@ -121,8 +121,7 @@ def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], g
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of n sequences: their tokens, their targets, and those of their first tokens that are computed with another of
-    them."""
+    """Token counts of n sequences: all tokens, targets, and first tokens that are computed with another sequence."""
 
     lengths: Int[Tensor, "n"]
     targets: Int[Tensor, "n"]
@@ -160,36 +159,12 @@ class _Sizes:
         if shape is not None:
             layers, width = shape.layers * shape.layer_weights, shape.layers * shape.query_width
             found = layers * found + shape.embedding * self.targets + width * self.lengths**2
-        costs: list[int] = found.tolist()
-        return costs
+        return found.tolist()
 
 
 def costs(batch: PackedBatch, shape: ModelShape | None) -> list[int]:
     """What a pass over each sequence costs beside another, as `_Sizes.costs` says; no prompt is shared."""
     return _Sizes.of(batch, share_prompts=False).costs(shape)
-
-
-def num_micro_batches(lengths: Sequence[int], max_tokens: int, weights: Sequence[int] | None = None) -> int:
-    """Fewest parts of `partition`, by lengths and by `weights`, with no part of more than one sequence over
-    `max_tokens`."""
-
-    def parts(count: int) -> Iterator[tuple[int, int]]:
-        for each in (lengths, weights or lengths):
-            for part in partition(each, count):
-                yield len(part), sum(lengths[i] for i in part)
-
-    return _fewest(parts, sum(lengths), len(lengths), max_tokens)
-
-
-def _fewest(
-    parts: Callable[[int], Iterator[tuple[int, int]]], num_tokens: int, num_sequences: int, max_tokens: int
-) -> int:
-    """The least number for which no part is of more than one sequence and over `max_tokens`. `parts`: how many
-    sequences and tokens each of so many parts has."""
-    count = max(1, -(-num_tokens // max_tokens))
-    while count < num_sequences and any(many > 1 and tokens > max_tokens for many, tokens in parts(count)):
-        count += 1
-    return min(count, num_sequences)
 
 
 def micro_batches(
@@ -199,12 +174,11 @@ def micro_batches(
 
     With `share_prompts` answers to one prompt stay together, as far as they are no more than a micro-batch's tokens.
     """
-    sizes = _Sizes.of(batch, share_prompts=share_prompts)
-    return _cut(sizes, num_micro, shape)[0] if share_prompts else partition(sizes.costs(shape), num_micro)
+    return _cut(_Sizes.of(batch, share_prompts=share_prompts), num_micro, shape)[0]
 
 
 def _cut(sizes: _Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[list[int]], list[int]]:
-    """The sequences of each micro-batch with shared prompts, and how many tokens each computes."""
+    """The sequences of each micro-batch, and how many tokens it computes."""
     blocks, tokens = _blocks(sizes.lengths.tolist(), sizes.shared.tolist(), num_micro)
     if len(blocks) < num_micro:
         sizes = sizes.alone()
@@ -305,15 +279,15 @@ class Dealer:
 
     def _num_cut(self, sizes: _Sizes) -> int:
         """Fewest micro-batches, by cost and by tokens, with no part of more than one sequence over the budget."""
-        if not self.share_prompts:
-            return num_micro_batches(sizes.lengths.tolist(), self.max_tokens, sizes.costs(self._shape))
-
-        def parts(count: int) -> Iterator[tuple[int, int]]:
-            for shape in {self._shape, None}:
-                sequences, tokens = _cut(sizes, count, shape)
-                yield from zip(map(len, sequences), tokens, strict=True)
-
-        return _fewest(parts, sizes.num_computed(), len(sizes.lengths), self.max_tokens)
+        num_sequences = len(sizes.lengths)
+        count = max(1, -(-sizes.num_computed() // self.max_tokens))
+        while count < num_sequences and any(
+            len(part) > 1 and tokens > self.max_tokens
+            for shape in {self._shape, None}
+            for part, tokens in zip(*_cut(sizes, count, shape), strict=True)
+        ):
+            count += 1
+        return min(count, num_sequences)
 
 
 def mini_batches(group_ids: Int[Tensor, "N"], groups_per_mini_batch: int) -> list[list[int]]:
@@ -326,9 +300,3 @@ def mini_batches(group_ids: Int[Tensor, "N"], groups_per_mini_batch: int) -> lis
         [index for group in groups[start : start + groups_per_mini_batch] for index in group]
         for start in range(0, len(groups), groups_per_mini_batch)
     ]
-
-
-def rank_tokens(batch: PackedBatch, shares: Shares) -> Int[Tensor, "R"]:
-    """Tokens on each rank."""
-    lengths = batch.sequence_lengths()
-    return torch.stack([lengths[torch.tensor(part)].sum() for part in shares.sequences])

@@ -1,6 +1,8 @@
 """Rollouts laid end to end. The shift from tokens to targets is made here and nowhere else."""
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlcore.batching.prompts import Demonstration
-from rlcore.types import PackedBatch, Rollout, Score, TrainBatch
+from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 
 
 def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequence[int]) -> PackedBatch:
@@ -67,30 +69,25 @@ def place_turn_rewards(rollouts: Sequence[Rollout], packed: PackedBatch) -> Floa
 def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
     """N demonstrations -> one `PackedBatch` of T tokens, in the order given, with a loss on their answers' tokens.
 
+    All that follows a first token is packed as an episode is, of which the model has sampled some tokens.
+
     >>> batch = pack_demonstrations([Demonstration((7, 8, 1, 2), (False, False, True, True))])
     >>> batch.target_ids.tolist(), batch.loss_mask.int().tolist()
     ([8, 1, 2, 0], [0, 1, 1, 0])
     """
-    lengths = torch.tensor([len(each.token_ids) for each in demonstrations], dtype=torch.int64)
-    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(lengths, dim=0)])
-    ids = np.concatenate([np.asarray(each.token_ids, dtype=np.int64) for each in demonstrations])
-    token_ids = torch.from_numpy(ids)
-    is_answer = torch.from_numpy(np.concatenate([np.asarray(each.is_answer, dtype=bool) for each in demonstrations]))
-    target_ids, loss_mask = token_ids.roll(-1), is_answer.roll(-1)
-    target_ids[cu_seqlens[1:] - 1] = 0  # the last token of a sequence predicts nothing
-    loss_mask[cu_seqlens[1:] - 1] = False
-    count = len(demonstrations)
-    return PackedBatch(
-        token_ids=token_ids,
-        position_ids=torch.arange(len(token_ids)) - torch.repeat_interleave(cu_seqlens[:-1], lengths),
-        cu_seqlens=cu_seqlens,
-        target_ids=target_ids,
-        loss_mask=loss_mask,
-        behavior_logprobs=torch.zeros(len(token_ids)),
-        scores=torch.zeros(count),
-        score_mask=torch.ones(count, dtype=torch.bool),
-        group_ids=torch.arange(count),
-    )
+    rollouts = [
+        Rollout(
+            prompt=Prompt(index, tuple(each.token_ids[:1]), "", ""),
+            sample_index=0,
+            response_ids=tuple(each.token_ids[1:]),
+            behavior_logprobs=np.zeros(len(each.token_ids) - 1),
+            finish_reason="stop",
+            policy_version=0,
+            is_sampled=np.array(each.is_answer[1:], dtype=bool),
+        )
+        for index, each in enumerate(demonstrations)
+    ]
+    return pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))
 
 
 def token_indices(cu_seqlens: Tensor, sequences: Sequence[int]) -> Tensor:
@@ -168,20 +165,9 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
     if places is None:
         return batch
     _, tokens = places
-
-    def pick(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[tokens]
-
-    return TrainBatch(
-        packed=_selected(batch.packed, *places),
-        old_logprobs=pick(batch.old_logprobs),
-        ref_logprobs=pick(batch.ref_logprobs),
-        old_values=pick(batch.old_values),
-        advantages=batch.advantages[tokens],
-        returns=pick(batch.returns),
-        importance_weights=batch.importance_weights[tokens],
-        covariance_rank=pick(batch.covariance_rank),
-    )
+    per_token = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "packed"}
+    chosen: dict[str, Any] = {name: None if of_all is None else of_all[tokens] for name, of_all in per_token.items()}
+    return replace(batch, packed=_selected(batch.packed, *places), **chosen)
 
 
 def scatter_tokens(

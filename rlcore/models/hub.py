@@ -18,7 +18,7 @@ _ANSWER_TIMEOUT_S = 10.0
 
 @cache
 def hub_answers() -> bool:
-    """Asked once a process. Without an answer only the cache is read: the hub's client tries each file for 25 s."""
+    """Whether the hub answers; asked once a process. If not, only the cache is read: the client waits 25 s a file."""
     from huggingface_hub import constants, get_session
 
     try:

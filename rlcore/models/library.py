@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 NAMED_ALIKE = ("torch", "accelerate", "mistral_common")
-"""Of what transformers asks for as it is imported, all: modules that have the names of their packages."""
+"""The packages that transformers looks up while it is imported; each has the name of its module."""
 
 
 class Distributions(Mapping[str, list[str]]):

@@ -24,7 +24,7 @@ from rlcore.models.nf4 import Nf4Linear
 from rlcore.models.policy import CausalPolicy
 
 _BASE = ".base_layer."
-_ADAPTERS = (".lora_A.", ".lora_B.")
+ADAPTERS = (".lora_A.", ".lora_B.")
 
 
 class AdaptedLinear(nn.Module):
@@ -155,20 +155,13 @@ def merged_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> I
         layer = model.get_submodule(owner) if is_adapted and rest == "weight" else None
         if isinstance(layer, AdaptedLinear):
             yield f"{owner}.weight", layer.merged(gather)
-        elif not any(part in name for part in _ADAPTERS):
+        elif not any(part in name for part in ADAPTERS):
             yield name.replace(_BASE, "."), gather(parameter)
     for name, module in model.named_modules():
         if isinstance(module, Nf4Linear):
             owner = name.removesuffix(_BASE.rstrip("."))
             layer = model.get_submodule(owner)
             yield f"{owner}.weight", layer.merged(gather) if isinstance(layer, AdaptedLinear) else module.whole(gather)
-
-
-def adapter_parameters(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The adapters alone, whole, under the names that PEFT gives them in its files."""
-    for name, parameter in model.named_parameters():
-        if any(part in name for part in _ADAPTERS):
-            yield f"base_model.model.{name}", gather(parameter)
 
 
 def write_peft(adapters: Mapping[str, Tensor], lora: LoraConfig, base: str, folder: Path) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
-from rlcore.models.lora import adapter_parameters, merged_parameters
+from rlcore.models.lora import ADAPTERS, merged_parameters
 from rlcore.models.optim import local_of
 from rlcore.models.policy import CausalPolicy, PackedTrunk, ValueModel
 
@@ -65,7 +65,9 @@ def full_state(
 
 def adapter_state(model: CausalPolicy) -> Iterator[tuple[str, Tensor]]:
     """The LoRA adapters alone, whole, under PEFT's names; a collective, as `full_state` is."""
-    yield from adapter_parameters(model.model, gathered)
+    for name, parameter in model.model.named_parameters():
+        if any(part in name for part in ADAPTERS):
+            yield f"base_model.model.{name}", gathered(parameter)
 
 
 def reshard(model: nn.Module) -> None:
@@ -191,7 +193,7 @@ R = TypeVar("R")
 
 
 class CountedCollectives:
-    """Stands between a sharded model and its process group.
+    """Counts the collectives of a sharded model's passes, and leaves out those that an earlier pass has sent.
 
     Args:
         model: by `fully_shard`, as are its layers, over several ranks.

@@ -201,10 +201,6 @@ class CausalPolicy(PackedTrunk):
         finally:
             self.train()
 
-    def new_cache(self) -> DynamicCache:
-        """An empty key-value cache for `decode`. Every layer keeps all tokens, a sliding window is a mask."""
-        return DynamicCache()
-
     def decode(
         self,
         token_ids: Int[Tensor, "B L"],
@@ -214,7 +210,8 @@ class CausalPolicy(PackedTrunk):
     ) -> Float[Tensor, "B V"]:
         """Float32 logits after the last of L new tokens; S = tokens in `cache` + L, rows padded on the left.
 
-        `attention_mask` is 1 (or True) where a token is real. Appends the new tokens' keys and values to `cache`.
+        `attention_mask` is 1 (or True) where a token is real. Appends the new tokens' keys and values to `cache`, which
+        keeps all tokens in every layer (`DynamicCache()`): a sliding window is a mask.
         """
         mask = decode_mask(attention_mask.bool(), token_ids.shape[1])
         with self.precision(), self.evaluating():

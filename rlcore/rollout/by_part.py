@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from functools import cache
 
 from rlcore.rollout.scoring_worker import SCORER_KEY, resolve_scorer
-from rlcore.score import Score, Scorer
+from rlcore.score import Score
+
+_scorer = cache(resolve_scorer)
 
 
 def with_scorer(ground_truth_json: str, scorer: str) -> str:
@@ -21,8 +23,3 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score | float:
     """The score by the named scorer, which gets the ground truth without that name."""
     rest = {name: value for name, value in ground_truth.items() if name != SCORER_KEY}
     return _scorer(str(ground_truth[SCORER_KEY]))(response, rest)
-
-
-@cache
-def _scorer(name: str) -> Scorer:
-    return resolve_scorer(name)

@@ -18,7 +18,7 @@ from rlcore.types import Prompt, Rollout
 TRAINING_STREAM, VALIDATION_STREAM, WARM_START_STREAM, PASS_RATE_STREAM = 1, 2, 3, 4
 """First word of a seed: no two purposes share random numbers."""
 _ENVIRONMENT = 2**32 - 1
-"""In place of an answer's number, beyond all of them."""
+"""Stands for an answer's number in the seed of an environment; no answer has this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,12 @@ class TakenWeights:
 class RolloutEngine(Protocol):
     """Writes answers with the policy's weights.
 
-    Invariant: no rollout is born stale. Every rollout carries the version given to the last `update_weights`; an
-    engine that cannot be sure which weights it used raises `EngineError`.
+    Every rollout carries the version given to the last `update_weights`; an engine that cannot be sure which weights it
+    used raises `EngineError`.
     """
 
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights in use; -1 before the first hand-over."""
-        ...
+    policy_version: int
+    """Version of the weights in use; -1 before the first hand-over, and where the engine has dropped them since."""
 
     def generate(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
@@ -104,12 +102,13 @@ class RolloutEngine(Protocol):
 
     def sleep(self) -> None:
         """Give back what training needs (memory); the next `update_weights` or `generate` wakes the engine. Called
-        before every pass of training, so it costs nothing when the engine sleeps already."""
-        ...
+        before every pass of training, so it costs nothing when the engine sleeps already. By default it does
+        nothing."""
+        return
 
     def close(self) -> None:
-        """Release all memory and processes of the engine."""
-        ...
+        """Release all memory and processes of the engine; by default it does nothing."""
+        return
 
 
 class NoEngine(RolloutEngine):
@@ -129,12 +128,6 @@ class NoEngine(RolloutEngine):
         for _ in weights:
             pass
         return TakenWeights()
-
-    def sleep(self) -> None:
-        """Do nothing: there is no engine."""
-
-    def close(self) -> None:
-        """Do nothing: there is no engine."""
 
 
 def complete(weights: Iterable[tuple[str, Tensor]], expected: Collection[str]) -> Iterator[tuple[str, Tensor]]:

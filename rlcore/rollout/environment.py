@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import json
 from collections import OrderedDict
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pkgutil import resolve_name
@@ -115,13 +115,10 @@ def resolve_environment(name: str) -> type[Environment]:
     return cast(type[Environment], found)
 
 
-@dataclass(slots=True)
-class _Kept:
-    environment: Environment
-    texts: Sequence[str]
-
-
-_kept: OrderedDict[str, _Kept] = OrderedDict()
+_kept: OrderedDict[str, tuple[Environment, list[str]]] = OrderedDict()
+"""Environments between turns by their episodes' names, with the texts that each has read."""
+_loop = cache(asyncio.new_event_loop)
+"""One loop for all episodes of the process, so that clients which an environment opens live on."""
 
 
 def play(response: str, ground_truth: Mapping[str, object]) -> Score:
@@ -134,19 +131,18 @@ def play(response: str, ground_truth: Mapping[str, object]) -> Score:
         return Score(0.0, {})
     asked = json.loads(response)
     texts, replies, limit = asked["texts"], asked["replies"], asked["max_characters"]
-    kept = _kept.pop(asked["name"], None)
-    if kept is None or not texts or kept.texts != texts[:-1]:
-        kept = _Kept(kind(**options), ())
-        first = completed(kept.environment.reset(cast(Mapping[str, Any], ground_truth["row"])))
+    environment, read = _kept.pop(asked["name"], (None, []))
+    if environment is None or not texts or read != texts[:-1]:
+        environment = kind(**options)
+        first = completed(environment.reset(cast(Mapping[str, Any], ground_truth["row"])))
         turn = Turn(_cut(first or "", limit))
         for text, expected in zip(texts, replies, strict=True):
             _require_same(turn, expected)
-            turn = _stepped(kept.environment, text, limit)
+            turn = _stepped(environment, text, limit)
     else:
-        turn = _stepped(kept.environment, texts[-1], limit)
+        turn = _stepped(environment, texts[-1], limit)
     if not turn.done:
-        kept.texts = texts
-        _kept[asked["name"]] = kept
+        _kept[asked["name"]] = environment, texts
         if len(_kept) > _MAX_KEPT:
             _kept.popitem(last=False)
     return Score(turn.reward, turn.parts, json.dumps([turn.reply, turn.done]))
@@ -179,9 +175,3 @@ def completed(value: T | Awaitable[T]) -> T:
     if inspect.isawaitable(value):
         return _loop().run_until_complete(cast(Coroutine[Any, Any, T], value))
     return value
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """One loop for all episodes of the process, so that clients which an environment opens live on."""
-    return asyncio.new_event_loop()

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import DeviceMemoryError, EngineError
+from rlcore.models.library import DynamicCache
 from rlcore.models.memory import Refused, attempted, release_cached_memory
 from rlcore.models.policy import CausalPolicy
 from rlcore.rollout.engine import RolloutEngine, SamplingRequest, TakenWeights, complete
@@ -44,40 +46,29 @@ class _Answer:
 
 
 class HfEngine(RolloutEngine):
-    """`RolloutEngine` on transformers; runs anywhere torch runs."""
+    """`RolloutEngine` on transformers; runs anywhere torch runs. It has no cache between calls."""
 
     def __init__(self, policy: CausalPolicy, *, eos_token_ids: frozenset[int], max_num_seqs: int) -> None:
         self._policy = policy.eval().requires_grad_(False)
         self._eos_token_ids = eos_token_ids
         self._num_at_once = max_num_seqs
-        self._version = -1
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights in use; -1 before the first hand-over."""
-        return self._version
+        self.policy_version = -1
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
         """Copy all weights into the engine's model."""
-        self._version = -1  # an interrupted hand-over leaves no valid version
+        self.policy_version = -1  # an interrupted hand-over leaves no valid version
         own = dict(self._policy.model.named_parameters())
         with torch.no_grad():
             for name, tensor in complete(weights, own):
                 own[name].copy_(tensor)
-        self._version = version
+        self.policy_version = version
         return TakenWeights()
-
-    def sleep(self) -> None:
-        """Do nothing: the cache lives only inside `generate`."""
-
-    def close(self) -> None:
-        """Do nothing: the engine holds nothing between calls."""
 
     def stream(
         self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
     ) -> Iterator[tuple[int, Rollout]]:
         """(index of the request, its rollout), batch by batch."""
-        if self._version < 0:
+        if self.policy_version < 0:
             raise EngineError("the engine was asked for answers before its first weight hand-over")
         start = 0
         while start < len(requests):
@@ -113,7 +104,7 @@ class HfEngine(RolloutEngine):
         prompts = list({request.prompt.token_ids: None for request in requests})
         row_of = {token_ids: row for row, token_ids in enumerate(prompts)}
         token_ids, mask = _left_padded(prompts)
-        cache = self._policy.new_cache()
+        cache = DynamicCache()
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         logits = self._policy.decode(token_ids.to(device), mask.to(device), positions.to(device), cache)
         rows = torch.tensor([row_of[request.prompt.token_ids] for request in requests], device=device)
@@ -161,7 +152,7 @@ class HfEngine(RolloutEngine):
             response_ids=tuple(answer.token_ids),
             behavior_logprobs=np.array(answer.logprobs, dtype=np.float32),
             finish_reason=answer.finish_reason,
-            policy_version=self._version,
+            policy_version=self.policy_version,
         )
 
 
@@ -191,13 +182,9 @@ def sample(
 
 def _left_padded(prompts: Sequence[tuple[int, ...]]) -> tuple[Int[Tensor, "P L"], Int[Tensor, "P L"]]:
     """Token ids and attention mask, padded on the left with token 0 (masked, so its value never matters)."""
-    width = max(len(token_ids) for token_ids in prompts)
-    padded = torch.zeros(len(prompts), width, dtype=torch.int64)
-    mask = torch.zeros(len(prompts), width, dtype=torch.int64)
-    for row, token_ids in enumerate(prompts):
-        padded[row, width - len(token_ids) :] = torch.tensor(token_ids)
-        mask[row, width - len(token_ids) :] = 1
-    return padded, mask
+    rows = [torch.tensor(token_ids) for token_ids in prompts]
+    padded = pad_sequence(rows, batch_first=True, padding_side="left")
+    return padded, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
 
 
 def _uniforms(requests: Sequence[SamplingRequest], count: int) -> np.ndarray:

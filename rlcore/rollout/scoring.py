@@ -17,11 +17,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -30,6 +30,8 @@ from rlcore.errors import ConfigError, EngineError, where_modules_are_found
 from rlcore.rollout.environment import resolve_environment
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, describe, resolve_scorer, score_one
 from rlcore.score import Score, Scorer
+
+R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
@@ -154,13 +156,7 @@ def require_scorer(name: str, key: str = "data.scorer") -> Scorer:
     Raises:
         ConfigError: there is no such function.
     """
-    try:
-        return resolve_scorer(name)
-    except Exception as error:  # importing a scorer's module can raise anything
-        raise ConfigError(
-            f"{key}: must name a function as module:function, got {name!r} ({describe(error)}). "
-            f"{where_modules_are_found(name)}."
-        ) from error
+    return _required(resolve_scorer, name, f"{key}: must name a function as module:function")
 
 
 def require_environment(name: str) -> None:
@@ -169,16 +165,17 @@ def require_environment(name: str) -> None:
     Raises:
         ConfigError: there is none, or it lacks a method.
     """
+    _required(resolve_environment, name, "data.environment: must name a class as module:Class")
+
+
+def _required(resolve: Callable[[str], R], name: str, rule: str) -> R:
     try:
-        resolve_environment(name)
-    except Exception as error:  # importing its module can raise anything
-        raise ConfigError(
-            f"data.environment: must name a class as module:Class, got {name!r} ({describe(error)}). "
-            f"{where_modules_are_found(name)}."
-        ) from error
+        return resolve(name)
+    except Exception as error:  # importing somebody's module can raise anything
+        raise ConfigError(f"{rule}, got {name!r} ({describe(error)}). {where_modules_are_found(name)}.") from error
 
 
-class ScoringPool:
+class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
     """Scores answers by `scorer`, a `module:function`; see `rlcore.score.Scorer`.
 
     With `num_processes` 0 it scores in this process, without a deadline: for scorers known to be bounded. `section`:
@@ -213,9 +210,6 @@ class ScoringPool:
             self._wakes.setblocking(False)
             self._thread = threading.Thread(target=self._run, name="scoring", daemon=True)
             self._thread.start()
-
-    def __enter__(self) -> "ScoringPool":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -339,7 +333,6 @@ class ScoringPool:
 
     def _read_results(self, worker: ScoringProcess) -> None:
         try:
-            self._handle(worker, worker.take())
             while worker.connection.poll():
                 self._handle(worker, worker.take())
         except (EOFError, OSError) as error:

@@ -9,7 +9,8 @@ from typing import Any
 
 from rlcore.errors import ConfigError
 
-_ASK, _ANSWERS, _REPLIES = "MillraceAsk", ("MillraceFirst", "MillraceSecond"), ("MillraceOne", "MillraceTwo")
+_ASK = {"role": "user", "content": "MillraceAsk"}
+_ANSWERS, _REPLIES = ("MillraceFirst", "MillraceSecond"), ("MillraceOne", "MillraceTwo")
 
 
 class TurnTokens:
@@ -36,7 +37,7 @@ class TurnTokens:
         if not chat:
             return
         try:
-            start = self._render([self._user(_ASK)]) + _ANSWERS[0]
+            start = self._render([_ASK]) + _ANSWERS[0]
             one = self._conversation(1)
             two = self._conversation(2)
         except Exception as error:  # jinja's own classes, and what a template raises
@@ -60,7 +61,7 @@ class TurnTokens:
         reply = self._cut(reply)
         if not self._chat:
             return reply, self._ids(reply)
-        shown = [self._user(_ASK), {"role": "assistant", "content": _ANSWERS[0]}, self._message(reply)]
+        shown = [_ASK, {"role": "assistant", "content": _ANSWERS[0]}, self._message(reply)]
         ids = self._ids(self._render(shown)[self._head :])
         return reply, ids[1:] if ids[:1] == [last_token] else ids
 
@@ -74,9 +75,9 @@ class TurnTokens:
         message = self._cut(message)
         if not self._chat:
             return message, tuple(prompt), self._ids(message)
-        closed, opened = self._render([self._user(_ASK)], opened=False), self._render([self._user(_ASK)])
+        closed, opened = self._render([_ASK], opened=False), self._render([_ASK])
         begin = self._ids(opened[len(closed) :])
-        both = self._render([self._user(_ASK), self._message(message)])
+        both = self._render([_ASK, self._message(message)])
         kept = len(prompt) - len(begin)
         if not (opened.startswith(closed) and both.startswith(closed) and list(prompt[kept:]) == begin and kept > 0):
             raise ConfigError(
@@ -93,16 +94,13 @@ class TurnTokens:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _conversation(self, num_turns: int) -> str:
-        messages = [self._user(_ASK)]
+        messages = [_ASK]
         for answer, reply in list(zip(_ANSWERS, _REPLIES, strict=True))[:num_turns]:
             messages += [{"role": "assistant", "content": answer}, self._message(reply)]
         return self._render(messages)
 
-    def _message(self, text: str) -> Mapping[str, str]:
+    def _message(self, text: str) -> dict[str, str]:
         return {"role": self._role, "content": text}
-
-    def _user(self, text: str) -> Mapping[str, str]:
-        return {"role": "user", "content": text}
 
     def _render(self, messages: Sequence[Mapping[str, str]], *, opened: bool = True) -> str:
         return str(

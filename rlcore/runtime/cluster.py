@@ -125,7 +125,7 @@ def remove_session(session: Path) -> None:
 
 
 def remove_dead_sessions() -> None:
-    """Remove what clusters have left that were killed: no other process of ours would."""
+    """Remove the folders of clusters that were killed: nothing else removes them."""
     for session in ray_folder().glob("session_2*"):
         with suppress(FileNotFoundError):  # another run that starts at this moment has removed it
             if time.time() - session.stat().st_mtime > DEAD_FOR_S and not _is_alive(session):

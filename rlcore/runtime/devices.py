@@ -50,16 +50,16 @@ def find_devices() -> Devices:
     return TypeAdapter(Devices).validate_json(output_of([sys.executable, "-P", "-m", __name__]))
 
 
-def output_of(command: Sequence[str], timeout_s: float = PROBE_S) -> str:
+def output_of(command: Sequence[str]) -> str:
     """Standard output of a process.
 
     Raises:
         OSError: it has failed, with the last line of its errors, or has not ended in time.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
     except subprocess.TimeoutExpired:
-        raise OSError(f"no end in {timeout_s:g} s") from None
+        raise OSError(f"no end in {PROBE_S:g} s") from None
     if done.returncode:
         raise OSError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
     return done.stdout

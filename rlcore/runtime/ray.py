@@ -40,7 +40,6 @@ with uncollected():  # a rank's process begins with these
 OBJECT_STORE_BYTES = 256 * 1024**2
 """Batches are megabytes; Ray's own default would reserve 30% of the host's memory."""
 
-
 ALL_FAIL_WAIT_S = 10.0
 """After one rank's error: time for the others to show whether a rank has died, which is then the cause."""
 
@@ -139,12 +138,11 @@ class RayGroup:
             ) from error
         except RayError as error:
             found = self._cause(error, references)
-            cause = found.cause if isinstance(found, RayTaskError) else None
-            if isinstance(cause, MillraceError):
-                raise cause from found
-            if isinstance(found, RayTaskError):
-                raise found from None
-            raise _lost(found) from found
+            if not isinstance(found, RayTaskError):
+                raise _lost(found) from found
+            if isinstance(found.cause, MillraceError):
+                raise found.cause from found
+            raise found from None
 
     def _cause(self, first: RayError, references: list[Any]) -> RayError:
         """The first error, or that of a dead rank: its peers fail too, in the collective that it has left."""
@@ -201,9 +199,7 @@ def neighbours(nodes: Mapping[int, str]) -> list[int]:
     >>> neighbours({0: "one", 1: "other", 2: "one"})
     [0, 2, 1]
     """
-    first: dict[str, int] = {}
-    for bundle in sorted(nodes):
-        first.setdefault(nodes[bundle], bundle)
+    first = {nodes[bundle]: bundle for bundle in sorted(nodes, reverse=True)}
     return sorted(nodes, key=lambda bundle: (first[nodes[bundle]], bundle))
 
 

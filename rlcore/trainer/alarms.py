@@ -75,16 +75,14 @@ def step_alarms(
 
 
 def _all_equal(experience: Experience) -> bool:
-    by_group: dict[int, set[float]] = {}
     scored = [
         (group, score.total)
         for group, score in zip(experience.group_ids, experience.scores, strict=True)
         if score.failure is None
     ]
-    for group, total in scored:
-        by_group.setdefault(group, set()).add(total)
-    is_compared = len(by_group) < len(scored)  # an answer alone to its prompt has nothing to be equal to
-    return is_compared and all(len(scores) == 1 for scores in by_group.values())
+    num_groups = len({group for group, _ in scored})
+    # An answer alone to its prompt has nothing to be equal to.
+    return len(set(scored)) == num_groups < len(scored)
 
 
 def save_failure(directory: Path, step: int, experience: Experience, batch: TrainBatch) -> tuple[Path, list[int]]:

@@ -4,19 +4,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-EnterPhase = Callable[[str], AbstractContextManager[None]]
-"""Told of each phase by its name; may refuse it by raising."""
-
-
-def unwatched(name: str) -> AbstractContextManager[None]:
-    """Hook that does nothing."""
-    return nullcontext()
+EnterPhase = Callable[[str], AbstractContextManager[object]]
+"""Called with a phase's name when the phase begins, which runs inside the result; raises where it must not begin."""
 
 
 class PhaseClock:
     """Wall seconds by phase, on the driver. A phase entered twice adds up."""
 
-    def __init__(self, enter: EnterPhase = unwatched) -> None:
+    def __init__(self, enter: EnterPhase = nullcontext) -> None:
         self._enter = enter
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}

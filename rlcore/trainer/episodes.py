@@ -7,7 +7,7 @@ engine's prefix cache holds where it has one: an episode stays on its rank.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -121,7 +121,7 @@ class _Playing:
         self.finish_reason, self.is_open = "length", False
 
 
-class Episodes:
+class Episodes(AbstractContextManager["Episodes"]):
     """Plays episodes with the environment of `data.environment`. Use as a context manager.
 
     Raises:
@@ -140,9 +140,6 @@ class Episodes:
             for _ in range(config.episode.num_processes)
         ]
         self._num_played = 0
-
-    def __enter__(self) -> "Episodes":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._open.close()
@@ -172,10 +169,8 @@ class Episodes:
             self._reset(playing)
         homes = shared_out(requests, group.world_size)
         for turn in range(self._config.episode.max_turns):
-            indices = [index for index, one in enumerate(playing) if one.is_open]
-            if not indices:
-                break
-            self._round(group, playing, turn, sampling, homes, policy_version=policy_version, clock=clock)
+            if any(one.is_open for one in playing):
+                self._round(group, playing, turn, sampling, homes, policy_version=policy_version, clock=clock)
         texts = ["\n".join(one.lines) for one in playing]
         return [one.rollout(policy_version) for one in playing], [one.score() for one in playing], texts
 

@@ -214,16 +214,13 @@ class ExperienceCollector:
         drawn = 0
         tally: dict[int, tuple[int, int]] = {}
         group_size = config.rollout.samples_per_prompt
-        for _ in range(1 + dynamic.max_refills if dynamic.enabled else 1):
+        for _ in range(1 + dynamic.max_refills):
             missing = wanted - len(kept) // group_size
             prompts = self._stream.take(state.num_prompts_drawn + drawn, missing)
             answers = self._answer(prompts, drawn, state, clock)
             count_passes(answers, tally)  # of every group, kept or not, and before the penalty on lengths
             drawn += missing
-            if not dynamic.enabled:
-                kept = answers
-                break
-            useful = self._informative(answers)
+            useful = self._informative(answers) if dynamic.enabled else [True] * len(answers)
             kept += [answer for answer, good in zip(answers, useful, strict=True) if good]
             rest += [answer for answer, good in zip(answers, useful, strict=True) if not good]
             if len(kept) == wanted * group_size:

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from rlcore.algos.advantages import score_range
 from rlcore.algos.objective import explained_variance
-from rlcore.batching.balance import Shares, num_computed, rank_tokens
+from rlcore.batching.balance import Shares, num_computed
 from rlcore.config import RunConfig
 from rlcore.trainer.alarms import SKIPPED
 from rlcore.trainer.estimate import Estimate
@@ -17,16 +17,13 @@ from rlcore.trainer.experience import Experience
 from rlcore.trainer.update import Update
 from rlcore.types import PackedBatch
 from rlcore.workers.canary import HandOver
-from rlcore.workers.measure import MemoryPeak
+from rlcore.workers.measure import BYTES_PER_GB, MemoryPeak
 from rlcore.workers.worker import WorkerInfo
 
 Metrics = dict[str, float]
 
-BYTES_PER_GB = 1e9
-
 PER_TOKEN_PHASES = ("ref", "values", "adv", "update_critic", "update_actor", "old_log_prob", "supervise")
 """Phases whose time is divided by all tokens; generation is divided by answer tokens."""
-
 
 MEASURED_ON_THE_MACHINE = (
     "timing_s/",
@@ -83,7 +80,7 @@ def cost_metrics(
     num_devices = len(shares.sequences)
     lengths = packed.sequence_lengths().tolist()
     return {
-        **balance_metrics(packed, rank_tokens(packed, shares)),
+        **balance_metrics(packed, shares),
         **mfu_metrics(
             seconds,
             lengths,
@@ -170,9 +167,11 @@ def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
     return metrics
 
 
-def balance_metrics(packed: PackedBatch, balanced: Int[Tensor, "R"]) -> Metrics:
+def balance_metrics(packed: PackedBatch, shares: Shares) -> Metrics:
     """Tokens on each rank, cut in the order drawn and as balanced."""
-    drawn = torch.stack([part.sum() for part in packed.sequence_lengths().chunk(len(balanced))]).float()
+    lengths = packed.sequence_lengths()
+    drawn = torch.stack([part.sum() for part in lengths.chunk(len(shares.sequences))]).float()
+    balanced = torch.stack([lengths[torch.tensor(part)].sum() for part in shares.sequences])
     return {
         "global_seqlen/min": drawn.min().item(),
         "global_seqlen/max": drawn.max().item(),

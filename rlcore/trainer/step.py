@@ -1,6 +1,7 @@
 """One training step: it reads as the algorithm."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ from rlcore.checkpoint.state import LoopState as LoopState
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.trainer.alarms import Alarm, batch_alarms, save_failure, step_alarms
-from rlcore.trainer.clock import EnterPhase, PhaseClock, unwatched
+from rlcore.trainer.clock import EnterPhase, PhaseClock
 from rlcore.trainer.estimate import Estimate, Parts, Passes, estimate
 from rlcore.trainer.experience import Experience, ExperienceCollector
 from rlcore.trainer.metrics import Metrics, cost_metrics, memory_metrics, step_metrics
@@ -82,7 +83,7 @@ class Trainer(GroupTrainer):
         collector: ExperienceCollector,
         *,
         failures: Path,
-        enter_phase: EnterPhase = unwatched,
+        enter_phase: EnterPhase = nullcontext,
     ) -> None:
         super().__init__(config, group, enter_phase)
         self._failures = failures

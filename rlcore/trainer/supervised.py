@@ -3,6 +3,7 @@
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from rlcore.algos.objective import SupervisedStatistics
@@ -11,7 +12,7 @@ from rlcore.batching.pack import pack_demonstrations, select
 from rlcore.batching.prompts import Demonstration
 from rlcore.config import RunConfig
 from rlcore.errors import NonFiniteError
-from rlcore.trainer.clock import EnterPhase, PhaseClock, unwatched
+from rlcore.trainer.clock import EnterPhase, PhaseClock
 from rlcore.trainer.metrics import Metrics, cost_metrics
 from rlcore.trainer.step import GroupTrainer, LoopState, StepResult
 from rlcore.workers.group import WorkerGroup
@@ -25,7 +26,7 @@ class SupervisedTrainer(GroupTrainer):
     """Runs supervised steps on a group of workers. The prompts drawn of its `LoopState` are demonstrations."""
 
     def __init__(
-        self, config: RunConfig, group: WorkerGroup, draw: Draw, *, enter_phase: EnterPhase = unwatched
+        self, config: RunConfig, group: WorkerGroup, draw: Draw, *, enter_phase: EnterPhase = nullcontext
     ) -> None:
         super().__init__(config, group, enter_phase)
         self._draw = draw

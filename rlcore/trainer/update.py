@@ -101,7 +101,7 @@ def needs_old_logprobs(config: RunConfig) -> bool:
 
 
 def _selects(algo: AlgoConfig) -> bool:
-    """Whether what a token counts depends on its whole mini-batch."""
+    """Whether a token's weight in the loss depends on its whole mini-batch."""
     return algo.top_entropy < 1 or algo.clip_cov.share > 0 or asks_for(algo.policy_loss, "covariance_rank")
 
 

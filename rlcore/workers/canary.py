@@ -6,7 +6,7 @@ log-probabilities are from another policy than the one that is trained. Rounding
 model's own affair, so the first right hand-over says what is usual.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,8 +81,8 @@ class Canary:
                 log-probabilities differ. Or one of those is no number.
         """
         bound, difference = self.bound, max(one.difference for one in observed)
-        differing = _each_once(name for one in observed for name in one.taken.differing)
-        uncompared = _each_once(name for one in observed for name in one.taken.uncompared)
+        differing = list(dict.fromkeys(name for one in observed for name in one.taken.differing))
+        uncompared = list(dict.fromkeys(name for one in observed for name in one.taken.uncompared))
         if self._noise is None and difference <= bound:
             # Before it vLLM's weights are random: a model that answers right with them has taken them over.
             self._in_another_form = frozenset(differing)
@@ -113,10 +113,6 @@ class Canary:
         if self._given is not None or self._noise is None:
             return f"{bound:g}"
         return f"{bound:.3g}, from the first hand-over's {self._noise:.3g}"
-
-
-def _each_once(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
 
 
 def _listed(what: str, names: Sequence[str]) -> str:

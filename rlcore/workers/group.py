@@ -16,10 +16,8 @@ class WorkerGroup(Protocol):
     All or nothing: if one rank fails or is lost, the call raises and the group is of no use any more.
     """
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        ...
+    world_size: int
+    """Number of ranks."""
 
     def each(self, verb: Callable[Concatenate[Worker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call the verb on every rank with the same arguments; answers by rank."""

@@ -84,7 +84,6 @@ class MemoryPlan:
     device: Device
     phases: Mapping[str, Mapping[str, int]]
     floor_bytes: int
-    notes: tuple[str, ...] = ()
 
     @property
     def peak_phase(self) -> str:
@@ -474,7 +473,7 @@ def suggestion(config: RunConfig) -> str:
         found.append("rollout.sleep_level=2")
     if _has_reference(config) and not config.algo.kl.offload:
         found.append("algo.kl.offload=true")
-    if not offloads_optimizers(config):
+    if not (config.optim.offload and (config.critic is None or config.critic.optim.offload)):
         found.append("optim.offload=true" + ("" if config.critic is None else " critic.optim.offload=true"))
     if not config.model.gradient_checkpointing:
         found.append("model.gradient_checkpointing=true")
@@ -522,11 +521,6 @@ def _variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
     yield _with(variant, {"model.gradient_checkpointing": True}), several
 
 
-def offloads_optimizers(config: RunConfig) -> bool:
-    """Whether the moments of every optimizer wait in the host's memory."""
-    return config.optim.offload and (config.critic is None or config.critic.optim.offload)
-
-
 def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
     """The engine gets what every answer at its longest would take, as far as it is free beside what is always held."""
     if config.rollout.engine != "vllm":
@@ -543,12 +537,10 @@ def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConf
 
 def _with_budget(config: RunConfig, shape: ModelShape, device: Device, *, least: int) -> RunConfig | None:
     """The largest token budget whose plan fits; None where `least` tokens do not."""
-    budget = max(MAX_MICRO_BATCH_TOKENS, least)
-    while budget >= least:
+    for budget in range(max(MAX_MICRO_BATCH_TOKENS, least), least - 1, -TOKENS_STEP):
         found = _with(config, {"trainer.max_tokens_per_micro_batch": budget})
         if plan_memory(found, shape, device).peak_bytes <= _room(device):
             return found
-        budget -= TOKENS_STEP
     return None
 
 

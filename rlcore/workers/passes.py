@@ -111,10 +111,6 @@ class Ranks:
     device: torch.device
     shape: ModelShape | None
 
-    def all_went_well(self, went_well: bool) -> bool:
-        """Whether the pass went well on all ranks."""
-        return on_all_ranks(went_well, world_size=self.world_size, device=self.device)
-
 
 _ELSEWHERE = Refused("another rank")
 
@@ -182,9 +178,9 @@ class PassBudget:
         outcome = attempted(partial(work, parts))
         if isinstance(outcome, Refused):
             self._make_up(ranks, work, batch, len(parts), outcome)
-            ranks.all_went_well(False)
-            return outcome
-        return outcome if ranks.all_went_well(True) else _ELSEWHERE
+        is_refused = isinstance(outcome, Refused)
+        all_went_well = on_all_ranks(not is_refused, world_size=ranks.world_size, device=ranks.device)
+        return outcome if is_refused or all_went_well else _ELSEWHERE
 
     def _make_up(
         self, ranks: Ranks, work: Callable[[Parts], R], batch: PackedBatch, num_parts: int, refused: Refused

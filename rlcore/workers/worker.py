@@ -71,7 +71,7 @@ class Worker:
         self._model_directory = model_directory
         self._rank = rank
         self._world_size = world_size
-        self._place: Place | None = None
+        self._place: Place
         self._mesh: DeviceMesh | None = None
         self._reference: Reference | None = None
         self._critic: Critic | None = None
@@ -121,7 +121,6 @@ class Worker:
 
     def reset(self) -> None:
         """Policy and critic as they are at step 0. Those that were are gone before: a card may not hold both."""
-        assert self._place is not None, "setup comes first"
         config, place, mesh = self._config, self._place, self._mesh
         if hasattr(self, "_actor"):
             del self._actor
@@ -135,7 +134,6 @@ class Worker:
 
     def info(self) -> WorkerInfo:
         """What this rank found at its start."""
-        assert self._place is not None, "setup comes first"
         place = self._place
         device_name = torch.cuda.get_device_name() if place.device.type == "cuda" else "CPU"
         given = self._config.runtime.peak_tflops
@@ -254,7 +252,6 @@ class Worker:
             self._is_frozen = True
         self._version, self._num_updates = version, 0
         self._wake_engine()
-        assert self._place is not None, "setup comes first"
         weights = self._actor.weights(engine_dtype(self._config, self._place.dtype))
         taken = self._engine.update_weights(weights, version)
         if self._engine.policy_version != version:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.rank_balance import waiting
-from rlcore.batching.balance import Dealer, costs, micro_batches, num_computed, num_micro_batches, partition
+from rlcore.batching.balance import Dealer, costs, micro_batches, num_computed, partition
 from rlcore.batching.pack import pack, select
 from rlcore.config.model import PUBLISHED
 from rlcore.models.shape import ModelShape
@@ -57,9 +57,19 @@ def test_it_beats_dealing_in_order() -> None:
 
 @given(LENGTHS, st.integers(1, 4000))
 def test_a_micro_batch_of_several_sequences_keeps_the_budget(lengths: list[int], max_tokens: int) -> None:
-    count = num_micro_batches(lengths, max_tokens)
-    parts = partition(lengths, count)
-    assert all(len(part) == 1 or sum(lengths[i] for i in part) <= max_tokens for part in parts)
+    batch = unlike_answers(lengths)
+    count = Dealer(num_ranks=1, max_tokens=max_tokens, shape=None).share_out(batch, range(len(lengths))).num_micro
+    parts = micro_batches(batch, count)
+    assert all(len(part) == 1 or sum(lengths[i] + 1 for i in part) <= max_tokens for part in parts)
+
+
+def unlike_answers(lengths: Sequence[int]) -> PackedBatch:
+    """An answer of each length, each to a prompt of its own of one token."""
+    rollouts = [
+        Rollout(Prompt(index, (5,), "gsm8k", "{}"), 0, (7,) * length, np.zeros(length, dtype=np.float32), "stop", 0)
+        for index, length in enumerate(lengths)
+    ]
+    return pack(rollouts, [Score(1.0, {})] * len(rollouts), range(len(rollouts)))
 
 
 @pytest.mark.parametrize(("num_parts", "equal"), [(0, False), (4, False), (2, True)])
@@ -147,11 +157,7 @@ def test_one_rank_is_cut_by_tokens_whatever_the_model() -> None:
 
 def test_the_rank_that_needs_most_micro_batches_sets_their_number() -> None:
     """Of one answer over the budget and three short ones, two to each rank."""
-    rollouts = [
-        Rollout(Prompt(index, (5,), "gsm8k", "{}"), 0, (7,) * length, np.zeros(length, dtype=np.float32), "stop", 0)
-        for index, length in enumerate([100, 1, 1, 1])
-    ]
-    batch = pack(rollouts, [Score(1.0, {})] * 4, range(4))
+    batch = unlike_answers([100, 1, 1, 1])
     assert Dealer(num_ranks=2, max_tokens=50, shape=None).share_out(batch, range(4)).num_micro == 2
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlcore.models.library import DynamicCache
 from tests.models.tiny import (
     CONFIGS,
     VOCAB,
@@ -119,7 +120,7 @@ def test_decode_step_by_step_agrees_with_the_packed_forward(kind: str, tmp_path:
     for row, n in enumerate(prompts):
         tokens[row, width - n :] = rows[row][:n]
         mask[row, width - n :] = 1
-    cache = policy.new_cache()
+    cache = DynamicCache()
     with torch.no_grad():
         logits = [policy.decode(tokens, mask, (mask.cumsum(1) - 1).clamp(min=0), cache)]
         for step in range(num_new - 1):

@@ -11,6 +11,7 @@ from torch import Tensor
 from rlcore.batching.pack import pack
 from rlcore.config import ModelConfig, RunConfig, SamplingConfig, ScratchModel
 from rlcore.errors import DeviceMemoryError, EngineError
+from rlcore.models.library import DynamicCache
 from rlcore.models.load import end_of_text_ids, load_policy
 from rlcore.models.policy import CausalPolicy
 from rlcore.models.scratch import build_scratch_model
@@ -151,7 +152,7 @@ def test_greedy_takes_the_most_likely_token_each_time(engine: HfEngine, policy: 
     tokens = list(request.prompt.token_ids)
     for expected in rollout.response_ids:
         ids = torch.tensor([tokens])
-        logits = policy.decode(ids, torch.ones_like(ids), torch.arange(len(tokens))[None], policy.new_cache())
+        logits = policy.decode(ids, torch.ones_like(ids), torch.arange(len(tokens))[None], DynamicCache())
         assert int(logits.argmax()) == expected
         tokens.append(expected)
 

@@ -323,7 +323,7 @@ def _loaded_by_vllm(directory: Path) -> VllmEngine:
         engine = build(directory)
     finally:
         start.engine_arguments = plain
-    engine._version = 0
+    engine.policy_version = 0
     return engine
 
 
@@ -332,7 +332,7 @@ def _with_stale_prefix(engine: VllmEngine, directory: Path, requests: list[Sampl
     reset = engine._engine.reset_prefix_cache
     engine._engine.reset_prefix_cache = lambda: True
     refused = message(lambda: engine.update_weights(weights_of(directory), version=5))
-    engine._version = 5
+    engine.policy_version = 5
     found = answers(engine.generate(requests, SAMPLING, MAX_TOKENS))
     engine._engine.reset_prefix_cache = reset
     engine._engine.reset_prefix_cache()

@@ -15,7 +15,7 @@ from rlcore.rollout.hf import HfEngine
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
-from rlcore.trainer.clock import PhaseClock, unwatched
+from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.experience import Answerer, EarlyScores, ExperienceCollector, generate
 from rlcore.workers.worker import Worker
 from tests.small_run import SmallRun, prepare, train
@@ -98,7 +98,7 @@ def test_groups_of_equal_score_are_dropped_though_the_overlong_penalty_tells_the
     with ScoringPool("tests.rollout.odd_scorers:always_the_same", RewardConfig()) as scoring:
         collector = ExperienceCollector(Answerer(untrained.config, workers, scoring, problems.decode), problems.stream)
         workers.each(Worker.hand_over, 0)
-        found = collector.collect(LoopState(0, 0, 0, 0, 0.0), PhaseClock(unwatched))
+        found = collector.collect(LoopState(0, 0, 0, 0, 0.0), PhaseClock())
     workers.close()
     size = untrained.config.trainer.batch_size
     assert found.num_prompts_drawn == (1 + max_refills) * size

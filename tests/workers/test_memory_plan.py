@@ -94,7 +94,7 @@ def test_weights_gradients_and_moments_are_those_of_a_real_update(policy: Causal
 
 
 def test_the_cache_is_as_large_as_a_real_one(policy: CausalPolicy) -> None:
-    cache = policy.new_cache()
+    cache = DynamicCache()
     tokens, rows = 7, 3
     with torch.no_grad():
         mask = torch.ones(rows, tokens, dtype=torch.int64)

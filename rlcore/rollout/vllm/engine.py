@@ -95,7 +95,7 @@ class VllmEngine(RolloutEngine):
         self._sleep_level = settings.sleep_level if shape.device.type == "cuda" else 0
         self._eos_token_ids = sorted(eos_token_ids)
         self._expected = parameter_names(shape.model_directory)
-        self._version = -1
+        self.policy_version = -1
         self._asleep = False
         self._names = itertools.count()
         self._engine = start_vllm(shape, settings)
@@ -104,11 +104,6 @@ class VllmEngine(RolloutEngine):
         if shape.dtype != torch.float32:
             give_float32_logits(self.model)
         self.short_runner = _short_runner(self._engine, shape, settings)
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the weights in use; -1 before the first hand-over, and after a sleep that dropped them."""
-        return self._version
 
     @property
     def model(self) -> nn.Module:
@@ -124,7 +119,7 @@ class VllmEngine(RolloutEngine):
         everyones, mine = self._span.gather(requests)
         if not everyones:
             return
-        if self._version < 0:
+        if self.policy_version < 0:
             raise EngineError(
                 "the engine was asked for answers before a weight hand-over (the first one, or the one after a sleep)"
             )
@@ -211,12 +206,12 @@ class VllmEngine(RolloutEngine):
             response_ids=token_ids,
             behavior_logprobs=logprobs,
             finish_reason="stop" if reason == "stop" else "length",
-            policy_version=self._version,
+            policy_version=self.policy_version,
         )
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
         """Take over all weights; an unknown or a missing name is an error, since it would leave a stale tensor."""
-        self._version = -1  # an interrupted hand-over leaves no valid version
+        self.policy_version = -1  # an interrupted hand-over leaves no valid version
         if self._asleep:
             release_cached_memory()
             self._engine.wake_up(["weights"])
@@ -230,7 +225,7 @@ class VllmEngine(RolloutEngine):
         cached = self._engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         if not self._engine.reset_prefix_cache() or len(cached.cached_block_hash_to_block):
             raise EngineError("weight hand-over: vLLM kept its prefix cache, which holds values of the old weights")
-        self._version = version
+        self.policy_version = version
         return taken
 
     def sleep(self) -> None:
@@ -241,7 +236,7 @@ class VllmEngine(RolloutEngine):
         self._engine.sleep(self._sleep_level)
         self._asleep = True
         if self._sleep_level == 2:
-            self._version = -1
+            self.policy_version = -1
 
     def _wake(self, tags: list[str] | None = None) -> None:
         if not self._asleep:
