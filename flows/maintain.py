@@ -17,7 +17,7 @@ from flows.chain import Stage
 from flows.commands import evaluate as evaluation
 from flows.commands import regression as nightly
 from flows.commands.settings import SLOWER_BY
-from flows.parameters import NO_OVERRIDES, Experiment, Root, compose_settings
+from flows.parameters import NO_WORDS, Experiment, Root, compose_settings
 from flows.server.watch import watched
 from flows.stack.state import tracking_in_stack
 from flows.tasks import as_task, flow_run_name, tell, tell_command, tell_idle
@@ -57,12 +57,8 @@ def _lines(name: str, outcomes: Sequence[Outcome]) -> str:
     return "\n".join(f"{name}: {outcome}" for outcome in outcomes)
 
 
-NO_RUNS: list[str] = []
-"""The default; the flow does not change it."""
-
-
 @flow(name="compare", flow_run_name="compare")
-def compare(runs: list[str] = NO_RUNS, search: str = "", root: Root = None) -> Comparison:
+def compare(runs: list[str] = NO_WORDS, search: str = "", root: Root = None) -> Comparison:
     """Write the comparison of runs: settings that differ, curves over one another, figures with intervals, costs.
 
     Args:
@@ -84,7 +80,7 @@ def compare(runs: list[str] = NO_RUNS, search: str = "", root: Root = None) -> C
 
 @flow(name="eval", flow_run_name="eval")
 def evaluate(
-    models: list[str] = NO_RUNS, suites: list[str] = NO_RUNS, overrides: list[str] = NO_OVERRIDES, root: Root = None
+    models: list[str] = NO_WORDS, suites: list[str] = NO_WORDS, overrides: list[str] = NO_WORDS, root: Root = None
 ) -> list[str]:
     """Judge models or checkpoints on suites: figures with intervals, each model paired with the first.
 
@@ -108,7 +104,7 @@ def evaluate(
 @flow(name="regression", flow_run_name=flow_run_name)
 def regression(
     experiment: Experiment = None,
-    overrides: list[str] = NO_OVERRIDES,
+    overrides: list[str] = NO_WORDS,
     slower_by: Annotated[float, Field(ge=0)] = SLOWER_BY,
     root: Root = None,
 ) -> State[Any]:

@@ -30,12 +30,11 @@ _EITHER = {
 }
 Experiment = Annotated[str | None, WithJsonSchema({"anyOf": [_EITHER, {"type": "null"}]})]
 """A name in `conf/experiment`, or the path of a file; None takes the defaults. The form has a field for each."""
-NO_OVERRIDES: list[str] = []
+NO_WORDS: list[str] = []
 """The default of every flow; none of them changes it."""
 Seed = Annotated[int | None, Field(ge=0, lt=2**31)]
-Steps = Annotated[int | None, Field(ge=1)]
 Count = Annotated[int | None, Field(ge=1)]
-Rate = Annotated[float | None, Field(gt=0)]
+Positive = Annotated[float | None, Field(gt=0)]
 Root = str | None
 """`paths.root`. A deployment sets it, and `-p overrides=...` replaces the overrides whole: so it is apart from them."""
 MLFLOW_PAGE = "MILLRACE_MLFLOW_PAGE"

@@ -9,14 +9,13 @@ from prefect.runtime import deployment, flow_run
 from flows import chain
 from flows.artifacts import show, show_checkpoints, show_report
 from flows.parameters import (
-    NO_OVERRIDES,
+    NO_WORDS,
     Count,
     Experiment,
-    Rate,
+    Positive,
     Root,
     RunSettings,
     Seed,
-    Steps,
     compose_settings,
     split_experiment,
 )
@@ -43,10 +42,10 @@ def _of_a_run(name: str, description: str, verb: str, work: Callable[[RunSetting
     @flow(name=name, description=description, flow_run_name=flow_run_name)
     def of_a_run(
         experiment: Experiment = None,
-        overrides: list[str] = NO_OVERRIDES,
+        overrides: list[str] = NO_WORDS,
         seed: Seed = None,
-        total_steps: Steps = None,
-        learning_rate: Rate = None,
+        total_steps: Count = None,
+        learning_rate: Positive = None,
         batch_size: Count = None,
         samples_per_prompt: Count = None,
         root: Root = None,
@@ -160,7 +159,7 @@ report = _of_a_run("report", "Write the report of a run as one HTML file, and as
 @flow(name="validate", flow_run_name=flow_run_name)
 def validate(
     experiment: Experiment = None,
-    overrides: list[str] = NO_OVERRIDES,
+    overrides: list[str] = NO_WORDS,
     seed: Seed = None,
     checkpoint: str = "last",
     root: Root = None,

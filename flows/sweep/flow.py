@@ -22,7 +22,16 @@ from prefect.states import Cancelling
 from pydantic import Field
 
 from flows import chain
-from flows.parameters import NO_OVERRIDES, Root, RunSettings, all_overrides, compose_settings, experiment_name
+from flows.parameters import (
+    NO_WORDS,
+    Count,
+    Positive,
+    Root,
+    RunSettings,
+    all_overrides,
+    compose_settings,
+    experiment_name,
+)
 from flows.plan.checks import check_run
 from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries, watched
 from flows.sweep.command import checked_sweep
@@ -48,8 +57,6 @@ from rlcore.errors import MillraceError, StopRequestedError
 from rlcore.tracking.mlflow_store import PARENT_TAG
 
 Spec = Annotated[str, Field(examples=list(sweep_names()))]
-Count = Annotated[int | None, Field(ge=1)]
-Hours = Annotated[float | None, Field(gt=0)]
 DEPLOYMENT = "sweep-child/local"
 IN_FLIGHT = 8
 """Child flow runs that wait or run at a time; how many of them run is the work queue's concurrency limit."""
@@ -198,10 +205,10 @@ def sweep_run_name() -> str:
 @flow(name="sweep", flow_run_name=sweep_run_name, on_cancellation=[cancel_children])
 def sweep(
     spec: Spec,
-    overrides: list[str] = NO_OVERRIDES,
+    overrides: list[str] = NO_WORDS,
     max_runs: Count = None,
     max_steps: Count = None,
-    max_hours: Hours = None,
+    max_hours: Positive = None,
     on_workers: bool = False,
     root: Root = None,
 ) -> SweepResult:
@@ -248,7 +255,7 @@ def child_run_name() -> str:
 @flow(name="sweep-child", flow_run_name=child_run_name)
 def sweep_child(
     experiment: str | None = None,
-    overrides: list[str] = NO_OVERRIDES,
+    overrides: list[str] = NO_WORDS,
     to_step: Count = None,
     label: str = "",
     mlflow_parent: str | None = None,
