@@ -123,12 +123,24 @@ class Judgement:
         shown = [name for name in self.summary if HEADLINE.search(name) and f"{name}/ci_low" in self.summary]
         several = len({_source_of(name) for name in shown}) > 1
         labels = {name: f"{_source_of(name)} " if several else "" for name in shown}
-        parts = (f"{labels[name]}{name.rpartition('/')[2]} {self._interval(name)}" for name in shown)
+        parts = (f"{labels[name]}{name.rpartition('/')[2]} {with_interval(self.summary, name)}" for name in shown)
         return f"{self.name} (step {self.step}): {', '.join(parts)}"
 
-    def _interval(self, name: str) -> str:
-        low, high = self.summary[f"{name}/ci_low"], self.summary[f"{name}/ci_high"]
-        return f"{self.summary[name]:.3f} [{low:.3f}, {high:.3f}]"
+
+CI_ENDS = ("/ci_low", "/ci_high")
+
+
+def with_interval(summary: Mapping[str, float], figure: str) -> str:
+    """A figure of a validation with its confidence interval, if it has one; '' where the validation has no such figure.
+
+    >>> with_interval({"a": 0.5, "a/ci_low": 0.41, "a/ci_high": 0.59}, "a")
+    '0.500 [0.410, 0.590]'
+    """
+    if figure not in summary:
+        return ""
+    low, high = (summary.get(f"{figure}{end}") for end in CI_ENDS)
+    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+    return f"{summary[figure]:.3f}{interval}"
 
 
 def _source_of(name: str) -> str:
