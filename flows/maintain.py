@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
-from prefect.events import emit_event
 from prefect.states import Completed
 from pydantic import Field
 
-from flows.artifacts import harmless, show
+from flows.artifacts import show
 from flows.chain import Stage
 from flows.commands import evaluate as evaluation
 from flows.commands import regression as nightly
@@ -20,7 +19,7 @@ from flows.commands.settings import SLOWER_BY
 from flows.parameters import NO_WORDS, Experiment, Root, compose_settings
 from flows.server.watch import watched
 from flows.stack.state import tracking_in_stack
-from flows.tasks import as_task, flow_run_name, tell, tell_command, tell_idle
+from flows.tasks import as_task, emit, flow_run_name, tell, tell_command, tell_idle
 from flows.work import runs as several
 from flows.work.runs import Comparison, Outcome, all_runs
 from rlcore.config import PathsConfig, TrackingConfig
@@ -126,6 +125,5 @@ def regression(
     tell(text)
     page = f"{files.summary}\n\nFull page: `{files.html}`"
     show(f"regression-{name}", "nights", lambda: page)  # the key is the same each night
-    resource = {"prefect.resource.id": f"millrace.regression.{name}", "prefect.resource.name": name}
-    harmless(lambda: emit_event(f"millrace.regression.{night.word}", resource=resource, payload={"text": text}))
+    emit(f"regression.{night.word}", "regression", name, {"text": text})
     return Completed(name=night.word.capitalize(), message=text)

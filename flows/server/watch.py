@@ -27,7 +27,7 @@ from prefect.events import Event, Resource
 from prefect.exceptions import Abort, Pause, TerminationSignal
 from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, Settings
-from prefect.states import Cancelled, Paused, Running
+from prefect.states import Cancelled, Running
 from prefect.utilities.engine import propose_state_sync
 
 from rlcore.errors import MillraceError, StopRequestedError
@@ -220,17 +220,8 @@ def _show_cancelled(one: UUID) -> None:
         log.warning("the Prefect server was not told that the run has ended: %s", error)
 
 
-def show_paused(message: str) -> None:
-    """Set the flow run Paused. Prefect's own `pause_flow_run` would block the flow, which must hear its trainer."""
-    _set_state(Paused(message=message))
-
-
-def show_running() -> None:
-    """Set the flow run's state to Running again."""
-    _set_state(Running(message="going on"))
-
-
-def _set_state(state: State[object]) -> None:
+def show_state(state: State[object]) -> None:
+    """Set the flow run's state. Prefect's own `pause_flow_run` would block the flow, which must hear its trainer."""
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(UUID(str(flow_run.id)), state)
 
