@@ -151,7 +151,7 @@ def test_a_checkpoint_of_tinyzeros_policy_and_critic_is_planned_by_their_publish
 
 
 def test_the_plan_says_what_the_memory_is_for(tmp_path, capsys):
-    from flows.plan.table import memory_notes, show_memory
+    from flows.plan.table import memory_note, show_memory
     from rlcore.models.shape import shape_of
     from rlcore.workers.memory_plan import Device, plan_memory
 
@@ -169,7 +169,7 @@ def test_the_plan_says_what_the_memory_is_for(tmp_path, capsys):
     shape = shape_of(config.model)
     for size, told in ((10**12, "memory: fits"), (10**9 + 10**8, "as planned"), (10**9, "CANNOT FIT")):
         planned = plan_memory(config, shape, Device("x", 2, size))
-        [note] = memory_notes(planned)
+        note = memory_note(planned)
         assert told in note
         show_memory(planned)
         assert note in capsys.readouterr().out
