@@ -5,7 +5,7 @@ step 0 as it would judge a run's own. Models, suites and settings that were judg
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +26,6 @@ from rlcore.config.problems import Findings, settings_error
 from rlcore.config.suite import SUITES, read_suites, suite_settings
 from rlcore.errors import ConfigError, DataError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
-from rlcore.evaluation.stats import Interval
 
 OF_THE_RUN = ("filter", "rollout", "reward", "episode", "sandbox", "runtime", "tracking", "paths")
 """Sections of a run's settings by which its checkpoints are judged."""
@@ -180,7 +179,7 @@ def as_document(found: Sequence[Evaluation]) -> dict[str, Any]:
         {
             "model": one.name,
             "folder": str(one.folder),
-            "suites": {each.data_source: _figures(each.intervals, len(each.problems)) for each in one.results},
+            "suites": {each.data_source: _figures(each) for each in one.results},
         }
         for one in found
     ]
@@ -195,8 +194,9 @@ def as_document(found: Sequence[Evaluation]) -> dict[str, Any]:
     return {"evaluations": evaluations, "paired": differences}
 
 
-def _figures(intervals: Mapping[str, Interval], num_problems: int) -> dict[str, Any]:
-    return {"num_problems": num_problems, "figures": {name: asdict(one) for name, one in intervals.items()}}
+def _figures(result: ValidationResult) -> dict[str, Any]:
+    figures = {name: asdict(one) for name, one in result.intervals.items()}
+    return {"num_problems": len(result.problems), "figures": figures}
 
 
 def _difference(row: Comparison) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, StopRequestedError
 from rlcore.run.pass_rates import WITHOUT_PASS_RATES
 from rlcore.start import uncollected
+from rlcore.storage.publish import write_text_atomically
 
 
 def run(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
@@ -103,8 +104,6 @@ def inspect(path: Path, *, num_rows: int, seed: int, as_json: bool, html: Path |
 
     report = inspect_dataset(path, num_rows=num_rows, seed=seed)
     if html is not None:
-        from rlcore.storage.publish import write_text_atomically
-
         write_text_atomically(html, as_html(report))
         print(html)
     elif as_json:

@@ -214,6 +214,7 @@ END_WAIT_S = 40.0
 """For a server to end, and for flow runs, which wait for their trainers; a trainer saves by itself."""
 NUM_LAST_LINES = 15
 TRAINER = "rlcore.run.process"
+PORT_TAKEN = "already in use"
 HINTS = {
     "Can't locate revision": "Its database was written by a newer version of it: install that version, or name "
     "another database.",
@@ -221,7 +222,7 @@ HINTS = {
     "`mlflow db upgrade ADDRESS`.",
     "Connection refused": "Its database does not answer: is it running, and is the address right?",
     "password authentication failed": "Its database refuses the user or the password in the address.",
-    "already in use": "Somebody else has taken its port meanwhile.",
+    PORT_TAKEN: "Somebody else has taken its port meanwhile.",
 }
 """What stands in a log, and what to do."""
 NUM_LAST_CHARS = 4_000
@@ -269,7 +270,8 @@ def wait_until_ready(service: Service) -> None:
     while True:
         process = service.process()
         if process is None:
-            kind = PortTakenError if has_lost_its_port(service.log) else MillraceError
+            end = Path(service.log).read_text(errors="replace")[-NUM_LAST_CHARS:]
+            kind = PortTakenError if PORT_TAKEN in end else MillraceError
             raise kind(f"{service.name} has ended instead of starting. {end_of(service.log)}")
         if answers(service) and listens(process, service.port):
             return
@@ -288,11 +290,6 @@ def answers(service: Service) -> bool:
             return bool(answer.status == 200)
     except (OSError, ValueError):
         return False
-
-
-def has_lost_its_port(log: str) -> bool:
-    """Whether the last lines of a log say so."""
-    return "already in use" in Path(log).read_text(errors="replace")[-NUM_LAST_CHARS:]
 
 
 def end_of(log: str) -> str:

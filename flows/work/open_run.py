@@ -202,11 +202,7 @@ def _changed_files(config: RunConfig, layout: RunLayout) -> list[str]:
     then = {} if dataset is None else inputs_of(dataset)
     now = input_digests(config.data, layout.root) if then else {}
     return [
-        f"  {name}: {_shown(then, name)} when the run's dataset was made, {_shown(now, name)} now"
+        f"  {name}: {then.get(name, 'absent')[:16]} when the run's dataset was made, {now.get(name, 'absent')[:16]} now"
         for name in sorted(then.keys() | now.keys())
         if then.get(name) != now.get(name)
     ]
-
-
-def _shown(digests: dict[str, str], name: str) -> str:
-    return digests[name][:16] if name in digests else "absent"
