@@ -373,11 +373,9 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
     A run that was being cancelled is cancelled. Only processes of this host are judged. Where no worker is up, a run
     that waits to be started has lost the worker that was about to start it.
     """
-    recovered = []
-    for run in _given_up(client):
-        if _has_lost_its_process(client, run):
-            _schedule_again(client, run)
-            recovered.append(run.name)
+    crashed = _flow_runs(client, StateType.CRASHED, end_time={"after_": datetime.now(UTC) - GIVEN_UP_WITHIN})
+    given_up = [run for run in crashed if run.state is not None and run.state.message in (NO_HEARTBEAT, CONSOLE_GONE)]
+    lost = [run for run in given_up if _has_lost_its_process(client, run)]
     for run in _flow_runs(client, StateType.PENDING, *ALIVE):
         if run.state_name == SUSPENDED:
             continue
@@ -387,20 +385,12 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
             continue
         if run.state_type == StateType.CANCELLING:
             client.set_flow_run_state(run.id, Cancelled(message=LOST), force=True)
-            continue
-        _schedule_again(client, run)
-        recovered.append(run.name)
-    return recovered
-
-
-def _schedule_again(client: SyncPrefectClient, run: FlowRun) -> None:
-    state: State[object] = Scheduled(scheduled_time=datetime.now(UTC), name="AwaitingRetry", message=LOST)
-    client.set_flow_run_state(run.id, state, force=True)
-
-
-def _given_up(client: SyncPrefectClient) -> list[FlowRun]:
-    found = _flow_runs(client, StateType.CRASHED, end_time={"after_": datetime.now(UTC) - GIVEN_UP_WITHIN})
-    return [run for run in found if run.state is not None and run.state.message in (NO_HEARTBEAT, CONSOLE_GONE)]
+        else:
+            lost.append(run)
+    for run in lost:
+        state: State[object] = Scheduled(scheduled_time=datetime.now(UTC), name="AwaitingRetry", message=LOST)
+        client.set_flow_run_state(run.id, state, force=True)
+    return [run.name for run in lost]
 
 
 def _has_lost_its_process(client: SyncPrefectClient, run: FlowRun) -> bool:
