@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows import chain
-from flows.parameters import RunSettings, all_overrides, compose_settings, with_root
+from flows.parameters import RunSettings, compose_settings
 from flows.plan.checks import check_run
 from flows.progress import display_for_console, shown_on
 from flows.work import stages
@@ -110,8 +110,7 @@ def compose(
     Raises:
         ConfigError: one message with every mistake.
     """
-    given = all_overrides(list(overrides), **fields)
-    return compose_settings(with_root(given, root), experiment)
+    return compose_settings(overrides, experiment, **fields, root=root)
 
 
 def run(settings: RunSettings) -> Run:

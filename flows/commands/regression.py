@@ -157,7 +157,7 @@ def run(
 ) -> None:
     """Do the night and say what it has come to, or accept the newest one. The exit code is the verdict's."""
     experiment = experiment.removeprefix(EXPERIMENT)
-    settings = compose_settings(overrides or [], experiment, root=None if root is None else str(root))
+    settings = compose_settings(overrides, experiment, root=root)
     if take:
         found = accept(settings)
     elif as_json:

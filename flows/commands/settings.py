@@ -169,12 +169,12 @@ def composed_or_shown(words: dict[str, Any]) -> bool:
     Returns:
         Whether the command goes on; False where the settings were only to be shown (`--cfg`, `--info`).
     """
-    from flows.parameters import compose_settings, with_root
+    from flows.parameters import all_overrides, compose_settings
 
     cfg, info, dry_run = words.pop("cfg", None), words.pop("info", False), words.get("dry_run", False)
     is_shown = cfg is not None or info
     require_dry_run(as_json=words.get("as_json", False), dry_run=dry_run)
-    given = with_root(words["settings"], words.pop("root"))
+    given = all_overrides(words["settings"], root=words.pop("root"))
     if (source := words.pop("fork", None)) is None:
         words["settings"] = compose_settings(given)
     else:
