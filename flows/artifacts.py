@@ -24,7 +24,7 @@ from rlcore.checkpoint.catalog import scan
 NUM_VALIDATIONS = 4
 """Columns of the table of a run's latest validations; the first one is of step 0."""
 LEFT_ALONE_S = 30.0
-"""A server that was away."""
+"""Seconds before a server that was away is asked again."""
 Data = Callable[[], object]
 """What an artifact shows: Markdown, rows as JSON, or per cent."""
 

@@ -33,7 +33,7 @@ from rlcore.run.disk import PAUSED
 R = TypeVar("R")
 
 RETRY_BACKOFF_S = 2
-"""Before the first retry; doubled for each further one. Long enough for a dead process's memory to be free."""
+"""Seconds before the first retry, doubled for each further one: a dead process's memory is free by then."""
 
 
 def flow_run_name() -> str:
@@ -119,11 +119,11 @@ def is_worth_a_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any])
 WARM_START = "warm-start"
 """The stage in progress events."""
 UPDATE_EVERY_S = 5.0
-"""Between two updates of the progress artifact; one costs 15 ms."""
+"""Seconds between two updates of the progress artifact; one costs 15 ms."""
 SUMMARY_EVERY_S = 20.0
-"""Between two looks at all of a run: its journal, its answers, its checkpoints."""
+"""Seconds between two looks at all of a run: its journal, its answers, its checkpoints."""
 LOG_EVERY_S = 30.0
-"""Between two progress lines in the flow run's log."""
+"""Seconds between two progress lines in the flow run's log."""
 _LEVELS = (("CRITICAL", logging.CRITICAL), ("ERROR", logging.ERROR), ("WARNING", logging.WARNING))
 
 

@@ -95,7 +95,7 @@ def start_model_of(config: RunConfig, layout: RunLayout) -> Path:
 
 
 def _prune(config: RunConfig, layout: RunLayout) -> tuple[Path, ...]:
-    """Not beside a trainer, which may be about to read one of them; it prunes by itself."""
+    """Prune unless a trainer works on the run: it may be about to read a checkpoint, and prunes by itself."""
     with RunLock(layout.run_dir):
         return CheckpointStore(layout.checkpoints, config.checkpoint, config).prune()
 

@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 EXIT_CODES = {"broken": 1, "worse": 3, "slower": 3}
 """Exit codes by verdict; 0 for the others."""
 SERIES_TAG = "millrace.regression"
-"""Of the one run in MLflow that holds the nights of an experiment; its value is their name."""
+"""Tag of the one run in MLflow that holds the nights of an experiment; its value is their name."""
 NIGHT_TAG = "regression"
-"""Of each night's own run in MLflow, likewise."""
+"""Tag of each night's own run in MLflow, with the same value."""
 
 
 def night(settings: RunSettings, do: chain.RunStage, *, slower_by: float) -> tuple[Night, ReportFiles]:

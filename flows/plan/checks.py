@@ -45,19 +45,19 @@ if TYPE_CHECKING:
     from data.custom import FirstRow
 
 LOSS_DEADLINE_S = 120.0
-"""Importing torch on a busy machine takes most of it."""
+"""Seconds for a try of loss and advantage; the import of torch takes most of them on a busy machine."""
 FIRST_CALL_S = 60.0
-"""Beyond `reward.deadline_s`: a scoring process starts, and the scorer imports what it needs."""
+"""Seconds beyond `reward.deadline_s` for a scoring process to start, and the scorer to import what it needs."""
 NO_VERDICT = "JudgeError: "
-"""How the failure of a scorer begins that has asked a judge in vain (`data.judge`)."""
+"""Beginning of a scorer's failure where its judge has given no verdict (`data.judge`)."""
 ANY_ANSWER = "0"
-"""Wrong, for most tasks. A scorer is tried on the solution, on it and on an empty answer."""
+"""An answer that is wrong for most tasks. A scorer is tried on the solution, this one and an empty one."""
 
 NUM_TRIED = 256
 """Demonstrations of a file that are tokenized before a start."""
 
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
-"""In /dev where there is a GPU: NVIDIA's, one under WSL, AMD's. Its management library may be missing."""
+"""Files in /dev of a GPU: NVIDIA's, one under WSL, AMD's. Its management library may be missing."""
 
 
 def plan_run(settings: RunSettings) -> RunPlan:

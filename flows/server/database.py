@@ -19,7 +19,7 @@ from pathlib import Path
 from rlcore.storage.sqlite import sqlite_address
 
 DATABASE = "prefect.db"
-"""In a server's home."""
+"""Name of the database in a server's home."""
 PREFECT_DATABASE = "PREFECT_API_DATABASE_CONNECTION_URL"
 PREFECT_DATABASE_TOO = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 PREFECT_SQLITE = "sqlite+aiosqlite:///"

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 WISHES = (signal.SIGINT, signal.SIGTERM)
 PATIENCE_S = 15.0
-"""Since the server was first found gone, or since a trainer has saved."""
+"""Seconds without a server before the process ends, counted from the end of a trainer that saves."""
 POLL_S = 0.5
 
 _is_own = False

@@ -29,11 +29,11 @@ from rlcore.storage.locks import HeldLock
 
 LOCK_WAIT_S = 600.0
 PORT_TRIES = 3
-"""Several stacks that start at the same time choose the same ports."""
+"""Tries to start a service: stacks that start at the same time may choose the same port."""
 WORKERS_ARE_UP = "--workers-are-up"
-"""Told to `flows.stack.deploy`, which imports Prefect and so is not imported here."""
+"""Argument of `flows.stack.deploy`. That module imports Prefect, so it is not imported here."""
 SAID = "millrace: "
-"""Before a line of `flows.stack.deploy` that is for people."""
+"""Beginning of a line of `flows.stack.deploy` that is for people."""
 NOTIFY_URL = "MILLRACE_NOTIFY_URL"
 """Environment of `up`: where failures and pauses are told. Often a secret, so it is on no command line of ours."""
 NOTIFY_BLOCK = "MILLRACE_NOTIFY_BLOCK"

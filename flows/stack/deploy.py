@@ -66,7 +66,7 @@ OUR_POOL = WorkPoolFilter.model_validate({"name": {"any_": [POOL]}})
 OWN = "own"
 """Tag of deployments that `millrace deploy` has made, and no file lists."""
 MODEL = "pipeline/debug"
-"""They are of its flow, and have its form."""
+"""The deployment whose flow and parameters those deployments have."""
 ONE_AFTER_THE_OTHER = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 HEARTBEAT_LOST = "millrace: a flow run without a heartbeat has crashed"
 
@@ -272,15 +272,15 @@ ENDED_BADLY = "millrace: tell of a run that failed or waits"
 SHORT_OF_ROOM = "millrace: tell of a run that waits for room on the disk"
 REGRESSED = "millrace: tell of a night that is not as the ones before"
 BAD_ENDS = ("Failed", "Crashed", "TimedOut", "Suspended")
-"""Without Paused: our flow runs are Paused only while they wait for room. That is told by the other automation, with
-all that is known, and of runs that no deployment has started too."""
+"""States that people are told of. A flow run is Paused only while it waits for room on a disk: of that the automation
+SHORT_OF_ROOM tells, also where no deployment has started the run."""
 TOLD_NIGHTS = ("broken", "worse", "slower", "better")
 """Verdicts of a regression that people are told; better too, since nobody may have meant it."""
 ANY_RUN = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"})
 STARTED_AS_DEPLOYMENT = ResourceSpecification(
     {"prefect.resource.role": "deployment", "prefect.resource.id": "prefect.deployment.*"}
 )
-"""Flows nested in a run fail with it; it is told once."""
+"""Flow runs of deployments alone: flows nested in one fail with it, and people are told once."""
 OF_A_FLOW_RUN = (
     '{"event": {{ event.event | tojson }}, "run": {{ flow_run.name | tojson }}, '
     '"message": {{ (flow_run.state.message or "") | tojson }}, "page": {{ (flow_run | ui_url) | tojson }}}'
@@ -364,7 +364,7 @@ GIVEN_UP_WITHIN = timedelta(days=1)
 ALIVE = (StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED)
 """States of a run that has a process; while it waits for room on a disk it is Paused."""
 SUSPENDED = "Suspended"
-"""Of the type Paused too, but without a process: it goes on only when it is resumed."""
+"""Name of a state of the type PAUSED in which a run has no process: it goes on only when it is resumed."""
 
 
 def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> list[str]:
@@ -394,7 +394,7 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
 
 
 def _has_lost_its_process(client: SyncPrefectClient, run: FlowRun) -> bool:
-    """By the `<host>:<pid>` that Prefect's worker notes; a process born after the run last began is another one."""
+    """Whether the process that Prefect's worker noted as `<host>:<pid>` is gone; one born after the run is another."""
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     if not pid.isdigit() or host not in ("", socket.gethostname()):
         return False
@@ -408,7 +408,7 @@ def _has_lost_its_process(client: SyncPrefectClient, run: FlowRun) -> bool:
 
 
 def _last_began(client: SyncPrefectClient, run: FlowRun) -> datetime | None:
-    """Its `start_time` is that of its first attempt; each attempt has a process of its own."""
+    """When the last attempt of a run began, each in a process of its own; `start_time` is that of the first attempt."""
     times = [state.timestamp for state in client.read_flow_run_states(run.id) if state.is_running()]
     return max(times, default=run.start_time)
 

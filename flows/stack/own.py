@@ -16,7 +16,7 @@ from rlcore.config.problems import Problem, settings_error
 from rlcore.errors import ConfigError, MillraceError
 
 SLUG = "deploy"
-"""Of the schedule that is made here: another one takes its place, and those that people add in the page stay."""
+"""Slug of the schedule that a deployment gets here; a later call replaces it, and schedules that people add stay."""
 
 
 def deploy(
@@ -57,7 +57,7 @@ def deploy(
 
 
 def _stand_where_workers_do() -> None:
-    """Change to the checkout: paths are relative to it. Modules of this folder are found beside an experiment alone."""
+    """Change to the checkout, where workers start: paths are relative to it, and modules here are found no more."""
     here = str(Path.cwd())
     if here != str(SOURCE_FOLDER):
         sys.path[:] = [path for path in sys.path if path != here]

@@ -211,7 +211,7 @@ READY_WAIT_S = 600.0
 """The first start makes both databases; minutes on a busy machine. A service that dies is noticed at once."""
 POLL_S = 0.2
 END_WAIT_S = 40.0
-"""For a server to end, and for flow runs, which wait for their trainers; a trainer saves by itself."""
+"""Seconds for servers and flow runs to end; a flow run waits for its trainer, which saves in any case."""
 NUM_LAST_LINES = 15
 TRAINER = "rlcore.run.process"
 PORT_TAKEN = "already in use"
@@ -224,9 +224,9 @@ HINTS = {
     "password authentication failed": "Its database refuses the user or the password in the address.",
     PORT_TAKEN: "Somebody else has taken its port meanwhile.",
 }
-"""What stands in a log, and what to do."""
+"""Text in a log, and the remedy that is shown for it."""
 NUM_LAST_CHARS = 4_000
-"""Of a log, in which they are looked for."""
+"""Characters at the end of a log in which these texts are looked for."""
 
 
 class PortTakenError(MillraceError):

@@ -176,9 +176,9 @@ def _check(key: str, address: str) -> None:
 
 
 FLOW_RUN = "PREFECT__FLOW_RUN_ID"
-"""Environment of the process of a flow run that a worker has started: its id."""
+"""Environment variable of a process that a worker has started: the id of its flow run."""
 WORKERS_COMMAND = "-m prefect.engine"
-"""By which a worker starts it. Without that environment it does nothing."""
+"""End of the command line of such a process."""
 STACK = "MILLRACE_STACK"
 """Environment of flows under a stack whose MLflow has a database of its own: the stack's root, whatever theirs is."""
 

@@ -18,7 +18,7 @@ from rlcore.storage.locks import FileLock, HeldLock
 POLL_S = 1.0
 LOCK_FILE = "sweep.lock"
 LOCK_WAIT_S = 600.0
-"""For another process of the same sweep, which decides in milliseconds and writes the comparison in seconds."""
+"""Seconds to wait for another process of the same sweep: it decides in milliseconds, and compares in seconds."""
 
 
 class Spending:

@@ -41,10 +41,10 @@ from rlcore.user_code import code_of
 log = logging.getLogger(__name__)
 
 FINISH_WAIT_S = 120.0
-"""For MLflow at the end of a run: the first use of a store makes its tables, and weights are copied."""
+"""Seconds for MLflow at the end of a run: the first use of a store makes its tables, and weights are copied."""
 
 END_WAIT_S = 20.0
-"""For MLflow at the end of a run that never came to its first step."""
+"""Seconds for MLflow at the end of a run that never came to its first step."""
 
 
 MAX_UPLOAD_BYTES = 2_000_000_000
@@ -180,7 +180,7 @@ class MlflowRecord:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave what MLflow has not taken; the interpreter's end waits for a request that is under way."""
+        """Drop what is not sent to MLflow yet; the interpreter's end waits for a request that is under way."""
         if error is not None and self._run.config.tracking.enabled and not has_begun(self._run.layout.run_dir):
             self._end_before_the_first_step("KILLED" if is_stop(error) else "FAILED")
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -224,7 +224,7 @@ class MlflowRecord:
         return self._known
 
     def _end_before_the_first_step(self, status: FinalStatus) -> None:
-        """Later ends are told by the trainer's journal."""
+        """Set the status of a run that ends before its first step; the trainer's journal tells of a later end."""
         first = self._first
 
         def end() -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FOLDER = "comparisons"
-"""Of a run's artifacts in MLflow."""
+"""Folder of comparisons among a run's artifacts in MLflow."""
 MOST_NAMES = 8
 """Run ids in a message at most."""
 

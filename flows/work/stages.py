@@ -41,7 +41,7 @@ from rlcore.user_code import code_of
 log = logging.getLogger(__name__)
 
 DRAWN_WITH = ("rlcore.report.build", "matplotlib.figure", "matplotlib.backends.backend_svg", "jinja2")
-"""Imported where a report needs them, if not by `load_ahead`."""
+"""Modules that a report needs; `load_ahead` imports them in advance."""
 DIFF_FILE = "code.diff"
 """What the source had changed since its commit when the run was last started."""
 MAX_DIFF_CHARACTERS = 1_000_000
