@@ -98,15 +98,15 @@ def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]
 
 def show_summary(run: OpenRun, now: str) -> None:
     """Where the run stands, with its curves and its last answers."""
-    _follow(run, "summary", lambda: _summary(run, now))
 
+    def text() -> str:
+        page = f"[{run.run_id} in MLflow]({run.shown.mlflow_page})" if run.shown.mlflow_page else ""
+        curves = [f"### {title}\n\n![{title}]({address})" for title, address in run.followed.curves()]
+        answers = [_answer(one) for one in last_answers(run.layout)]
+        head = ["### last answers"] if answers else []
+        return "\n\n".join(part for part in (f"## {run.run_id}", now, page, *curves, *head, *answers) if part)
 
-def _summary(run: OpenRun, now: str) -> str:
-    page = f"[{run.run_id} in MLflow]({run.shown.mlflow_page})" if run.shown.mlflow_page else ""
-    curves = [f"### {title}\n\n![{title}]({address})" for title, address in run.followed.curves()]
-    answers = [_answer(one) for one in last_answers(run.layout)]
-    head = ["### last answers"] if answers else []
-    return "\n\n".join(part for part in (f"## {run.run_id}", now, page, *curves, *head, *answers) if part)
+    _follow(run, "summary", text)
 
 
 def _answer(one: Mapping[str, Any]) -> str:

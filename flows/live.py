@@ -158,4 +158,4 @@ def _text(x: int, y: int, text: str, anchor: str, colour: str = GREY) -> str:
 def _thinned(points: Line) -> Line:
     """Every n-th point, and the last one."""
     every = -(-len(points) // MOST_POINTS)
-    return [point for index, point in enumerate(points) if index % every == 0 or index == len(points) - 1]
+    return [*points[:-1:every], points[-1]]

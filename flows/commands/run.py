@@ -18,7 +18,7 @@ from flows.server.untold import not_kept_by
 from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun, open_run
-from flows.work.results import PipelineResult, checkpoint_name, finished, step_of
+from flows.work.results import PipelineResult, checkpoint_name, checkpoint_store, finished
 from flows.work.runs import named_run
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, StopRequestedError
@@ -67,7 +67,7 @@ def validate(settings: RunSettings, *, checkpoint: str, verbose: bool) -> None:
     """Validate one checkpoint."""
     check_before_plan(settings.config)
     checkpoint = checkpoint_name(checkpoint)
-    step_of(settings.config, checkpoint)  # raises where there is none, before anything is made
+    checkpoint_store(settings.config).step_of(checkpoint, verify=False)  # raises where there is none
     with _in_hand(settings, "validate", verbose=verbose) as run:
         judgement = chain.judge(run, stages.prepare_inputs(run.config), checkpoint, chain.run_here)
         display().line(f"answers: {judgement.file}")

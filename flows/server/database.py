@@ -54,7 +54,7 @@ def make(target: Path) -> None:
     """Let Prefect make one, in a folder of its own."""
     with tempfile.TemporaryDirectory() as home:
         os.environ["PREFECT_HOME"] = home
-        os.environ.pop("PREFECT_API_DATABASE_CONNECTION_URL", None)
+        os.environ.pop(PREFECT_DATABASE, None)
         from prefect.server.database import provide_database_interface
 
         asyncio.run(provide_database_interface().create_db())

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from shlex import join
 from typing import Annotated, Any
@@ -111,13 +112,11 @@ class OnWorkers:
         """Run up to `IN_FLIGHT` tasks at a time."""
         flying: dict[UUID, Task] = {}
         with get_client(sync_client=True) as client:
-            exhausted = False
-            while flying or not exhausted:
-                while not exhausted and len(flying) < IN_FLIGHT:
-                    task = next(tasks, None)
-                    exhausted = task is None
-                    if task is not None:
-                        flying[self._submit(task).id] = task
+            while True:
+                for task in islice(tasks, IN_FLIGHT - len(flying)):
+                    flying[self._submit(task).id] = task
+                if not flying:
+                    return
                 for flow_run_id, error in _ended(client, list(flying)):
                     yield flying.pop(flow_run_id), error
                 if flying:

@@ -272,15 +272,6 @@ def checkpoint_name(checkpoint: str) -> str:
     return checkpoint_path(Path(), int(checkpoint)).name if checkpoint.isdecimal() else checkpoint
 
 
-def step_of(config: RunConfig, checkpoint: str) -> int:
-    """Step of a checkpoint by its name; 0 of `start`.
-
-    Raises:
-        CheckpointError: there is none of that name.
-    """
-    return checkpoint_store(config).step_of(checkpoint, verify=False)
-
-
 def known_judgement(config: RunConfig, layout: RunLayout, name: str, step: int) -> Judgement | None:
     """A validation of this step that was made with these settings."""
     file = layout.validation / f"{name}.json"

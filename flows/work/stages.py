@@ -182,7 +182,7 @@ def train_chunk(run: OpenRun, inputs: RunInputs, start: int, stop: int, at_most:
 
 def validate(run: OpenRun, inputs: RunInputs, checkpoint: str, name: str) -> Judgement:
     """Judge a checkpoint (`start`, `last`, `best`, or its folder's name), or find its result."""
-    step = results.step_of(run.config, checkpoint)
+    step = results.checkpoint_store(run.config).step_of(checkpoint, verify=False)
     if (known := results.known_judgement(run.config, run.layout, name, step)) is not None:
         return known
     result = _call(run, inputs, "validate", checkpoint=checkpoint, name=name)
