@@ -25,7 +25,7 @@ _url: str | None = None
 
 
 def own_process() -> None:
-    """This process is a command and nothing else: it may be ended."""
+    """Say that this process is a command and nothing else, so that it may be ended."""
     global _is_own
     _is_own = True
 
@@ -53,7 +53,7 @@ def not_kept_by(url: str, leave: Callable[[], object]) -> Iterator[None]:
 
 
 def end_without_server(end: Callable[[], object]) -> None:
-    """All is said and done: from here on, a server that is gone for `PATIENCE_S` does not keep this process from its
+    """From here on, where the work is done, a server that is gone for `PATIENCE_S` does not keep this process from its
     `end`, which is called in another thread while Prefect waits."""
 
     def watch(url: str) -> None:

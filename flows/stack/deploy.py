@@ -218,7 +218,7 @@ def _ensure_pool(client: SyncPrefectClient) -> None:
 
 
 def _ensure_queue(client: SyncPrefectClient, name: str, limit: int | None, *, has_slots: bool) -> None:
-    """A queue with its first limit, which goes where slots hold runs back; another one that people have set stays."""
+    """Make a queue with this limit, or keep it as people have set it; where the root has slots the limit is removed."""
     try:
         queue = client.read_work_queue_by_name(name, work_pool_name=POOL)
     except ObjectNotFound:

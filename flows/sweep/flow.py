@@ -37,7 +37,7 @@ from flows.plan.checks import check_run
 from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries, watched
 from flows.sweep.command import checked_sweep
 from flows.sweep.drive import POLL_S, Drive, Task, Work, pause, sweep_lock
-from flows.sweep.record import PointRecord, best_of, sweep_directory
+from flows.sweep.record import best_of, sweep_directory
 from flows.sweep.result import (
     SweepResult,
     begin_in_mlflow,
@@ -146,7 +146,7 @@ class OnWorkers:
 
 @contextmanager
 def cancelled_with_us() -> Iterator[None]:
-    """Where the block does not come to its end, neither do the children: what runs saves, what waits is not begun."""
+    """Where the block fails, cancel the child flow runs: those that run save, and those that wait do not begin."""
     sweep = UUID(str(flow_run.id))
     try:
         yield
@@ -234,9 +234,8 @@ def sweep(
             with cancelled_with_us(), work_of(checked, parent, on_workers=on_workers) as work:
                 drive = Drive(checked, folder, work, {"mlflow_run_id": parent})
                 drive.run()
-            points = [drive.points[number] for number in sorted(drive.points)]
             with sweep_lock(checked):
-                result = conclude(checked, folder, points, drive, parent)
+                result = conclude(checked, folder, drive, parent)
     for line in summary_of(result):
         tell(line)
     if result.failed and not result.num_finished:
@@ -288,10 +287,9 @@ def work_of(sweep: Sweep, parent: str | None, *, on_workers: bool) -> Iterator[W
         yield partial(work_here, mlflow_parent=parent)
 
 
-def conclude(
-    sweep: Sweep, folder: Path, points: Sequence[PointRecord], drive: Drive, parent: str | None
-) -> SweepResult:
+def conclude(sweep: Sweep, folder: Path, drive: Drive, parent: str | None) -> SweepResult:
     """Write what a sweep leaves, and show it."""
+    points = drive.in_order()
     best = best_of(points, sweep.spec.objective.direction)
     states = [point.state for point in points]
     num_to_come = len(sweep.points) - len(points)
