@@ -9,7 +9,7 @@ from data import StageResult
 from flows.progress import HEADLINE
 from rlcore.checkpoint.catalog import by_score, checkpoint_path, is_exported, scan
 from rlcore.checkpoint.store import CheckpointStore
-from rlcore.config import RunConfig
+from rlcore.config import JudgingConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint, settings_fingerprint
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
@@ -275,11 +275,7 @@ def checkpoint_name(checkpoint: str) -> str:
 def known_judgement(config: RunConfig, layout: RunLayout, name: str, step: int) -> Judgement | None:
     """A validation of this step that was made with these settings."""
     file = layout.validation / f"{name}.json"
-    try:
-        known = ValidationResult.read(file)
-    except DataError:
-        return None
-    if known.step != step or known.settings != config.validation.judging:
+    if (known := _known_result(file, step, config.validation.judging)) is None:
         return None
     summary = dict(known.summary())
     if config.validation.suites:
@@ -302,15 +298,19 @@ def known_suites(
     for suite in config.validation.suites:
         if suite.name not in inputs.suites:
             return None
-        try:
-            known = ValidationResult.read(layout.suites / suite.name / f"{name}.json")
-        except DataError:
-            return None
-        wanted = suite_fingerprint(config, suite, inputs.suites[suite.name])
-        if (known.step, known.settings, known.suite) != (step, suite.judging, wanted):
+        known = _known_result(layout.suites / suite.name / f"{name}.json", step, suite.judging)
+        if known is None or known.suite != suite_fingerprint(config, suite, inputs.suites[suite.name]):
             return None
         found.append(known)
     return found
+
+
+def _known_result(file: Path, step: int, settings: JudgingConfig) -> ValidationResult | None:
+    try:
+        known = ValidationResult.read(file)
+    except DataError:
+        return None
+    return known if (known.step, known.settings) == (step, settings) else None
 
 
 def found_export(directory: Path, step: int) -> Export | None:
