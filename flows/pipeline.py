@@ -21,7 +21,6 @@ from flows.parameters import (
 )
 from flows.plan.checks import check_run
 from flows.tasks import CHECKED, as_task, flow_run_name, run_with, say_settings, tell, working_on
-from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.results import Export, Judgement, PassRateTable, PipelineResult, Report, StartModel, checkpoint_name
 from rlcore.errors import ConfigError
@@ -176,5 +175,5 @@ def validate(
     settings = compose_settings(overrides, experiment, seed=seed, root=root)
     say_settings(settings, "validate")
     with working_on(settings, "validate") as run:
-        inputs = stages.prepare_inputs(run.config)
+        inputs = chain.make_rows(run.config, chain.look).inputs
         return [chain.judge(run, inputs, one, as_task) for one in ("start", checkpoint_name(checkpoint))]

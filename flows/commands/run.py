@@ -9,7 +9,7 @@ from shlex import quote
 from flows import chain
 from flows.commands.settings import beside_python
 from flows.parameters import RunSettings
-from flows.plan.checks import check_before_plan, check_before_start, check_rows, plan_run
+from flows.plan.checks import check_before_plan, check_before_start, check_rows, check_run, plan_run
 from flows.plan.table import show_memory, show_plan
 from flows.progress import display, display_for_console, shown_on
 from flows.server.api import PrefectApi, start_prefect, wait_for_prefect, when_it_dies
@@ -69,7 +69,8 @@ def validate(settings: RunSettings, *, checkpoint: str, verbose: bool) -> None:
     checkpoint = checkpoint_name(checkpoint)
     checkpoint_store(settings.config).step_of(checkpoint, verify=False)  # raises where there is none
     with _in_hand(settings, "validate", verbose=verbose) as run:
-        judgement = chain.judge(run, stages.prepare_inputs(run.config), checkpoint, chain.run_here)
+        inputs = chain.make_rows(run.config, chain.look).inputs
+        judgement = chain.judge(run, inputs, checkpoint, chain.run_here)
         display().line(f"answers: {judgement.file}")
 
 
@@ -91,7 +92,7 @@ def pass_rates(settings: RunSettings, *, verbose: bool) -> None:
     """Measure the pass rates of the training rows."""
     if not settings.config.pass_rates.is_wanted:
         raise ConfigError(WITHOUT_PASS_RATES)
-    check_before_start(settings.config, plan_run(settings))
+    check_run(settings)
     with _in_hand(settings, "data pass-rates", verbose=verbose) as run:
         inputs = chain.make_rows(run.config, chain.run_here).inputs
         chain.make_start_model(run, inputs, chain.run_here)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from flows import chain
 from flows.plan.checks import check_before_start
 from flows.plan.plan import count_parameters, make_plan
 from flows.plan.table import show_plan
-from flows.work.stages import prepare_inputs
 from rlcore.config import ScratchModel
 from rlcore.config.compose import experiment_names, load_config
 from rlcore.config.gguf import INSTALL_SMOLLM2
@@ -43,7 +43,7 @@ def test_nothing_is_done_in_an_empty_root(artifacts_root: Path) -> None:
 
 def test_stages_that_are_done_are_named_as_such(artifacts_root: Path) -> None:
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
-    inputs = prepare_inputs(config)
+    inputs = chain.make_rows(config, chain.look).inputs
     plan = make_plan(config)
     assert plan.stage("dataset").cached
     assert plan.stage("filter").cached
@@ -55,7 +55,7 @@ def test_stages_that_are_done_are_named_as_such(artifacts_root: Path) -> None:
 
 def test_what_is_damaged_is_planned_to_be_made_again_and_left_alone(artifacts_root: Path) -> None:
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
-    rows = prepare_inputs(config).filtered_directory / "train.parquet"
+    rows = chain.make_rows(config, chain.look).inputs.filtered_directory / "train.parquet"
     rows.write_bytes(bytes(reversed(rows.read_bytes())))
     plan = make_plan(config)
     assert not plan.stage("filter").cached
