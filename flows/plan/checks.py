@@ -91,7 +91,7 @@ def check_before_plan(config: RunConfig) -> None:
 
 
 def require_root(root: Path) -> None:
-    """Files can be made under a root, or where it will be made. What is tried leaves nothing.
+    """Require that files can be made under a root, or where it will be made. The trial leaves nothing behind.
 
     Raises:
         DataError: they cannot; says why.
@@ -236,8 +236,8 @@ def try_parts(config: RunConfig, plan: RunPlan) -> str:
 
 
 def check_rows(config: RunConfig) -> int | None:
-    """The rows of local files can be used, those of suites too. Returns the most training rows that there can be; None
-    where neither files here nor `data.train_size` say it, as with a build of one's own.
+    """Check the rows of local files, those of suites too. Returns the most training rows that there can be; None where
+    neither files here nor `data.train_size` say it, as with a build of one's own.
 
     Raises:
         DataError: file and line of a row that cannot be used.

@@ -224,7 +224,7 @@ def _require_answer(url: str, key: str, remedy: str) -> None:
 
 
 def require_same_series(theirs: str, ours: str, what: str) -> None:
-    """A server and its clients are of one series, such as 3.7: within it they understand each other.
+    """Require that a server and its clients are of one series, such as 3.7: within it they understand each other.
 
     Raises:
         MillraceError: they are not.

@@ -123,7 +123,7 @@ def watched() -> Iterator[None]:
 
 
 def end_if_cancelled() -> None:
-    """Called often, while a trainer works.
+    """End the flow run if it was cancelled. Called often, while a trainer works.
 
     Raises:
         FlowCancelledError: the flow run was cancelled.
@@ -197,7 +197,7 @@ class SignalsHeld:
 
 
 def end_if_suspended() -> None:
-    """Called where everything is saved.
+    """Leave the flow run if it was suspended. Called where everything is saved.
 
     Raises:
         Pause: the flow run was suspended. Prefect ends the process; resumed, the run goes on from its last checkpoint.

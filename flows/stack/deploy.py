@@ -151,7 +151,7 @@ def put_deployment(
     *,
     switch: bool = False,
 ) -> UUID:
-    """Make a deployment (`flow/name`), or bring it up to date; its id.
+    """Make a deployment (`flow/name`), or bring it up to date. Returns its id.
 
     What people have added, switched or paused stays. Schedules are known again by their slugs; with `switch` those that
     are there are switched as these say.
@@ -251,7 +251,7 @@ NOTHING = {"type": "null"}
 
 
 def eased_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Each value that may be left out, as its own type. A value without a default may be left empty, in Prefect's eyes.
+    """A schema in which what may be None has its other type alone, and no default: Prefect's form leaves it empty then.
 
     >>> eased_schema({"properties": {"seed": {"anyOf": [{"type": "integer"}, NOTHING], "default": None}}})
     {'properties': {'seed': {'type': 'integer'}}}
@@ -394,7 +394,7 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
 
 
 def _has_lost_its_process(client: SyncPrefectClient, run: FlowRun) -> bool:
-    """Whether the process that Prefect's worker noted as `<host>:<pid>` is gone; one born after the run is another."""
+    """Whether the process `<host>:<pid>` that a worker noted is gone; one born after the run last began is another."""
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     if not pid.isdigit() or host not in ("", socket.gethostname()):
         return False

@@ -50,11 +50,7 @@ def say(text: str) -> None:
 
 
 def _port_of(state: StackState, name: str, *, default: int | None = None, wanted: int | None = None) -> int:
-    """The port that was asked for; else the one that it had, so that a page stays where it was; else a free one.
-
-    Raises:
-        MillraceError: somebody else has the port that was asked for.
-    """
+    """The port that was asked for; else the one that it had, so that a page stays where it was; else a free one."""
     if wanted is not None:
         if not is_free(wanted):
             raise MillraceError(
@@ -234,10 +230,10 @@ class PortTakenError(MillraceError):
 
 
 def start(root: Path, recipe: Recipe) -> Service:
-    """Start it, detached, with its log under the root. A database's address reaches the server of it alone.
+    """Start a service, detached, with its log under the root. Only a database's own server gets its address.
 
     Raises:
-        MillraceError: it has ended at once.
+        MillraceError: the service has ended at once.
     """
     logs = root / "stack-logs"
     logs.mkdir(exist_ok=True)

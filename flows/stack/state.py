@@ -150,7 +150,7 @@ def _passwords(address: str) -> set[str]:
 
 
 def require_same(recorded: str, chosen: str, key: str) -> None:
-    """A stack keeps its databases: another one would show an empty history.
+    """Require that a stack keeps its databases: another one would show an empty history.
 
     Raises:
         MillraceError: the stack was begun with another database.

@@ -158,11 +158,11 @@ def _keep_code(config: RunConfig, layout: RunLayout) -> None:
 
 
 def require_same_run(config: RunConfig, layout: RunLayout) -> None:
-    """What the settings name as `module:function`, the files that the dataset is made of, and the models at the paths
-    that the settings name are those of the run, which has no more steps than `trainer.total_steps`.
+    """Require that a run that has begun goes on with the same code (what the settings name as `module:function`), files
+    of the dataset and models, and that it has no more steps than `trainer.total_steps`.
 
     Raises:
-        CheckpointError: the run has begun, and they are not, or it has; shows what is different.
+        CheckpointError: it would not, or it has; shows what is different.
     """
     steps = [info.step for info in scan(layout.checkpoints).checkpoints]
     if not steps and not any(layout.validation.glob("*.json")):

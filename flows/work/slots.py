@@ -196,7 +196,7 @@ def _live(file: Path) -> Wish | None:
 
 
 def require_slots(config: RunConfig, root: Path) -> None:
-    """The root has as many slots as the run needs.
+    """Require that the root has as many slots as the run needs.
 
     Raises:
         ConfigError: it has fewer, so the run would wait for ever.
