@@ -126,11 +126,6 @@ def evaluate(name: str, config: RunConfig, command: Sequence[str], do: chain.Run
         return Evaluation(name, run.layout.run_dir, tuple(chain.evaluate(run, do)))
 
 
-def paired(first: Evaluation, second: Evaluation) -> dict[str, tuple[Comparison, ...]]:
-    """The differences `second - first` of each suite, over the same problems."""
-    return {one.data_source: compare(one, other) for one, other in zip(first.results, second.results, strict=True)}
-
-
 # ---------------------------------------------------------------------- the command
 
 
@@ -187,7 +182,10 @@ def as_document(found: Sequence[Evaluation]) -> dict[str, Any]:
         {
             "first": found[0].name,
             "second": other.name,
-            "suites": {name: list(map(_difference, rows)) for name, rows in paired(found[0], other).items()},
+            "suites": {
+                one.data_source: list(map(_difference, compare(one, another)))
+                for one, another in zip(found[0].results, other.results, strict=True)
+            },
         }
         for other in found[1:]
     ]

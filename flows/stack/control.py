@@ -24,6 +24,7 @@ from flows.stack.state import (
     without_passwords,
     write_stack,
 )
+from rlcore.config.problems import masked
 from rlcore.errors import ConfigError, MillraceError
 from rlcore.storage.locks import HeldLock
 
@@ -170,10 +171,10 @@ def _require_fit(root: Path, state: StackState, wishes: Wishes) -> None:
 
 
 def _with_databases(state: StackState, databases: Databases) -> StackState:
-    shown = databases.masked()
-    require_same(state.prefect_database, shown.prefect, PREFECT_DATABASE)
-    require_same(state.mlflow_database, shown.mlflow, MLFLOW_DATABASE)
-    return replace(state, prefect_database=shown.prefect, mlflow_database=shown.mlflow)
+    prefect, mlflow = masked(databases.prefect), masked(databases.mlflow)
+    require_same(state.prefect_database, prefect, PREFECT_DATABASE)
+    require_same(state.mlflow_database, mlflow, MLFLOW_DATABASE)
+    return replace(state, prefect_database=prefect, mlflow_database=mlflow)
 
 
 def _ensure(root: Path, state: StackState, name: str, recipe: Callable[[StackState], services.Recipe]) -> StackState:

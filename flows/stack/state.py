@@ -127,10 +127,6 @@ class Databases:
         )
         return cls(prefect or files.prefect, mlflow or files.mlflow)
 
-    def masked(self) -> "Databases":
-        """The addresses with their passwords masked."""
-        return Databases(masked(self.prefect), masked(self.mlflow))
-
     def mlflow_is_the_file(self, root: Path) -> bool:
         """Whether runs under this root find their metrics in the database without being told where it is."""
         return self.mlflow == sqlite_address(root / "mlflow.db")
