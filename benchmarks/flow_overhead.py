@@ -26,9 +26,9 @@ from typing import Any
 import psutil
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
-WORK = ("make_dataset", "filter_rows", "prepare_inputs", "warm_start", "train_chunk", "validate", "export")
+WORK = ("make_dataset", "filter_rows", "warm_start", "train_chunk", "validate", "export")
 """Functions of `flows.work.stages`; the start of the trainer process is in the first of them that needs it."""
-IN_THIS_PROCESS = ("make_dataset", "filter_rows", "prepare_inputs")
+IN_THIS_PROCESS = ("make_dataset", "filter_rows")
 """Of them, those whose processor time is the command's own; the others wait for the trainer."""
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows import chain
-from flows.parameters import RunSettings, all_overrides, compose_settings, with_root
+from flows.parameters import RunSettings, compose_settings
 from flows.plan.checks import check_run
 from flows.progress import display_for_console, shown_on
-from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import open_run
 from flows.work.results import checkpoint_name
@@ -110,8 +109,7 @@ def compose(
     Raises:
         ConfigError: one message with every mistake.
     """
-    given = all_overrides(list(overrides), **fields)
-    return compose_settings(with_root(given, root), experiment)
+    return compose_settings(overrides, experiment, **fields, root=root)
 
 
 def run(settings: RunSettings) -> Run:
@@ -139,7 +137,7 @@ def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
     """
     settings = RunSettings(run.config, ())
     with shown_on(display_for_console()), open_run(run.config, settings.command("validate")) as held:
-        inputs = stages.prepare_inputs(run.config)
+        inputs = chain.make_rows(run.config, chain.look).inputs
         judgement = chain.judge(held, inputs, checkpoint_name(str(checkpoint)), chain.run_here)
     return ValidationResult.read(judgement.file)
 

@@ -16,15 +16,15 @@ from prefect.logging import get_run_logger
 from flows.live import last_answers
 from flows.server.watch import few_retries
 from flows.work.open_run import OpenRun
-from flows.work.results import Judgement
+from flows.work.results import CI_ENDS, Judgement, with_interval
+from flows.work.runs import BYTES_PER_MB
 from flows.work.status import failure_of
 from rlcore.checkpoint.catalog import scan
 
-BYTES_PER_MB = 1e6
 NUM_VALIDATIONS = 4
 """Columns of the table of a run's latest validations; the first one is of step 0."""
 LEFT_ALONE_S = 30.0
-"""A server that was away."""
+"""Seconds before a server that was away is asked again."""
 Data = Callable[[], object]
 """What an artifact shows: Markdown, rows as JSON, or per cent."""
 
@@ -98,15 +98,15 @@ def show_latest_validation(run: OpenRun, step: int, summary: Mapping[str, float]
 
 def show_summary(run: OpenRun, now: str) -> None:
     """Where the run stands, with its curves and its last answers."""
-    _follow(run, "summary", lambda: _summary(run, now))
 
+    def text() -> str:
+        page = f"[{run.run_id} in MLflow]({run.shown.mlflow_page})" if run.shown.mlflow_page else ""
+        curves = [f"### {title}\n\n![{title}]({address})" for title, address in run.followed.curves()]
+        answers = [_answer(one) for one in last_answers(run.layout)]
+        head = ["### last answers"] if answers else []
+        return "\n\n".join(part for part in (f"## {run.run_id}", now, page, *curves, *head, *answers) if part)
 
-def _summary(run: OpenRun, now: str) -> str:
-    page = f"[{run.run_id} in MLflow]({run.shown.mlflow_page})" if run.shown.mlflow_page else ""
-    curves = [f"### {title}\n\n![{title}]({address})" for title, address in run.followed.curves()]
-    answers = [_answer(one) for one in last_answers(run.layout)]
-    head = ["### last answers"] if answers else []
-    return "\n\n".join(part for part in (f"## {run.run_id}", now, page, *curves, *head, *answers) if part)
+    _follow(run, "summary", text)
 
 
 def _answer(one: Mapping[str, Any]) -> str:
@@ -126,24 +126,12 @@ def show_validation(run: OpenRun, judgement: Judgement) -> None:
     show(run.run_id, "validation", lambda: json.dumps(rows), "table", steps)
 
 
-CI_ENDS = ("/ci_low", "/ci_high")
-
-
 def _rows(summaries: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
     """A row for each figure, a column for each validation."""
     figures = sorted({figure for one in summaries.values() for figure in one if not figure.endswith(CI_ENDS)})
     return [
-        {"figure": figure} | {name: _with_interval(one, figure) for name, one in summaries.items()}
-        for figure in figures
+        {"figure": figure} | {name: with_interval(one, figure) for name, one in summaries.items()} for figure in figures
     ]
-
-
-def _with_interval(summary: Mapping[str, float], figure: str) -> str:
-    if figure not in summary:
-        return ""
-    low, high = (summary.get(f"{figure}{end}") for end in CI_ENDS)
-    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-    return f"{summary[figure]:.3f}{interval}"
 
 
 def show_checkpoints(run: OpenRun) -> None:

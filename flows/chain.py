@@ -82,7 +82,7 @@ def make_rows(config: RunConfig, do: RunStage) -> Rows:
 
     filtered = do(Stage("filter", title, work, says))
     shown: StageResult | None = None
-    if stages.has_demonstrations(config):
+    if config.warm_start.enabled and config.warm_start.demonstrations is not None:
         work, title = partial(stages.tokenize_demonstrations, config), f"demonstrations {config.name}"
         shown = do(Stage("demonstrations", title, work, lambda rows: f"demonstrations: {describe_rows(rows)}"))
     return Rows(dataset, filtered, stages.inputs_of(config, dataset, filtered, shown, make_suites(config, do)))

@@ -72,14 +72,12 @@ def command(
                 resolve_name(f"flows.{target}")(**words)
 
         DECLARED[target] = signature
-        of.command(name, epilog=_lines(examples), help=about)(call)
+        title = "Examples:" if len(examples) > 1 else "Example:"
+        epilog = "\n".join(["\b", title, *(f"  {line}" for line in examples)])
+        of.command(name, epilog=epilog, help=about)(call)
         return signature
 
     return declare
-
-
-def _lines(examples: tuple[str, ...]) -> str:
-    return "\b\n" + "\n".join(("Examples:" if len(examples) > 1 else "Example:", *(f"  {line}" for line in examples)))
 
 
 Settings = Annotated[

@@ -28,7 +28,7 @@ MOST_ANSWERS = 6
 """Answers that are shown, each to another prompt."""
 COLUMNS = ["prompt_id", "step", "validation", "score", "prompt", "answer"]
 MOST_CHARACTERS = 600
-"""Of a prompt's end and of an answer's beginning."""
+"""Characters that are shown of a prompt's end and of an answer's beginning."""
 
 
 class Followed:
@@ -99,7 +99,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 200, 70, 24, 24
 FONT_SIZE = 16
 """Pixels; a page with several pictures side by side shows them at about two thirds of their size."""
 MOST_POINTS = 300
-"""More are not seen, and the picture travels in the artifact's text."""
+"""Points of a curve at most: more cannot be seen, and the picture is part of the artifact's text."""
 COLOURS = ("#3b82f6", "#f97316")
 """Both are seen on a light page and on a dark one; so is GREY."""
 GREY = "#8b93a1"
@@ -158,4 +158,4 @@ def _text(x: int, y: int, text: str, anchor: str, colour: str = GREY) -> str:
 def _thinned(points: Line) -> Line:
     """Every n-th point, and the last one."""
     every = -(-len(points) // MOST_POINTS)
-    return [point for index, point in enumerate(points) if index % every == 0 or index == len(points) - 1]
+    return [*points[:-1:every], points[-1]]

@@ -8,19 +8,18 @@ from typing import Annotated, Any
 
 from prefect import flow
 from prefect.client.schemas.objects import State
-from prefect.events import emit_event
 from prefect.states import Completed
 from pydantic import Field
 
-from flows.artifacts import harmless, show
+from flows.artifacts import show
 from flows.chain import Stage
 from flows.commands import evaluate as evaluation
 from flows.commands import regression as nightly
 from flows.commands.settings import SLOWER_BY
-from flows.parameters import NO_OVERRIDES, Experiment, Root, compose_settings
+from flows.parameters import NO_WORDS, Experiment, Root, compose_settings
 from flows.server.watch import watched
 from flows.stack.state import tracking_in_stack
-from flows.tasks import as_task, flow_run_name, tell, tell_command, tell_idle
+from flows.tasks import as_task, emit, flow_run_name, tell, tell_command, tell_idle
 from flows.work import runs as several
 from flows.work.runs import Comparison, Outcome, all_runs
 from rlcore.config import PathsConfig, TrackingConfig
@@ -57,12 +56,8 @@ def _lines(name: str, outcomes: Sequence[Outcome]) -> str:
     return "\n".join(f"{name}: {outcome}" for outcome in outcomes)
 
 
-NO_RUNS: list[str] = []
-"""The default; the flow does not change it."""
-
-
 @flow(name="compare", flow_run_name="compare")
-def compare(runs: list[str] = NO_RUNS, search: str = "", root: Root = None) -> Comparison:
+def compare(runs: list[str] = NO_WORDS, search: str = "", root: Root = None) -> Comparison:
     """Write the comparison of runs: settings that differ, curves over one another, figures with intervals, costs.
 
     Args:
@@ -84,7 +79,7 @@ def compare(runs: list[str] = NO_RUNS, search: str = "", root: Root = None) -> C
 
 @flow(name="eval", flow_run_name="eval")
 def evaluate(
-    models: list[str] = NO_RUNS, suites: list[str] = NO_RUNS, overrides: list[str] = NO_OVERRIDES, root: Root = None
+    models: list[str] = NO_WORDS, suites: list[str] = NO_WORDS, overrides: list[str] = NO_WORDS, root: Root = None
 ) -> list[str]:
     """Judge models or checkpoints on suites: figures with intervals, each model paired with the first.
 
@@ -108,7 +103,7 @@ def evaluate(
 @flow(name="regression", flow_run_name=flow_run_name)
 def regression(
     experiment: Experiment = None,
-    overrides: list[str] = NO_OVERRIDES,
+    overrides: list[str] = NO_WORDS,
     slower_by: Annotated[float, Field(ge=0)] = SLOWER_BY,
     root: Root = None,
 ) -> State[Any]:
@@ -130,6 +125,5 @@ def regression(
     tell(text)
     page = f"{files.summary}\n\nFull page: `{files.html}`"
     show(f"regression-{name}", "nights", lambda: page)  # the key is the same each night
-    resource = {"prefect.resource.id": f"millrace.regression.{name}", "prefect.resource.name": name}
-    harmless(lambda: emit_event(f"millrace.regression.{night.word}", resource=resource, payload={"text": text}))
+    emit(f"regression.{night.word}", "regression", name, {"text": text})
     return Completed(name=night.word.capitalize(), message=text)

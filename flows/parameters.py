@@ -30,12 +30,11 @@ _EITHER = {
 }
 Experiment = Annotated[str | None, WithJsonSchema({"anyOf": [_EITHER, {"type": "null"}]})]
 """A name in `conf/experiment`, or the path of a file; None takes the defaults. The form has a field for each."""
-NO_OVERRIDES: list[str] = []
+NO_WORDS: list[str] = []
 """The default of every flow; none of them changes it."""
 Seed = Annotated[int | None, Field(ge=0, lt=2**31)]
-Steps = Annotated[int | None, Field(ge=1)]
 Count = Annotated[int | None, Field(ge=1)]
-Rate = Annotated[float | None, Field(gt=0)]
+Positive = Annotated[float | None, Field(gt=0)]
 Root = str | None
 """`paths.root`. A deployment sets it, and `-p overrides=...` replaces the overrides whole: so it is apart from them."""
 MLFLOW_PAGE = "MILLRACE_MLFLOW_PAGE"
@@ -76,7 +75,9 @@ class RunSettings:
         return idle_settings(self.config, self.overrides, experiment=self.experiment)
 
 
-def compose_settings(overrides: list[str], experiment: str | None = None, **fields: str | float | None) -> RunSettings:
+def compose_settings(
+    overrides: Sequence[str] | None, experiment: str | None = None, **fields: str | float | Path | None
+) -> RunSettings:
     """Settings from the command line, or from the parameters of a flow.
 
     From here on modules are found beside the experiment's file too: so a worker finds them, wherever it was started.
@@ -96,17 +97,13 @@ def compose_settings(overrides: list[str], experiment: str | None = None, **fiel
     return RunSettings(in_stack(config), tuple(given), experiment)
 
 
-def all_overrides(overrides: list[str], **fields: str | float | None) -> list[str]:
-    """The overrides, and those that the typed parameters stand for."""
+def all_overrides(overrides: Sequence[str] | None, **fields: str | float | Path | None) -> list[str]:
+    """The overrides, and those that the typed parameters, such as `root`, stand for."""
+    given = {FIELDS[name]: value for name, value in fields.items() if value not in (None, "")}
     return [
-        *overrides,
-        *(f"{FIELDS[name]}={override_value(value)}" for name, value in fields.items() if value not in (None, "")),
+        *(overrides or ()),
+        *(f"{key}={override_value(str(value) if isinstance(value, Path) else value)}" for key, value in given.items()),
     ]
-
-
-def with_root(settings: Sequence[str] | None, root: str | Path | None) -> list[str]:
-    """The settings, with the one that `--root` stands for."""
-    return all_overrides(list(settings or ()), root=None if root is None else str(root))
 
 
 def split_experiment(overrides: tuple[str, ...]) -> tuple[str | None, list[str]]:

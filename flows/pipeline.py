@@ -9,20 +9,18 @@ from prefect.runtime import deployment, flow_run
 from flows import chain
 from flows.artifacts import show, show_checkpoints, show_report
 from flows.parameters import (
-    NO_OVERRIDES,
+    NO_WORDS,
     Count,
     Experiment,
-    Rate,
+    Positive,
     Root,
     RunSettings,
     Seed,
-    Steps,
     compose_settings,
     split_experiment,
 )
 from flows.plan.checks import check_run
 from flows.tasks import CHECKED, as_task, flow_run_name, run_with, say_settings, tell, working_on
-from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.results import Export, Judgement, PassRateTable, PipelineResult, Report, StartModel, checkpoint_name
 from rlcore.errors import ConfigError
@@ -43,10 +41,10 @@ def _of_a_run(name: str, description: str, verb: str, work: Callable[[RunSetting
     @flow(name=name, description=description, flow_run_name=flow_run_name)
     def of_a_run(
         experiment: Experiment = None,
-        overrides: list[str] = NO_OVERRIDES,
+        overrides: list[str] = NO_WORDS,
         seed: Seed = None,
-        total_steps: Steps = None,
-        learning_rate: Rate = None,
+        total_steps: Count = None,
+        learning_rate: Positive = None,
         batch_size: Count = None,
         samples_per_prompt: Count = None,
         root: Root = None,
@@ -160,7 +158,7 @@ report = _of_a_run("report", "Write the report of a run as one HTML file, and as
 @flow(name="validate", flow_run_name=flow_run_name)
 def validate(
     experiment: Experiment = None,
-    overrides: list[str] = NO_OVERRIDES,
+    overrides: list[str] = NO_WORDS,
     seed: Seed = None,
     checkpoint: str = "last",
     root: Root = None,
@@ -177,5 +175,5 @@ def validate(
     settings = compose_settings(overrides, experiment, seed=seed, root=root)
     say_settings(settings, "validate")
     with working_on(settings, "validate") as run:
-        inputs = stages.prepare_inputs(run.config)
+        inputs = chain.make_rows(run.config, chain.look).inputs
         return [chain.judge(run, inputs, one, as_task) for one in ("start", checkpoint_name(checkpoint))]

@@ -14,6 +14,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.events import emit_event
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
+from prefect.states import Paused, Running
 from prefect.tasks import Task, exponential_backoff
 
 from flows import artifacts
@@ -32,7 +33,7 @@ from rlcore.run.disk import PAUSED
 R = TypeVar("R")
 
 RETRY_BACKOFF_S = 2
-"""Before the first retry; doubled for each further one. Long enough for a dead process's memory to be free."""
+"""Seconds before the first retry, doubled for each further one: a dead process's memory is free by then."""
 
 
 def flow_run_name() -> str:
@@ -118,11 +119,11 @@ def is_worth_a_retry(task: Task[..., Any], task_run: TaskRun, state: State[Any])
 WARM_START = "warm-start"
 """The stage in progress events."""
 UPDATE_EVERY_S = 5.0
-"""Between two updates of the progress artifact; one costs 15 ms."""
+"""Seconds between two updates of the progress artifact; one costs 15 ms."""
 SUMMARY_EVERY_S = 20.0
-"""Between two looks at all of a run: its journal, its answers, its checkpoints."""
+"""Seconds between two looks at all of a run: its journal, its answers, its checkpoints."""
 LOG_EVERY_S = 30.0
-"""Between two progress lines in the flow run's log."""
+"""Seconds between two progress lines in the flow run's log."""
 _LEVELS = (("CRITICAL", logging.CRITICAL), ("ERROR", logging.ERROR), ("WARNING", logging.WARNING))
 
 
@@ -151,7 +152,7 @@ class RunReporter:
             case CheckpointSaved(step, path):
                 self._log.info("%s", describe(event))
                 if Path(path).is_relative_to(self._run.layout.run_dir):  # the warm start's are not the run's
-                    self._emit("checkpoint.saved", {"step": step, "path": path})
+                    emit("checkpoint.saved", "run", self._run.run_id, {"step": step, "path": path})
                     self._look_at_all()
             case Validated(name, step, summary):
                 self._log.info("%s", describe(event))
@@ -161,13 +162,13 @@ class RunReporter:
                 self._log.info("%s", text)
             case Happening(name, data):
                 self._log.warning("%s", describe(event))
-                self._emit(name, dict(data))
+                emit(name, "run", self._run.run_id, dict(data))
 
     def _show_pause(self, event: Event) -> None:
         """The flow run is Paused while it waits for room or for slots, until the trainer says anything else."""
         if isinstance(event, Happening) and event.name in (PAUSED, WAITS):
             self._is_paused = True
-            artifacts.harmless(lambda: watch.show_paused(str(event.data.get("text"))))
+            artifacts.harmless(lambda: watch.show_state(Paused(message=str(event.data.get("text")))))
         else:
             self.go_on()
 
@@ -175,7 +176,7 @@ class RunReporter:
         """The flow run is Running again, if it was Paused."""
         if self._is_paused:
             self._is_paused = False
-            artifacts.harmless(watch.show_running)
+            artifacts.harmless(lambda: watch.show_state(Running(message="going on")))
 
     def line(self, line: str) -> None:
         """Show a line of the trainer's log."""
@@ -210,13 +211,6 @@ class RunReporter:
         artifacts.show_summary(self._run, text)
         artifacts.show_mlflow_page(self._run)
 
-    def _emit(self, name: str, payload: dict[str, object]) -> None:
-        resource = {
-            "prefect.resource.id": f"millrace.run.{self._run.run_id}",
-            "prefect.resource.name": self._run.run_id,
-        }
-        artifacts.harmless(lambda: emit_event(f"millrace.{name}", resource=resource, payload=payload))
-
 
 @contextmanager
 def reported(run: OpenRun) -> Iterator[None]:
@@ -236,6 +230,12 @@ def reported(run: OpenRun) -> Iterator[None]:
     finally:
         reporter.go_on()  # a flow run that stays Paused starts no further task, nor this one again
     reporter.end()
+
+
+def emit(event: str, kind: str, name: str, payload: dict[str, object]) -> None:
+    """Send an event `millrace.<event>` of the resource `millrace.<kind>.<name>`; Prefect's automations act on it."""
+    resource = {"prefect.resource.id": f"millrace.{kind}.{name}", "prefect.resource.name": name}
+    artifacts.harmless(lambda: emit_event(f"millrace.{event}", resource=resource, payload=payload))
 
 
 def tell(text: str) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from flows.commands.settings import root_among
 from flows.parameters import RunSettings, compose_settings
-from flows.work.runs import named_run
-from rlcore.checkpoint.catalog import CheckpointRow, find_checkpoint, list_checkpoints
+from flows.work.runs import BYTES_PER_MB, named_run
+from rlcore.checkpoint.catalog import CheckpointRow, by_score, find_checkpoint, list_checkpoints
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import fingerprint
@@ -20,7 +20,6 @@ from rlcore.storage.finished import finished_or_set_aside, finished_or_why
 from rlcore.storage.locks import RunLock
 from rlcore.user_code import working_by
 
-BYTES_PER_MB = 1e6
 START = "start"
 """In place of a checkpoint: the model that a run has started from."""
 
@@ -96,7 +95,7 @@ def start_model_of(config: RunConfig, layout: RunLayout) -> Path:
 
 
 def _prune(config: RunConfig, layout: RunLayout) -> tuple[Path, ...]:
-    """Not beside a trainer, which may be about to read one of them; it prunes by itself."""
+    """Prune unless a trainer works on the run: it may be about to read a checkpoint, and prunes by itself."""
     with RunLock(layout.run_dir):
         return CheckpointStore(layout.checkpoints, config.checkpoint, config).prune()
 
@@ -105,11 +104,9 @@ def _marks(rows: tuple[CheckpointRow, ...]) -> dict[int, list[str]]:
     """`last` and `best` by step; of equal scores the later is best."""
     whole = [row for row in rows if row.verdict != "broken"]
     marks: dict[int, list[str]] = {}
-    if whole:
-        marks.setdefault(whole[-1].step, []).append("last")
-    scored = [(row.score, row.step) for row in whole if row.score is not None]
-    if scored:
-        marks.setdefault(max(scored)[1], []).append("best")
+    for mark, rising in (("last", whole), ("best", by_score(whole))):
+        for row in rising[-1:]:
+            marks.setdefault(row.step, []).append(mark)
     return marks
 
 

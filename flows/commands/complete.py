@@ -35,7 +35,9 @@ def settings(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def runs(ctx: typer.Context, incomplete: str) -> list[str]:
     """Ids of the runs under the root."""
-    return sorted(_run_ids(ctx, incomplete))
+    root = Path(ctx.params.get("root") or "artifacts")
+    names = (file.parent.name for file in root.glob("runs/*/settings.json"))
+    return sorted(name for name in names if name.startswith(incomplete))
 
 
 def runs_and_settings(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -51,11 +53,6 @@ def suites(incomplete: str) -> list[str]:
 def sweeps(incomplete: str) -> list[str]:
     """Names of the sweeps in conf/sweep."""
     return sorted(_values("sweep", incomplete))
-
-
-def _run_ids(ctx: typer.Context, typed: str) -> Iterator[str]:
-    root = Path(ctx.params.get("root") or "artifacts")
-    return (file.parent.name for file in root.glob("runs/*/settings.json") if file.parent.name.startswith(typed))
 
 
 def _groups() -> Iterator[str]:

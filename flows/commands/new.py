@@ -72,29 +72,25 @@ def new(kind: str, name: str) -> None:
 
 def content_of(kind: str, name: str, command: str) -> str:
     """Text of the new file."""
-    if kind == "experiment":
-        return EXPERIMENT.format(command=command, name=name)
-    if kind == "scorer":
-        return SCORER.format(command=command)
-    source = Path(multiplication.__file__).read_text(encoding="utf-8")
-    code = source.split('"""', 2)[2]
-    return TASK.format(command=command) + code.removeprefix("\n")
+    text = {"task": TASK, "experiment": EXPERIMENT, "scorer": SCORER}[kind].format(command=command, name=name)
+    if kind == "task":
+        source = Path(multiplication.__file__).read_text(encoding="utf-8")
+        text += source.split('"""', 2)[2].removeprefix("\n")
+    return text
 
 
 def _require_free(kind: str, name: str, file: Path) -> None:
-    is_experiment = kind == "experiment"
-    pattern = r"[a-z0-9][a-z0-9_-]{0,63}" if is_experiment else r"[a-z][a-z0-9_]{0,63}"
+    if kind == "experiment":
+        pattern, letters, first = r"[a-z0-9][a-z0-9_-]{0,63}", "small letters, digits, _ and -", "a letter or digit"
+    else:
+        pattern, letters, first = r"[a-z][a-z0-9_]{0,63}", "small letters, digits and _", "a letter"
     if not re.fullmatch(pattern, name):
-        rule = (
-            "small letters, digits, _ and -, at most 64" if is_experiment else "small letters, digits and _, at most 64"
-        )
-        begin = "a letter or digit" if is_experiment else "a letter"
-        raise ConfigError(f"NAME: must be {rule}, and begin with {begin}; got {name!r}")
+        raise ConfigError(f"NAME: must be {letters}, at most 64, and begin with {first}; got {name!r}")
     if keyword.iskeyword(name):
         raise ConfigError(f"NAME: must be no word of Python; got {name!r}. Choose another, such as my_{name}")
     if file.exists():
         raise ConfigError(f"NAME: {file.absolute()} is there already. Choose another name, or remove the file")
-    if not is_experiment and find_spec(name) is not None:
+    if kind != "experiment" and find_spec(name) is not None:
         raise ConfigError(
             f"NAME: must be no module that is there already; got {name}. Choose another, such as my_{name}"
         )

@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 EXIT_CODES = {"broken": 1, "worse": 3, "slower": 3}
 """Exit codes by verdict; 0 for the others."""
 SERIES_TAG = "millrace.regression"
-"""Of the one run in MLflow that holds the nights of an experiment; its value is their name."""
+"""Tag of the one run in MLflow that holds the nights of an experiment; its value is their name."""
 NIGHT_TAG = "regression"
-"""Of each night's own run in MLflow, likewise."""
+"""Tag of each night's own run in MLflow, with the same value."""
 
 
 def night(settings: RunSettings, do: chain.RunStage, *, slower_by: float) -> tuple[Night, ReportFiles]:
@@ -157,7 +157,7 @@ def run(
 ) -> None:
     """Do the night and say what it has come to, or accept the newest one. The exit code is the verdict's."""
     experiment = experiment.removeprefix(EXPERIMENT)
-    settings = compose_settings(overrides or [], experiment, root=None if root is None else str(root))
+    settings = compose_settings(overrides, experiment, root=root)
     if take:
         found = accept(settings)
     elif as_json:

@@ -23,7 +23,7 @@ from rlcore.user_code import working_by
 
 EXIT_FOUND = 1
 NUM_CASES = 32
-"""Problems of an audit that was asked for."""
+"""Problems that `millrace audit` tries at most."""
 
 
 def rollouts(run: Sequence[str], *, root: Path | None, limit: int, tokens: bool, as_json: bool, **wanted: Any) -> None:

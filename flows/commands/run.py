@@ -9,7 +9,7 @@ from shlex import quote
 from flows import chain
 from flows.commands.settings import beside_python
 from flows.parameters import RunSettings
-from flows.plan.checks import check_before_plan, check_before_start, check_rows, plan_run
+from flows.plan.checks import check_before_plan, check_before_start, check_rows, check_run, plan_run
 from flows.plan.table import show_memory, show_plan
 from flows.progress import display, display_for_console, shown_on
 from flows.server.api import PrefectApi, start_prefect, wait_for_prefect, when_it_dies
@@ -18,12 +18,13 @@ from flows.server.untold import not_kept_by
 from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import OpenRun, open_run
-from flows.work.results import PipelineResult, checkpoint_name, finished, step_of
+from flows.work.results import PipelineResult, checkpoint_name, checkpoint_store, finished
 from flows.work.runs import named_run
 from rlcore.config import RunConfig
 from rlcore.errors import ConfigError, StopRequestedError
 from rlcore.run.pass_rates import WITHOUT_PASS_RATES
 from rlcore.start import uncollected
+from rlcore.storage.publish import write_text_atomically
 
 
 def run(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool) -> None:
@@ -66,9 +67,10 @@ def validate(settings: RunSettings, *, checkpoint: str, verbose: bool) -> None:
     """Validate one checkpoint."""
     check_before_plan(settings.config)
     checkpoint = checkpoint_name(checkpoint)
-    step_of(settings.config, checkpoint)  # raises where there is none, before anything is made
+    checkpoint_store(settings.config).step_of(checkpoint, verify=False)  # raises where there is none
     with _in_hand(settings, "validate", verbose=verbose) as run:
-        judgement = chain.judge(run, stages.prepare_inputs(run.config), checkpoint, chain.run_here)
+        inputs = chain.make_rows(run.config, chain.look).inputs
+        judgement = chain.judge(run, inputs, checkpoint, chain.run_here)
         display().line(f"answers: {judgement.file}")
 
 
@@ -90,7 +92,7 @@ def pass_rates(settings: RunSettings, *, verbose: bool) -> None:
     """Measure the pass rates of the training rows."""
     if not settings.config.pass_rates.is_wanted:
         raise ConfigError(WITHOUT_PASS_RATES)
-    check_before_start(settings.config, plan_run(settings))
+    check_run(settings)
     with _in_hand(settings, "data pass-rates", verbose=verbose) as run:
         inputs = chain.make_rows(run.config, chain.run_here).inputs
         chain.make_start_model(run, inputs, chain.run_here)
@@ -103,8 +105,6 @@ def inspect(path: Path, *, num_rows: int, seed: int, as_json: bool, html: Path |
 
     report = inspect_dataset(path, num_rows=num_rows, seed=seed)
     if html is not None:
-        from rlcore.storage.publish import write_text_atomically
-
         write_text_atomically(html, as_html(report))
         print(html)
     elif as_json:

@@ -20,6 +20,7 @@ from flows.work.runs import all_runs, named_run
 from flows.work.slots import Slots, State, Wish
 from flows.work.status import SAME_COMMAND, STATES, RunStatus, how_it_goes_on, status_of, was_told, worker_of
 from flows.work.trainer import LogTail
+from rlcore.checkpoint.catalog import scan
 from rlcore.errors import ConfigError, DataError, RunInUseError
 from rlcore.storage.locks import Holder
 
@@ -175,8 +176,6 @@ def _tell(run_dir: Path, worker: Holder) -> None:
 
 
 def _saved(run_dir: Path) -> str:
-    from rlcore.checkpoint.catalog import scan
-
     known = scan(run_dir / "checkpoints").checkpoints
     return f"step {known[-1].step} is saved" if known else "it has no checkpoint yet"
 

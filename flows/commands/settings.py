@@ -42,11 +42,7 @@ class Commands(TyperGroup):
 
 
 def _here() -> str:
-    """The folder that the command is started in.
-
-    Raises:
-        DataError: it is deleted.
-    """
+    """The folder that the command is started in."""
     try:
         return str(Path.cwd())
     except FileNotFoundError:
@@ -54,22 +50,14 @@ def _here() -> str:
 
 
 def _require_text(words: Sequence[str]) -> None:
-    """Refuse what is no UTF-8: settings, records and MLflow could not hold it.
-
-    Raises:
-        ConfigError: names the first.
-    """
+    """Refuse a word that is not UTF-8: settings, records and MLflow could not hold it."""
     for word in words:
         if word != word.encode(errors="ignore").decode():
             raise ConfigError(f"{word!r}: must be UTF-8 text, as every name of a file. Rename what it names")
 
 
 def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
-    """Refuse an option with an empty value, unless that is its default: an unset variable would mean the default.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuse an option with an empty value, unless that is its default: an unset variable would mean the default."""
     takes = {
         option
         for one in command.params
@@ -121,11 +109,7 @@ def root_among(words: Sequence[str]) -> Path | None:
 
 
 def _refuse_settings_as_options(words: Sequence[str], options: set[str]) -> None:
-    """Refuse unknown options with the setting that was meant; one that is like an option is left to typer.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuse unknown options, and name the setting that was meant; typer refuses one that is like an option."""
     from rlcore.config.problems import Problem, settings_error
 
     if sweep := next((word for word in words if word in ("-m", "--multirun")), None):
@@ -169,12 +153,12 @@ def composed_or_shown(words: dict[str, Any]) -> bool:
     Returns:
         Whether the command goes on; False where the settings were only to be shown (`--cfg`, `--info`).
     """
-    from flows.parameters import compose_settings, with_root
+    from flows.parameters import all_overrides, compose_settings
 
     cfg, info, dry_run = words.pop("cfg", None), words.pop("info", False), words.get("dry_run", False)
     is_shown = cfg is not None or info
     require_dry_run(as_json=words.get("as_json", False), dry_run=dry_run)
-    given = with_root(words["settings"], words.pop("root"))
+    given = all_overrides(words["settings"], root=words.pop("root"))
     if (source := words.pop("fork", None)) is None:
         words["settings"] = compose_settings(given)
     else:
@@ -195,11 +179,7 @@ def warn(lines: Iterable[str]) -> None:
 
 
 def _show(settings: "RunSettings", *, cfg: str | None) -> None:
-    """Print the composed settings as YAML (`--cfg job`), or what they are composed of (`--info`).
-
-    Raises:
-        ConfigError: `cfg` asks for another of Hydra's parts.
-    """
+    """Print the composed settings as YAML (`--cfg job`, no other part), or what they are composed of (`--info`)."""
     from rlcore.config.compose import CONF_DIR, composed_of
     from rlcore.config.documents import to_yaml
     from rlcore.config.fingerprint import run_id

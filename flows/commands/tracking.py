@@ -12,7 +12,7 @@ import psutil
 from flows.commands.settings import beside_python
 from flows.server.launch import start_tethered
 from flows.server.secret import how_to_log_in, login_of, mlflow_client
-from flows.stack.services import Recipe, answers, end_server, is_free, mlflow_recipe, wait_until_ready
+from flows.stack.services import answers, end_server, is_free, mlflow_recipe, wait_until_ready
 from flows.stack.state import Databases, Service, StackState, read_stack, tracking_in_stack
 from flows.work import runs as several
 from flows.work.runs import Outcome, all_runs, find_runs, named_runs
@@ -95,7 +95,11 @@ def ui(root: Path, port: int | None) -> None:
     try:
         born = psutil.Process(server.pid).create_time()
         wait_until_ready(recipe.started(server.pid, born, log_file))
-        page = _store_behind(recipe, root, databases).runs_url(recipe.url)
+        tracking = TrackingConfig()
+        if not databases.mlflow_is_the_file(root):
+            os.environ.update(mlflow_client(login_of(root)))
+            tracking = TrackingConfig(uri=recipe.url)
+        page = MlflowStore(tracking, root).runs_url(recipe.url)
         print(f"MLflow: {page} (until Ctrl-C; its log: {log_file})\n{_answers_pages(recipe.url)}")
         print(f"Log in with {how_to_log_in(root)}", flush=True)
         server.wait()
@@ -108,10 +112,3 @@ def ui(root: Path, port: int | None) -> None:
 
 def _answers_pages(url: str) -> str:
     return f"Answers: {url}/answers/\nLive: {url}/answers/live"
-
-
-def _store_behind(recipe: Recipe, root: Path, databases: Databases) -> MlflowStore:
-    if databases.mlflow_is_the_file(root):
-        return MlflowStore(TrackingConfig(), root)
-    os.environ.update(mlflow_client(login_of(root)))
-    return MlflowStore(TrackingConfig(uri=recipe.url), root)

@@ -45,19 +45,19 @@ if TYPE_CHECKING:
     from data.custom import FirstRow
 
 LOSS_DEADLINE_S = 120.0
-"""Importing torch on a busy machine takes most of it."""
+"""Seconds for a try of loss and advantage; the import of torch takes most of them on a busy machine."""
 FIRST_CALL_S = 60.0
-"""Beyond `reward.deadline_s`: a scoring process starts, and the scorer imports what it needs."""
+"""Seconds beyond `reward.deadline_s` for a scoring process to start, and the scorer to import what it needs."""
 NO_VERDICT = "JudgeError: "
-"""How the failure of a scorer begins that has asked a judge in vain (`data.judge`)."""
+"""Beginning of a scorer's failure where its judge has given no verdict (`data.judge`)."""
 ANY_ANSWER = "0"
-"""Wrong, for most tasks. A scorer is tried on the solution, on it and on an empty answer."""
+"""An answer that is wrong for most tasks. A scorer is tried on the solution, this one and an empty one."""
 
 NUM_TRIED = 256
 """Demonstrations of a file that are tokenized before a start."""
 
 GPU_FILES = ("nvidia[0-9]*", "dxg", "kfd")
-"""In /dev where there is a GPU: NVIDIA's, one under WSL, AMD's. Its management library may be missing."""
+"""Files in /dev of a GPU: NVIDIA's, one under WSL, AMD's. Its management library may be missing."""
 
 
 def plan_run(settings: RunSettings) -> RunPlan:
@@ -91,7 +91,7 @@ def check_before_plan(config: RunConfig) -> None:
 
 
 def require_root(root: Path) -> None:
-    """Files can be made under a root, or where it will be made. What is tried leaves nothing.
+    """Require that files can be made under a root, or where it will be made. The trial leaves nothing behind.
 
     Raises:
         DataError: they cannot; says why.
@@ -236,8 +236,8 @@ def try_parts(config: RunConfig, plan: RunPlan) -> str:
 
 
 def check_rows(config: RunConfig) -> int | None:
-    """The rows of local files can be used, those of suites too. Returns the most training rows that there can be; None
-    where neither files here nor `data.train_size` say it, as with a build of one's own.
+    """Check the rows of local files, those of suites too. Returns the most training rows that there can be; None where
+    neither files here nor `data.train_size` say it, as with a build of one's own.
 
     Raises:
         DataError: file and line of a row that cannot be used.

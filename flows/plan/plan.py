@@ -1,6 +1,5 @@
 """What a run would do: its stages, what of them is done, its chunks, its room on disk, its tokens. Writes nothing."""
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -82,11 +81,6 @@ class DiskBudget:
     free_bytes: int
     file_systems: tuple[RoomReport, ...]
 
-    @property
-    def missing_bytes(self) -> int:
-        """Bytes to free before the run may start, on all file systems."""
-        return sum(report.missing_bytes for report in self.file_systems)
-
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
@@ -153,12 +147,11 @@ def count_parameters(config: RunConfig) -> ParameterCount | None:
 def _file_shapes(path: str) -> dict[str, tuple[int, ...]]:
     folder = Path(path).expanduser()
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    return {name: shape for file in files for name, shape in _header_shapes(file)}
-
-
-def _header_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    with suppress(SafetensorError, OSError), safe_open(file, framework="numpy") as tensors:
-        yield from ((name, tuple(tensors.get_slice(name).get_shape())) for name in tensors.keys())  # noqa: SIM118
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with suppress(SafetensorError, OSError), safe_open(file, framework="numpy") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes
 
 
 def _adapters(shapes: dict[str, tuple[int, ...]], lora: LoraConfig) -> int:

@@ -25,10 +25,10 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
         table.add_row(stage.name, stage.fingerprint or "not known yet", state, stage.detail)
     console.print(table)
     if plan.published_model is not None:
-        note = f"model: {plan.published_model} is not on this machine; sizes are planned by its published config.json"
+        text = f"model: {plan.published_model} is not on this machine; sizes are planned by its published config.json"
         if plan.published_model == SMOLLM2:
-            note += f". Install: {INSTALL_SMOLLM2}"
-        console.print(note)
+            text += f". Install: {INSTALL_SMOLLM2}"
+        console.print(text)
     for line in (_chunks(plan), _tokens(plan), _disk(plan), plan.warning):
         if line:
             console.print(line)
@@ -36,9 +36,8 @@ def show_plan(plan: RunPlan, *, as_json: bool) -> None:
         print("memory: no plan: the model's config.json is not on this machine, or of a kind that is not counted")
     else:
         show_memory(plan.memory)
-    if plan.warm_start_memory is not None:
-        for note in memory_notes(plan.warm_start_memory):
-            console.print(f"warm start: {note}", markup=False, soft_wrap=True)
+    if plan.warm_start_memory is not None and (note := memory_note(plan.warm_start_memory)):
+        console.print(f"warm start: {note}")
 
 
 def show_memory(plan: MemoryPlan) -> None:
@@ -60,20 +59,20 @@ def show_memory(plan: MemoryPlan) -> None:
     table.add_row("sum", *(f"{held / scale:.3f}" for held in sums), style="bold")
     console = Console(highlight=False)
     console.print(table)
-    for note in memory_notes(plan):
+    if note := memory_note(plan):
         console.print(note, markup=False, soft_wrap=True)
 
 
-def memory_notes(plan: MemoryPlan) -> list[str]:
-    """Whether the plan fits, in words; nothing where the device is not known."""
+def memory_note(plan: MemoryPlan) -> str:
+    """Whether the plan fits, in words; '' where the device is not known."""
     if plan.usable_bytes is None:
-        return []
+        return ""
     peak = f"{plan.peak_phase} needs {size(plan.peak_bytes)}"
     if plan.cannot_fit:
-        return [f"memory: CANNOT FIT: {size(plan.floor_bytes)} even with one longest answer a micro-batch"]
+        return f"memory: CANNOT FIT: {size(plan.floor_bytes)} even with one longest answer a micro-batch"
     if not plan.fits:
-        return [f"memory: {peak} as planned; passes that run out will be cut finer (runtime.fit_memory=auto plans it)"]
-    return [f"memory: fits, {peak}"]
+        return f"memory: {peak} as planned; passes that run out will be cut finer (runtime.fit_memory=auto plans it)"
+    return f"memory: fits, {peak}"
 
 
 def _chunks(plan: RunPlan) -> str:

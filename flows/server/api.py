@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 START_WAIT_S = 600.0
 """The first start makes the database: 7 s of computing, minutes on a busy machine. One that dies is noticed at once."""
 ANSWER_WAIT_S = 10.0
-"""For a server that is said to run already."""
+"""Seconds to wait for a server that should be up already."""
 STOP_WAIT_S = 10.0
 QUIET: Mapping[str, str] = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -50,7 +50,7 @@ QUIET: Mapping[str, str] = {
     # Prefect's own lines would tear the live line apart; they still go to the server.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
 }
-"""Where the user's environment says nothing else."""
+"""Environment of Prefect, as far as the user's environment does not set it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ def _require_answer(url: str, key: str, remedy: str) -> None:
 
 
 def require_same_series(theirs: str, ours: str, what: str) -> None:
-    """A server and its clients are of one series, such as 3.7: within it they understand each other.
+    """Require that a server and its clients are of one series, such as 3.7: within it they understand each other.
 
     Raises:
         MillraceError: they are not.

@@ -19,7 +19,7 @@ from pathlib import Path
 from rlcore.storage.sqlite import sqlite_address
 
 DATABASE = "prefect.db"
-"""In a server's home."""
+"""Name of the database in a server's home."""
 PREFECT_DATABASE = "PREFECT_API_DATABASE_CONNECTION_URL"
 PREFECT_DATABASE_TOO = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 PREFECT_SQLITE = "sqlite+aiosqlite:///"
@@ -54,7 +54,7 @@ def make(target: Path) -> None:
     """Let Prefect make one, in a folder of its own."""
     with tempfile.TemporaryDirectory() as home:
         os.environ["PREFECT_HOME"] = home
-        os.environ.pop("PREFECT_API_DATABASE_CONNECTION_URL", None)
+        os.environ.pop(PREFECT_DATABASE, None)
         from prefect.server.database import provide_database_interface
 
         asyncio.run(provide_database_interface().create_db())

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 
 WISHES = (signal.SIGINT, signal.SIGTERM)
 PATIENCE_S = 15.0
-"""Since the server was first found gone, or since a trainer has saved."""
+"""Seconds without a server before the process ends, counted from the end of a trainer that saves."""
 POLL_S = 0.5
 
 _is_own = False
@@ -25,14 +25,14 @@ _url: str | None = None
 
 
 def own_process() -> None:
-    """This process is a command and nothing else: it may be ended."""
+    """Say that this process is a command and nothing else, so that it may be ended."""
     global _is_own
     _is_own = True
 
 
 @contextmanager
-def not_kept_by(url: str, leave: Callable[[], object], *, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """From a SIGINT or SIGTERM inside the block on, a server at `url` that is gone for `patience_s` does not keep this
+def not_kept_by(url: str, leave: Callable[[], object]) -> Iterator[None]:
+    """From a SIGINT or SIGTERM inside the block on, a server at `url` that is gone for `PATIENCE_S` does not keep this
     process. `leave` is called before its end. A trainer that was told to stop is waited for; another saves by itself.
     """
     global _url
@@ -43,7 +43,7 @@ def not_kept_by(url: str, leave: Callable[[], object], *, patience_s: float = PA
     # Whoever handles the signal - we, Python, Prefect - its number comes through here too.
     hears, told = socket.socketpair()
     told.setblocking(False)
-    threading.Thread(target=_watch, args=(hears, url, leave, patience_s), name="untold", daemon=True).start()
+    threading.Thread(target=_watch, args=(hears, url, leave), name="untold", daemon=True).start()
     before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
     try:
         yield
@@ -52,12 +52,12 @@ def not_kept_by(url: str, leave: Callable[[], object], *, patience_s: float = PA
         told.close()  # the watch ends, or goes on to the end of the process where it has heard a wish
 
 
-def end_without_server(end: Callable[[], object], *, patience_s: float = PATIENCE_S) -> None:
-    """All is said and done: from here on, a server that is gone for `patience_s` does not keep this process from its
+def end_without_server(end: Callable[[], object]) -> None:
+    """From here on, where the work is done, a server that is gone for `PATIENCE_S` does not keep this process from its
     `end`, which is called in another thread while Prefect waits."""
 
     def watch(url: str) -> None:
-        _wait_until_gone(url, patience_s)
+        _wait_until_gone(url)
         _say(f"Prefect was not told of the end, since no server answers at {url}")
         end()
 
@@ -68,17 +68,17 @@ def end_without_server(end: Callable[[], object], *, patience_s: float = PATIENC
         threading.Thread(target=watch, args=(_url,), name="untold-end", daemon=True).start()
 
 
-def _watch(hears: socket.socket, url: str, leave: Callable[[], object], patience_s: float) -> None:
+def _watch(hears: socket.socket, url: str, leave: Callable[[], object]) -> None:
     with hears:  # open to the end: Python complains of a signal whose number finds no reader
         while numbers := hears.recv(64):
             if any(number in WISHES for number in numbers):
-                _end_where_no_server_is(url, leave, patience_s)
+                _end_where_no_server_is(url, leave)
 
 
-def _end_where_no_server_is(url: str, leave: Callable[[], object], patience_s: float) -> None:
+def _end_where_no_server_is(url: str, leave: Callable[[], object]) -> None:
     from rlcore.errors import EXIT_RESUMABLE
 
-    _wait_until_gone(url, patience_s)
+    _wait_until_gone(url)
     with suppress(Exception):
         leave()
     _say(
@@ -88,12 +88,12 @@ def _end_where_no_server_is(url: str, leave: Callable[[], object], patience_s: f
     os._exit(EXIT_RESUMABLE)
 
 
-def _wait_until_gone(url: str, patience_s: float) -> None:
+def _wait_until_gone(url: str) -> None:
     from flows.server.api import answers
     from flows.work.trainer import is_stopping_one
 
     gone_since: float | None = None
-    while gone_since is None or time.monotonic() - gone_since < patience_s:
+    while gone_since is None or time.monotonic() - gone_since < PATIENCE_S:
         time.sleep(POLL_S)
         if answers(url) or is_stopping_one():
             gone_since = None

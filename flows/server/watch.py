@@ -27,7 +27,7 @@ from prefect.events import Event, Resource
 from prefect.exceptions import Abort, Pause, TerminationSignal
 from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, Settings
-from prefect.states import Cancelled, Paused, Running
+from prefect.states import Cancelled, Running
 from prefect.utilities.engine import propose_state_sync
 
 from rlcore.errors import MillraceError, StopRequestedError
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 4.0
 CANCEL_AFTER_S = 20.0
-"""Since a cancellation was seen: a worker that does its work has told us to end long before."""
+"""Seconds after which a cancelled flow run ends itself; a worker that lives has sent it a signal long before."""
 MAX_RETRIES = 2
-"""Of a request at the end of a run that is over in any case."""
+"""Retries of a request that tells of the end of a run."""
 TOLD_TO_END = "told to end; the same command goes on from the last checkpoint"
 OVER = (StateType.CANCELLING, StateType.CANCELLED)
 CONSOLE_GONE = "Execution was aborted by Python system exit call."
@@ -48,7 +48,7 @@ NO_HEARTBEAT = "No heartbeat for 90 s."
 ENGINE = "prefect.engine"
 """The logger of the process of a flow run."""
 LEFT = "prefect.flow-run.left"
-"""The last event of a suspended run. After a heartbeat the server waits for anything more, and then gives it up."""
+"""The last event of a suspended run: without it the server would miss the next heartbeat, and call the run crashed."""
 
 
 class FlowCancelledError(Abort):
@@ -123,7 +123,7 @@ def watched() -> Iterator[None]:
 
 
 def end_if_cancelled() -> None:
-    """Called often, while a trainer works.
+    """End the flow run if it was cancelled. Called often, while a trainer works.
 
     Raises:
         FlowCancelledError: the flow run was cancelled.
@@ -197,7 +197,7 @@ class SignalsHeld:
 
 
 def end_if_suspended() -> None:
-    """Called where everything is saved.
+    """Leave the flow run if it was suspended. Called where everything is saved.
 
     Raises:
         Pause: the flow run was suspended. Prefect ends the process; resumed, the run goes on from its last checkpoint.
@@ -220,23 +220,14 @@ def _show_cancelled(one: UUID) -> None:
         log.warning("the Prefect server was not told that the run has ended: %s", error)
 
 
-def show_paused(message: str) -> None:
-    """Set the flow run Paused. Prefect's own `pause_flow_run` would block the flow, which must hear its trainer."""
-    _set_state(Paused(message=message))
-
-
-def show_running() -> None:
-    """Set the flow run's state to Running again."""
-    _set_state(Running(message="going on"))
-
-
-def _set_state(state: State[object]) -> None:
+def show_state(state: State[object]) -> None:
+    """Set the flow run's state. Prefect's own `pause_flow_run` would block the flow, which must hear its trainer."""
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(UUID(str(flow_run.id)), state)
 
 
 _few: dict[int, tuple[Settings, Settings]] = {}
-"""By number of retries: the settings that were usual, and the same with so few."""
+"""By number of retries: Prefect's settings, and a copy of them with that number."""
 
 
 def few_retries(number: int = MAX_RETRIES) -> AbstractContextManager[object]:
@@ -270,7 +261,7 @@ vars(flow_engine)["propose_state_sync"] = _propose
 
 
 def _tell_that_we_leave(one: UUID) -> None:
-    """Report the end by a request: at the interpreter's end the thread that sends events has ended."""
+    """Send the event `LEFT` by a request: the thread that sends events has ended when the interpreter does."""
     event = Event(event=LEFT, resource=Resource({"prefect.resource.id": f"prefect.flow-run.{one}"}))
     with suppress(Exception), get_client(sync_client=True) as client:
         client.request("POST", "/events", json=[event.model_dump(mode="json")])

@@ -24,16 +24,17 @@ from flows.stack.state import (
     without_passwords,
     write_stack,
 )
+from rlcore.config.problems import masked
 from rlcore.errors import ConfigError, MillraceError
 from rlcore.storage.locks import HeldLock
 
 LOCK_WAIT_S = 600.0
 PORT_TRIES = 3
-"""Several stacks that start at the same time choose the same ports."""
+"""Tries to start a service: stacks that start at the same time may choose the same port."""
 WORKERS_ARE_UP = "--workers-are-up"
-"""Told to `flows.stack.deploy`, which imports Prefect and so is not imported here."""
+"""Argument of `flows.stack.deploy`. That module imports Prefect, so it is not imported here."""
 SAID = "millrace: "
-"""Before a line of `flows.stack.deploy` that is for people."""
+"""Beginning of a line of `flows.stack.deploy` that is for people."""
 NOTIFY_URL = "MILLRACE_NOTIFY_URL"
 """Environment of `up`: where failures and pauses are told. Often a secret, so it is on no command line of ours."""
 NOTIFY_BLOCK = "MILLRACE_NOTIFY_BLOCK"
@@ -170,10 +171,10 @@ def _require_fit(root: Path, state: StackState, wishes: Wishes) -> None:
 
 
 def _with_databases(state: StackState, databases: Databases) -> StackState:
-    shown = databases.masked()
-    require_same(state.prefect_database, shown.prefect, PREFECT_DATABASE)
-    require_same(state.mlflow_database, shown.mlflow, MLFLOW_DATABASE)
-    return replace(state, prefect_database=shown.prefect, mlflow_database=shown.mlflow)
+    prefect, mlflow = masked(databases.prefect), masked(databases.mlflow)
+    require_same(state.prefect_database, prefect, PREFECT_DATABASE)
+    require_same(state.mlflow_database, mlflow, MLFLOW_DATABASE)
+    return replace(state, prefect_database=prefect, mlflow_database=mlflow)
 
 
 def _ensure(root: Path, state: StackState, name: str, recipe: Callable[[StackState], services.Recipe]) -> StackState:

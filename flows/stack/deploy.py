@@ -66,7 +66,7 @@ OUR_POOL = WorkPoolFilter.model_validate({"name": {"any_": [POOL]}})
 OWN = "own"
 """Tag of deployments that `millrace deploy` has made, and no file lists."""
 MODEL = "pipeline/debug"
-"""They are of its flow, and have its form."""
+"""The deployment whose flow and parameters those deployments have."""
 ONE_AFTER_THE_OTHER = ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.ENQUEUE)
 HEARTBEAT_LOST = "millrace: a flow run without a heartbeat has crashed"
 
@@ -151,7 +151,7 @@ def put_deployment(
     *,
     switch: bool = False,
 ) -> UUID:
-    """Make a deployment (`flow/name`), or bring it up to date; its id.
+    """Make a deployment (`flow/name`), or bring it up to date. Returns its id.
 
     What people have added, switched or paused stays. Schedules are known again by their slugs; with `switch` those that
     are there are switched as these say.
@@ -218,7 +218,7 @@ def _ensure_pool(client: SyncPrefectClient) -> None:
 
 
 def _ensure_queue(client: SyncPrefectClient, name: str, limit: int | None, *, has_slots: bool) -> None:
-    """A queue with its first limit, which goes where slots hold runs back; another one that people have set stays."""
+    """Make a queue with this limit, or keep it as people have set it; where the root has slots the limit is removed."""
     try:
         queue = client.read_work_queue_by_name(name, work_pool_name=POOL)
     except ObjectNotFound:
@@ -251,7 +251,7 @@ NOTHING = {"type": "null"}
 
 
 def eased_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Each value that may be left out, as its own type. A value without a default may be left empty, in Prefect's eyes.
+    """A schema in which what may be None has its other type alone, and no default: Prefect's form leaves it empty then.
 
     >>> eased_schema({"properties": {"seed": {"anyOf": [{"type": "integer"}, NOTHING], "default": None}}})
     {'properties': {'seed': {'type': 'integer'}}}
@@ -272,15 +272,15 @@ ENDED_BADLY = "millrace: tell of a run that failed or waits"
 SHORT_OF_ROOM = "millrace: tell of a run that waits for room on the disk"
 REGRESSED = "millrace: tell of a night that is not as the ones before"
 BAD_ENDS = ("Failed", "Crashed", "TimedOut", "Suspended")
-"""Without Paused: our flow runs are Paused only while they wait for room. That is told by the other automation, with
-all that is known, and of runs that no deployment has started too."""
+"""States that people are told of. A flow run is Paused only while it waits for room on a disk: of that the automation
+SHORT_OF_ROOM tells, also where no deployment has started the run."""
 TOLD_NIGHTS = ("broken", "worse", "slower", "better")
 """Verdicts of a regression that people are told; better too, since nobody may have meant it."""
 ANY_RUN = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"})
 STARTED_AS_DEPLOYMENT = ResourceSpecification(
     {"prefect.resource.role": "deployment", "prefect.resource.id": "prefect.deployment.*"}
 )
-"""Flows nested in a run fail with it; it is told once."""
+"""Flow runs of deployments alone: flows nested in one fail with it, and people are told once."""
 OF_A_FLOW_RUN = (
     '{"event": {{ event.event | tojson }}, "run": {{ flow_run.name | tojson }}, '
     '"message": {{ (flow_run.state.message or "") | tojson }}, "page": {{ (flow_run | ui_url) | tojson }}}'
@@ -364,7 +364,7 @@ GIVEN_UP_WITHIN = timedelta(days=1)
 ALIVE = (StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED)
 """States of a run that has a process; while it waits for room on a disk it is Paused."""
 SUSPENDED = "Suspended"
-"""Of the type Paused too, but without a process: it goes on only when it is resumed."""
+"""Name of a state of the type PAUSED in which a run has no process: it goes on only when it is resumed."""
 
 
 def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> list[str]:
@@ -373,11 +373,9 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
     A run that was being cancelled is cancelled. Only processes of this host are judged. Where no worker is up, a run
     that waits to be started has lost the worker that was about to start it.
     """
-    recovered = []
-    for run in _given_up(client):
-        if _has_lost_its_process(client, run):
-            _schedule_again(client, run)
-            recovered.append(run.name)
+    crashed = _flow_runs(client, StateType.CRASHED, end_time={"after_": datetime.now(UTC) - GIVEN_UP_WITHIN})
+    given_up = [run for run in crashed if run.state is not None and run.state.message in (NO_HEARTBEAT, CONSOLE_GONE)]
+    lost = [run for run in given_up if _has_lost_its_process(client, run)]
     for run in _flow_runs(client, StateType.PENDING, *ALIVE):
         if run.state_name == SUSPENDED:
             continue
@@ -387,24 +385,16 @@ def recover_lost_runs(client: SyncPrefectClient, *, workers_are_up: bool) -> lis
             continue
         if run.state_type == StateType.CANCELLING:
             client.set_flow_run_state(run.id, Cancelled(message=LOST), force=True)
-            continue
-        _schedule_again(client, run)
-        recovered.append(run.name)
-    return recovered
-
-
-def _schedule_again(client: SyncPrefectClient, run: FlowRun) -> None:
-    state: State[object] = Scheduled(scheduled_time=datetime.now(UTC), name="AwaitingRetry", message=LOST)
-    client.set_flow_run_state(run.id, state, force=True)
-
-
-def _given_up(client: SyncPrefectClient) -> list[FlowRun]:
-    found = _flow_runs(client, StateType.CRASHED, end_time={"after_": datetime.now(UTC) - GIVEN_UP_WITHIN})
-    return [run for run in found if run.state is not None and run.state.message in (NO_HEARTBEAT, CONSOLE_GONE)]
+        else:
+            lost.append(run)
+    for run in lost:
+        state: State[object] = Scheduled(scheduled_time=datetime.now(UTC), name="AwaitingRetry", message=LOST)
+        client.set_flow_run_state(run.id, state, force=True)
+    return [run.name for run in lost]
 
 
 def _has_lost_its_process(client: SyncPrefectClient, run: FlowRun) -> bool:
-    """By the `<host>:<pid>` that Prefect's worker notes; a process born after the run last began is another one."""
+    """Whether the process `<host>:<pid>` that a worker noted is gone; one born after the run last began is another."""
     host, _, pid = (run.infrastructure_pid or "").rpartition(":")
     if not pid.isdigit() or host not in ("", socket.gethostname()):
         return False
@@ -418,7 +408,7 @@ def _has_lost_its_process(client: SyncPrefectClient, run: FlowRun) -> bool:
 
 
 def _last_began(client: SyncPrefectClient, run: FlowRun) -> datetime | None:
-    """Its `start_time` is that of its first attempt; each attempt has a process of its own."""
+    """When the last attempt of a run began, each in a process of its own; `start_time` is that of the first attempt."""
     times = [state.timestamp for state in client.read_flow_run_states(run.id) if state.is_running()]
     return max(times, default=run.start_time)
 

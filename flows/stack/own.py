@@ -8,7 +8,7 @@ from typing import Any
 
 from flows import SOURCE_FOLDER
 from flows.commands.settings import beside_python
-from flows.parameters import RunSettings, compose_settings, with_root
+from flows.parameters import RunSettings, compose_settings
 from flows.plan.checks import check_run
 from flows.server.api import running_prefect
 from rlcore.config.base import FILE_ENDINGS
@@ -16,7 +16,7 @@ from rlcore.config.problems import Problem, settings_error
 from rlcore.errors import ConfigError, MillraceError
 
 SLUG = "deploy"
-"""Of the schedule that is made here: another one takes its place, and those that people add in the page stay."""
+"""Slug of the schedule that a deployment gets here; a later call replaces it, and schedules that people add stay."""
 
 
 def deploy(
@@ -39,9 +39,9 @@ def deploy(
         raise ConfigError(f"--name: must have none of / % & < >, which Prefect refuses; got {name} with {min(refused)}")
     if experiment.endswith(FILE_ENDINGS):
         experiment = str(Path(experiment).resolve())
-    at = Path(compose_settings(with_root(overrides, root), experiment).config.paths.root).resolve()
+    at = Path(compose_settings(overrides, experiment, root=root).config.paths.root).resolve()
     _stand_where_workers_do()
-    composed = compose_settings(with_root(overrides, at), experiment)
+    composed = compose_settings(overrides, experiment, root=at)
     api = running_prefect(at)
     if api is None:
         raise MillraceError(
@@ -57,7 +57,7 @@ def deploy(
 
 
 def _stand_where_workers_do() -> None:
-    """Change to the checkout: paths are relative to it. Modules of this folder are found beside an experiment alone."""
+    """Change to the checkout, where workers start: paths are relative to it, and modules here are found no more."""
     here = str(Path.cwd())
     if here != str(SOURCE_FOLDER):
         sys.path[:] = [path for path in sys.path if path != here]
@@ -79,7 +79,7 @@ def _schedules(cron: str | None, timezone: str) -> list[Any]:
 
 
 def _apply(settings: RunSettings, name: str, schedules: list[Any], root: Path) -> tuple[str, str]:
-    """Print the deployment's name with its flow's, and the address of its page."""
+    """Make or update the deployment. Returns `flow/name` and the path of its page on the server."""
     from prefect.client.orchestration import get_client
 
     from flows.stack.deploy import MODEL, OWN, Deployment, known_deployment, put_deployment

@@ -50,11 +50,7 @@ def say(text: str) -> None:
 
 
 def _port_of(state: StackState, name: str, *, default: int | None = None, wanted: int | None = None) -> int:
-    """The port that was asked for; else the one that it had, so that a page stays where it was; else a free one.
-
-    Raises:
-        MillraceError: somebody else has the port that was asked for.
-    """
+    """The port that was asked for; else the one that it had, so that a page stays where it was; else a free one."""
     if wanted is not None:
         if not is_free(wanted):
             raise MillraceError(
@@ -211,9 +207,10 @@ READY_WAIT_S = 600.0
 """The first start makes both databases; minutes on a busy machine. A service that dies is noticed at once."""
 POLL_S = 0.2
 END_WAIT_S = 40.0
-"""For a server to end, and for flow runs, which wait for their trainers; a trainer saves by itself."""
+"""Seconds for servers and flow runs to end; a flow run waits for its trainer, which saves in any case."""
 NUM_LAST_LINES = 15
 TRAINER = "rlcore.run.process"
+PORT_TAKEN = "already in use"
 HINTS = {
     "Can't locate revision": "Its database was written by a newer version of it: install that version, or name "
     "another database.",
@@ -221,11 +218,11 @@ HINTS = {
     "`mlflow db upgrade ADDRESS`.",
     "Connection refused": "Its database does not answer: is it running, and is the address right?",
     "password authentication failed": "Its database refuses the user or the password in the address.",
-    "already in use": "Somebody else has taken its port meanwhile.",
+    PORT_TAKEN: "Somebody else has taken its port meanwhile.",
 }
-"""What stands in a log, and what to do."""
+"""Text in a log, and the remedy that is shown for it."""
 NUM_LAST_CHARS = 4_000
-"""Of a log, in which they are looked for."""
+"""Characters at the end of a log in which these texts are looked for."""
 
 
 class PortTakenError(MillraceError):
@@ -233,10 +230,10 @@ class PortTakenError(MillraceError):
 
 
 def start(root: Path, recipe: Recipe) -> Service:
-    """Start it, detached, with its log under the root. A database's address reaches the server of it alone.
+    """Start a service, detached, with its log under the root. Only a database's own server gets its address.
 
     Raises:
-        MillraceError: it has ended at once.
+        MillraceError: the service has ended at once.
     """
     logs = root / "stack-logs"
     logs.mkdir(exist_ok=True)
@@ -269,7 +266,8 @@ def wait_until_ready(service: Service) -> None:
     while True:
         process = service.process()
         if process is None:
-            kind = PortTakenError if has_lost_its_port(service.log) else MillraceError
+            end = Path(service.log).read_text(errors="replace")[-NUM_LAST_CHARS:]
+            kind = PortTakenError if PORT_TAKEN in end else MillraceError
             raise kind(f"{service.name} has ended instead of starting. {end_of(service.log)}")
         if answers(service) and listens(process, service.port):
             return
@@ -288,11 +286,6 @@ def answers(service: Service) -> bool:
             return bool(answer.status == 200)
     except (OSError, ValueError):
         return False
-
-
-def has_lost_its_port(log: str) -> bool:
-    """Whether the last lines of a log say so."""
-    return "already in use" in Path(log).read_text(errors="replace")[-NUM_LAST_CHARS:]
 
 
 def end_of(log: str) -> str:

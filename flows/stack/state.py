@@ -127,10 +127,6 @@ class Databases:
         )
         return cls(prefect or files.prefect, mlflow or files.mlflow)
 
-    def masked(self) -> "Databases":
-        """The addresses with their passwords masked."""
-        return Databases(masked(self.prefect), masked(self.mlflow))
-
     def mlflow_is_the_file(self, root: Path) -> bool:
         """Whether runs under this root find their metrics in the database without being told where it is."""
         return self.mlflow == sqlite_address(root / "mlflow.db")
@@ -150,7 +146,7 @@ def _passwords(address: str) -> set[str]:
 
 
 def require_same(recorded: str, chosen: str, key: str) -> None:
-    """A stack keeps its databases: another one would show an empty history.
+    """Require that a stack keeps its databases: another one would show an empty history.
 
     Raises:
         MillraceError: the stack was begun with another database.
@@ -176,9 +172,9 @@ def _check(key: str, address: str) -> None:
 
 
 FLOW_RUN = "PREFECT__FLOW_RUN_ID"
-"""Environment of the process of a flow run that a worker has started: its id."""
+"""Environment variable of a process that a worker has started: the id of its flow run."""
 WORKERS_COMMAND = "-m prefect.engine"
-"""By which a worker starts it. Without that environment it does nothing."""
+"""End of the command line of such a process."""
 STACK = "MILLRACE_STACK"
 """Environment of flows under a stack whose MLflow has a database of its own: the stack's root, whatever theirs is."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flows.commands.run import flow_of_a_command
 from flows.commands.settings import require_dry_run, warn
-from flows.parameters import with_root
+from flows.parameters import all_overrides
 from flows.plan.checks import check_before_plan
 from flows.server.api import start_prefect
 from flows.stack.state import in_stack
@@ -30,7 +30,7 @@ def sweep(
 ) -> None:
     """Check, show or run, and say where to look. Exit code 1 if a point has failed."""
     require_dry_run(as_json=as_json, dry_run=dry_run)
-    settings = with_root(overrides, root)
+    settings = all_overrides(overrides, root=root)
     checked = checked_sweep(spec, settings, Budget(runs=max_runs, steps=max_steps, hours=max_hours))
     warn(checked.idle_settings())
     if dry_run:

@@ -18,7 +18,7 @@ from rlcore.storage.locks import FileLock, HeldLock
 POLL_S = 1.0
 LOCK_FILE = "sweep.lock"
 LOCK_WAIT_S = 600.0
-"""For another process of the same sweep, which decides in milliseconds and writes the comparison in seconds."""
+"""Seconds to wait for another process of the same sweep: it decides in milliseconds, and compares in seconds."""
 
 
 class Spending:
@@ -97,7 +97,7 @@ there is room for it. A failed one is no error here."""
 
 
 def pause() -> None:
-    """Between two looks at what others do; being told to stop ends it."""
+    """Wait between two looks at what other processes do. Raises where the flow run is cancelled or suspended."""
     end_if_cancelled()
     end_if_suspended()
     time.sleep(POLL_S)
@@ -136,9 +136,10 @@ class Drive:
 
     def save(self) -> None:
         """Write `sweep.json`."""
-        write_record(self._folder, self._sweep, self._in_order(), {**self._more, "ended_by": self.spending.ended_by})
+        write_record(self._folder, self._sweep, self.in_order(), {**self._more, "ended_by": self.spending.ended_by})
 
-    def _in_order(self) -> list[PointRecord]:
+    def in_order(self) -> list[PointRecord]:
+        """The points by their numbers."""
         return [self.points[number] for number in sorted(self.points)]
 
     def _next_points(self) -> list[PointRecord]:
@@ -149,7 +150,7 @@ class Drive:
             return found
 
     def _read_study(self) -> list[PointRecord]:
-        """Take over what has ended by the study; of the others, those that are new here."""
+        """Take over the points that have ended, as the study says. Returns those to do that are new to this process."""
         new = []
         for one in self._study.points():
             known = self.points.get(one.number)
@@ -176,7 +177,7 @@ class Drive:
         point.state = state
 
     def _look(self, point: PointRecord, step: int) -> bool:
-        """Whether all its runs have come to a step; then that is its score there."""
+        """Whether all runs of a point have come to a step; if so, their mean is the point's score there."""
         there = [member.look(self._metric(point), step) for member in point.members]
         if all(there):
             for member in point.members:
@@ -227,9 +228,9 @@ class Drive:
                 pause()
 
     def _claimed(self, to_do: list[Task]) -> Iterator[Task]:
-        """Runs that nobody works on, each when there is room for it, so that it meets the budget as it stands then.
+        """Take from `to_do` the runs that nobody works on, one each time the worker has room: the budget counts then.
 
-        What is there or not to be begun leaves `to_do` as well; what others work on stays.
+        Runs that are done or beyond the budget are taken out as well; those that others work on stay.
         """
         for task in list(to_do):
             member, has_claim = task.member, task.claim(self._folder)

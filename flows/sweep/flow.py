@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from shlex import join
 from typing import Annotated, Any
@@ -22,12 +23,21 @@ from prefect.states import Cancelling
 from pydantic import Field
 
 from flows import chain
-from flows.parameters import NO_OVERRIDES, Root, RunSettings, all_overrides, compose_settings, experiment_name
+from flows.parameters import (
+    NO_WORDS,
+    Count,
+    Positive,
+    Root,
+    RunSettings,
+    all_overrides,
+    compose_settings,
+    experiment_name,
+)
 from flows.plan.checks import check_run
 from flows.server.watch import end_if_cancelled, end_if_suspended, few_retries, watched
 from flows.sweep.command import checked_sweep
 from flows.sweep.drive import POLL_S, Drive, Task, Work, pause, sweep_lock
-from flows.sweep.record import PointRecord, best_of, sweep_directory
+from flows.sweep.record import best_of, sweep_directory
 from flows.sweep.result import (
     SweepResult,
     begin_in_mlflow,
@@ -48,8 +58,6 @@ from rlcore.errors import MillraceError, StopRequestedError
 from rlcore.tracking.mlflow_store import PARENT_TAG
 
 Spec = Annotated[str, Field(examples=list(sweep_names()))]
-Count = Annotated[int | None, Field(ge=1)]
-Hours = Annotated[float | None, Field(gt=0)]
 DEPLOYMENT = "sweep-child/local"
 IN_FLIGHT = 8
 """Child flow runs that wait or run at a time; how many of them run is the work queue's concurrency limit."""
@@ -104,13 +112,11 @@ class OnWorkers:
         """Run up to `IN_FLIGHT` tasks at a time."""
         flying: dict[UUID, Task] = {}
         with get_client(sync_client=True) as client:
-            exhausted = False
-            while flying or not exhausted:
-                while not exhausted and len(flying) < IN_FLIGHT:
-                    task = next(tasks, None)
-                    exhausted = task is None
-                    if task is not None:
-                        flying[self._submit(task).id] = task
+            while True:
+                for task in islice(tasks, IN_FLIGHT - len(flying)):
+                    flying[self._submit(task).id] = task
+                if not flying:
+                    return
                 for flow_run_id, error in _ended(client, list(flying)):
                     yield flying.pop(flow_run_id), error
                 if flying:
@@ -140,7 +146,7 @@ class OnWorkers:
 
 @contextmanager
 def cancelled_with_us() -> Iterator[None]:
-    """Where the block does not come to its end, neither do the children: what runs saves, what waits is not begun."""
+    """Where the block fails, cancel the child flow runs: those that run save, and those that wait do not begin."""
     sweep = UUID(str(flow_run.id))
     try:
         yield
@@ -198,10 +204,10 @@ def sweep_run_name() -> str:
 @flow(name="sweep", flow_run_name=sweep_run_name, on_cancellation=[cancel_children])
 def sweep(
     spec: Spec,
-    overrides: list[str] = NO_OVERRIDES,
+    overrides: list[str] = NO_WORDS,
     max_runs: Count = None,
     max_steps: Count = None,
-    max_hours: Hours = None,
+    max_hours: Positive = None,
     on_workers: bool = False,
     root: Root = None,
 ) -> SweepResult:
@@ -228,9 +234,8 @@ def sweep(
             with cancelled_with_us(), work_of(checked, parent, on_workers=on_workers) as work:
                 drive = Drive(checked, folder, work, {"mlflow_run_id": parent})
                 drive.run()
-            points = [drive.points[number] for number in sorted(drive.points)]
             with sweep_lock(checked):
-                result = conclude(checked, folder, points, drive, parent)
+                result = conclude(checked, folder, drive, parent)
     for line in summary_of(result):
         tell(line)
     if result.failed and not result.num_finished:
@@ -248,7 +253,7 @@ def child_run_name() -> str:
 @flow(name="sweep-child", flow_run_name=child_run_name)
 def sweep_child(
     experiment: str | None = None,
-    overrides: list[str] = NO_OVERRIDES,
+    overrides: list[str] = NO_WORDS,
     to_step: Count = None,
     label: str = "",
     mlflow_parent: str | None = None,
@@ -282,10 +287,9 @@ def work_of(sweep: Sweep, parent: str | None, *, on_workers: bool) -> Iterator[W
         yield partial(work_here, mlflow_parent=parent)
 
 
-def conclude(
-    sweep: Sweep, folder: Path, points: Sequence[PointRecord], drive: Drive, parent: str | None
-) -> SweepResult:
+def conclude(sweep: Sweep, folder: Path, drive: Drive, parent: str | None) -> SweepResult:
     """Write what a sweep leaves, and show it."""
+    points = drive.in_order()
     best = best_of(points, sweep.spec.objective.direction)
     states = [point.state for point in points]
     num_to_come = len(sweep.points) - len(points)

@@ -164,10 +164,9 @@ def best_of(points: Iterable[PointRecord], direction: str) -> PointRecord | None
     return max(finished, key=lambda point: (sign * (point.score or 0.0), -point.number), default=None)
 
 
-def write_record(folder: Path, sweep: Sweep, points: Iterable[PointRecord], more: Mapping[str, JsonValue]) -> None:
+def write_record(folder: Path, sweep: Sweep, points: Sequence[PointRecord], more: Mapping[str, JsonValue]) -> None:
     """Replace `sweep.json`, whole or not at all."""
-    found = list(points)
-    best = best_of(found, sweep.spec.objective.direction)
+    best = best_of(points, sweep.spec.objective.direction)
     spec = json.loads(sweep.spec.model_dump_json(exclude_none=True))
     document: dict[str, JsonValue] = {
         "format_version": FORMAT_VERSION,
@@ -177,7 +176,7 @@ def write_record(folder: Path, sweep: Sweep, points: Iterable[PointRecord], more
         "rungs": list(sweep.rungs),
         "best": None if best is None else best.number,
         **more,
-        "points": [point.to_json() for point in found],
+        "points": [point.to_json() for point in points],
         "spec": spec,
         "overrides": list(sweep.overrides),
     }

@@ -31,7 +31,7 @@ POINT = "point"
 SETTINGS = "settings"
 """Attribute of a trial: what it is, as JSON. A trial without it was being made when its process was killed."""
 SEEDS_APART = 100_003
-"""A sampler is made for each point, so that a call that goes on draws what one that was not broken off would have."""
+"""Between two seeds of a sweep: each point has a sampler of its own, so an interrupted sweep draws the same points."""
 
 ProblemScores = Callable[[int, Point, int], Mapping[int, float]]
 """Of a point (number, settings) at a step: the score of each held-out problem, by the problem's id."""

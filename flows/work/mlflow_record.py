@@ -22,17 +22,15 @@ from flows.work.open_run import OpenRun
 from flows.work.results import Export, Recorded, Report, models_digest, report_fingerprint, settings_digest
 from flows.work.stages import DIFF_FILE
 from rlcore.checkpoint.catalog import scan
-from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import is_stop
 from rlcore.run.inputs import RunInputs
-from rlcore.run.layout import RunLayout
 from rlcore.run.pass_rates import TABLE, planned_pass_rates
 from rlcore.storage.manifest import part_directories
 from rlcore.tracking.attempts import FinalStatus, has_begun
 from rlcore.tracking.connection import explain
 from rlcore.tracking.delivery import ensure_mlflow_run
-from rlcore.tracking.journal import StepRecord, read_journal
+from rlcore.tracking.journal import read_journal
 from rlcore.tracking.lineage import code_diff, environment_facts, lineage_tags
 from rlcore.tracking.mlflow_store import NOTE_TAG, MlflowStore
 from rlcore.tracking.models import Alias, Kind, log_model, name_models
@@ -41,10 +39,10 @@ from rlcore.user_code import code_of
 log = logging.getLogger(__name__)
 
 FINISH_WAIT_S = 120.0
-"""For MLflow at the end of a run: the first use of a store makes its tables, and weights are copied."""
+"""Seconds for MLflow at the end of a run: the first use of a store makes its tables, and weights are copied."""
 
 END_WAIT_S = 20.0
-"""For MLflow at the end of a run that never came to its first step."""
+"""Seconds for MLflow at the end of a run that never came to its first step."""
 
 
 MAX_UPLOAD_BYTES = 2_000_000_000
@@ -57,26 +55,25 @@ MOST_ANSWERS = 200
 class Page:
     """A run's page in its MLflow store, made by `of` unless it is there."""
 
+    run: OpenRun
     store: MlflowStore
     mlflow_run: str
-    config: RunConfig
-    layout: RunLayout
 
     @classmethod
     def of(cls, run: OpenRun, tags: Mapping[str, str]) -> "Page":
         """The page of a run."""
         mlflow_run = ensure_mlflow_run(run.layout.run_dir, run.config, tags)
-        return cls(MlflowStore(run.config.tracking, run.layout.root), mlflow_run, run.config, run.layout)
+        return cls(run, MlflowStore(run.config.tracking, run.layout.root), mlflow_run)
 
 
 def log_start(page: Page, tags: Mapping[str, str], dataset: StageResult, filtered: StageResult) -> None:
     """Tags, settings, machine, code and datasets: known before the first step."""
-    store, mlflow_run, config = page.store, page.mlflow_run, page.config
+    store, mlflow_run, config, layout = page.store, page.mlflow_run, page.run.config, page.run.layout
     facts = {f"env.{name}": value for name, value in environment_facts().items()}
     store.set_tags(mlflow_run, {**facts, **tags, "code_fingerprint": code_of(config).fingerprint})
     store.log_params(mlflow_run, config.model_dump(mode="json"))
-    store.client.log_artifact(mlflow_run, str(page.layout.run_dir / "settings.yaml"), "config")
-    store.client.log_artifacts(mlflow_run, str(page.layout.code), "lineage/code")
+    store.client.log_artifact(mlflow_run, str(layout.run_dir / "settings.yaml"), "config")
+    store.client.log_artifacts(mlflow_run, str(layout.code), "lineage/code")
     if diff := code_diff():
         store.client.log_text(mlflow_run, diff, f"lineage/{DIFF_FILE}")
     task = config.data.task
@@ -105,7 +102,10 @@ def _columns(parquet: Path) -> dict[str, str]:
 
 def log_result(page: Page, report: Report | None) -> None:
     """Summary, report with its pictures and sample browser, answers, lineage: once the run is over."""
-    store, mlflow_run, layout = page.store, page.mlflow_run, page.layout
+    from rlcore.report.build import summary_markdown
+    from rlcore.report.samples import answer_rows
+
+    store, mlflow_run, layout = page.store, page.mlflow_run, page.run.layout
     if report is not None:
         store.client.log_artifacts(mlflow_run, str(report.html.parent), "report")
     if layout.validation.is_dir():
@@ -113,33 +113,27 @@ def log_result(page: Page, report: Report | None) -> None:
     for name in ("lineage.json", DIFF_FILE):
         if (layout.run_dir / name).is_file():
             store.client.log_artifact(mlflow_run, str(layout.run_dir / name), "lineage")
-    if page.config.pass_rates.is_wanted:
-        table = planned_pass_rates(page.config, RunInputs.read(layout).filtered_directory) / TABLE
+    if page.run.config.pass_rates.is_wanted:
+        table = planned_pass_rates(page.run.config, RunInputs.read(layout).filtered_directory) / TABLE
         store.client.log_artifact(mlflow_run, str(table), "pass_rates")
-    _log_summary(page)
-
-
-def _log_summary(page: Page) -> None:
-    """The report's head as the run's description, and the answers as a table that MLflow's page shows."""
-    from rlcore.report.build import summary_markdown
-    from rlcore.report.samples import answer_rows
-
-    page.store.set_tags(page.mlflow_run, {NOTE_TAG: summary_markdown(page.layout.run_dir)})
-    rows = answer_rows(page.layout.run_dir, MOST_ANSWERS)
-    if rows:
-        page.store.log_samples_table(page.mlflow_run, rows, "validation/answers.json")
+    store.set_tags(mlflow_run, {NOTE_TAG: summary_markdown(layout.run_dir)})
+    if rows := answer_rows(layout.run_dir, MOST_ANSWERS):
+        store.log_samples_table(mlflow_run, rows, "validation/answers.json")
 
 
 def log_models(page: Page, last: Export, best: Export) -> None:
     """The checkpoints on disk, each linked to the scores it was given, and the weights of the last and the best."""
-    config, layout = page.config, page.layout
+    config, layout = page.run.config, page.run.layout
     records = {record.step: record for record in read_journal(layout.journal)}
     tags = {"settings_fingerprint": settings_fingerprint(config)}
 
     def log(folder: Path, kind: Kind, name: str, step: int, **more: Any) -> str:
-        metrics, time_s = _scores(records.get(step))
-        given = {"metrics": metrics, "time_s": time_s, **more}
-        return log_model(page.store, page.mlflow_run, folder, kind=kind, name=name, step=step, **given)
+        time_s, metrics = 0.0, dict[str, float]()
+        if (record := records.get(step)) is not None:
+            time_s = record.time
+            metrics = {figure: value for figure, value in record.metrics.items() if figure.startswith("val-core/")}
+        more |= {"metrics": metrics, "time_s": time_s}
+        return log_model(page.store, page.mlflow_run, folder, kind=kind, name=name, step=step, **more)
 
     for info in scan(layout.checkpoints).checkpoints:
         size = {"size_bytes": str(info.size_bytes)}
@@ -152,13 +146,6 @@ def log_models(page: Page, last: Export, best: Export) -> None:
     }
     named: dict[Alias, str] = {"last": kept[last.step], "best": kept[best.step]}
     name_models(page.store, page.mlflow_run, named, config.tracking.registered_model)
-
-
-def _scores(record: StepRecord | None) -> tuple[dict[str, float], float]:
-    """The held-out scores of a step, and the time of its line in seconds since the epoch."""
-    if record is None:
-        return {}, 0.0
-    return {name: value for name, value in record.metrics.items() if name.startswith("val-core/")}, record.time
 
 
 class MlflowRecord:
@@ -180,7 +167,7 @@ class MlflowRecord:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave what MLflow has not taken; the interpreter's end waits for a request that is under way."""
+        """Drop what is not sent to MLflow yet; the interpreter's end waits for a request that is under way."""
         if error is not None and self._run.config.tracking.enabled and not has_begun(self._run.layout.run_dir):
             self._end_before_the_first_step("KILLED" if is_stop(error) else "FAILED")
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -224,7 +211,7 @@ class MlflowRecord:
         return self._known
 
     def _end_before_the_first_step(self, status: FinalStatus) -> None:
-        """Later ends are told by the trainer's journal."""
+        """Set the status of a run that ends before its first step; the trainer's journal tells of a later end."""
         first = self._first
 
         def end() -> None:

@@ -158,11 +158,11 @@ def _keep_code(config: RunConfig, layout: RunLayout) -> None:
 
 
 def require_same_run(config: RunConfig, layout: RunLayout) -> None:
-    """What the settings name as `module:function`, the files that the dataset is made of, and the models at the paths
-    that the settings name are those of the run, which has no more steps than `trainer.total_steps`.
+    """Require that a run that has begun goes on with the same code (what the settings name as `module:function`), files
+    of the dataset and models, and that it has no more steps than `trainer.total_steps`.
 
     Raises:
-        CheckpointError: the run has begun, and they are not, or it has; shows what is different.
+        CheckpointError: it would not, or it has; shows what is different.
     """
     steps = [info.step for info in scan(layout.checkpoints).checkpoints]
     if not steps and not any(layout.validation.glob("*.json")):
@@ -202,11 +202,7 @@ def _changed_files(config: RunConfig, layout: RunLayout) -> list[str]:
     then = {} if dataset is None else inputs_of(dataset)
     now = input_digests(config.data, layout.root) if then else {}
     return [
-        f"  {name}: {_shown(then, name)} when the run's dataset was made, {_shown(now, name)} now"
+        f"  {name}: {then.get(name, 'absent')[:16]} when the run's dataset was made, {now.get(name, 'absent')[:16]} now"
         for name in sorted(then.keys() | now.keys())
         if then.get(name) != now.get(name)
     ]
-
-
-def _shown(digests: dict[str, str], name: str) -> str:
-    return digests[name][:16] if name in digests else "absent"

@@ -102,7 +102,7 @@ def parse_reply(line: bytes) -> Reply:
     """A reply from its line.
 
     Raises:
-        ValueError: the line is none.
+        ValueError: the line is no reply.
     """
     values = json.loads(line)
     if not isinstance(values, dict) or not isinstance(name := values.pop("event", None), str):

@@ -9,7 +9,7 @@ from data import StageResult
 from flows.progress import HEADLINE
 from rlcore.checkpoint.catalog import by_score, is_exported, name_of, scan
 from rlcore.checkpoint.store import CheckpointStore
-from rlcore.config import RunConfig
+from rlcore.config import JudgingConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint, settings_fingerprint
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
@@ -123,12 +123,24 @@ class Judgement:
         shown = [name for name in self.summary if HEADLINE.search(name) and f"{name}/ci_low" in self.summary]
         several = len({_source_of(name) for name in shown}) > 1
         labels = {name: f"{_source_of(name)} " if several else "" for name in shown}
-        parts = (f"{labels[name]}{name.rpartition('/')[2]} {self._interval(name)}" for name in shown)
+        parts = (f"{labels[name]}{name.rpartition('/')[2]} {with_interval(self.summary, name)}" for name in shown)
         return f"{self.name} (step {self.step}): {', '.join(parts)}"
 
-    def _interval(self, name: str) -> str:
-        low, high = self.summary[f"{name}/ci_low"], self.summary[f"{name}/ci_high"]
-        return f"{self.summary[name]:.3f} [{low:.3f}, {high:.3f}]"
+
+CI_ENDS = ("/ci_low", "/ci_high")
+
+
+def with_interval(summary: Mapping[str, float], figure: str) -> str:
+    """A figure of a validation with its confidence interval, if it has one; '' where the validation has no such figure.
+
+    >>> with_interval({"a": 0.5, "a/ci_low": 0.41, "a/ci_high": 0.59}, "a")
+    '0.500 [0.410, 0.590]'
+    """
+    if figure not in summary:
+        return ""
+    low, high = (summary.get(f"{figure}{end}") for end in CI_ENDS)
+    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+    return f"{summary[figure]:.3f}{interval}"
 
 
 def _source_of(name: str) -> str:
@@ -260,23 +272,10 @@ def checkpoint_name(checkpoint: str) -> str:
     return name_of(int(checkpoint)) if checkpoint.isdecimal() else checkpoint
 
 
-def step_of(config: RunConfig, checkpoint: str) -> int:
-    """Step of a checkpoint by its name; 0 of `start`.
-
-    Raises:
-        CheckpointError: there is none of that name.
-    """
-    return checkpoint_store(config).step_of(checkpoint, verify=False)
-
-
 def known_judgement(config: RunConfig, layout: RunLayout, name: str, step: int) -> Judgement | None:
     """A validation of this step that was made with these settings."""
     file = layout.validation / f"{name}.json"
-    try:
-        known = ValidationResult.read(file)
-    except DataError:
-        return None
-    if known.step != step or known.settings != config.validation.judging:
+    if (known := _known_result(file, step, config.validation.judging)) is None:
         return None
     summary = dict(known.summary())
     if config.validation.suites:
@@ -299,15 +298,19 @@ def known_suites(
     for suite in config.validation.suites:
         if suite.name not in inputs.suites:
             return None
-        try:
-            known = ValidationResult.read(layout.suites / suite.name / f"{name}.json")
-        except DataError:
-            return None
-        wanted = suite_fingerprint(config, suite, inputs.suites[suite.name])
-        if (known.step, known.settings, known.suite) != (step, suite.judging, wanted):
+        known = _known_result(layout.suites / suite.name / f"{name}.json", step, suite.judging)
+        if known is None or known.suite != suite_fingerprint(config, suite, inputs.suites[suite.name]):
             return None
         found.append(known)
     return found
+
+
+def _known_result(file: Path, step: int, settings: JudgingConfig) -> ValidationResult | None:
+    try:
+        known = ValidationResult.read(file)
+    except DataError:
+        return None
+    return known if (known.step, known.settings) == (step, settings) else None
 
 
 def found_export(directory: Path, step: int) -> Export | None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FOLDER = "comparisons"
-"""Of a run's artifacts in MLflow."""
+"""Folder of comparisons among a run's artifacts in MLflow."""
 MOST_NAMES = 8
 """Run ids in a message at most."""
 
@@ -85,10 +85,10 @@ def named_run(words: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLa
         config = settings_of(folder)
         layout = RunLayout(Path(config.paths.root).resolve(), folder)  # the folder may have been moved or copied
     else:
-        from flows.parameters import with_root
+        from flows.parameters import all_overrides
         from rlcore.config.compose import load_config  # Hydra, which a run by its name does not need
 
-        config = load_config(with_root(words, root))
+        config = load_config(all_overrides(words, root=root))
         layout = RunLayout.of(config)
         if not layout.run_dir.is_dir():
             raise DataError(

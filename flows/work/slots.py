@@ -30,11 +30,11 @@ from rlcore.storage.locks import FileLock, HeldLock
 from rlcore.storage.publish import write_json_atomically
 
 POLL_S = 0.5
-"""Between two looks of a run that waits."""
+"""Seconds between two looks of a run that waits."""
 LOOK_EVERY_S = 1.0
-"""Between two looks of a run that trains: whether another one wants its slots at once."""
+"""Seconds between two looks of a run that trains, whether another one needs its slots at once."""
 MUTEX_WAIT_S = 60.0
-"""For the processes that look at the same moment; each takes milliseconds."""
+"""Seconds to wait for other processes that look at the slots; each takes milliseconds."""
 
 Preempt = Literal["chunk", "now"]
 
@@ -196,7 +196,7 @@ def _live(file: Path) -> Wish | None:
 
 
 def require_slots(config: RunConfig, root: Path) -> None:
-    """The root has as many slots as the run needs.
+    """Require that the root has as many slots as the run needs.
 
     Raises:
         ConfigError: it has fewer, so the run would wait for ever.

@@ -41,7 +41,7 @@ from rlcore.user_code import code_of
 log = logging.getLogger(__name__)
 
 DRAWN_WITH = ("rlcore.report.build", "matplotlib.figure", "matplotlib.backends.backend_svg", "jinja2")
-"""Imported where a report needs them, if not by `load_ahead`."""
+"""Modules that a report needs; `load_ahead` imports them in advance."""
 DIFF_FILE = "code.diff"
 """What the source had changed since its commit when the run was last started."""
 MAX_DIFF_CHARACTERS = 1_000_000
@@ -98,11 +98,6 @@ def make_suite(config: RunConfig, suite: SuiteConfig) -> StageResult:
     return _filtered(seen, dataset.directory)
 
 
-def has_demonstrations(config: RunConfig) -> bool:
-    """Whether the warm start shows a file of demonstrations."""
-    return config.warm_start.enabled and config.warm_start.demonstrations is not None
-
-
 def tokenize_demonstrations(config: RunConfig) -> StageResult:
     """Tokenize the file of demonstrations, or find the result."""
     from data import tokenize_demonstrations
@@ -127,14 +122,6 @@ def inputs_of(
     shown = None if demonstrations is None else demonstrations.directory
     of_suites = {name: rows.directory for name, rows in (suites or {}).items()}
     return RunInputs(filtered.directory, ensure_tokenizer(config), dataset.directory, shown, of_suites)
-
-
-def prepare_inputs(config: RunConfig) -> RunInputs:
-    """The same, made now as far as it is missing."""
-    dataset, filtered = make_dataset(config), filter_rows(config)
-    shown = tokenize_demonstrations(config) if has_demonstrations(config) else None
-    suites = {suite.name: make_suite(config, suite) for suite in config.validation.suites}
-    return inputs_of(config, dataset, filtered, shown, suites)
 
 
 def warm_start(run: OpenRun, inputs: RunInputs, to_step: int) -> StartModel:
@@ -182,7 +169,7 @@ def train_chunk(run: OpenRun, inputs: RunInputs, start: int, stop: int, at_most:
 
 def validate(run: OpenRun, inputs: RunInputs, checkpoint: str, name: str) -> Judgement:
     """Judge a checkpoint (`start`, `last`, `best`, or its folder's name), or find its result."""
-    step = results.step_of(run.config, checkpoint)
+    step = results.checkpoint_store(run.config).step_of(checkpoint, verify=False)
     if (known := results.known_judgement(run.config, run.layout, name, step)) is not None:
         return known
     result = _call(run, inputs, "validate", checkpoint=checkpoint, name=name)

@@ -47,11 +47,11 @@ CHILD_ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "DO_NOT_TRACK": "1",
 }
-"""Where the user's environment says nothing else."""
+"""Environment of the trainer, as far as the user's environment does not set it."""
 
 
 MAX_READ_BYTES = 1 << 20
-"""Read at one time: a process that floods its log must not flood ours."""
+"""Most bytes of the log that are read at a time: a process that floods its log must not flood ours."""
 
 
 class LogTail:
@@ -92,7 +92,7 @@ class LogTail:
 
 
 def _text(line: bytes) -> str:
-    """A progress bar rewrites its line: what stands there in the end is what counts."""
+    """A line as text; of one that a progress bar has rewritten, what it says in the end."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from flows import chain
 from flows.plan.plan import make_plan
 from flows.sweep.record import committed
 from flows.work import stages
@@ -52,7 +53,7 @@ def begin(config: RunConfig) -> RunLayout:
     """What a run has after two steps, without the training."""
     layout = RunLayout.of(config)
     with open_run(config):
-        stages.prepare_inputs(config).write(layout)
+        chain.make_rows(config, chain.look).inputs.write(layout)
     state = TrainerState(
         step=2, policy_version=2, num_prompts_drawn=16, num_tokens=99, kl_coef=0.0,
         settings_fingerprint=settings_fingerprint(config),

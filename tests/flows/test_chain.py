@@ -100,7 +100,7 @@ def test_fewer_rows_than_a_batch_are_told_after_the_filter(artifacts_root: Path)
 
 def test_a_committed_chunk_is_skipped_and_says_its_steps(config: RunConfig) -> None:
     with open_run(config) as run:
-        inputs = stages.prepare_inputs(config)
+        inputs = chain.make_rows(config, chain.look).inputs
         state = TrainerState(
             step=2, policy_version=2, num_prompts_drawn=16, num_tokens=99, kl_coef=0.0,
             settings_fingerprint=settings_fingerprint(config),

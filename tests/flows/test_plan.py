@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from flows import chain
 from flows.plan.checks import check_before_start
 from flows.plan.plan import count_parameters, make_plan
 from flows.plan.table import show_plan
-from flows.work.stages import prepare_inputs
 from rlcore.config import ScratchModel
 from rlcore.config.compose import experiment_names, load_config
 from rlcore.config.gguf import INSTALL_SMOLLM2
@@ -43,7 +43,7 @@ def test_nothing_is_done_in_an_empty_root(artifacts_root: Path) -> None:
 
 def test_stages_that_are_done_are_named_as_such(artifacts_root: Path) -> None:
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
-    inputs = prepare_inputs(config)
+    inputs = chain.make_rows(config, chain.look).inputs
     plan = make_plan(config)
     assert plan.stage("dataset").cached
     assert plan.stage("filter").cached
@@ -55,7 +55,7 @@ def test_stages_that_are_done_are_named_as_such(artifacts_root: Path) -> None:
 
 def test_what_is_damaged_is_planned_to_be_made_again_and_left_alone(artifacts_root: Path) -> None:
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}"])
-    rows = prepare_inputs(config).filtered_directory / "train.parquet"
+    rows = chain.make_rows(config, chain.look).inputs.filtered_directory / "train.parquet"
     rows.write_bytes(bytes(reversed(rows.read_bytes())))
     plan = make_plan(config)
     assert not plan.stage("filter").cached
@@ -151,7 +151,7 @@ def test_a_checkpoint_of_tinyzeros_policy_and_critic_is_planned_by_their_publish
 
 
 def test_the_plan_says_what_the_memory_is_for(tmp_path, capsys):
-    from flows.plan.table import memory_notes, show_memory
+    from flows.plan.table import memory_note, show_memory
     from rlcore.models.shape import shape_of
     from rlcore.workers.memory_plan import Device, plan_memory
 
@@ -169,7 +169,7 @@ def test_the_plan_says_what_the_memory_is_for(tmp_path, capsys):
     shape = shape_of(config.model)
     for size, told in ((10**12, "memory: fits"), (10**9 + 10**8, "as planned"), (10**9, "CANNOT FIT")):
         planned = plan_memory(config, shape, Device("x", 2, size))
-        [note] = memory_notes(planned)
+        note = memory_note(planned)
         assert told in note
         show_memory(planned)
         assert note in capsys.readouterr().out

@@ -20,10 +20,11 @@ from tests.flows.serving import serving
 COMMAND = """
 import signal, sys, time
 from flows.server.api import LocalServer
-from flows.server.untold import not_kept_by, own_process
+from flows.server import untold
 signal.signal(signal.SIGINT, lambda *_: None)
-own_process()
-with not_kept_by(sys.argv[1], lambda: print("the screen is in order", flush=True), patience_s=0.5):
+untold.own_process()
+untold.PATIENCE_S = 0.5
+with untold.not_kept_by(sys.argv[1], lambda: print("the screen is in order", flush=True)):
     print("ready", flush=True)
     while True:
         time.sleep(60)
