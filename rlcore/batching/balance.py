@@ -248,8 +248,6 @@ class Dealer:
         sizes = _Sizes.of(batch, share_prompts=self.share_prompts)
         cut = mini_batches(batch.group_ids, groups_per_mini_batch)
         found = tuple(self._shares(batch, sizes, sequences) for sequences in cut)
-        if len(found) == 1:
-            return Deal(found, found[0])
         by_rank = zip(*(each.sequences for each in found), strict=True)
         of_ranks = tuple(tuple(chain.from_iterable(parts)) for parts in by_rank)
         return Deal(found, Shares(of_ranks, self._num_micro(batch, sizes, of_ranks)))

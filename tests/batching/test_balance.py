@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.rank_balance import waiting
-from rlcore.batching.balance import Dealer, costs, micro_batches, num_computed, partition
+from rlcore.batching.balance import Dealer, Shares, costs, micro_batches, num_computed, partition
 from rlcore.batching.pack import pack, select
 from rlcore.config.model import PUBLISHED
 from rlcore.models.shape import ModelShape
@@ -149,7 +148,7 @@ def test_ranks_wait_for_each_other_less_than_a_hundredth_of_a_pass(
 
 
 def test_one_rank_is_cut_by_tokens_whatever_the_model() -> None:
-    batch = drawn_batch(np.random.default_rng(5), 40, mean=183, longest=1_024)
+    batch = drawn_batch(np.random.default_rng(0), 40, mean=400, longest=2_048)
     found = [Dealer(num_ranks=1, max_tokens=2_048, shape=shape).share_out(batch, range(40)) for shape in (SHAPE, None)]
     assert found[0] == found[1]
     assert found[0].num_micro > 3
@@ -161,23 +160,47 @@ def test_the_rank_that_needs_most_micro_batches_sets_their_number() -> None:
     assert Dealer(num_ranks=2, max_tokens=50, shape=None).share_out(batch, range(4)).num_micro == 2
 
 
+def most_tokens(batch: PackedBatch, shares: Shares, dealer: Dealer) -> int:
+    """Tokens that the largest micro-batch of several sequences computes, cut by cost or by tokens."""
+    found = 0
+    for mine in shares.sequences:
+        own = select(batch, mine)
+        for shape in (dealer.shape if dealer.num_ranks > 1 else None, None):
+            for part in micro_batches(own, shares.num_micro, shape, share_prompts=dealer.share_prompts):
+                tokens = num_computed(select(own, part), share_prompts=dealer.share_prompts)
+                found = max(found, tokens if len(part) > 1 else 0)
+    return found
+
+
 @pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_rank_has_in_a_pass_what_it_has_in_the_optimizer_steps(num_ranks: int, share_prompts: bool) -> None:
     """Each mini-batch is shared out as it would be alone, and a pass over all of them is within the budget."""
-    batch = drawn_batch(np.random.default_rng(11), 48, mean=183, longest=1_024)
-    how: dict[str, Any] = {"num_ranks": num_ranks, "max_tokens": 2_048, "shape": SHAPE, "share_prompts": share_prompts}
+    batch = drawn_batch(np.random.default_rng(3), 48, mean=400, longest=2_048)
+    dealer = Dealer(num_ranks, 2_048, SHAPE, share_prompts)
 
-    found = Dealer(**how).deal(batch, 4)
+    found = dealer.deal(batch, 4)
     for number, shares in enumerate(found.mini_batches):
-        assert shares == Dealer(**how).share_out(batch, range(16 * number, 16 * (number + 1)))
+        assert shares == dealer.share_out(batch, range(16 * number, 16 * (number + 1)))
     for rank, mine in enumerate(found.whole.sequences):
         assert mine == tuple(i for shares in found.mini_batches for i in shares.sequences[rank])
-        own = select(batch, mine)
-        for cut_by in (SHAPE if num_ranks > 1 else None, None):
-            for part in micro_batches(own, found.whole.num_micro, cut_by, share_prompts=share_prompts):
-                assert num_computed(select(own, part), share_prompts=share_prompts) <= 2_048
-    assert Dealer(**how).deal(batch, 12).whole == Dealer(**how).share_out(batch, range(48))
+    everything = dealer.share_out(batch, range(48))
+    assert dealer.deal(batch, 12).whole == everything
+    assert max(most_tokens(batch, shares, dealer) for shares in (found.whole, everything)) <= 2_048
+
+
+def test_answers_apart_from_those_that_compute_their_prompt_count_it_themselves() -> None:
+    """Three prompts on two ranks: answers are dealt as if none shared a prompt, and the budget holds all the same."""
+    prompts = [Prompt(index, (5 + index,) * 300, "gsm8k", "{}") for index in range(3)]
+    rollouts = [
+        Rollout(prompts[index // 4], 0, (7,) * length, np.zeros(length, dtype=np.float32), "stop", 0)
+        for index, length in enumerate([90, 10, 20, 80, 30, 70, 40, 60, 50, 10, 90, 20])
+    ]
+    batch = pack(rollouts, [Score(1.0, {})] * 12, [index // 4 for index in range(12)])
+    dealer = Dealer(2, 700, SHAPE, share_prompts=True)
+    shares = dealer.share_out(batch, range(12))
+    assert shares.sequences == replace(dealer, share_prompts=False).share_out(batch, range(12)).sequences
+    assert most_tokens(batch, shares, dealer) <= 700
 
 
 def test_neighbours_are_selected_without_a_copy() -> None:
