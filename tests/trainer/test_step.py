@@ -90,6 +90,19 @@ def test_every_method_takes_finite_steps(root: Path, overrides: tuple[str, ...])
         assert step["actor/grad_norm"] >= 0
 
 
+def test_every_mini_batch_is_taken_in_every_epoch(root: Path) -> None:
+    run = prepare(root, "trainer.batch_size=4", "trainer.mini_batch_size=2", "trainer.epochs_per_batch=3")
+    group = LocalGroup(run.config, str(run.model_directory))
+    taken: list[int] = []
+    try:
+        (optimizer,) = group.each(lambda worker: worker._actor.optimizer)
+        optimizer.register_step_post_hook(lambda *_: taken.append(1))
+        train(run, group, 1)
+    finally:
+        group.close()
+    assert len(taken) == 2 * 3
+
+
 def test_answers_cut_at_the_limit_are_left_out_and_where_all_are_there_is_no_update(root: Path) -> None:
     """Their scores still count, so some mini-batches have scored answers and no token with a loss."""
     overrides = ("algo.mask_truncated=true", "trainer.mini_batch_size=1", "warm_start.enabled=false")
