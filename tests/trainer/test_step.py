@@ -1,11 +1,15 @@
 """Training steps on real workers."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+from rlcore.batching.balance import micro_batches, num_computed
+from rlcore.batching.pack import select
 from rlcore.runtime.local import LocalGroup
+from rlcore.workers.worker import Worker
 from tests.small_run import SmallRun, prepare, train
 
 STEPS = 3
@@ -117,6 +121,25 @@ def test_answers_cut_at_the_limit_are_left_out_and_where_all_are_there_is_no_upd
             assert share == 1.0
             assert "actor/grad_norm" not in step
         assert "critic/score/mean" in step
+
+
+def test_micro_batches_hold_the_budget_where_answers_without_a_loss_compute_their_prompt(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that is left out of the update shares no prompt: the update may take more micro-batches than a pass."""
+    budget, given = 100, []
+    update = Worker.update_policy
+    monkeypatch.setattr(
+        Worker,
+        "update_policy",
+        lambda self, batch, parts, *rest: given.append((batch.packed, parts)) or update(self, batch, parts, *rest),
+    )
+    overrides = ("algo.mask_truncated=true", "warm_start.enabled=false", "model.share_prompts=true")
+    trained(prepare(root, *overrides, f"trainer.max_tokens_per_micro_batch={budget}"), 1)
+    ((packed, (whole,)),) = given
+    assert not all(packed.loss_mask[start:stop].any() for start, stop in pairwise(packed.cu_seqlens.tolist()))
+    for part in micro_batches(packed, whole.num_micro, share_prompts=True):
+        assert len(part) == 1 or num_computed(select(packed, part), share_prompts=True) <= budget
 
 
 def test_kl_to_the_reference_is_zero_at_the_start_and_grows(root: Path) -> None:
