@@ -193,11 +193,13 @@ def token_rewards(
 
     Ziegler et al. 2019, arXiv:1909.08593. 0 where the mask is False. A sequence without answer tokens gets no score.
     """
-    answer_tokens = mask.nonzero().flatten()
-    bounds = torch.searchsorted(answer_tokens, cu_seqlens)  # of each sequence's among all answer tokens
-    has_answer = bounds[1:] > bounds[:-1]
-    rewards = torch.zeros_like(mask, dtype=scores.dtype)
-    rewards[answer_tokens[bounds[1:][has_answer] - 1]] = scores[has_answer]
+    answered = mask.cumsum(0)
+    up_to = torch.nn.functional.pad(answered, (1, 0))[
+        cu_seqlens
+    ]  # answer tokens before each sequence, and before the end
+    last = torch.searchsorted(answered, up_to[1:])  # of a sequence without an answer: of one before it, or 0
+    of_last = torch.where(up_to[1:] > up_to[:-1], scores, torch.zeros_like(scores))
+    rewards = torch.zeros_like(mask, dtype=scores.dtype).index_add(0, last, of_last)
     if kl is None:
         return rewards
     return rewards - kl_coef * masked(kl, mask)
