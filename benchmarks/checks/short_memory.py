@@ -22,7 +22,7 @@ COMPARED = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy"
 SHARES = (0.35, 0.5, 0.65, 0.8)
 """Of what the update took: given to it one after the other, until it goes through (after a refusal). Less than one
 sequence or the first moments of AdamW need is an error."""
-ON_A_CPU_BYTES = (4 << 20, 8 << 20, 16 << 20, 32 << 20, 64 << 20)
+ON_A_CPU_BYTES = tuple(1 << power for power in range(18, 27))
 M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8
 
 
