@@ -1,4 +1,4 @@
-"""`millrace deploy`: an experiment of one's own as a deployment of the stack, by a clock if wanted."""
+"""`millrace deploy` makes an experiment a deployment of the stack, with a schedule where one is given."""
 
 import os
 import sys

@@ -194,10 +194,10 @@ def token_rewards(
     Ziegler et al. 2019, arXiv:1909.08593. 0 where the mask is False. A sequence without answer tokens gets no score.
     """
     answered = mask.cumsum(0)
-    up_to = torch.nn.functional.pad(answered, (1, 0))[
-        cu_seqlens
-    ]  # answer tokens before each sequence, and before the end
-    last = torch.searchsorted(answered, up_to[1:])  # of a sequence without an answer: of one before it, or 0
+    # up_to[n]: answer tokens before sequence n. last[n]: flat position of its last one; without an answer that of an
+    # earlier sequence, or 0, where it adds nothing.
+    up_to = torch.nn.functional.pad(answered, (1, 0))[cu_seqlens]
+    last = torch.searchsorted(answered, up_to[1:])
     of_last = torch.where(up_to[1:] > up_to[:-1], scores, torch.zeros_like(scores))
     rewards = torch.zeros_like(mask, dtype=scores.dtype).index_add(0, last, of_last)
     if kl is None:

@@ -1,4 +1,4 @@
-"""A regression over many nights: one experiment run anew and held against its last good run; the verdict, the page."""
+"""Regression nights: an experiment is run anew and compared with its last good run, with a verdict and a page."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -177,7 +177,7 @@ def update_models(
         critic=critic,
         kl_coef=state.kl_coef,
         entropy_coef=config.algo.entropy_coef + added,
-        share_skipped=1.0 - num_applied / len(taken),
+        share_skipped=(len(taken) - num_applied) / len(taken),
         logprobs_before=before,
     )
 
