@@ -7,6 +7,7 @@ middle, out of memory, the others would wait for its part for ever.
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -68,6 +69,22 @@ def adapter_state(model: CausalPolicy) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.model.named_parameters():
         if any(part in name for part in ADAPTERS):
             yield f"base_model.model.{name}", gathered(parameter)
+
+
+@contextmanager
+def gathered_weights(model: nn.Module) -> Iterator[None]:
+    """Parameters are whole inside, in the type in which the model computes: gathered once, layer by layer, for whoever
+    reads them and for the first pass. Each layer gives its own up after that pass, or at the end."""
+    assert isinstance(model, FSDPModule), "only a sharded model gathers"
+    model._get_fsdp_state()._lazy_init()  # else the first pass does it
+    modules = _sharded_modules(model)
+    for module in modules:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.reshard()
 
 
 def reshard(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from rlcore.models.head import TokenLogprobs
 from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, frozen_tensors, without_adapters
 from rlcore.models.memory import HostedWeights
-from rlcore.models.parallel import full_state, reshard
+from rlcore.models.parallel import full_state, gathered_weights, reshard
 from rlcore.models.policy import CausalPolicy
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import Place
@@ -196,6 +196,12 @@ class Actor(TrainedModel[CausalPolicy]):
     def _likelihood(self, micro: Micro[PackedBatch], num_tokens: int) -> tuple[Tensor, SupervisedStatistics]:
         output = token_logprobs(self.model, micro, temperature=1.0, entropy="none", with_top=True)
         return supervised_objective(output.logprobs, output.is_top, micro.device.loss_mask, num_tokens=num_tokens)
+
+    def gathered(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Around a hand-over to an engine of this type and the pass that follows it: with `model.zero_stage` 1 the two
+        gather the weights once. Adapters are merged from their own, in float32."""
+        is_once = self._gathers_once and dtype == self._place.dtype and self._config.model.lora is None
+        return gathered_weights(self.model) if is_once else nullcontext()
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """All weights under their transformers names, gathered one by one; every rank must iterate. `dtype`: of the

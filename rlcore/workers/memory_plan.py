@@ -263,7 +263,7 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
         HAND_OVER: {
             **beside_engine,
             **(awake if config.rollout.engine == "vllm" else asleep),
-            "one whole tensor": _whole_tensor_bytes(config, shape, device.itemsize),
+            **_gathered_at_hand_over(config, shape, device.itemsize),
         },
     }
     if config.critic is not None:
@@ -379,12 +379,15 @@ def _adapter_activation_bytes(config: RunConfig, shape: ModelShape, itemsize: in
     return 0 if lora is None else layers * itemsize * lora.rank * len(lora.target_modules)
 
 
-def _whole_tensor_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> int:
-    """The largest tensor of a hand-over, whole: the embedding, or with adapters a merged matrix, its float32 sum and
-    what that is made of."""
-    if config.model.lora is None:
-        return FULL * shape.embedding
-    return max(itemsize * shape.embedding, 2 * (FULL + itemsize) * shape.hidden * shape.intermediate)
+def _gathered_at_hand_over(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:
+    """All weights in the compute type with `model.zero_stage` 1. Else the largest tensor, whole: the embedding, or with
+    adapters a merged matrix, its float32 sum and what that is made of."""
+    if config.model.lora is not None:
+        merged = 2 * (FULL + itemsize) * shape.hidden * shape.intermediate
+        return {"one whole tensor": max(itemsize * shape.embedding, merged)}
+    if config.model.zero_stage == 1 and config.runtime.num_workers > 1:
+        return {"gathered weights": itemsize * shape.policy_parameters}
+    return {"one whole tensor": FULL * shape.embedding}
 
 
 def device_of(config: RunConfig) -> Device:

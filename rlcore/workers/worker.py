@@ -44,8 +44,8 @@ from rlcore.workers.trained import MiniBatch, ModelUpdate, ModelUpdates, in_turn
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Enough to hide the way to the trainer (half a millisecond under Ray), few enough that scoring starts early.
-ANSWERS_PER_HANDFUL, MOST_HANDFULS = 8, 32
+# Large at first, since each costs the trainer up to two milliseconds under Ray; small at the end, where it waits.
+LEAST_HANDFUL, SHARE_OF_THE_REST = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +165,11 @@ class Worker:
             return
         self._wake_engine()
         finished: list[tuple[int, Rollout]] = []
-        enough = max(ANSWERS_PER_HANDFUL, len(requests) // MOST_HANDFULS)
+        num_missing = len(requests)
         for pair in self._engine.stream(requests, sampling, max_response_tokens):
             finished.append(pair)
-            if len(finished) >= enough:
+            if len(finished) >= max(LEAST_HANDFUL, num_missing // SHARE_OF_THE_REST):
+                num_missing -= len(finished)
                 yield finished
                 finished = []
         if finished:
@@ -252,15 +253,16 @@ class Worker:
             self._is_frozen = True
         self._version, self._num_updates = version, 0
         self._wake_engine()
-        weights = self._actor.weights(engine_dtype(self._config, self._place.dtype))
-        taken = self._engine.update_weights(weights, version)
-        if self._engine.policy_version != version:
-            raise EngineError(
-                f"the engine is at policy version {self._engine.policy_version} after hand-over {version}"
-            )
-        if self._config.rollout.engine != "vllm":
-            return HandOver(0.0)
-        observed = [canary.Observed(taken, self._probed_difference())] * self._world_size
+        dtype = engine_dtype(self._config, self._place.dtype)
+        with self._actor.gathered(dtype):
+            taken = self._engine.update_weights(self._actor.weights(dtype), version)
+            if self._engine.policy_version != version:
+                raise EngineError(
+                    f"the engine is at policy version {self._engine.policy_version} after hand-over {version}"
+                )
+            if self._config.rollout.engine != "vllm":
+                return HandOver(0.0)
+            observed = [canary.Observed(taken, self._probed_difference())] * self._world_size
         if self._world_size > 1:
             dist.all_gather_object(observed, observed[0])
         return self._canary.judge(version, observed)
