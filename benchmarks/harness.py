@@ -49,16 +49,18 @@ class FixedLengths:
         self._version = 0
 
     def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """The verb, with the hand-over's version noted."""
+        """The verb."""
         if verb is Worker.hand_over:
-            self._version = args[0]
-            if not self._real:
-                return [HandOver(0.0)] * self.world_size
+            return self.begin(verb, [args] * self.world_size)()
         return self._group.each(verb, *args, **kwargs)
 
-    def scatter(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The verb."""
-        return self._group.scatter(verb, arguments)
+    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        """The verb, with the hand-over's version noted."""
+        if verb is Worker.hand_over:
+            self._version = arguments[0][0]
+            if not self._real:
+                return lambda: [HandOver(0.0)] * self.world_size
+        return self._group.begin(verb, arguments)
 
     def stream(
         self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, Any], None]

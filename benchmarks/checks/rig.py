@@ -51,10 +51,11 @@ class RecordedGroup(FixedLengths):
         with self.around(verb):
             return super().each(verb, *args, **kwargs)
 
-    def scatter(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
         """The verb."""
         with self.around(verb):
-            return super().scatter(verb, arguments)
+            answers = super().begin(verb, arguments)()
+        return lambda: answers
 
     def stream(
         self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, Any], None]

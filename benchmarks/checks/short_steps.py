@@ -31,7 +31,7 @@ def check(rig: Rig) -> Verdict:
         for seed, one in enumerate(rig.group.kept)
     ]
     rig.group.each(Worker.hand_over, LATER_VERSION)
-    (found,) = rig.group.scatter(_both_ways, [(requests, rig.config.rollout.sampling)])
+    (found,) = rig.group.begin(_both_ways, [(requests, rig.config.rollout.sampling)])()
     verdict: Verdict = found
     return verdict
 

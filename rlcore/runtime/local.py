@@ -21,10 +21,11 @@ class LocalGroup:
         """Call the verb on the one worker."""
         return [verb(self._worker, *args, **kwargs)]
 
-    def scatter(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> list[R]:
+    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[R]]:
         """Call the verb with the only tuple of arguments."""
         (only,) = arguments
-        return [verb(self._worker, *only)]
+        answers = [verb(self._worker, *only)]
+        return lambda: answers
 
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]

@@ -104,10 +104,11 @@ class RayGroup:
         """Call the verb on every rank with the same arguments; answers by rank."""
         return self._get([getattr(actor, verb.__name__).remote(*args, **kwargs) for actor in self._actors])
 
-    def scatter(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> list[R]:
-        """Call the verb on rank i with `arguments[i]`; answers by rank."""
+    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[R]]:
+        """Call the verb on rank i with `arguments[i]`; the function returned waits for the answers, by rank."""
         calls = zip(self._actors, arguments, strict=True)
-        return self._get([getattr(actor, verb.__name__).remote(*args) for actor, args in calls])
+        references = [getattr(actor, verb.__name__).remote(*args) for actor, args in calls]
+        return lambda: self._get(references)
 
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlcore.algos.advantages import score_range
 from rlcore.algos.objective import explained_variance
-from rlcore.batching.balance import Shares, num_computed
+from rlcore.batching.balance import num_computed
 from rlcore.config import RunConfig
 from rlcore.trainer.alarms import SKIPPED
 from rlcore.trainer.estimate import Estimate
@@ -47,16 +47,12 @@ def repeatable(metrics: Mapping[str, float]) -> Metrics:
     return {name: value for name, value in metrics.items() if not name.startswith(MEASURED_ON_THE_MACHINE)}
 
 
-def step_metrics(
-    config: RunConfig, experience: Experience, found: Estimate, update: Update, handed_over: HandOver
-) -> Metrics:
+def step_metrics(config: RunConfig, experience: Experience, found: Estimate, update: Update) -> Metrics:
     """Metrics of what a step did beside its update's own: they depend on the run alone."""
     packed, batch = found.batch.packed, found.batch
     metrics: Metrics = {}
     if update.share_skipped:
         metrics[SKIPPED] = update.share_skipped
-    if config.rollout.engine != "hf":
-        metrics["training/canary_logprob_diff"] = handed_over.difference
     if found.share_left_out is not None:
         metrics["rollout_corr/left_out_share"] = found.share_left_out
     if found.kl_in_reward is not None:
@@ -68,19 +64,24 @@ def step_metrics(
     return metrics
 
 
+def hand_over_metrics(config: RunConfig, handed_over: HandOver) -> Metrics:
+    """How far the engine was from the trainer on the probe; nothing where the engine is the trainer's own model."""
+    return {} if config.rollout.engine == "hf" else {"training/canary_logprob_diff": handed_over.difference}
+
+
 def cost_metrics(
     config: RunConfig,
     packed: PackedBatch,
     num_answer_tokens: int,
-    shares: Shares,
+    sequences: Sequence[Sequence[int]],
     seconds: Mapping[str, float],
     info: WorkerInfo,
 ) -> Metrics:
-    """Metrics of what a step cost: balance of the ranks, time by phase, use of the devices."""
-    num_devices = len(shares.sequences)
+    """Metrics of what a step cost: balance of the ranks by their `sequences`, time by phase, use of the devices."""
+    num_devices = len(sequences)
     lengths = packed.sequence_lengths().tolist()
     return {
-        **balance_metrics(packed, shares),
+        **balance_metrics(packed, sequences),
         **mfu_metrics(
             seconds,
             lengths,
@@ -167,11 +168,11 @@ def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
     return metrics
 
 
-def balance_metrics(packed: PackedBatch, shares: Shares) -> Metrics:
+def balance_metrics(packed: PackedBatch, sequences: Sequence[Sequence[int]]) -> Metrics:
     """Tokens on each rank, cut in the order drawn and as balanced."""
     lengths = packed.sequence_lengths()
-    drawn = torch.stack([part.sum() for part in lengths.chunk(len(shares.sequences))]).float()
-    balanced = torch.stack([lengths[torch.tensor(part)].sum() for part in shares.sequences])
+    drawn = torch.stack([part.sum() for part in lengths.chunk(len(sequences))]).float()
+    balanced = torch.stack([lengths[torch.tensor(part)].sum() for part in sequences])
     return {
         "global_seqlen/min": drawn.min().item(),
         "global_seqlen/max": drawn.max().item(),

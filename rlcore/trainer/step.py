@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -21,8 +21,15 @@ from rlcore.trainer.alarms import Alarm, batch_alarms, save_failure, step_alarms
 from rlcore.trainer.clock import EnterPhase, PhaseClock
 from rlcore.trainer.estimate import Estimate, Parts, Passes, estimate
 from rlcore.trainer.experience import Experience, ExperienceCollector
-from rlcore.trainer.metrics import Metrics, cost_metrics, memory_metrics, step_metrics
-from rlcore.trainer.update import Update, measured_before, needs_old_logprobs, update_models, with_selection
+from rlcore.trainer.metrics import Metrics, cost_metrics, hand_over_metrics, memory_metrics, step_metrics
+from rlcore.trainer.update import (
+    SharedBatch,
+    Update,
+    measured_before,
+    needs_old_logprobs,
+    update_models,
+    with_selection,
+)
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.passes import Shortage
@@ -95,29 +102,34 @@ class Trainer(GroupTrainer):
         experience = self._collector.collect(state, clock)
         packed = pack(experience.rollouts, experience.scores, experience.group_ids)
         dealt = self._deal(packed, config.trainer.mini_batch_size)
-        passes = self._forward_passes(packed, dealt.whole, clock)
+        passes, with_reference = self._forward_passes(packed, dealt.whole, clock)
         with clock.phase("adv"):
             found = self._estimate(packed, passes, experience, state.kl_coef)
+            batch = with_selection(config, found.batch, passes.entropy, num_finished=state.step)
+            shared = self._shared(batch, packed, dealt)
+        shared = with_reference(shared)
         alarms = batch_alarms(config, experience)
-        batch = with_selection(config, found.batch, passes.entropy, num_finished=state.step)
-        if batch.packed.loss_mask is not packed.loss_mask:  # other costs, and other prompts in common
-            dealt = self._deal(batch.packed, config.trainer.mini_batch_size)
-        update = self._update(state, experience, batch, dealt, alarms, clock)
+        update = self._update(state, experience, shared, alarms, clock)
         with clock.phase("update_weights"):
-            handed_over = self._group.each(Worker.hand_over, state.policy_version + 1)[0]  # equal on all ranks
+            versions = [(state.policy_version + 1,)] * self._group.world_size
+            hand_over = self._group.begin(Worker.hand_over, versions)
+            described = step_metrics(config, experience, found, update)
+            handed_over = hand_over()[0]  # equal on all ranks
         after = self._state_after(state, experience, found, update)
         alarms += step_alarms(config, update, found.kl_in_reward, handed_over)
         metrics = {
             "training/global_step": float(after.step),
             "training/epoch": float(epoch),
             **update.metrics(config.algo),
-            **step_metrics(config, experience, found, update, handed_over),
+            **hand_over_metrics(config, handed_over),
+            **described,
             **cost_metrics(
-                config, packed, experience.num_answer_tokens, dealt.whole, clock.seconds(), self._worker_info
+                config, packed, experience.num_answer_tokens, shared.sequences, clock.seconds(), self._worker_info
             ),
         }
         memory, shortages = self._memory()
-        return StepResult(after, metrics | memory, experience, found.batch, update.logprobs_before, alarms, shortages)
+        used = replace(found.batch, ref_logprobs=shared.batch.ref_logprobs)
+        return StepResult(after, metrics | memory, experience, used, update.logprobs_before, alarms, shortages)
 
     def _estimate(self, packed: PackedBatch, passes: Passes, experience: Experience, kl_coef: float) -> Estimate:
         config = self._config
@@ -129,13 +141,23 @@ class Trainer(GroupTrainer):
             turn_rewards=early,
         )  # fmt: skip
 
-    def _forward_passes(self, packed: PackedBatch, shares: Shares, clock: PhaseClock) -> Passes:
-        """Old and reference log-probabilities, entropies and values, each only where the algorithm needs it."""
+    def _forward_passes(
+        self, packed: PackedBatch, shares: Shares, clock: PhaseClock
+    ) -> tuple[Passes, Callable[[SharedBatch], SharedBatch]]:
+        """Old and reference log-probabilities, entropies and values, each only where the algorithm needs it. Those of
+        the reference that only the loss needs are still being computed: the function returned waits for them, and gives
+        the batch with them."""
+
+        @cache
+        def parts() -> list[PackedBatch]:
+            return [select(packed, mine) for mine in shares.sequences]
+
+        def begin(verb: Callable[..., Tensor], *more: bool) -> Callable[[], list[Tensor]]:
+            return self._group.begin(verb, [(part, shares.num_micro, *more) for part in parts()])
 
         def computed(verb: Callable[..., Tensor], phase: str, *more: bool) -> Float[Tensor, "T ..."]:
             with clock.phase(phase):
-                arguments = [(select(packed, mine), shares.num_micro, *more) for mine in shares.sequences]
-                return scatter_tokens(self._group.scatter(verb, arguments), packed.cu_seqlens, shares.sequences)
+                return scatter_tokens(begin(verb, *more)(), packed.cu_seqlens, shares.sequences)
 
         config = self._config
         old: Tensor | None = None
@@ -147,16 +169,31 @@ class Trainer(GroupTrainer):
             old = computed(Worker.old_logprobs, "old_log_prob", with_entropy)
             if with_entropy:
                 old, entropy = old.unbind(1)
-        ref = None if config.algo.kl.where == "off" else computed(Worker.ref_logprobs, "ref")
         values = None if config.critic is None else computed(Worker.values, "values")
-        return Passes(old, ref, values, entropy)
+        ref = computed(Worker.ref_logprobs, "ref") if config.algo.kl.where == "reward" else None
+        passes = Passes(old, ref, values, entropy)
+        if config.algo.kl.where != "loss":
+            return passes, lambda shared: shared
+        with clock.phase("ref"):
+            of_ranks = begin(Worker.ref_logprobs)
+
+        def with_reference(shared: SharedBatch) -> SharedBatch:
+            with clock.phase("ref"):
+                return shared.with_reference(of_ranks(), shares.sequences)
+
+        return passes, with_reference
+
+    def _shared(self, batch: TrainBatch, packed: PackedBatch, dealt: Deal) -> SharedBatch:
+        """The batch shared out to the ranks, as `packed` was for the passes unless the masks have changed since."""
+        if batch.packed.loss_mask is not packed.loss_mask:  # other costs, and other prompts in common
+            dealt = self._deal(batch.packed, self._config.trainer.mini_batch_size)
+        return SharedBatch.of(self._config, batch, dealt)
 
     def _update(
         self,
         state: LoopState,
         experience: Experience,
-        batch: TrainBatch,
-        dealt: Deal,
+        shared: SharedBatch,
         alarms: tuple[Alarm, ...],
         clock: PhaseClock,
     ) -> Update:
@@ -166,12 +203,12 @@ class Trainer(GroupTrainer):
             NonFiniteError: the update is not finite and `alarms.non_finite` is stop.
         """
         if any(alarm.action == "skip" for alarm in alarms):
-            return Update(share_skipped=1.0, logprobs_before=measured_before(self._config, batch))
-        update = update_models(self._config, self._group, batch, state, deal=dealt, clock=clock)
+            return Update(share_skipped=1.0, logprobs_before=measured_before(self._config, shared.batch))
+        update = update_models(self._config, self._group, shared, state, clock)
         if update.failure is None:
             return update
         number = state.step + 1
-        file, prompt_ids = save_failure(self._failures, number, experience, batch)
+        file, prompt_ids = save_failure(self._failures, number, experience, shared.batch)
         rows = f"prompts {prompt_ids}" if prompt_ids else "no single row: its inputs are all finite"
         text = f"step {number}: {update.failure} Batch saved to {file}; non-finite inputs in {rows}."
         failure = NonFiniteError(text)

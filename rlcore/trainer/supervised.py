@@ -41,7 +41,7 @@ class SupervisedTrainer(GroupTrainer):
         with clock.phase("supervise"):
             arguments = [(select(packed, mine), shares.num_micro, answer_tokens, lr) for mine in shares.sequences]
             try:
-                updates = self._group.scatter(Worker.supervise, arguments)
+                updates = self._group.begin(Worker.supervise, arguments)()
             except NonFiniteError as failure:
                 raise NonFiniteError(f"step {number} of the warm start: {failure}") from failure
         stats: SupervisedStatistics = functools.reduce(operator.add, (update.stats for update in updates))
@@ -52,7 +52,7 @@ class SupervisedTrainer(GroupTrainer):
             "sft/grad_norm": updates[0].grad_norm,
             "sft/lr": lr,
             "sft/answer_tokens": float(answer_tokens),
-            **cost_metrics(config, packed, answer_tokens, shares, clock.seconds(), self._worker_info),
+            **cost_metrics(config, packed, answer_tokens, shares.sequences, clock.seconds(), self._worker_info),
         }
         after = replace(
             state,
@@ -74,5 +74,5 @@ class SupervisedTrainer(GroupTrainer):
         packed = pack_demonstrations([*demonstrations, *[silent] * missing])
         shares = self._deal(packed, packed.num_sequences).whole
         arguments = [(select(packed, mine), shares.num_micro) for mine in shares.sequences]
-        found = functools.reduce(operator.add, self._group.scatter(Worker.likelihood, arguments))
+        found = functools.reduce(operator.add, self._group.begin(Worker.likelihood, arguments)())
         return {f"sft/held_out_{name}": value for name, value in found.means().items()}

@@ -135,16 +135,55 @@ def measured_before(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] 
     return None if config.trainer.old_logprobs == "behavior" else batch.old_logprobs
 
 
+@dataclass(frozen=True, slots=True)
+class SharedBatch:
+    """A batch shared out to ranks. `sequences[rank]`: a rank's sequences, by their indices in the batch; `parts[rank]`:
+    the batch of them; `mini_batches`: what each rank does in its optimizer steps, one for each mini-batch that has a
+    token with a loss, in each epoch."""
+
+    batch: TrainBatch
+    sequences: Sequence[Sequence[int]]
+    parts: Sequence[TrainBatch]
+    mini_batches: Sequence[MiniBatch]
+
+    @classmethod
+    def of(cls, config: RunConfig, batch: TrainBatch, deal: Deal) -> "SharedBatch":
+        """The batch as `deal` shares it out."""
+        packed = batch.packed
+        lengths = token_counts(packed.loss_mask, packed.sequence_ids(), packed.num_sequences)
+        mini_batches: list[MiniBatch] = []
+        start = 0
+        for shares in deal.mini_batches:
+            # Counted once over the mini-batch and all ranks; an answer without a token that has a loss counts nowhere.
+            tokens = lengths[list(itertools.chain.from_iterable(shares.sequences))]
+            of_rank = range(start, start + len(shares.sequences[0]))  # ranks have equally many
+            start = of_rank.stop
+            if tokens.any():
+                limit = config.rollout.max_response_tokens
+                denominator = Denominator(int(tokens.sum()), int((tokens > 0).sum()), limit)
+                mini_batches.append(MiniBatch(of_rank, shares.num_micro, denominator))
+        parts = [select_train(batch, mine) for mine in deal.whole.sequences]
+        return cls(batch, deal.whole.sequences, parts, mini_batches * config.trainer.epochs_per_batch)
+
+    def with_reference(self, of_ranks: Sequence[Tensor], sequences: Sequence[Sequence[int]]) -> "SharedBatch":
+        """With the reference's log-probabilities, which each rank has computed for its `sequences`."""
+        cu_seqlens = self.batch.packed.cu_seqlens
+        whole = scatter_tokens(of_ranks, cu_seqlens, sequences)
+        if sequences != self.sequences:
+            of_ranks = [whole[token_indices(cu_seqlens, mine)] for mine in self.sequences]
+        parts = [replace(part, ref_logprobs=found) for part, found in zip(self.parts, of_ranks, strict=True)]
+        return replace(self, batch=replace(self.batch, ref_logprobs=whole), parts=parts)
+
+
 def update_models(
     config: RunConfig,
     group: WorkerGroup,
-    batch: TrainBatch,
+    shared: SharedBatch,
     state: LoopState,
-    *,
-    deal: Deal,
     clock: PhaseClock,
 ) -> Update:
     """All optimizer steps on a batch; up to the first that is not finite. `state`: before them."""
+    batch = shared.batch
     total_steps, added = config.trainer.total_steps, state.entropy_added
     num_steps = num_optimizer_steps(config)
     before = measured_before(config, batch)
@@ -154,7 +193,7 @@ def update_models(
     if config.critic is not None:
         critic_lr = state.lr_factor * lr_at(state.step, optim=config.critic.optim, total_steps=total_steps)
         with clock.phase("update_critic"):
-            found, failure = _optimizer_steps(config, group, batch, deal, Worker.update_critic, critic_lr)
+            found, failure = _optimizer_steps(group, shared, Worker.update_critic, critic_lr)
         if failure is not None:
             return Update(share_skipped=1.0, logprobs_before=before, failure=failure)
         critic = _summed(found, critic_lr) if found else None
@@ -162,7 +201,7 @@ def update_models(
         return Update(critic=critic, logprobs_before=before)
     with clock.phase("update_actor"):
         rates = (lr, state.kl_coef, added)
-        taken, failure = _optimizer_steps(config, group, batch, deal, Worker.update_policy, *rates)
+        taken, failure = _optimizer_steps(group, shared, Worker.update_policy, *rates)
     num_applied = sum(by_rank[0].applied for by_rank in taken)
     if failure is not None:
         return Update(share_skipped=1.0 - num_applied / num_steps, logprobs_before=before, failure=failure)
@@ -171,7 +210,7 @@ def update_models(
     if num_steps == 1 and before is None:
         # of several updates only the first one's pass is made with the weights that they all begin with
         logprobs = [update.logprobs for update in taken[0] if update.logprobs is not None]
-        before = scatter_tokens(logprobs, batch.packed.cu_seqlens, deal.whole.sequences)
+        before = scatter_tokens(logprobs, batch.packed.cu_seqlens, shared.sequences)
     return Update(
         policy=_summed(taken, lr),
         critic=critic,
@@ -189,28 +228,9 @@ def _summed(taken: Sequence[Sequence[ModelUpdate[S]]], lr: float) -> Steps[S]:
 
 
 def _optimizer_steps(
-    config: RunConfig,
-    group: WorkerGroup,
-    batch: TrainBatch,
-    deal: Deal,
-    verb: Callable[..., ModelUpdates[S]],
-    *rates: float,
+    group: WorkerGroup, shared: SharedBatch, verb: Callable[..., ModelUpdates[S]], *rates: float
 ) -> tuple[list[tuple[ModelUpdate[S], ...]], NonFiniteError | None]:
-    """An optimizer step on each mini-batch that has a token with a loss, in each epoch: the results of the ranks in
-    each, and the error of the first that was not finite, after which none is taken."""
-    packed = batch.packed
-    lengths = token_counts(packed.loss_mask, packed.sequence_ids(), packed.num_sequences)
-    mini_batches: list[MiniBatch] = []
-    start = 0
-    for shares in deal.mini_batches:
-        # Counted once over the mini-batch and all ranks; an answer without a token that has a loss counts nowhere.
-        tokens = lengths[list(itertools.chain.from_iterable(shares.sequences))]
-        of_rank = range(start, start + len(shares.sequences[0]))  # ranks have equally many
-        start = of_rank.stop
-        if tokens.any():
-            limit = config.rollout.max_response_tokens
-            denominator = Denominator(int(tokens.sum()), int((tokens > 0).sum()), limit)
-            mini_batches.append(MiniBatch(of_rank, shares.num_micro, denominator))
-    mini_batches *= config.trainer.epochs_per_batch
-    found = group.scatter(verb, [(select_train(batch, mine), mini_batches, *rates) for mine in deal.whole.sequences])
+    """An optimizer step on each mini-batch: the results of the ranks in each, and the error of the first that was not
+    finite, after which none is taken."""
+    found = group.begin(verb, [(part, shared.mini_batches, *rates) for part in shared.parts])()
     return list(zip(*(each.steps for each in found), strict=True)), found[0].failure

@@ -23,8 +23,9 @@ class WorkerGroup(Protocol):
         """Call the verb on every rank with the same arguments; answers by rank."""
         ...
 
-    def scatter(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> list[R]:
-        """Call the verb on rank i with `arguments[i]`; answers by rank."""
+    def begin(self, verb: Callable[..., R], arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[R]]:
+        """Call the verb on rank i with `arguments[i]`; the function returned waits for the answers, by rank. Ranks in
+        processes of their own work meanwhile; a worker in this process has answered before."""
         ...
 
     def stream(

@@ -164,17 +164,17 @@ class _Faulty:
         self._group = group
 
     def each(self, verb: Any, *args: Any) -> list[Any]:
-        if verb is not Worker.hand_over or args == (0,):
-            return self._group.each(verb, *args)
+        return self._group.each(verb, *args)
+
+    def begin(self, verb: Any, arguments: Any) -> Callable[[], list[Any]]:
+        if verb is not Worker.hand_over:
+            return self._group.begin(verb, arguments)
         tied_head = handover.tied_head
         handover.tied_head = lambda model: (None, None)
         try:
-            return self._group.each(_after_a_change, *args)
+            return self._group.begin(_after_a_change, arguments)
         finally:
             handover.tied_head = tied_head
-
-    def scatter(self, verb: Any, arguments: Any) -> list[Any]:
-        return self._group.scatter(verb, arguments)
 
     def stream(self, verb: Any, arguments: Any, take: Any) -> None:
         self._group.stream(verb, arguments, take)
