@@ -34,7 +34,7 @@ def rollouts_of(lengths: Sequence[int]) -> list[Rollout]:
     for index, length in enumerate(lengths):
         if index % SAMPLES == 0:
             prompt = Prompt(index, tuple(rng.integers(4, 1_000, PROMPT_TOKENS).tolist()), "gsm8k", "{}")
-        answer = tuple(rng.integers(4, 1_000, length).tolist())
+        answer = rng.integers(4, 1_000, length, dtype=np.int32)
         found.append(Rollout(prompt, index % SAMPLES, answer, np.zeros(length, dtype=np.float32), "stop", 0))
     return found
 

@@ -91,7 +91,7 @@ class FixedLengths:
         return Rollout(
             request.prompt,
             request.sample_index,
-            tuple(drawn.integers(4, self._vocab_size, request.max_tokens).tolist()),
+            drawn.integers(4, self._vocab_size, request.max_tokens, dtype=np.int32),
             np.full(request.max_tokens, -np.log(self._vocab_size), dtype=np.float32),
             "length",
             self._version,

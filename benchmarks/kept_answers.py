@@ -85,7 +85,7 @@ class Synthetic:
             length = int(rng.integers(self._num_tokens // 2, 3 * self._num_tokens // 2))
             group = index // GROUP
             prompt = Prompt(group, tuple((np.arange(100) + group).tolist()), "synthetic", '{"is": 1}')
-            ids = tuple(rng.integers(0, 150_000, size=length).tolist())
+            ids = rng.integers(0, 150_000, size=length, dtype=np.int32)
             drawn = -rng.exponential(0.5, size=length).astype(np.float32)
             rollouts.append(Rollout(prompt, index % GROUP, ids, drawn, "stop", 0))
         scores = [Score(float(rng.integers(0, 2)), {"format": 1.0}) for _ in rollouts]

@@ -32,7 +32,7 @@ def draw(rng: np.random.Generator, sequences: int, mean: float, longest: int, *,
     for index, length in enumerate(drawn.clip(1, longest).astype(int)):
         if index % SAMPLES == 0:
             prompt = Prompt(index, (5,) * int(np.clip(rng.normal(107, 35), 40, 300)), "gsm8k", "{}")
-        rollouts.append(Rollout(prompt, 0, (7,) * int(length), np.zeros(length, dtype=np.float32), "stop", 0))
+        rollouts.append(Rollout(prompt, 0, np.full(length, 7), np.zeros(length, dtype=np.float32), "stop", 0))
     return pack(rollouts, [Score(1.0, {})] * sequences, [index // SAMPLES for index in range(sequences)])
 
 

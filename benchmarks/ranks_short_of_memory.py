@@ -47,7 +47,7 @@ def batch(arguments: argparse.Namespace) -> TrainBatch:
     rollouts = []
     for index, length in enumerate(draw_lengths(arguments.sequences, arguments.mean, arguments.longest)):
         prompt = Prompt(index, tuple(rng.integers(4, vocab_size, PROMPT_TOKENS).tolist()), "gsm8k", "{}")
-        answer = tuple(rng.integers(4, vocab_size, length).tolist())
+        answer = rng.integers(4, vocab_size, length)
         rollouts.append(Rollout(prompt, 0, answer, np.zeros(length, dtype=np.float32), "stop", 0))
     packed = pack(rollouts, [Score(0.0, {})] * len(rollouts), list(range(len(rollouts))))
     mask = packed.loss_mask.float()

@@ -44,7 +44,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One sampled answer. `response_ids` includes the end-of-sequence token where the answer ended by itself.
+    """One sampled answer. `response_ids` Int[R] includes the end-of-sequence token where the answer ended by itself; an
+    array, since the integers of a hundred thousand tokens lie all over a process's memory.
 
     `behavior_logprobs` Float[len(response_ids)]: log-probability of each sampled token when it was drawn.
 
@@ -56,7 +57,7 @@ class Rollout:
 
     prompt: Prompt
     sample_index: int
-    response_ids: tuple[int, ...]
+    response_ids: np.ndarray
     behavior_logprobs: np.ndarray
     finish_reason: FinishReason
     policy_version: int

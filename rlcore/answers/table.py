@@ -4,7 +4,6 @@ Legend: N answers, R tokens of all answers laid end to end, without their prompt
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +13,7 @@ from torch import Tensor
 from rlcore.answers.store import SCHEMA
 from rlcore.types import Rollout, Score, TrainBatch
 
-Decode = Callable[[Sequence[Sequence[int]]], list[str]]
+Decode = Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
 """Token ids of many texts -> the texts, without special tokens."""
 
 
@@ -101,7 +100,7 @@ class _Tokens:
         self.lengths = np.array([len(rollout.response_ids) for rollout in rollouts], dtype=np.int64)
         self.ends = np.cumsum(self.lengths)
         self.starts = self.ends - self.lengths
-        self.ids = np.fromiter(chain.from_iterable(r.response_ids for r in rollouts), np.int32, self.lengths.sum())
+        self.ids = _joined([rollout.response_ids for rollout in rollouts], np.int32)
         self.behavior = _joined([rollout.behavior_logprobs for rollout in rollouts], np.float32)
         whole = [np.ones(len(r.response_ids), bool) if r.is_sampled is None else r.is_sampled for r in rollouts]
         self.is_sampled = _joined(whole, np.bool_)

@@ -20,7 +20,7 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
 
     >>> from rlcore.types import Prompt
     >>> prompt = Prompt(0, (7, 8), "countdown", "{}")
-    >>> rollout = Rollout(prompt, 0, (1, 2, 3), np.array([-0.5, -0.25, -1.0]), "stop", 0)
+    >>> rollout = Rollout(prompt, 0, np.array([1, 2, 3]), np.array([-0.5, -0.25, -1.0]), "stop", 0)
     >>> batch = pack([rollout], [Score(1.0, {})], [0])
     >>> batch.token_ids.tolist(), batch.target_ids.tolist()
     ([7, 8, 1, 2, 3], [8, 1, 2, 3, 0])
@@ -79,7 +79,7 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> PackedBatch:
         Rollout(
             prompt=Prompt(index, tuple(each.token_ids[:1]), "", ""),
             sample_index=0,
-            response_ids=tuple(each.token_ids[1:]),
+            response_ids=np.array(each.token_ids[1:], dtype=np.int32),
             behavior_logprobs=np.zeros(len(each.token_ids) - 1),
             finish_reason="stop",
             policy_version=0,
@@ -106,7 +106,7 @@ def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -
 
     >>> from rlcore.types import Prompt
     >>> prompts = [Prompt(0, (7, 8, 9), "countdown", "{}"), Prompt(1, (7, 8), "countdown", "{}")]
-    >>> rollouts = [Rollout(prompts[i], 0, (1, 2), np.zeros(2), "stop", 0) for i in (0, 0, 0, 1)]
+    >>> rollouts = [Rollout(prompts[i], 0, np.ones(2), np.zeros(2), "stop", 0) for i in (0, 0, 0, 1)]
     >>> shared_prompts(pack(rollouts, [Score(1.0, {})] * 4, [0, 0, 0, 1])).tolist()
     [0, 2, 2, 0]
     """

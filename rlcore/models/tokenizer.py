@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Split, WhitespaceSplit
@@ -19,7 +20,7 @@ from rlcore.models.hub import attempt, hub_answers, located
 from rlcore.models.library import PreTrainedTokenizerBase, PreTrainedTokenizerFast, cached_file
 from rlcore.models.shape import is_plain_tokenizer
 
-Decode = Callable[[Sequence[Sequence[int]]], list[str]]
+Decode = Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
 """Token ids of many answers -> their texts, without special tokens."""
 
 PAD_TOKEN = "<pad>"
@@ -67,9 +68,12 @@ def text_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
     """The decoder of answers. It is the tokenizers library itself where its texts are those of transformers, which
     visits every id in Python: that takes twice the time, and other threads wait meanwhile."""
 
-    def by_transformers(answers: Sequence[Sequence[int]]) -> list[str]:
+    def as_lists(answers: Sequence[Sequence[int] | np.ndarray]) -> list[list[int]]:
+        return [np.asarray(ids).tolist() for ids in answers]
+
+    def by_transformers(answers: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
         # Of no answers at all (validation.greedy=false) transformers makes one empty text.
-        return tokenizer.batch_decode([list(ids) for ids in answers], skip_special_tokens=True) if answers else []
+        return tokenizer.batch_decode(as_lists(answers), skip_special_tokens=True) if answers else []
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return by_transformers
@@ -77,8 +81,8 @@ def text_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
     if tokenizer.clean_up_tokenization_spaces and not isinstance(core.model, BPE):
         return by_transformers
 
-    def by_tokenizers(answers: Sequence[Sequence[int]]) -> list[str]:
-        return list(core.decode_batch([list(ids) for ids in answers], skip_special_tokens=True))
+    def by_tokenizers(answers: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+        return list(core.decode_batch(as_lists(answers), skip_special_tokens=True))
 
     probe = [tokenizer.encode("It 's here , is n't it ? No . (3 + 4) !")]
     return by_tokenizers if by_tokenizers(probe) == by_transformers(probe) else by_transformers

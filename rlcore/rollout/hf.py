@@ -149,7 +149,7 @@ class HfEngine(RolloutEngine):
         return Rollout(
             prompt=request.prompt,
             sample_index=request.sample_index,
-            response_ids=tuple(answer.token_ids),
+            response_ids=np.array(answer.token_ids, dtype=np.int32),
             behavior_logprobs=np.array(answer.logprobs, dtype=np.float32),
             finish_reason=answer.finish_reason,
             policy_version=self.policy_version,

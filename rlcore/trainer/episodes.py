@@ -57,7 +57,7 @@ class _Playing:
 
     def write(self, rollout: Rollout, text: str) -> None:
         """Add what the model has written in a turn."""
-        self._add(rollout.response_ids, rollout.behavior_logprobs.tolist(), sampled=True)
+        self._add(rollout.response_ids.tolist(), rollout.behavior_logprobs.tolist(), sampled=True)
         self.said.texts.append(text)
         self.lines.append(text)
         if rollout.finish_reason == "length" and len(self.token_ids) >= self.limit:
@@ -93,7 +93,7 @@ class _Playing:
         return Rollout(
             prompt=self.prompt,
             sample_index=self.request.sample_index,
-            response_ids=tuple(self.token_ids),
+            response_ids=np.array(self.token_ids, dtype=np.int32),
             behavior_logprobs=np.array(self.logprobs, dtype=np.float32),
             finish_reason=self.finish_reason,
             policy_version=version,

@@ -24,7 +24,7 @@ class Made:
         self.rollouts, self.scores = [], []
         for index in range(2 * groups):
             prompt = Prompt(index // 2, tuple(range(2, 2 + int(rng.integers(1, 5)))), "made", '{"is": 1}')
-            ids = tuple(rng.integers(3, 60, size=int(rng.integers(0 if index == 3 else 1, 7))).tolist())
+            ids = rng.integers(3, 60, size=int(rng.integers(0 if index == 3 else 1, 7)))
             sampled = rng.random(len(ids)) < 0.6 if turns and index % 2 else None
             drawn = -rng.random(len(ids)).astype(np.float32)
             finish = "stop" if index % 3 else "length"

@@ -45,7 +45,7 @@ def naive(made: Made, step: int) -> list[dict[str, object]]:
             "said": "a",
             "parts": list(score.parts.items()),
             "failure": score.failure,
-            "token_ids": list(rollout.response_ids),
+            "token_ids": rollout.response_ids.tolist(),
             "is_sampled": None if whole is None else whole.tolist(),
             "behavior_logprobs": pytest.approx(drawn),
             "policy_logprobs": pytest.approx([float(made.policy[place]) for place in places]),

@@ -65,7 +65,9 @@ def test_a_micro_batch_of_several_sequences_keeps_the_budget(lengths: list[int],
 def unlike_answers(lengths: Sequence[int]) -> PackedBatch:
     """An answer of each length, each to a prompt of its own of one token."""
     rollouts = [
-        Rollout(Prompt(index, (5,), "gsm8k", "{}"), 0, (7,) * length, np.zeros(length, dtype=np.float32), "stop", 0)
+        Rollout(
+            Prompt(index, (5,), "gsm8k", "{}"), 0, np.full(length, 7), np.zeros(length, dtype=np.float32), "stop", 0
+        )
         for index, length in enumerate(lengths)
     ]
     return pack(rollouts, [Score(1.0, {})] * len(rollouts), range(len(rollouts)))
@@ -106,7 +108,7 @@ def drawn_batch(rng: np.random.Generator, num_sequences: int, *, mean: float, lo
         if index % 4 == 0:
             prompt = Prompt(index, (5,) * int(rng.integers(60, 200)), "gsm8k", "{}")
         length = min(longest, 1 + int(rng.exponential(mean)))
-        rollouts.append(Rollout(prompt, 0, (7,) * length, np.zeros(length, dtype=np.float32), "stop", 0))
+        rollouts.append(Rollout(prompt, 0, np.full(length, 7), np.zeros(length, dtype=np.float32), "stop", 0))
         scores.append(Score(1.0, {}, failure="failed" if rng.random() < 0.1 else None))
     return pack(rollouts, scores, [index // 4 for index in range(num_sequences)])
 
@@ -193,7 +195,7 @@ def test_answers_apart_from_those_that_compute_their_prompt_count_it_themselves(
     """Three prompts on two ranks: answers are dealt as if none shared a prompt, and the budget holds all the same."""
     prompts = [Prompt(index, (5 + index,) * 300, "gsm8k", "{}") for index in range(3)]
     rollouts = [
-        Rollout(prompts[index // 4], 0, (7,) * length, np.zeros(length, dtype=np.float32), "stop", 0)
+        Rollout(prompts[index // 4], 0, np.full(length, 7), np.zeros(length, dtype=np.float32), "stop", 0)
         for index, length in enumerate([90, 10, 20, 80, 30, 70, 40, 60, 50, 10, 90, 20])
     ]
     batch = pack(rollouts, [Score(1.0, {})] * 12, [index // 4 for index in range(12)])

@@ -18,7 +18,7 @@ def rollouts_of(lengths: list[tuple[int, int]]) -> list[Rollout]:
         Rollout(
             prompt=Prompt(index, tuple(rng.integers(1, 50, size=prompt).tolist()), "countdown", "{}"),
             sample_index=0,
-            response_ids=tuple(rng.integers(1, 50, size=answer).tolist()),
+            response_ids=rng.integers(1, 50, size=answer),
             behavior_logprobs=-rng.random(answer).astype(np.float32),
             finish_reason="stop",
             policy_version=0,

@@ -112,12 +112,12 @@ def answers(groups: Sequence[tuple[int, Sequence[int]]], *, unscored: frozenset[
     """Random answers to random prompts: `groups` has the tokens of each prompt and of each of its answers."""
     drawn = np.random.default_rng(0)
 
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(drawn.integers(2, VOCAB, count).tolist())
+    def ids(count: int) -> np.ndarray:
+        return drawn.integers(2, VOCAB, count)
 
     rollouts, numbers = [], []
     for number, (length, lengths) in enumerate(groups):
-        prompt = Prompt(number, ids(length), "countdown", "{}")
+        prompt = Prompt(number, tuple(ids(length).tolist()), "countdown", "{}")
         for count in lengths:
             rollouts.append(Rollout(prompt, 0, ids(count), np.zeros(count, dtype=np.float32), "stop", 0))
             numbers.append(number)

@@ -91,7 +91,7 @@ def weights_of(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def answers(rollouts: list[Rollout]) -> list[list[int]]:
-    return [list(rollout.response_ids) for rollout in rollouts]
+    return [rollout.response_ids.tolist() for rollout in rollouts]
 
 
 def differing(engine: VllmEngine, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -143,7 +143,7 @@ def engine_facts(folder: Path) -> dict[str, Any]:
         (a.prompt, a.sample_index) == (b.prompt, b.sample_index) for a, b in zip(requests, found, strict=True)
     ]
     facts["versions"] = [rollout.policy_version for rollout in found]
-    facts["finish"] = [(r.finish_reason, len(r.response_ids), r.response_ids[-1]) for r in found]
+    facts["finish"] = [(r.finish_reason, len(r.response_ids), int(r.response_ids[-1])) for r in found]
     facts["answers"] = answers(found)
     facts["again"] = answers(engine.generate(requests, SAMPLING, MAX_TOKENS))
     backwards = answers(engine.generate(requests[::-1], SAMPLING, MAX_TOKENS))

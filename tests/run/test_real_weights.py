@@ -5,6 +5,7 @@ The real vLLM on these weights: tests/rollout/test_vllm_real_model.py.
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ def batch(smollm2: Path) -> PackedBatch:
         turn = [{"role": "user", "content": question}]
         asked = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
         prompt = Prompt(number, tuple(tokenizer(asked)["input_ids"]), "x", "{}")
-        ids = (*tokenizer(answer)["input_ids"], tokenizer.eos_token_id)
+        ids = np.array([*tokenizer(answer)["input_ids"], tokenizer.eos_token_id])
         rollouts.append(Rollout(prompt, 0, ids, torch.zeros(len(ids)).numpy(), "stop", 0))
     return pack(rollouts, [Score(1.0, {})] * len(TEXTS), list(range(len(TEXTS))))
 

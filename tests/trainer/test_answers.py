@@ -67,7 +67,7 @@ def test_streamed_answers_and_scores_are_those_asked_for_at_once(run: SmallRun, 
         early = EarlyScores(scoring, problems.decode)
         streamed = generate(group, requests, sampling, limit, policy_version=3, take=early.take)
         scores, texts = early.collect()
-        assert [r.response_ids for r in streamed] == [r.response_ids for r in plain]
+        assert [r.response_ids.tolist() for r in streamed] == [r.response_ids.tolist() for r in plain]
         assert texts == problems.decode([r.response_ids for r in plain])
         assert scores == scoring.score(texts, [r.prompt.ground_truth_json for r in plain])
         late_first = EarlyScores(scoring, problems.decode)

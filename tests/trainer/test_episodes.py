@@ -69,7 +69,7 @@ def played(run: SmallRun, group: LocalGroup, num_prompts: int = 8) -> Found:
 
 
 def same(one: Found, other: Found) -> bool:
-    tokens = [[(r.response_ids, r.behavior_logprobs.tolist()) for r in found[0]] for found in (one, other)]
+    tokens = [[(r.response_ids.tolist(), r.behavior_logprobs.tolist()) for r in found[0]] for found in (one, other)]
     return tokens[0] == tokens[1] and one[1:] == other[1:]
 
 
@@ -92,7 +92,7 @@ def test_what_the_engine_read_and_wrote_is_what_is_trained_on(
     problems = Problems.read(run.config, run.inputs)
     requests = requests_for(problems.stream.take(0, 8), 2, run_seed=1, stream=1, step=1)
     for request, rollout, score, text in zip(requests, rollouts, scores, texts, strict=True):
-        whole = rollout.prompt.token_ids + rollout.response_ids
+        whole = (*rollout.prompt.token_ids, *rollout.response_ids.tolist())
         assert rollout.is_sampled is not None
         sampled = np.array([False] * len(rollout.prompt.token_ids) + rollout.is_sampled.tolist())
         assert score.failure is None
@@ -102,7 +102,7 @@ def test_what_the_engine_read_and_wrote_is_what_is_trained_on(
             start = len(asked.prompt.token_ids)
             stop = start + len(wrote.response_ids)
             assert whole[:start] == asked.prompt.token_ids
-            assert whole[start:stop] == wrote.response_ids
+            assert whole[start:stop] == tuple(wrote.response_ids.tolist())
             assert sampled[start:stop].all()
             ends.append(stop - 1 - len(rollout.prompt.token_ids))
             sampled[start:stop] = False
@@ -161,7 +161,7 @@ def test_lost_environments_cost_their_episodes_and_nothing_else(
         else:
             assert score.failure is None
         if not Odd.is_lost(game) and game % 8 != 3:
-            assert rollout.response_ids == whole.response_ids
+            np.testing.assert_array_equal(rollout.response_ids, whole.response_ids)
             assert score == expected
     why = " ".join(score.failure or "" for score in scores)
     for words in ("episode.deadline_s", "its process ended", "RuntimeError: no", "a reply is a text, got int"):
@@ -225,7 +225,7 @@ def ragged(with_environment: bool) -> tuple[list[Rollout], list[np.ndarray]]:
             ids, per_token = ids[sampled], per_token[:, sampled]
         mask = sampled if with_environment else None
         behavior = per_token[0].astype(np.float32)
-        rollouts.append(Rollout(prompt, index % 4, tuple(ids.tolist()), behavior, "stop", 0, mask))
+        rollouts.append(Rollout(prompt, index % 4, ids, behavior, "stop", 0, mask))
         values.append(per_token)
     return rollouts, values
 

@@ -22,7 +22,7 @@ def made() -> tuple[TrainBatch, Tensor]:
     rng = np.random.default_rng(3)
     lengths = rng.integers(1, 9, size=12).tolist()
     rollouts = [
-        Rollout(Prompt(n // 3, (5, 6), "countdown", "{}"), n % 3, (7,) * k, np.zeros(k, np.float32), "stop", 0)
+        Rollout(Prompt(n // 3, (5, 6), "countdown", "{}"), n % 3, np.full(k, 7), np.zeros(k, np.float32), "stop", 0)
         for n, k in enumerate(lengths)
     ]
     packed = pack(rollouts, [Score(0.0, {})] * 12, [n // 3 for n in range(12)])

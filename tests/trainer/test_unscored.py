@@ -31,14 +31,14 @@ class Batch:
         self.rollouts = []
         for index in range(NUM_ANSWERS):
             prompt = Prompt(index // GROUP, (5,) * int(rng.integers(1, 4)), "countdown", "{}")
-            answer = tuple(rng.integers(3, 60, size=rng.integers(1, 7)).tolist())
+            answer = rng.integers(3, 60, size=rng.integers(1, 7))
             self.rollouts.append(Rollout(prompt, index % GROUP, answer, np.zeros(len(answer), np.float32), "stop", 0))
         self.totals = rng.random(NUM_ANSWERS)
         self.per_token = [rng.standard_normal((3, len(self._ids(index)))) for index in range(NUM_ANSWERS)]
         self.greedy = rng.random(NUM_ANSWERS // GROUP)
 
     def _ids(self, index: int) -> tuple[int, ...]:
-        return self.rollouts[index].prompt.token_ids + self.rollouts[index].response_ids
+        return (*self.rollouts[index].prompt.token_ids, *self.rollouts[index].response_ids.tolist())
 
     def estimated(self, chosen: list[int], algo: AlgoConfig, no_greedy: int | None = None) -> Estimate:
         """The estimate of some of the answers. `no_greedy`: the group whose greedy answer has no score."""

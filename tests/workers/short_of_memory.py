@@ -34,7 +34,7 @@ def batch() -> TrainBatch:
     rollouts = []
     for index in range(NUM_SEQUENCES):
         prompt = Prompt(index, tuple(rng.integers(3, 60, size=100).tolist()), "countdown", "{}")
-        answer = tuple(rng.integers(3, 60, size=rng.integers(50, 150)).tolist())
+        answer = rng.integers(3, 60, size=rng.integers(50, 150))
         rollouts.append(Rollout(prompt, 0, answer, np.zeros(len(answer), dtype=np.float32), "stop", 0))
     packed = pack(rollouts, [Score(0.0, {}) for _ in rollouts], [i // 4 for i in range(NUM_SEQUENCES)])
     mask = packed.loss_mask.float()

@@ -56,7 +56,7 @@ def needs(bound: int):
 
 def answers(number: int) -> PackedBatch:
     rollouts = [
-        Rollout(Prompt(index, (3, 4), "countdown", "{}"), 0, (5, 6), np.zeros(2, dtype=np.float32), "stop", 0)
+        Rollout(Prompt(index, (3, 4), "countdown", "{}"), 0, np.array([5, 6]), np.zeros(2, dtype=np.float32), "stop", 0)
         for index in range(number)
     ]
     return pack(rollouts, [Score(0.0, {})] * number, list(range(number)))

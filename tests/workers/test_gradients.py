@@ -63,7 +63,7 @@ def random_batch(rng: np.random.Generator) -> dict[str, Tensor]:
     rollouts = []
     for index in range(NUM_SEQUENCES):
         prompt = Prompt(index, tuple(rng.integers(3, 60, size=rng.integers(2, 9)).tolist()), "countdown", "{}")
-        answer = tuple(rng.integers(3, 60, size=rng.integers(1, 9)).tolist())
+        answer = rng.integers(3, 60, size=rng.integers(1, 9))
         behavior = -rng.random(len(answer)).astype(np.float32) * 4
         rollouts.append(Rollout(prompt, 0, answer, behavior, "stop", 0))
     scores = [

@@ -56,7 +56,7 @@ def packed(lengths: list[int]) -> PackedBatch:
     import numpy as np
 
     rollouts = [
-        Rollout(Prompt(0, (5, 6), "x", "{}"), 0, (7,) * (n - 2), np.zeros(n - 2, np.float32), "stop", 0)
+        Rollout(Prompt(0, (5, 6), "x", "{}"), 0, np.full(n - 2, 7), np.zeros(n - 2, np.float32), "stop", 0)
         for n in lengths
     ]
     return pack(rollouts, [Score(0.0, {})] * len(rollouts), range(len(rollouts)))

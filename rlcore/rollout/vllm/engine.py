@@ -193,7 +193,7 @@ class VllmEngine(RolloutEngine):
         )
 
     def _rollout(self, request: SamplingRequest, answer: "_Answer", reason: str) -> Rollout:
-        token_ids = tuple(answer.token_ids)
+        token_ids = np.array(answer.token_ids, dtype=np.int32)
         logprobs = np.array(answer.logprobs, dtype=np.float32)
         if reason not in ("stop", "length") or len(logprobs) != len(token_ids):
             raise EngineError(
