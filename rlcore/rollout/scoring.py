@@ -17,9 +17,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ import psutil
 from rlcore.config.rollout import RewardConfig
 from rlcore.errors import ConfigError, EngineError, where_modules_are_found
 from rlcore.rollout.environment import resolve_environment
-from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, describe, resolve_scorer, score_one
+from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, as_line, describe, resolve_scorer, score_one
 from rlcore.score import Score, Scorer
 
 R = TypeVar("R")
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 # Answers sent to a process in one message: large enough to hide the way there, small enough to share out evenly.
 _MAX_ANSWERS_PER_MESSAGE = 32
+_MOST_READ_BYTES = 1 << 16
 _MAX_FAILED_STARTS = 3
 # Errors that are logged; later ones are only counted.
 _MAX_LOGGED = 5
@@ -98,7 +99,8 @@ class ScoringProcess:
                 },
                 start_new_session=True,  # a Ctrl-C at the terminal is the trainer's to handle
             )
-        self.connection: Connection = Connection(ours.detach())
+        self.socket = ours
+        self._begun = b""  # of the next message
         self.deadline_s = config.deadline_s
         self.ready = False
         self.warm = not first_call
@@ -122,25 +124,28 @@ class ScoringProcess:
     def give(self, answers: Sequence[Answer]) -> None:
         """Send answers. Raises OSError where the process has ended or does not read."""
         self.answers.extend(answers)
-        self.connection.send_bytes(
-            json.dumps([(answer.response, answer.ground_truth_json) for answer in answers]).encode()
-        )
+        self.socket.sendall(as_line([(answer.response, answer.ground_truth_json) for answer in answers]))
         self._wait()
 
-    def take(self) -> Any:
-        """Read the next message. Raises EOFError or OSError where the process has ended."""
-        message = json.loads(self.connection.recv_bytes())
-        if isinstance(message, dict):
-            self.ready, self.warm = "failed" not in message, message.get("warm", self.warm)
-        self._wait()
-        return message
+    def take(self) -> Iterator[Any]:
+        """Read the messages that have come, one at least. Raises EOFError or OSError where the process has ended."""
+        read = self.socket.recv(_MOST_READ_BYTES)
+        if not read:
+            raise EOFError
+        *whole, self._begun = (self._begun + read).split(b"\n")
+        for line in whole:
+            message = json.loads(line)
+            if isinstance(message, dict):
+                self.ready, self.warm = "failed" not in message, message.get("warm", self.warm)
+            self._wait()
+            yield message
 
     def _wait(self) -> None:
         self.overdue_at = time.monotonic() + (self.deadline_s if self.warm else _START_DEADLINE_S)
 
     def kill(self) -> None:
         """End the process and what it has started (its process group) now, and reap it."""
-        self.connection.close()
+        self.socket.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -321,20 +326,20 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         """Wait for a result, a deadline or `_wake`, and handle it."""
         busy = [worker.overdue_at for worker in self._workers if not worker.is_idle]
         timeout = max(0.0, min(busy) - time.monotonic()) if busy else None
-        ready = set(wait([self._woken, *(worker.connection for worker in self._workers)], timeout))
+        ready = set(wait([self._woken, *(worker.socket for worker in self._workers)], timeout))
         if self._woken in ready:
             self._woken.recv(4_096)
         now = time.monotonic()
         for worker in list(self._workers):
-            if worker.connection in ready:
+            if worker.socket in ready:
                 self._read_results(worker)
             elif not worker.is_idle and now >= worker.overdue_at:
                 self._end_overdue(worker)
 
     def _read_results(self, worker: ScoringProcess) -> None:
         try:
-            while worker.connection.poll():
-                self._handle(worker, worker.take())
+            for message in worker.take():
+                self._handle(worker, message)
         except (EOFError, OSError) as error:
             self._replace_ended(worker, describe(error))
 

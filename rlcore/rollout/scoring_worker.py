@@ -1,10 +1,11 @@
 """One scoring process: `python -m rlcore.rollout.scoring_worker FD SCORER DEADLINE_S FIRST_CALL WEIGHTS`.
 
-Messages are JSON over a socket, so nothing that a model wrote is ever unpickled; it imports the scorer's module and
-little else. It first sends {"ready": true} or {"failed": reason}, then receives lists of [answer, ground truth] and
-sends a result for each answer as it comes. Before the first answer (in a mixture: the first of each part) the scorer is
-called on an empty answer and the result dropped, so that what a scorer imports or builds at its first call counts for
-no answer's deadline; not where FIRST_CALL is 0. WEIGHTS, as JSON, are those of the parts (`reward.weights`).
+Messages are lines of JSON over a socket, so nothing that a model wrote is ever unpickled; it imports the scorer's
+module and little else. It first sends {"ready": true} or {"failed": reason}, then receives lists of [answer, ground
+truth] and sends a result for each answer as it comes. Before the first answer (in a mixture: the first of each part)
+the scorer is called on an empty answer and the result dropped, so that what a scorer imports or builds at its first
+call counts for no answer's deadline; not where FIRST_CALL is 0. WEIGHTS, as JSON, are those of the parts
+(`reward.weights`).
 """
 
 import ctypes
@@ -12,9 +13,9 @@ import faulthandler
 import json
 import math
 import signal
+import socket
 import sys
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
 from numbers import Real
 from pkgutil import resolve_name
 from typing import Any
@@ -72,24 +73,21 @@ def describe(error: BaseException) -> str:
 
 
 def serve(
-    connection: Connection, scorer: Scorer, deadline_s: float, *, first_call: bool, weights: Mapping[str, float]
+    connection: socket.socket, scorer: Scorer, deadline_s: float, *, first_call: bool, weights: Mapping[str, float]
 ) -> None:
     """Score until the other side is gone."""
     warm: set[object] = set()
-    while True:
-        try:
-            answers = json.loads(connection.recv_bytes())
-        except EOFError:
-            return
+    for line in connection.makefile("rb"):
+        answers = json.loads(line)
         # A C thread that needs no interpreter lock ends this process if it hangs after its parent was killed.
         faulthandler.dump_traceback_later(len(answers) * deadline_s + _ORPHAN_GRACE_S, exit=True)
         for response, ground_truth_json in answers:
             if first_call and (part := _part_of(ground_truth_json)) not in warm:
-                _send(connection, {"warm": False})
+                connection.sendall(as_line({"warm": False}))
                 _result(scorer, "", ground_truth_json, weights)
-                _send(connection, {"warm": True})
+                connection.sendall(as_line({"warm": True}))
                 warm.add(part)
-            _send(connection, _result(scorer, response, ground_truth_json, weights))
+            connection.sendall(as_line(_result(scorer, response, ground_truth_json, weights)))
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -107,8 +105,13 @@ def _result(scorer: Scorer, response: str, ground_truth_json: str, weights: Mapp
     return [score.total, dict(score.parts), score.said]
 
 
-def _send(connection: Connection, message: object) -> None:
-    connection.send_bytes(json.dumps(message).encode())
+def as_line(message: object) -> bytes:
+    """A message as it is sent: JSON has no line break of its own.
+
+    >>> as_line(["two\\nlines", 1.0])
+    b'["two\\\\nlines", 1.0]\\n'
+    """
+    return json.dumps(message).encode() + b"\n"
 
 
 def _end_with_parent() -> None:
@@ -124,14 +127,14 @@ def main() -> None:
     _end_with_parent()
     user_code.use_from_environment()
     descriptor, name, deadline_s, first_call, weights = sys.argv[1:6]
-    connection = Connection(int(descriptor))
+    connection = socket.socket(fileno=int(descriptor))
     try:
         try:
             scorer = resolve_scorer(name)
         except Exception as error:  # whatever importing the module raises; the parent reports it
-            _send(connection, {"failed": describe(error)})
+            connection.sendall(as_line({"failed": describe(error)}))
             return
-        _send(connection, {"ready": True})
+        connection.sendall(as_line({"ready": True}))
         serve(connection, scorer, float(deadline_s), first_call=first_call == "1", weights=json.loads(weights))
     except (BrokenPipeError, ConnectionResetError):
         return  # the parent is gone
