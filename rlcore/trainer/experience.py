@@ -196,6 +196,27 @@ class ExperienceCollector:
         self._answerer = answerer
         self._stream = stream
         self._counted = counted
+        self._prepared: dict[LoopState, list[SamplingRequest]] = {}
+
+    def prepare(self, state: LoopState) -> None:
+        """Draw the prompts of the step after `state` ahead, while the ranks work on something else."""
+        self._prepared = {state: self._first_requests(state)}
+
+    def _first_requests(self, state: LoopState) -> list[SamplingRequest]:
+        if self._counted is not None:
+            self._stream.weigh(self._counted.weights(self._counted.counts(state.pass_counts)))
+        return self._requests(state, 0, self._config.trainer.batch_size)
+
+    def _requests(self, state: LoopState, drawn: int, count: int) -> list[SamplingRequest]:
+        """Requests for the next prompts; `drawn`: those of this step before them."""
+        return requests_for(
+            self._stream.take(state.num_prompts_drawn + drawn, count),
+            self._config.rollout.samples_per_prompt,
+            run_seed=self._config.seed,
+            stream=TRAINING_STREAM,
+            step=state.step + 1,
+            first_group=drawn,
+        )
 
     def collect(self, state: LoopState, clock: PhaseClock) -> Experience:
         """The experience of the step after `state`.
@@ -204,9 +225,7 @@ class ExperienceCollector:
             UnscoredError: no answer has a score.
         """
         config = self._config
-        before = None if self._counted is None else self._counted.counts(state.pass_counts)
-        if self._counted is not None and before is not None:
-            self._stream.weigh(self._counted.weights(before))
+        requests = self._prepared.get(state) or self._first_requests(state)
         wanted = config.trainer.batch_size
         dynamic = config.algo.dynamic_sampling
         kept: list[ScoredAnswer] = []
@@ -214,12 +233,14 @@ class ExperienceCollector:
         drawn = 0
         tally: dict[int, tuple[int, int]] = {}
         group_size = config.rollout.samples_per_prompt
-        for _ in range(1 + dynamic.max_refills):
-            missing = wanted - len(kept) // group_size
-            prompts = self._stream.take(state.num_prompts_drawn + drawn, missing)
-            answers = self._answer(prompts, drawn, state, clock)
+        for refill in range(1 + dynamic.max_refills):
+            if refill:
+                requests = self._requests(state, drawn, wanted - len(kept) // group_size)
+            answers = self._answerer.answer(
+                requests, config.rollout.sampling, policy_version=state.policy_version, clock=clock
+            )
             count_passes(answers, tally)  # of every group, kept or not, and before the penalty on lengths
-            drawn += missing
+            drawn += len(requests) // group_size
             useful = self._informative(answers) if dynamic.enabled else [True] * len(answers)
             kept += [answer for answer, good in zip(answers, useful, strict=True) if good]
             rest += [answer for answer, good in zip(answers, useful, strict=True) if not good]
@@ -232,7 +253,8 @@ class ExperienceCollector:
         # the penalty comes after the filter, which asks for differing scores, not for differing lengths
         filled, dropped = self._with_overlong_penalty(kept + rest[:num_spare]), rest[num_spare:]
         after, metrics = "", {}
-        if self._counted is not None and before is not None:
+        if self._counted is not None:
+            before = self._counted.counts(state.pass_counts)
             counts = self._counted.after(before, tally)
             after, metrics = counts.text(), self._counted.metrics(before, counts)
         return Experience(
@@ -261,22 +283,6 @@ class ExperienceCollector:
         )
         found = dict(zip(unique, (score for _, score, _ in answers), strict=True))
         return tuple(found[prompt].total if found[prompt].failure is None else math.nan for prompt in prompts)
-
-    def _answer(
-        self, prompts: Sequence[Prompt], first_group: int, state: LoopState, clock: PhaseClock
-    ) -> list[ScoredAnswer]:
-        config = self._config
-        requests = requests_for(
-            prompts,
-            config.rollout.samples_per_prompt,
-            run_seed=config.seed,
-            stream=TRAINING_STREAM,
-            step=state.step + 1,
-            first_group=first_group,
-        )
-        return self._answerer.answer(
-            requests, config.rollout.sampling, policy_version=state.policy_version, clock=clock
-        )
 
     def _with_overlong_penalty(self, answers: list[ScoredAnswer]) -> list[ScoredAnswer]:
         overlong = self._config.algo.overlong

@@ -113,9 +113,10 @@ class Trainer(GroupTrainer):
         with clock.phase("update_weights"):
             versions = [(state.policy_version + 1,)] * self._group.world_size
             hand_over = self._group.begin(Worker.hand_over, versions)
+            after = self._state_after(state, experience, found, update)
             described = step_metrics(config, experience, found, update)
+            self._collector.prepare(after)
             handed_over = hand_over()[0]  # equal on all ranks
-        after = self._state_after(state, experience, found, update)
         alarms += step_alarms(config, update, found.kl_in_reward, handed_over)
         metrics = {
             "training/global_step": float(after.step),

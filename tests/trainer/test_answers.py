@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,22 @@ def test_groups_of_equal_score_are_dropped_though_the_overlong_penalty_tells_the
     assert found.num_prompts_drawn == (1 + max_refills) * size
     assert found.num_groups_dropped == max_refills * size
     assert len({score.total for score in found.scores}) > 1, "the penalty is in what is learned from"
+
+
+def test_prompts_drawn_ahead_are_given_to_their_step_alone(run: SmallRun, group: LocalGroup) -> None:
+    first = LoopState(0, 0, 0, 0, 0.0)
+    second = replace(first, step=1, num_prompts_drawn=run.config.trainer.batch_size)
+    problems = Problems.read(run.config, run.inputs)
+    group.each(Worker.hand_over, 0)
+    with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
+        answerer = Answerer(run.config, group, scoring, problems.decode)
+        fresh = [
+            ExperienceCollector(answerer, problems.stream).collect(state, PhaseClock()) for state in (first, second)
+        ]
+        ahead = ExperienceCollector(answerer, problems.stream)
+        ahead.prepare(second)
+        for state, expected in zip((second, first, second), (fresh[1], *fresh), strict=True):
+            found = ahead.collect(state, PhaseClock())
+            assert [one.prompt for one in found.rollouts] == [one.prompt for one in expected.rollouts]
+            assert found.texts == expected.texts
+    assert fresh[0].texts != fresh[1].texts
