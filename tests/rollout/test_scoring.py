@@ -139,6 +139,13 @@ def test_an_idle_process_that_is_stopped_from_outside_holds_up_nobody(monkeypatc
         assert not psutil.pid_exists(before)
 
 
+def test_a_score_that_comes_in_several_reads_is_whole():
+    with ScoringPool(ODD, RewardConfig(num_processes=1)) as pool:
+        first, much, last = pool.score(["first", "says much", "last"], truths(3))
+        assert [first, last] == [expected(["first"])[0], Score(2.1, {"length": 4.0, "correct": 1.0})]
+        assert much == Score(1.0, {}, said="two\nlines " * 30_000)
+
+
 def test_close_leaves_no_process_and_gives_up_what_waits():
     pool = ScoringPool(ODD, RewardConfig(num_processes=2, deadline_s=60))
     pids = worker_pids(pool)

@@ -113,6 +113,7 @@ def main() -> None:
             assert budget.factor == 2, "the cut is the same on both ranks"
             redone.append(budget.num_failures - before)
         found[name] = {"collectives": number, "differences": differences, "redone": redone}
+    found["handed_over"] = [handed_over(actor, dtype) for dtype in (torch.float32, torch.bfloat16)]
     # A sequence in each micro-batch, and still refused: all ranks are told.
     budget, counter = actor.update_pass, collectives_of(actor.update_pass)
     budget.factor = NUM_SEQUENCES
@@ -123,6 +124,16 @@ def main() -> None:
     budget.factor = 1
     with refused_at(counter, [3, 4] if rank else []):
         print(json.dumps(told(policy_update)), flush=True)
+
+
+def handed_over(actor: Actor, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether the weights are whole around a hand-over in this type, and whether each is given as it is, or cast."""
+    exact = {name: gathered(value) for name, value in actor.model.model.named_parameters()}
+    with actor.gathered(dtype):
+        is_whole = not any(isinstance(value, DTensor) for value in actor.model.parameters())
+        given = dict(actor.weights(dtype))
+        is_right = all(torch.equal(given[name].to(dtype), value.to(dtype)) for name, value in exact.items())
+    return is_whole, is_right and given.keys() == exact.keys()
 
 
 def told(work: Callable[[], object]) -> str:

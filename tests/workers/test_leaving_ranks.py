@@ -42,6 +42,15 @@ def test_the_numbers_are_those_of_a_pass_that_nobody_left(
 
 
 @pytest.mark.multiprocess
+def test_an_engine_gets_the_exact_weights_and_those_gathered_for_a_pass_where_they_are_of_its_type(
+    request: pytest.FixtureRequest, ranks: list[list[Any]]
+) -> None:
+    gathers_once = "zero-1" in request.node.callspec.id  # it computes in bfloat16
+    for of_rank in ranks:
+        assert of_rank[0]["handed_over"] == [[False, True], [gathers_once, True]]
+
+
+@pytest.mark.multiprocess
 def test_a_single_sequence_that_does_not_fit_one_rank_is_told_on_all(ranks: list[list[Any]]) -> None:
     first, last = ranks[0][0]["told"], ranks[1][0]["told"]
     assert first.startswith("DeviceMemoryError: the policy's update ran out of memory with one sequence in each")
