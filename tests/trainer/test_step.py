@@ -9,6 +9,7 @@ import torch
 from rlcore.batching.balance import micro_batches, num_computed
 from rlcore.batching.pack import select
 from rlcore.runtime.local import LocalGroup
+from rlcore.trainer.step import StepResult, Trainer
 from rlcore.workers.worker import Worker
 from tests.small_run import SmallRun, prepare, train
 
@@ -146,6 +147,20 @@ def test_kl_to_the_reference_is_zero_at_the_start_and_grows(root: Path) -> None:
     steps = trained(prepare(root, "algo.kl.where=loss", "optim.lr=1e-2"), 3)
     assert steps[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
     assert steps[2]["actor/kl_loss"] > 1e-5
+
+
+def test_the_batch_of_a_step_has_the_references_log_probabilities(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first step they are the policy's own."""
+    results: list[StepResult] = []
+    step = Trainer.step
+    monkeypatch.setattr(Trainer, "step", lambda *args, **more: results.append(step(*args, **more)) or results[-1])
+    trained(prepare(root, "algo.kl.where=loss"), 1)
+    (result,) = results
+    assert result.batch is not None
+    mask = result.batch.packed.loss_mask
+    assert result.batch.ref_logprobs is not None
+    assert result.logprobs_before is not None
+    torch.testing.assert_close(result.batch.ref_logprobs[mask], result.logprobs_before[mask])
 
 
 def test_the_critic_alone_learns_while_it_warms_up(root: Path) -> None:

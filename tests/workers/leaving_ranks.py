@@ -59,6 +59,7 @@ def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     run = prepare(folder / f"rank-{rank}", "algo=ppo", "model.scratch.num_layers=2", *sys.argv[3:])
+    lora = prepare(folder / f"adapted-{rank}", "model.lora.rank=2", "warm_start.enabled=false", *sys.argv[3:])
     place = choose_place(run.config.runtime, run.config.model)
     join_ranks(f"file://{folder / 'meeting'}", rank=rank, world_size=2, device=place.device)
     mesh = init_device_mesh("cpu", (2,))
@@ -114,6 +115,7 @@ def main() -> None:
             redone.append(budget.num_failures - before)
         found[name] = {"collectives": number, "differences": differences, "redone": redone}
     found["handed_over"] = [handed_over(actor, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    found["adapters_whole"] = handed_over(Actor(lora.config, str(lora.model_directory), place, mesh, 2), place.dtype)[0]
     # A sequence in each micro-batch, and still refused: all ranks are told.
     budget, counter = actor.update_pass, collectives_of(actor.update_pass)
     budget.factor = NUM_SEQUENCES
@@ -131,8 +133,9 @@ def handed_over(actor: Actor, dtype: torch.dtype) -> tuple[bool, bool]:
     exact = {name: gathered(value) for name, value in actor.model.model.named_parameters()}
     with actor.gathered(dtype):
         is_whole = not any(isinstance(value, DTensor) for value in actor.model.parameters())
-        given = dict(actor.weights(dtype))
-        is_right = all(torch.equal(given[name].to(dtype), value.to(dtype)) for name, value in exact.items())
+        given = {name: value.to(dtype, copy=True) for name, value in actor.weights(dtype)}
+    names = given.keys() & exact.keys()
+    is_right = all(torch.equal(given[name], exact[name].to(dtype)) for name in names)
     return is_whole, is_right and given.keys() == exact.keys()
 
 

@@ -48,6 +48,7 @@ def test_an_engine_gets_the_exact_weights_and_those_gathered_for_a_pass_where_th
     gathers_once = "zero-1" in request.node.callspec.id  # it computes in bfloat16
     for of_rank in ranks:
         assert of_rank[0]["handed_over"] == [[False, True], [gathers_once, True]]
+        assert not of_rank[0]["adapters_whole"], "in bfloat16: they are merged from float32"
 
 
 @pytest.mark.multiprocess

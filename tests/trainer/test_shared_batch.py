@@ -1,0 +1,68 @@
+"""What ranks get of a batch, by a loop over sequences."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.batching.balance import Deal, Dealer, Shares
+from rlcore.config import RunConfig
+from rlcore.config.compose import load_config
+from rlcore.trainer.update import SharedBatch
+from rlcore.types import TrainBatch
+from tests.models.tiny import answers
+
+GROUPS = [(3, (2, 5)), (4, (7, 1)), (2, (3, 3)), (5, (4, 6)), (3, (8, 2)), (2, (1, 9))]
+NUM_RANKS, PER_MINI_BATCH = 2, 3
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return load_config(["experiment=countdown_demo", "trainer.epochs_per_batch=2"])
+
+
+def batch_of() -> TrainBatch:
+    packed = answers(GROUPS, unscored=frozenset({2, 3}))
+    drawn = torch.from_numpy(np.random.default_rng(1).random((2, packed.num_tokens), dtype=np.float32))
+    return TrainBatch(packed, drawn[0], None, None, drawn[1], None, packed.loss_mask.float())
+
+
+def dealt(batch: TrainBatch) -> Deal:
+    return Dealer(num_ranks=NUM_RANKS, max_tokens=20, shape=None).deal(batch.packed, PER_MINI_BATCH)
+
+
+def of_sequences(values: Tensor, batch: TrainBatch, sequences: tuple[int, ...]) -> Tensor:
+    ends = batch.packed.cu_seqlens.tolist()
+    return torch.cat([values[ends[i] : ends[i + 1]] for i in sequences])
+
+
+def test_a_rank_gets_its_sequences_and_their_places_in_each_mini_batch_of_each_epoch(config: RunConfig) -> None:
+    batch = batch_of()
+    deal = dealt(batch)
+    shared = SharedBatch.of(config, batch, deal)
+    for sequences, part in zip(deal.whole.sequences, shared.parts, strict=True):
+        for name in ("old_logprobs", "advantages", "importance_weights"):
+            assert torch.equal(getattr(part, name), of_sequences(getattr(batch, name), batch, sequences))
+        assert torch.equal(part.packed.token_ids, of_sequences(batch.packed.token_ids, batch, sequences))
+    assert [each.sequences for each in shared.mini_batches] == [range(3), range(3, 6)] * 2
+    lengths = [sum(lengths) for _, lengths in GROUPS]
+    lengths[1] = 0  # the scorer failed on both of its answers
+    assert [each.denominator.num_tokens for each in shared.mini_batches] == [sum(lengths[:3]), sum(lengths[3:])] * 2
+
+
+@pytest.mark.parametrize("is_dealt_anew", [False, True])
+def test_each_rank_gets_the_references_log_probabilities_of_its_own_sequences(
+    config: RunConfig, is_dealt_anew: bool
+) -> None:
+    batch = batch_of()
+    deal = dealt(batch)
+    shared = SharedBatch.of(config, batch, deal)
+    ref = torch.rand(batch.packed.num_tokens, generator=torch.Generator().manual_seed(2))
+    by = Shares(tuple(reversed(deal.whole.sequences)), 1).sequences if is_dealt_anew else deal.whole.sequences
+    found = shared.with_reference([of_sequences(ref, batch, mine) for mine in by], by)
+    assert found.batch.ref_logprobs is not None
+    assert torch.equal(found.batch.ref_logprobs, ref)
+    for sequences, part in zip(deal.whole.sequences, found.parts, strict=True):
+        assert part.ref_logprobs is not None
+        assert torch.equal(part.ref_logprobs, of_sequences(ref, batch, sequences))
+    assert shared.batch.ref_logprobs is None
