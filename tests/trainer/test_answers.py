@@ -6,9 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rlcore.batching.loader import PromptStream
+from rlcore.batching.pass_counts import CountedRows, PassCounts
 from rlcore.checkpoint.state import LoopState
+from rlcore.config import PassRatesConfig
 from rlcore.config.rollout import RewardConfig, SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.rollout.engine import requests_for
@@ -124,3 +128,19 @@ def test_prompts_drawn_ahead_are_given_to_their_step_alone(run: SmallRun, group:
             assert [one.prompt for one in found.rollouts] == [one.prompt for one in expected.rollouts]
             assert found.texts == expected.texts
     assert fresh[0].texts != fresh[1].texts
+
+
+def test_prompts_are_drawn_by_their_pass_rates(run: SmallRun, group: LocalGroup) -> None:
+    size, problems = run.config.trainer.batch_size, Problems.read(run.config, run.inputs)
+    prompts = problems.stream.take(0, 4 * size)
+    inside = {prompt.prompt_id for prompt in prompts[1::4]}
+    passes = np.array([2.0 if prompt.prompt_id in inside else 4.0 for prompt in prompts], dtype=np.float32)
+    start = PassCounts(passes, np.full(len(prompts), 4.0, dtype=np.float32))
+    settings = PassRatesConfig(draw="band", band=(0.2, 0.8), rest_weight=1e-9)
+    counted = CountedRows([prompt.prompt_id for prompt in prompts], start, settings)
+    group.each(Worker.hand_over, 0)
+    with ScoringPool(run.config.data.scorer, run.config.reward) as scoring:
+        answerer = Answerer(run.config, group, scoring, problems.decode)
+        collector = ExperienceCollector(answerer, PromptStream(prompts, seed=1), counted)
+        found = collector.collect(LoopState(0, 0, 0, 0, 0.0), PhaseClock())
+    assert {rollout.prompt.prompt_id for rollout in found.rollouts} == inside

@@ -1,0 +1,64 @@
+"""Weak scaling of the GRPO step over the GPUs of one machine, each card beside its own speed alone.
+
+    python -m benchmarks.weak_scaling --gpus 2 --prompts 128 --out weak.json model.zero_stage=1
+    python -m benchmarks.weak_scaling --prompts 4 --shape=tiny --engine=hf --mean=12 --longest=32   # rehearsal on a CPU
+
+First every card takes `benchmarks.grpo_step` with its share of the prompts by itself, all at one moment, so that each
+has its part of the processors; then all cards take all prompts together. Ranks wait for each other, so together they
+have the speed of the slowest card: the ratio is to that card's own. Cards differ by some percent at the same electric
+power. All other options are `benchmarks.grpo_step`'s.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def steps_of(cards: Sequence[str], prompts: int, options: Sequence[str], out: Path) -> subprocess.Popen[bytes]:
+    """The benchmark on some cards, on its way."""
+    command = [sys.executable, "-m", "benchmarks.grpo_step", f"--ranks={len(cards)}", f"--prompts={prompts}"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(cards)}
+    return subprocess.Popen([*command, f"--out={out}", *options], env=environment)
+
+
+def finished(running: Sequence[subprocess.Popen[bytes]], files: Sequence[Path]) -> list[dict[str, Any]]:
+    """What each has written."""
+    if any([process.wait() for process in running]):
+        sys.exit("a run has failed: its output stands above")
+    return [json.loads(file.read_text()) for file in files]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=128, help="of a step, on each GPU")
+    parser.add_argument("--out", type=Path, help="where the figures go as JSON")
+    arguments, options = parser.parse_known_args()
+    cards = [str(card) for card in range(arguments.gpus)]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{card}.json" for card in [*cards, "all"]]
+        own = [steps_of([card], arguments.prompts, options, file) for card, file in zip(cards, files[:-1], strict=True)]
+        alone = finished(own, files[:-1])
+        (together,) = finished([steps_of(cards, arguments.gpus * arguments.prompts, options, files[-1])], files[-1:])
+    found = {
+        "what": "weak scaling of a GRPO step: the slowest card's own seconds over those of all together",
+        "weak": max(run["step_s"] for run in alone) / together["step_s"],
+        "alone": alone,
+        "together": together,
+    }
+    seconds = ", ".join(f"{run['step_s']:.3f}" for run in alone)
+    print(f"alone {seconds} s; together {together['step_s']:.3f} s")
+    print(f"weak scaling {found['weak']:.3f}")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
