@@ -22,6 +22,7 @@ from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.experience import Answerer, EarlyScores, ExperienceCollector, generate
+from rlcore.types import Rollout
 from rlcore.workers.worker import Worker
 from tests.small_run import SmallRun, prepare, train
 
@@ -144,3 +145,14 @@ def test_prompts_are_drawn_by_their_pass_rates(run: SmallRun, group: LocalGroup)
         collector = ExperienceCollector(answerer, PromptStream(prompts, seed=1), counted)
         found = collector.collect(LoopState(0, 0, 0, 0, 0.0), PhaseClock())
     assert {rollout.prompt.prompt_id for rollout in found.rollouts} == inside
+
+
+def test_answers_come_in_large_handfuls_first_and_in_small_ones_at_the_end(
+    run: SmallRun, group: LocalGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = requests_for(Problems.read(run.config, run.inputs).stream.take(0, 25), 4, run_seed=1, stream=1, step=1)
+    answer = Rollout(requests[0].prompt, 0, np.ones(1, dtype=np.int32), np.zeros(1), "stop", 0)
+    monkeypatch.setattr(HfEngine, "stream", lambda self, requests, *_: ((i, answer) for i in range(len(requests))))
+    found: list[int] = []
+    group.stream(Worker.generate, [(requests, SamplingConfig(), 8)], lambda _, some: found.append(len(some)))
+    assert found == [25, 18, 14, 10, 8, 8, 8, 8, 1]
