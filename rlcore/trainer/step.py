@@ -102,7 +102,7 @@ class Trainer(GroupTrainer):
         experience = self._collector.collect(state, clock)
         packed = pack(experience.rollouts, experience.scores, experience.group_ids)
         dealt = self._deal(packed, config.trainer.mini_batch_size)
-        passes, with_reference = self._forward_passes(packed, dealt.whole, clock)
+        passes, with_reference = self._forward_passes(packed, dealt.whole, clock)  # the reference may be on its way
         with clock.phase("adv"):
             found = self._estimate(packed, passes, experience, state.kl_coef)
             batch = with_selection(config, found.batch, passes.entropy, num_finished=state.step)
@@ -112,7 +112,7 @@ class Trainer(GroupTrainer):
         update = self._update(state, experience, shared, alarms, clock)
         with clock.phase("update_weights"):
             versions = [(state.policy_version + 1,)] * self._group.world_size
-            hand_over = self._group.begin(Worker.hand_over, versions)
+            hand_over = self._group.begin(Worker.hand_over, versions)  # beside it, on the driver:
             after = self._state_after(state, experience, found, update)
             described = step_metrics(config, experience, found, update)
             self._collector.prepare(after)
