@@ -154,7 +154,7 @@ def test_a_collective_that_never_returns(two_ranks: SmallRun, tmp_path: Path) ->
 def test_a_cluster_that_is_lost_or_hangs_at_its_start(two_ranks: SmallRun, tmp_path: Path) -> None:
     run = small(tmp_path, *RAY, steps=STEPS)  # before the short deadline: both share its warm start
     impatient = small(tmp_path, *RAY, "runtime.deadlines.start_s=15", steps=STEPS)
-    # The head's first process, stopped before it can answer, is a lost one: Ray itself gives it five seconds.
+    # Not gcs_server: stopped before it can answer it was given up by Ray itself, under load, before this deadline.
     (hung,) = disturb(impatient, at("start", "SIGSTOP", to="raylet", aside=True))
     lost, done = disturb(run, at("start", "SIGKILL", to="raylet", aside=True), None)
     assert [one["code"] for one in (hung, lost, done)] == [FAILED, FAILED, 0], said(run)
