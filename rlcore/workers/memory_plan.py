@@ -297,13 +297,17 @@ def _gathered_in_updates(
 ) -> dict[str, int]:
     """Whole weights in the compute type, and whole gradients where `model.zero_stage` keeps them. `layers`: bytes of
     those that are gathered otherwise; `gradients`: this rank's part."""
-    ranks = config.runtime.num_workers
-    if config.model.zero_stage == 3 or ranks == 1:
+    if not _gathers_once(config):
         return {"gathered weights": layers}
     return {
         "gathered weights": max(layers, device.itemsize * parameters),
-        "whole gradients": ranks * sum(gradients.values()),
+        "whole gradients": config.runtime.num_workers * sum(gradients.values()),
     }
+
+
+def _gathers_once(config: RunConfig) -> bool:
+    """Whether several ranks hold all weights at a time."""
+    return config.model.zero_stage == 1 and config.runtime.num_workers > 1
 
 
 def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str, int]:
@@ -385,7 +389,7 @@ def _gathered_at_hand_over(config: RunConfig, shape: ModelShape, itemsize: int) 
     if config.model.lora is not None:
         merged = 2 * (FULL + itemsize) * shape.hidden * shape.intermediate
         return {"one whole tensor": max(itemsize * shape.embedding, merged)}
-    if config.model.zero_stage == 1 and config.runtime.num_workers > 1:
+    if _gathers_once(config):
         return {"gathered weights": itemsize * shape.policy_parameters}
     return {"one whole tensor": FULL * shape.embedding}
 
