@@ -62,6 +62,10 @@ class FixedLengths:
                 return lambda: [HandOver(0.0)] * self.world_size
         return self._group.begin(verb, arguments)
 
+    def send(self, values: Sequence[Any]) -> Sequence[Any]:
+        """The values, as the group sends them."""
+        return self._group.send(values)
+
     def stream(
         self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, Any], None]
     ) -> None:

@@ -14,7 +14,7 @@ the token. The shift is made once, in `rlcore.batching.pack`.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -27,8 +27,17 @@ from rlcore.score import Scorer as Scorer
 FinishReason = Literal["stop", "length"]
 
 
+class SentOften:
+    """A dataclass with slots that pickle makes anew from its fields, in half of the time that its own way takes."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), tuple([getattr(self, name) for name in self.__slots__])
+
+
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(SentOften):
     """One filtered row: tokenized once, before training.
 
     `ground_truth_json` is the row's ground truth as the scorer takes it (JSON, so that it crosses process borders).
@@ -43,7 +52,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
+class Rollout(SentOften):
     """One sampled answer. `response_ids` Int[R] includes the end-of-sequence token where the answer ended by itself; an
     array, since the integers of a hundred thousand tokens lie all over a process's memory.
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from rlcore.algos.aggregation import token_counts
 from rlcore.batching.pack import shared_prompts
 from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
@@ -129,7 +129,8 @@ class _Sizes:
 
     @classmethod
     def of(cls, batch: PackedBatch, *, share_prompts: bool) -> "_Sizes":
-        targets = token_counts(batch.loss_mask, batch.sequence_ids(), batch.num_sequences)
+        starts = batch.cu_seqlens[:-1].numpy()
+        targets = torch.from_numpy(np.add.reduceat(batch.loss_mask.numpy(), starts, dtype=np.int64))
         shared = torch.from_numpy(shared_prompts(batch)) if share_prompts else torch.zeros_like(targets)
         return cls(batch.sequence_lengths(), targets, shared)
 
@@ -223,10 +224,12 @@ class Shares:
 @dataclass(frozen=True, slots=True)
 class Deal:
     """Which rank works on which sequences of a step. `mini_batches`: the shares of each optimizer step; `whole`: those
-    of a pass over all of them, in which a rank has what it has in the optimizer steps, in their order."""
+    of a pass over all of them, in which a rank has what it has in the optimizer steps, in their order; `num_shared`:
+    tokens of all of them that are computed with another sequence."""
 
     mini_batches: tuple[Shares, ...]
     whole: Shares
+    num_shared: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +253,8 @@ class Dealer:
         found = tuple(self._shares(batch, sizes, sequences) for sequences in cut)
         by_rank = zip(*(each.sequences for each in found), strict=True)
         of_ranks = tuple(tuple(chain.from_iterable(parts)) for parts in by_rank)
-        return Deal(found, Shares(of_ranks, self._num_micro(batch, sizes, of_ranks)))
+        whole = Shares(of_ranks, self._num_micro(batch, sizes, of_ranks))
+        return Deal(found, whole, int(sizes.shared.sum()))
 
     @property
     def _shape(self) -> ModelShape | None:

@@ -34,12 +34,17 @@ def pack(rollouts: Sequence[Rollout], scores: Sequence[Score], group_ids: Sequen
     loss_mask = np.zeros(num_tokens, dtype=bool)
     behavior = np.zeros(num_tokens, dtype=np.float32)
     score_mask = np.array([score.failure is None for score in scores], dtype=bool)
-    for rollout, start, stop, scored in zip(rollouts, cu_seqlens[:-1], cu_seqlens[1:], score_mask, strict=True):
-        first_answer = start + len(rollout.prompt.token_ids)
-        token_ids[start:first_answer] = rollout.prompt.token_ids
+    prompt: Prompt | None = None
+    start = 0
+    for rollout, stop, scored in zip(rollouts, cu_seqlens[1:].tolist(), score_mask.tolist(), strict=True):
+        if rollout.prompt is not prompt:  # answers to a prompt are neighbours: its tuple is read once
+            prompt, prompt_ids = rollout.prompt, np.array(rollout.prompt.token_ids, dtype=np.int64)
+        first_answer = start + len(prompt_ids)
+        token_ids[start:first_answer] = prompt_ids
         token_ids[first_answer:stop] = rollout.response_ids
         loss_mask[first_answer - 1 : stop - 1] = scored if rollout.is_sampled is None else scored & rollout.is_sampled
         behavior[first_answer - 1 : stop - 1] = rollout.behavior_logprobs
+        start = stop
     target_ids = np.zeros(num_tokens, dtype=np.int64)
     target_ids[:-1] = token_ids[1:]
     target_ids[cu_seqlens[1:] - 1] = 0  # the last token of a sequence predicts nothing
@@ -124,7 +129,8 @@ def shared_prompts(batch: PackedBatch, sequences: Sequence[int] | None = None) -
     common = np.minimum.reduceat(np.where(has_loss, before_loss, lengths), firsts)[prompt]
     within = np.arange(common.sum()) - np.repeat(np.cumsum(common) - common, common)
     own, other = (token_ids[np.repeat(start, common) + within] for start in (starts, starts[firsts[prompt]]))
-    num_different = np.bincount(np.repeat(prompt, common), weights=own != other, minlength=len(firsts))
+    different = np.flatnonzero(own != other)
+    num_different = np.bincount(np.repeat(prompt, common)[different], minlength=len(firsts))
     return np.where(has_loss & ~is_first & (num_different[prompt] == 0), common, 0)
 
 
@@ -138,6 +144,11 @@ def _places(batch: PackedBatch, sequences: Sequence[int]) -> tuple[Tensor | slic
     return slice(first, stop), slice(int(batch.cu_seqlens[first]), int(batch.cu_seqlens[stop]))
 
 
+def _at(values: Tensor, places: Tensor | slice) -> Tensor:
+    """`values[places]`; of single places `index_select` is three times as fast."""
+    return values[places] if isinstance(places, slice) else values.index_select(0, places)
+
+
 def select(batch: PackedBatch, sequences: Sequence[int]) -> PackedBatch:
     """The packed batch of some sequences, in the order given; the batch itself where they are all of it."""
     places = _places(batch, sequences)
@@ -145,17 +156,17 @@ def select(batch: PackedBatch, sequences: Sequence[int]) -> PackedBatch:
 
 
 def _selected(batch: PackedBatch, index: Tensor | slice, tokens: Tensor | slice) -> PackedBatch:
-    lengths = batch.sequence_lengths()[index]
+    lengths = _at(batch.sequence_lengths(), index)
     return PackedBatch(
-        token_ids=batch.token_ids[tokens],
-        position_ids=batch.position_ids[tokens],
+        token_ids=_at(batch.token_ids, tokens),
+        position_ids=_at(batch.position_ids, tokens),
         cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(lengths, dim=0)]),
-        target_ids=batch.target_ids[tokens],
-        loss_mask=batch.loss_mask[tokens],
-        behavior_logprobs=batch.behavior_logprobs[tokens],
-        scores=batch.scores[index],
-        score_mask=batch.score_mask[index],
-        group_ids=batch.group_ids[index],
+        target_ids=_at(batch.target_ids, tokens),
+        loss_mask=_at(batch.loss_mask, tokens),
+        behavior_logprobs=_at(batch.behavior_logprobs, tokens),
+        scores=_at(batch.scores, index),
+        score_mask=_at(batch.score_mask, index),
+        group_ids=_at(batch.group_ids, index),
     )
 
 
@@ -166,7 +177,9 @@ def select_train(batch: TrainBatch, sequences: Sequence[int]) -> TrainBatch:
         return batch
     _, tokens = places
     per_token = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "packed"}
-    chosen: dict[str, Any] = {name: None if of_all is None else of_all[tokens] for name, of_all in per_token.items()}
+    chosen: dict[str, Any] = {
+        name: None if of_all is None else _at(of_all, tokens) for name, of_all in per_token.items()
+    }
     return replace(batch, packed=_selected(batch.packed, *places), **chosen)
 
 

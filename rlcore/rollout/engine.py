@@ -13,7 +13,7 @@ from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.load import end_of_text_ids, load_policy
 from rlcore.start import uncollected
-from rlcore.types import Prompt, Rollout
+from rlcore.types import Prompt, Rollout, SentOften
 
 TRAINING_STREAM, VALIDATION_STREAM, WARM_START_STREAM, PASS_RATE_STREAM = 1, 2, 3, 4
 """First word of a seed: no two purposes share random numbers."""
@@ -22,7 +22,7 @@ _ENVIRONMENT = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRequest:
+class SamplingRequest(SentOften):
     """One answer to be drawn. Everything random about it comes from `seed`, so it does not depend on what is drawn
     beside it, in which order, or on how many ranks. `max_tokens`: a limit of this answer's own, below the run's; 0:
     none. `environment_seed`: of what is random in an environment, the same for all answers to a prompt."""

@@ -27,6 +27,10 @@ class LocalGroup:
         answers = [verb(self._worker, *only)]
         return lambda: answers
 
+    def send(self, values: Sequence[R]) -> Sequence[R]:
+        """The values: they are where the worker is."""
+        return values
+
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:

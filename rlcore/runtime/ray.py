@@ -117,6 +117,11 @@ class RayGroup:
         references = [getattr(actor, verb.__name__).remote(*args) for actor, args in calls]
         return lambda: self._get(references)
 
+    def send(self, values: Sequence[R]) -> Sequence[R]:
+        """Put the values into Ray's store, in place of which `begin` would."""
+        sent: list[Any] = [ray.put(value) for value in values]
+        return sent
+
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:

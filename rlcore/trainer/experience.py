@@ -136,8 +136,10 @@ class Answerer:
         *,
         policy_version: int,
         clock: PhaseClock | None = None,
+        shares: Sequence[Sequence[int]] | None = None,
     ) -> list[ScoredAnswer]:
         """Answers in the order of the requests; with scoring processes they are scored while others are written.
+        `shares`: see `generate`.
 
         Raises:
             EngineError: an engine answered with other weights than `policy_version`.
@@ -150,7 +152,9 @@ class Answerer:
         early = EarlyScores(self.scoring, self.decode) if self.config.reward.num_processes else None
         take = None if early is None else early.take
         with clock.phase("gen"):
-            rollouts = generate(self.group, requests, sampling, limit, policy_version=policy_version, take=take)
+            rollouts = generate(
+                self.group, requests, sampling, limit, policy_version=policy_version, take=take, shares=shares
+            )
         with clock.phase("reward"):
             if early is not None:
                 return list(zip(rollouts, *early.collect(), strict=True))
@@ -196,11 +200,13 @@ class ExperienceCollector:
         self._answerer = answerer
         self._stream = stream
         self._counted = counted
-        self._prepared: dict[LoopState, list[SamplingRequest]] = {}
+        self._prepared: dict[LoopState, tuple[list[SamplingRequest], list[list[int]]]] = {}
 
     def prepare(self, state: LoopState) -> None:
-        """Draw the prompts of the step after `state` ahead, while the ranks work on something else."""
-        self._prepared = {state: self._first_requests(state)}
+        """Draw the prompts of the step after `state` ahead and share them out, while the ranks work on something
+        else."""
+        requests = self._first_requests(state)
+        self._prepared = {state: (requests, shared_out(requests, self._answerer.group.world_size))}
 
     def _first_requests(self, state: LoopState) -> list[SamplingRequest]:
         if self._counted is not None:
@@ -225,7 +231,7 @@ class ExperienceCollector:
             UnscoredError: no answer has a score.
         """
         config = self._config
-        requests = self._prepared.get(state) or self._first_requests(state)
+        requests, shares = self._prepared.get(state) or (self._first_requests(state), None)
         wanted = config.trainer.batch_size
         dynamic = config.algo.dynamic_sampling
         kept: list[ScoredAnswer] = []
@@ -235,9 +241,9 @@ class ExperienceCollector:
         group_size = config.rollout.samples_per_prompt
         for refill in range(1 + dynamic.max_refills):
             if refill:
-                requests = self._requests(state, drawn, wanted - len(kept) // group_size)
+                requests, shares = self._requests(state, drawn, wanted - len(kept) // group_size), None
             answers = self._answerer.answer(
-                requests, config.rollout.sampling, policy_version=state.policy_version, clock=clock
+                requests, config.rollout.sampling, policy_version=state.policy_version, clock=clock, shares=shares
             )
             count_passes(answers, tally)  # of every group, kept or not, and before the penalty on lengths
             drawn += len(requests) // group_size

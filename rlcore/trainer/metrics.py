@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rlcore.algos.advantages import score_range
 from rlcore.algos.objective import explained_variance
-from rlcore.batching.balance import num_computed
+from rlcore.batching.balance import Deal
 from rlcore.config import RunConfig
 from rlcore.trainer.alarms import SKIPPED
 from rlcore.trainer.estimate import Estimate
@@ -73,11 +73,12 @@ def cost_metrics(
     config: RunConfig,
     packed: PackedBatch,
     num_answer_tokens: int,
-    sequences: Sequence[Sequence[int]],
+    deal: Deal,
     seconds: Mapping[str, float],
     info: WorkerInfo,
 ) -> Metrics:
-    """Metrics of what a step cost: balance of the ranks by their `sequences`, time by phase, use of the devices."""
+    """Metrics of what a step cost: balance of the ranks, time by phase, use of the devices."""
+    sequences = deal.whole.sequences
     num_devices = len(sequences)
     lengths = packed.sequence_lengths().tolist()
     return {
@@ -88,7 +89,7 @@ def cost_metrics(
             info,
             num_epochs=config.trainer.epochs_per_batch,
             num_devices=num_devices,
-            num_shared=packed.num_tokens - num_computed(packed, share_prompts=config.model.share_prompts),
+            num_shared=deal.num_shared,
         ),
         **timing_metrics(seconds, packed, num_answer_tokens=num_answer_tokens, num_devices=num_devices),
     }

@@ -74,10 +74,16 @@ class GroupTrainer:
         """What rank 0 found at its start."""
         return self._group.each(Worker.info)[0]
 
-    def _memory(self) -> tuple[Metrics, tuple[Shortage, ...]]:
-        """Metrics of the ranks' memory, and the passes since the last call that ran out of it."""
-        peaks = self._group.each(Worker.memory_peak)
-        return memory_metrics(peaks), tuple(shortage for peak in peaks for shortage in peak.shortages)
+    def _begin_memory(self) -> Callable[[], tuple[Metrics, tuple[Shortage, ...]]]:
+        """Ask for the ranks' memory; the function returned waits for its metrics, and for the passes since the last
+        call that ran out of it."""
+        of_ranks = self._group.begin(Worker.memory_peak, [()] * self._group.world_size)
+
+        def memory() -> tuple[Metrics, tuple[Shortage, ...]]:
+            peaks = of_ranks()
+            return memory_metrics(peaks), tuple(shortage for peak in peaks for shortage in peak.shortages)
+
+        return memory
 
 
 class Trainer(GroupTrainer):
@@ -112,9 +118,10 @@ class Trainer(GroupTrainer):
         update = self._update(state, experience, shared, alarms, clock)
         with clock.phase("update_weights"):
             versions = [(state.policy_version + 1,)] * self._group.world_size
-            hand_over = self._group.begin(Worker.hand_over, versions)  # beside it, on the driver:
+            hand_over, memory = self._group.begin(Worker.hand_over, versions), self._begin_memory()  # and beside them:
             after = self._state_after(state, experience, found, update)
             described = step_metrics(config, experience, found, update)
+            used = replace(found.batch, ref_logprobs=shared.whole().ref_logprobs)
             self._collector.prepare(after)
             handed_over = hand_over()[0]  # equal on all ranks
         alarms += step_alarms(config, update, found.kl_in_reward, handed_over)
@@ -125,12 +132,11 @@ class Trainer(GroupTrainer):
             **hand_over_metrics(config, handed_over),
             **described,
             **cost_metrics(
-                config, packed, experience.num_answer_tokens, shared.sequences, clock.seconds(), self._worker_info
+                config, packed, experience.num_answer_tokens, shared.deal, clock.seconds(), self._worker_info
             ),
         }
-        memory, shortages = self._memory()
-        used = replace(found.batch, ref_logprobs=shared.batch.ref_logprobs)
-        return StepResult(after, metrics | memory, experience, used, update.logprobs_before, alarms, shortages)
+        of_memory, shortages = memory()
+        return StepResult(after, metrics | of_memory, experience, used, update.logprobs_before, alarms, shortages)
 
     def _estimate(self, packed: PackedBatch, passes: Passes, experience: Experience, kl_coef: float) -> Estimate:
         config = self._config
@@ -188,7 +194,8 @@ class Trainer(GroupTrainer):
         """The batch shared out to the ranks, as `packed` was for the passes unless the masks have changed since."""
         if batch.packed.loss_mask is not packed.loss_mask:  # other costs, and other prompts in common
             dealt = self._deal(batch.packed, self._config.trainer.mini_batch_size)
-        return SharedBatch.of(self._config, batch, dealt)
+        shared = SharedBatch.of(self._config, batch, dealt)
+        return replace(shared, parts=self._group.send(shared.parts))
 
     def _update(
         self,
@@ -209,7 +216,7 @@ class Trainer(GroupTrainer):
         if update.failure is None:
             return update
         number = state.step + 1
-        file, prompt_ids = save_failure(self._failures, number, experience, shared.batch)
+        file, prompt_ids = save_failure(self._failures, number, experience, shared.whole())
         rows = f"prompts {prompt_ids}" if prompt_ids else "no single row: its inputs are all finite"
         text = f"step {number}: {update.failure} Batch saved to {file}; non-finite inputs in {rows}."
         failure = NonFiniteError(text)

@@ -35,7 +35,8 @@ class SupervisedTrainer(GroupTrainer):
         """Draw demonstrations and take one optimizer step on them."""
         config, clock, number = self._config, PhaseClock(self._enter_phase), state.step + 1
         packed = pack_demonstrations(self._draw(state.num_prompts_drawn, number))
-        shares = self._deal(packed, packed.num_sequences).whole
+        deal = self._deal(packed, packed.num_sequences)
+        shares = deal.whole
         lr = lr_at(state.step, optim=config.optim, total_steps=config.trainer.total_steps)
         answer_tokens = packed.num_loss_tokens
         with clock.phase("supervise"):
@@ -52,7 +53,7 @@ class SupervisedTrainer(GroupTrainer):
             "sft/grad_norm": updates[0].grad_norm,
             "sft/lr": lr,
             "sft/answer_tokens": float(answer_tokens),
-            **cost_metrics(config, packed, answer_tokens, shares.sequences, clock.seconds(), self._worker_info),
+            **cost_metrics(config, packed, answer_tokens, deal, clock.seconds(), self._worker_info),
         }
         after = replace(
             state,
@@ -61,7 +62,7 @@ class SupervisedTrainer(GroupTrainer):
             num_prompts_drawn=state.num_prompts_drawn + packed.num_sequences,
             num_tokens=state.num_tokens + packed.num_tokens,
         )
-        memory, shortages = self._memory()
+        memory, shortages = self._begin_memory()()
         return StepResult(after, metrics | memory, shortages=shortages)
 
     def held_out(self, demonstrations: Sequence[Demonstration]) -> Metrics:

@@ -5,7 +5,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -137,14 +137,15 @@ def measured_before(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] 
 
 @dataclass(frozen=True, slots=True)
 class SharedBatch:
-    """A batch shared out to ranks. `sequences[rank]`: a rank's sequences, by their indices in the batch; `parts[rank]`:
-    the batch of them; `mini_batches`: what each rank does in its optimizer steps, one for each mini-batch that has a
-    token with a loss, in each epoch."""
+    """A batch shared out to ranks as `deal` says. `parts[rank]`: the batch of a rank's sequences; `mini_batches`: what
+    each rank does in its optimizer steps, one for each mini-batch that has a token with a loss, in each epoch;
+    `ref_logprobs[rank]`: the reference's of a rank's part, where it has computed them for the loss."""
 
     batch: TrainBatch
-    sequences: Sequence[Sequence[int]]
+    deal: Deal
     parts: Sequence[TrainBatch]
     mini_batches: Sequence[MiniBatch]
+    ref_logprobs: Sequence[Tensor] | None = None
 
     @classmethod
     def of(cls, config: RunConfig, batch: TrainBatch, deal: Deal) -> "SharedBatch":
@@ -163,16 +164,27 @@ class SharedBatch:
                 denominator = Denominator(int(tokens.sum()), int((tokens > 0).sum()), limit)
                 mini_batches.append(MiniBatch(of_rank, shares.num_micro, denominator))
         parts = [select_train(batch, mine) for mine in deal.whole.sequences]
-        return cls(batch, deal.whole.sequences, parts, mini_batches * config.trainer.epochs_per_batch)
+        return cls(batch, deal, parts, mini_batches * config.trainer.epochs_per_batch)
+
+    @property
+    def sequences(self) -> Sequence[Sequence[int]]:
+        """Each rank's sequences, by their indices in the batch."""
+        return self.deal.whole.sequences
 
     def with_reference(self, of_ranks: Sequence[Tensor], sequences: Sequence[Sequence[int]]) -> "SharedBatch":
         """With the reference's log-probabilities, which each rank has computed for its `sequences`."""
-        cu_seqlens = self.batch.packed.cu_seqlens
-        whole = scatter_tokens(of_ranks, cu_seqlens, sequences)
         if sequences != self.sequences:
+            cu_seqlens = self.batch.packed.cu_seqlens
+            whole = scatter_tokens(of_ranks, cu_seqlens, sequences)
             of_ranks = [whole[token_indices(cu_seqlens, mine)] for mine in self.sequences]
-        parts = [replace(part, ref_logprobs=found) for part, found in zip(self.parts, of_ranks, strict=True)]
-        return replace(self, batch=replace(self.batch, ref_logprobs=whole), parts=parts)
+        return replace(self, ref_logprobs=of_ranks)
+
+    def whole(self) -> TrainBatch:
+        """The batch with the reference's log-probabilities."""
+        if self.ref_logprobs is None:
+            return self.batch
+        found = scatter_tokens(self.ref_logprobs, self.batch.packed.cu_seqlens, self.sequences)
+        return replace(self.batch, ref_logprobs=found)
 
 
 def update_models(
@@ -193,15 +205,18 @@ def update_models(
     if config.critic is not None:
         critic_lr = state.lr_factor * lr_at(state.step, optim=config.critic.optim, total_steps=total_steps)
         with clock.phase("update_critic"):
-            found, failure = _optimizer_steps(group, shared, Worker.update_critic, critic_lr)
+            of_critic = [(part, shared.mini_batches, critic_lr) for part in shared.parts]
+            found, failure = _optimizer_steps(group, Worker.update_critic, of_critic)
         if failure is not None:
             return Update(share_skipped=1.0, logprobs_before=before, failure=failure)
         critic = _summed(found, critic_lr) if found else None
     if not is_warmed_up:
         return Update(critic=critic, logprobs_before=before)
     with clock.phase("update_actor"):
-        rates = (lr, state.kl_coef, added)
-        taken, failure = _optimizer_steps(group, shared, Worker.update_policy, *rates)
+        refs: Sequence[Tensor | None] = shared.ref_logprobs or [None] * len(shared.parts)
+        own = zip(shared.parts, refs, strict=True)
+        of_policy = [(part, shared.mini_batches, lr, state.kl_coef, added, ref) for part, ref in own]
+        taken, failure = _optimizer_steps(group, Worker.update_policy, of_policy)
     num_applied = sum(by_rank[0].applied for by_rank in taken)
     if failure is not None:
         return Update(share_skipped=1.0 - num_applied / num_steps, logprobs_before=before, failure=failure)
@@ -228,9 +243,9 @@ def _summed(taken: Sequence[Sequence[ModelUpdate[S]]], lr: float) -> Steps[S]:
 
 
 def _optimizer_steps(
-    group: WorkerGroup, shared: SharedBatch, verb: Callable[..., ModelUpdates[S]], *rates: float
+    group: WorkerGroup, verb: Callable[..., ModelUpdates[S]], arguments: Sequence[tuple[Any, ...]]
 ) -> tuple[list[tuple[ModelUpdate[S], ...]], NonFiniteError | None]:
     """An optimizer step on each mini-batch: the results of the ranks in each, and the error of the first that was not
     finite, after which none is taken."""
-    found = group.begin(verb, [(part, shared.mini_batches, *rates) for part in shared.parts])()
+    found = group.begin(verb, arguments)()
     return list(zip(*(each.steps for each in found), strict=True)), found[0].failure

@@ -83,23 +83,25 @@ class Actor(TrainedModel[CausalPolicy]):
         lr: float,
         kl_coef: float,
         entropy_added: float = 0.0,
+        with_logprobs: bool = True,
     ) -> ModelUpdate[PolicyStatistics]:
-        """Take one optimizer step on this rank's share of a mini-batch.
+        """Take one optimizer step on this rank's share of a mini-batch. `with_logprobs`: those before it are wanted.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite; the weights are as before.
         """
 
-        def work(parts: Parts) -> tuple[PolicyStatistics, Tensor]:
+        def work(parts: Parts) -> tuple[PolicyStatistics, Tensor | None]:
             logprobs: list[Tensor] = []
 
             def objective(micro: Micro[TrainBatch]) -> tuple[Tensor, PolicyStatistics]:
                 loss, statistics, found = self._objective(micro, denominator, kl_coef, entropy_added)
-                logprobs.append(found)
+                if with_logprobs:
+                    logprobs.append(found)
                 return loss, statistics
 
             statistics = self.accumulate(batch, parts, objective)
-            return statistics, restore_order(logprobs, batch.packed.cu_seqlens, parts)
+            return statistics, restore_order(logprobs, batch.packed.cu_seqlens, parts) if with_logprobs else None
 
         summed, logprobs = self.update_pass.run(work, batch.packed, num_micro)
 

@@ -28,6 +28,10 @@ class WorkerGroup(Protocol):
         processes of their own work meanwhile; a worker in this process has answered before."""
         ...
 
+    def send(self, values: Sequence[R]) -> Sequence[R]:
+        """Send rank i `values[i]` ahead. What is returned stands for it among the arguments of `begin`."""
+        ...
+
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]
     ) -> None:

@@ -30,7 +30,8 @@ S = TypeVar("S", bound=Statistics)
 @dataclass(frozen=True, slots=True)
 class ModelUpdate(Generic[S]):
     """Result of one optimizer step on one rank; the statistics are those before it. `applied`: false where the settings
-    refuse a gradient so large. `logprobs` Float[T]: before a step on the policy's loss, in the order of the batch."""
+    refuse a gradient so large. `logprobs` Float[T]: before the only step on the policy's loss, in the order of the
+    batch."""
 
     stats: S
     grad_norm: float

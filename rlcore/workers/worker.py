@@ -6,7 +6,7 @@ A plain class. `rlcore.runtime` calls it in this process or as a Ray actor; both
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -203,15 +203,25 @@ class Worker:
         lr: float,
         kl_coef: float,
         entropy_added: float = 0.0,
+        ref_logprobs: Float[Tensor, "T"] | None = None,
     ) -> ModelUpdates[PolicyStatistics]:
-        """Take an optimizer step of the policy on each mini-batch of this rank's batch."""
+        """Take an optimizer step of the policy on each mini-batch of this rank's batch. `ref_logprobs`: of the batch,
+        which may have been sent before the reference had them."""
         self._rest_engine()
+        if ref_logprobs is not None:
+            batch = replace(batch, ref_logprobs=ref_logprobs)
 
         def step(batch: TrainBatch, num_micro: int, denominator: Denominator) -> ModelUpdate[PolicyStatistics]:
             self._actor.seed_dropout(self._version, self._num_updates, self._rank)
             self._num_updates += 1
             return self._actor.update(
-                batch, num_micro, denominator, lr=lr, kl_coef=kl_coef, entropy_added=entropy_added
+                batch,
+                num_micro,
+                denominator,
+                lr=lr,
+                kl_coef=kl_coef,
+                entropy_added=entropy_added,
+                with_logprobs=len(mini_batches) == 1,
             )
 
         return in_turn(step, batch, mini_batches)

@@ -176,6 +176,9 @@ class _Faulty:
         finally:
             handover.tied_head = tied_head
 
+    def send(self, values: Any) -> Any:
+        return self._group.send(values)
+
     def stream(self, verb: Any, arguments: Any, take: Any) -> None:
         self._group.stream(verb, arguments, take)
 

@@ -60,9 +60,10 @@ def test_each_rank_gets_the_references_log_probabilities_of_its_own_sequences(
     ref = torch.rand(batch.packed.num_tokens, generator=torch.Generator().manual_seed(2))
     by = Shares(tuple(reversed(deal.whole.sequences)), 1).sequences if is_dealt_anew else deal.whole.sequences
     found = shared.with_reference([of_sequences(ref, batch, mine) for mine in by], by)
-    assert found.batch.ref_logprobs is not None
-    assert torch.equal(found.batch.ref_logprobs, ref)
-    for sequences, part in zip(deal.whole.sequences, found.parts, strict=True):
-        assert part.ref_logprobs is not None
-        assert torch.equal(part.ref_logprobs, of_sequences(ref, batch, sequences))
-    assert shared.batch.ref_logprobs is None
+    whole = found.whole().ref_logprobs
+    assert whole is not None
+    assert torch.equal(whole, ref)
+    assert found.ref_logprobs is not None
+    for sequences, of_rank in zip(deal.whole.sequences, found.ref_logprobs, strict=True):
+        assert torch.equal(of_rank, of_sequences(ref, batch, sequences))
+    assert shared.whole().ref_logprobs is None

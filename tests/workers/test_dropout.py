@@ -25,11 +25,11 @@ def test_dropout_follows_from_the_place_in_the_run(tmp_path: Path) -> None:
         (worker,) = group.each(lambda worker: worker)
 
         def updated(torch_seed: int, version: int) -> list[torch.Tensor]:
-            """Log-probabilities of two updates of a new hand-over, and after them."""
+            """Log-probabilities of three updates of a new hand-over, and after them."""
             worker.reset()
             worker.hand_over(version)
             torch.manual_seed(torch_seed)
-            found = [each.logprobs for each in worker.update_policy(batch, [mini_batch] * 3, 0.05, 0.0).steps]
+            found = [worker.update_policy(batch, [mini_batch], 0.05, 0.0).steps[0].logprobs for _ in range(3)]
             return [*found, worker.old_logprobs(batch.packed, 2)]
 
         first, again, other = updated(1, version=3), updated(2, version=3), updated(1, version=4)
