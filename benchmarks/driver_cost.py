@@ -1,9 +1,10 @@
-"""What the driver itself does in a step, in processor seconds: it alone, while the ranks wait, whatever their number.
+"""What the driver itself does in a step, in processor seconds: it alone, whatever the number of ranks.
 
     python -m benchmarks.driver_cost --write            # the reference's batch on 8 ranks
 
 Answers are random tokens of the lengths that `benchmarks.grpo_step` draws. Nothing is sent: what Ray does beside
-pickling comes on top. Phases are those of `benchmarks.scaling`, in microseconds for each token of the batch.
+pickling comes on top. Phases are those of `benchmarks.scaling`, in which the ranks wait, in microseconds for each token
+of the batch; `beside` is done while they work.
 """
 
 import argparse
@@ -52,15 +53,19 @@ def step_s(rollouts: Sequence[Rollout], ranks: int) -> dict[str, float]:
     marks.append(time.process_time())
     for mine in shares.sequences:
         pickle.dumps(select(packed, mine))
-    parts = [torch.zeros(int(packed.sequence_lengths()[list(mine)].sum())) for mine in shares.sequences]
-    ref = scatter_tokens(parts, packed.cu_seqlens, shares.sequences)
     marks.append(time.process_time())
-    batch = TrainBatch(packed, None, ref, None, torch.zeros_like(ref), None, torch.zeros_like(ref))
+    ones = torch.ones(packed.num_tokens)
+    batch = TrainBatch(packed, packed.behavior_logprobs, None, None, ones, None, ones)
     for mine in shares.sequences:
         pickle.dumps(select_train(batch, mine))
+    parts = [torch.zeros(int(packed.sequence_lengths()[list(mine)].sum())) for mine in shares.sequences]
+    scatter_tokens(parts, packed.cu_seqlens, shares.sequences)
     marks.append(time.process_time())
-    rest, reference, updates = np.diff(marks).tolist()
-    return {"ref": reference, "update_actor": updates, "rest": rest}
+    for part in parts:
+        pickle.dumps(part)
+    marks.append(time.process_time())
+    rest, reference, beside, updates = np.diff(marks).tolist()
+    return {"ref": reference, "update_actor": updates, "rest": rest, "beside": beside}
 
 
 def main() -> None:
