@@ -27,7 +27,7 @@ class LocalGroup:
         answers = [verb(self._worker, *only)]
         return lambda: answers
 
-    def send(self, values: Sequence[R]) -> Sequence[R]:
+    def send(self, values: Sequence[object]) -> Sequence[Any]:
         """The values: they are where the worker is."""
         return values
 

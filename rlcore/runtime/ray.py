@@ -117,10 +117,9 @@ class RayGroup:
         references = [getattr(actor, verb.__name__).remote(*args) for actor, args in calls]
         return lambda: self._get(references)
 
-    def send(self, values: Sequence[R]) -> Sequence[R]:
-        """Put the values into Ray's store, in place of which `begin` would."""
-        sent: list[Any] = [ray.put(value) for value in values]
-        return sent
+    def send(self, values: Sequence[object]) -> Sequence[Any]:
+        """Put the values into Ray's store, as `begin` would; references to them."""
+        return [ray.put(value) for value in values]
 
     def stream(
         self, verb: Callable[..., Iterator[R]], arguments: Sequence[tuple[Any, ...]], take: Callable[[int, R], None]

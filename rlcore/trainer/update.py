@@ -137,13 +137,14 @@ def measured_before(config: RunConfig, batch: TrainBatch) -> Float[Tensor, "T"] 
 
 @dataclass(frozen=True, slots=True)
 class SharedBatch:
-    """A batch shared out to ranks as `deal` says. `parts[rank]`: the batch of a rank's sequences; `mini_batches`: what
-    each rank does in its optimizer steps, one for each mini-batch that has a token with a loss, in each epoch;
-    `ref_logprobs[rank]`: the reference's of a rank's part, where it has computed them for the loss."""
+    """A batch shared out to ranks as `deal` says. `parts[rank]`: the `TrainBatch` of a rank's sequences, or what stands
+    for it once it is sent; `mini_batches`: what each rank does in its optimizer steps, one for each mini-batch that has
+    a token with a loss, in each epoch; `ref_logprobs[rank]`: the reference's of a rank's part, where it has computed
+    them for the loss."""
 
     batch: TrainBatch
     deal: Deal
-    parts: Sequence[TrainBatch]
+    parts: Sequence[Any]
     mini_batches: Sequence[MiniBatch]
     ref_logprobs: Sequence[Tensor] | None = None
 

@@ -28,7 +28,7 @@ class WorkerGroup(Protocol):
         processes of their own work meanwhile; a worker in this process has answered before."""
         ...
 
-    def send(self, values: Sequence[R]) -> Sequence[R]:
+    def send(self, values: Sequence[object]) -> Sequence[Any]:
         """Send rank i `values[i]` ahead. What is returned stands for it among the arguments of `begin`."""
         ...
 

@@ -186,6 +186,7 @@ def test_a_rank_has_in_a_pass_what_it_has_in_the_optimizer_steps(num_ranks: int,
         assert shares == dealer.share_out(batch, range(16 * number, 16 * (number + 1)))
     for rank, mine in enumerate(found.whole.sequences):
         assert mine == tuple(i for shares in found.mini_batches for i in shares.sequences[rank])
+    assert found.num_shared == batch.num_tokens - num_computed(batch, share_prompts=share_prompts)
     everything = dealer.share_out(batch, range(48))
     assert dealer.deal(batch, 12).whole == everything
     assert max(most_tokens(batch, shares, dealer) for shares in (found.whole, everything)) <= 2_048
