@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.grpo_step import draw_lengths
+from benchmarks.harness import draw_lengths
 from benchmarks.limits import wait_for
 from benchmarks.measured import write_result
 from benchmarks.shapes import SHAPES, make_model

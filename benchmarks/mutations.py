@@ -102,8 +102,8 @@ def mutants(node: ast.AST) -> Iterator[ast.AST]:
             changed.value = value * 2 + 1
         case ast.BinOp(op=operator), ast.BinOp() if type(operator) in CALCULATED:
             changed.op = CALCULATED[type(operator)]()
-        case ast.Call(func=ast.Name(id=name)), ast.Call(func=ast.Name()) if name in OTHER_NAME:
-            changed.func.id = OTHER_NAME[name]
+        case ast.Call(func=ast.Name(id=name)), ast.Call(func=ast.Name() as called) if name in OTHER_NAME:
+            called.id = OTHER_NAME[name]
         case (ast.Expr(value=ast.Call()) | ast.Raise() | ast.Break() | ast.Continue() | ast.AugAssign(), _):
             changed = ast.Pass()
         case _:

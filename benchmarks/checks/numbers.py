@@ -119,15 +119,16 @@ def _weight(mode: str, ratio: float, cap: float) -> float:
 def _step_and_batch(rig: Rig, *overrides: str) -> tuple[Any, Any]:
     """A step's metrics, and what its update was given."""
     seen: list[Any] = []
-    estimate: Callable[..., Any] = step_module.estimate
+    module: Any = step_module  # which does not export what it imports
+    estimate: Callable[..., Any] = module.estimate
 
     def noting(*arguments: Any, **named: Any) -> Any:
         seen.append(estimate(*arguments, **named))
         return seen[-1]
 
-    step_module.estimate = noting
+    module.estimate = noting
     try:
         result = rig.step(*overrides)
     finally:
-        step_module.estimate = estimate
+        module.estimate = estimate
     return result.metrics, seen[0].batch

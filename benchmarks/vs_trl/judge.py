@@ -12,11 +12,10 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from benchmarks.harness import decoder
 from benchmarks.vs_trl.job import HELD_OUT, Job, read_rows
 from benchmarks.vs_trl.ours import as_prompts, settings
 from rlcore.models.load import load_policy
-from rlcore.models.tokenizer import load_tokenizer
+from rlcore.models.tokenizer import load_tokenizer, text_decoder
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.experience import Answerer
@@ -50,7 +49,7 @@ def _judged(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
     group.each(Worker.hand_over, step)
     prompts = as_prompts(read_rows(Path(job.folder) / HELD_OUT), config.data.task)
     with ScoringPool(job.scorer, config.reward) as scoring:
-        answerer = Answerer(config, group, scoring, decoder(load_tokenizer(job.model)))
+        answerer = Answerer(config, group, scoring, text_decoder(load_tokenizer(job.model)))
         found = validate(answerer, prompts, name=f"step-{step}", step=step, policy_version=step)
     figures = found.summary()
     sampled = f"val-core/{found.data_source}/reward/mean@{found.num_samples}"

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import FixedLengths, decoder, seconds_line, watched_memory
+from benchmarks.harness import FixedLengths, seconds_line, watched_memory
 from benchmarks.vs_trl.job import GRAD_CLIP, PROMPTS, SAMPLER_CLIP, WEIGHT_DECAY, Job, Row, read_rows, write_report
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
-from rlcore.models.tokenizer import load_tokenizer
+from rlcore.models.tokenizer import load_tokenizer, text_decoder
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.experience import Answerer, ExperienceCollector
@@ -88,7 +88,8 @@ def run(job: Job) -> dict[str, Any]:
         try:
             group.each(Worker.hand_over, 0)
             with ScoringPool(job.scorer, config.reward) as scoring, tempfile.TemporaryDirectory() as failures:
-                collector = ExperienceCollector(Answerer(config, group, scoring, decoder(tokenizer)), InOrder(prompts))
+                answerer = Answerer(config, group, scoring, text_decoder(tokenizer))
+                collector = ExperienceCollector(answerer, InOrder(prompts))
                 trainer = Trainer(config, group, collector, failures=Path(failures))
                 state = LoopState(0, 0, 0, 0, config.algo.kl.coef)
                 for number in range(job.num_steps):
