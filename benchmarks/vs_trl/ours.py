@@ -33,8 +33,8 @@ class InOrder:
         self._prompts = prompts
 
     def take(self, position: int, count: int) -> tuple[Prompt, ...]:
-        """The `count` prompts from `position` on."""
-        return tuple(self._prompts[position : position + count])
+        """The `count` prompts from `position` on; after the last the first again."""
+        return tuple(self._prompts[place % len(self._prompts)] for place in range(position, position + count))
 
 
 def settings(job: Job) -> RunConfig:
