@@ -1,9 +1,9 @@
 """What it costs a step to keep its answers, and how long a click takes on a page of 100,000 of them.
 
-    python benchmarks/kept_answers.py cost                          # 640 answers of 300 tokens: ms a step, MB a step
-    python benchmarks/kept_answers.py cost --step-s=6.3 --check     # exit code 1 if over 1% of such a step
-    python benchmarks/kept_answers.py page                          # in Chromium, from the click to what it shows
-    python benchmarks/kept_answers.py page --check                  # exit code 1 if a click takes a second
+    python -m benchmarks.kept_answers cost                          # 640 answers of 300 tokens: ms a step, MB a step
+    python -m benchmarks.kept_answers cost --step-s=6.3 --check     # exit code 1 if over 1% of such a step
+    python -m benchmarks.kept_answers page                          # in Chromium, from the click to what it shows
+    python -m benchmarks.kept_answers page --check                  # exit code 1 if a click takes a second
 
 cost: the trainer's thread builds the columns and hands them on; at a chunk's end it waits for what is not written yet,
 hidden behind the copy of the checkpoint on a GPU. Both count here; processor_ms is that thread's own work, without what
@@ -42,27 +42,8 @@ from tests.report.chromium import Tab, open_tab
 GROUP = 8
 STEPS_PER_CHUNK = 20
 MAX_SHARE, MAX_CLICK_S = 0.01, 1.0
-WORDS = [
-    "so",
-    "we",
-    "take",
-    "the",
-    "sum",
-    "of",
-    "both",
-    "and",
-    "then",
-    "add",
-    "two",
-    "less",
-    "than",
-    "seven",
-    "which",
-    "makes",
-    "it",
-    "right",
-    "again",
-]
+TEXT = "so we take the sum of both and then add two less than seven which makes it right again"
+WORDS = TEXT.split()
 RUN = "synthetic-s1"
 
 
