@@ -1,6 +1,6 @@
 """A sweep of 24 points with pruning against the same without: the same winner, and which share of the training?
 
-    python benchmarks/pruned_sweep.py --root /tmp/pruned --out docs/results/pruned_sweep.json
+    python -m benchmarks.pruned_sweep --root /tmp/pruned --out docs/results/pruned_sweep.json
 
 The run of `experiment=debug` on countdown's prompts, with a scorer from which it learns in a few steps (the share of
 digits in an answer, `tests/share_of_digits.py`): six learning rates by two aggregations by two numbers of answers, for

@@ -23,6 +23,8 @@ MORE_PARTINGS = 2.0
 def check(rig: Rig) -> Verdict:
     """The first step's requests by vLLM's own steps, by short ones, and by vLLM's own in the other order. In bfloat16 a
     token's logits depend a little on the batch around it: a near tie may fall the other way."""
+    if rig.device.type != "cuda":
+        return Verdict(True, {"why": "no GPU here: vLLM's runner keeps its own steps"})
     if rig.group.kept is None:
         rig.step()
     assert rig.group.kept is not None
