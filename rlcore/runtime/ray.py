@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Concatenate
 
 import numpy as np
+import psutil
 import ray
 import torch
 from ray._private import ray_constants
@@ -38,8 +40,9 @@ with uncollected():  # a rank's process begins with these
     from rlcore.workers.group import P, R
     from rlcore.workers.worker import Worker
 
-OBJECT_STORE_BYTES = 256 * 1024**2
-"""Batches are megabytes; Ray's own default would reserve 30% of the host's memory."""
+LEAST_STORE_BYTES = 256 * 1024**2
+SENT_BYTES_PER_TOKEN = 100
+"""What a step sends of a token, the reference's part of the batch and the updates' side by side."""
 
 ALL_FAIL_WAIT_S = 10.0
 """After one rank's error: time for the others to show whether a rank has died, which is then the cause."""
@@ -258,11 +261,22 @@ def start_ray(config: RunConfig) -> Path | None:
             address="local",  # else RAY_ADDRESS in the environment, or a head of this user, goes before
             num_cpus=max(wanted, os.cpu_count() or 1),
             include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
+            object_store_memory=store_bytes(config),
             _temp_dir=str(ray_folder()),
             **common,
         )
     return Path(started.address_info["session_dir"])
+
+
+def store_bytes(config: RunConfig) -> int:
+    """Limit of the store in which Ray sends batches: room for the largest that the settings allow, as far as shared
+    memory and Ray's own limit, 30% of the host's memory, go. What has no room there goes over the disk."""
+    answers = config.trainer.batch_size * config.rollout.samples_per_prompt
+    tokens = answers * (config.filter.max_prompt_tokens + config.rollout.max_response_tokens)
+    shared = Path("/dev/shm")
+    free = shutil.disk_usage(shared).free if shared.is_dir() else LEAST_STORE_BYTES
+    most = min(free, psutil.virtual_memory().total * 3 // 10)
+    return max(LEAST_STORE_BYTES, min(SENT_BYTES_PER_TOKEN * tokens, most))
 
 
 def _stay_on_loopback() -> None:
