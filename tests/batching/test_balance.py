@@ -44,6 +44,20 @@ def test_the_spread_is_at_most_the_longest_sequence(lengths: list[int], num_part
     assert max(sums) - min(sums) <= max(lengths)
 
 
+@pytest.mark.parametrize("num_parts", [2, 3, 5])
+def test_it_is_the_differencing_method_of_its_naive_twin(num_parts: int) -> None:
+    """Karmarkar and Karp's: the two partial solutions that are spread most are joined, the heaviest to the lightest."""
+    for seed in range(20):
+        lengths = np.random.default_rng(seed).integers(1, 10**9, 23).tolist()  # no two spreads are alike
+        found = [[length, *[0] * (num_parts - 1)] for length in lengths]
+        while len(found) > 1:
+            found.sort(key=lambda sums: max(sums) - min(sums))
+            first, second = sorted(found.pop()), sorted(found.pop(), reverse=True)
+            found.append([a + b for a, b in zip(first, second, strict=True)])
+        sums = [sum(lengths[i] for i in part) for part in partition(lengths, num_parts)]
+        assert sorted(sums) == sorted(found[0])
+
+
 def test_it_beats_dealing_in_order() -> None:
     lengths = [1000, 10, 10, 10, 1000, 10, 10, 10]
     balanced = [sum(lengths[i] for i in part) for part in partition(lengths, 4, equal_counts=True)]

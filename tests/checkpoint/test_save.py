@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rlcore.checkpoint.save import CheckpointSaver, Saved, SaveState
-from rlcore.checkpoint.shards import HostBuffers, RankSaver, load_shards, rank_shards
+from rlcore.checkpoint.shards import HostBuffers, RankSaver, fits_in_memory, load_shards, rank_shards
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig
 from rlcore.errors import CheckpointError, DiskSpaceError, RunInUseError, StopRequestedError, WorkerLostError
@@ -264,3 +265,9 @@ def test_a_pause_of_a_small_write_counts_what_it_has_failed_to_write(small_disk:
     with pytest.raises(StopRequestedError):
         room.hold(write, step=3, path=small_disk)
     assert told[0][2]["text"].startswith(f"paused: {missing} bytes are missing at {small_disk}: ")
+
+
+def test_a_copy_leaves_a_quarter_of_its_size_in_the_host_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlcore.checkpoint.shards.psutil.virtual_memory", lambda: SimpleNamespace(available=1_250))
+    assert fits_in_memory(999)
+    assert not fits_in_memory(1_000)

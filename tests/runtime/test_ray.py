@@ -9,18 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from rlcore.batching.pack import pack_demonstrations
 from rlcore.batching.prompts import Demonstration
 from rlcore.config.compose import load_config
+from rlcore.rollout.engine import SamplingRequest
 from rlcore.runtime import ray as runtime
 from rlcore.runtime.cluster import private_folder
 from rlcore.runtime.local import LocalGroup
 from rlcore.runtime.ray import as_array, as_tensor, store_bytes
 from rlcore.trainer.metrics import Metrics
-from rlcore.types import TrainBatch
+from rlcore.types import Prompt, Rollout, TrainBatch
 from tests.forked import run_module
 from tests.runtime.driver import STEPS
 from tests.small_run import prepare, train
@@ -59,6 +61,18 @@ def test_the_store_has_room_for_the_largest_step_within_shared_memory(monkeypatc
     assert of_packed >= 29
     beside = torch.float32.itemsize * (len(fields(TrainBatch)) - 1)
     assert 2 * of_packed + beside <= runtime.SENT_BYTES_PER_TOKEN
+
+
+def test_what_is_sent_to_a_rank_and_back_arrives_with_all_of_its_fields() -> None:
+    prompt = Prompt(3, (5, 6), "countdown", "{}", difficulty=4)
+    request = SamplingRequest(prompt, 1, 2**62, max_tokens=9, environment_seed=8)
+    ids, logprobs, is_sampled = np.array([7, 8], np.int32), np.array([-0.5, -1], np.float32), np.array([True, False])
+    rollout = Rollout(prompt, 1, ids, logprobs, "stop", 2, is_sampled, turn_rewards=((1, 0.5),))
+    for sent in (prompt, request, rollout):
+        arrived = pickle.loads(pickle.dumps(sent))
+        assert type(arrived) is type(sent)
+        for field in fields(sent):
+            np.testing.assert_array_equal(getattr(arrived, field.name), getattr(sent, field.name))
 
 
 def in_ray(scenario: str, root: Path, *overrides: str) -> Any:
