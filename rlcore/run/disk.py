@@ -15,7 +15,7 @@ from rlcore.config.gguf import is_gguf
 from rlcore.errors import DiskSpaceError, StopRequestedError
 from rlcore.run.inputs import given_model
 from rlcore.run.layout import RunLayout
-from rlcore.runtime.cluster import ray_folder
+from rlcore.runtime.cluster import ray_folder, spilled_bytes
 from rlcore.storage.disk import (
     BYTES_PER_GB,
     DiskNeed,
@@ -49,8 +49,6 @@ BYTES_PER_STEP_LINE = 8_000
 """A step's line in the journal: some 120 metrics."""
 ROWS_OF_FIXED_SETS = (15_000, 5_000)
 """More than GSM8K and MATH have for training and held out."""
-RAY_SPILL_BYTES = 256 * 2**20
-"""Ray's object store is that large; what does not fit is spilled to its folder."""
 
 Happened = Callable[[str, int, Mapping[str, object]], None]
 """Takes an event's name, its step and its data; `text` in the data is for display."""
@@ -207,7 +205,7 @@ def disk_needs(
     if config.tracking.enabled:
         needs.append(DiskNeed("MLflow's database and artifacts", layout.root, journal + weights))
     if config.runtime.backend == "ray" and config.runtime.ray_address is None:
-        needs.append(DiskNeed("Ray's object store", ray_folder(), RAY_SPILL_BYTES))
+        needs.append(DiskNeed("Ray's object store", ray_folder(), spilled_bytes(config)))
     return tuple(needs)
 
 

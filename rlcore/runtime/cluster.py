@@ -5,6 +5,7 @@ Plans use it too; Ray itself would try a closed port for minutes.
 
 import os
 import secrets
+import shutil
 import socket
 import stat
 import tempfile
@@ -13,6 +14,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
+from rlcore.config import RunConfig
 from rlcore.config.problems import masked
 from rlcore.errors import ConfigError
 from rlcore.storage.publish import remove_tree
@@ -25,6 +29,9 @@ LONGEST_SOCKET_PATH = 107
 """Bytes of a Unix socket's path, by the kernel."""
 LONGEST_SOCKET = "/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 """What Ray adds to its folder."""
+LEAST_STORE_BYTES = 256 * 1024**2
+SENT_BYTES_PER_TOKEN = 100
+"""What a step sends of a token, the reference's part of the batch and the updates' side by side."""
 
 
 def private_folder() -> Path:
@@ -35,6 +42,26 @@ def private_folder() -> Path:
 def ray_folder() -> Path:
     """Folder of the clusters' sockets, logs and spilled objects. Ray makes it 0777; the one above it is 0700."""
     return private_folder() / "ray"
+
+
+def store_bytes(config: RunConfig) -> int:
+    """Limit of the store in which a private cluster sends batches: the largest batch of the settings, as far as shared
+    memory and Ray's own limit, 30% of the host's memory, go."""
+    shared = Path("/dev/shm")
+    free = shutil.disk_usage(shared).free if shared.is_dir() else LEAST_STORE_BYTES
+    most = min(free, psutil.virtual_memory().total * 3 // 10)
+    return max(LEAST_STORE_BYTES, min(_sent_bytes(config), most))
+
+
+def spilled_bytes(config: RunConfig) -> int:
+    """What the cluster's folder may take of the largest batch: what its store has no room for. The least store itself,
+    where shared memory is smaller."""
+    return max(LEAST_STORE_BYTES, _sent_bytes(config) - store_bytes(config))
+
+
+def _sent_bytes(config: RunConfig) -> int:
+    answers = config.trainer.batch_size * config.rollout.samples_per_prompt
+    return SENT_BYTES_PER_TOKEN * answers * (config.filter.max_prompt_tokens + config.rollout.max_response_tokens)
 
 
 def token_file() -> Path:

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any, Concatenate
 
 import numpy as np
-import psutil
 import ray
 import torch
 from ray._private import ray_constants
@@ -30,6 +28,7 @@ from rlcore.runtime.cluster import (
     ray_folder,
     remove_dead_sessions,
     remove_session,
+    store_bytes,
     unreachable,
 )
 from rlcore.start import collect_rarely, uncollected
@@ -39,10 +38,6 @@ with uncollected():  # a rank's process begins with these
     from rlcore.workers.device import keep_freed_memory
     from rlcore.workers.group import P, R
     from rlcore.workers.worker import Worker
-
-LEAST_STORE_BYTES = 256 * 1024**2
-SENT_BYTES_PER_TOKEN = 100
-"""What a step sends of a token, the reference's part of the batch and the updates' side by side."""
 
 ALL_FAIL_WAIT_S = 10.0
 """After one rank's error: time for the others to show whether a rank has died, which is then the cause."""
@@ -266,17 +261,6 @@ def start_ray(config: RunConfig) -> Path | None:
             **common,
         )
     return Path(started.address_info["session_dir"])
-
-
-def store_bytes(config: RunConfig) -> int:
-    """Limit of the store in which Ray sends batches: room for the largest that the settings allow, as far as shared
-    memory and Ray's own limit, 30% of the host's memory, go. What has no room there goes over the disk."""
-    answers = config.trainer.batch_size * config.rollout.samples_per_prompt
-    tokens = answers * (config.filter.max_prompt_tokens + config.rollout.max_response_tokens)
-    shared = Path("/dev/shm")
-    free = shutil.disk_usage(shared).free if shared.is_dir() else LEAST_STORE_BYTES
-    most = min(free, psutil.virtual_memory().total * 3 // 10)
-    return max(LEAST_STORE_BYTES, min(SENT_BYTES_PER_TOKEN * tokens, most))
 
 
 def _stay_on_loopback() -> None:

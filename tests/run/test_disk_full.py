@@ -11,7 +11,10 @@ import pytest
 from torch import Tensor
 
 from rlcore.checkpoint import shard_files
+from rlcore.config.compose import load_config
 from rlcore.errors import DiskSpaceError, StopRequestedError
+from rlcore.run.disk import disk_needs
+from rlcore.run.layout import RunLayout
 from rlcore.storage.disk import CHECKPOINT_SLACK_BYTES, free_bytes
 from rlcore.tracking.journal import Journal, load_journal
 from tests.run.running import answers_of, steps_of, weights_of
@@ -30,6 +33,24 @@ OVERRIDES = (
 )  # fmt: skip
 DISK_MIB = 96
 LEFT_BYTES = 1 << 20
+
+
+@pytest.mark.parametrize("has_start_model", [False, True])
+@pytest.mark.parametrize("is_given", [False, True])
+@pytest.mark.parametrize("has_warm_start", [False, True])
+def test_a_start_model_is_planned_for_where_the_run_makes_one(
+    has_start_model: bool, is_given: bool, has_warm_start: bool, tmp_path: Path
+) -> None:
+    config = load_config(["experiment=debug", f"paths.root={tmp_path}"])
+    model = config.model.model_copy(update={"path": str(tmp_path) if is_given else None})
+    warm = config.warm_start.model_copy(update={"enabled": has_warm_start})
+    config = config.model_copy(update={"model": model, "warm_start": warm})
+    needs = disk_needs(
+        config, RunLayout.of(config), checkpoints_bytes=0, num_weights=10, steps_left=1, has_start_model=has_start_model
+    )
+    names = {need.what for need in needs}
+    assert ("start model" in names) == (not has_start_model and (has_warm_start or not is_given))
+    assert ("checkpoints of the warm start" in names) == (not has_start_model and has_warm_start)
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from rlcore.batching.pack import pack_demonstrations
 from rlcore.batching.prompts import Demonstration
 from rlcore.config.compose import load_config
 from rlcore.rollout.engine import SamplingRequest
-from rlcore.runtime import ray as runtime
-from rlcore.runtime.cluster import private_folder
+from rlcore.runtime import cluster
+from rlcore.runtime.cluster import private_folder, spilled_bytes, store_bytes
 from rlcore.runtime.local import LocalGroup
-from rlcore.runtime.ray import as_array, as_tensor, store_bytes
+from rlcore.runtime.ray import as_array, as_tensor
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout, TrainBatch
 from tests.forked import run_module
@@ -42,25 +42,27 @@ def test_the_store_has_room_for_the_largest_step_within_shared_memory(monkeypatc
     """For what the reference and the updates are sent of each token; a small store stays as it was."""
     small = load_config(["experiment=debug"])
     lengths = small.filter.max_prompt_tokens + small.rollout.max_response_tokens
-    answers = runtime.LEAST_STORE_BYTES // lengths // runtime.SENT_BYTES_PER_TOKEN // small.rollout.samples_per_prompt
+    answers = cluster.LEAST_STORE_BYTES // lengths // cluster.SENT_BYTES_PER_TOKEN // small.rollout.samples_per_prompt
     large = small.model_copy(update={"trainer": small.trainer.model_copy(update={"batch_size": 4 * answers})})
-    needed = 4 * answers * small.rollout.samples_per_prompt * lengths * runtime.SENT_BYTES_PER_TOKEN
+    needed = 4 * answers * small.rollout.samples_per_prompt * lengths * cluster.SENT_BYTES_PER_TOKEN
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr(runtime.psutil, "virtual_memory", lambda: SimpleNamespace(total=2**40))
-    monkeypatch.setattr(runtime.shutil, "disk_usage", lambda path: usage._replace(free=2**40))
-    assert store_bytes(small) == runtime.LEAST_STORE_BYTES
-    assert store_bytes(large) == needed > 3 * runtime.LEAST_STORE_BYTES
-    monkeypatch.setattr(runtime.shutil, "disk_usage", lambda path: usage._replace(free=300_000_000))
+    monkeypatch.setattr(cluster.psutil, "virtual_memory", lambda: SimpleNamespace(total=2**40))
+    monkeypatch.setattr(cluster.shutil, "disk_usage", lambda path: usage._replace(free=2**40))
+    assert store_bytes(small) == cluster.LEAST_STORE_BYTES
+    assert store_bytes(large) == needed > 3 * cluster.LEAST_STORE_BYTES
+    monkeypatch.setattr(cluster.shutil, "disk_usage", lambda path: usage._replace(free=300_000_000))
     assert store_bytes(large) == 300_000_000
-    monkeypatch.setattr(runtime.shutil, "disk_usage", lambda path: usage._replace(free=64 * 1024**2))  # a container's
-    assert store_bytes(large) == runtime.LEAST_STORE_BYTES
+    assert spilled_bytes(large) == needed - 300_000_000
+    assert spilled_bytes(small) == cluster.LEAST_STORE_BYTES
+    monkeypatch.setattr(cluster.shutil, "disk_usage", lambda path: usage._replace(free=64 * 1024**2))  # a container's
+    assert store_bytes(large) == cluster.LEAST_STORE_BYTES
 
     packed = pack_demonstrations([Demonstration((5, 6, 7), (False, True, True))])
     per_token = [getattr(packed, field.name) for field in fields(packed)]
     of_packed = sum(tensor.element_size() for tensor in per_token if len(tensor) == packed.num_tokens)
     assert of_packed >= 29
     beside = torch.float32.itemsize * (len(fields(TrainBatch)) - 1)
-    assert 2 * of_packed + beside <= runtime.SENT_BYTES_PER_TOKEN
+    assert 2 * of_packed + beside <= cluster.SENT_BYTES_PER_TOKEN
 
 
 def test_what_is_sent_to_a_rank_and_back_arrives_with_all_of_its_fields() -> None:
