@@ -1,5 +1,6 @@
 """One process at a time, and a crash frees: with real processes."""
 
+import errno
 import fcntl
 import os
 import pickle
@@ -190,3 +191,17 @@ def test_a_look_at_a_lock_leaves_none_in_a_child_that_is_being_started(tmp_path,
     lock.release()
     for copy in copies:
         os.close(copy)
+
+
+def test_a_lock_whose_holder_cannot_be_written_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But on a full disk, where the lock holds without a text."""
+
+    def broken(lock: FileLock, contents: bytes) -> None:
+        raise OSError(errno.EIO, "a broken disk")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FileLock, "write", broken)
+        with pytest.raises(OSError, match="a broken disk"), RunLock(tmp_path):
+            pass
+    with RunLock(tmp_path):
+        pass

@@ -368,3 +368,12 @@ def test_a_text_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path):
 def test_a_c_library_without_the_exchange_has_exchanged_nothing(monkeypatch, tmp_path):
     monkeypatch.setattr("rlcore.storage.publish.ctypes.CDLL", lambda name, use_errno: object())
     assert exchange(tmp_path / "a", tmp_path / "b") is False
+
+
+def test_what_comes_into_the_way_while_a_directory_is_written_is_not_overwritten(tmp_path: Path) -> None:
+    target = tmp_path / "published"
+    with pytest.raises(DataError, match="is in the way"), published_directory(target, {}) as folder:
+        (folder / "ours").write_text("ours")
+        target.mkdir()
+        (target / "theirs").write_text("theirs")
+    assert [file.name for file in target.iterdir()] == ["theirs"]
