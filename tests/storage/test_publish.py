@@ -372,8 +372,13 @@ def test_a_c_library_without_the_exchange_has_exchanged_nothing(monkeypatch, tmp
 
 def test_what_comes_into_the_way_while_a_directory_is_written_is_not_overwritten(tmp_path: Path) -> None:
     target = tmp_path / "published"
-    with pytest.raises(DataError, match="is in the way"), published_directory(target, {}) as folder:
-        (folder / "ours").write_text("ours")
-        target.mkdir()
-        (target / "theirs").write_text("theirs")
+
+    def publish() -> None:
+        with published_directory(target, {}) as folder:
+            (folder / "ours").write_text("ours")
+            target.mkdir()
+            (target / "theirs").write_text("theirs")
+
+    with pytest.raises(DataError, match="is in the way"):
+        publish()
     assert [file.name for file in target.iterdir()] == ["theirs"]
