@@ -308,7 +308,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(millrace: Millrace, api: Ap
         assert (run["name"], run["state_type"]) == ("pipeline/debug", "CANCELLED")
         tasks = api.filter("task_runs", flow_runs={"id": {"any_": [run["id"]]}}, sort="EXPECTED_START_TIME_ASC")
         *before, last = (task["state_type"] for task in tasks)
-        assert (set(before), last) == ({"COMPLETED"}, "CANCELLED")
+        assert set(before) == {"COMPLETED"}
+        assert last in ("CANCELLED", "COMPLETED")  # the signal may come between two chunks
     assert set(mlflow_rows(millrace.root, OF_RUNS)) == {("KILLED",)}
     assert "step 0-20, skipped" in stopped.out, "the second command went on"
     measured = numbers(millrace.run_dir())
