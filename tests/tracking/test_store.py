@@ -329,6 +329,7 @@ def test_a_model_directory_is_kept_once_with_its_scores(store: MlflowStore, run_
     ]
     run = store.client.get_run(run_id)
     assert points(store.client, run, "val-core/x/reward/mean_at_4") == [(20, 0.5)], "the run's curve has it once"
+    assert [(output.model_id, output.step) for output in run.outputs.model_outputs] == [(model_id, 20)]
 
 
 @pytest.mark.filterwarnings("ignore")  # MLflow and transformers warn of each other's plans
