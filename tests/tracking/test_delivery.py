@@ -5,9 +5,10 @@ import math
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -192,6 +193,23 @@ def test_a_step_with_more_metrics_than_a_batch_holds(begin: Begin, run_dir: Path
     client = client_of(root)
     assert len(main_run(client).data.metrics) == 1_500
     assert points(client, main_run(client), "many/m1499") == [(1, 1499.0), (2, 2998.0)]
+
+
+def test_a_server_that_fails_is_sent_less_at_once(begin: Begin, run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    begin().log_step(1, {f"many/m{i}": float(i) for i in range(1_500)})
+    sizes: list[int] = []
+
+    def fails(run_id: str, metrics: Sequence[Any] = (), **other: Any) -> None:
+        if metrics:
+            sizes.append(len(metrics))
+            raise ConnectionError("took too long")
+
+    with delivery_of(run_dir) as delivery:
+        monkeypatch.setattr(delivery._store.client, "log_batch", fails)
+        for _ in range(7):
+            with pytest.raises(ConnectionError):
+                delivery.deliver()
+    assert sizes == [1_000, 500, 250, 125, 62, 50, 50]
 
 
 def test_what_was_sent_before_a_failure_is_noted(begin: Begin, run_dir: Path):

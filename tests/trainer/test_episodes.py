@@ -19,11 +19,13 @@ from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import ConfigError
 from rlcore.evaluation.result import vote
 from rlcore.rollout.engine import SamplingRequest, requests_for, turn_seed
+from rlcore.rollout.environment import Episode
 from rlcore.rollout.hf import HfEngine
 from rlcore.rollout.turns import TurnTokens
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.clock import PhaseClock
+from rlcore.trainer.episodes import _Playing
 from rlcore.trainer.estimate import Estimate, Passes, estimate
 from rlcore.trainer.metrics import Metrics
 from rlcore.types import Prompt, Rollout, Score
@@ -341,3 +343,13 @@ def test_turns_are_the_suffix_of_the_templates_rendering() -> None:
 def test_a_template_that_drops_turns_is_refused() -> None:
     with pytest.raises(ConfigError, match="drops or changes earlier turns"):
         TurnTokens(Letters(keep=3), chat=True, max_reply_tokens=5)
+
+
+@pytest.mark.parametrize("limit", [4, 5, 6])
+def test_a_reply_that_leaves_no_token_to_the_model_ends_the_episode(limit: int) -> None:
+    prompt = Prompt(0, (5, 6), "countdown", "{}")
+    said = Episode("1", "", {}, {}, 100)
+    episode = _Playing(SamplingRequest(prompt, 0, seed=1), prompt, limit, said, token_ids=[7, 8])
+    assert episode.read("no", [9, 9, 9]) == episode.is_open == (limit > 5)
+    assert episode.finish_reason == ("stop" if limit > 5 else "length")
+    assert episode.token_ids == [7, 8, 9, 9, 9][: 5 if limit > 5 else 2]
