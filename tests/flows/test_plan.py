@@ -17,7 +17,7 @@ from rlcore.errors import ConfigError, DiskSpaceError, ModelError
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.shape import shape_of
 from rlcore.models.tokenizer import build_scratch_tokenizer
-from rlcore.run.disk import RAY_SPILL_BYTES
+from rlcore.runtime.cluster import LEAST_STORE_BYTES
 from rlcore.workers.memory_plan import Device, plan_memory
 from tests.models.gguf_files import write_gguf
 from tests.models.tiny import plain_model, write_model
@@ -82,7 +82,7 @@ def test_every_file_system_that_the_run_touches_is_looked_at(artifacts_root: Pat
         assert on_runs.path.is_relative_to(runs)
         assert plan.disk.checkpoint_bytes is not None
         assert on_runs.needed_bytes > 2 * plan.disk.checkpoint_bytes
-        assert sum(report.needed_bytes for report in others) > RAY_SPILL_BYTES
+        assert sum(report.needed_bytes for report in others) > LEAST_STORE_BYTES
         assert on_runs.free_bytes == plan.disk.free_bytes < min(report.free_bytes for report in others)
         config = load_config([*overrides, "checkpoint.reserve_gb=0.1"])
         with pytest.raises(DiskSpaceError, match=rf"^{on_runs.path}: [0-9,]+ bytes are missing"):
