@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -129,8 +128,7 @@ class _Sizes:
 
     @classmethod
     def of(cls, batch: PackedBatch, *, share_prompts: bool) -> "_Sizes":
-        starts = batch.cu_seqlens[:-1].numpy()
-        targets = torch.from_numpy(np.add.reduceat(batch.loss_mask.numpy(), starts, dtype=np.int64))
+        targets = batch.loss_lengths()
         shared = torch.from_numpy(shared_prompts(batch)) if share_prompts else torch.zeros_like(targets)
         return cls(batch.sequence_lengths(), targets, shared)
 

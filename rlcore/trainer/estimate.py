@@ -19,7 +19,7 @@ from rlcore.algos.advantages import (
     token_rewards,
     whiten,
 )
-from rlcore.algos.aggregation import masked_sum, segment_sum, token_counts
+from rlcore.algos.aggregation import masked_sum, segment_sum
 from rlcore.algos.kl import kl_estimate
 from rlcore.algos.loss_call import advantage_problem, checked
 from rlcore.algos.off_policy import importance_weights, rejected
@@ -161,7 +161,7 @@ def _sequence_advantages(
         chosen = packed.score_mask & greedy.isfinite()
     else:
         chosen = comparable(packed.score_mask, packed.group_ids)
-    lengths = token_counts(packed.loss_mask, packed.sequence_ids(), packed.num_sequences)
+    lengths = packed.loss_lengths()
     advantages = torch.zeros_like(rewards)
     if algo.advantage_function is not None:
         if chosen.any():

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rlcore.algos.aggregation import Denominator, masked, token_counts
+from rlcore.algos.aggregation import Denominator, masked
 from rlcore.algos.losses import asks_for
 from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics
 from rlcore.algos.schedules import lr_at
@@ -152,7 +152,7 @@ class SharedBatch:
     def of(cls, config: RunConfig, batch: TrainBatch, deal: Deal) -> "SharedBatch":
         """The batch as `deal` shares it out."""
         packed = batch.packed
-        lengths = token_counts(packed.loss_mask, packed.sequence_ids(), packed.num_sequences)
+        lengths = packed.loss_lengths()
         mini_batches: list[MiniBatch] = []
         start = 0
         for shares in deal.mini_batches:

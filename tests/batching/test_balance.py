@@ -142,6 +142,8 @@ def test_a_sequence_costs_its_operations() -> None:
         assert cost == counted
     lengths = batch.sequence_lengths().tolist()
     assert costs(batch, None) == lengths
+    parts = batch.loss_mask.split(lengths)
+    assert batch.loss_lengths().tolist() == [sum(part.tolist()) for part in parts]
     everywhere = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
     assert [6.0 * cost for cost in costs(everywhere, SHAPE)] == [
         SHAPE.update_flops([length], vocabularies=1) for length in lengths
