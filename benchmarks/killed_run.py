@@ -287,8 +287,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
     by_parts = given.aim == "parts"
-    own = [] if any(one.startswith("experiment=") for one in given.overrides) else ["experiment=countdown_demo"]
-    overrides = [*(ON_RAY if by_parts and own else own), *given.overrides]
+    overrides = given.overrides
+    if not any(one.startswith("experiment=") for one in overrides):
+        overrides = [*(ON_RAY if by_parts else ["experiment=countdown_demo"]), *overrides]
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     rng, found, whole = random.Random(given.seed), Found(), given.root / "whole"
     run_to_the_end(whole, overrides)
