@@ -4,6 +4,7 @@ python -m tests.readme_tree
 """
 
 import ast
+import re
 
 from tests.test_readme_tree import HEADING, ROOT, in_readme, on_disk
 
@@ -17,8 +18,10 @@ def meaning_of(path: str) -> str:
     if file.suffix != ".py" or not file.is_file():
         return f"?? say in README.md what {path} is"
     said = (ast.get_docstring(ast.parse(file.read_text())) or "").strip().split("\n\n")[0].replace("\n", " ")
-    first = said.split(": ")[0].split(". ")[0].rstrip(".")
-    return first[:1].lower() + first[1:] if first[1:2].islower() else first
+    first = re.split(r"[:;.] ", said)[0].rstrip(".")
+    while len(first) > LONGEST - WIDTH and ", " in first:
+        first = first.rsplit(", ", 1)[0]
+    return first[:1].lower() + first[1:] if re.match(r".[a-z ]", first) else first
 
 
 def main() -> None:
@@ -34,8 +37,7 @@ def main() -> None:
         for path in sorted(path for path in paths if path.rstrip("/") == top or path.startswith(f"{top}/")):
             is_top = path.rstrip("/") == top
             name = path if is_top else "  " + path.removeprefix(f"{top}/")
-            line = f"{name:<{WIDTH}}{known.get(path) or meaning_of(path)}"
-            lines.append(line if len(line) <= LONGEST else line[: LONGEST + 1].rsplit(" ", 1)[0])
+            lines.append(f"{name:<{WIDTH}}{known.get(path) or meaning_of(path)}")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     before, after = text.split(f"\n{HEADING}\n")
     head, _, tail = after.split("```", 2)
