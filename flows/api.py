@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 from flows import chain
 from flows.parameters import RunSettings, compose_settings
 from flows.plan.checks import check_run
-from flows.progress import display_for_console, shown_on
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.open_run import open_run
 from flows.work.results import checkpoint_name
 from flows.work.runs import all_runs, named_run
 from flows.work.status import RunStatus, status_of
@@ -120,11 +118,7 @@ def run(settings: RunSettings) -> Run:
             checkpoint.
     """
     check_run(settings)
-    with (
-        shown_on(display_for_console()),
-        open_run(settings.config, settings.command("train")) as held,
-        MlflowRecord(held, {}) as record,
-    ):
+    with chain.in_hand(settings, "train") as held, MlflowRecord(held, {}) as record:
         chain.run_chain(held, chain.run_here, record, with_report=True)
     return Run(settings.config, RunLayout.of(settings.config))
 
@@ -136,7 +130,7 @@ def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
         CheckpointError: the run has no such checkpoint.
     """
     settings = RunSettings(run.config, ())
-    with shown_on(display_for_console()), open_run(run.config, settings.command("validate")) as held:
+    with chain.in_hand(settings, "validate") as held:
         inputs = chain.make_rows(run.config, chain.look).inputs
         judgement = chain.judge(held, inputs, checkpoint_name(str(checkpoint)), chain.run_here)
     return ValidationResult.read(judgement.file)

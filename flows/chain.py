@@ -4,16 +4,18 @@ This is the one list of stages. Their work is in `flows.work.stages`, where each
 `millrace train` runs each stage by `run_here`, flows run each as a Prefect task (`flows.tasks`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from data import StageResult
-from flows.progress import display
+from flows.parameters import RunSettings
+from flows.progress import display, display_for_console, shown_on
 from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.open_run import OpenRun
+from flows.work.open_run import OpenRun, open_run
 from flows.work.results import (
     Export,
     Judgement,
@@ -63,6 +65,25 @@ class Rows:
     dataset: StageResult
     filtered: StageResult
     inputs: RunInputs
+
+
+@contextmanager
+def in_hand(settings: RunSettings, verb: str, *, verbose: bool = False) -> Iterator[OpenRun]:
+    """A run in hand (`open_run`), shown on the console with its trainer's events; where `verbose`, its log lines too.
+
+    `verb`: of the command that does the same.
+    """
+
+    def line(text: str) -> None:
+        if verbose:
+            display().line(text)
+
+    with (
+        shown_on(display_for_console()),
+        open_run(settings.config, settings.command(verb)) as run,
+        run.heard_by(display().event, line),
+    ):
+        yield run
 
 
 def make_dataset(config: RunConfig, do: RunStage) -> StageResult:

@@ -17,7 +17,6 @@ from flows.server.database import address_in
 from flows.server.untold import not_kept_by
 from flows.work import stages
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.open_run import OpenRun, open_run
 from flows.work.results import PipelineResult, checkpoint_name, checkpoint_store, finished
 from flows.work.runs import named_run
 from rlcore.config import RunConfig
@@ -58,7 +57,7 @@ def train(settings: RunSettings, *, dry_run: bool, as_json: bool, verbose: bool)
         show_plan(plan, as_json=as_json)
         return
     check_before_start(settings.config, plan)
-    with _in_hand(settings, "train", verbose=verbose) as run, MlflowRecord(run, {}) as record:
+    with chain.in_hand(settings, "train", verbose=verbose) as run, MlflowRecord(run, {}) as record:
         display().line(f"run {run.run_id} in {run.layout.run_dir}")
         chain.run_chain(run, chain.run_here, record, with_report=False)
 
@@ -68,7 +67,7 @@ def validate(settings: RunSettings, *, checkpoint: str, verbose: bool) -> None:
     check_before_plan(settings.config)
     checkpoint = checkpoint_name(checkpoint)
     checkpoint_store(settings.config).step_of(checkpoint, verify=False)  # raises where there is none
-    with _in_hand(settings, "validate", verbose=verbose) as run:
+    with chain.in_hand(settings, "validate", verbose=verbose) as run:
         inputs = chain.make_rows(run.config, chain.look).inputs
         judgement = chain.judge(run, inputs, checkpoint, chain.run_here)
         display().line(f"answers: {judgement.file}")
@@ -93,7 +92,7 @@ def pass_rates(settings: RunSettings, *, verbose: bool) -> None:
     if not settings.config.pass_rates.is_wanted:
         raise ConfigError(WITHOUT_PASS_RATES)
     check_run(settings)
-    with _in_hand(settings, "data pass-rates", verbose=verbose) as run:
+    with chain.in_hand(settings, "data pass-rates", verbose=verbose) as run:
         inputs = chain.make_rows(run.config, chain.run_here).inputs
         chain.make_start_model(run, inputs, chain.run_here)
         chain.measure_pass_rates(run, inputs, chain.run_here)
@@ -113,22 +112,6 @@ def inspect(path: Path, *, num_rows: int, seed: int, as_json: bool, html: Path |
         from rich.console import Console
 
         Console().print(as_rich(report))
-
-
-@contextmanager
-def _in_hand(settings: RunSettings, verb: str, *, verbose: bool) -> Iterator[OpenRun]:
-    """The run in hand, shown on the console."""
-
-    def line(text: str) -> None:
-        if verbose:
-            display().line(text)
-
-    with (
-        shown_on(display_for_console()),
-        open_run(settings.config, settings.command(verb)) as run,
-        run.heard_by(display().event, line),
-    ):
-        yield run
 
 
 @contextmanager

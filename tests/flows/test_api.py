@@ -25,6 +25,9 @@ def test_the_notebook_is_true(
     for cell in json.loads(NOTEBOOK.read_text())["cells"]:
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
+    shown = capsys.readouterr().out
+    assert "checkpoint after step 1:" in shown, "the trainer's events are shown"
+    assert "warm-start: step 1/" in shown
     run, metrics, answers = names["run"], names["metrics"], names["answers"]
     assert run.status().state == "finished"
     assert (run.config.seed, run.config.rollout.samples_per_prompt) == (2, 8)
