@@ -4,6 +4,7 @@
 training is done by a trainer process of its own, so a notebook stays usable after whatever happens to it.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from flows import chain
 from flows.parameters import RunSettings, compose_settings
 from flows.plan.checks import check_run
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.results import checkpoint_name
+from flows.work.results import checkpoint_name, checkpoint_store
 from flows.work.runs import all_runs, named_run
 from flows.work.status import RunStatus, status_of
 from rlcore.checkpoint.catalog import CheckpointInfo, scan
@@ -25,12 +26,14 @@ from rlcore.tracking.journal import read_journal
 if TYPE_CHECKING:
     import pandas as pd
 
+log = logging.getLogger(__name__)
+
 __all__ = ["Run", "compose", "evaluate", "open", "run", "runs"]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run has left on disk; each method reads it anew, also while the run goes on."""
+    """What a run has left on disk. Each method reads it anew, also while the run goes on; `config` was read once."""
 
     config: RunConfig
     layout: RunLayout
@@ -50,7 +53,10 @@ class Run:
         return status_of(self.folder)
 
     def metrics(self) -> "pd.DataFrame":
-        """A row for each step, a column for each metric (rlcore/tracking/metrics.md); NaN where it was not measured."""
+        """A row for each step, a column for each metric (rlcore/tracking/metrics.md).
+
+        A value is NaN where it was not measured, and where it was NaN or infinite.
+        """
         import pandas as pd
 
         records = read_journal(self.layout.journal) if self.layout.journal.is_file() else []
@@ -117,6 +123,8 @@ def run(settings: RunSettings) -> Run:
         MillraceError: a mistake, told before anything begins, or a fault: the next call goes on from the last
             checkpoint.
     """
+    for line in settings.idle():
+        log.warning("%s", line)
     check_run(settings)
     with chain.in_hand(settings, "train") as held, MlflowRecord(held, {}) as record:
         chain.run_chain(held, chain.run_here, record, with_report=True)
@@ -124,15 +132,28 @@ def run(settings: RunSettings) -> Run:
 
 
 def evaluate(run: Run, checkpoint: str | int = "last") -> ValidationResult:
-    """Judge a checkpoint on the held-out problems: `start`, `last`, `best` or a step; a known result is not made again.
+    """Judge a checkpoint on the held-out problems. A known result of a checkpoint that is there is not made again.
+
+    Args:
+        run: a run that lies where its settings say.
+        checkpoint: `start` (the model of step 0), `last`, `best`, or a step from 1 on.
 
     Raises:
-        CheckpointError: the run has no such checkpoint.
+        CheckpointError: the run has no such checkpoint, or its code, data or models are others now.
+        DataError: its folder was moved or copied, or a file of it cannot be read.
+        RunInUseError: another process works on it.
     """
-    settings = RunSettings(run.config, ())
-    with chain.in_hand(settings, "validate") as held:
+    if (named := RunLayout.of(run.config).run_dir) != run.folder.resolve():
+        raise DataError(
+            f"{run.folder}: was moved or copied; its settings name {named}, which would be judged in its place. Move "
+            f"it back, or judge it by its settings here: millrace validate SETTINGS paths.root={run.folder.parents[1]} "
+            f"run_id={run.id}"
+        )
+    name = checkpoint_name(str(checkpoint))
+    checkpoint_store(run.config).step_of(name, verify=False)  # raises where there is none
+    with chain.in_hand(RunSettings(run.config, ()), "validate") as held:
         inputs = chain.make_rows(run.config, chain.look).inputs
-        judgement = chain.judge(held, inputs, checkpoint_name(str(checkpoint)), chain.run_here)
+        judgement = chain.judge(held, inputs, name, chain.run_here)
     return ValidationResult.read(judgement.file)
 
 
@@ -146,5 +167,11 @@ def open(run: str | Path, root: str | Path | None = None) -> Run:
 
 
 def runs(root: str | Path = "artifacts") -> list[Run]:
-    """All runs of a root, by name."""
-    return [open(folder) for folder in all_runs(Path(root))]
+    """All runs of a root, by name. One that this version cannot read is left out, with a warning."""
+    found = []
+    for folder in all_runs(Path(root)):
+        try:
+            found.append(open(folder))
+        except DataError as error:
+            log.warning("left out: %s", error)
+    return found

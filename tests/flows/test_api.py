@@ -1,6 +1,7 @@
 """`import millrace`: the notebook in docs is executed as it stands, from a folder with an empty MLflow store."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import pytest
 
 import millrace
-from rlcore.errors import ConfigError, DataError
+from rlcore.errors import CheckpointError, ConfigError, DataError
 from rlcore.run.layout import RunLayout
+from rlcore.storage.publish import write_text_atomically
 from tests.notebook import NOTEBOOK, notebook
 
 
@@ -60,3 +62,46 @@ def test_a_validation_that_is_not_there_is_named_with_those_that_are(tmp_path: P
     (run.layout.validation / "before.json").touch()
     with pytest.raises(DataError, match=r"foo.json: run debug-s1-\w+ has no validation of that name. There are before"):
         run.answers("foo")
+
+
+def written(run: millrace.Run) -> millrace.Run:
+    """A run of which only its settings are on disk."""
+    write_text_atomically(run.layout.settings_json, run.config.model_dump_json())
+    return run
+
+
+def test_a_setting_without_effect_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = ("algo.importance.mode=off", "algo.importance.cap=3", "data.scorer=nowhere:score")
+    settings = millrace.compose(*words, experiment="debug", root=tmp_path)
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError, match="nowhere"):
+        millrace.run(settings)
+    assert "algo.importance.cap" in caplog.text
+
+
+def test_a_run_that_was_moved_is_not_judged(tmp_path: Path) -> None:
+    config = millrace.compose(experiment="debug", root=tmp_path / "old").config
+    run = written(millrace.Run(config, RunLayout.of(config)))
+    (tmp_path / "old").rename(tmp_path / "new")
+    moved = millrace.open(run.id, root=tmp_path / "new")
+    assert moved.folder == tmp_path / "new" / "runs" / run.id
+    with pytest.raises(DataError, match=f"was moved or copied.*paths.root={tmp_path}/new run_id={run.id}"):
+        millrace.evaluate(moved)
+    assert not (tmp_path / "old").exists()
+
+
+def test_a_checkpoint_that_is_not_there_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    config = millrace.compose(experiment="debug", root=tmp_path).config
+    run = written(millrace.Run(config, RunLayout.of(config)))
+    with pytest.raises(CheckpointError, match="step-000007"):
+        millrace.evaluate(run, 7)
+    assert [file.name for file in run.folder.iterdir()] == ["settings.json"]
+
+
+def test_a_run_of_another_version_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = millrace.compose(experiment="debug", root=tmp_path).config
+    run = written(millrace.Run(config, RunLayout.of(config)))
+    other = tmp_path / "runs" / "other" / "settings.json"
+    write_text_atomically(other, '{"a_setting_of_another_version": 1}')
+    with caplog.at_level(logging.WARNING):
+        assert [one.id for one in millrace.runs(tmp_path)] == [run.id]
+    assert f"left out: {other}" in caplog.text
