@@ -7,7 +7,7 @@ training is done by a trainer process of its own, so a notebook stays usable aft
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flows import chain
 from flows.parameters import RunSettings, compose_settings
@@ -18,7 +18,7 @@ from flows.work.runs import all_runs, named_run
 from flows.work.status import RunStatus, status_of
 from rlcore.checkpoint.catalog import CheckpointInfo, scan
 from rlcore.config import RunConfig
-from rlcore.errors import DataError
+from rlcore.errors import ConfigError, DataError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.layout import RunLayout
 from rlcore.tracking.journal import read_journal
@@ -100,7 +100,14 @@ class Run:
 
 
 def compose(
-    *overrides: str, experiment: str | None = None, root: str | Path | None = None, **fields: Any
+    *overrides: str,
+    experiment: str | None = None,
+    root: str | Path | None = None,
+    seed: int | None = None,
+    total_steps: int | None = None,
+    learning_rate: float | None = None,
+    batch_size: int | None = None,
+    samples_per_prompt: int | None = None,
 ) -> RunSettings:
     """Settings, typed and checked; `.config` of them holds every value.
 
@@ -108,12 +115,30 @@ def compose(
         overrides: as on the command line: `"optim.lr=1e-4"`, `"algo=dapo"`.
         experiment: a name in conf/experiment, or the path of a file.
         root: folder of datasets, models and runs (`paths.root`).
-        fields: `seed`, `total_steps`, `learning_rate`, `batch_size`, `samples_per_prompt`.
+        seed: `seed`.
+        total_steps: `trainer.total_steps`.
+        learning_rate: `optim.lr`.
+        batch_size: `trainer.batch_size`, prompts a step.
+        samples_per_prompt: `rollout.samples_per_prompt`.
 
     Raises:
         ConfigError: one message with every mistake.
     """
-    return compose_settings(overrides, experiment, **fields, root=root)
+    if wrong := [word for word in overrides if not isinstance(word, str)]:
+        raise ConfigError(
+            f"overrides: each must be a text KEY=VALUE, and an argument of its own; got {wrong[0]!r}. Write "
+            "compose(*overrides) for a list"
+        )
+    return compose_settings(
+        overrides,
+        experiment,
+        root=root,
+        seed=seed,
+        total_steps=total_steps,
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+        samples_per_prompt=samples_per_prompt,
+    )
 
 
 def run(settings: RunSettings) -> Run:

@@ -48,6 +48,8 @@ def test_the_notebook_is_the_page() -> None:
 def test_mistakes_are_errors_of_millrace(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Did you mean trainer\.total_steps"):
         millrace.compose("trainer.totl_steps=3", experiment="debug")
+    with pytest.raises(ConfigError, match=r"overrides: each must be a text.*got \['optim.lr=1e-3'\]"):
+        millrace.compose(["optim.lr=1e-3"], experiment="debug")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="is neither the folder nor the id of a run"):
         millrace.open("nobody", root=tmp_path)
     assert millrace.runs(tmp_path) == []
