@@ -169,11 +169,11 @@ class RunRecord:
 
     @cached_property
     def after(self) -> ValidationResult | None:
-        """The model after training: `after`, else the newest one on the way."""
-        if "after" in self.validations:
-            return self.validations["after"]
+        """The model after training so far: the newest validation by its step, `after` where it has the same step."""
+        named = self.validations.get("after")
         later = [result for result in self.validations.values() if result.step > 0 and result is not self.before]
-        return max(later, key=lambda result: result.step, default=None)
+        newest = max(later, key=lambda result: result.step, default=named)
+        return newest if named is None or newest is None or newest.step > named.step else named
 
     @property
     def judged(self) -> dict[str, ValidationResult]:
@@ -190,19 +190,20 @@ class RunRecord:
             return ()
 
     def held_out(self, statistic: str) -> tuple[tuple[int, Interval], ...]:
-        """A held-out statistic with its interval by step: from the journal, else from the files.
+        """A held-out statistic with its interval by step: from the journal, and from the files up to its last step.
 
         `statistic` is the name below `val-core/<data_source>/`, such as `reward/mean@4`.
         """
         name = core_name(str(self.data_source), statistic)
         found = {
+            result.step: result.intervals[statistic]
+            for result in self.validations.values()
+            # What is later was left behind where the run has gone back.
+            if statistic in result.intervals and (result.step <= self.last_step or not self.training_steps)
+        } | {
             record.step: Interval(*(record.metrics.get(name + end, value) for end in ("", "/ci_low", "/ci_high")))
             for record in self.steps
             if (value := record.metrics.get(name)) is not None
-        } or {
-            result.step: result.intervals[statistic]
-            for result in self.validations.values()
-            if statistic in result.intervals
         }
         return tuple(sorted(found.items()))
 
@@ -329,6 +330,6 @@ def _gaps(record: RunRecord) -> Iterable[str]:
         if number := len(result.failures):
             yield f"Validation {result.name}: {number} answers have no score, since their scorer or environment failed."
     if not record.is_complete:
-        yield f"The run has {record.last_step} of {total} steps; figures are those of its last step so far."
+        yield f"The run has {record.last_step} of {total} steps so far; held-out figures are of its last validation."
     if record.lineage is None:
         yield "No lineage.json and no inputs.json: where data, model and code come from is not recorded."

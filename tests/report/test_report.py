@@ -360,6 +360,31 @@ def test_figures_of_the_journal_serve_where_the_files_are_gone(tmp_path):
     assert f"{last[name]:.3f}" in files.summary.split("## ")[0]
 
 
+def test_a_validation_that_the_journal_has_not_is_on_the_curve(tmp_path):
+    """As where total_steps was lowered to the step that was saved: only after.json has that step."""
+    config = write_run(tmp_path, num_steps=30, num_problems=6, validate=False, only=FEW)
+    with Journal(tmp_path / JOURNAL_FILE) as journal:
+        journal.append_step(20, {"val-core/countdown/reward/mean@4": 0.5})
+    for name, step in (("before", 0), ("step-000020", 20), ("after", 30), ("step-000040", 40)):
+        validation(config, name, step, 0.3, 6).write(tmp_path / "validation" / f"{name}.json")
+    found = dict(read_run(tmp_path).held_out("reward/mean@4"))
+    assert list(found) == [0, 20, 30], "the run has gone back before step 40"
+    assert found[20].value == 0.5
+    assert found[30] == validation(config, "after", 30, 0.3, 6).intervals["reward/mean@4"]
+
+
+def test_after_training_is_the_newest_validation():
+    """As where a finished run was given more steps."""
+    config = load_config([], experiment="countdown_demo")
+    found = {
+        name: validation(config, name, step, 0.3, 6)
+        for name, step in (("after", 20), ("before", 0), ("step-000020", 20))
+    }
+    assert record_of({}, validations=found).after is found["after"]
+    found["step-000040"] = validation(config, "step-000040", 40, 0.3, 6)
+    assert record_of({}, validations=found).after is found["step-000040"]
+
+
 def test_the_head_says_on_what_it_ran_and_when(tmp_path):
     write_run(tmp_path, experiment="debug", num_steps=2, only=FEW)
     found = {"num_workers": 2, "device_name": "NVIDIA H200", "num_parameters": 1_234_567}
