@@ -81,6 +81,8 @@ class Run:
     def answers(self, name: str = "after") -> "pd.DataFrame":
         """A row for each sampled answer of a validation: problem, prompt, ground truth, answer, score, its parts.
 
+        An answer that its scorer failed on has no score (NaN), and why in `failure`.
+
         Raises:
             DataError: as `validation`.
         """
@@ -88,8 +90,9 @@ class Run:
 
         rows = [
             {"problem": problem.prompt_id, "prompt": problem.prompt_text, "ground_truth": problem.ground_truth_json,
-             "answer": answer.text, "score": answer.score, "tokens": answer.num_tokens,
-             "finish_reason": answer.finish_reason, **{f"part/{part}": value for part, value in answer.parts.items()}}
+             "answer": answer.text, "score": None if answer.failure else answer.score, "tokens": answer.num_tokens,
+             "finish_reason": answer.finish_reason, "failure": answer.failure,
+             **{f"part/{part}": value for part, value in answer.parts.items()}}
             for problem in self.validation(name).problems for answer in problem.samples
         ]  # fmt: skip
         return pd.DataFrame(rows)

@@ -71,7 +71,7 @@ def _result_table(record: RunRecord) -> Table:
     if len(record.judged) == 1:
         (result,) = record.judged.values()
         columns = {"Figure": "code", f"{result.name}, step {result.step}": "number"}
-        rows, note = list(result.intervals.items()), f"{len(result.problems)} held-out problems."
+        rows, note = list(result.intervals.items()), f"{len(result.with_figures.problems)} held-out problems."
     rows = [(*row, _meaning(str(row[0]))) for row in rows]
     return table("held_out", "Held-out problems", {**columns, "Meaning": "text"}, rows, note)
 
@@ -172,24 +172,21 @@ def _bars(axes: "Axes", labels: Iterable[str], columns: list[tuple[Any, Any]], w
 
 
 def _shares(counts: Any) -> Any:
-    return 100 * counts / counts.sum()
+    return 100 * counts / max(1, counts.sum())
 
 
 def _solve_rates(judged: Judged, figure: "Figure") -> None:
     k = max(result.num_samples for result in judged.values())
-    if k:
-        axes = figure.subplots()
-        solved = [[problem.num_solved for problem in result.problems] for result in judged.values()]
-        _bars(axes, judged, [(np.arange(k + 1), _shares(np.bincount(found, minlength=k + 1))) for found in solved])
-        tidy(axes, x=f"of {k} sampled answers solved", y="% of problems")
+    axes = figure.subplots()
+    solved = [[problem.num_solved for problem in result.problems if problem.scored] for result in judged.values()]
+    _bars(axes, judged, [(np.arange(k + 1), _shares(np.bincount(found, minlength=k + 1))) for found in solved])
+    tidy(axes, x=f"of {k} sampled answers solved", y="% of problems")
 
 
 def _lengths(judged: Judged, figure: "Figure") -> None:
     lengths = [
         [answer.num_tokens for problem in result.problems for answer in problem.samples] for result in judged.values()
     ]
-    if not all(lengths):
-        return
     axes = figure.subplots()
     low, high = min(map(min, lengths)), max(map(max, lengths))
     step = max(1, -(-(high - low + 1) // MOST_BARS))

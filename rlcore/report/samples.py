@@ -30,15 +30,16 @@ _KINDS: Mapping[tuple[bool, bool], tuple[str, Tone]] = {
 
 
 def samples_of(record: RunRecord) -> Samples:
-    """Answers to the same problems: newly solved, lost, unsolved and solved ones, the first of each by id."""
+    """Scored answers to the same problems: newly solved, lost, unsolved and solved ones, the first of each by id."""
     if record.before is None or record.after is None:
         return ()
     later = {problem.prompt_id: problem for problem in record.after.problems}
     kinds: dict[str, list[SamplePair]] = {kind: [] for kind, _ in _KINDS.values()}
     for problem in sorted(record.before.problems, key=lambda problem: problem.prompt_id):
-        other = later.get(problem.prompt_id)
+        if (other := later.get(problem.prompt_id)) is None:
+            continue
         was, became = _shown(problem), _shown(other)
-        if other is None or was is None or became is None:
+        if was.failure is not None or became.failure is not None:
             continue
         kind, tone = _KINDS[was.solved, became.solved]
         if len(kinds[kind]) < SAMPLES_OF_A_KIND:
@@ -48,14 +49,17 @@ def samples_of(record: RunRecord) -> Samples:
     return tuple(pair for pairs in kinds.values() for pair in pairs)
 
 
-def _shown(problem: ProblemResult | None) -> Answer | None:
+def _shown(problem: ProblemResult) -> Answer:
     """The greedy answer, else the first sample: not the best one."""
-    return None if problem is None else problem.greedy or next(iter(problem.samples), None)
+    return problem.greedy or problem.samples[0]
+
+
+def _score(answer: Answer) -> float | None:
+    return answer.score if answer.failure is None else None
 
 
 def _solved(problem: ProblemResult) -> str:
-    count = len(problem.samples)
-    return f"{problem.num_solved} of {count} samples right" if count else ""
+    return f"{problem.num_solved} of {len(problem.scored)}"
 
 
 def truth_text(ground_truth_json: str) -> str:
@@ -75,8 +79,8 @@ def truth_text(ground_truth_json: str) -> str:
 
 
 def answer_rows(run_dir: Path, most: int) -> list[dict[str, JsonValue]]:
-    """The newest validation's problems, by id: prompt, answer (greedy, else the first sample), its score and parts, and
-    how many samples are right; the score before training beside it where that is known.
+    """The newest validation's problems, by id: prompt, answer (greedy, else the first sample), its score (None with the
+    reason where it has none) and parts, and how many samples are right; beside it the score before training, if known.
 
     Raises:
         DataError: the folder holds no run.
@@ -88,19 +92,20 @@ def answer_rows(run_dir: Path, most: int) -> list[dict[str, JsonValue]]:
     before = {} if record.before is None else {problem.prompt_id: problem for problem in record.before.problems}
     rows: list[dict[str, JsonValue]] = []
     for problem in sorted(newest.problems, key=lambda problem: problem.prompt_id)[:most]:
-        answer, earlier = _shown(problem), _shown(before.get(problem.prompt_id))
+        answer, earlier = _shown(problem), before.get(problem.prompt_id)
         rows.append(
             {
                 "step": newest.step,
                 "problem": problem.prompt_id,
                 "prompt": problem.prompt_text,
                 "truth": truth_text(problem.ground_truth_json),
-                "answer": None if answer is None else answer.text,
-                "score": None if answer is None else answer.score,
-                "parts": None if answer is None else numbers.score_parts(answer.parts),
-                "logprob": None if answer is None else answer.logprob,
-                "samples right": f"{problem.num_solved} of {len(problem.samples)}",
-                "score before": None if earlier is None else earlier.score,
+                "answer": answer.text,
+                "score": _score(answer),
+                "parts": numbers.score_parts(answer.parts),
+                "logprob": answer.logprob,
+                "samples right": _solved(problem),
+                "score before": None if earlier is None else _score(_shown(earlier)),
+                "failure": answer.failure,
             }
         )
     return rows
@@ -152,7 +157,8 @@ def _browser_data(results: Sequence[ValidationResult], max_problems: int) -> tup
     def told(answer: Answer) -> dict[str, JsonValue]:
         return {
             "text": number(answer.text),
-            "score": answer.score,
+            "score": _score(answer),
+            "failure": answer.failure,
             "parts": dict(answer.parts),
             "tokens": answer.num_tokens,
             "cut": answer.finish_reason == "length",
@@ -164,10 +170,15 @@ def _browser_data(results: Sequence[ValidationResult], max_problems: int) -> tup
         if problem is None:
             return None
         greedy = None if problem.greedy is None else told(problem.greedy)
-        return {"score": _score(problem), "greedy": greedy, "samples": [told(answer) for answer in problem.samples]}
+        score = problem.mean_score if problem.scored else None
+        return {"score": score, "greedy": greedy, "samples": [told(answer) for answer in problem.samples]}
+
+    def scores(seen: Mapping[int, ProblemResult]) -> list[float]:
+        return [problem.mean_score for problem in seen.values() if problem.scored]
 
     def change(seen: Mapping[int, ProblemResult]) -> float:
-        return _score(seen[max(seen)]) - _score(seen[min(seen)])
+        found = scores(seen) or [0.0]
+        return found[-1] - found[0]
 
     problems: list[JsonValue] = [
         {
@@ -175,8 +186,8 @@ def _browser_data(results: Sequence[ValidationResult], max_problems: int) -> tup
             "difficulty": seen[min(seen)].difficulty,
             "prompt": number(seen[min(seen)].prompt_text),
             "truth": number(truth_text(seen[min(seen)].ground_truth_json)),
-            "first": _score(seen[min(seen)]),
-            "last": _score(seen[max(seen)]),
+            "first": next(iter(scores(seen)), None),
+            "last": next(reversed(scores(seen)), None),
             "at": [judged(seen.get(index)) for index in range(len(results))],
         }
         for prompt_id, seen in sorted(answers.items(), key=lambda one: (-abs(change(one[1])), one[0]))[:max_problems]
@@ -187,7 +198,3 @@ def _browser_data(results: Sequence[ValidationResult], max_problems: int) -> tup
         "texts": list(texts),
     }
     return data, len(answers) - len(problems)
-
-
-def _score(problem: ProblemResult) -> float:
-    return problem.mean_score if problem.samples or problem.greedy is None else problem.greedy.score

@@ -10,6 +10,7 @@ import pytest
 
 import millrace
 from rlcore.errors import CheckpointError, ConfigError, DataError
+from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
 from rlcore.run.layout import RunLayout
 from rlcore.storage.publish import write_text_atomically
 from tests.notebook import NOTEBOOK, notebook
@@ -70,6 +71,19 @@ def written(run: millrace.Run) -> millrace.Run:
     """A run of which only its settings are on disk."""
     write_text_atomically(run.layout.settings_json, run.config.model_dump_json())
     return run
+
+
+def test_an_answer_without_a_score_has_none(tmp_path: Path) -> None:
+    config = millrace.compose(experiment="debug", root=tmp_path).config
+    run = millrace.Run(config, RunLayout.of(config))
+    failed = Answer("a", 0.0, {}, 1, "stop", failure="the judge was away")
+    problem = ProblemResult(3, 1, "p", "{}", None, (Answer("b", 1.0, {"correct": 1.0}, 1, "stop"), failed))
+    ValidationResult("after", 2, 2, "countdown", (problem,), config.validation.judging).write(
+        run.layout.validation / "after.json"
+    )
+    answers = run.answers()
+    assert answers["score"].mean() == 1.0
+    assert answers["failure"].isna().tolist() == [True, False]
 
 
 def test_a_setting_without_effect_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

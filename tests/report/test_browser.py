@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import pytest
 
@@ -191,6 +192,53 @@ def test_clicking_through_it(run_dir, page, tmp_path):
         tab.type(" no such words")
         assert ids() == []
         assert tab.texts("#detail") == ["No problem matches."]
+        assert tab.problems == []
+
+
+@pytest.fixture
+def unscored_page(run_dir, tmp_path):
+    """The scorer fails on all answers to problem 9 at step 40, and on those to problem 8 at every step."""
+    folder = shutil.copytree(run_dir, tmp_path / "unscored")
+    unscored = {"score": 0.0, "parts": {}, "failure": "the judge was away"}
+    for step, failed in ((0, (8,)), (20, (8,)), (40, (8, 9))):
+        result = result_at(folder, step)
+        problems = [
+            dataclasses.replace(
+                problem,
+                greedy=dataclasses.replace(problem.greedy, **unscored),
+                samples=tuple(dataclasses.replace(answer, **unscored) for answer in problem.samples),
+            )
+            if problem.prompt_id in failed
+            else problem
+            for problem in result.problems
+        ]
+        dataclasses.replace(result, problems=tuple(problems)).write(folder / "validation" / f"step-{step:06d}.json")
+    return build_sample_browser(folder)
+
+
+def test_where_the_scorer_failed_nothing_has_changed(run_dir, unscored_page):
+    problems = {problem["id"]: problem for problem in data_of(unscored_page)["problems"]}
+    scores = [result_at(run_dir, step).problems[9 - (step == 20)].mean_score for step in (0, 20)]
+    assert (problems[9]["first"], problems[9]["last"]) == tuple(scores)
+    assert (problems[8]["first"], problems[8]["last"]) == (None, None)
+    assert problems[9]["at"][2]["score"] is None
+    assert {answer["score"] for answer in problems[9]["at"][2]["samples"]} == {None}
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed: the page is not clicked through")
+def test_an_answer_without_a_score_is_neither_right_nor_wrong(unscored_page, tmp_path):
+    with open_tab(tmp_path / "profile") as tab:
+        tab.open(unscored_page)
+        tab.click('.item[data-key="9"]')
+        assert set(tab.texts("#answers .mark")) == {"no score"}
+        assert "the judge was away" in tab.texts("#answers .note")[0]
+        tab.click('.item[data-key="8"]')
+        assert "no score → no score" in tab.texts('.item[data-key="8"] .meta')[0]
+        for name in ("solved", "unsolved"):
+            tab.choose("#filter", name)
+            assert not tab.texts('.item[data-key="8"]')
+            assert not tab.texts('.item[data-key="9"]')
+            assert tab.texts(".item")
         assert tab.problems == []
 
 

@@ -23,11 +23,12 @@ from rlcore.report import numbers
 from rlcore.report.build import build_report, report_of, summary_markdown
 from rlcore.report.curves import ONE_UPDATE, charts, run_spans
 from rlcore.report.document import Cell, Column, Report, Table
+from rlcore.report.held_out import section_of
 from rlcore.report.measures import phase_table
 from rlcore.report.page import markdown_of
 from rlcore.report.plots import SETTINGS, gallery_of, legend
 from rlcore.report.record import RunRecord, read_run
-from rlcore.report.samples import answer_rows
+from rlcore.report.samples import answer_rows, samples_of
 from rlcore.report.settings import changed_keys, reproduce_command, settings_tables
 from rlcore.storage.publish import published_directory
 from rlcore.tracking.catalog import metric_docs
@@ -630,6 +631,33 @@ def test_answers_are_rows_of_a_table(grpo_run):
     assert (rows[0]["answer"], rows[0]["score"]) == (first.greedy.text, first.greedy.score)
     assert (rows[0]["prompt"], rows[0]["step"]) == (first.prompt_text, record.after.step)
     assert answer_rows(grpo_run.parent / grpo_run.name, 0) == []
+
+
+def test_answers_without_a_score_are_told_so_and_shown_as_neither_right_nor_wrong(tmp_path):
+    config = write_run(tmp_path, num_steps=2, num_problems=12, only=FEW)
+    file = tmp_path / "validation" / "after.json"
+    result = ValidationResult.read(file)
+    failed = [
+        replace(problem, greedy=unscored(problem.greedy), samples=tuple(map(unscored, problem.samples)))
+        for problem in result.problems[:8]
+    ]
+    replace(result, problems=(*failed, *result.problems[8:])).write(file)
+    record = read_run(tmp_path)
+    wanted = [problem.prompt_text for problem in result.problems[8:]]
+    assert [pair.prompt for pair in samples_of(record) if pair.prompt not in wanted] == []
+    assert samples_of(record)
+    rows = answer_rows(tmp_path, 12)
+    assert [row["score"] for row in rows[:8]] == [None] * 8
+    assert {row["failure"] for row in rows[:8]} == {"the judge was away"}
+    assert {row["samples right"] for row in rows[:8]} == {"0 of 0"}
+    assert None not in [row["score before"] for row in rows]
+    alone = record_of({}, validations={"after": record.after}, config=config)
+    (held_out,) = [found for found in section_of(alone, lambda charts: None).blocks if found.name == "held_out"]
+    assert held_out.note == "4 held-out problems."
+
+
+def unscored(answer):
+    return replace(answer, score=0.0, parts={}, failure="the judge was away")
 
 
 # ---------------------------------------------------------------- the supervised stage
