@@ -1,7 +1,7 @@
 """Several runs in one report: settings that differ, curves over one another, figures with intervals, costs, seeds."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from scipy.special import stdtrit
 
 from rlcore.config.fingerprint import fingerprint
-from rlcore.config.problems import plain_text
+from rlcore.config.problems import masked, plain_text
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Comparison, compare
 from rlcore.evaluation.stats import Interval
@@ -42,33 +42,46 @@ GRID_POINTS = 120
 
 MOST_KEYS_IN_A_LABEL = 2
 
+CODE = "code"
+"""A run's stage of that name (`Lineage`) has the fingerprint of the code that its settings name."""
+
 Runs = Mapping[str, RunRecord]
 """Runs by what they are called: by id, or by folder where two have the same id."""
 Groups = Mapping[str, Sequence[RunRecord]]
-"""Runs that differ by their seed alone, by what tells them from the others."""
+"""Runs of the same settings and code, whatever their seed, by what tells them from the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure over seeds. `mean` has the 95% interval of Student's t; its ends are the mean for a single run."""
+    """A figure over seeds. `mean` has the 95% interval of Student's t; its ends are the mean for a single seed."""
 
     mean: Interval
     deviation: float
     lowest: float
     highest: float
-    num_runs: int
+    num_seeds: int
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, ...]]:
-    """Settings that are not the same in all runs, with each run's value (None where it has no such key)."""
-    found = [settings_of(run.config) for run in runs]
+    """Settings that are not the same in all runs, with each run's value (None where it has no such key); likewise
+    `code`, the fingerprint of the code that the settings name."""
+    found = [{**settings_of(run.config), CODE: _code_of(run)} for run in runs]
     keys = dict.fromkeys(key for settings in found for key in settings if key.partition(".")[0] not in LABELS)
     values = {key: tuple(settings.get(key) for settings in found) for key in keys}
-    return {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+    return {
+        key: tuple(masked(value) if isinstance(value, str) else value for value in row)
+        for key, row in values.items()
+        if any(value != row[0] for value in row)
+    }
+
+
+def _code_of(run: RunRecord) -> str | None:
+    stages = run.lineage.stages if run.lineage is not None else ()
+    return next((stage.fingerprint for stage in stages if stage.name == CODE), None)
 
 
 def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Runs put together that differ by their seed alone, in the order of their first run.
+    """Runs put together that differ by their seed at most, in the order of their first run.
 
     What tells groups apart is one or two settings, else their names, else their run ids.
     """
@@ -116,13 +129,17 @@ def band_of(curves: Sequence[Series]) -> pd.DataFrame:
 
 
 def _final_scores(group: Sequence[RunRecord]) -> dict[str, list[float]]:
-    """The last held-out figures of the runs that have them, by the statistic's name."""
-    found: dict[str, list[float]] = {}
+    """The last held-out figures by the statistic's name: one for each seed, the mean of its runs that have them."""
+    found: dict[str, dict[int, list[float]]] = {}
     for run in group:
         for statistic in run.core_statistics:
             if curve := run.held_out(statistic):
-                found.setdefault(statistic, []).append(curve[-1][1].value)
-    return found
+                found.setdefault(statistic, {}).setdefault(run.config.seed, []).append(curve[-1][1].value)
+    return {statistic: [float(np.mean(each)) for each in by_seed.values()] for statistic, by_seed in found.items()}
+
+
+def _num_seeds(runs: Iterable[RunRecord]) -> int:
+    return len({run.config.seed for run in runs})
 
 
 def _reward_of(group: Sequence[RunRecord]) -> Spread | None:
@@ -177,9 +194,10 @@ def _metric(name: str, run: RunRecord) -> Series | None:
 def _draw(groups: Groups, find: Find, totals: Find, x_label: str, unit: str, figure: "Figure") -> None:
     axes = figure.subplots()
     for place, (label, runs) in enumerate(groups.items()):
-        curves = [against(series, totals(run)) for run in runs if (series := find(run)) is not None]
+        found = [(run, series) for run in runs if (series := find(run)) is not None]
+        curves, count = [against(series, totals(run)) for run, series in found], _num_seeds(run for run, _ in found)
         if curves:
-            seeds = f" ({len(curves)} seeds)" if len(curves) > 1 else ""
+            seeds = f" ({count} seeds)" if count > 1 else ""
             _plot_group(axes, curves, CYCLE[place % len(CYCLE)], label + seeds)
     tidy(axes, x=x_label, y=unit, steps=x_label == "training step")
 
@@ -220,7 +238,7 @@ def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: 
     folder = target or (root or folders[0].parent.parent) / "comparisons" / name
     how = "One line a run. Noisy curves are moving means."
     if len(groups) < len(runs):
-        how = "A line is the mean over seeds, its band goes from the lowest to the highest seed."
+        how = "A line is the mean over a setting's runs, its band goes from the lowest to the highest run."
     report = Report(
         genre="comparison",
         title=_title(groups),
@@ -247,15 +265,17 @@ def _title(groups: Groups) -> str:
     """Short enough for one line; the tiles have all labels."""
     names = list(dict.fromkeys(run.config.name for group in groups.values() for run in group))
     if len(groups) == 1:
-        return f"{names[0]}: {sum(map(len, groups.values()))} seeds"
+        (group,) = groups.values()
+        count = _num_seeds(group)
+        return f"{names[0]}: {count} seeds" if count > 1 else f"{names[0]}: {len(group)} runs of one seed"
     return f"{names[0]}: {len(groups)} settings" if len(names) == 1 else f"{names[0]} and {len(groups) - 1} more"
 
 
 def _tile(label: str, reward: Spread | None) -> Tile:
     if reward is None:
         return Tile(label, numbers.NOTHING, "no validation")
-    ends = f"{numbers.fixed(reward.lowest)} to {numbers.fixed(reward.highest)}, {reward.num_runs} seeds"
-    return Tile(label, numbers.fixed(reward.mean.value), ends if reward.num_runs > 1 else "1 seed")
+    ends = f"{numbers.fixed(reward.lowest)} to {numbers.fixed(reward.highest)}, {reward.num_seeds} seeds"
+    return Tile(label, numbers.fixed(reward.mean.value), ends if reward.num_seeds > 1 else "1 seed")
 
 
 def _best(groups: Groups) -> Finding:
@@ -272,7 +292,7 @@ def _best(groups: Groups) -> Finding:
     (first, best), (second, next_best), *_ = sorted(found.items(), key=lambda pair: -pair[1].mean.value)
     means = {label: asdict(spread.mean) for label, spread in found.items()}
     said = f"{first} has {numbers.fixed(best.mean.value)}, {second} {numbers.fixed(next_best.mean.value)}"
-    if min(best.num_runs, next_best.num_runs) < FEWEST_RUNS:
+    if min(best.num_seeds, next_best.num_seeds) < FEWEST_RUNS:
         text = f"{said}; with one seed of a setting nothing is said about the setting."
         return finding("one seed is too few", "watch", text, numbers=means)
     if best.lowest > next_best.highest:
@@ -322,7 +342,12 @@ def _run_table(runs: Runs, groups: Groups) -> Table:
 def _settings_table(runs: Runs) -> Table:
     differing = differing_settings(list(runs.values()))
     rows: list[Row] = [
-        (key, *(Cell(plain_text(each), each) for each in row), meaning(key)) for key, row in differing.items()
+        (
+            key,
+            *(Cell(plain_text(each), each) for each in row),
+            meaning(key) or "Fingerprint of the code that settings name",
+        )
+        for key, row in differing.items()
     ]
     note = "All other settings are the same; names, tags, paths and tracking are not compared."
     return table("settings", "Settings that differ",
@@ -371,9 +396,9 @@ def _seed_table(groups: Groups) -> Table:
     for label, group in groups.items():
         for statistic, values in _final_scores(group).items():
             found = spread_of(values)
-            mean, deviation = (found.mean, found.deviation) if found.num_runs > 1 else (found.mean.value, None)
-            rows.append((label, statistic, found.num_runs, mean, deviation, found.lowest, found.highest))
-    note = "Over runs that differ by their seed alone: mean with the 95% interval of Student's t over seeds."
+            mean, deviation = (found.mean, found.deviation) if found.num_seeds > 1 else (found.mean.value, None)
+            rows.append((label, statistic, found.num_seeds, mean, deviation, found.lowest, found.highest))
+    note = "Mean with the 95% interval of Student's t over seeds; several runs of a seed count as one, by their mean."
     return table("seeds", "Over seeds",
                  {"Setting": "text", "Figure": "code", "Seeds": "number", "Mean": "score", "Deviation": "score",
                   "Lowest": "score", "Highest": "score"}, rows, note)  # fmt: skip

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from rlcore.report.record import read_run
 from rlcore.report.series import series_of
 from rlcore.tracking.cost import ENERGY_WH, GPU_SECONDS
 from rlcore.tracking.journal import JOURNAL_FILE, Journal
+from rlcore.tracking.lineage import Lineage, Stage
 from tests.report.pages import parse
 from tests.report.runs import write_run
 
@@ -79,6 +81,35 @@ def test_seeds_are_put_together(run_dirs):
     ]
     assert list(groups_of([read_run(folder) for folder in run_dirs[:4]])) == ["optim.lr=0.0003", "optim.lr=1e-05"]
     assert list(groups) == ["lr3e-4-s1", "lr1e-5-s1", "ppo"]  # three by too many settings
+
+
+def test_runs_of_a_seed_are_one_seed(run_dirs, tmp_path):
+    again = [shutil.copytree(folder, tmp_path / "runs" / f"{folder.name}-again") for folder in run_dirs[:3:2]]
+    files = compare_runs([run_dirs[0], again[0], run_dirs[2], again[1]])
+    assert {row["Seeds"] for row in table(files, "seeds")} == {1}
+    assert finding(files, "Best setting")["verdict"] == "one seed is too few"
+    assert "2 seeds" not in files.html.read_text()
+    one = compare_runs([run_dirs[0], again[0]], target=tmp_path / "one")
+    assert json.loads(one.json.read_text())["title"] == "countdown_demo: 2 runs of one seed"
+
+
+def test_runs_with_other_code_are_no_seeds_of_each_other(run_dirs, tmp_path):
+    folders = [shutil.copytree(folder, tmp_path / "runs" / folder.name) for folder in run_dirs[:2]]
+    for folder, fingerprint in zip(folders, ("c0ffee", "decade"), strict=True):
+        Lineage((Stage("code", fingerprint, "code"),)).write(folder)
+    assert list(groups_of([read_run(folder) for folder in folders])) == ["code=c0ffee", "code=decade"]
+    (row,) = [row for row in table(compare_runs(folders), "settings") if row["Setting"] == "code"]
+    assert (row["lr3e-4-s1"], row["lr3e-4-s2"]) == ("c0ffee", "decade")
+
+
+def test_a_setting_that_differs_shows_no_password(run_dirs):
+    runs = [read_run(folder) for folder in run_dirs[:2]]
+    paths = ("http://me:SECRET@a", "http://me:SECRET@b")
+    runs = [
+        replace(run, config=run.config.model_copy(update={"model": run.config.model.model_copy(update={"path": path})}))
+        for run, path in zip(runs, paths, strict=True)
+    ]
+    assert differing_settings(runs)["model.path"] == ("http://me:***@a", "http://me:***@b")
 
 
 def test_figures_over_seeds(run_dirs, comparison):
