@@ -23,6 +23,7 @@ from flows.work.results import Export, Recorded, Report, models_digest, report_f
 from flows.work.stages import DIFF_FILE
 from rlcore.checkpoint.catalog import scan
 from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.config.problems import masked
 from rlcore.errors import is_stop
 from rlcore.run.inputs import RunInputs
 from rlcore.run.pass_rates import TABLE, planned_pass_rates
@@ -72,7 +73,8 @@ def log_start(page: Page, tags: Mapping[str, str], dataset: StageResult, filtere
     facts = {f"env.{name}": value for name, value in environment_facts().items()}
     store.set_tags(mlflow_run, {**facts, **tags, "code_fingerprint": code_of(config).fingerprint})
     store.log_params(mlflow_run, config.model_dump(mode="json"))
-    store.client.log_artifact(mlflow_run, str(layout.run_dir / "settings.yaml"), "config")
+    lines = (layout.run_dir / "settings.yaml").read_text(encoding="utf-8").split("\n")
+    store.client.log_text(mlflow_run, "\n".join(map(masked, lines)), "config/settings.yaml")
     store.client.log_artifacts(mlflow_run, str(layout.code), "lineage/code")
     if diff := code_diff():
         store.client.log_text(mlflow_run, diff, f"lineage/{DIFF_FILE}")

@@ -1,6 +1,7 @@
 """The report of a run: its key figures and sections; written as HTML, JSON and pictures."""
 
 import json
+import shlex
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from rlcore.config.problems import masked
 from rlcore.evaluation.result import Comparison
 from rlcore.report import curves, held_out, measures, numbers, page, samples
 from rlcore.report.document import Block, Cell, Prose, Report, Section, Table, Tile, cell, table
@@ -133,10 +135,11 @@ def _sections_of(record: RunRecord, figures: Path) -> tuple[Section, ...]:
 
 def _reproduce(record: RunRecord) -> Iterator[Block]:
     if record.lineage is not None and record.lineage.command:
-        yield from (Prose("As it was started:"), Prose(" ".join(record.lineage.command), is_code=True))
-    if (command := reproduce_command(record.config)) is not None:
+        command = shlex.join(map(masked, record.lineage.command))
+        yield from (Prose("As it was started:"), Prose(command, is_code=True))
+    if (complete := reproduce_command(record.config)) is not None:
         yield Prose("The same settings, complete, from this version of Millrace:")
-        yield Prose(command, is_code=True)
+        yield Prose(complete, is_code=True)
     else:
         yield Prose(
             "No command line of this version composes to these settings (a model path that is not on this machine "

@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.config.problems import masked
 from rlcore.errors import MillraceError
 from rlcore.storage.disk import BYTES_PER_GB
 from rlcore.storage.documents import read_document
@@ -60,7 +61,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The whole chain. `command` is the command line as typed, empty where it was not kept."""
+    """The whole chain. `command` is the command line as typed, empty where it was not kept; on disk it is `masked`."""
 
     stages: tuple[Stage, ...] = ()
     command: tuple[str, ...] = ()
@@ -70,7 +71,8 @@ class Lineage:
 
     def write(self, run_dir: Path) -> None:
         """Write the lineage into the run's folder."""
-        write_json_atomically(run_dir / LINEAGE_FILE, _LINEAGE.dump_python(self, mode="json"))
+        shown = replace(self, command=tuple(map(masked, self.command)))  # the file goes to MLflow too
+        write_json_atomically(run_dir / LINEAGE_FILE, _LINEAGE.dump_python(shown, mode="json"))
 
 
 _LINEAGE = TypeAdapter(Lineage)

@@ -20,6 +20,7 @@ def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
 ) -> None:
     monkeypatch.setattr(mlflow_record, "END_WAIT_S", 180.0)  # a busy machine takes long over a store's tables
     size = ["data.train_size=20", "data.validation_size=5", f"paths.root={artifacts_root}"]
+    size.append("tags.from='http://me:SECRET@host'")
     config = load_config(["experiment=debug", *size])
     rows, filtered = stages.make_dataset(config), stages.filter_rows(config)
     for error, status in ((ModelError("no such model"), "FAILED"), (StopRequestedError("told to end"), "KILLED")):
@@ -33,3 +34,7 @@ def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
         assert page.data.tags["code_fingerprint"] == code_of(config).fingerprint
         kept = client.list_artifacts(known.mlflow_run_id, "lineage/code/data")
         assert "lineage/code/data/countdown.py" in {file.path for file in kept}
+        settings = Path(client.download_artifacts(known.mlflow_run_id, "config/settings.yaml")).read_text()
+        assert "http://me:***@host" in settings
+        assert "SECRET" not in settings
+        assert "total_steps: 2\n" in settings

@@ -554,13 +554,21 @@ def test_other_groups_are_found_too(overrides):
     assert load_config(shlex.split(command)[2:]) == config
 
 
-def test_a_report_holds_no_password_of_an_address():
+def test_a_report_holds_no_password_of_an_address(tmp_path):
     config = load_config(["experiment=debug", "tracking.uri=http://me:SECRET@host"])
     command, tables = reproduce_command(config), repr(settings_tables(config))
     assert command is not None
     for text in (command, tables):
         assert "http://me:***@host" in text
         assert "SECRET" not in text
+    write_run(tmp_path, experiment="debug", num_steps=1, validate=False, only=FEW)
+    typed = ("millrace", "run", "tracking.uri=http://me:SECRET@host", "tags.why=two words")
+    Lineage(command=typed).write(tmp_path)
+    assert "SECRET" not in (tmp_path / "lineage.json").read_text()
+    (tmp_path / "lineage.json").write_text(json.dumps({"command": typed}))  # as earlier versions wrote it
+    words = page_of(build_report(tmp_path)).words
+    assert "'tracking.uri=http://me:***@host' 'tags.why=two words'" in words
+    assert "SECRET" not in words
 
 
 def test_settings_that_do_not_compose_here_are_named_so(tmp_path):
