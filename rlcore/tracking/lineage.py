@@ -116,17 +116,19 @@ class CodeRevision:
 
 
 def code_revision(folder: Path = SOURCE_FOLDER) -> CodeRevision | None:
-    """The git commit of the source; None outside a git checkout or without git."""
+    """The git commit of the source; None without git, or where no git repository has these files: an environment inside
+    a project's folder lies in that project's repository.
+    """
     commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
+    if commit is None or not _is_tracked(folder):
         return None
     changes = _git(folder, "status", "--porcelain") or ""
     return CodeRevision(commit.strip(), bool(changes.strip()))
 
 
 def code_diff(folder: Path = SOURCE_FOLDER) -> str:
-    """What the source has changed since its commit, as a patch; empty if nothing, or outside a git checkout."""
-    return _git(folder, "diff", "HEAD") or ""
+    """What files that git tracks have changed since the source's commit, as a patch; empty where there is no commit."""
+    return (_git(folder, "diff", "HEAD") or "") if _is_tracked(folder) else ""
 
 
 def environment_facts() -> dict[str, str]:
@@ -176,6 +178,10 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
+
+
+def _is_tracked(folder: Path) -> bool:
+    return _git(folder, "ls-files", "--error-unmatch", "rlcore") is not None
 
 
 def _user() -> str:
