@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -245,19 +246,24 @@ def gpu_facts() -> dict[str, str]:
         return {}
     facts = {"nvidia_driver": str(nvml.nvmlSystemGetDriverVersion())}
     return facts | {
-        f"gpu_{index}": f"{name}, {size / BYTES_PER_GB:.1f} GB" for index, (name, size) in enumerate(_gpus(nvml))
+        f"gpu_{index}": name if size is None else f"{name}, {size / BYTES_PER_GB:.1f} GB"
+        for index, (name, size) in enumerate(_gpus(nvml))
     }
 
 
-def _gpus(nvml: Any) -> Iterator[tuple[str, int]]:
+def _gpus(nvml: Any) -> Iterator[tuple[str, int | None]]:
     """Name and bytes of memory of each GPU; none without a driver."""
     for index in range(0 if nvml is None else nvml.nvmlDeviceGetCount()):
-        gpu = nvml.nvmlDeviceGetHandleByIndex(index)
-        yield str(nvml.nvmlDeviceGetName(gpu)), int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)
+        gpu, size = nvml.nvmlDeviceGetHandleByIndex(index), None
+        with suppress(nvml.NVMLError):  # a GPU that shares the host's memory has none of its own
+            size = int(nvml.nvmlDeviceGetMemoryInfo(gpu).total)
+        yield str(nvml.nvmlDeviceGetName(gpu)), size
 
 
-def first_gpu() -> tuple[str, int] | None:
-    """Name and bytes of memory of the host's first GPU; None where there is none. Allocates nothing on it."""
+def first_gpu() -> tuple[str, int | None] | None:
+    """Name and bytes of memory (None: not known) of the host's first GPU; None where there is none. Allocates nothing
+    on it.
+    """
     return next(_gpus(_start_nvml()), None)
 
 

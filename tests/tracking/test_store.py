@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlflow
 import pytest
@@ -16,7 +17,7 @@ from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import TrackingError
 from rlcore.tracking.connection import connect, explain, has_store, make_empty_store, prebuilt_store, resolve_uri
 from rlcore.tracking.delivery import ensure_mlflow_run, read_state
-from rlcore.tracking.lineage import code_diff, code_revision, environment_facts, lineage_tags
+from rlcore.tracking.lineage import code_diff, code_revision, environment_facts, first_gpu, gpu_facts, lineage_tags
 from rlcore.tracking.mlflow_store import PARENT_TAG, MlflowStore
 from rlcore.tracking.models import log_model, model_of, models_of, name_models
 from tests.tracking.reading import client_of, main_run, main_runs, points
@@ -217,6 +218,28 @@ def test_facts_of_the_environment():
     facts = environment_facts()
     assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"torch", "mlflow", "host"} <= facts.keys()
+
+
+def test_a_gpu_without_memory_of_its_own_is_named(monkeypatch: pytest.MonkeyPatch):
+    """NVML as it answers for a GPU whose memory is the host's: this machine has none."""
+
+    class NVMLError(Exception):
+        pass
+
+    def memory(gpu: int) -> None:
+        raise NVMLError("Not Supported")
+
+    answers: dict[str, object] = {
+        "nvmlInit": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "580.1",
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetName": lambda gpu: "NVIDIA GB10",
+        "nvmlDeviceGetMemoryInfo": memory,
+    }
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, **answers))  # type: ignore[arg-type]
+    assert gpu_facts() == {"nvidia_driver": "580.1", "gpu_0": "NVIDIA GB10"}
+    assert first_gpu() == ("NVIDIA GB10", None)
 
 
 # ------------------------------------------------------------------ bad input
