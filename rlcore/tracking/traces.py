@@ -10,6 +10,7 @@ own client of traces is called (MLflow 3.17), which raises.
 
 import base64
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -24,6 +25,8 @@ from rlcore.answers.store import LIGHT, TEXTS, steps_of, training_parts
 if TYPE_CHECKING:
     from mlflow.entities import Span, TraceInfo
 
+log = logging.getLogger(__name__)
+
 PREVIEW_CHARACTERS = 1_000
 """MLflow's limit for what its table shows of a prompt (here its end, where the question is) and of an answer."""
 
@@ -37,13 +40,22 @@ def parts_to_trace(answers: Path, done: int, per_step: int) -> Iterator[tuple[in
         per_step: answers of each step: the one with the highest score, the one with the lowest, and others evenly
             spread between them in the order of scores.
 
+    A part that is damaged has no answers; a warning names it.
+
     Raises:
-        OSError, pyarrow.ArrowException: a part cannot be read; it may have been deleted just now.
+        FileNotFoundError: a part was deleted just now.
     """
     for path in training_parts(answers):
         if steps_of(path)[1] > done:
-            table = pq.read_table(path, columns=[*LIGHT.names, *TEXTS.names], filters=[("step", ">", done)])
-            yield steps_of(path)[1], sample(table, per_step)
+            try:
+                table = pq.read_table(path, columns=[*LIGHT.names, *TEXTS.names], filters=[("step", ">", done)])
+                rows = sample(table, per_step)
+            except FileNotFoundError:
+                raise
+            except (OSError, ValueError, pa.ArrowException) as error:
+                log.warning("%s: cannot be read (%s). MLflow gets no traces of its answers.", path, error)
+                rows = []
+            yield steps_of(path)[1], rows
 
 
 def sample(table: pa.Table, per_step: int) -> list[dict[str, Any]]:

@@ -9,10 +9,10 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Trace
 
-from rlcore.answers.store import AnswerWriter
+from rlcore.answers.store import LIGHT, TEXTS, AnswerWriter, training_parts
 from rlcore.config import AnswersConfig, RunConfig
 from rlcore.tracking.delivery import change_state, read_state, sync_run
-from rlcore.tracking.traces import sample
+from rlcore.tracking.traces import parts_to_trace, sample
 from rlcore.tracking.tracker import Tracker
 from tests.answers.made import Made
 from tests.tracking.conftest import Server, held_port, wait_until
@@ -70,6 +70,19 @@ def test_the_best_and_the_worst_of_each_step_and_those_between() -> None:
     assert [row["score"] for row in sample(table, 2)] == [scores[0], None], "one that was not scored is the last"
     assert [row["score"] for row in sample(table, 4)] == [scores[0], scores[2], scores[5], None]
     assert len(sample(table, 99)) == table.num_rows
+
+
+def test_a_damaged_part_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = AnswerWriter(tmp_path, AnswersConfig())
+    for step in (1, 2):
+        writer.add(Made(step).of_step(step))
+        writer.begin_part()
+    writer.settle()
+    first, _ = training_parts(tmp_path)
+    first.write_bytes(first.read_bytes()[:-8])
+    found = dict(parts_to_trace(tmp_path, 0, 2))
+    assert found == {1: [], 2: sample(Made(2).of_step(2).select([*LIGHT.names, *TEXTS.names]), 2)}
+    assert f"{first}: cannot be read" in caplog.text
 
 
 @pytest.mark.slow
