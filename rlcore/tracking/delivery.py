@@ -146,7 +146,11 @@ class Delivery:
             TrackingConfig(uri=destination.uri, experiment=destination.experiment), Path(destination.artifact_root)
         )
         self._state = _of_store(read_state(run_dir), destination.uri)
-        self._journal_fd = os.open(run_dir / JOURNAL_FILE, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        journal = run_dir / JOURNAL_FILE
+        try:
+            self._journal_fd = os.open(journal, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise TrackingError(f"{journal}: is not there, so there is nothing to deliver. Put it back.") from error
         self._repeated = self._values_cut_off(history.cuts)
         self._refused: set[str] = set()
         self._takes_traces = True

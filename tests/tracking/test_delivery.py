@@ -142,6 +142,17 @@ def test_a_batch_that_was_sent_but_not_noted_is_sent_again_and_stays_single(begi
         assert points(client, main_run(client), name) == every
 
 
+def test_a_run_without_its_journal_is_not_delivered(begin: Begin, run_dir: Path, root: Path):
+    tracker = begin()
+    train(tracker, 1, 3)
+    tracker.finish("FINISHED")
+    (run_dir / "metrics.jsonl").unlink()
+    with pytest.raises(TrackingError, match=r"metrics\.jsonl: is not there"):
+        sync_run(run_dir)
+    assert not (run_dir / "metrics.jsonl").exists()
+    assert all_runs(client_of(root)) == []
+
+
 def test_a_lost_state_is_made_up_for_without_doubles(begin: Begin, run_dir: Path, root: Path):
     train(begin(), 1, 30)
     deliver(run_dir)
