@@ -7,6 +7,7 @@ a time. A process also outlives its trainer by a moment and can give the MLflow 
 
 import argparse
 import logging
+import math
 import os
 import signal
 import sys
@@ -33,6 +34,9 @@ MOST_DOUBLINGS = 16
 
 ORPHAN_GRACE_S = 30.0
 """Seconds in which the values of a trainer that is gone, and its status, can still be delivered."""
+
+LONGEST_ORPHAN_PAUSE_S = 5.0
+"""Seconds between two tries in that time, at most."""
 
 
 def carry(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
@@ -69,13 +73,14 @@ def carry(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
                 return
         if time.monotonic() > deadline:
             return
-        _wait(delivery, parent_pid, pause_s(every_s, num_failures), is_failing=num_failures > 0, hurry=gone)
+        pause = pause_s(every_s, num_failures, deadline - time.monotonic())
+        _wait(delivery, parent_pid, pause, is_failing=num_failures > 0, gone=gone)
 
 
-def _wait(delivery: Delivery, parent_pid: int, seconds: float, *, is_failing: bool, hurry: bool) -> None:
-    """Wait until the next turn is due: at once when the trainer ends."""
+def _wait(delivery: Delivery, parent_pid: int, seconds: float, *, is_failing: bool, gone: bool) -> None:
+    """Wait until the next turn is due: at once when the trainer ends, unless it is `gone` already."""
     until = time.monotonic() + seconds
-    ended = hurry
+    ended = gone
     while time.monotonic() < until:
         if not ended and (os.getppid() != parent_pid or delivery.has_ended()):
             ended = True
@@ -84,13 +89,18 @@ def _wait(delivery: Delivery, parent_pid: int, seconds: float, *, is_failing: bo
         time.sleep(POLL_S)
 
 
-def pause_s(every_s: float, num_failures: int) -> float:
+def pause_s(every_s: float, num_failures: int, left_s: float = math.inf) -> float:
     """Seconds from one turn to the next, after so many failures in a row: days of an outage are thousands.
+
+    `left_s`: seconds in which a trainer that is gone can still be delivered; infinite while it lives.
 
     >>> [pause_s(5.0, failures) for failures in (0, 1, 2, 9, 5_000)]
     [5.0, 10.0, 20.0, 60.0, 60.0]
+    >>> [pause_s(30.0, 3, left_s) for left_s in (29.5, 2.5, -0.1)]
+    [5.0, 2.5, 0.0]
     """
-    return min(LONGEST_PAUSE_S, every_s * 2.0 ** min(num_failures, MOST_DOUBLINGS))
+    longest = LONGEST_PAUSE_S if left_s == math.inf else min(LONGEST_ORPHAN_PAUSE_S, max(0.0, left_s))
+    return min(longest, every_s * 2.0 ** min(num_failures, MOST_DOUBLINGS))
 
 
 def main(arguments: list[str] | None = None) -> None:
