@@ -155,14 +155,16 @@ def _upload(client: "MlflowClient", model_id: str, path: Path) -> None:
 
 def models_of(client: "MlflowClient", experiment_id: str, run_id: str) -> "list[LoggedModel]":
     """All complete models of a run, oldest first."""
-    found: list[LoggedModel] = []
+    found = [model for model in _all_models(client, experiment_id, run_id) if str(model.status) == "READY"]
+    return sorted(found, key=lambda model: model.creation_timestamp)
+
+
+def _all_models(client: "MlflowClient", experiment_id: str, run_id: str) -> "Iterator[LoggedModel]":
     token: str | None = None
-    while True:
+    while token != "":
         page = client.search_logged_models([experiment_id], f"source_run_id = '{run_id}'", page_token=token)
-        found += [model for model in page if str(model.status) == "READY"]
-        token = page.token
-        if not token:
-            return sorted(found, key=lambda model: model.creation_timestamp)
+        yield from page
+        token = page.token or ""
 
 
 def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], registered: str | None) -> None:
@@ -253,7 +255,7 @@ def _garbage_of(client: "MlflowClient", run: "Run") -> "Iterator[Garbage]":
         model_of(version): f"it is {version.name} version {version.version} in the model registry"
         for version in client.search_model_versions(f"run_id = '{run_id}'")
     }
-    for model in client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run_id}'"):
+    for model in _all_models(client, run.info.experiment_id, run_id):
         model_id = str(model.model_id)
         files = _files(partial(client.list_logged_model_artifacts, model_id))
         yield _garbage(run, model_id, str(model.artifact_location), files, kept.get(model_id, ""))

@@ -19,7 +19,7 @@ from rlcore.tracking.connection import connect, explain, has_store, make_empty_s
 from rlcore.tracking.delivery import ensure_mlflow_run, read_state
 from rlcore.tracking.lineage import code_diff, code_revision, environment_facts, first_gpu, gpu_facts, lineage_tags
 from rlcore.tracking.mlflow_store import PARENT_TAG, MlflowStore
-from rlcore.tracking.models import log_model, model_of, models_of, name_models
+from rlcore.tracking.models import find_garbage, log_model, model_of, models_of, name_models
 from tests.tracking.reading import client_of, main_run, main_runs, points
 
 
@@ -240,6 +240,18 @@ def test_a_gpu_without_memory_of_its_own_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, **answers))  # type: ignore[arg-type]
     assert gpu_facts() == {"nvidia_driver": "580.1", "gpu_0": "NVIDIA GB10"}
     assert first_gpu() == ("NVIDIA GB10", None)
+
+
+def test_the_files_of_all_models_of_a_deleted_run_are_found(store: MlflowStore, run_id: str, tmp_path: Path):
+    experiment, weights = store.ensure_experiment(), tmp_path / "weights"
+    weights.write_text("weights")
+    for step in range(101):  # a page has 100, the newest first
+        model = store.client.create_logged_model(experiment, name=f"step-{step}", source_run_id=run_id)
+        if step == 0:
+            store.client.log_model_artifact(model.model_id, str(weights))
+            first = str(model.model_id)
+    store.client.delete_run(run_id)
+    assert [found.model_id for found in find_garbage(store.uri)] == [first]
 
 
 # ------------------------------------------------------------------ bad input
