@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import pandas as pd
+from scipy.special import stdtrit
 
 from rlcore.evaluation.stats import Interval
 
@@ -19,8 +20,6 @@ SMOOTHING_SHARE = 15
 
 FEWEST_STEPS = 10
 """Fewer steps than this in its last third say nothing about a trend."""
-
-_NORMAL_95 = 1.96
 
 
 def series_of(points: Iterable[tuple[int, float]]) -> Series | None:
@@ -86,8 +85,8 @@ def trend_of(series: Series) -> Interval | None:
     """Change of the least-squares line over the last third, from its first step to its last, with a 95% interval; None
     if that part is too short.
 
-    The interval is that of independent noise around the line. Each step has prompts of its own, so the noise is close
-    to independent.
+    The interval is Student's t of independent noise around the line. Each step has prompts of its own, so the noise is
+    close to independent.
     """
     part = last_third(series)
     if len(part) < FEWEST_STEPS:
@@ -95,5 +94,6 @@ def trend_of(series: Series) -> Interval | None:
     steps = part.index.to_numpy(dtype=float)
     (slope, _), covariance = np.polyfit(steps - steps.mean(), part.to_numpy(), 1, cov=True)
     length = float(steps[-1] - steps[0])
-    change, half = float(slope) * length, _NORMAL_95 * float(np.sqrt(covariance[0, 0])) * length
+    change = float(slope) * length
+    half = float(stdtrit(len(part) - 2, 0.975) * np.sqrt(covariance[0, 0])) * length
     return Interval(change, change - half, change + half)
