@@ -18,7 +18,7 @@ _SCIENTIFIC_BELOW = 1e-3
 
 
 def compact(value: float | None, digits: int = 4) -> str:
-    """A number with so many significant digits, thousands separated.
+    """A number with so many significant digits, or all of those before the point, thousands separated.
 
     >>> [compact(value) for value in (0.61234, 12345.6, 0.00009, 3.0, 1484883.0, 0.0)]
     ['0.6123', '12,346', '9e-5', '3', '1,484,883', '0']
@@ -39,10 +39,11 @@ def compact(value: float | None, digits: int = 4) -> str:
 def short(value: float) -> str:
     """A number for an axis or a tile: large ones in three digits.
 
-    >>> [short(value) for value in (0.25, 12345, 1500000, 3.1e9, 0.0002, -3)]
-    ['0.25', '12.3k', '1.5M', '3.1G', '2e-4', '-3']
+    >>> [short(value) for value in (0.25, 12345, 1500000, 3.1e9, 0.0002, -3, 9999.7, 999600)]
+    ['0.25', '12.3k', '1.5M', '3.1G', '2e-4', '-3', '10k', '1M']
     """
-    for limit, scale, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+    # Below a limit the number is rounded to less than 1,000 of its unit.
+    for limit, scale, letter in ((999.5e9, 1e12, "T"), (999.5e6, 1e9, "G"), (999.5e3, 1e6, "M"), (9_999.5, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / scale:.3g}{letter}"
     return _scientific(value, 1) if value and abs(value) < _SCIENTIFIC_BELOW else f"{value:.4g}"

@@ -59,6 +59,7 @@ def test_it_lies_beside_the_runs(run_dirs, comparison):
     assert comparison.html.parent.parent == run_dirs[0].parent.parent / "comparisons"
     again = compare_runs([*run_dirs[:4], run_dirs[0]])
     assert again == comparison
+    assert comparison.summary.split("\n")[2:4] == ["4 runs, 2 settings", ""]
 
 
 def test_only_what_differs_is_told(run_dirs, comparison):

@@ -22,7 +22,7 @@ from rlcore.evaluation.stats import Interval
 from rlcore.report import numbers
 from rlcore.report.build import build_report, report_of, summary_markdown
 from rlcore.report.curves import ONE_UPDATE, charts, run_spans
-from rlcore.report.document import Cell, Column, Report, Table
+from rlcore.report.document import Cell, Column, Report, Table, Tile
 from rlcore.report.held_out import section_of
 from rlcore.report.measures import phase_table
 from rlcore.report.page import markdown_of
@@ -296,7 +296,8 @@ def test_hostile_text_is_text_in_a_page(hostile_report):
 def test_hostile_text_is_text_in_markdown():
     """The summary goes into Prefect's and MLflow's pages, which render Markdown."""
     cell = Cell(HOSTILE[0] + HOSTILE[1])
-    report = Report("run report", HOSTILE[0], HOSTILE[1], HOSTILE[0], "", (), missing=HOSTILE)
+    tile = Tile(HOSTILE[1], HOSTILE[0], HOSTILE[1])
+    report = Report("run report", HOSTILE[0], HOSTILE[1], HOSTILE[0], "", (), tiles=(tile,), missing=HOSTILE)
     table = Table("t", HOSTILE[1], (Column(HOSTILE[0]), Column("b", "code")), ((cell, cell),), HOSTILE[0])
     text = markdown_of(report, [table])
     page = parse(MarkdownIt("commonmark", {"html": True}).enable("table").render(text))
@@ -309,7 +310,7 @@ def test_hostile_text_is_text_in_markdown():
     outside_code = re.sub(r"(`+) .*? \1|`[^`\n]*`", "", text)
     assert "http&#58;//evil" in outside_code
     assert "http://" not in outside_code
-    assert {len(row) for rows in page.tables.values() for row in rows} == {2}
+    assert [len(row) for rows in page.tables.values() for row in rows] == [3, 3, 2, 2], "no cell ends early"
 
 
 # ---------------------------------------------------------------- missing parts
