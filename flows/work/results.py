@@ -19,6 +19,7 @@ from rlcore.run.layout import RunLayout
 from rlcore.run.pass_rates import find_pass_rates
 from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
 from rlcore.storage.publish import write_json_atomically
+from rlcore.tracking.connection import resolve_uri
 from rlcore.user_code import code_of
 
 if TYPE_CHECKING:
@@ -364,8 +365,12 @@ def settings_text(config: RunConfig, layout: RunLayout) -> str:
 
 
 def anchored(config: RunConfig, layout: RunLayout) -> RunConfig:
-    """The settings with an absolute root: they may be read from another working directory."""
-    return config.model_copy(update={"paths": config.paths.model_copy(update={"root": str(layout.root)})})
+    """The settings with an absolute root and MLflow store: they may be read from another working directory."""
+    tracking = config.tracking
+    if tracking.uri is not None:
+        tracking = tracking.model_copy(update={"uri": resolve_uri(tracking, layout.root)})
+    paths = config.paths.model_copy(update={"root": str(layout.root)})
+    return config.model_copy(update={"paths": paths, "tracking": tracking})
 
 
 def finished(config: RunConfig, plan: "RunPlan") -> PipelineResult | None:

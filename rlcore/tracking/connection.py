@@ -51,7 +51,8 @@ CLIENT_ENVIRONMENT = {
 
 
 def resolve_uri(config: TrackingConfig, root: Path) -> str:
-    """The absolute tracking URI. A relative sqlite path would mean another file in each working directory.
+    """The absolute tracking URI. A relative path of sqlite begins at the working directory; the settings that a run
+    keeps have it absolute.
 
     >>> resolve_uri(TrackingConfig(), Path("/data/artifacts"))
     'sqlite:////data/artifacts/mlflow.db'

@@ -23,6 +23,7 @@ from flows.work.runs import all_runs, compare, named_run, named_runs
 from flows.work.stages import write_report
 from flows.work.status import status_of
 from rlcore.answers.query import Query, find_answers
+from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError, RunInUseError, StopRequestedError
 from rlcore.run.disk import GOES_ON, PAUSED
@@ -44,6 +45,19 @@ def layout(tmp_path: Path) -> RunLayout:
     layout.run_dir.mkdir(parents=True)
     layout.settings_json.write_text(settings_text(config, layout))
     return layout
+
+
+@pytest.mark.parametrize(
+    ("uri", "kept"), [("sqlite:///x.db", "sqlite:///{}/x.db"), ("http://a:1", "http://a:1"), (None, None)]
+)
+def test_the_settings_of_a_run_name_the_same_store_everywhere(
+    layout: RunLayout, uri: str | None, kept: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(layout.root)
+    config = load_config([f"paths.root={layout.root}"], experiment="debug")
+    config = config.model_copy(update={"tracking": config.tracking.model_copy(update={"uri": uri})})
+    written = RunConfig.model_validate_json(settings_text(config, layout))
+    assert written.tracking.uri == (kept and kept.format(layout.root))
 
 
 def begin(layout: RunLayout, *finish: str) -> None:
