@@ -130,7 +130,8 @@ class LineFile:
         self.close()
 
     def truncate(self, to_bytes: int) -> Path | None:
-        """Go back to the first `to_bytes` bytes. What is cut is kept beside, in `metrics.abandoned-<k>.jsonl`.
+        """Go back to the first `to_bytes` bytes. What is cut is kept beside, in `metrics.abandoned-<k>.jsonl`; lines
+        that found no room are dropped.
 
         The shortened journal is a new file put in the place of the old one, so that a reader that has the old one open
         reads on undisturbed.
@@ -146,6 +147,7 @@ class LineFile:
             self._write_pending()
             size = self.size_bytes
             if to_bytes == size:
+                self._pending.clear()
                 return None
             if to_bytes > size or _end_of_last_line(self.path, to_bytes) != to_bytes:
                 raise TrackingError(
@@ -166,6 +168,7 @@ class LineFile:
             shortened.replace(self.path)
             flush_to_disk(self.path.parent)
             self._fd = self._open()
+            self._pending.clear()
             return aside
 
 

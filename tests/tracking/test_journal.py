@@ -218,6 +218,28 @@ assert journal.sync() == Path(sys.argv[1]).stat().st_size
 """
 
 
+WENT_BACK = """
+import resource, signal, sys
+from pathlib import Path
+from rlcore.tracking.journal import Journal
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a write over the limit fails as on a full disk
+journal = Journal(Path(sys.argv[1]))
+journal.append_step(1, {"a": 1.0})
+saved = journal.sync()
+resource.setrlimit(resource.RLIMIT_FSIZE, (saved, resource.RLIM_INFINITY))
+journal.append_step(2, {"a": 2.0, "of the way that was left": 2.0})
+assert journal.truncate(saved) is None
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+journal.append_step(2, {"a": 3.0})
+"""
+
+
+def test_lines_that_found_no_room_are_not_written_after_going_back(path: Path):
+    subprocess.run([sys.executable, "-c", WENT_BACK, str(path)], check=True)
+    assert [record.metrics for record in read_journal(path)] == [{"a": 1.0}, {"a": 3.0}]
+
+
 def test_a_full_disk_costs_no_value_and_leaves_no_half_line(path: Path):
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
