@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +28,7 @@ from uuid import uuid4
 from pydantic import TypeAdapter
 
 from rlcore.config import RunConfig, TrackingConfig
-from rlcore.errors import DataError, TrackingError
+from rlcore.errors import DataError, MillraceError, TrackingError
 from rlcore.storage.documents import open_ordinary, read_document
 from rlcore.storage.locks import HeldLock
 from rlcore.storage.publish import remove_stale_temporaries, write_text_atomically
@@ -181,7 +181,8 @@ class Delivery:
         except Exception:
             # Perhaps the server cannot take so much at once before its time limit.
             self._batch_size = max(MIN_METRICS_PER_BATCH, self._batch_size // 2)
-            self._save(num_failures=self._state.num_failures + 1)
+            with suppress(MillraceError, OSError):  # what MLflow said matters more
+                self._save(num_failures=self._state.num_failures + 1)
             raise
         self._batch_size = min(MAX_METRICS_PER_BATCH, self._batch_size * 2)
 

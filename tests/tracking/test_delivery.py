@@ -142,6 +142,19 @@ def test_a_batch_that_was_sent_but_not_noted_is_sent_again_and_stays_single(begi
         assert points(client, main_run(client), name) == every
 
 
+def test_why_mlflow_refused_is_told_though_the_failure_cannot_be_noted(begin: Begin, run_dir: Path, root: Path):
+    tracker = begin()
+    train(tracker, 1, 1)
+    with delivery_of(run_dir) as delivery:
+        delivery.deliver()
+        client = client_of(root)
+        client.delete_run(main_run(client).info.run_id)
+        train(tracker, 2, 2)
+        (run_dir / "tracking.json").write_text("{")
+        with pytest.raises(Exception, match="must be in the 'active' state"):
+            delivery.deliver()
+
+
 def test_a_run_without_its_journal_is_not_delivered(begin: Begin, run_dir: Path, root: Path):
     tracker = begin()
     train(tracker, 1, 3)
