@@ -53,7 +53,8 @@ MOST_RUNS = 1_000
 """A search returns at most so many runs."""
 
 SUPERSEDED_TAG = "millrace.superseded_by"
-"""Tag of a run whose place another has taken, because its steps were taken back to before a shipped checkpoint."""
+"""Tag of a run whose place another has taken: it shows steps that the run has gone back on, from a damaged checkpoint,
+after an alarm, or where a power loss has taken the journal's end."""
 
 EXPERIMENT_KIND_TAG, TRAINING = "mlflow.experimentKind", "custom_model_development"
 """Tag of an experiment: with it MLflow shows runs, charts and models, and not the view for traces of agents."""
@@ -267,7 +268,9 @@ def search_run_ids(store: MlflowStore, query: str) -> list[str]:
             f"search {query!r}: MLflow does not take it: {explain(error, store.uri)}. A query reads like "
             "\"params.`optim.lr` = '0.001' and tags.task = 'countdown'\"."
         ) from error
-    return list(dict.fromkeys(run.data.tags[RUN_ID_TAG] for run in runs))
+    if runs.token:
+        log.warning("search %r: more than %d runs are found; the oldest %d are taken", query, MOST_RUNS, MOST_RUNS)
+    return list(dict.fromkeys(run.data.tags[RUN_ID_TAG] for run in runs if SUPERSEDED_TAG not in run.data.tags))
 
 
 def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOCAL_UI) -> str:

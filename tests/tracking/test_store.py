@@ -15,10 +15,11 @@ import pytest
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import TrackingError
+from rlcore.tracking import mlflow_store
 from rlcore.tracking.connection import connect, explain, has_store, make_empty_store, prebuilt_store, resolve_uri
 from rlcore.tracking.delivery import ensure_mlflow_run, read_state
 from rlcore.tracking.lineage import code_diff, code_revision, environment_facts, first_gpu, gpu_facts, lineage_tags
-from rlcore.tracking.mlflow_store import PARENT_TAG, MlflowStore
+from rlcore.tracking.mlflow_store import PARENT_TAG, SUPERSEDED_TAG, MlflowStore, search_run_ids
 from rlcore.tracking.models import find_garbage, log_model, model_of, models_of, name_models
 from tests.tracking.reading import client_of, main_run, main_runs, points
 
@@ -240,6 +241,17 @@ def test_a_gpu_without_memory_of_its_own_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, **answers))  # type: ignore[arg-type]
     assert gpu_facts() == {"nvidia_driver": "580.1", "gpu_0": "NVIDIA GB10"}
     assert first_gpu() == ("NVIDIA GB10", None)
+
+
+def test_a_search_finds_no_superseded_run_and_says_when_it_ends_early(
+    store: MlflowStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    for name, more in (("old", {SUPERSEDED_TAG: "x"}), ("one", {}), ("two", {})):
+        store.create_run(name, {"millrace.run_id": name, "stage": "train", **more})
+    assert search_run_ids(store, "") == ["one", "two"]
+    monkeypatch.setattr(mlflow_store, "MOST_RUNS", 2)
+    assert search_run_ids(store, "") == ["one"]
+    assert "more than 2 runs are found" in caplog.text
 
 
 def test_the_files_of_all_models_of_a_deleted_run_are_found(store: MlflowStore, run_id: str, tmp_path: Path):
