@@ -209,7 +209,7 @@ class TrackingConfig(Section):
     registered_model: str | None = Field(default=None, pattern=r"^[^/:]{1,200}$")
     """Name in MLflow's model registry under which both are put, with the aliases `best` and `last`. None: neither."""
     ship_every_s: float = Field(default=2.0, gt=0)
-    """Seconds between two deliveries of the background thread."""
+    """Seconds between two deliveries of the process beside the trainer."""
     traces_per_step: int = Field(default=0, ge=0)
     """Answers of each training step that MLflow gets as traces, once its chunk has ended: those with the highest and
     the lowest score, others evenly between. 0: none."""

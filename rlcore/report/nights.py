@@ -187,7 +187,7 @@ def write_page(name: str, nights: Sequence[Night], folder: Path) -> ReportFiles:
     report = Report(
         genre="regression",
         title=name,
-        subtitle=f"{len(nights)} nights, from {_date(nights[0])} to {_date(newest)}",
+        subtitle=f"{len(nights)} nights, {_date(nights[0])} to {_date(newest)}" if nights[1:] else _date(newest),
         state=newest.word,
         state_tone=tone,
         findings=(Finding("Last night", newest.word, tone, f"{newest.run_id}: {newest.text}.", RULE, {}),),

@@ -57,7 +57,7 @@ STATE_FILE = "tracking.json"
 """Name of the file with the state of the delivery in a run's folder."""
 
 FOLDER_FILE = "tracking.id"
-"""Name of the file with the folder's own id: it stays where the state is moved away."""
+"""Name of the file with the folder's own id: apart from `tracking.json`, so that moving that file away keeps the id."""
 
 FORMAT_VERSION = 1
 """Version of the format of `tracking.json`; files of another one are refused."""

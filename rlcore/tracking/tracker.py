@@ -112,8 +112,8 @@ class Companion:
 class Tracker:
     """The journal of a run and, beside it, the process that delivers it to MLflow.
 
-    Every call returns at once: values go to a local file. A trainer calls, in this order, `resume_at` (with 0, 0 on a
-    fresh start), then `log_step` and `log_event`, at each checkpoint `journal_bytes` (which it stores in the
+    Values go to a local file: only `finish` waits for MLflow. A trainer calls, in this order, `resume_at` (with 0, 0 on
+    a fresh start), then `log_step` and `log_event`, at each checkpoint `journal_bytes` (which it stores in the
     checkpoint), after publishing it `commit`, and in the end `finish`. Lines logged between `journal_bytes` and
     `commit` are not the checkpoint's: they are cut off by a resume from it.
     """

@@ -336,7 +336,7 @@ def test_nothing_but_settings(tmp_path):
     words = page_of(files).words
     assert "metrics.jsonl is not there" in words
     assert "No lineage.json and no inputs.json" in words
-    assert "Not measured in this run: Reward" in words
+    assert "Not measured: Reward" in words
     assert "step 0 of 2" in words
 
 
