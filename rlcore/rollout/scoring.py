@@ -206,7 +206,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
         self._workers: list[ScoringProcess] = []
         self._failed_starts = 0
         self._first_call = True
-        """Whether processes call the scorer on an empty answer first; not once it has failed to come back from that."""
+        """Whether processes call the scorer on an empty answer first; not once it has hung in that, or has twice taken
+        its process down before the same answer."""
         self._failure: EngineError | None = None
         self._thread: threading.Thread | None = None
         if config.num_processes:
@@ -367,30 +368,36 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
                 text = "scorer %s overran %s.deadline_s=%g, the answer has no score: %.200r"
                 log.warning(text, self._scorer, self._section, limit, answer.response)
             answer.job.put(answer.index, _unscored(self._last_failure))
+        elif worker.answers:
+            self._leave_out_first_calls("it took too long")
         self._remove(worker, "it took too long")
 
     def _replace_ended(self, worker: ScoringProcess, why: str) -> None:
         """Replace a process that ended by itself.
 
         The first time its answer is tried again, since it may have been killed from outside; the second time the answer
-        counts as an error.
+        counts as an error, or there are no more first calls if it was in one.
         """
-        if worker.answers and worker.warm:
+        if worker.answers:
             answer = worker.answers[0]
             answer.num_deaths += 1
-            if answer.num_deaths > 1:
+            if answer.num_deaths > 1 and worker.warm:
                 worker.answers.popleft()
                 answer.job.put(answer.index, self._error(f"its process ended ({why})", answer.response))
+            elif answer.num_deaths > 1:
+                answer.num_deaths = 0
+                self._leave_out_first_calls(why)
         self._remove(worker, why)
+
+    def _leave_out_first_calls(self, why: str) -> None:
+        log.warning("scorer %s did not come back from its first call, on an empty answer: %s", self._scorer, why)
+        self._first_call = False
 
     def _remove(self, worker: ScoringProcess, why: str) -> None:
         with self._lock:
             self._queue.extendleft(reversed(worker.answers))
         self._workers.remove(worker)
         worker.kill()
-        if worker.answers and not worker.warm:
-            log.warning("scorer %s did not come back from its first call, on an empty answer: %s", self._scorer, why)
-            self._first_call = False
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= _MAX_FAILED_STARTS:

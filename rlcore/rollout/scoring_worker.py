@@ -23,7 +23,7 @@ from typing import Any
 from rlcore import stacks, user_code
 from rlcore.score import Score, Scorer
 
-# Beyond the deadlines of all its answers and of the first call (120 s): the parent, which kills sooner, is gone then.
+# Beyond the deadlines of all its answers and of a first call (120 s): the parent, which kills sooner, is gone then.
 _ORPHAN_GRACE_S = 150.0
 _PR_SET_PDEATHSIG = 1
 JUDGE_VARIABLE = "MILLRACE_JUDGE"
@@ -79,10 +79,12 @@ def serve(
     warm: set[object] = set()
     for line in connection.makefile("rb"):
         answers = json.loads(line)
+        longest_s = len(answers) * deadline_s + _ORPHAN_GRACE_S
         # A C thread that needs no interpreter lock ends this process if it hangs after its parent was killed.
-        faulthandler.dump_traceback_later(len(answers) * deadline_s + _ORPHAN_GRACE_S, exit=True)
+        faulthandler.dump_traceback_later(longest_s, exit=True)
         for response, ground_truth_json in answers:
             if first_call and (part := _part_of(ground_truth_json)) not in warm:
+                faulthandler.dump_traceback_later(longest_s, exit=True)  # each first call has the time of a start
                 connection.sendall(as_line({"warm": False}))
                 _result(scorer, "", ground_truth_json, weights)
                 connection.sendall(as_line({"warm": True}))

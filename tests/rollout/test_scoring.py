@@ -1,9 +1,11 @@
 """The scoring pool: order, deadlines, replaced processes, counts."""
 
+import faulthandler
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +17,7 @@ import pytest
 
 from rlcore.config import RewardConfig
 from rlcore.errors import ConfigError, EngineError
-from rlcore.rollout import scoring
+from rlcore.rollout import scoring, scoring_worker
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.score import Score
 
@@ -101,6 +103,41 @@ def test_what_a_scorer_imports_at_its_first_call_is_no_answers_time(tmp_path, mo
     with ScoringPool("lazy:score", RewardConfig(num_processes=2, deadline_s=1)) as pool:
         assert pool.score(["yes", "no"] * 5, ["{}"] * 10) == [Score(1.0, {}), Score(0.0, {})] * 5
         assert pool.unscored == (0, "")
+
+
+def test_a_process_killed_once_in_its_first_call_leaves_the_others_theirs(tmp_path, monkeypatch):
+    """By the kernel, for example: every later process paid its imports under the deadline of its first answer."""
+    (tmp_path / "slow_to_load.py").write_text("import time\ntime.sleep(2)\nRIGHT = 'yes'\n")
+    (tmp_path / "killed_once.py").write_text(
+        "import os\nfrom pathlib import Path\n\n\ndef score(text, truth):\n"
+        f"    killed = Path({str(tmp_path / 'killed')!r})\n"
+        "    if not killed.exists():\n        killed.touch()\n        os.kill(os.getpid(), 9)\n"
+        "    from slow_to_load import RIGHT\n    return float(text == RIGHT)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with ScoringPool("killed_once:score", RewardConfig(num_processes=1, deadline_s=1)) as pool:
+        assert pool.score(["yes", "no"] * 2, ["{}"] * 4) == [Score(1.0, {}), Score(0.0, {})] * 2
+        assert pool.unscored == (0, "")
+    assert (tmp_path / "killed").exists()
+
+
+def test_each_first_call_of_a_message_has_the_time_of_a_start(monkeypatch):
+    """In a mixture each part has one; together they had the time of one, after which the process ended itself."""
+    begun = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: begun.append("timer"))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: None)
+
+    def score(response, truth):
+        begun.append(response)
+        return 1.0
+
+    ours, theirs = socket.socketpair()
+    truths = [json.dumps({"scorer": part}) for part in "aab"]
+    with ours, theirs:
+        ours.sendall(scoring_worker.as_line(list(zip("xyz", truths, strict=True))))
+        ours.shutdown(socket.SHUT_WR)
+        scoring_worker.serve(theirs, score, 1.0, first_call=True, weights={})
+    assert begun == ["timer", "timer", "", "x", "y", "timer", "", "z"]
 
 
 @pytest.mark.parametrize("how", ["hang", "exit"])
