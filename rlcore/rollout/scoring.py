@@ -45,6 +45,8 @@ _START_DEADLINE_S = 120.0
 """For importing a scorer's module, and what its first call imports, on a busy machine."""
 _SEND_DEADLINE_S = 10.0
 """An idle process reads answers at once; one that does not (stopped from outside) would hold up the pool."""
+_LONGEST_WAIT_S = 1.0
+"""The pool looks at the clock as often while processes are busy, and so sees when it stood still itself."""
 
 
 @dataclass(slots=True)
@@ -326,11 +328,16 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
     def _wait_for_events(self) -> None:
         """Wait for a result, a deadline or `_wake`, and handle it."""
         busy = [worker.overdue_at for worker in self._workers if not worker.is_idle]
-        timeout = max(0.0, min(busy) - time.monotonic()) if busy else None
+        began = time.monotonic()
+        timeout = min(max(0.0, min(busy) - began), _LONGEST_WAIT_S) if busy else None
         ready = set(wait([self._woken, *(worker.socket for worker in self._workers)], timeout))
         if self._woken in ready:
             self._woken.recv(4_096)
         now = time.monotonic()
+        # After a longer wait this process stood still, and probably all of the job with it: a paused container.
+        if timeout is not None and now - began - timeout > _LONGEST_WAIT_S:
+            for worker in self._workers:
+                worker.overdue_at += now - began - timeout
         for worker in list(self._workers):
             if worker.socket in ready:
                 self._read_results(worker)

@@ -162,6 +162,27 @@ def test_a_process_killed_from_outside_is_replaced_and_costs_no_answer():
         assert (pool.timeouts, pool.errors) == (0, 0)
 
 
+def test_while_the_whole_job_stands_still_no_answer_grows_overdue(tmp_path, monkeypatch):
+    """`docker pause`: the clock goes on, the processes do not. A jump of the pool's clock stands for it."""
+    stood_still, wait = [0.0], scoring.wait
+    monkeypatch.setattr(scoring, "time", types.SimpleNamespace(monotonic=lambda: time.monotonic() + stood_still[0]))
+
+    def pausing(sources, timeout=None):
+        ready = wait(sources, timeout)
+        (worker,) = pool._workers
+        if worker.answers and worker.warm and not ready and not stood_still[0]:
+            stood_still[0] = 1_000.0
+            (tmp_path / "go on").touch()
+        return ready
+
+    monkeypatch.setattr(scoring, "wait", pausing)
+    name = "tests.rollout.odd_scorers:waits_for_a_file"
+    with ScoringPool(name, RewardConfig(num_processes=1, deadline_s=30)) as pool:
+        assert pool.score([str(tmp_path / "go on")], ["{}"]) == [Score(1.0, {})]
+        assert pool.unscored == (0, "")
+    assert stood_still[0]
+
+
 def test_an_idle_process_that_is_stopped_from_outside_holds_up_nobody(monkeypatch):
     """More answers than the socket holds: the pool waited for ever, to send, then with no process to hear from."""
     monkeypatch.setattr(scoring, "_SEND_DEADLINE_S", 0.5)
