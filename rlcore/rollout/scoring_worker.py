@@ -64,12 +64,13 @@ def score_one(
         if missing := [name for name in weights if name not in parts]:
             raise ValueError(f"reward.weights names {', '.join(missing)}; this score has {', '.join(sorted(parts))}")
         total = math.fsum(weight * parts[name] for name, weight in weights.items())
-    return Score(total, parts, None if found.said is None else str(found.said))
+    # A scorer that reads JSON or escapes finds lone surrogates in a model's text; they have no UTF-8.
+    return Score(total, parts, None if found.said is None else str(found.said).encode("utf-8", "replace").decode())
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line."""
-    return f"{type(error).__name__}: {error}"[:500]
+    """An exception in one line, without what a terminal would act on: it may quote what a model wrote."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in f"{type(error).__name__}: {error}"[:500])
 
 
 def serve(

@@ -37,6 +37,10 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
         return Score(float(os.getpid()), {})
     if response == "says much":
         return Score(1.0, {}, said="two\nlines " * 30_000)
+    if response == "half a pair":
+        return Score(1.0, {}, said="\ud83d")
+    if response == "raise what it wrote":
+        raise ValueError("no number: \x1b[2J\ud83d\nrun finished")
     if response.startswith("slow"):
         time.sleep(0.02)
     assert isinstance(ground_truth["value"], int)

@@ -81,6 +81,15 @@ def test_in_process_an_answer_at_which_the_scorer_raises_has_no_score_and_is_cou
 
 
 @pytest.mark.parametrize("num_processes", [0, 1])
+def test_what_a_scorer_quotes_of_a_models_text_can_be_kept_and_shown(num_processes):
+    """Kept answers are UTF-8: a lone surrogate ended the run at every start. An error is one line of a log."""
+    with ScoringPool(ODD, RewardConfig(num_processes=num_processes)) as pool:
+        said, failed = pool.score(["half a pair", "raise what it wrote"], truths(2))
+        assert said == Score(1.0, {}, said="?")
+        assert failed.failure == pool.unscored[1] == r"ValueError: no number: \x1b[2J\ud83d\nrun finished"
+
+
+@pytest.mark.parametrize("num_processes", [0, 1])
 def test_a_plain_number_is_a_score_without_parts(num_processes):
     with ScoringPool("tests.rollout.odd_scorers:plain_number", RewardConfig(num_processes=num_processes)) as pool:
         assert pool.score(["one", "four"], truths(2)) == [Score(1.5, {}), Score(2.0, {})]
