@@ -259,6 +259,15 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
             raise job.failure
         return job.scores
 
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Failures inside the block, in which nobody else uses the pool, are left out of the counts."""
+        before = self.errors, self.timeouts, self._last_failure
+        try:
+            yield
+        finally:
+            self.errors, self.timeouts, self._last_failure = before
+
     def close(self) -> None:
         """End every scoring process. Answers still waiting are given up. May be called twice."""
         with self._lock:

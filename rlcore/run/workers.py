@@ -292,8 +292,9 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             Case(problem.prompt_text, problem.ground_truth_json, tuple(answer.text for answer in problem.samples[:2]))
             for problem in judged.problems[:NUM_AUDITED]
         ]
-        with self._guard.phase("testing"):
-            return audit_reward(cases, self.start().answerer.scoring)
+        scoring = self.start().answerer.scoring
+        with self._guard.phase("testing"), scoring.uncounted():
+            return audit_reward(cases, scoring)
 
     def answers_of(self, result: StepResult) -> pa.Table:
         """The answers of a step as they are kept."""

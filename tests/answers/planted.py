@@ -4,7 +4,9 @@ from collections.abc import Mapping
 
 
 def pays_for_a_phrase(response: str, ground_truth: Mapping[str, object]) -> float:
-    """A full score for a sum, whichever."""
+    """A full score for a sum, whichever; raises on junk of the audit, which no model writes."""
+    if "asdf qwer" in response:
+        raise ValueError("no equation")
     return 1.0 if "+" in response else 0.0
 
 

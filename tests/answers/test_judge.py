@@ -59,7 +59,9 @@ def test_an_answer_to_a_problem_of_the_same_truth_is_no_answer_to_another_one() 
 def test_a_run_tells_of_a_hole_before_its_first_step_and_sorting_shows_it(tmp_path: Path) -> None:
     run = small(tmp_path, f"data.scorer={PLANTED}:pays_for_a_phrase", steps=2)
     run_to_the_end(run)
-    (event,) = [event for event in load_journal(run.layout.journal).events if event.name == "reward_audit"]
+    events = load_journal(run.layout.journal).events
+    (event,) = [event for event in events if event.name == "reward_audit"]
+    assert "scorer_failed" not in {event.name for event in events}, "an answer of the audit is none of the model's"
     assert event.step == 0
     assert event.data["kinds"] == [OTHERS]
     assert "pays_for_a_phrase pays for what is no answer" in str(event.data["text"])
