@@ -420,6 +420,8 @@ class ScoringPool(contextlib.AbstractContextManager["ScoringPool"]):
                 raise EngineError(
                     f"data.scorer: the processes that score by {self._scorer} cannot be started ({why}). Try "
                     "reward.num_processes=0, which scores in the trainer's process"
+                    if self._section == "reward"
+                    else f"data.environment: the processes that play episodes cannot be started ({why})"
                 )
 
     def _fail_waiting(self, failure: EngineError) -> None:

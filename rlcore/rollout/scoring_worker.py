@@ -128,11 +128,11 @@ def main() -> None:
     """Entry point of the process."""
     stacks.register("scorer")
     _end_with_parent()
-    user_code.use_from_environment()
     descriptor, name, deadline_s, first_call, weights = sys.argv[1:6]
     connection = socket.socket(fileno=int(descriptor))
     try:
         try:
+            user_code.use_from_environment()
             scorer = resolve_scorer(name)
         except Exception as error:  # whatever importing the module raises; the parent reports it
             connection.sendall(as_line({"failed": describe(error)}))

@@ -15,9 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlcore import user_code
 from rlcore.config import RewardConfig
 from rlcore.errors import ConfigError, EngineError
 from rlcore.rollout import scoring, scoring_worker
+from rlcore.rollout.environment import PLAY
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.score import Score
 
@@ -312,6 +314,17 @@ def test_processes_that_cannot_start_end_in_a_clear_error(tmp_path, monkeypatch)
         pytest.raises(EngineError, match=r"cannot be started .*not in a child"),
     ):
         pool.score(["x"], ["{}"])
+
+
+def test_an_environment_whose_processes_cannot_start_is_told_by_its_own_key(tmp_path, monkeypatch):
+    (tmp_path / "manifest.json").write_text("{")  # of the run's code, as each process reads it
+    monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
+    told = r"^data\.environment: the processes that play episodes cannot be started \(.*JSONDecodeError: .*\)$"
+    with (
+        ScoringPool(PLAY, RewardConfig(num_processes=1), section="episode") as pool,
+        pytest.raises(EngineError, match=told),
+    ):
+        pool.score(["{}"], ["{}"])
 
 
 def test_answers_that_are_no_valid_unicode_or_a_megabyte_long_arrive_whole():
