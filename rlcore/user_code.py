@@ -6,6 +6,7 @@ function is theirs. File names start at that folder, so equal code has the same 
 from the text and nothing is executed; an import by a computed name is not found.
 
 A run keeps a copy, and all its processes import the copy: an edit of a file changes nothing in a run that goes on.
+Data files beside it are read where they lie.
 A scoring process imports this module, so pydantic, settings and storage load only where they are needed.
 """
 
@@ -13,8 +14,11 @@ import ast
 import hashlib
 import importlib.machinery
 import importlib.util
+import io
 import json
+import linecache
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +32,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from importlib.readers import FileReader
+
     from rlcore.config import RunConfig
 
 FOLDER_VARIABLE = "MILLRACE_CODE"
@@ -211,7 +217,7 @@ def _executed(tree: ast.AST) -> Iterator[ast.AST]:
     while waiting:
         node = waiting.pop()
         yield node
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        if isinstance(node, ast.If) and re.fullmatch(r"(\w+\.)*TYPE_CHECKING", ast.unparse(node.test)):
             waiting += node.orelse
         else:
             waiting += ast.iter_child_nodes(node)
@@ -258,6 +264,9 @@ class KeptSource(SourceLoader):
     def __init__(self, kept: Path, path: str) -> None:
         self.content = kept.read_bytes()
         self.path = path
+        # For what reads source by its path through linecache: torch.jit.script, inspect, tracebacks.
+        lines = [*io.StringIO(self.content.decode(errors="replace"), newline=None)]
+        linecache.cache[path] = len(self.content), None, lines, path
 
     def get_filename(self, fullname: str) -> str:
         """Path of the original file."""
@@ -266,6 +275,12 @@ class KeptSource(SourceLoader):
     def get_data(self, path: str) -> bytes:
         """Bytes of the copy, or of a data file beside the original."""
         return self.content if path == self.path else Path(path).read_bytes()
+
+    def get_resource_reader(self, fullname: str) -> "FileReader":
+        """For `importlib.resources`: data files beside the original."""
+        from importlib.readers import FileReader
+
+        return FileReader(self)
 
 
 class _Finder(MetaPathFinder):
@@ -287,13 +302,17 @@ _FINDER = _Finder()
 def use(folder: Path | None) -> None:
     """Import modules from the copy in `folder`, in this process and its children; None: from their original files.
 
-    Modules already imported with another text are removed from `sys.modules`, so their next import loads the copy.
+    Modules already imported with another text are removed from `sys.modules`, so their next import loads the copy. With
+    None those of the last copy stay imported.
     """
     loaders = {} if folder is None else _loaders(folder)
     imported = loaders.keys() & sys.modules.keys()
     if not all(_is_of(sys.modules[name], loaders[name]) for name in imported):
         for name in imported:  # modules of equal text too: they hold objects of the others
             del sys.modules[name]
+            package, _, member = name.rpartition(".")
+            if package in sys.modules:  # a folder without __init__.py, which stays and has the module as a member
+                vars(sys.modules[package]).pop(member, None)
     _FINDER.loaders = loaders
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)

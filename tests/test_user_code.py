@@ -13,6 +13,7 @@ from rlcore.config import RewardConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import DataError
 from rlcore.rollout.scoring import ScoringPool
+from rlcore.rollout.scoring_worker import resolve_scorer
 from rlcore.user_code import code_for, code_of, difference, kept_code, working_by
 
 FILES = {
@@ -23,11 +24,13 @@ FILES = {
     "their_kit/unused.py": "",
     "their_late.py": (
         "import json\nimport numpy\nfrom typing import TYPE_CHECKING\nfrom data.rows import Row\n"
-        "if TYPE_CHECKING:\n    import their_kit.unused\n"
+        "if TYPE_CHECKING:\n    import their_kit.unused\nif not TYPE_CHECKING:\n    import their_hidden\n"
     ),
+    "their_hidden.py": "",
     "numpy.txt": "",
 }
-COUNTED = ["their_kit/__init__.py", "their_kit/exact.py", "their_kit/weights.py", "their_late.py", "their_reward.py"]
+COUNTED = ["their_hidden.py", "their_kit/__init__.py", "their_kit/exact.py", "their_kit/weights.py", "their_late.py",
+           "their_reward.py"]  # fmt: skip
 
 
 def write(folder: Path) -> Path:
@@ -137,6 +140,37 @@ def test_a_module_of_another_run_is_imported_again(folder: Path, tmp_path: Path)
     for weight in ("0.25", "0.5", "0.25"):
         with working_by(tmp_path / weight), ScoringPool("their_reward:score", RewardConfig(num_processes=0)) as pool:
             assert [score.total for score in pool.score(["x"], ["{}"])] == [float(weight)]
+
+
+def test_a_module_in_a_folder_without_an_init_is_imported_again(folder: Path, tmp_path: Path) -> None:
+    """The folder stays imported, and had the old module as a member."""
+    (folder / "their_plain").mkdir()
+    (folder / "their_plain/reward.py").write_text(
+        "from their_plain import weights\n\ndef score(response, truth):\n    return weights.WEIGHT\n"
+    )
+    for weight in ("0.25", "0.5"):
+        (folder / "their_plain/weights.py").write_text(f"WEIGHT = {weight}\n")
+        importlib.invalidate_caches()
+        code_of(load_config(["experiment=debug", "data.scorer=their_plain.reward:score"])).keep(tmp_path / weight)
+    for weight in ("0.25", "0.5"):
+        with working_by(tmp_path / weight):
+            assert resolve_scorer("their_plain.reward:score")("x", {}) == float(weight)
+
+
+def test_code_that_reads_its_own_source_or_data_finds_those_of_the_run(folder: Path, tmp_path: Path) -> None:
+    """`torch.jit.script` compiled the edited text, and `importlib.resources` found no file."""
+    loss = "import inspect\nfrom importlib.resources import files\n\n\ndef loss():\n    return 'kept'\n"
+    read = "\n\nTEXT = inspect.getsource(loss)\nDATA = (files(__package__) / 'data.txt').read_text()\n"
+    (folder / "their_loss").mkdir()
+    (folder / "their_loss/__init__.py").write_text(loss + read)
+    (folder / "their_loss/data.txt").write_text("beside it")
+    own = {"algo.policy_loss": "their_loss:loss"}
+    code_of(config_of(**own)).keep(tmp_path / "code")
+    (folder / "their_loss/__init__.py").write_text(f"# a line more\n{loss}{read}".replace("kept", "edited"))
+    with working_by(tmp_path / "code"):
+        resolve_policy_loss("their_loss:loss")
+        module = sys.modules["their_loss"]
+        assert (module.TEXT, module.DATA) == ("def loss():\n    return 'kept'\n", "beside it")
 
 
 def test_what_is_kept_reads_back_and_damage_is_told(folder: Path, tmp_path: Path) -> None:

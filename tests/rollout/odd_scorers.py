@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from rlcore.score import Score
 
@@ -49,7 +50,7 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
 
 def waits_for_a_file(response: str, ground_truth: Mapping[str, object]) -> float:
     """1, as soon as the file that the answer names is there."""
-    while response and not os.path.exists(response):
+    while response and not Path(response).exists():
         time.sleep(0.01)
     return 1.0
 
