@@ -82,6 +82,14 @@ def test_in_process_an_answer_at_which_the_scorer_raises_has_no_score_and_is_cou
         assert (pool.timeouts, pool.errors) == (0, 4)
 
 
+@pytest.mark.parametrize("weights", [{}, {"length": 1.0}, {"total": 0.5, "length": 0.1}])
+def test_weights_of_parts_change_no_answers_being_right(weights):
+    """They made wrong answers solved, or right ones never."""
+    name = "tests.rollout.odd_scorers:right_if_short"
+    with ScoringPool(name, RewardConfig(weights=weights)) as pool:
+        assert [score.solved for score in pool.score(["yes", "no, not at all"], ["{}"] * 2)] == [True, False]
+
+
 @pytest.mark.parametrize("num_processes", [0, 1])
 def test_what_a_scorer_quotes_of_a_models_text_can_be_kept_and_shown(num_processes):
     """Kept answers are UTF-8: a lone surrogate ended the run at every start. An error is one line of a log."""
