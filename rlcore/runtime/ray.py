@@ -147,23 +147,21 @@ class RayGroup:
                 f"runtime.deadlines: the workers did not answer in {self.deadline_s:g} s and count as hung"
             ) from error
         except RayError as error:
-            found = self._cause(error, references)
+            found = self._cause(error)
             if not isinstance(found, RayTaskError):
                 raise _lost(found) from found
             if isinstance(found.cause, MillraceError):
                 raise found.cause from found
             raise found from None
 
-    def _cause(self, first: RayError, references: list[Any]) -> RayError:
+    def _cause(self, first: RayError) -> RayError:
         """The first error, or that of a dead rank: its peers fail too, in the collective that it has left."""
-        if isinstance(first, RayTaskError) and isinstance(first.cause, MillraceError):
+        if not isinstance(first, RayTaskError) or isinstance(first.cause, MillraceError):
             return first
-        ready, _ = ray.wait(references, num_returns=len(references), timeout=ALL_FAIL_WAIT_S)
-        for reference in ready:
+        alive = [actor.__ray_ready__.remote() for actor in self._actors]
+        for reference in ray.wait(alive, num_returns=len(alive), timeout=ALL_FAIL_WAIT_S)[0]:
             try:
                 ray.get(reference)
-            except RayTaskError:
-                continue
             except RayError as error:
                 return error
         return first

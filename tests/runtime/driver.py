@@ -19,9 +19,10 @@ import psutil
 import ray
 
 from rlcore import stacks
+from rlcore.config import RunConfig
 from rlcore.errors import StopRequestedError, WorkerLostError
 from rlcore.run.stop import StopFlag
-from rlcore.runtime.ray import RayGroup
+from rlcore.runtime.ray import RankProcess, RayGroup
 from rlcore.trainer.metrics import Metrics
 from rlcore.workers.worker import Worker
 from tests.small_run import SmallRun, prepare, train
@@ -81,6 +82,40 @@ def halt(group: RayGroup) -> None:
     group.deadline_s = 2.0
 
 
+class Parted:
+    """A rank without a model, whose collective fails when its peer is gone."""
+
+    stream = RankProcess.stream
+    process_id = Worker.process_id
+
+    def part(self, rank: int) -> Iterator[int]:
+        """Rank 0 fails after one item; rank 1 waits."""
+        while rank:
+            time.sleep(60)
+        yield 0
+        raise RuntimeError("connection closed by peer")
+
+
+class PartedGroup(RayGroup):
+    """Two such ranks."""
+
+    def _start_actors(self, config: RunConfig, model_directory: str) -> None:
+        self._actors = [ray.remote(Parted).remote() for _ in range(2)]
+
+
+def killed_in_a_stream(run: SmallRun) -> str:
+    """The error of a stream where rank 1 is killed, and that of rank 0 comes first."""
+    group = PartedGroup(run.config, str(run.model_directory))
+    try:
+        peer = group.each(Worker.process_id)[1]
+        group.stream(Parted.part, [(0,), (1,)], lambda rank, item: os.kill(peer, signal.SIGKILL))
+    except WorkerLostError as error:
+        return str(error)
+    finally:
+        group.close()
+    return ""
+
+
 def stopped_at_the_start(run: SmallRun) -> list[str]:
     """What comes of a SIGTERM while Ray starts, and of one while the actors load their models."""
     found = []
@@ -120,6 +155,7 @@ def main() -> None:
         "metrics": lambda: metrics_of(run),
         "private": lambda: private_cluster(run),
         "stop": lambda: stopped_at_the_start(run),
+        "stream": lambda: killed_in_a_stream(run),
         "faults": lambda: [error_after(run, harm) for harm in (kill, halt)],
     }
     Path(out).write_text(json.dumps(scenarios[scenario]()))

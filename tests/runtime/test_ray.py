@@ -135,6 +135,11 @@ def test_killed_and_stopped_workers_are_lost_workers(root: Path) -> None:
 
 
 @pytest.mark.lengthy
+def test_a_rank_killed_in_a_stream_is_the_cause_though_its_peers_error_comes_first(root: Path) -> None:
+    assert "died" in in_ray("stream", root)
+
+
+@pytest.mark.lengthy
 def test_a_stop_while_the_workers_start_is_heard(root: Path) -> None:
     """Ray takes SIGTERM for itself and ends its driver at one."""
     while_ray_starts, while_models_load = in_ray("stop", root)
