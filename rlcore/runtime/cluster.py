@@ -130,6 +130,16 @@ def _write_secret(path: Path) -> None:
             os.link(file.name, path)
 
 
+def numeric(address: str) -> str:
+    """The address as `ray start` notes its own, and as Ray compares it: localhost is 127.0.0.1 there.
+
+    >>> numeric("localhost:6379"), numeric("head.example:6379")
+    ('127.0.0.1:6379', 'head.example:6379')
+    """
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host.lower() == "localhost" else address
+
+
 def is_own_head(address: str) -> bool:
     """Whether the cluster at an address is that of `millrace up --ray`: `ray start` notes its own in the folder."""
     try:

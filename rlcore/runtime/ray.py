@@ -25,6 +25,7 @@ from rlcore.errors import HangError, HostMemoryError, MillraceError, StopRequest
 from rlcore.runtime.cluster import (
     is_own_head,
     loopback_environment,
+    numeric,
     ray_folder,
     remove_dead_sessions,
     remove_session,
@@ -226,11 +227,12 @@ def _lost(error: RayError) -> WorkerLostError:
 def start_ray(config: RunConfig) -> Path | None:
     """Connect to the cluster of `runtime.ray_address`, or start a private one, quiet and without telemetry.
 
-    The folder of the one that was started. A cluster of this machine alone listens on loopback alone.
+    Returns the session folder of a cluster that it started, else None. A cluster of this machine alone listens on
+    loopback alone.
     """
     if ray.is_initialized():
         return None
-    address = config.runtime.ray_address
+    address = None if config.runtime.ray_address is None else numeric(config.runtime.ray_address)
     if address is not None and (problem := unreachable(address)):
         raise WorkerLostError(problem)
     if address is None or is_own_head(address):
