@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
 from pathlib import Path
 
@@ -69,7 +70,8 @@ def all_reduce(num_ranks: int, backend: str) -> None:
     """Let the ranks sum their numbers: with backend nccl one rank a GPU, with gloo on the CPU.
 
     Raises:
-        OSError: a rank has failed or not ended in time; says which, with its last line.
+        OSError: a rank has failed, with the last line of the first that did, for whom the others wait; or they have
+            not ended in time.
     """
     with tempfile.TemporaryDirectory() as folder:
         words = [str(num_ranks), str(Path(folder) / "meeting"), backend]
@@ -80,17 +82,18 @@ def all_reduce(num_ranks: int, backend: str) -> None:
             )
             for rank in range(num_ranks)
         ]  # fmt: skip
-        try:
-            for number, rank in enumerate(ranks):
-                said = rank.communicate(timeout=PROBE_S)[1].strip().splitlines()
-                if rank.returncode:
-                    raise OSError(f"rank {number}: {said[-1] if said else f'exit code {rank.returncode}'}")
-        except subprocess.TimeoutExpired:
-            raise OSError(f"the ranks have not ended in {PROBE_S:g} s") from None
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.communicate()
+        with ThreadPoolExecutor(num_ranks) as threads:
+            ends = {threads.submit(rank.communicate): number for number, rank in enumerate(ranks)}
+            try:
+                for end in as_completed(ends, timeout=PROBE_S):
+                    number, said = ends[end], end.result()[1].strip().splitlines()
+                    if code := ranks[number].returncode:
+                        raise OSError(f"rank {number}: {said[-1] if said else f'exit code {code}'}")
+            except TimeoutError:
+                raise OSError(f"the ranks have not ended in {PROBE_S:g} s") from None
+            finally:
+                for rank in ranks:
+                    rank.kill()
 
 
 def _be_a_rank(rank: int, num_ranks: int, meeting: str, backend: str) -> None:

@@ -1,6 +1,8 @@
 """`millrace doctor`: each thing that a run needs is looked at for real, and what is wrong is told with a remedy."""
 
 import json
+import os
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -59,6 +61,19 @@ def test_the_ranks_sum_their_numbers_and_a_rank_that_cannot_is_told() -> None:
     all_reduce(2, "gloo")
     with pytest.raises(OSError, match=r"rank 0: .*no-such-backend"):
         all_reduce(1, "no-such-backend")
+
+
+@pytest.mark.multiprocess
+def test_the_rank_that_cannot_is_told_and_not_one_that_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 waited for rank 1 until its deadline, and was called the cause."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif sys.orig_argv[-4:-2] == ['1', '2']:\n    sys.exit('GPU 1 has fallen off the bus')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    with pytest.raises(OSError, match=r"rank 1: .*GPU 1 has fallen off the bus"):
+        all_reduce(2, "gloo")
 
 
 def test_a_proxy_that_stands_before_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
