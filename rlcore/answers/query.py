@@ -3,7 +3,8 @@ the rows that are asked for. No torch.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from pathlib import Path
@@ -132,7 +133,10 @@ def find_answers(folder: Path, query: Query) -> Found:
     Raises:
         DataError: a part cannot be read.
     """
-    known = {path: path.stat() for path in parts_of(folder)}
+    known = {}
+    for path in parts_of(folder):
+        with suppress(FileNotFoundError):  # a run that goes on removes its oldest parts
+            known[path] = path.stat()
     parts = tuple((path, state.st_mtime_ns, state.st_size) for path, state in known.items())
     table, conditions = _light(parts), [pc.scalar(True)]
     if query.kind != "all":
@@ -180,12 +184,7 @@ def one_answer(folder: Path, key: str) -> dict[str, Any]:
     """
     name, _, place = key.rpartition(":")
     path = next((path for path in parts_of(folder) if path.name == name), None)
-    if (
-        path is not None
-        and place.isdecimal()
-        and len(place) <= MOST_DIGITS
-        and int(place) < pq.read_metadata(path).num_rows
-    ):
+    if path is not None and place.isdecimal() and len(place) <= MOST_DIGITS and int(place) < _num_rows(path):
         return {"key": key, **_rows_of(path, np.array([int(place)]), EVERYTHING)[0]}
     raise DataError(f"{key}: there is no such answer; perhaps the run went back to an earlier step: search again")
 
@@ -214,18 +213,29 @@ def _rows_of(path: Path, places: np.ndarray, columns: list[str]) -> list[dict[st
     """These columns of these rows of a part, whose other row groups are not read."""
     groups, at = np.unique(places // ROWS_PER_GROUP, return_inverse=True)
     table = _read(path, columns, groups.tolist())
-    sizes = np.minimum(ROWS_PER_GROUP, pq.read_metadata(path).num_rows - groups * ROWS_PER_GROUP)
+    sizes = np.minimum(ROWS_PER_GROUP, _num_rows(path) - groups * ROWS_PER_GROUP)
     starts = np.cumsum(sizes) - sizes
     found: list[dict[str, Any]] = table.take(pa.array(starts[at] + places % ROWS_PER_GROUP)).to_pylist()
     return found
 
 
+def _num_rows(path: Path) -> int:
+    with _readable(path):
+        return int(pq.read_metadata(path).num_rows)
+
+
 def _read(path: Path, columns: list[str], groups: list[int] | None = None) -> pa.Table:
-    try:
+    with _readable(path):
         if groups is None:
             return pq.read_table(path, columns=columns)
         with pq.ParquetFile(path) as file:
             return file.read_row_groups(groups, columns=columns)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, pa.ArrowException) as reason:
         raise DataError(
             f"{path}: cannot be read as kept answers ({reason}). If the run is going on, ask again; else delete the "

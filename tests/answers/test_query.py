@@ -112,3 +112,16 @@ def test_what_cannot_be_is_told(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "train-000001-000002.parquet").write_bytes(b"no parquet")
     with pytest.raises(DataError, match=r"train-000001-000002\.parquet: cannot be read as kept answers"):
         find_answers(tmp_path, Query())
+    with pytest.raises(DataError, match=r"train-000001-000002\.parquet: cannot be read as kept answers"):
+        one_answer(tmp_path, "train-000001-000002.parquet:0")
+
+
+def test_a_part_that_is_gone_when_it_is_looked_at_is_left_out(tmp_path: Path) -> None:
+    """As the oldest part of a run that goes on; a link to nowhere stands for it."""
+    writer = AnswerWriter(tmp_path, AnswersConfig())
+    writer.add(Made(1).of_step(3))
+    writer.begin_part()
+    writer.settle()
+    (tmp_path / "train-000001-000002.parquet").symlink_to(tmp_path / "nowhere")
+    assert len(parts_of(tmp_path)) == 2
+    assert len(find_answers(tmp_path, Query())) == 8
