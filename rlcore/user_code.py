@@ -278,9 +278,7 @@ class KeptSource(SourceLoader):
 
     def get_resource_reader(self, fullname: str) -> "FileReader":
         """For `importlib.resources`: data files beside the original."""
-        from importlib.readers import FileReader
-
-        return FileReader(self)
+        return importlib.machinery.SourceFileLoader(fullname, self.path).get_resource_reader(fullname)
 
 
 class _Finder(MetaPathFinder):
