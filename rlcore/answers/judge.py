@@ -142,9 +142,10 @@ class Change:
 class Rescored:
     """What a new scorer would have changed. Means are over the answers that have both scores.
 
-    A group is the answers of one training step to one prompt: `num_groups_changed` counts those whose scores, less
-    their mean, would have been others, so that the step would have learned something else. `num_groups_flat` counts
-    those in which all scores are equal, before and after. `num_failed`: answers that the new scorer failed on."""
+    A group is the answers of one training step to one prompt, each time that the step has it: `num_groups_changed`
+    counts those whose scores, less their mean, would have been others, so that the step would have learned something
+    else. `num_groups_flat` counts those in which all scores are equal, before and after. `num_failed`: answers that the
+    new scorer failed on."""
 
     num_answers: int
     num_changed: int
@@ -179,10 +180,14 @@ def rescore(folder: Path, query: Query, pool: ScoringPool) -> Rescored:
     size = both.after.sub(both.before).abs().mask(both.before.isna() != both.after.isna(), np.inf).fillna(0.0)
     largest = size[size > _EQUAL].nlargest(_MOST_EXAMPLES).index.tolist()
     judged = both.dropna()
-    of_group = answers.light.select(["validation", "step", "prompt_id"]).to_pandas().loc[judged.index]
-    in_training = of_group.validation.isna()
-    groups = judged[in_training].groupby([of_group.step, of_group.prompt_id])
-    less_mean = judged[in_training] - groups.transform("mean")
+    light = answers.light.select(["validation", "step", "prompt_id", "sample_index", "part", "place"]).to_pandas()
+    learned = light[light.validation.isna()].sort_values(["part", "place"])
+    # A prompt may come twice in a step in which an epoch ends.
+    time = learned.groupby(["step", "prompt_id", "sample_index"]).cumcount()
+    keys = [learned.step, learned.prompt_id, time]
+    in_training = judged[judged.index.isin(learned.index)]
+    groups = in_training.groupby(keys)
+    less_mean = in_training - groups.transform("mean")
     differs = less_mean.after.sub(less_mean.before).abs() > _EQUAL
     flat = groups.max() - groups.min() <= _EQUAL
     return Rescored(
@@ -192,7 +197,7 @@ def rescore(folder: Path, query: Query, pool: ScoringPool) -> Rescored:
         mean_before=float(judged.before.mean()),
         mean_after=float(judged.after.mean()),
         num_groups=groups.ngroups,
-        num_groups_changed=int(differs.groupby([of_group.step, of_group.prompt_id]).any().sum()),
+        num_groups_changed=int(differs.groupby(keys).any().sum()),
         num_groups_flat=(int(flat.before.sum()), int(flat.after.sum())),
         largest=tuple(
             Change(row["step"], row["prompt"], row["answer"], row["score"], after[place])

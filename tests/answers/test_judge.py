@@ -1,6 +1,8 @@
 """The audit of a reward, and old answers scored anew."""
 
+import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 
@@ -80,12 +82,20 @@ def test_an_audit_may_be_switched_off_and_answers_too(tmp_path: Path) -> None:
     assert not run.layout.answers.exists()
 
 
-def kept(folder: Path, *answers: tuple[int, int, str, float | None]) -> Path:
+def kept(
+    folder: Path, *answers: tuple[int, int, str, float | None], indices: Iterable[int] = itertools.count()
+) -> Path:
     """Of one step each: (step, prompt, text, old score), with a penalty of -0.25 for length in each."""
     writer = AnswerWriter(folder, AnswersConfig())
-    for step, prompt_id, text, score in answers:
+    for (step, prompt_id, text, score), index in zip(answers, indices, strict=False):
         row = Made(1).of_step(step).slice(0, 1).to_pylist()[0]
-        row |= {"prompt_id": prompt_id, "answer": text, "score": score, "ground_truth": json.dumps({"is": prompt_id})}
+        row |= {
+            "sample_index": index,
+            "prompt_id": prompt_id,
+            "answer": text,
+            "score": score,
+            "ground_truth": json.dumps({"is": prompt_id}),
+        }
         row["parts"] = [("overlong", -0.25)]
         writer.add(pa.Table.from_pylist([row], schema=Made(1).of_step(1).schema))
     writer.begin_part()
@@ -110,5 +120,8 @@ def test_what_a_new_scorer_would_have_changed(tmp_path: Path) -> None:
     one = rescore(answers, Query(step=(1, 1), prompt=5), pool("is_right"))
     assert (one.num_answers, one.num_changed) == (2, 1)
     assert str(one.largest[0]).startswith("step 1: -0.25 -> 0.75: to ")
+    again = kept(tmp_path, *[(3, 9, text, 0.0) for text in ("9", "8", "9", "8")], indices=[0, 1, 0, 1])
+    twice = rescore(again, Query(step=(3, 3), sort="-num_tokens"), pool("is_right"))
+    assert (twice.num_groups, twice.num_groups_changed) == (2, 2), "a prompt that comes twice in a step is two groups"
     with pytest.raises(DataError, match="no kept answer is chosen"):
         rescore(answers, Query(search="no such text"), pool("is_right"))
