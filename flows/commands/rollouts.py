@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from rlcore import sandbox
 from rlcore.answers.judge import audit_reward, cases_of
 from rlcore.answers.judge import rescore as rescore_answers
 from rlcore.answers.query import EVERYTHING, READABLE, Query, find_answers, finite, num_answers
-from rlcore.config import RunConfig
+from rlcore.config import MixtureData, RunConfig
 from rlcore.errors import ConfigError, DataError
+from rlcore.rollout.by_part import without_scorer
 from rlcore.rollout.scoring import ScoringPool, require_scorer
 from rlcore.run.layout import RunLayout
 from rlcore.user_code import working_by
@@ -57,7 +58,7 @@ def rescore(run: Sequence[str], *, scorer: str, root: Path | None, as_json: bool
     query = Query.read(**wanted)
     config, layout, _ = _kept(run, root)
     with _pool(config, layout, scorer) as pool:
-        found = rescore_answers(layout.answers, query, pool)
+        found = rescore_answers(layout.answers, query, pool, truth_for(config, scorer))
         failed = pool.unscored[1]
     if found.num_failed == found.num_answers:
         raise DataError(
@@ -85,7 +86,9 @@ def audit(run: Sequence[str], *, scorer: str | None, root: Path | None, as_json:
         DataError: the scorer failed on some answers, and none of the others scored.
     """
     config, layout, _ = _kept(run, root)
+    truth_of = truth_for(config, scorer)
     cases = cases_of(layout.answers, NUM_CASES)
+    cases = [replace(case, ground_truth_json=truth_of(case.ground_truth_json)) for case in cases]
     with _pool(config, layout, scorer) as pool:
         findings = audit_reward(cases, pool)
         num_failed, failure = pool.unscored
@@ -106,6 +109,13 @@ def audit(run: Sequence[str], *, scorer: str | None, root: Path | None, as_json:
         print(f"{name}: none of the answers that must not score did, on {len(cases)} problems")
     if findings:
         sys.exit(EXIT_FOUND)
+
+
+def truth_for(config: RunConfig, scorer: str | None) -> Callable[[str], str]:
+    """What makes the ground truth of a kept answer, as JSON, that of its row for a scorer: those of a mixture name the
+    scorer of their part, which only the run's own reads."""
+    names_one = isinstance(config.data, MixtureData)
+    return without_scorer if names_one and scorer not in (None, config.data.scorer) else str
 
 
 def _kept(run: Sequence[str], root: Path | None) -> tuple[RunConfig, RunLayout, int]:

@@ -1,7 +1,6 @@
 """Judges a scorer by answers that are there: old answers scored anew, and answers that must not score. No torch."""
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import numpy as np
 from rlcore.answers.query import Query, find_answers
 from rlcore.errors import DataError
 from rlcore.rollout.scoring import ScoringPool
-from rlcore.rollout.scoring_worker import SCORER_KEY
 from rlcore.score import Score
 
 HALF_MARKS = 0.5
@@ -158,8 +156,9 @@ class Rescored:
     largest: tuple[Change, ...]
 
 
-def rescore(folder: Path, query: Query, pool: ScoringPool) -> Rescored:
-    """Score the chosen kept answers by the pool's scorer and compare.
+def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[str], str] = str) -> Rescored:
+    """Score the chosen kept answers by the pool's scorer and compare. `truth_of`: a kept ground truth -> what this
+    scorer gets, both as JSON.
 
     A penalty for length that the run took off a score (part `overlong`) is taken off the new one too.
 
@@ -174,7 +173,7 @@ def rescore(folder: Path, query: Query, pool: ScoringPool) -> Rescored:
     after: list[float | None] = []
     for begin in range(0, len(answers), _ROWS_AT_ONCE):
         rows = answers.rows(range(len(answers))[begin : begin + _ROWS_AT_ONCE])
-        scores = pool.score([row["answer"] for row in rows], [_own_truth(row["ground_truth"]) for row in rows])
+        scores = pool.score([row["answer"] for row in rows], [truth_of(row["ground_truth"]) for row in rows])
         after += [_total(score, row["parts"]) for row, score in zip(rows, scores, strict=True)]
     both = pd.DataFrame({"before": answers.light["score"].to_numpy(), "after": np.array(after, dtype=float)})
     size = both.after.sub(both.before).abs().mask(both.before.isna() != both.after.isna(), np.inf).fillna(0.0)
@@ -204,12 +203,6 @@ def rescore(folder: Path, query: Query, pool: ScoringPool) -> Rescored:
             for place, row in zip(largest, answers.rows(largest), strict=True)
         ),
     )
-
-
-def _own_truth(ground_truth_json: str) -> str:
-    """A ground truth without the name of a mixture's scorer."""
-    truth = json.loads(ground_truth_json)
-    return json.dumps({name: value for name, value in truth.items() if name != SCORER_KEY}, ensure_ascii=False)
 
 
 def _total(score: Score, parts: Sequence[tuple[str, float]]) -> float | None:

@@ -19,7 +19,19 @@ def with_scorer(ground_truth_json: str, scorer: str) -> str:
     return json.dumps({**json.loads(ground_truth_json), SCORER_KEY: scorer}, ensure_ascii=False)
 
 
+def without_scorer(ground_truth_json: str) -> str:
+    """Undo `with_scorer`.
+
+    >>> without_scorer('{"answer": "3", "scorer": "data.gsm8k:score"}')
+    '{"answer": "3"}'
+    """
+    return json.dumps(_rest(json.loads(ground_truth_json)), ensure_ascii=False)
+
+
+def _rest(ground_truth: Mapping[str, object]) -> Mapping[str, object]:
+    return {name: value for name, value in ground_truth.items() if name != SCORER_KEY}
+
+
 def score(response: str, ground_truth: Mapping[str, object]) -> Score | float:
     """The score by the named scorer, which gets the ground truth without that name."""
-    rest = {name: value for name, value in ground_truth.items() if name != SCORER_KEY}
-    return _scorer(str(ground_truth[SCORER_KEY]))(response, rest)
+    return _scorer(str(ground_truth[SCORER_KEY]))(response, _rest(ground_truth))

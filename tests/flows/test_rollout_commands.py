@@ -9,7 +9,9 @@ import pytest
 
 from flows.commands import rollouts
 from flows.progress import printable
+from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
+from rlcore.rollout.by_part import with_scorer
 from tests.run.running import small
 from tests.run.sessions import run_to_the_end
 from tests.small_run import SmallRun
@@ -66,6 +68,16 @@ def test_a_scorer_that_fails_is_told(run: SmallRun) -> None:
         rollouts.audit(words, scorer="math:prod", root=None, as_json=False)
     with pytest.raises(DataError, match="must score any text, but failed on all answers"):
         rollouts.rescore(words, scorer="math:prod", root=None, as_json=True)
+
+
+def test_another_scorer_gets_a_mixtures_ground_truths_without_the_name_of_its_parts(run: SmallRun) -> None:
+    """A row's own field of that name stays, and the run's own scorer reads it."""
+    parts = "data.parts=[{data:{task:countdown}},{data:{task:gsm8k}}]"
+    mixture = load_config(["data=mixture", "model.path=some/model", parts])
+    named = with_scorer('{"answer": "3"}', "data.gsm8k:score")
+    assert rollouts.truth_for(mixture, "my_own:score")(named) == '{"answer": "3"}'
+    for config, scorer in ((mixture, None), (mixture, mixture.data.scorer), (run.config, "my_own:score")):
+        assert rollouts.truth_for(config, scorer)(named) == named
 
 
 @pytest.mark.parametrize("scorer", ["", "nope"])
