@@ -19,6 +19,8 @@ from typing import Any, Protocol, TypeVar, cast
 from rlcore.config import RunConfig
 from rlcore.score import Score
 
+OWN_SEED = "own_seed"
+"""Field of an environment's row with the ground truth's own `seed`, if it has one."""
 PLAY = "rlcore.rollout.environment:play"
 """Name of `play` for the pool."""
 _MAX_KEPT = 1_024
@@ -52,7 +54,7 @@ class Environment(Protocol):
 
     def reset(self, row: Mapping[str, Any]) -> str | Awaitable[str | None] | None:
         """Begin. `row`: the row's ground truth, and `seed`, a number for whatever is random, which all answers to one
-        prompt in a step share.
+        prompt in a step share; a ground truth's own `seed` is `own_seed` there.
 
         Returns a first message after the prompt, or None.
         """
@@ -82,11 +84,13 @@ class Episode:
     def begun(cls, name: str, config: RunConfig, ground_truth_json: str, seed: int) -> "Episode":
         """An episode of `data.environment` before its first turn; `row` is the ground truth with the seed."""
         truth = json.loads(ground_truth_json)
+        row = truth if isinstance(truth, dict) else {"answer": truth}
+        own = {OWN_SEED: row["seed"]} if "seed" in row else {}
         return cls(
             name=name,
             environment=config.data.environment,
             options={"tools": config.episode.tools, "scorer": config.data.scorer} if config.episode.tools else {},
-            row={**(truth if isinstance(truth, dict) else {"answer": truth}), "seed": seed},
+            row={**row, **own, "seed": seed},
             max_characters=_CHARACTERS_PER_TOKEN * config.episode.max_tool_tokens,
         )
 

@@ -20,7 +20,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from rlcore.errors import ConfigError
-from rlcore.rollout.environment import Turn, completed
+from rlcore.rollout.environment import OWN_SEED, Turn, completed
 from rlcore.rollout.scoring_worker import describe, resolve_scorer, score_one
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -47,7 +47,8 @@ class Tools:
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Keep the row's ground truth for the score."""
-        self._truth = json.dumps({name: value for name, value in row.items() if name != "seed"})
+        truth = {name: value for name, value in row.items() if name not in ("seed", OWN_SEED)}
+        self._truth = json.dumps({**truth, **({"seed": row[OWN_SEED]} if OWN_SEED in row else {})})
 
     def step(self, text: str) -> Turn:
         """Answer the turn's calls. The reward is what the turn has changed in the score of all turns so far."""
@@ -69,7 +70,7 @@ class Tools:
             try:
                 arguments = inspect.signature(function).bind(**call.arguments)
                 return str(completed(function(*arguments.args, **arguments.kwargs)))
-            except Exception as error:  # whatever a tool raises is for the model to read
+            except (Exception, SystemExit) as error:  # whatever a tool raises is for the model to read
                 problem = describe(error)
         self._num_errors += 1
         return f"error: {problem}"

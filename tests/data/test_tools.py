@@ -1,6 +1,7 @@
 """Tools: calls as the model writes them, results and errors as it reads them, and templates that show tools."""
 
 import json
+import sys
 import time
 
 import pyarrow.parquet as pq
@@ -58,12 +59,22 @@ async def waits(seconds: float) -> str:
     return "waited"
 
 
+def leaves() -> str:
+    """End, as a command line does."""
+    sys.exit("usage: leaves")
+
+
+def seed_of(response, truth):
+    return float(truth["seed"])
+
+
 def undescribed(word):
     return word
 
 
 def test_the_model_reads_results_and_what_was_wrong_with_a_call():
-    tools = Tools([CALCULATOR, f"{__name__}:looks_up", f"{__name__}:waits"], "data.countdown:score")
+    named = [CALCULATOR, *(f"{__name__}:{name}" for name in ("looks_up", "waits", "leaves"))]
+    tools = Tools(named, "data.countdown:score")
     tools.reset({"target": 14, "numbers": [2, 3, 4], "seed": 5})
     for text, reply in (
         (f"Let me see. {tagged('calculate', expression='(2 + 3) * 4')} and {tagged('waits', seconds=0)}", "20\nwaited"),
@@ -72,6 +83,7 @@ def test_the_model_reads_results_and_what_was_wrong_with_a_call():
         (tagged("calculate", text="1"), "error: TypeError: missing a required argument: 'expression'"),
         (tagged("calculate", expression="2 ** 3"), "error: ValueError: an expression is whole numbers"),
         (tagged("looks_up", word="two"), "error: KeyError: 'two'"),
+        (tagged("leaves"), "error: SystemExit: usage: leaves"),
         ("<tool_call>{'name'}</tool_call>", "error: the call is no JSON (JSONDecodeError"),
         (f"<tool_call>{'[' * 100_000}</tool_call>", "error: the call is no JSON (RecursionError"),
         ('<tool_call>{"name": "calculate", "arguments": [1]}</tool_call>', 'error: a call is JSON with "name" and'),
@@ -82,7 +94,7 @@ def test_the_model_reads_results_and_what_was_wrong_with_a_call():
         assert (turn.done, turn.reward) == (False, 0.0)
     last = tools.step("<answer> 2 + 3 * 4 </answer>")
     assert (last.done, last.reward) == (True, 1.0)
-    assert last.parts == {"correct": 1.0, "format": 1.0, "tool_calls": 11, "tool_errors": 8}
+    assert last.parts == {"correct": 1.0, "format": 1.0, "tool_calls": 12, "tool_errors": 9}
 
 
 def test_the_rewards_of_the_turns_add_up_to_the_score_of_all_of_them():
@@ -104,6 +116,17 @@ def test_countdowns_calculator_replies_with_values_and_ends_at_the_right_equatio
     assert [turn.done for turn in turns] == [False] * 5 + [True]
     assert [turn.reward for turn in turns] == [0.0] * 5 + [1.0]
     assert [turn.parts["format"] for turn in turns] == [1.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+
+
+def test_a_ground_truths_own_seed_reaches_the_scorer():
+    """The episode's took its place, and Tools left that out."""
+    config = load_config(
+        ["experiment=debug", "warm_start.enabled=false", "data.environment=rlcore.rollout.tools:Tools",
+         f"episode.tools=[{CALCULATOR}]"]
+    )  # fmt: skip
+    tools = Tools([CALCULATOR], f"{__name__}:seed_of")
+    tools.reset(Episode.begun("one", config, '{"seed": 3}', 7).row)
+    assert tools.step("done").reward == 3.0
 
 
 def test_many_calls_without_an_end_take_no_longer_than_their_length():
