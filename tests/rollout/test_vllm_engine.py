@@ -25,7 +25,8 @@ pytestmark = real_vllm(timeout_s=1_200)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the session left its findings."""
     folder = tmp_path_factory.mktemp("vllm")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shell = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # the engine must be in this process all the same
+    environment = {**os.environ, **shell, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.rollout.vllm_session", str(folder)],
         cwd=ROOT,

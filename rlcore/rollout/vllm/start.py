@@ -20,7 +20,6 @@ from rlcore.rollout.vllm import ENGINE_FIXED_BYTES, missing_vllm, require_vllm
 from rlcore.rollout.vllm.short import shortened_scheduler
 
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, beside the weights
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -63,6 +62,7 @@ def start_vllm(shape: EngineShape, settings: RolloutConfig) -> Any:
         problem = unsupported_dtype(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), shape.dtype)
         if problem is not None:
             raise EngineError(problem)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives in this process, beside the weights
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     set_num_threads = torch.set_num_threads
