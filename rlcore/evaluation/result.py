@@ -312,13 +312,16 @@ def compare(first: ValidationResult, second: ValidationResult) -> tuple[Comparis
     """Every statistic that both validations have, paired over the problems that both have.
 
     Raises:
-        DataError: they share no problem, or a problem of the same id asks for something else.
+        DataError: they share no problem that has figures in both, or a problem of the same id asks for something else.
     """
     first, second = first.with_figures, second.with_figures
     known = {problem.prompt_id: problem for problem in second.problems}
     pairs = [(problem, known[problem.prompt_id]) for problem in first.problems if problem.prompt_id in known]
     if not pairs:
-        raise DataError(f"validations {first.name} and {second.name}: share no problem, so nothing can be paired")
+        raise DataError(
+            f"validations {first.name} and {second.name}: share no problem that has figures in both, so nothing can be "
+            "paired"
+        )
     for one, other in pairs:
         if one.ground_truth_json != other.ground_truth_json or first.data_source != second.data_source:
             raise DataError(

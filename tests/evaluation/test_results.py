@@ -232,7 +232,7 @@ def test_comparison_of_a_part_is_over_what_both_have():
 
 def test_other_problems_cannot_be_paired():
     before = result([problem(1, [1.0])])
-    with pytest.raises(DataError, match="share no problem"):
+    with pytest.raises(DataError, match="share no problem that has figures in both"):
         compare(before, result([problem(2, [1.0])]))
     changed = json.dumps({"target": 7})
     other = result([dataclasses.replace(problem(1, [1.0]), ground_truth_json=changed)])
