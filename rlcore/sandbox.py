@@ -2,8 +2,8 @@
 
 bubblewrap gives it user, network, pid, ipc and mount namespaces of its own: Python and /usr to read, an empty /tmp of
 bounded size, no variables, no network. libseccomp's filter keeps it to one process (threads are free) and away from
-tracing, mounting, keys and sockets. Limits of the kernel bound memory, files and output; the clock ends it. Why these:
-docs/decisions/0014-programs-run-under-bubblewrap.md. What a run allows is `sandbox` in its settings.
+tracing, mounting, keys and sockets of the network. Limits of the kernel bound memory, files and output; the clock ends
+it. Why these: docs/decisions/0014-programs-run-under-bubblewrap.md. What a run allows is `sandbox` in its settings.
 """
 
 import errno
@@ -64,7 +64,8 @@ def require_sandbox(settings: SandboxConfig) -> None:
         raise ConfigError(
             f"sandbox.allow_weak: programs of a model cannot be shut in on this machine: {missing}. Mend that, or set "
             "sandbox.allow_weak=true where nothing on it is worth protecting: time, memory and files are limited then, "
-            "and a program sees the network and all files of this user"
+            "for each process of a program apart; those that it puts into a session of their own are not ended, and it "
+            "sees the network and all files of this user"
         )
 
 
@@ -80,7 +81,9 @@ def run_python(program: str, stdin: str = "", time_s: float | None = None) -> Ra
         source, reading, out, err = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(4))  # have no names
         _fill(source, program.encode("utf-8", "replace"))
         _fill(reading, stdin.encode("utf-8", "replace"))
-        command, descriptors = [*_limited(settings), f"/dev/fd/{source.fileno()}"], [source.fileno()]
+        # Who started it may be killed: bubblewrap ends the program then, and by itself it would go on.
+        command = ["/usr/bin/setpriv", "--pdeathsig", "KILL", *_limited(settings), f"/dev/fd/{source.fileno()}"]
+        descriptors = [source.fileno()]
         if not _missing():
             rules = opened.enter_context(tempfile.TemporaryFile())
             _fill(rules, _filter())
@@ -115,7 +118,7 @@ def _kept(file: IO[bytes], most: int) -> tuple[str, bool]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill what is left of the process: with bubblewrap everything in its pid namespace ends."""
+    """Kill what is left of the process: with bubblewrap everything in its pid namespace ends, else its session."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -112,6 +112,22 @@ def test_a_killed_scorer_takes_its_program_along() -> None:
         time.sleep(0.1)
 
 
+def test_a_killed_scorer_takes_its_program_along_where_nothing_shuts_it_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    use(SandboxConfig(time_s=60, allow_weak=True))
+    problem = json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}])})
+    program = f"import os\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
+    with ScoringPool("data.code:score", RewardConfig(num_processes=1, deadline_s=5.0)) as pool:
+        [hung] = pool.score([f"```python\n{program}\n```"], [problem])
+    assert "reward.deadline_s" in str(hung.failure)
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(int((tmp_path / "pid").read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 @shut_in
 @pytest.mark.parametrize(
     ("answer", "total", "parts"),
