@@ -122,7 +122,8 @@ def kept_code(folder: Path) -> Code | None:
 
 
 def named_functions(config: "RunConfig") -> tuple[str, ...]:
-    """Every `module:function` of the settings: scorers, builders of datasets, environment, tools, loss."""
+    """Every `module:function` of the settings: scorers, the judge's rules, builders of datasets, environments, tools,
+    loss and advantage."""
     from rlcore.config.data import CustomData, parts_of
 
     tasks = [part.data for part in parts_of(config.data)] + [suite.data for suite in config.validation.suites]
@@ -131,7 +132,10 @@ def named_functions(config: "RunConfig") -> tuple[str, ...]:
     environments = [config.data.environment, *(suite.data.environment for suite in config.validation.suites)]
     named += [environment for environment in environments if environment]
     named += config.episode.tools
-    return tuple(dict.fromkeys([*named, *([config.algo.policy_loss] if ":" in config.algo.policy_loss else [])]))
+    named += [
+        name for name in (config.algo.policy_loss, config.algo.advantage, config.reward.judge.rules) if ":" in name
+    ]
+    return tuple(dict.fromkeys(named))
 
 
 def code_of(config: "RunConfig") -> Code:

@@ -89,11 +89,19 @@ def test_the_same_code_elsewhere_has_the_same_fingerprint(
     assert elsewhere.fingerprint == here.fingerprint
 
 
-def test_scorers_builders_and_losses_are_named_by_settings(folder: Path) -> None:
+def test_every_function_that_settings_name_is_code_of_the_run(folder: Path) -> None:
     (folder / "their_loss.py").write_text("from rlcore.algos.losses import ppo_clip as loss\n")
-    own = ["data=custom", "data.build=their_late:build", "algo.policy_loss=their_loss:loss"]
-    config = load_config(["experiment=debug", "data.scorer=their_reward:score", *own])
-    assert [*code_of(config).by_function] == ["their_reward:score", "their_late:build", "their_loss:loss"]
+    (folder / "their_advantages.py").write_text("from rlcore.algos.advantages import pass_at_k as mine\n")
+    named = {
+        "data.scorer": "their_reward:score",
+        "data.build": "their_late:build",
+        "algo.policy_loss": "their_loss:loss",
+        "algo.advantage": "their_advantages:mine",
+        "reward.judge.rules": "their_late:score",
+    }
+    own = [f"{key}={function}" for key, function in named.items()]
+    config = load_config(["experiment=debug", "data=custom", *own])
+    assert [*code_of(config).by_function] == [*named.values()]
     parts = 'data.parts=[{data:{task:countdown}},{data:{task:custom,scorer:"their_reward:score"}}]'
     mixture = load_config(["data=mixture", "model.path=some/model", parts])
     assert {"data.countdown:score", "their_reward:score"} < set(code_of(mixture).by_function)
