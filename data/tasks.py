@@ -9,7 +9,7 @@ from typing import Any
 from data.custom import digests_of, keep_reads, known_reads, recorded_reads
 from data.rows import TaskRows
 from data.stage import SPLITS, StageResult, mixture_fingerprint, publish_mixture, source_digest
-from rlcore.config.data import DataConfig, MixtureData, TaskData
+from rlcore.config.data import CountdownData, DataConfig, MixtureData, TaskData
 from rlcore.config.fingerprint import fingerprint
 from rlcore.storage.finished import finished_or_set_aside
 from rlcore.storage.manifest import part_directories, read_manifest
@@ -68,7 +68,10 @@ def task_of(config: TaskData) -> Task:
 
 def _settings(config: TaskData, task: Task) -> dict[str, Any]:
     """The settings that a row depends on."""
-    return config.model_dump(mode="json", exclude={"scorer", "environment", "chat_template_kwargs", *task.places})
+    left_out = {"scorer", "environment", "chat_template_kwargs", *task.places}
+    if isinstance(config, CountdownData) and config.template == "bare" and config.search_tries is not None:
+        left_out.remove("environment")  # solutions show the turns of data.calculator's
+    return config.model_dump(mode="json", exclude=left_out)
 
 
 def input_digests(config: DataConfig, root: Path) -> dict[str, str]:
@@ -104,9 +107,9 @@ def _build_print(config: TaskData, task: Task, named: Mapping[str, str]) -> str:
 def dataset_fingerprint(config: DataConfig, seed: int, root: Path, splits: Sequence[str] = SPLITS) -> str:
     """What the dataset depends on: settings, seed, the generator's source, and the digests of its input files.
 
-    The seed counts only for tasks that draw their rows. The scorer changes no row, so it does not count. That of a
-    mixture is made of its parts' fingerprints. The files that a user's build reads count once it has run. `splits`:
-    those that are written.
+    The seed counts only for tasks that draw their rows. The scorer changes no row, so it does not count, nor does an
+    environment whose turns no solution shows. That of a mixture is made of its parts' fingerprints. The files that a
+    user's build reads count once it has run. `splits`: those that are written.
     """
     if isinstance(config, MixtureData):
         return mixture_fingerprint("dataset", (dataset_fingerprint(part.data, seed, root) for part in config.parts))

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import data
+from data.countdown import CALCULATOR, TURN_END
 from data.schema import provenance, require_row_schema, row_schema
 from rlcore.batching.prompts import read_prompts, read_solutions
 from rlcore.config import CountdownData, FilterConfig
@@ -70,6 +71,22 @@ def test_the_fingerprint_is_known_before_the_work(dataset, artifacts_root):
     other_scorer = SMALL.model_copy(update={"scorer": "somewhere:else"})
     assert data.dataset_fingerprint(other_scorer, 1, artifacts_root) == dataset.fingerprint
     assert data.dataset_fingerprint(SMALL, 2, artifacts_root) != dataset.fingerprint
+
+
+def test_an_environment_counts_where_solutions_show_its_turns(dataset, artifacts_root):
+    """Each of the two datasets would be taken for the other."""
+    with_calculator = SMALL.model_copy(update={"environment": CALCULATOR})
+    assert data.dataset_fingerprint(with_calculator, 1, artifacts_root) == dataset.fingerprint
+    shown = with_calculator.model_copy(update={"search_tries": 3})
+    plain = SMALL.model_copy(update={"search_tries": 3})
+    solutions = []
+    for settings in (shown, plain):
+        made = data.build_dataset(settings, seed=1, root=artifacts_root)
+        assert not made.cached
+        rows = pq.read_table(made.directory / "train.parquet").column("extra_info").to_pylist()
+        solutions.append([row["solution"] for row in rows])
+    assert any(TURN_END in text for text in solutions[0])
+    assert not any(TURN_END in text for text in solutions[1])
 
 
 def test_a_failed_build_leaves_nothing(artifacts_root):
