@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from rlcore.config.base import leaves
+from rlcore.config.model import WarmStartConfig
 from rlcore.config.run import RunConfig
 
 MAY_CHANGE: tuple[str, ...] = (
@@ -53,7 +54,8 @@ MAY_CHANGE: tuple[str, ...] = (
     "rollout.prefix_caching",
     "rollout.canary_bound",
 )
-"""Keys and sections that may differ when a run goes on. `trainer.total_steps` may too, see `total_steps_may_change`."""
+"""Keys and sections that may differ when a run goes on. `trainer.total_steps` may too, see `total_steps_may_change`;
+`lasting_settings` says where `validation.suites` and `warm_start.steps_per_chunk` may not."""
 
 _DIGITS = 16
 
@@ -92,6 +94,12 @@ def lasting_settings(config: RunConfig) -> dict[str, Any]:
         lasting["validation.suites"] = [
             [suite.seed, suite.data.model_dump(mode="json")] for suite in config.validation.suites
         ]
+    warm = config.warm_start
+    # Of its checkpoints, one for each chunk, that with the lowest held-out loss is taken. Earlier fingerprints had no
+    # such key: they stay with the default, and with one chunk alone.
+    is_chosen = warm.enabled and warm.stop_at_reward is None and warm.held_out_rows > 0
+    if is_chosen and WarmStartConfig().steps_per_chunk != warm.steps_per_chunk < warm.max_steps:
+        lasting["warm_start.steps_per_chunk"] = warm.steps_per_chunk
     return lasting
 
 

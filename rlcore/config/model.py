@@ -130,7 +130,8 @@ class WarmStartConfig(Section):
     max_steps: int = Field(default=1_200, ge=1)
     """Steps after which the stage ends in any case."""
     steps_per_chunk: int = Field(default=100, ge=1)
-    """Steps between two checkpoints. A chunk is the unit that Prefect retries."""
+    """Steps between two checkpoints, of which one is the result (`patience`). A chunk is the unit that Prefect
+    retries."""
     check_every: Annotated[int, Bound("divide", "warm_start.steps_per_chunk", only_with="warm_start.enabled")] = Field(
         default=20, ge=1
     )
@@ -140,7 +141,7 @@ class WarmStartConfig(Section):
     held-out loss."""
     patience: int | None = Field(default=None, ge=1)
     """Measurements in a row without a lower held-out loss after which the stage ends. None: it goes on. In either case
-    the checkpoint with the lowest held-out loss is the result, unless `stop_at_reward` is given."""
+    that of the checkpoints with the lowest held-out loss is the result, unless `stop_at_reward` is given."""
     stop_at_reward: float | None = Field(default=None, gt=0, le=1)
     """Sampled reward on training problems at which the stage ends, with the last weights. None: none is sampled."""
     check_problems: int = Field(default=256, ge=1)

@@ -158,6 +158,24 @@ def test_a_run_may_be_made_longer_where_no_rate_depends_on_its_length(sections, 
     assert lasting(short) ^ lasting(long) == (set() if free else changed)
 
 
+@pytest.mark.parametrize(
+    ("warm_start", "may_change"),
+    [
+        ({"enabled": True}, False),
+        ({"enabled": True, "stop_at_reward": 0.3}, True),
+        ({"enabled": True, "held_out_rows": 0}, True),
+        ({"enabled": True, "max_steps": 20}, True),  # one chunk
+        ({"enabled": False}, True),
+    ],
+)
+def test_chunks_of_a_warm_start_count_where_the_best_of_their_ends_is_taken(warm_start, may_change):
+    usual, shorter = (
+        settings_fingerprint(RunConfig.model_validate({"warm_start": warm_start | more}))
+        for more in ({}, {"steps_per_chunk": 20})
+    )
+    assert (usual == shorter) == may_change
+
+
 def test_a_round_trip_through_json_changes_nothing():
     config = load_config([], experiment="countdown_ppo_demo")
     again = RunConfig.model_validate_json(config.model_dump_json())
