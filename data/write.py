@@ -57,7 +57,7 @@ def _write(directory: Path, task: TaskRows, split: str, document: Mapping[str, A
     difficulties: Counter[int] = Counter()
     with parquet_writer(directory / f"{split}.parquet", schema) as writer:
         for batch in _batches(chain([first], rows)):
-            writer.write_batch(_record_batch(batch, task, split, num_rows, schema))
+            writer.write_batch(_record_batch(batch, task, split, num_rows, schema, first.ground_truth))
             num_rows += len(batch)
             difficulties.update(row.difficulty for row in batch)
         facts = {"split": split, "data_source": task.data_source, "prompt_form": task.prompt_form}
@@ -73,7 +73,10 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-def _record_batch(rows: list[Row], task: TaskRows, split: str, start: int, schema: pa.Schema) -> pa.RecordBatch:
+def _record_batch(
+    rows: list[Row], task: TaskRows, split: str, start: int, schema: pa.Schema, first: object
+) -> pa.RecordBatch:
+    """Rows as columns; `first` is the ground truth of the split's first row, whose type all have."""
     columns = {
         "data_source": [row.data_source or task.data_source for row in rows],
         "prompt": [[{"role": m.role, "content": m.content} for m in row.prompt] for row in rows],
@@ -91,12 +94,25 @@ def _record_batch(rows: list[Row], task: TaskRows, split: str, start: int, schem
         ],
     }
     try:
+        for index, row in enumerate(rows, start=start):
+            for name in _further_fields(row.ground_truth, first):  # Arrow would leave it out
+                raise ValueError(f"row {index} has the field {name!r}, which the first row has not")
         return pa.RecordBatch.from_arrays([pa.array(columns[f.name], type=f.type) for f in schema], schema=schema)
-    except (pa.ArrowException, TypeError, ValueError) as error:
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise DataError(
             f"{task.data_source}: rows {start} to {start + len(rows) - 1} of {split} do not all have the types of the "
-            f"first row ({error}); give every row the same kind of ground truth"
+            f"first row ({error}); give every row the same kind of ground truth, and whole numbers at most 64 bits"
         ) from error
+
+
+def _further_fields(value: object, first: object) -> Iterator[str]:
+    """Names of fields of a ground truth that the first one, or the first entry of a list in it, has not."""
+    if isinstance(value, Mapping) and isinstance(first, Mapping):
+        for name, inner in value.items():
+            yield from _further_fields(inner, first[name]) if name in first else (name,)
+    elif isinstance(value, list | tuple) and isinstance(first, list | tuple) and first:
+        for inner in value:
+            yield from _further_fields(inner, first[0])
 
 
 # ---------------------------------------------------------------------- lengths of prompts

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from data import filter as filter_module
 from data.filter import filter_dataset
+from data.rows import Message, Row, TaskRows
 from data.tasks import build_dataset, dataset_fingerprint
 from data.tokenizer import PieceEncoder, PromptTokenizer, tokenizer_fingerprint
 from data.write import write_splits
@@ -368,8 +369,6 @@ def test_a_tokenizer_whose_special_tokens_cannot_be_told_apart_is_used_as_it_is(
 
 
 def test_a_task_without_a_split_or_a_row_is_refused(tmp_path):
-    from data.rows import Message, Row, TaskRows
-
     row = Row((Message("user", "x"),), "1")
     with pytest.raises(DataError, match=r"have no split \['validation'\]"):
         write_splits(tmp_path, TaskRows("t", "math", "text", {"train": [row]}), {})
@@ -378,6 +377,34 @@ def test_a_task_without_a_split_or_a_row_is_refused(tmp_path):
     mixed = TaskRows("t", "math", "text", {"train": [row, Row((Message("user", "y"),), {"a": 1})], "validation": [row]})
     with pytest.raises(DataError, match="rows 0 to 1 of train do not all have the types of the first row"):
         write_splits(tmp_path, mixed, {})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        (
+            {"sum": 1},
+            {"word": "1"},
+            r"rows 0 to 1 of train .* \(row 1 has the field 'word', which the first row has not\)",
+        ),
+        ({"a": {"sum": 1}}, {"a": {"sum": 1, "word": "1"}}, "row 1 has the field 'word'"),
+        ({"a": [{"sum": 1}]}, {"a": [{"sum": 1}, {"sum": 1, "word": "1"}]}, "row 1 has the field 'word'"),
+        ([{"sum": 1}], [{"word": "1"}], "row 1 has the field 'word'"),
+        ({"sum": 1}, {"sum": 2**63}, "whole numbers at most 64 bits"),
+    ],
+)
+def test_a_ground_truth_that_would_lose_something_is_refused(tmp_path, first, second, told):
+    rows = [Row((Message("user", "x"),), truth) for truth in (first, second)]
+    task = TaskRows("t", "math", "text", {"train": rows, "validation": rows[:1]})
+    with pytest.raises(DataError, match=told):
+        write_splits(tmp_path, task, {})
+
+
+def test_a_ground_truth_may_lack_a_field(tmp_path):
+    rows = [Row((Message("user", "x"),), truth) for truth in ({"sum": 1, "words": [["a"], []]}, {"sum": 2})]
+    write_splits(tmp_path, TaskRows("t", "math", "text", {"train": rows, "validation": rows[:1]}), {})
+    found = pq.read_table(tmp_path / "train.parquet").column("reward_model").to_pylist()
+    assert [row["ground_truth"] for row in found] == [{"sum": 1, "words": [["a"], []]}, {"sum": 2, "words": None}]
 
 
 def test_foreign_arrow_types_are_taken(chat_tokenizer, artifacts_root, tmp_path):
