@@ -98,7 +98,7 @@ def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:
 def validate(settings: Mapping[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
     """Check keys, types, ranges and rules. Every mistake goes to `findings`; wrong values are left out of the result.
 
-    `texts`: the text of each value that an override gives, by its dotted key.
+    `texts`: by its dotted key, the text of each number that an override gives, and '' for any other value.
     """
     config = _typed(deepcopy(dict(settings)), findings, texts)
     for problem in broken_rules(config, findings.unsound):
@@ -131,7 +131,7 @@ def _settle(
     value = detail["input"]
     if detail["type"] == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
         # A name made of digits is parsed as a number; its text is the string that was meant.
-        _section_at(settings, parts)[parts[-1]] = texts.get(key, str(value))
+        _put_text(settings, detail["loc"], texts.get(key) or str(value))
         return
     if inside := _inside_list(detail, parts, suites if key == SUITES else ()):
         rule, remedy = rule_of(detail), _described(key)
@@ -146,6 +146,15 @@ def _settle(
     else:
         findings.add(_wrong_value(key, detail))
     _section_at(settings, parts).pop(parts[-1], None)
+
+
+def _put_text(settings: Any, loc: Sequence[int | str], text: str) -> None:
+    """Put a text where pydantic's path leads in nested plain settings, which lack the tags of unions."""
+    *outer, last = loc
+    for part in outer:
+        if not isinstance(settings, dict) or part in settings:
+            settings = settings[part]
+    settings[last] = text
 
 
 def _path(detail: ErrorDetails) -> list[str]:
@@ -164,10 +173,10 @@ def _path(detail: ErrorDetails) -> list[str]:
 def _inside_list(detail: ErrorDetails, parts: list[str], names: Sequence[str]) -> str:
     """Place of a mistake in a list of sections: `entry 0: data.train_size`, or by a name; '' outside of one."""
     rest = [part for part in detail["loc"] if part not in TASKS][len(parts) :]
-    if len(rest) < 2 or not isinstance(rest[0], int):
+    if not rest or not isinstance(rest[0], int) or (len(rest) == 1 and detail["type"] != "model_type"):
         return ""
-    entry = (names and names[rest[0]]) or f"entry {rest[0]}"
-    return f"{entry}: {'.'.join(map(str, rest[1:]))}"
+    entry = (names[rest[0]] if names else "") or f"entry {rest[0]}"
+    return ": ".join([entry, *([".".join(map(str, rest[1:]))] if rest[1:] else [])])
 
 
 def _siblings(detail: ErrorDetails, key: str) -> Iterable[str]:

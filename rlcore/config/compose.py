@@ -131,7 +131,11 @@ def _checked(settings: dict[str, Any], values: Sequence[Written], findings: Find
     for written in values:
         put(settings, written, findings)
     put_suites(settings, findings)
-    texts = {name: written.text for written in values for name in written.names}
+    texts = {
+        name: written.text if isinstance(written.value, int | float) else ""
+        for written in values
+        for name in written.names
+    }
     return validate(filled_in(settings, findings), findings, texts)
 
 

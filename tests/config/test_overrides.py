@@ -83,6 +83,28 @@ def test_tags_are_free():
     assert load_config(["tags.owner=me", "+tags.year=2026"], experiment=DEMO).tags == {"owner": "me", "year": "2026"}
 
 
+@pytest.mark.parametrize(
+    ("override", "tags"),
+    [
+        ("tags={run:5}", {"run": "5"}),
+        ("tags.seed=${seed}", {"seed": "1"}),
+        ("tags.run=007", {"run": "007"}),
+        ("tags.rate=1e5", {"rate": "1e5"}),
+    ],
+)
+def test_a_number_where_a_text_is_wanted_is_its_text(override, tags):
+    assert load_config([override], experiment=DEMO).tags == tags
+
+
+def test_a_number_in_a_list_is_its_text_too(tmp_path):
+    options = load_config(["data=custom", "data.options=[3,hard]", "model.path=some/model"]).data.options
+    assert options == ("3", "hard")
+    file = tmp_path / "suite.yaml"
+    file.write_text("name: 2024\ndata: {task: mapped, source: a/b, subset: 7, scorer: 'data.countdown:score'}\n")
+    (suite,) = load_config([f"validation.suites=[{file}]", "model.path=some/model"], experiment=DEMO).validation.suites
+    assert (suite.name, suite.data.subset) == ("2024", "7")
+
+
 def test_a_deleted_key_has_its_default():
     assert load_config(["~optim.lr"], experiment=DEMO).optim.lr == 1e-6
 
@@ -166,6 +188,10 @@ def test_unknown_keys(sign, wrong, right):
         (
             "validation.suites=[{name:x,data:{task:countdown},sampling:{temprature:3}}]",
             "sampling.temprature: there is no such setting; got 3. Further held-out sets",
+        ),
+        (
+            "validation.suites=[3]",
+            "entry 0: must be an object; got 3. Further held-out sets, each a name in `conf/suite`",
         ),
         ("trainer.total_steps=0", "must be greater than or equal to 1; got 0"),
         ("trainer.total_steps=five", "must be a valid integer; got five"),
