@@ -25,6 +25,7 @@ from typing import Any
 
 from data.rows import PromptForm, TaskRows
 from data.stage import SPLITS
+from rlcore.config.base import expanded
 from rlcore.config.data import CountdownData, CustomData, Gsm8kData, MappedData, ReasoningGymData, TaskData
 from rlcore.errors import MODULES_ARE_FOUND, DataError, MillraceError
 from rlcore.storage.documents import sha256_of
@@ -76,7 +77,7 @@ def source_digests(settings: CustomData) -> dict[str, str]:
             f"data.build: must name a function in a module with a source file, got {settings.build!r}. "
             f"{MODULES_ARE_FOUND}."
         )
-    files = [Path(option).expanduser() for option in settings.options]
+    files = [expanded(option) for option in settings.options]
     named = digests_of([file for file in files if file.is_file()], Path(sources_of(settings)[0]).parent)
     return {source.name: source.sha256 for source in sources} | named
 

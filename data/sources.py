@@ -15,6 +15,7 @@ from pydantic_core import from_json
 
 from data.rows import Message, PromptForm, Row, TaskRows
 from data.schema import ROWS_PER_GROUP, find_type, open_parquet, provenance, read_batches, require_row_schema
+from rlcore.config.base import expanded
 from rlcore.config.data import MappedData, ParquetData
 from rlcore.errors import DataError
 from rlcore.storage.documents import sha256_of
@@ -57,7 +58,7 @@ def local_files(source: str, splits: Sequence[str]) -> dict[str, tuple[Path, ...
     A split is `<split>.jsonl`, `<split>.parquet`, or the hub's own layout `<split>-00000-of-00001.parquet`.
     Raises DataError where `source` is neither a folder with these files nor a hub id.
     """
-    folder = Path(source).expanduser()
+    folder = expanded(source)
     if not source or not folder.is_dir():
         if _HUB_ID.fullmatch(source) and not folder.exists():
             return None
@@ -296,9 +297,9 @@ def parquet_digests(settings: ParquetData) -> dict[str, str]:
 def _files(settings: ParquetData) -> dict[str, Path]:
     named = {"train": settings.train_file, "validation": settings.validation_file}
     for split, name in named.items():
-        if not name or not Path(name).expanduser().is_file():
+        if not name or not expanded(name).is_file():
             raise DataError(f"data.{split}_file: must be a parquet file that exists, got {name!r}; give its path")
-    return {split: Path(name).expanduser() for split, name in named.items()}
+    return {split: expanded(name) for split, name in named.items()}
 
 
 def _rows(path: Path) -> Iterator[Row]:

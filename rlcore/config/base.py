@@ -1,7 +1,9 @@
 """What all sections of settings share: their form, their dotted keys, and bounds of one setting by others."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -10,6 +12,11 @@ from pydantic.fields import FieldInfo
 
 FILE_ENDINGS = (".yaml", ".yml")
 """Endings that tell the path of a file from a name in a folder of `conf/`."""
+
+
+def expanded(path: str) -> Path:
+    """A path with `~` expanded; that of an unknown user stays, where Path.expanduser raises RuntimeError."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111
 
 
 class Section(BaseModel):

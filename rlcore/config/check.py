@@ -1,7 +1,7 @@
 """From composed settings and value overrides to a `RunConfig`, or to every mistake in them."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -64,25 +64,43 @@ def put(settings: dict[str, Any], written: Written, findings: Findings) -> None:
     elif written.delete:
         inner.pop(last)
     elif isinstance(value, dict) and isinstance(inner.get(last), dict):
-        inner[last] = OmegaConf.to_container(OmegaConf.merge(inner[last], value))
+        inner[last] = _merged(inner[last], value)
     else:
         inner[last] = value
 
 
+def _merged(settings: Any, more: Any) -> Any:
+    if not (isinstance(settings, dict) and isinstance(more, dict)):
+        return more
+    return settings | {name: _merged(settings.get(name), value) for name, value in more.items()}
+
+
 def filled_in(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
-    """The settings with every `${...}` replaced by its value. One that points nowhere is a problem, and left out."""
+    """The settings with every `${...}` replaced by its value. One that cannot be read, or points nowhere, is a problem,
+    and the value that it stands in is left out."""
+    named = {name: value for name, value in leaves(settings).items() if "${" in str(value) or value == "???"}
+
+    def keep(check: Callable[[str, Any], object]) -> None:
+        for name, value in named.items():
+            try:
+                check(name, value)
+            except OmegaConfBaseException as error:
+                rule = f"cannot be filled in ({str(error).splitlines()[0]})"
+                findings.add(Problem(name, rule, shown(value), "Name a setting that exists, or write a value"))
+                parts = name.split(".")
+                _section_at(settings, parts).pop(parts[-1], None)
+
+    keep(lambda _, value: OmegaConf.create([value]))
     tree = OmegaConf.create(settings)
-    for name, value in leaves(settings).items():
-        if not isinstance(value, str) or ("${" not in value and value != "???"):
-            continue
-        try:
-            OmegaConf.select(tree, name, throw_on_missing=True, throw_on_resolution_failure=True)
-        except OmegaConfBaseException as error:
-            rule = f"cannot be filled in ({str(error).splitlines()[0]})"
-            findings.add(Problem(name, rule, value, "Name a setting that exists, or write a value"))
-            outer, _, last = name.rpartition(".")
-            del (OmegaConf.select(tree, outer) if outer else tree)[last]
-    return as_plain(tree, resolve=True)
+    keep(lambda name, _: _filled(tree, name))
+    return as_plain(OmegaConf.create(settings), resolve=True)
+
+
+def _filled(tree: Any, name: str) -> None:
+    """Raise OmegaConfBaseException where the value of a dotted key, or one in it, cannot be filled in."""
+    found = OmegaConf.select(tree, name, throw_on_missing=True, throw_on_resolution_failure=True)
+    if OmegaConf.is_config(found):
+        OmegaConf.to_container(found, resolve=True)
 
 
 def as_plain(tree: Any, *, resolve: bool = False) -> dict[str, Any]:

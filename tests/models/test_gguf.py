@@ -172,6 +172,7 @@ def refusal(path: object) -> str:
         ({"tokenizer__ggml__model": "llama"}, "must hold a byte-level BPE tokenizer"),
         ({"tokenizer__ggml__pre": "tekken"}, "which has gpt2, pre-tokenizer tekken"),
         ({"llama__block_count": None}, "which lacks 'block_count'"),
+        ({"llama__attention__head_count": 0}, "whose sizes make no model"),
     ],
 )  # fmt: skip
 def test_a_file_of_another_kind_is_refused_by_name(entries: dict[str, object], told: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rlcore.config.base import expanded
 from rlcore.config.data import ALL_SOURCES, RENDERING_NAMES, CountdownData, MixtureData, ParquetData, parts_of
 from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import Problem
@@ -19,7 +20,7 @@ JUDGE = "data.judge:score"
 
 def _is_there(config: RunConfig, name: str) -> bool:
     file = getattr(config.data, name, "")
-    return not isinstance(config.data, ParquetData) or (bool(file) and Path(file).expanduser().is_file())
+    return not isinstance(config.data, ParquetData) or (bool(file) and expanded(file).is_file())
 
 
 def _names_a_function(name: str) -> bool:
@@ -173,7 +174,7 @@ RULES: tuple[Rule, ...] = (
         "must be a .jsonl or .parquet file that exists",
         lambda c: not c.warm_start.enabled or c.warm_start.demonstrations is None
         or (Path(c.warm_start.demonstrations).suffix in (".jsonl", ".parquet")
-            and Path(c.warm_start.demonstrations).expanduser().is_file()),
+            and expanded(c.warm_start.demonstrations).is_file()),
         "Give its path, or leave it out: a task's own solutions are shown then"),
     row("kept_rates_are_shares", "pass_rates.keep", "", _SHARES, lambda c: _goes_up(c.pass_rates.keep), _LIKE_SHARES),
     row("band_of_rates_is_of_shares", "pass_rates.band", "", _SHARES, lambda c: _goes_up(c.pass_rates.band),
@@ -183,7 +184,7 @@ RULES: tuple[Rule, ...] = (
     row("pass_rate_table_is_there", "pass_rates.table", "pass_rates.samples",
         "must be the folder of a finished table, pass-rates/<fingerprint> of a root",
         lambda c: c.pass_rates.samples > 0 or c.pass_rates.table is None
-        or (Path(c.pass_rates.table).expanduser() / "manifest.json").is_file(),
+        or (expanded(c.pass_rates.table) / "manifest.json").is_file(),
         "Give the folder that `millrace data pass-rates` names"),
 )  # fmt: skip
 

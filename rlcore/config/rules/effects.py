@@ -5,11 +5,10 @@ Shared sweeps and experiments give such settings on purpose. There is no line fo
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rlcore.config.algo import AlgoConfig
-from rlcore.config.base import covers, leaves
+from rlcore.config.base import covers, expanded, leaves
 from rlcore.config.data import MixtureData
 from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import shown
@@ -37,7 +36,7 @@ def _none_of(*values: Any) -> Wish:
 
 
 def _no_folder(value: Any) -> bool:
-    return not Path(value).expanduser().is_dir()
+    return not expanded(value).is_dir()
 
 
 def _is_function(value: Any) -> bool:

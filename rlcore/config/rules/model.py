@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlcore.config.base import expanded
 from rlcore.config.data import CountdownData, CustomData, MixtureData
 from rlcore.config.gguf import PACKAGE, SMOLLM2, gguf_config, gguf_file, gguf_problem, is_gguf
 from rlcore.config.model import LINEAR_LAYERS, PUBLISHED, TESTED
@@ -150,9 +151,9 @@ def local_critic_is_there(config: RunConfig) -> Problem | None:
 
 
 def _missing_model(key: str, path: str | None) -> Problem | None:
-    if path is None or not _is_local(path) or (Path(path).expanduser() / "config.json").is_file():
+    if path is None or not _is_local(path) or (expanded(path) / "config.json").is_file():
         return None
-    state = "has no config.json" if Path(path).expanduser().is_dir() else "is no directory"
+    state = "has no config.json" if expanded(path).is_dir() else "is no directory"
     remedy = "Give a directory that AutoModelForCausalLM.from_pretrained reads, or a hub id such as Qwen/Qwen2.5-0.5B"
     return Problem(key, "must be a transformers model directory", f"{path or repr(path)}, which {state}", remedy)
 
@@ -201,7 +202,7 @@ def _shape(path: str) -> Mapping[str, Any]:
     if path in PUBLISHED and not Path(path).is_dir():
         return PUBLISHED[path]
     try:
-        shape = json.loads((Path(path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        shape = json.loads((expanded(path) / "config.json").read_text(encoding="utf-8"))
         found = shape.get("text_config", shape)
     except (OSError, ValueError, AttributeError):
         return {}

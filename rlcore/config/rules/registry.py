@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from math import prod
+from math import isqrt, prod
 from typing import Any
 
 from rlcore.config.base import Bound, Section, covers
@@ -81,7 +81,9 @@ def got(config: RunConfig, key: str, *others: str) -> str:
 
 def divisors(number: int) -> str:
     """The largest divisors of a number, in order."""
-    return ", ".join([str(each) for each in range(1, number + 1) if number % each == 0][-_MOST_DIVISORS:])
+    low = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
+    found = sorted({*low, *(number // each for each in low)})
+    return ", ".join(map(str, found[-_MOST_DIVISORS:]))
 
 
 def _shown(value: Any) -> str:
