@@ -81,16 +81,18 @@ def score(response: str, ground_truth: Mapping[str, object]) -> Score:
     """
     program = program_of(response)
     tests = json.loads(str(ground_truth["tests"]))
-    passed, compiles, until = 0, 1.0, time.monotonic() + in_use().time_s
+    passed, until = 0, time.monotonic() + in_use().time_s
+    compiles: bool | None = None  # not known
     for test in tests:
         if (left := until - time.monotonic()) <= 0:
             break
         is_passed, ran = _tried(program, test, left)
         passed += is_passed
-        if not is_passed and _BROKEN.search(ran.stderr):
-            compiles = 0.0
+        if not is_passed and compiles is None and _BROKEN.search(ran.stderr):  # of the answer, or of what it evaluates
+            compiles = _compiles(program, until - time.monotonic())
+        if compiles is False:
             break  # the others cannot pass either
-    return Score(passed / len(tests), {"passed": float(passed == len(tests)), "compiles": compiles})
+    return Score(passed / len(tests), {"passed": float(passed == len(tests)), "compiles": float(compiles is not False)})
 
 
 def program_of(response: str) -> str:
@@ -101,6 +103,11 @@ def program_of(response: str) -> str:
     """
     found = _BLOCK.findall(response)
     return str(found[-1]) if found else response
+
+
+def _compiles(program: str, time_s: float) -> bool:
+    ran = run_in_sandbox(f"compile({program!r}, 'program', 'exec')", "", time_s)
+    return ran.ended != "" or ran.code == 0
 
 
 def _tried(program: str, test: str | Mapping[str, str], time_s: float) -> tuple[bool, Ran]:

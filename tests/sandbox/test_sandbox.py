@@ -21,6 +21,7 @@ from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.sandbox import require_sandbox, run_python, use
+from rlcore.score import Score
 from tests.sandbox.hostile import programs
 
 TIME_S = 3.0
@@ -146,6 +147,14 @@ def test_the_score_is_the_share_of_tests_that_pass(answer: str, total: float, pa
     found = code.score(answer, {"tests": json.dumps(tests)})
     assert found.total == pytest.approx(total)
     assert (found.parts["passed"], found.parts["compiles"]) == parts
+
+
+@shut_in
+def test_a_syntax_error_in_what_a_program_evaluates_fails_that_test_alone() -> None:
+    tests = [{"stdin": text, "stdout": "9"} for text in ("08+1", "8+1", "+")]
+    for order in (tests, tests[::-1]):
+        found = code.score("```python\nprint(eval(input()))\n```", {"tests": json.dumps(order)})
+        assert found == Score(1 / 3, {"passed": 0.0, "compiles": 1.0})
 
 
 @shut_in
