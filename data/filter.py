@@ -259,7 +259,9 @@ class _Filter:
         column = batch.column("prompt")
         messages = column.flatten()
         roles, contents = messages.field("role"), messages.field("content")
-        single = pc.all(pc.equal(pc.list_value_length(column), 1)).as_py()  # None where the batch is empty
+        single = pc.all(
+            pc.equal(pc.list_value_length(column), 1), skip_nulls=False
+        ).as_py()  # None where one is missing
         if single and not contents.null_count and pc.unique(roles).to_pylist() == ["user"]:
             return self._tokenizer.texts_of_user_messages(contents.to_pylist())
         prompts = column.to_pylist()
@@ -348,13 +350,13 @@ def _as_lists(rows: list[bytes]) -> pa.ListArray:
 
 
 def multisets(ground_truths: pa.Array) -> list[Multiset]:
-    """The sorted numbers of each countdown problem; [] for another task, or where a row has none.
+    """The sorted numbers of each countdown problem (it has a target too); [] for another task, or where a row has none.
 
     >>> multisets(pa.array([{"target": 6, "numbers": [3, 1, 2]}, {"target": 9, "numbers": [5, 4]}]))
     [(1, 2, 3), (4, 5)]
     """
     kind = ground_truths.type
-    if not pa.types.is_struct(kind) or kind.get_field_index("numbers") < 0:
+    if not pa.types.is_struct(kind) or any(kind.get_field_index(name) < 0 for name in ("numbers", "target")):
         return []
     numbers = pc.struct_field(ground_truths, "numbers")
     if not pa.types.is_list(numbers.type) or not pa.types.is_integer(numbers.type.value_type):

@@ -19,6 +19,7 @@ from data.write import write_splits
 from rlcore.batching.prompts import read_prompts, read_solutions
 from rlcore.config import CountdownData, FilterConfig, ParquetData
 from rlcore.errors import DataError, DiskSpaceError
+from rlcore.storage.publish import published_directory
 from tests.data.conftest import CHAT_TEMPLATE, saved
 from tests.storage.small_disk import fill
 from tests.storage.small_disk import small_disk as small_disk
@@ -136,9 +137,9 @@ def test_a_prompt_of_the_held_out_split_in_the_training_split_is_refused(chat_to
 
 
 def test_a_multiset_of_numbers_in_both_splits_is_refused(chat_tokenizer, artifacts_root, tmp_path):
-    def problem(text, numbers):
+    def problem(text, numbers, goal="target"):
         [row] = rows(1)
-        truth = {"target": 9, "numbers": numbers}
+        truth = {goal: 9, "numbers": numbers}
         return {
             **row,
             "prompt": [{"role": "user", "content": text}],
@@ -149,6 +150,15 @@ def test_a_multiset_of_numbers_in_both_splits_is_refused(chat_tokenizer, artifac
     told = r"train.parquet: row 1: has the same multiset of numbers \[3, 4, 5\] as row 0 of the validation split"
     with pytest.raises(DataError, match=told):
         filtered(settings, chat_tokenizer, artifacts_root)
+    of_another_task = written(tmp_path, [problem("b", [5, 3], goal="most")], [problem("c", [3, 5], goal="most")])
+    assert filtered(of_another_task, chat_tokenizer, artifacts_root).counts["train"] == 1
+
+
+def test_a_row_without_a_prompt_is_refused_among_rows_of_one_message(chat_tokenizer, artifacts_root):
+    with published_directory(artifacts_root / "datasets/made", {"kind": "dataset", "fingerprint": "made"}) as folder:
+        written(folder, [*rows(2), {**rows(1)[0], "prompt": None}], rows(2, split="validation"))
+    with pytest.raises(DataError, match=r"train.parquet: row 2: prompt must be a list of messages .* got None"):
+        filter_dataset(artifacts_root / "datasets/made", chat_tokenizer, FilterConfig(), root=artifacts_root)
 
 
 def test_a_chat_prompt_without_a_chat_template_is_refused(base_tokenizer, artifacts_root):
