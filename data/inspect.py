@@ -117,7 +117,7 @@ _Scan = tuple[SplitReport, Counter[int], Counter[tuple[int, ...]]]
 
 
 def _scan(path: Path, name: str, num_rows: int, seed: int) -> _Scan:
-    """Columns that the file lacks count nothing."""
+    """Columns that the file lacks, or that are of another kind, count nothing."""
     file = open_parquet(path)
     schema, total = file.schema_arrow, file.metadata.num_rows
     chosen = sorted(np.random.default_rng(seed).permutation(total)[:num_rows].tolist())
@@ -129,17 +129,19 @@ def _scan(path: Path, name: str, num_rows: int, seed: int) -> _Scan:
     def has(column: str) -> bool:
         return find_type(schema, column) is not None
 
-    is_tokenized = has("prompt_ids")
+    is_tokenized = has("prompt_ids.[]")
     for batch in read_batches(file, path, ROWS_PER_GROUP):
         if has("prompt.[].content"):
-            messages = [prompt or () for prompt in batch.column("prompt").to_pylist()]
-            prompts.update(hash("\n".join(f"{m['role']}: {m['content']}" for m in prompt)) for prompt in messages)
+            messages = [[m or {} for m in prompt or ()] for prompt in batch.column("prompt").to_pylist()]
+            prompts.update(
+                hash("\n".join(f"{m.get('role')}: {m.get('content')}" for m in prompt)) for prompt in messages
+            )
             if not is_tokenized:
-                lengths.update(sum(len(m["content"] or "") for m in prompt) for prompt in messages)
+                lengths.update(sum(len(str(m.get("content") or "")) for m in prompt) for prompt in messages)
         if is_tokenized:
-            lengths.update(pc.list_value_length(batch.column("prompt_ids")).to_pylist())
+            lengths.update(pc.drop_null(pc.list_value_length(batch.column("prompt_ids"))).to_pylist())
         if has("data_source"):
-            sources.update(batch.column("data_source").to_pylist())
+            sources.update(map(str, batch.column("data_source").to_pylist()))
         if has("extra_info.difficulty"):
             difficulty.update(pc.drop_null(pc.struct_field(batch.column("extra_info"), "difficulty")).to_pylist())
         if has("extra_info.solution"):
@@ -203,9 +205,10 @@ def _facts(split: SplitReport) -> Iterator[tuple[str, str]]:
 
 
 def _shown_row(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A row as labelled texts."""
+    """A row in the row schema as labelled texts."""
     for message in row.get("prompt") or ():
-        yield f"prompt ({message['role']})", message["content"] or ""
+        role, content = (message or {}).get("role"), (message or {}).get("content")
+        yield f"prompt ({role})", content or ""
     model = row.get("reward_model") or {}
     if "ground_truth" in model:
         yield "ground truth", json.dumps(model["ground_truth"], ensure_ascii=False, default=str)
@@ -226,7 +229,8 @@ def as_rich(report: DatasetReport) -> RenderableType:
     for section in _document(report).sections:
         for block in section.blocks:
             if isinstance(block, document.Table) and block.rows:
-                table = Table(title=f"{section.title}: {block.title}", title_justify="left", show_header=False)
+                title = Text(f"{section.title}: {block.title}", style="table.title")
+                table = Table(title=title, title_justify="left", show_header=False)
                 for row in block.rows:
                     table.add_row(*(Text(cell.text) for cell in row))
                 parts.append(table)
@@ -265,7 +269,8 @@ def _blocks(split: SplitReport) -> Iterator[document.Block]:
     yield pairs("columns", split.columns)
     yield pairs("provenance", ((name, _brief(value)) for name, value in split.provenance.items()))
     for row in split.rows:
-        yield pairs(f"row {row['row']}", ((name, _cut(value)) for name, value in _shown_row(row)))
+        shown = _shown_row(row) if split.problem is None else ((name, str(row[name])) for name, _ in split.columns)
+        yield pairs(f"row {row['row']}", ((name, _cut(value)) for name, value in shown))
 
 
 def _brief(value: Any) -> str:

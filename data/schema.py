@@ -169,7 +169,10 @@ def read_batches(file: pq.ParquetFile, path: Path, num_rows: int) -> Iterator[pa
 def provenance(path: Path) -> dict[str, Any]:
     """The provenance document of a file, {} where it has none. Raises DataError where the file cannot be read."""
     raw = (open_parquet(path).metadata.metadata or {}).get(PROVENANCE_KEY)
-    found = json.loads(raw) if raw else {}
+    try:
+        found = json.loads(raw) if raw else {}
+    except ValueError:  # of another writer
+        found = {}
     return found if isinstance(found, dict) else {}
 
 

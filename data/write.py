@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,7 @@ def as_svg(summary: LengthSummary, title: str, limit: int | None = None, unit: s
         mark = f'<path d="M{x:.1f} 40V{bottom}" stroke="#b3261e" stroke-dasharray="4 3"/>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="12"><text x="{left}" y="20">{title}: {summary.num_prompts:,} prompts, mean '
+        f'font-size="12"><text x="{left}" y="20">{escape(title)}: {summary.num_prompts:,} prompts, mean '
         f"{summary.mean_tokens:.1f}, p95 {summary.p95_tokens}, longest {summary.max_tokens} {unit}</text>"
         f'{"".join(bars)}{mark}<text x="{left}" y="{bottom + 18}">{low}</text>'
         f'<text x="{width - 20}" y="{bottom + 18}" text-anchor="end">{summary.max_tokens} {unit}</text>'

@@ -112,6 +112,53 @@ def test_a_file_of_any_other_schema_is_shown_too(tmp_path):
     as_text(data.inspect_dataset(tmp_path))
 
 
+FOREIGN = {
+    "a prompt that is a text": ({"prompt": "how many?"}, "how many?"),
+    "messages without a role": ({"prompt": [{"content": "how many?"}]}, "how many?"),
+    "messages with a content of parts": (
+        {"prompt": [{"role": "user", "content": [{"text": "how many?"}]}]},
+        "how many?",
+    ),
+    "a missing message": ({"prompt": [{"role": "user", "content": "how many?"}, None]}, "prompt (None)"),
+    "token ids as text": ({"prompt_ids": "17 4"}, "prompt (user)"),
+    "other sections": ({"extra_info": "easy", "reward_model": "a ground_truth", "data_source": ["a", "b"]}, "easy"),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_row_that_breaks_the_schema_is_shown_as_it_is(tmp_path, what):
+    own, shown = FOREIGN[what]
+    row = {
+        "data_source": "mine",
+        "prompt": [{"role": "user", "content": "x"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "1"},
+        "extra_info": {"split": "train", "index": 0},
+    }
+    pq.write_table(pa.Table.from_pylist([row | own]), tmp_path / "train.parquet")
+    report = data.inspect_dataset(tmp_path)
+    assert shown in as_text(report)
+    as_html(report)
+    json.loads(report.as_json())
+
+
+def test_missing_token_ids_and_metadata_of_another_writer_count_nothing(tmp_path):
+    table = pa.table({"prompt_ids": [[1, 2], None]}).replace_schema_metadata({"millrace": "no JSON"})
+    pq.write_table(table, tmp_path / "train.parquet")
+    [split] = data.inspect_dataset(tmp_path).splits
+    assert (split.lengths.num_prompts, split.provenance) == (1, {})
+
+
+def test_names_of_files_are_no_markup(tmp_path):
+    folder = tmp_path / "ds[v1][" / "x]"
+    folder.mkdir(parents=True)
+    prompt = [{"role": "user", "content": "x"}]
+    pq.write_table(pa.Table.from_pylist([{"prompt": prompt}]), folder / "<img src=x>.parquet")
+    report = data.inspect_dataset(folder)
+    assert "ds[v1][/x]" in as_text(report)
+    assert "<img" not in as_html(report)
+
+
 def test_nothing_to_inspect(tmp_path):
     with pytest.raises(DataError, match="no parquet file there"):
         data.inspect_dataset(tmp_path)
