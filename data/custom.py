@@ -44,6 +44,7 @@ from rlcore.user_code import code_for, module_of
 
 BUILD_DEADLINE_S = 20.0
 """Seconds for the first row of a user's build. A slower one is not tried before the dataset is made."""
+_ANSWER = "first row for Millrace: "  # among lines that the build prints
 _NOT_DATA = (
     "/proc",
     "/sys",
@@ -294,11 +295,13 @@ def _by_process(config: CustomData, seed: int) -> FirstRow | None:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "data.custom"], input=wanted, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, timeout=BUILD_DEADLINE_S, env={**os.environ, "PYTHONPATH": path},
+            stderr=subprocess.DEVNULL, text=True, errors="replace", timeout=BUILD_DEADLINE_S,
+            env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return None
-    answer: dict[str, Any] = json.loads(done.stdout.rpartition("\n")[2] or "{}")
+    lines = [line for line in done.stdout.split("\n") if line.startswith(_ANSWER)]
+    answer: dict[str, Any] = json.loads(lines[-1].removeprefix(_ANSWER)) if lines else {}
     if "error" in answer or not answer:
         raise DataError(answer.get("error") or f"data.build: {config.build} ended its process ({done.returncode})")
     return FirstRow(**answer)
@@ -313,7 +316,7 @@ def _main() -> None:
         answer = {"error": str(error)}
     except Exception as error:  # a user's build can raise anything
         answer = {"error": f"data.build: {config.build} failed to make its first row: {type(error).__name__}: {error}"}
-    sys.stdout.write("\n" + json.dumps(answer))
+    sys.stdout.write(f"\n{_ANSWER}{json.dumps(answer)}\n")
 
 
 if __name__ == "__main__":

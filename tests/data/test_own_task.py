@@ -9,6 +9,7 @@ import pytest
 
 import data
 from data import multiplication
+from data.custom import first_row
 from rlcore.batching.prompts import read_prompts, read_solutions
 from rlcore.config import CustomData, FilterConfig, MappedData, RewardConfig
 from rlcore.config.compose import load_config
@@ -129,6 +130,14 @@ def test_a_build_function_must_return_rows(tmp_path, monkeypatch, artifacts_root
     settings = TIMES.model_copy(update={"build": "wrong_task:build"})
     with pytest.raises(DataError, match=r"wrong_task:build must return data\.rows\.TaskRows, got list"):
         data.build_dataset(settings, seed=1, root=artifacts_root)
+
+
+def test_the_first_row_is_found_among_all_that_a_build_prints(tmp_path, monkeypatch, artifacts_root):
+    own = "import atexit, sys\natexit.register(print, 'bye')\nsys.stdout.buffer.write(b'\\xff')\nprint('{}')\n"
+    (tmp_path / "loud_task.py").write_text(own + "from data.multiplication import build, score\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    row = first_row(TIMES.model_copy(update={"build": "loud_task:build"}), 1, artifacts_root)
+    assert row == first_row(TIMES, 1, artifacts_root)
 
 
 def test_a_name_that_metrics_cannot_have_is_refused(tmp_path, monkeypatch, artifacts_root):
