@@ -47,6 +47,11 @@ def _several(value: Any) -> bool:
     return bool(value > 1)
 
 
+def _may_run_programs(value: Any) -> bool:
+    """Of scorers, environments and suites: others than ours may use the sandbox too."""
+    return bool(value) and not (isinstance(value, str) and value.partition(":")[0] in _WITHOUT_PROGRAMS)
+
+
 @dataclass(frozen=True, slots=True)
 class Effect:
     """Keys or sections that are read only where one of the settings `by` is as `wanted`.
@@ -63,6 +68,10 @@ class Effect:
     of: Wish | None = None
 
 
+_WITHOUT_PROGRAMS = tuple(
+    f"data.{name}" for name in ("calculator", "countdown", "gsm8k", "math", "multiplication", "number_guessing",
+                                "reasoning_gym")
+)  # fmt: skip
 _VLLMS = tuple(
     f"rollout.{name}"
     for name in ("tensor_parallel_size", "memory_share", "sleep_level", "enforce_eager", "short_steps",
@@ -113,6 +122,10 @@ EFFECTS: tuple[Effect, ...] = (
            _one_of("base", "qwen-instruct", "chat", "data.calculator:Countdown"), "Choose data.template=chat"),
     Effect(("warm_start.check_problems",), ("warm_start.stop_at_reward",), _on, "Set warm_start.stop_at_reward"),
     Effect(("warm_start.patience",), ("warm_start.held_out_rows",), _on, "Set warm_start.held_out_rows=256"),
+    Effect(("warm_start.misdirected_share",), ("warm_start.demonstrations",), _off,
+           "Set warm_start.demonstrations=null"),
+    Effect(("warm_start.misdirected_share",), ("data.task",), _none_of("gsm8k", "mapped", "reasoning_gym"),
+           "Choose a task whose rows have a distractor, such as data=countdown"),
     Effect(("pass_rates.rows_per_part",), ("pass_rates.samples",), _on, "Set pass_rates.samples=8"),
     Effect(("pass_rates.keep",), ("pass_rates.samples", "pass_rates.table"), _on, "Set pass_rates.samples=8"),
     Effect(("pass_rates.band", "pass_rates.rest_weight"), ("pass_rates.draw",), _one_of("band"),
@@ -125,6 +138,8 @@ EFFECTS: tuple[Effect, ...] = (
     Effect(("rollout.short_steps",), ("rollout.tensor_parallel_size",), _one_of(1),
            "Set rollout.tensor_parallel_size=1"),
     Effect(("reward.judge",), ("data.scorer",), _one_of(JUDGE, MixtureData().scorer), f"Set data.scorer={JUDGE}"),
+    Effect(("sandbox",), ("data.scorer", "data.environment", "validation.suites"), _may_run_programs,
+           "Choose data=code", why="no scorer that runs programs"),
     Effect(("reward.deadline_s",), ("reward.num_processes",), _on, "Set reward.num_processes=1 or more"),
     Effect(("episode",), ("data.environment",), _on, "Set data.environment"),
     Effect(("episode.reward_per_turn",), ("algo.advantage",), _one_of("gae", "reinforce_pp"),
