@@ -227,8 +227,8 @@ def _parsed(parser: OverridesParser, text: str) -> Override | Problem:
         override = parser.parse_override(text)
     except HydraException as error:
         reason = str(error).splitlines()[0] if "=" in text else "there is no = in it"
-        remedy = "Write key=value, and quote spaces and commas: 'key=\"a, b\"'"
-        if text in experiment_names() or text.endswith(FILE_ENDINGS):
+        remedy = "Write key=value, and quote spaces, commas and ~: 'key=\"~/a, b\"'"
+        if "=" not in text and (text in experiment_names() or text.endswith(FILE_ENDINGS)):
             remedy = f"Write key=value. {EXPERIMENT_MEANT}{text}?"
         return Problem("override", f"cannot be read ({reason})", repr(text), remedy)
     key = override.key_or_group

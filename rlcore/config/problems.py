@@ -59,7 +59,8 @@ def shown(value: Any) -> str:
 
 
 def masked(text: str) -> str:
-    """An address, or a text with one, that may be shown: without its password and its query, which may hold one too.
+    """An address, or a text with one, that may be shown: without its password, a user alone (a token, over http) and
+    its query, which may hold one too.
 
     >>> masked("postgresql+asyncpg://me:s3cr%40t@db.example:5432/prefect?ssl=require")
     'postgresql+asyncpg://me:***@db.example:5432/prefect'
@@ -67,6 +68,7 @@ def masked(text: str) -> str:
     'sqlite:////data/mlflow.db'
     """
     hidden = re.sub(r"(\w://[^:@/]*):.*@", r"\1:***@", text)
+    hidden = re.sub(r"(https?://)[^:@/\s]+@", r"\1***@", hidden)
     return re.sub(r"(\w://[^\s?]*)\?[^\s']*", r"\1", hidden)
 
 

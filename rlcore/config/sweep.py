@@ -20,7 +20,8 @@ MOST_DRAWS = 1_000
 
 
 class Range(Section):
-    """Numbers from `low` to `high`, both included; whole ones where both ends are whole."""
+    """Numbers from `low` to `high`, both included (with `step`, the last that a step reaches); whole ones where both
+    ends are whole."""
 
     low: int | float
     """Least value."""
@@ -217,7 +218,8 @@ def _draw_one(values: Values, generator: random.Random) -> JsonValue:
         return generator.choice(values)
     low, high = values.low, values.high
     if values.step is not None:
-        return low + values.step * generator.randint(0, math.floor((high - low) / values.step + 1e-9))
+        stepped = low + values.step * generator.randint(0, math.floor((high - low) / values.step + 1e-9))
+        return stepped if isinstance(stepped, int) else min(float(f"{stepped:.12g}"), high)
     if values.is_whole and not values.log:
         return generator.randint(int(low), int(high))
     drawn = generator.uniform(low, high) if not values.log else math.exp(generator.uniform(*map(math.log, (low, high))))

@@ -264,6 +264,14 @@ def test_an_experiments_name_alone_is_taken_for_what_it_is_meant():
         load_config(["countdown_demo"])
 
 
+@pytest.mark.parametrize("override", ["validation.suites=[~/s.yaml", "paths.root=~/x"])
+def test_what_must_be_quoted_is_said_beside_other_mistakes(override):
+    cannot_be_read, other = problems(override, "seed=-1")
+    assert "quote spaces, commas and ~" in cannot_be_read
+    assert "experiment=" not in cannot_be_read
+    assert other.startswith("seed: ")
+
+
 def test_a_reference_that_cannot_be_read_is_told_in_a_mapping_too():
     assert the_problem("tags={a:'${',b:'${seed}'}").startswith("tags.a: cannot be filled in (no viable alternative")
 

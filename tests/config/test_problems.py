@@ -53,7 +53,12 @@ def test_values_are_shown_as_they_are_written(value, text):
     "written", ["reward.judge.url=%s", "reward.judge.urll=%s", "tracking.uri=[%s]", "data.source=%s"]
 )
 def test_no_message_holds_the_password_of_an_address(written):
-    for address in ("http://me:SECRET@host:80/v1", "http://host/v1?key=SECRET", f"http://{'me' * 20}:SECRET@host"):
+    for address in (
+        "http://me:SECRET@host:80/v1",
+        "http://host/v1?key=SECRET",
+        f"http://{'me' * 20}:SECRET@host",
+        "https://SECRET@host",
+    ):
         with pytest.raises(ConfigError, match="got ") as error:
             load_config(["experiment=debug", written % address])
         assert "SECRET" not in str(error.value)
