@@ -11,12 +11,12 @@ import os
 import re
 import sqlite3
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cache
-from pathlib import Path
 
 import httpx
 
+from rlcore.config.base import expanded
 from rlcore.config.rollout import JudgeConfig
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, resolve_scorer, score_one
 from rlcore.score import Score
@@ -71,7 +71,7 @@ def judged(settings: JudgeConfig, response: str, truth: str) -> float:
     if row is not None:
         return float(row[0])
     verdict = read_verdict(asyncio.run(_reply(settings, asked)), settings.highest)
-    with cached:
+    with suppress(sqlite3.OperationalError), cached:  # locked or full: the verdict counts all the same
         cached.execute("insert or ignore into verdicts values (?, ?)", (key, verdict))
     return verdict
 
@@ -174,9 +174,13 @@ async def _asked_once(client: httpx.AsyncClient, url: str, headers: Mapping[str,
 
 @cache
 def _cache(file: str) -> sqlite3.Connection:
-    """Verdicts by what was asked: of this process, or in a file that all processes share."""
-    if file:
-        Path(file).expanduser().parent.mkdir(parents=True, exist_ok=True)
-    found = sqlite3.connect(Path(file).expanduser() if file else ":memory:", timeout=10)
-    with closing(found.execute("create table if not exists verdicts (key text primary key, verdict real)")):
-        return found
+    """Verdicts by what was asked: of this process, or in a file that all processes share. Raises JudgeError."""
+    try:
+        if file:
+            expanded(file).parent.mkdir(parents=True, exist_ok=True)
+        found = sqlite3.connect(expanded(file) if file else ":memory:", timeout=10)
+        with closing(found.execute("create table if not exists verdicts (key text primary key, verdict real)")):
+            return found
+    except (OSError, sqlite3.Error) as error:
+        rule = f"must be a file of verdicts, or one that can be made; got {file} ({error})"
+        raise JudgeError(f"reward.judge.cache: {rule}. Name another one, or '' for none") from error

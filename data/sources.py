@@ -49,6 +49,10 @@ class Record:
                 f"{self.where}: column {column}: must be a text that is not empty, got {found!r} (columns: {has}); "
                 "repair or remove it, or name another column"
             )
+        try:
+            found.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{self.where}: column {column}: must be UTF-8 ({error}); repair or remove it") from error
         return found
 
 
@@ -310,15 +314,15 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _row(values: Mapping[str, Any], where: str) -> Row:
-    messages = [Message(message["role"], message["content"]) for message in values["prompt"] or ()]
-    if not messages or any(not message.role or message.content is None for message in messages):
+    prompt = values["prompt"] or ()
+    if not prompt or any(not message or not message["role"] or message["content"] is None for message in prompt):
         raise DataError(f"{where}: prompt must be messages with role and content, got {values['prompt']!r}; repair it")
     truth = (values["reward_model"] or {}).get("ground_truth")
     if truth is None:
         raise DataError(f"{where}: reward_model.ground_truth must have a value, got nothing; repair or remove the row")
     extra = values["extra_info"] or {}
     return Row(
-        prompt=tuple(messages),
+        prompt=tuple(Message(message["role"], message["content"]) for message in prompt),
         ground_truth=truth,
         difficulty=extra.get("difficulty") or 0,
         solution=extra.get("solution") or "",

@@ -221,7 +221,9 @@ def test_every_broken_column_is_told_at_once(artifacts_root, tmp_path):
     assert lines == [f"column {name}" for name in ("data_source", "ability", "reward_model", "extra_info")]
 
 
-@pytest.mark.parametrize("prompt", [[], [{"role": "user", "content": None}], [{"role": None, "content": "x"}], None])
+@pytest.mark.parametrize(
+    "prompt", [[], [{"role": "user", "content": None}], [{"role": None, "content": "x"}], None, [None]]
+)
 def test_an_unusable_prompt_is_named_by_its_row(artifacts_root, tmp_path, prompt):
     broken = rows(3)
     broken[2]["prompt"] = prompt

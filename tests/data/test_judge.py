@@ -15,6 +15,8 @@ from data.judge import JudgeError, read_verdict
 from rlcore.config.rollout import JudgeConfig, RewardConfig
 from rlcore.rollout.scoring import ScoringPool
 from tests.data.judges import GOOD, HOSTILE
+from tests.storage.small_disk import fill
+from tests.storage.small_disk import small_disk as small_disk
 
 SECRET = "sk-do-not-tell-1234"
 JUDGE = "data.judge:score"
@@ -95,6 +97,26 @@ def test_the_same_is_asked_once_and_a_file_keeps_it_for_other_processes(
         assert {score.total for score in scores} == {0.75}
     # two processes may ask at once; nobody asks later. One more is the first call, on an empty answer.
     assert seen(url)["good"] - before <= 2 + 2
+
+
+def test_a_cache_that_cannot_be_used_is_named(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    (tmp_path / "notes.txt").write_text("no database, and longer than the head of one" * 9)
+    for cache in (tmp_path, tmp_path / "notes.txt", tmp_path / "notes.txt" / "below"):
+        with ScoringPool(JUDGE, settings(url, num_processes=1, cache=str(cache))) as pool:
+            [score] = pool.score(["once"], ["{}"])
+        told = f"reward.judge.cache: must be a file of verdicts, or one that can be made; got {cache}"
+        assert told in str(score.failure)
+
+
+def test_a_verdict_counts_where_the_disk_of_the_cache_is_full(
+    url: str, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    with ScoringPool(JUDGE, settings(url, num_processes=1, cache=str(small_disk / "verdicts.sqlite"))) as pool:
+        pool.score(["before"], ["{}"])
+        fill(small_disk)
+        assert [score.total for score in pool.score(["once"], ["{}"])] == [0.75]
 
 
 def test_rules_beside_the_judge_and_weights_over_both(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

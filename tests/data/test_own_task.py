@@ -150,7 +150,7 @@ def test_a_name_that_metrics_cannot_have_is_refused(tmp_path, monkeypatch, artif
 
 @pytest.fixture
 def folder(tmp_path):
-    record = {"task": {"text": "What is half of two?"}, "final": 1, "worked": "Two halves make two. 1"}
+    record = {"task": {"text": "What is half of two?"}, "final": 1, "worked": "Two halves make two. 1", "cut": "\ud83d"}
     for name, count in (("big", 5), ("small", 2)):
         lines = [json.dumps(record | {"task": {"text": f"{name} {i}: what?"}, "final": i}) for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
@@ -188,9 +188,10 @@ def test_rows_of_the_working_directory_have_its_name(folder, artifacts_root, mon
     [
         (
             {"question": "tsk.text"},
-            r"line 1: column tsk.text: must be a text .* got None \(columns: task, final, worked\)",
+            r"line 1: column tsk.text: must be a text .* got None \(columns: task, final, worked, cut\)",
         ),
         ({"question": "task"}, r"column task: must be a text"),
+        ({"question": "cut"}, r"line 1: column cut: must be UTF-8 .*surrogates not allowed"),
         ({"source": ""}, r"data.source: must be a folder or a hub id"),
         ({"train_split": "train"}, r"lacks train.jsonl or train.parquet"),
     ],
