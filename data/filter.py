@@ -14,6 +14,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from itertools import pairwise, repeat
 from pathlib import Path
@@ -227,7 +228,7 @@ class _Filter:
         for split, summary in found.items():
             plot = as_svg(summary, f"Prompt lengths of {split}", self._config.max_prompt_tokens)
             (folder / f"lengths-{split}.svg").write_text(plot, encoding="utf-8")
-        return {split: summary.as_dict() for split, summary in found.items()}
+        return {split: asdict(summary) for split, summary in found.items()}
 
     def _filtered(self, batch: pa.RecordBatch, start: int, schema: pa.Schema) -> pa.RecordBatch:
         """The rows of a batch that stay, with their token ids; `start` is the batch's first row in the file."""

@@ -7,7 +7,7 @@ from; the card of a filtered dataset has the lengths of its prompts.
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from html import escape
 from itertools import chain, islice
 from pathlib import Path
@@ -131,10 +131,6 @@ class LengthSummary:
     max_tokens: int
     bins: tuple[tuple[int, int, int], ...]
 
-    def as_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {**asdict(self), "bins": [list(entry) for entry in self.bins]}
-
 
 def summarize(lengths: Counter[int]) -> LengthSummary | None:
     """Summary of counts by length; None where there are none."""
@@ -250,7 +246,7 @@ def write_filter_card(folder: Path, facts: Mapping[str, Any]) -> None:
         *(f"| {name} | {count:,} |" for name, count in facts["counts"].items()),
     ]
     for split, summary in facts["lengths"].items():
-        found = LengthSummary(**{**summary, "bins": tuple(tuple(entry) for entry in summary["bins"])})
+        found = LengthSummary(**summary)
         lines += [
             "",
             f"## Prompt lengths of {split}",
