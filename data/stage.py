@@ -39,11 +39,13 @@ class StageResult:
 
 
 _EARLIER = {
-    "3a9366f7f56a6621": "a09048efc44283de",  # gsm8k
-    "ff5bdf651d3ba910": "9538ab35cefd03fb",  # mapped
-    "f8295255d6f3b742": "73eafe51822f28ca",  # custom
-    "0160b18a80fe0260": "8bf03f727474bf7c",  # filter
-    "434f3005207f6b42": "30f39456b8e733b5",  # demonstrations
+    "647ee821f560f3cc": "a63d37882c7559b8",  # countdown
+    "dcc8fcbe2854cf28": "a09048efc44283de",  # gsm8k
+    "ed083a94eba06808": "9538ab35cefd03fb",  # mapped, parquet
+    "309cda4d7cfeedfd": "73eafe51822f28ca",  # custom
+    "52dcc4dc9336cd26": "dcf37d3e29550884",  # reasoning_gym
+    "944e91f98dedb892": "8bf03f727474bf7c",  # filter
+    "d0cb34e813a0a3ca": "30f39456b8e733b5",  # demonstrations
 }
 """Digests of code that writes the same as earlier code, and those of the earlier: folders made before are found. Code
 that writes otherwise has no line here."""
