@@ -91,7 +91,8 @@ def computed(expression: str) -> str | None:
     found = evaluate(_WHOLE.sub("", whole).strip())
     if found is None or found.value is None:
         return None
-    return f"{float(round(found.value, _PLACES)):.{_PLACES}f}".rstrip("0").rstrip(".")
+    whole, rest = divmod(abs(scaled := round(found.value * 10**_PLACES)), 10**_PLACES)
+    return f"{'-' if scaled < 0 else ''}{whole}.{rest:0{_PLACES}}".rstrip("0").rstrip(".")
 
 
 def episode(answer: str) -> list[dict[str, str]] | None:

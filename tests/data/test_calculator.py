@@ -12,7 +12,19 @@ from data.calculator import WordProblems, computed, episode, main
 
 @pytest.mark.parametrize(
     ("expression", "value"),
-    [("48/2", "24"), ("0.2*50", "10"), (".5*3", "1.5"), ("2/3", "0.6667"), ("007+1", "8"), ("(1+2)*3", "9")],
+    [
+        ("48/2", "24"),
+        ("0.2*50", "10"),
+        (".5*3", "1.5"),
+        ("2/3", "0.6667"),
+        ("007+1", "8"),
+        ("(1+2)*3", "9"),
+        ("9007199254740993*1", "9007199254740993"),
+        ("1-3/8", "0.625"),
+        ("2-3.00001", "-1"),
+        ("1/7-1", "-0.8571"),
+        ("0.00004-0", "0"),
+    ],
 )
 def test_a_value_is_exact_to_four_places(expression: str, value: str) -> None:
     assert computed(expression) == value
