@@ -10,7 +10,7 @@ import functools
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +22,7 @@ from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch
 
 _Part: TypeAlias = tuple[int, int, Any]
-"""-(sum of a part), an index of it (-1: none), and its indices as nested pairs: joining lists takes quadratic time."""
+"""-(sum of a part), an index of it, and its indices as nested pairs: joining lists takes quadratic time."""
 CLOSE_ENOUGH = 1e-3
 """Share of the mean by which the heaviest part may be over it before sequences are exchanged."""
 
@@ -52,35 +52,39 @@ def _partition(lengths: tuple[int, ...], num_parts: int, equal_counts: bool) -> 
         return [[*range(len(lengths))]]
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     step = num_parts if equal_counts else 1
-    # Each heap entry is a partial solution: parts sorted by falling sum; the key is the spread between its ends.
+    # Each heap entry is a partial solution: its parts that are not empty, by falling sum; the key is the spread between
+    # its ends.
     heap: list[tuple[int, int, list[_Part]]] = []
     for serial, start in enumerate(range(0, len(order), step)):
         parts: list[_Part] = [(-lengths[i], i, i) for i in order[start : start + step]]
-        parts += [(0, -1, None)] * (num_parts - len(parts))
-        heapq.heappush(heap, (parts[0][0] - parts[-1][0], serial, parts))
+        heapq.heappush(heap, (_spread(parts, num_parts), serial, parts))
     serial = len(order)
     while len(heap) > 1:
-        _, _, first = heapq.heappop(heap)
-        _, _, second = heapq.heappop(heap)
-        merged: list[_Part] = [
-            (a + b, i if i >= 0 else j, (left, right))
-            for (a, i, left), (b, j, right) in zip(first, reversed(second), strict=True)
-        ]
-        merged.sort(key=lambda part: part[:2])
-        heapq.heappush(heap, (merged[0][0] - merged[-1][0], serial, merged))
+        first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        alone, beside = num_parts - len(second), num_parts - len(first)  # of each the heaviest, joined to empty ones
+        merged = first[:alone] + second[:beside]
+        pairs = zip(first[alone:], reversed(second[beside:]), strict=True)
+        merged += [(a + b, i, (left, right)) for (a, i, left), (b, _, right) in pairs]
+        merged.sort()
+        heapq.heappush(heap, (_spread(merged, num_parts), serial, merged))
         serial += 1
     found = [_indices(tree) for _, _, tree in heap[0][2]]
     return [sorted(indices) for indices in (_exchanged(found, lengths) if equal_counts else found)]
 
 
+def _spread(parts: Sequence[_Part], num_parts: int) -> int:
+    """-(sum of the heaviest part less that of the lightest); those that are not held are empty."""
+    return parts[0][0] - (parts[-1][0] if len(parts) == num_parts else 0)
+
+
 def _indices(tree: Any) -> list[int]:
-    """The leaves of nested pairs that are not None."""
+    """The leaves of nested pairs."""
     found, rest = [], [tree]
     while rest:
         node = rest.pop()
         if isinstance(node, tuple):
             rest += node
-        elif node is not None:
+        else:
             found.append(node)
     return found
 
@@ -280,7 +284,8 @@ class Dealer:
     def _num_cut(self, sizes: _Sizes) -> int:
         """Fewest micro-batches, by cost and by tokens, with no part of more than one sequence over the budget."""
         num_sequences = len(sizes.lengths)
-        count = max(1, -(-sizes.num_computed() // self.max_tokens))
+        fewest = _fewest_bins((sizes.lengths - sizes.shared).tolist(), self.max_tokens)
+        count = max(fewest, -(-sizes.num_computed() // self.max_tokens))
         while count < num_sequences and any(
             len(part) > 1 and tokens > self.max_tokens
             for shape in {self._shape, None}
@@ -288,6 +293,19 @@ class Dealer:
         ):
             count += 1
         return min(count, num_sequences)
+
+
+def _fewest_bins(lengths: Sequence[int], budget: int) -> int:
+    """A lower bound on the bins of `budget` that hold the lengths, where one over the budget is alone in its bin: L2 of
+    Martello and Toth ("Lower bounds and reduction procedures for the bin packing problem", 1990)."""
+    ordered = sorted(min(length, budget) for length in lengths)
+    sums, half = [0, *accumulate(ordered)], bisect.bisect_right(ordered, budget // 2)
+    found = 1
+    for least in {0, *ordered[:half]}:  # without shorter ones, those over `budget - least` are alone
+        begin, alone = bisect.bisect_left(ordered, least), bisect.bisect_right(ordered, budget - least)
+        others = max(alone - half, -(-(sums[alone] - sums[begin]) // budget))  # of those over half no two go together
+        found = max(found, len(ordered) - alone + others)
+    return found
 
 
 def mini_batches(group_ids: Int[Tensor, "N"], groups_per_mini_batch: int) -> list[list[int]]:

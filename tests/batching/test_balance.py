@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.rank_balance import waiting
+from rlcore.batching import balance
 from rlcore.batching.balance import Dealer, Shares, costs, micro_batches, num_computed, partition
 from rlcore.batching.pack import pack, select
 from rlcore.config.model import PUBLISHED
@@ -74,6 +75,28 @@ def test_a_micro_batch_of_several_sequences_keeps_the_budget(lengths: list[int],
     count = Dealer(num_ranks=1, max_tokens=max_tokens, shape=None).share_out(batch, range(len(lengths))).num_micro
     parts = micro_batches(batch, count)
     assert all(len(part) == 1 or sum(lengths[i] + 1 for i in part) <= max_tokens for part in parts)
+
+
+@given(LENGTHS, st.integers(1, 4000))
+def test_micro_batches_are_as_few_as_a_search_one_by_one_finds(lengths: list[int], max_tokens: int) -> None:
+    batch = unlike_answers(lengths)
+    tokens = [length + 1 for length in lengths]
+
+    def is_over(part: list[int]) -> bool:
+        return len(part) > 1 and sum(tokens[i] for i in part) > max_tokens
+
+    count = min(-(-sum(tokens) // max_tokens), len(tokens))
+    while count < len(tokens) and any(map(is_over, partition(tokens, count))):
+        count += 1
+    assert Dealer(num_ranks=1, max_tokens=max_tokens, shape=None).deal(batch, len(tokens)).whole.num_micro == count
+
+
+def test_answers_of_which_no_two_fit_are_not_cut_at_every_number_of_micro_batches() -> None:
+    """The sum of the tokens asks for 26 micro-batches, and each cut on the way to 40 takes time."""
+    batch = unlike_answers(range(600, 640))
+    before = balance._partition.cache_info().misses
+    assert Dealer(num_ranks=1, max_tokens=999, shape=None).deal(batch, 40).whole.num_micro == 40
+    assert balance._partition.cache_info().misses - before < 5
 
 
 def unlike_answers(lengths: Sequence[int]) -> PackedBatch:
