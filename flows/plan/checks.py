@@ -27,13 +27,13 @@ from rlcore.config.gguf import is_gguf
 from rlcore.config.suite import suite_settings
 from rlcore.errors import ConfigError, DataError, DiskSpaceError, EngineError, TrialError
 from rlcore.models.hub import require_reachable
-from rlcore.models.shape import require_base, require_trainable
+from rlcore.models.shape import require_base, require_embeddings, require_same_tokens, require_trainable, tokens_of
 from rlcore.rollout.environment import PLAY, Episode, turn_of
 from rlcore.rollout.scoring import ScoringPool, require_environment, require_scorer
 from rlcore.rollout.tools import tool_schemas
 from rlcore.rollout.vllm import require_vllm
 from rlcore.run.given_models import model_paths
-from rlcore.run.inputs import require_gguf, require_whole_model, stage_settings
+from rlcore.run.inputs import given_model, require_gguf, require_whole_model, stage_settings
 from rlcore.run.layout import RunLayout
 from rlcore.runtime.cluster import folder_problem, unreachable
 from rlcore.score import Score
@@ -77,17 +77,30 @@ def check_run(settings: RunSettings) -> None:
 
 
 def check_before_plan(config: RunConfig) -> None:
-    """The user's own functions, the architecture of a model whose `config.json` is here, the run's folder, the root.
+    """The user's own functions, architecture and tokens of a model whose files are here, the run's folder, the root.
 
     Raises:
         ConfigError, DataError, ModelError: key, rule, value got, what to do.
     """
     _require_functions(config)
+    tokens = _tokens(config)
     for key, path in model_paths(config).items():
         if path is not None:
             require_trainable(key, path)
+            (require_same_tokens if key == "critic.path" else require_embeddings)(key, path, tokens)
     RunLayout.of(config).require_kinds()
     require_root(Path(config.paths.root))
+
+
+def _tokens(config: RunConfig) -> dict[str, int]:
+    """Id of each token of the run's tokenizer; empty where its file is not on this machine."""
+    if config.model.path is not None:
+        return tokens_of(str(given_model(config)))
+    if config.critic is None or config.critic.path is None:
+        return {}  # it is made with the model
+    from rlcore.models.tokenizer import scratch_tokens
+
+    return scratch_tokens(config.model.scratch)
 
 
 def require_root(root: Path) -> None:

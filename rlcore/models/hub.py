@@ -28,13 +28,13 @@ def hub_answers() -> bool:
     return True
 
 
-def cached_config(path: str) -> Path | None:
-    """`config.json` of a hub id in the cache on this machine, if it is there."""
+def cached_config(path: str, name: str = "config.json") -> Path | None:
+    """`config.json`, or another file, of a hub id in the cache on this machine, if it is there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(path, "config.json")
+        found = try_to_load_from_cache(path, name)
     except HFValidationError:
         return None
     return Path(found) if isinstance(found, str) else None

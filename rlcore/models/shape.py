@@ -65,6 +65,49 @@ def require_trainable(key: str, path: str) -> None:
         raise ModelError(f"{key}: {reason}, got {path}. {TRAINABLE}")
 
 
+def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
+    """A model has an embedding of every token of the run, as far as its `config.json` is on this machine.
+
+    Raises:
+        ModelError: it has fewer.
+    """
+    config, highest = _read_config(path), max(tokens.values(), default=-1)
+    size = config.get("vocab_size") if isinstance(config, Mapping) else None
+    if isinstance(size, int) and size <= highest:
+        raise ModelError(
+            f"{key}: must have an embedding of every token; got {path}, whose vocab_size is {size}, with a tokenizer "
+            f"whose highest id is {highest}. Give it a model and a tokenizer that belong together"
+        )
+
+
+def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
+    """A model has an embedding of every token of the run, and its own tokenizer gives each the same id, as far as its
+    files are on this machine.
+
+    Raises:
+        ModelError: it has fewer, or another id of a token, or none.
+    """
+    require_embeddings(key, path, tokens)
+    own = tokens_of(path)
+    if differing := [token for token, number in tokens.items() if own and own.get(token) != number]:
+        raise ModelError(
+            f"{key}: must have the policy's tokenizer; got {path}, where {len(differing)} of {len(tokens)} tokens have "
+            f"another id or none, such as {differing[0]!r}. Give it a model with the tokenizer of model.path"
+        )
+
+
+def tokens_of(path: str) -> dict[str, int]:
+    """Id of each token by a model's `tokenizer.json`; empty where it is not on this machine."""
+    file = config_file(path, "tokenizer.json")
+    try:
+        found = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
+        words = found["model"]["vocab"]  # of the unigram kind pairs of a token and its score
+        ids = words if isinstance(words, dict) else {word: number for number, (word, _) in enumerate(words)}
+        return {**ids, **{added["content"]: added["id"] for added in found["added_tokens"]}}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}  # loading the tokenizer reports what is wrong with it
+
+
 def require_base(lora: LoraConfig | None) -> None:
     """What the base under adapters needs is installed.
 
@@ -248,13 +291,14 @@ def known_shape(config: object) -> ModelShape | None:
         return None
 
 
-def config_file(path: str) -> Path | None:
-    """`config.json` of a model's directory, or of a hub id in the cache; None where it is not on this machine."""
+def config_file(path: str, name: str = "config.json") -> Path | None:
+    """`config.json`, or another file, of a model's directory, or of a hub id in the cache; None where it is not on this
+    machine."""
     folder = Path(path).expanduser()
     if folder.is_dir():
-        file = folder / "config.json"
+        file = folder / name
         return file if file.is_file() else None
-    return cached_config(path)
+    return cached_config(path, name)
 
 
 # Dense bfloat16 operations a second by the vendors' data sheets, in units of 1e12. The first name that is in the

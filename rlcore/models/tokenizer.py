@@ -39,8 +39,7 @@ def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
     "19+7" and "19 + 7" are the same three tokens. Decoding joins tokens with one space. Whatever is not a number up
     to `max_integer` or an operator becomes `<unk>`.
     """
-    words = (PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *OPERATORS, *map(str, range(config.max_integer + 1)))
-    core = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token=UNK_TOKEN))
+    core = Tokenizer(WordLevel(scratch_tokens(config), unk_token=UNK_TOKEN))
     core.pre_tokenizer = pre_tokenizers.Sequence([WhitespaceSplit(), Split(Regex(r"\d+|\D"), behavior="isolated")])
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
@@ -55,6 +54,12 @@ def build_scratch_tokenizer(config: ScratchModel, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def scratch_tokens(config: ScratchModel) -> dict[str, int]:
+    """Id of each token of the arithmetic tokenizer."""
+    words = (PAD_TOKEN, EOS_TOKEN, UNK_TOKEN, *OPERATORS, *map(str, range(config.max_integer + 1)))
+    return {word: index for index, word in enumerate(words)}
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:

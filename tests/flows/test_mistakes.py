@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,9 @@ MISTAKES: list[tuple[str, list[str]]] = [
     # models
     ("train model.path=empty warm_start.enabled=false", ["model.path: must be a transformers model directory"]),
     ("train model.path=/no/such/model warm_start.enabled=false", ["got /no/such/model"]),
+    ("train model.path=small warm_start.enabled=false", ["model.path: must have an embedding of every token", "is 40"]),
+    ("train algo=ppo critic.path=small", ["critic.path: must have an embedding of every token", "vocab_size is 40"]),
+    ("train algo=ppo critic.path=other", ["critic.path: must have the policy's tokenizer", "such as '8'"]),
     (" ".join(["train data.template=base", *NO_TOKENIZER]), ["no_tokenizer", "tokenizer", "model.path"]),
     (" ".join(["train data=mapped data.source=rows data.question=q data.answer=a reward.num_processes=1",
                *NO_TOKENIZER]), ["no_tokenizer", "tokenizer", "model.path"]),
@@ -180,6 +184,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model").mkdir()
     build_scratch_tokenizer(ScratchModel(), folder / "model")
     (folder / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    shutil.copytree(folder / "model", folder / "small")
+    (folder / "small" / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 40}))
+    shutil.copytree(folder / "model", folder / "other")
+    build_scratch_tokenizer(ScratchModel(max_integer=7), folder / "other")
     return folder
 
 

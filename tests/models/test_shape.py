@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, Unigram
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,7 +28,15 @@ from rlcore.errors import ModelError
 from rlcore.models.load import load_policy, load_value_model
 from rlcore.models.lora import add_adapters
 from rlcore.models.scratch import build_scratch_model
-from rlcore.models.shape import ModelShape, has_experts, require_trainable, shape_of
+from rlcore.models.shape import (
+    ModelShape,
+    has_experts,
+    require_embeddings,
+    require_same_tokens,
+    require_trainable,
+    shape_of,
+    tokens_of,
+)
 from rlcore.models.tokenizer import build_scratch_tokenizer
 
 SIZES = {
@@ -146,6 +156,29 @@ def test_what_cannot_be_trained_is_refused_by_its_config_alone(
         load_policy(tmp_path, model=ModelConfig(), device=torch.device("cpu"))
     with pytest.raises(ModelError, match=told):
         check_before_plan(RunConfig(model=ModelConfig(path=str(tmp_path))))
+
+
+def test_a_critic_knows_every_token_of_the_policy_by_the_same_id(tmp_path: Path) -> None:
+    """Words, pairs of a word and its score, and words added after: as the library itself numbers them."""
+    policy, more, other = (tmp_path / name for name in ("policy", "more", "other"))
+    for folder, model in ((policy, BPE({"a": 0, "b": 1}, [])), (more, Unigram([("a", 0.0), ("b", 0.0), ("c", 0.0)]))):
+        tokenizer = Tokenizer(model)
+        tokenizer.add_special_tokens(["<eos>"])
+        folder.mkdir()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        assert tokens_of(str(folder)) == tokenizer.get_vocab()
+    tokens = tokens_of(str(policy))
+    require_same_tokens("critic.path", str(policy), tokens)
+    require_same_tokens("critic.path", str(more), {"a": 0, "c": 2})
+    require_same_tokens("critic.path", str(other), tokens)
+    with pytest.raises(ModelError, match=r"critic\.path: must have the policy's tokenizer.*1 of 3 tokens.*'<eos>'"):
+        require_same_tokens("critic.path", str(more), tokens)
+    for folder, size in ((policy, 3), (other, 2)):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+    require_embeddings("model.path", str(policy), tokens)
+    with pytest.raises(ModelError, match=r"critic\.path: .* every token; got .*vocab_size is 2, .* highest id is 2"):
+        require_same_tokens("critic.path", str(other), tokens)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
