@@ -19,7 +19,7 @@ from rlcore.config.fingerprint import fingerprint, run_id, settings_fingerprint
 from rlcore.config.gguf import gguf_file, is_gguf
 from rlcore.config.model import PUBLISHED
 from rlcore.errors import CheckpointError
-from rlcore.models.shape import config_file, shape_of
+from rlcore.models.shape import config_file, critic_shape, shape_of
 from rlcore.run.disk import disk_needs
 from rlcore.run.given_models import require_same_base
 from rlcore.run.inputs import RunInputs, given_model, is_given, planned_start_model, planned_tokenizer, stage_settings
@@ -131,17 +131,20 @@ class ParameterCount:
 def count_parameters(config: RunConfig) -> ParameterCount | None:
     """Parameters of policy and critic; None where neither the model's files nor its shape are known."""
     lora = config.model.lora
+    shape = shape_of(config.model)
     tensors = {} if config.model.path is None else _file_shapes(config.model.path)
     if tensors:
         whole = sum(prod(tensor) for tensor in tensors.values())
         policy = whole if lora is None else _adapters(tensors, lora)
-        return ParameterCount(policy if config.critic is None else policy + whole, whole)
-    shape = shape_of(config.model)
-    if shape is None:
+    elif shape is None:
         return None
-    policy = shape.policy_parameters if lora is None else shape.adapter_parameters(lora)
-    critic = 0 if config.critic is None else shape.critic_parameters
-    return ParameterCount(policy + critic, shape.policy_parameters)
+    else:
+        whole = shape.policy_parameters
+        policy = whole if lora is None else shape.adapter_parameters(lora)
+    if config.critic is None:
+        return ParameterCount(policy, whole)
+    critic = whole if shape is None else critic_shape(config, shape).critic_parameters
+    return ParameterCount(policy + critic, whole)
 
 
 def _file_shapes(path: str) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlcore.config import RunConfig
 from rlcore.config.gguf import gguf_config, is_gguf
 from rlcore.config.model import PUBLISHED, TESTED, LoraConfig, ModelConfig, ScratchModel
 from rlcore.errors import ModelError
@@ -272,6 +273,13 @@ def shape_of(model: ModelConfig) -> ModelShape | None:
     if is_gguf(model.path):
         return known_shape(gguf_config(model.path) or PUBLISHED.get(model.path))
     return known_shape(_read_config(model.path))
+
+
+def critic_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
+    """The shape of a run's critic, by its `critic.path`; that of the policy, `shape`, where it has none, or its
+    `config.json` is neither on this machine nor known."""
+    path = None if config.critic is None else config.critic.path
+    return shape if path is None else known_shape(_read_config(path)) or shape
 
 
 def _read_config(path: str) -> object:

@@ -234,18 +234,18 @@ def mfu_metrics(
 
     Shared prompts count once. `mfu_verl` counts every token and the vocabulary twice, as the figures of veRL's logs do.
     """
-    if info.peak_flops is None or info.shape is None:
+    if info.peak_flops is None:
         return {}
     metrics: Metrics = {}
-    for name, phase, vocabularies in (
-        ("perf/mfu/actor", "update_actor", 1),
-        ("perf/mfu_verl/actor", "update_actor", 2),
-        ("perf/mfu/actor", "supervise", 1),
-        ("perf/mfu_verl/actor", "supervise", 2),
-        ("perf/mfu/critic", "update_critic", 0),
+    for name, phase, vocabularies, shape in (
+        ("perf/mfu/actor", "update_actor", 1, info.shape),
+        ("perf/mfu_verl/actor", "update_actor", 2, info.shape),
+        ("perf/mfu/actor", "supervise", 1, info.shape),
+        ("perf/mfu_verl/actor", "supervise", 2, info.shape),
+        ("perf/mfu/critic", "update_critic", 0, info.critic_shape),
     ):
-        if phase in seconds:
+        if phase in seconds and shape is not None:
             left_out = 0 if name.startswith("perf/mfu_verl") else num_shared
-            flops = num_epochs * info.shape.update_flops(lengths, vocabularies=vocabularies, num_shared=left_out)
+            flops = num_epochs * shape.update_flops(lengths, vocabularies=vocabularies, num_shared=left_out)
             metrics[name] = flops / (seconds[phase] * num_devices * info.peak_flops)
     return metrics

@@ -18,7 +18,7 @@ from rlcore.config.algo import OFFLOAD_PIECE_BYTES
 from rlcore.config.base import Section, leaves
 from rlcore.config.problems import shown
 from rlcore.errors import ConfigError
-from rlcore.models.shape import ModelShape, shape_of
+from rlcore.models.shape import ModelShape, critic_shape, shape_of
 from rlcore.rollout.vllm import ENGINE_FIXED_BYTES
 from rlcore.storage.publish import write_json_atomically
 from rlcore.tracking.lineage import first_gpu
@@ -267,18 +267,20 @@ def _phases(config: RunConfig, shape: ModelShape, device: Device, tokens: int) -
         },
     }
     if config.critic is not None:
+        own = critic_shape(config, shape)
+        own_kept = update_activation_bytes(own, device.itemsize, recompute=recompute, compiled=compiled)
         phases[CRITIC_UPDATE] = {
             **held,
             **critic_gradients,
             **asleep,
             **_gathered_in_updates(
                 config,
-                gathered_bytes(shape.layer_parameters, shape.embedding, device.itemsize),
-                shape.critic_parameters,
+                gathered_bytes(own.layer_parameters, own.embedding, device.itemsize),
+                own.critic_parameters,
                 device,
                 critic_gradients,
             ),
-            "activations": update["activations"],
+            "activations": tokens * own_kept,
         }
     steps = [
         {**held, **gradients, **asleep, "moments, a piece brought back": piece}
@@ -322,9 +324,10 @@ def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str,
     if _has_reference(config) and not config.algo.kl.offload:
         held["reference"] = itemsize * shape.policy_parameters
     if config.critic is not None:
-        held["critic: float32 weights"] = FULL * shape.critic_parameters // ranks
+        number = critic_shape(config, shape).critic_parameters
+        held["critic: float32 weights"] = FULL * number // ranks
         if not config.critic.optim.offload:
-            held["critic: moments"] = MOMENTS * shape.critic_parameters // ranks
+            held["critic: moments"] = MOMENTS * number // ranks
     if config.rollout.asks_for_short_steps:
         # of the graphs around vLLM's own, which are not in its share and do not sleep
         held["engine: logits of short steps"] = FULL * config.rollout.max_num_seqs * shape.vocab
@@ -334,7 +337,8 @@ def held_bytes(config: RunConfig, shape: ModelShape, itemsize: int) -> dict[str,
 def gradient_bytes(config: RunConfig, shape: ModelShape) -> tuple[dict[str, int], dict[str, int]]:
     """Float32 gradients of the policy and of the critic; each goes with its optimizer's step."""
     ranks = config.runtime.num_workers
-    critic = {} if config.critic is None else {"critic: gradients": FULL * shape.critic_parameters // ranks}
+    number = critic_shape(config, shape).critic_parameters
+    critic = {} if config.critic is None else {"critic: gradients": FULL * number // ranks}
     return {"policy: gradients": FULL * _trained(config, shape) // ranks}, critic
 
 
@@ -347,8 +351,9 @@ def _brought_back_bytes(config: RunConfig, shape: ModelShape) -> tuple[int, int]
         largest = 0 if config.model.lora is not None else MOMENTS * shape.embedding // ranks
         policy = min(max(largest, OFFLOAD_PIECE_BYTES), MOMENTS * _trained(config, shape) // ranks)
     if config.critic is not None and config.critic.optim.offload:
-        whole = MOMENTS * shape.critic_parameters // ranks
-        critic = min(max(MOMENTS * shape.embedding // ranks, OFFLOAD_PIECE_BYTES), whole)
+        own = critic_shape(config, shape)
+        whole = MOMENTS * own.critic_parameters // ranks
+        critic = min(max(MOMENTS * own.embedding // ranks, OFFLOAD_PIECE_BYTES), whole)
     return policy, critic
 
 

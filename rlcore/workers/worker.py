@@ -50,14 +50,15 @@ LEAST_HANDFUL, SHARE_OF_THE_REST = 8, 4
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What a rank found at its start. `shape`: of the policy, `peak_flops`: operations a second of its device; None
-    where they are not known."""
+    """What a rank found at its start. `shape`: of the policy, `critic_shape`: of the critic, `peak_flops`: operations a
+    second of its device; None where they are not known."""
 
     device_name: str
     dtype: str
     attention: str
     num_parameters: int
     shape: ModelShape | None
+    critic_shape: ModelShape | None
     peak_flops: float | None
     num_trained: int
     """Parameters that a checkpoint holds, the critic's too."""
@@ -144,6 +145,7 @@ class Worker:
             attention=self._actor.model.attention.name,
             num_parameters=num_parameters(self._actor.model),
             shape=known_shape(self._actor.model.decoder.config.to_dict()),
+            critic_shape=None if self._critic is None else known_shape(self._critic.model.decoder.config.to_dict()),
             peak_flops=known if given is None else 1e12 * given,
             num_trained=sum(
                 parameter.numel()

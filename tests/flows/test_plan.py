@@ -13,9 +13,10 @@ from flows.plan.table import show_plan
 from rlcore.config import ScratchModel
 from rlcore.config.compose import experiment_names, load_config
 from rlcore.config.gguf import INSTALL_SMOLLM2
+from rlcore.config.model import PUBLISHED
 from rlcore.errors import ConfigError, DiskSpaceError, ModelError
 from rlcore.models.scratch import build_scratch_model
-from rlcore.models.shape import shape_of
+from rlcore.models.shape import ModelShape, shape_of
 from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.runtime.cluster import LEAST_STORE_BYTES
 from rlcore.workers.memory_plan import Device, plan_memory
@@ -103,6 +104,9 @@ def test_parameters_are_counted_without_loading_a_model(tmp_path: Path) -> None:
     assert from_settings == from_files
     assert from_settings is not None
     assert from_settings.trained == 14_048
+    with_critic = count_parameters(load_config(["experiment=debug", "algo=ppo", "critic.path=Qwen/Qwen2.5-0.5B"]))
+    assert with_critic is not None
+    assert with_critic.trained == 14_048 + ModelShape.of_config(PUBLISHED["Qwen/Qwen2.5-0.5B"]).critic_parameters
 
 
 NOT_HERE = ("model.path=nobody/nothing-here", "experiment=debug", "warm_start.enabled=false")

@@ -8,7 +8,12 @@ import torch
 
 from rlcore.batching.balance import micro_batches, num_computed
 from rlcore.batching.pack import select
+from rlcore.config import ScratchModel
+from rlcore.models.scratch import build_scratch_model
+from rlcore.models.shape import ModelShape
+from rlcore.models.tokenizer import build_scratch_tokenizer
 from rlcore.runtime.local import LocalGroup
+from rlcore.trainer.metrics import mfu_metrics
 from rlcore.trainer.step import StepResult, Trainer
 from rlcore.workers.worker import Worker
 from tests.small_run import SmallRun, prepare, train
@@ -167,6 +172,25 @@ def test_the_critic_alone_learns_while_it_warms_up(root: Path) -> None:
     steps = trained(prepare(root, "algo=ppo", "critic.warmup_steps=2", "trainer.total_steps=3"), 3)
     assert ["actor/grad_norm" in step for step in steps] == [False, False, True]
     assert all("critic/vf_loss" in step for step in steps)
+
+
+def test_a_critic_of_another_size_counts_its_own_operations(root: Path) -> None:
+    scratch, folder = ScratchModel(hidden_size=16, num_layers=3, num_heads=1, intermediate_size=24), root / "critic"
+    build_scratch_tokenizer(scratch, folder)
+    build_scratch_model(scratch, vocab_size=113, eos_token_id=1, pad_token_id=0, seed=1, directory=folder)
+    run = prepare(root, "algo=ppo", "runtime.peak_tflops=1", f"critic.path={folder}")
+    group = LocalGroup(run.config, str(run.model_directory))
+    try:
+        info = group.each(Worker.info)[0]
+    finally:
+        group.close()
+    seconds = {"update_actor": 1.0, "update_critic": 1.0}
+    found = mfu_metrics(seconds, [5, 7], info, num_epochs=1, num_devices=1)
+    for name, shape in (("actor", ModelShape.of_scratch(run.config.model.scratch)), ("critic", info.critic_shape)):
+        assert shape is not None
+        flops = shape.update_flops([5, 7], vocabularies=1 if name == "actor" else 0)
+        assert found[f"perf/mfu/{name}"] == pytest.approx(flops / 1e12)
+    assert info.critic_shape == ModelShape.of_scratch(scratch)
 
 
 def test_the_first_update_on_fresh_answers_is_on_policy(root: Path) -> None:

@@ -254,6 +254,25 @@ def test_each_setting_lowers_its_part(overrides: tuple[str, ...], smaller: str, 
         assert all(after[name] == before[name] for name in unchanged)
 
 
+def test_a_critic_of_another_size_is_planned_by_its_own_shape() -> None:
+    """Its weights, moments, gradient, activations and largest piece; whether whole or offloaded."""
+    name = "meta-llama/Llama-3.2-1B-Instruct"
+    config = settings(f"critic.path={name}", "critic.optim.offload=true")
+    phases = plan_memory(config, QWEN_05B, H200).phases
+    held, update = phases[planning.GENERATION], phases[planning.CRITIC_UPDATE]
+    assert held["critic: float32 weights"] == update["critic: gradients"] == 4 * LLAMA_1B.critic_parameters
+    alone = plan_memory(settings("model.path=" + name, "critic.optim.offload=true"), LLAMA_1B, H200).phases
+    for part in ("activations", "gathered weights"):
+        assert update[part] == alone[planning.CRITIC_UPDATE][part] > phases[planning.POLICY_UPDATE][part]
+    assert phases[planning.OPTIMIZER_STEP] == {
+        **phases[planning.OPTIMIZER_STEP],
+        "moments, a piece brought back": 8 * LLAMA_1B.embedding,
+    }
+    on_card = plan_memory(settings(f"critic.path={name}"), QWEN_05B, H200).phases[planning.GENERATION]
+    assert on_card["critic: moments"] == 8 * LLAMA_1B.critic_parameters
+    assert on_card["policy: moments"] == 8 * QWEN_05B.policy_parameters
+
+
 def test_ranks_that_gather_once_hold_weights_and_gradients_whole_during_an_update() -> None:
     config = settings("runtime.num_workers=4", "model.zero_stage=1")
     plan = plan_memory(config, QWEN_05B, CARD_24).phases
