@@ -49,10 +49,10 @@ class AlarmConfig(Section):
     non_finite: Literal["skip", "roll_back", "stop"] = "stop"
     """A loss or gradient is not finite. The batch is saved in any case; the update is never applied."""
     grad_norm: StepAction = "tell"
-    """The norm of the policy's gradient, before clipping, is above `grad_norm_above`. skip leaves out only the
-    mini-batches where it is."""
+    """The norm of the policy's gradient, before clipping, is above `grad_norm_above` in a mini-batch. skip leaves out
+    only the mini-batches where it is."""
     grad_norm_above: float = Field(default=1_000.0, gt=0)
-    """Norm of the whole gradient."""
+    """Norm over all parameters of the gradient of one mini-batch."""
     entropy: StateAction = "tell"
     """The policy's entropy is below `entropy_below`: it gives one answer whatever the seed."""
     entropy_below: float = Field(default=0.001, ge=0)

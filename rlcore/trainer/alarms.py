@@ -59,9 +59,10 @@ def step_alarms(
         found.append(Alarm(NON_FINITE, alarms.non_finite, str(update.failure)))
     if handed_over.warning:  # all tensors are equal, and its log-probabilities are further off than usual
         found.append(Alarm("canary", "tell", handed_over.warning))
-    norm = 0.0 if policy is None else policy.grad_norm
-    if alarms.grad_norm != "off" and (norm > alarms.grad_norm_above or (norm and update.share_skipped)):
-        text = f"the gradient's norm is {norm:.4g}, alarms.grad_norm_above is {alarms.grad_norm_above:g}"
+    norm = 0.0 if policy is None else policy.largest_grad_norm
+    if alarms.grad_norm != "off" and norm > alarms.grad_norm_above:
+        largest = f"the largest norm of a mini-batch's gradient is {norm:.4g}"
+        text = f"{largest}, alarms.grad_norm_above is {alarms.grad_norm_above:g}"
         found.append(Alarm("grad_norm", alarms.grad_norm, text))
     entropy = None if policy is None else policy.stats.mean_entropy()
     if alarms.entropy != "off" and entropy is not None and entropy < alarms.entropy_below:

@@ -33,11 +33,13 @@ S = TypeVar("S", bound=Statistics)
 
 @dataclass(frozen=True, slots=True)
 class Steps(Generic[S]):
-    """A model's optimizer steps on one batch: statistics summed over steps and ranks, mean gradient norm."""
+    """A model's optimizer steps on one batch: statistics summed over steps and ranks, gradient norms of the steps."""
 
     stats: S
     num_steps: int
     grad_norm: float
+    """Their mean."""
+    largest_grad_norm: float
     lr: float
 
 
@@ -232,7 +234,7 @@ def update_models(
         critic=critic,
         kl_coef=state.kl_coef,
         entropy_coef=config.algo.entropy_coef + added,
-        share_skipped=(len(taken) - num_applied) / len(taken),
+        share_skipped=1.0 - num_applied / num_steps,
         logprobs_before=before,
     )
 
@@ -240,7 +242,8 @@ def update_models(
 def _summed(taken: Sequence[Sequence[ModelUpdate[S]]], lr: float) -> Steps[S]:
     """`taken`: of each optimizer step the result of each rank."""
     stats = functools.reduce(operator.add, (update.stats for by_rank in taken for update in by_rank))
-    return Steps(stats, len(taken), sum(by_rank[0].grad_norm for by_rank in taken) / len(taken), lr)
+    norms = [by_rank[0].grad_norm for by_rank in taken]
+    return Steps(stats, len(taken), sum(norms) / len(norms), max(norms), lr)
 
 
 def _optimizer_steps(

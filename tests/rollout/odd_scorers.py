@@ -72,6 +72,13 @@ def fails_on_odd_lengths(response: str, ground_truth: Mapping[str, object]) -> f
     return 1.0
 
 
+def fails_on_odd_targets(response: str, ground_truth: Mapping[str, object]) -> float:
+    """The number of characters, or an exception."""
+    if int(str(ground_truth["target"])) % 2:
+        raise RuntimeError("an odd target")
+    return float(len(response))
+
+
 def fails_always(response: str, ground_truth: Mapping[str, object]) -> float:
     """An exception."""
     raise RuntimeError("always")

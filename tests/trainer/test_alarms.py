@@ -85,6 +85,29 @@ def test_an_exploding_gradient_is_left_out(root: Path) -> None:
     assert not same
 
 
+def test_one_mini_batch_of_several_over_the_bound_alarms_and_is_left_out(root: Path) -> None:
+    """The bound lies between the two norms, just above their mean, which the metric is."""
+    halves = ("trainer.mini_batch_size=4", "optim.lr=1e-7")
+    (plain,), _ = steps(root, 1, *halves)
+    mean = plain.metrics["actor/grad_norm"]
+    bound = f"alarms.grad_norm_above={1.001 * mean}"
+    (told,), _ = steps(root, 1, *halves, bound)
+    (skipped,), same = steps(root, 1, *halves, bound, "alarms.grad_norm=skip")
+    assert not same
+    assert skipped.metrics[SKIPPED] == 0.5
+    assert skipped.metrics["actor/grad_norm"] == pytest.approx(mean)
+    assert "grad_norm" not in texts(plain)
+    for result in (told, skipped):
+        assert float(texts(result)["grad_norm"].partition("gradient is ")[2].partition(",")[0]) > 1.001 * mean
+
+
+def test_mini_batches_without_a_score_are_counted_as_left_out_and_raise_no_alarm(root: Path) -> None:
+    odd = "data.scorer=tests.rollout.odd_scorers:fails_on_odd_targets"
+    (first,), _ = steps(root, 1, odd, "trainer.mini_batch_size=1", "warm_start.enabled=false")
+    assert 0 < first.metrics[SKIPPED] == first.metrics["reward/unscored_share"] < 1
+    assert "grad_norm" not in texts(first)
+
+
 def test_a_loss_that_is_no_number_can_be_left_out(root: Path) -> None:
     loss = "algo.policy_loss=tests.trainer.broken_loss:log_of_advantage"
     (first,), same = steps(root, 1, loss, "alarms.non_finite=skip")
@@ -137,7 +160,7 @@ def test_the_entropy_that_alarms_is_that_of_a_token(root: Path) -> None:
         """With an entropy that the loss aggregates to `share`, over 7 tokens."""
         given = {"entropy": share, "entropy_sum": 7 * of_a_token, "num_tokens": 7}
         sums = [torch.tensor(float(given.get(field.name, 0))) for field in fields(PolicyStatistics)]
-        policy = Steps(PolicyStatistics(*sums), num_steps=1, grad_norm=1.0, lr=0.1)
+        policy = Steps(PolicyStatistics(*sums), num_steps=1, grad_norm=1.0, largest_grad_norm=1.0, lr=0.1)
         return [alarm.name for alarm in step_alarms(config, Update(policy), None, HandOver(0.0))]
 
     assert raised(below, below) == raised(9.0, below) == ["entropy"]
