@@ -188,6 +188,11 @@ class Experience:
         """Tokens of all answers, those of environments among them."""
         return sum(len(rollout.response_ids) for rollout in self.rollouts)
 
+    @property
+    def num_generated_tokens(self) -> int:
+        """The same with the groups dropped."""
+        return self.num_answer_tokens + self.num_tokens_dropped
+
 
 class ExperienceCollector:
     """Draws prompts, has them answered and scored; replaces groups that teach nothing, if asked."""

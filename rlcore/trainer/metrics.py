@@ -158,7 +158,7 @@ def group_metrics(packed: PackedBatch, experience: Experience) -> Metrics:
     }
     metrics |= experience.pass_metrics
     if experience.num_tokens_dropped:
-        share = experience.num_tokens_dropped / (experience.num_answer_tokens + experience.num_tokens_dropped)
+        share = experience.num_tokens_dropped / experience.num_generated_tokens
         metrics["reward/tokens_dropped_share"] = share
     if not packed.score_mask.all():
         metrics["reward/unscored_share"] = 1 - packed.score_mask.float().mean().item()

@@ -100,6 +100,19 @@ def test_every_method_takes_finite_steps(root: Path, overrides: tuple[str, ...])
         assert step["actor/grad_norm"] >= 0
 
 
+def test_the_time_of_generation_is_that_of_the_answers_dropped_too(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results: list[StepResult] = []
+    step = Trainer.step
+    monkeypatch.setattr(Trainer, "step", lambda *args, **given: results.append(step(*args, **given)) or results[-1])
+    trained(prepare(root, "algo.dynamic_sampling.enabled=true"), 1)
+    metrics, experience = results[0].metrics, results[0].experience
+    assert experience is not None
+    assert experience.num_tokens_dropped > 0
+    kept = sum(len(rollout.response_ids) for rollout in experience.rollouts)
+    ms_per_token = 1e3 * metrics["timing_s/gen"] / (kept + experience.num_tokens_dropped)
+    assert metrics["timing_per_token_ms/gen"] == pytest.approx(ms_per_token)
+
+
 def test_every_mini_batch_is_taken_in_every_epoch(root: Path) -> None:
     run = prepare(root, "trainer.batch_size=4", "trainer.mini_batch_size=2", "trainer.epochs_per_batch=3")
     group = LocalGroup(run.config, str(run.model_directory))
