@@ -36,7 +36,7 @@ from rlcore.start import collect_rarely, uncollected
 from rlcore.tracking.lineage import SOURCE_FOLDER
 
 with uncollected():  # a rank's process begins with these
-    from rlcore.workers.device import keep_freed_memory
+    from rlcore.workers.device import free_address, keep_freed_memory
     from rlcore.workers.group import P, R
     from rlcore.workers.worker import Worker
 
@@ -52,6 +52,12 @@ class RankProcess(Worker):
         user_code.use_from_environment()
         _send_tensors_as_arrays()
         super().__init__(config, model_directory, rank=rank, world_size=world_size)
+
+    def rendezvous(self) -> str:
+        """Address at which the ranks meet, asked of rank 0: where Ray's other nodes find this one. By its own name a
+        machine may find itself on loopback, as Debian's /etc/hosts has it."""
+        is_private = self._config.runtime.ray_address is None
+        return free_address() if is_private else free_address(ray.util.get_node_ip_address())
 
     def stream(self, verb: str, arguments: bytes) -> Iterator[bytes]:
         """The items of a verb that yields, pickled, as its arguments are: of hundreds of objects Ray makes hundreds of

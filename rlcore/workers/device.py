@@ -75,9 +75,8 @@ def unsupported_gpu(name: str, capability: tuple[int, int], held: Sequence[str],
     )
 
 
-def free_address(*, loopback: bool) -> str:
-    """`tcp://` address on this host for the ranks' rendezvous; on the loopback interface where all ranks are here."""
-    host = LOOPBACK if loopback else socket.gethostbyname(socket.gethostname())
+def free_address(host: str = LOOPBACK) -> str:
+    """`tcp://` address for the ranks' rendezvous, with a free port of this machine's address `host`."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return f"tcp://{host}:{probe.getsockname()[1]}"

@@ -85,10 +85,6 @@ class Worker:
         self._is_frozen = False  # to the garbage collector, what is alive since the first update
         self._probe: tuple[Prompt, ...] = ()
 
-    def rendezvous(self) -> str:
-        """Address at which the ranks meet; asked of rank 0."""
-        return free_address(loopback=self._config.runtime.ray_address is None)
-
     def setup(self, rendezvous: str) -> None:
         """Join the other ranks, load the models, start the engine and give it the first weights."""
         torch.set_num_threads(self._config.runtime.threads_per_worker)
@@ -102,7 +98,7 @@ class Worker:
             let_segments_grow()
         if self._world_size > 1 or place.device.type == "cuda":
             if not dist.is_initialized():
-                address = rendezvous or free_address(loopback=True)
+                address = rendezvous or free_address()
                 join_ranks(address, rank=self._rank, world_size=self._world_size, device=place.device)
             self._mesh = init_device_mesh(place.device.type, (self._world_size,))
         self._canary = canary.Canary(self._config, engine_dtype(self._config, place.dtype))

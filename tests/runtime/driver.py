@@ -116,6 +116,16 @@ def killed_in_a_stream(run: SmallRun) -> str:
     return ""
 
 
+def rendezvous_in_a_cluster(run: SmallRun) -> tuple[str, str]:
+    """Where the ranks of a cluster meet that was there before, and the address that Ray has of its node."""
+    ray.init(address="local", num_cpus=1, include_dashboard=False)
+    group = RayGroup(run.config, str(run.model_directory))
+    try:
+        return ray.get(group._actors[0].rendezvous.remote()), ray.nodes()[0]["NodeManagerAddress"]
+    finally:
+        group.close()
+
+
 def stopped_at_the_start(run: SmallRun) -> list[str]:
     """What comes of a SIGTERM while Ray starts, and of one while the actors load their models."""
     found = []
@@ -156,6 +166,7 @@ def main() -> None:
         "private": lambda: private_cluster(run),
         "stop": lambda: stopped_at_the_start(run),
         "stream": lambda: killed_in_a_stream(run),
+        "rendezvous": lambda: rendezvous_in_a_cluster(run),
         "faults": lambda: [error_after(run, harm) for harm in (kill, halt)],
     }
     Path(out).write_text(json.dumps(scenarios[scenario]()))

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlparse
 
 import numpy as np
 import pytest
@@ -125,6 +126,12 @@ def test_a_private_cluster_is_met_on_loopback_alone_and_by_its_user_alone(two_ra
     assert {address for _, address in listeners} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, listeners
     assert two_ranks["stranger"] == "UNAUTHENTICATED"
     assert stat.S_IMODE(private_folder().stat().st_mode) == 0o700
+
+
+def test_the_ranks_of_a_cluster_meet_at_the_address_that_ray_has_of_the_node(root: Path) -> None:
+    """Its name may lead to loopback, where another machine finds itself."""
+    rendezvous, of_node = in_ray("rendezvous", root, "warm_start.enabled=false", "runtime.ray_address=auto")
+    assert urlparse(rendezvous).hostname == of_node
 
 
 @pytest.mark.lengthy
