@@ -67,7 +67,9 @@ class LoraConfig(Section):
     rslora: bool = False
     """Divide `alpha` by the root of the rank: an adapter of a large rank learns as fast as one of a small rank."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout before the adapter, in updates alone; other than 0 makes the log-probabilities there noisy."""
+    """Dropout before the adapter, in updates alone; other than 0 makes the log-probabilities there noisy. Its masks
+    depend on the cut into micro-batches: on `trainer.max_tokens_per_micro_batch`, and on whether memory has run out
+    since the start of the process."""
     target_modules: tuple[str, ...] = LINEAR_LAYERS
     """Names of the linear layers that get an adapter. The default are all of a decoder layer."""
     base: Literal["native", "nf4"] = "native"

@@ -38,6 +38,7 @@ class Actor(TrainedModel[CausalPolicy]):
         if lora is not None:
             policy = add_adapters(policy, lora, seed=config.seed)
         self._has_dropout = lora is not None and lora.dropout > 0
+        self._dropout_seed = config.seed
         passes = ("the policy's update", "the policy's log-probabilities")
         super().__init__(
             policy, config.optim, place, mesh, world_size, passes=passes, zero_stage=config.model.zero_stage
@@ -69,10 +70,10 @@ class Actor(TrainedModel[CausalPolicy]):
         return self.model.evaluating() if self._has_dropout else nullcontext()
 
     def seed_dropout(self, *place_in_run: int) -> None:
-        """Make the adapters' dropout from here on depend on the run's seed and the place in the run alone."""
-        if self._has_dropout:
-            words = (self._config.seed, *place_in_run)
-            torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
+        """Make the adapters' dropout in the updates from here on depend on the run's seed, the place in the run and the
+        cut into micro-batches alone."""
+        words = (self._config.seed, *place_in_run)
+        self._dropout_seed = int(np.random.SeedSequence(words).generate_state(1)[0])
 
     def update(
         self,
@@ -93,6 +94,8 @@ class Actor(TrainedModel[CausalPolicy]):
 
         def work(parts: Parts) -> tuple[PolicyStatistics, Tensor | None]:
             logprobs: list[Tensor] = []
+            if self._has_dropout:  # here, so that a pass that is done again draws as one that was cut so at first
+                torch.manual_seed(self._dropout_seed)
 
             def objective(micro: Micro[TrainBatch]) -> tuple[Tensor, PolicyStatistics]:
                 loss, statistics, found = self._objective(micro, denominator, kl_coef, entropy_added)
@@ -187,13 +190,12 @@ class Actor(TrainedModel[CausalPolicy]):
 
     @torch.no_grad()
     def likelihood(self, batch: PackedBatch, num_micro: int) -> SupervisedStatistics:
-        """Sums over the answer tokens of a batch, without gradient and without the adapters' dropout."""
+        """Sums over the answer tokens of a batch, without gradient. A warm start has no adapters."""
 
         def work(parts: Parts) -> SupervisedStatistics:
             return total([self._likelihood(to_device(batch, part, self._place.device), 1)[1] for part in parts])
 
-        with self._without_dropout():
-            return self.forward_pass.run(work, batch, num_micro)
+        return self.forward_pass.run(work, batch, num_micro)
 
     def _likelihood(self, micro: Micro[PackedBatch], num_tokens: int) -> tuple[Tensor, SupervisedStatistics]:
         output = token_logprobs(self.model, micro, temperature=1.0, entropy="none", with_top=True)

@@ -1,6 +1,7 @@
 """Passes over a batch in micro-batches, repeated with smaller ones when memory runs out.
 
-The numbers do not depend on how the batch was cut.
+The numbers do not depend on how the batch was cut, but for `model.lora.dropout`, whose masks are drawn in the order of
+the micro-batches.
 """
 
 import functools

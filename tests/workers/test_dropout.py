@@ -38,3 +38,29 @@ def test_dropout_follows_from_the_place_in_the_run(tmp_path: Path) -> None:
         assert torch.equal(worker.old_logprobs(batch.packed, 2), other[-1])  # measured without dropout
     finally:
         group.close()
+
+
+def test_a_pass_that_is_done_again_drops_what_one_does_that_was_cut_so_at_first(tmp_path: Path) -> None:
+    loss = "algo.policy_loss=tests.run.harmful:at_most_four"
+    run = prepare(tmp_path, "model.lora.rank=4", "model.lora.dropout=0.5", "optim.lr=0.05", loss)
+    whole = batch_from(random_batch(np.random.default_rng(7)))
+    counts = Denominator(whole.packed.num_loss_tokens, whole.packed.num_sequences, 8)
+    group = LocalGroup(run.config, str(run.model_directory))
+    try:
+        (worker,) = group.each(lambda worker: worker)
+
+        def after_update(num_micro: int) -> tuple[torch.Tensor, int]:
+            """Log-probabilities after one update, and in how many micro-batches it was done."""
+            worker.reset()
+            worker.hand_over(3)
+            mini_batch = MiniBatch(range(whole.packed.num_sequences), num_micro, counts)
+            worker.update_policy(whole, [mini_batch], 0.05, 0.0)
+            return worker.old_logprobs(whole.packed, 1), num_micro * worker._actor.update_pass.factor
+
+        redone, num_micro = after_update(1)
+        assert num_micro > 1
+        at_once, same_number = after_update(num_micro)
+        assert same_number == num_micro
+        assert torch.equal(redone, at_once)
+    finally:
+        group.close()
