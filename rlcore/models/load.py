@@ -36,6 +36,8 @@ def end_of_text_ids(path: str | Path) -> frozenset[int]:
     """Tokens that end an answer: those of the generation config, else of the model's config, else of the tokenizer."""
     where, config = located(path, "config.json"), _load_config(path)
     ids: int | list[int] | None = None
+    if (Path(where) / "generation_config.json").exists():
+        located(path, "generation_config.json")  # raises for a damaged one, which would count as absent
     with suppress(OSError):  # a model without a generation config
         ids = GenerationConfig.from_pretrained(where, local_files_only=is_local(where)).eos_token_id
     if ids is None:

@@ -164,6 +164,10 @@ def test_end_of_text_ids_come_from_generation_config_then_config(directory: Path
     assert end_of_text_ids(directory) == frozenset({3, 5})
     file.unlink()
     assert end_of_text_ids(directory) == frozenset({1})
+    file.write_text('{"eos_token_id": [3, 5')
+    with pytest.raises(ModelError, match=rf"model\.path: {file} must be JSON, got: .* Copy the directory again"):
+        end_of_text_ids(directory)
+    file.unlink()
     edit_config(directory, eos_token_id=None)
     with pytest.raises(ModelError, match="tokenizer"):
         end_of_text_ids(directory)
