@@ -68,9 +68,12 @@ def unsupported_gpu(name: str, capability: tuple[int, int], held: Sequence[str],
         return None
     major, minor = capability
     torch_version, cuda = _FIRST_WHEEL.get(major, _FIRST_WHEEL[max(_FIRST_WHEEL)])
+    wanted = f"torch {torch_version} or newer built for CUDA {cuda} or newer"
+    if major < min(_FIRST_WHEEL):
+        wanted = "an older torch, or one built for an older CUDA"
     return (
         f"{name} has compute capability {major}.{minor} (sm_{major}{minor}), but torch {version} holds code for "
-        f"{', '.join(held)} only. Install torch {torch_version} or newer built for CUDA {cuda} or newer, whose "
+        f"{', '.join(held)} only. Install {wanted}, whose "
         f"torch.cuda.get_arch_list() names sm_{major}{minor}."
     )
 

@@ -39,6 +39,14 @@ def test_another_is_refused(capability, held):
     assert unsupported_gpu("GPU", capability, held, "2.13.0")
 
 
+def test_for_a_gpu_that_new_wheels_have_dropped_an_older_one_is_advised():
+    message = unsupported_gpu("Tesla V100", (7, 0), CUDA_13, "2.13.0")
+    assert message is not None
+    assert "Install an older torch, or one built for an older CUDA" in message
+    assert "names sm_70" in message
+    assert "newer" not in message
+
+
 def test_the_message_names_gpu_capability_wheel_and_what_to_install():
     message = unsupported_gpu("NVIDIA GeForce RTX 5090", (12, 0), CUDA_11, "2.5.1+cu118")
     assert message is not None
