@@ -4,7 +4,6 @@ A plain class. `rlcore.runtime` calls it in this process or as a Ray actor; both
 """
 
 import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -317,10 +316,6 @@ class Worker:
                 pass
             return {}
         return {name: tensor.detach().cpu().clone() for name, tensor in gathered}
-
-    def process_id(self) -> int:
-        """Process in which this rank lives."""
-        return os.getpid()
 
     def start_profile(self) -> None:
         """Record what this rank does from here on."""

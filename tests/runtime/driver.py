@@ -71,14 +71,20 @@ def error_after(run: SmallRun, harm: Callable[[RayGroup], None]) -> str:
     return ""
 
 
+def rank_0() -> int:
+    """The process of the only rank."""
+    (found,) = (one for one in psutil.Process().children(recursive=True) if one.name() == "ray::RankProcess")
+    return found.pid
+
+
 def kill(group: RayGroup) -> None:
     """SIGKILL to the worker of rank 0."""
-    os.kill(group.each(Worker.process_id)[0], signal.SIGKILL)
+    os.kill(rank_0(), signal.SIGKILL)
 
 
 def halt(group: RayGroup) -> None:
     """SIGSTOP to the worker of rank 0, and little time to answer."""
-    os.kill(group.each(Worker.process_id)[0], signal.SIGSTOP)
+    os.kill(rank_0(), signal.SIGSTOP)
     group.deadline_s = 2.0
 
 
