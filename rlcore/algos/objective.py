@@ -23,7 +23,7 @@ S = TypeVar("S", bound="Statistics")
 class Statistics:
     """Scalars without gradient that are added over micro-batches, mini-batches and ranks, and divided once at the end.
 
-    Each field is Float64[] (`num_tokens`: answer tokens); `stack` and `unstack` carry them through one all-reduce.
+    Each field is Float64[] (`num_tokens`: answer tokens); `stack` and `unstack` carry them to the CPU in one copy.
     """
 
     num_tokens: Float[Tensor, ""]

@@ -189,7 +189,7 @@ class OptimConfig(Section):
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up: linear and cosine fall to `min_lr_ratio` x lr at the last step."""
+    """Shape after the warm-up: linear and cosine fall to `min_lr_ratio` x lr after the last step."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Lowest rate as a share of lr."""
     warmup_steps: int = Field(default=0, ge=0)
