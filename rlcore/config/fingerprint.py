@@ -9,8 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rlcore.config.base import leaves
+from rlcore.config.base import covers, leaves
 from rlcore.config.model import WarmStartConfig
+from rlcore.config.rollout import RewardConfig
 from rlcore.config.run import RunConfig
 
 MAY_CHANGE: tuple[str, ...] = (
@@ -28,7 +29,14 @@ MAY_CHANGE: tuple[str, ...] = (
     "trainer.steps_per_chunk",
     # Where and how fast the same numbers are computed: set after an out-of-memory, or on another machine.
     "runtime",
-    "reward",
+    "reward.num_processes",
+    "reward.deadline_s",
+    "reward.audit",
+    "reward.judge.url",
+    "reward.judge.key_variable",
+    "reward.judge.tries",
+    "reward.judge.deadline_s",
+    "reward.judge.cache",
     "pass_rates.rows_per_part",
     "episode.deadline_s",
     "episode.num_processes",
@@ -57,6 +65,8 @@ MAY_CHANGE: tuple[str, ...] = (
 """Keys and sections that may differ when a run goes on. `trainer.total_steps` may too, see `total_steps_may_change`;
 `lasting_settings` says where `validation.suites` and `warm_start.steps_per_chunk` may not."""
 
+_UNSAID = leaves({"reward": RewardConfig().model_dump(mode="json")}).items()
+"""Lasting settings that are left out at these values: they were no part of earlier fingerprints."""
 _DIGITS = 16
 
 
@@ -89,7 +99,11 @@ def lasting_settings(config: RunConfig) -> dict[str, Any]:
     """Dotted keys and JSON values of the settings that the numbers of a run depend on."""
     may_change = {*MAY_CHANGE, "trainer.total_steps"} if total_steps_may_change(config) else {*MAY_CHANGE}
     found = leaves(config.model_dump(mode="json"))
-    lasting = {name: value for name, value in found.items() if may_change.isdisjoint(_with_sections(name))}
+    lasting = {
+        name: value
+        for name, value in found.items()
+        if may_change.isdisjoint(_with_sections(name)) and (name, value) not in _UNSAID
+    }
     if config.filter.decontaminate != "off" and config.validation.suites:  # the suites decide what is trained on
         lasting["validation.suites"] = [
             [suite.seed, suite.data.model_dump(mode="json")] for suite in config.validation.suites
@@ -101,6 +115,13 @@ def lasting_settings(config: RunConfig) -> dict[str, Any]:
     if is_chosen and WarmStartConfig().steps_per_chunk != warm.steps_per_chunk < warm.max_steps:
         lasting["warm_start.steps_per_chunk"] = warm.steps_per_chunk
     return lasting
+
+
+def changed_settings(config: RunConfig, *names: str) -> dict[str, Any]:
+    """The lasting settings of these keys and sections that differ from the defaults, by dotted key."""
+    usual = leaves(RunConfig().model_dump(mode="json")).items()
+    lasting = lasting_settings(config).items()
+    return {key: value for key, value in lasting if (key, value) not in usual and any(covers(n, key) for n in names)}
 
 
 def _with_sections(key: str) -> Iterator[str]:

@@ -22,7 +22,7 @@ from rlcore.config import (
     ValidationConfig,
 )
 from rlcore.config.data import parts_of
-from rlcore.config.fingerprint import fingerprint
+from rlcore.config.fingerprint import changed_settings, fingerprint
 from rlcore.config.gguf import (
     INSTALL_READER,
     INSTALL_SMOLLM2,
@@ -128,7 +128,7 @@ class RunInputs:
 
 
 def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory: Path) -> str:
-    """What a suite's figures depend on beside the weights: rows, lengths, sampling, the scorer's code."""
+    """What a suite's figures depend on beside the weights: rows, lengths, sampling, how answers are scored."""
     seen = suite_settings(config, suite)
     functions = [name for name in (suite.data.scorer, suite.data.environment) if name]
     payload = {
@@ -137,6 +137,7 @@ def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory:
         "max_response_tokens": seen.rollout.max_response_tokens,
         "judging": suite.judging.model_dump(mode="json", exclude={"every_steps"}),
         "code": {name: {source.name: source.sha256 for source in code_for(name)} for name in functions},
+        **_scoring_payload(config),
     }
     return fingerprint("suite", payload)
 
@@ -266,13 +267,20 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
 
 
 def answers_payload(config: RunConfig) -> dict[str, object]:
-    """What a fingerprint says of how answers are drawn and scored: sampling, length, and each scorer with its code."""
+    """What a fingerprint says of how answers are drawn and scored: sampling, length, each scorer with its code, and
+    `reward` and `sandbox` where they differ from the defaults."""
     scorers = [part.data.scorer for part in parts_of(config.data)]
     return {
         "max_response_tokens": config.rollout.max_response_tokens,
         "sampling": config.rollout.sampling.model_dump(mode="json"),
         "scorers": [code_payload(scorer) for scorer in scorers],
+        **_scoring_payload(config),
     }
+
+
+def _scoring_payload(config: RunConfig) -> dict[str, object]:
+    changed = changed_settings(config, "reward", "sandbox")
+    return {"scoring": changed} if changed else {}
 
 
 def code_payload(function: str) -> dict[str, object]:

@@ -3,7 +3,8 @@
     pass-rates/<fingerprint>/pass_rates.parquet      a line for each training row, in the order of the filtered rows
     pass-rates/measuring-<fingerprint>/              its parts while it is made (`rlcore.run.measuring`)
 
-The fingerprint is that of the start model, the filtered rows, the sampling and the scorer with its code. No torch.
+The fingerprint is that of the start model, the filtered rows, the sampling, and the scorer with its code and settings.
+No torch.
 """
 
 from collections.abc import Mapping, Sequence

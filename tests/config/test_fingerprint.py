@@ -237,3 +237,11 @@ def test_run_ids():
 
 def test_lasting_settings_hold_no_path_of_this_machine():
     assert not [key for key in lasting_settings(RunConfig()) if key.startswith(("paths", "tracking", "runtime"))]
+
+
+@pytest.mark.parametrize(
+    "reward", [{"weights": {"correct": 1.0}}, {"judge": {"model": "m"}}, {"judge": {"highest": 5}}], ids=str
+)
+def test_how_answers_are_scored_makes_another_run_and_the_defaults_do_not_change_the_ids_of_before(reward):
+    assert not [key for key in lasting_settings(RunConfig()) if key.startswith("reward")]
+    assert run_id(RunConfig.model_validate({"reward": reward})) != run_id(RunConfig())

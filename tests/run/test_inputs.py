@@ -9,7 +9,8 @@ import pytest
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError
 from rlcore.run.given_models import changed_models, keep_models
-from rlcore.run.inputs import find_start_model, start_model_fingerprint
+from rlcore.run.inputs import find_start_model, start_model_fingerprint, suite_fingerprint
+from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.manifest import read_manifest
 from tests.checkpoint.test_store import edit_manifest
 from tests.small_run import SmallRun
@@ -34,10 +35,26 @@ def fingerprint_with(*overrides: str, filtered: Path = FILTERED) -> str:
         "rollout.sampling.temperature=0.5",
         "rollout.sampling.top_p=0.5",
         "data.scorer=tests.run.harmful:never_ends",
+        "reward.weights={correct: 1.0}",
+        "reward.judge.model=other",
+        "sandbox.memory_mb=1024",
     ],
 )
 def test_what_changes_the_start_model_changes_its_fingerprint(override: str) -> None:
     assert fingerprint_with(override) != fingerprint_with()
+
+
+@pytest.mark.parametrize("override", ["reward.weights={correct: 1.0}", "reward.judge.highest=5", "sandbox.time_s=2"])
+def test_other_scores_are_another_table_of_pass_rates_and_another_result_of_a_suite(override: str) -> None:
+    found = []
+    for more in ((), (override,)):
+        suite = (
+            "validation.suites=[{name: s, data: {task: countdown, template: bare, number_high: 20, target_high: 40}}]"
+        )
+        config = load_config(["experiment=debug", "warm_start.enabled=false", "pass_rates.samples=2", suite, *more])
+        of_suite = suite_fingerprint(config, config.validation.suites[0], FILTERED)
+        found.append((planned_pass_rates(config, FILTERED).name, of_suite))
+    assert all(one != other for one, other in zip(*found, strict=True))
 
 
 def test_an_edited_scorer_is_another_warm_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
