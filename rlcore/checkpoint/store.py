@@ -327,10 +327,13 @@ def require_same_settings(info: CheckpointInfo, settings: Mapping[str, Any], fin
     if len(keys) > SHOWN_DIFFERENCES:
         shown.append(f"  and {len(keys) - SHOWN_DIFFERENCES} more")
     listed = "\n".join(shown)
+    folder, own = info.path.parents[1], "start a new run from these weights with settings of its own"
+    remedy = f"{own}: --fork {folder.name}@{info.step} and another run_id"
+    if folder.parent.name == "warm-starts":
+        remedy = f"delete {folder}, and the warm start begins anew"
     raise CheckpointError(
         f"{info.path}: was made with other settings, so going on would be another run:\n{listed}\n"
-        "Set them back; or start a new run from these weights with settings of its own: --fork "
-        f"{info.path.parents[1].name}@{info.step} and another run_id."
+        f"Set them back; or {remedy}."
     )
 
 

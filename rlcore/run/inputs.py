@@ -14,10 +14,14 @@ from pydantic import JsonValue
 
 from rlcore.config import (
     AlgoConfig,
+    DataConfig,
+    EpisodeConfig,
     MixtureData,
     PassRatesConfig,
+    RewardConfig,
     RolloutConfig,
     RunConfig,
+    SandboxConfig,
     SuiteConfig,
     ValidationConfig,
 )
@@ -262,7 +266,7 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
     if warm.enabled and warm.demonstrations is not None:
         payload["demonstrations"] = content_digest(Path(warm.demonstrations))
     if warm.enabled and warm.stop_at_reward is not None:
-        payload |= answers_payload(config)
+        payload |= answers_payload(config) | changed_settings(config, "rollout.dtype")
     return fingerprint("start-model", payload)
 
 
@@ -315,15 +319,21 @@ def stage_layout(config: RunConfig, filtered_directory: Path) -> RunLayout:
 
 
 def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> RunConfig:
-    """Settings of the stage as of a training: what it does not depend on has its default, so that runs share it."""
+    """Settings of the stage as of a training: what it does not depend on has its default, so that runs share it.
+
+    What differs between two stages makes another name (`start_model_fingerprint`), or it may change on the way.
+    """
     warm, data = config.warm_start, config.data
+    samples = warm.stop_at_reward is not None
     total = warm.max_steps
     if warm.epochs is not None and num_demonstrations is not None:
         total = min(total, math.ceil(warm.epochs * num_demonstrations / warm.batch_size))
     if isinstance(data, MixtureData):  # all demonstrations are shown, whatever the weights of their parts
         data = data.model_copy(update={"parts": tuple(part.model_copy(update={"weight": 1.0}) for part in data.parts)})
+    if not samples:
+        data = _without_answers(data)
     filtered = config.filter
-    if warm.demonstrations is not None:  # they may be longer than what is sampled, and memory is planned by that
+    if samples and warm.demonstrations is not None:  # memory is planned by the sum, and they may be longer than that
         longest = max(filtered.max_prompt_tokens, warm.max_tokens - config.rollout.max_response_tokens)
         filtered = filtered.model_copy(update={"max_prompt_tokens": longest})
     trainer = config.trainer.model_copy(
@@ -336,14 +346,11 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
             "old_logprobs": "auto",
         }
     )
-    rollout = RolloutConfig(
-        engine="none" if warm.stop_at_reward is None else "hf",
-        samples_per_prompt=1,
-        max_response_tokens=config.rollout.max_response_tokens,
-        sampling=config.rollout.sampling,
-        max_num_seqs=config.rollout.max_num_seqs,
-        dtype=config.rollout.dtype,
-    )
+    length = config.rollout.max_response_tokens if samples else max(1, warm.max_tokens - filtered.max_prompt_tokens)
+    rollout = RolloutConfig(engine="none", samples_per_prompt=1, max_response_tokens=length)
+    if samples:
+        drawn = {name: getattr(config.rollout, name) for name in ("sampling", "max_num_seqs", "dtype")}
+        rollout = rollout.model_copy(update={"engine": "hf", **drawn})
     is_alone = config.runtime.num_workers == 1 and config.runtime.ray_address is None
     changes: dict[str, object] = {
         "name": "warm-start",
@@ -351,12 +358,15 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
         "tags": {},
         "data": data,
         "filter": filtered,
-        "model": config.model.model_copy(update={"lora": None}),
+        "model": config.model.model_copy(update={"lora": None, "share_prompts": False}),
         "algo": AlgoConfig(),
         "optim": warm.optim,
         "critic": None,
         "pass_rates": PassRatesConfig(),
         "rollout": rollout,
+        "reward": config.reward if samples else RewardConfig(),
+        "episode": EpisodeConfig(),
+        "sandbox": config.sandbox if samples else SandboxConfig(),
         "validation": ValidationConfig(),
         "trainer": trainer,
         "checkpoint": config.checkpoint.model_copy(update={"keep_best": 1, "keep_every_steps": 0}),
@@ -365,6 +375,15 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
         "tracking": config.tracking.model_copy(update={"log_best": False, "registered_model": None}),
     }
     return config.model_copy(update=changes)
+
+
+def _without_answers(data: DataConfig) -> DataConfig:
+    """Settings of data without what draws and scores answers."""
+    changes: dict[str, object] = {"environment": "", "scorer": type(data).model_fields["scorer"].default}
+    if isinstance(data, MixtureData):
+        parts = (part.model_copy(update={"data": _without_answers(part.data)}) for part in data.parts)
+        changes["parts"] = tuple(parts)
+    return data.model_copy(update=changes)
 
 
 def find_start_model(config: RunConfig, filtered_directory: Path) -> Manifest | None:

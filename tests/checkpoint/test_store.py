@@ -355,6 +355,13 @@ def test_other_settings_are_refused_with_both_values(tmp_path):
         store.load_state(store.list()[0])
 
 
+def test_a_warm_start_of_other_settings_is_no_run_to_fork(tmp_path):
+    stage = tmp_path / "warm-starts" / "warm-start-0123"
+    save(store_at(stage), 1)
+    with pytest.raises(CheckpointError, match=rf"Set them back; or delete {stage}, and the warm start begins anew\.$"):
+        store_at(stage, RunConfig(seed=7)).latest()
+
+
 def test_settings_that_change_no_number_may_change(tmp_path):
     save(store_at(tmp_path), 1)
     newest = store_at(tmp_path, RunConfig(name="renamed", tracking=TrackingConfig(enabled=False))).latest()

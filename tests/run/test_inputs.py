@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from rlcore.config import RunConfig
+from rlcore.config.base import leaves
 from rlcore.config.compose import load_config
+from rlcore.config.fingerprint import fingerprint, settings_fingerprint
+from rlcore.config.run import all_keys
 from rlcore.errors import ModelError
 from rlcore.run.given_models import changed_models, keep_models
-from rlcore.run.inputs import find_start_model, start_model_fingerprint, suite_fingerprint
+from rlcore.run.inputs import find_start_model, stage_settings, start_model_fingerprint, suite_fingerprint
 from rlcore.run.pass_rates import planned_pass_rates
 from rlcore.storage.manifest import read_manifest
 from tests.checkpoint.test_store import edit_manifest
+from tests.config.test_fingerprint import changed
 from tests.small_run import SmallRun
 from tests.small_run import make as prepare
 
@@ -38,6 +43,7 @@ def fingerprint_with(*overrides: str, filtered: Path = FILTERED) -> str:
         "reward.weights={correct: 1.0}",
         "reward.judge.model=other",
         "sandbox.memory_mb=1024",
+        "rollout.dtype=bfloat16",
     ],
 )
 def test_what_changes_the_start_model_changes_its_fingerprint(override: str) -> None:
@@ -64,6 +70,30 @@ def test_an_edited_scorer_is_another_warm_start(tmp_path: Path, monkeypatch: pyt
         (tmp_path / "edited_scorer.py").write_text(f"def score(response, truth):\n    return {reward}\n")
         found.add(fingerprint_with("data.scorer=edited_scorer:score"))
     assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("warm_start.stop_at_reward=null",)], ids=["a reward ends it", "no reward is sampled"]
+)
+def test_stages_that_share_a_folder_have_the_same_settings(overrides: tuple[str, ...]) -> None:
+    """Each setting is varied: a stage that one run has begun is gone on with by any other that names it the same."""
+    base = load_config(["experiment=debug", *overrides]).model_dump()
+    apart = {"data.task", "warm_start.demonstrations"}  # another dataset, a file that is there
+    if not overrides:
+        apart.add("data.environment")  # no reward ends a stage there
+    keys = [key for key in leaves(base) if key in all_keys() and key not in apart]
+    refused = []
+    for key in keys:
+        names, settings = set(), set()
+        for config in (RunConfig.model_validate(base), changed(base, key)):
+            rows = config.data.model_dump(mode="json", exclude={"scorer", "environment"})
+            filtered = Path("filtered") / fingerprint("rows", [rows, config.filter, config.episode.tools])
+            names.add(start_model_fingerprint(config, filtered))
+            settings.add(settings_fingerprint(stage_settings(config, 512)))
+        if len(settings) > len(names):
+            refused.append(key)
+    assert len(keys) > 100
+    assert refused == []
 
 
 def test_the_rows_count_and_what_it_does_not_read_does_not() -> None:
