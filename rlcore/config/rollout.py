@@ -208,5 +208,6 @@ class ValidationConfig(JudgingConfig):
     (docs/data.md). They decide neither which checkpoint is best nor the objective of a sweep."""
 
     def is_of_suite(self, metric: str) -> bool:
-        """Whether a metric is a figure of a suite."""
-        return any(metric.startswith(f"val-core/{suite.name}/") for suite in self.suites)
+        """Whether a metric is a figure of a suite. A data source `<suite>/hard` is none."""
+        kinds = ("reward", "acc")
+        return metric.startswith(tuple(f"val-core/{suite.name}/{kind}/" for suite in self.suites for kind in kinds))

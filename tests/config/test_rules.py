@@ -495,3 +495,12 @@ def test_the_largest_divisors_are_named_of_any_number():
         every = [str(each) for each in range(1, number + 1) if number % each == 0]
         assert divisors(number) == ", ".join(every[-12:])
     assert divisors(10**12 + 39) == "1, 1000000000039", "a prime"
+
+
+def test_a_suites_figures_are_its_own_and_not_those_of_sources_whose_names_begin_with_its_name() -> None:
+    suites = [{"name": "countdown", "data": {"task": "countdown"}}]
+    validation = RunConfig.model_validate({"validation": {"suites": suites}}).validation
+    names = ("countdown", "countdown/hard", "countdown2", "all")
+    figures = [f"val-core/{name}/{figure}" for name in names for figure in ("reward/mean@4", "acc/greedy/ci_low")]
+    assert [figure for figure in figures if validation.is_of_suite(figure)] == figures[:2]
+    assert not RunConfig().validation.is_of_suite(figures[0])

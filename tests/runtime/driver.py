@@ -92,7 +92,10 @@ class Parted:
     """A rank without a model, whose collective fails when its peer is gone."""
 
     stream = RankProcess.stream
-    process_id = Worker.process_id
+
+    def process_id(self) -> int:
+        """Of this rank's process."""
+        return os.getpid()
 
     def part(self, rank: int) -> Iterator[int]:
         """Rank 0 fails after one item; rank 1 waits."""
@@ -113,7 +116,7 @@ def killed_in_a_stream(run: SmallRun) -> str:
     """The error of a stream where rank 1 is killed, and that of rank 0 comes first."""
     group = PartedGroup(run.config, str(run.model_directory))
     try:
-        peer = group.each(Worker.process_id)[1]
+        peer = group.each(Parted.process_id)[1]
         group.stream(Parted.part, [(0,), (1,)], lambda rank, item: os.kill(peer, signal.SIGKILL))
     except WorkerLostError as error:
         return str(error)
