@@ -122,10 +122,10 @@ class Session:
     def evaluate(self) -> Mapping[str, object]:
         """Judge the model of step 0 on its suites: an evaluation. The journal has it as step 0."""
         self._is_evaluated = True
+        self._record.restore(None)  # first, for it cuts the journal, and a suite may have something to say in it
         summary: dict[str, float] = {}
         for suite in self._config.validation.suites:
             summary |= self._training.judge_checkpoint("start", "before", suite).summary()
-        self._record.restore(None)
         self._record.log_step(0, summary)
         return {"summary": summary}
 

@@ -12,7 +12,7 @@ from rlcore.errors import ConfigError, DataError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.report.held_out import suite_table
 from rlcore.report.record import read_run
-from rlcore.tracking.journal import read_journal
+from rlcore.tracking.journal import load_journal, read_journal
 from tests.flows.conftest import Millrace
 from tests.run.sessions import session_of, train_in_chunks
 from tests.small_run import SmallRun, prepare
@@ -105,6 +105,24 @@ def test_a_judge_that_never_answers_is_an_error_and_no_result(run: SmallRun, tmp
         assert "suite judged: has no figures, for 1 answers have no score; data.judge:score failed, the la" in done.err
         assert "no verdict of http://127.0.0.1:9/v1 (reward.judge.url)" in done.err
         assert "Traceback" not in done.err
+
+
+def test_an_evaluations_journal_tells_of_answers_without_a_score(
+    run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "fails_at_times.py").write_text("def score(response, truth):\n    return 1 / (len(response) % 2)\n")
+    suite = tmp_path / "fails.yaml"
+    suite.write_text((TASK % (12, "['+']")).replace("{", "{scorer: 'fails_at_times:score', ", 1))
+    words = (f"validation.suites=[{suite}]", "tracking.enabled=false", "warm_start.max_steps=60", "name=evaluation")
+    made = prepare(Path(run.config.paths.root), *words)
+    with session_of(made) as session:
+        session.evaluate()
+    journal = load_journal(made.layout.journal)
+    assert [record.step for record in journal.steps] == [0]
+    (told,) = [event.data for event in journal.events if event.name == "scorer_failed"]
+    assert told["suite"] == "fails"
+    assert told["num_answers"] == len(ValidationResult.read(made.layout.suites / "fails" / "before.json").failures) > 0
 
 
 def test_the_report_has_the_suites(run: SmallRun) -> None:
