@@ -138,7 +138,7 @@ def make_way(path: Path) -> None:
 
 
 def keep_off_the_way(path: Path, why: str) -> None:
-    """Give a checkpoint that the run does not go on from another name: it is kept, and no candidate any more."""
+    """Give a checkpoint, or a result, that the run does not go on from another name: it is kept, and not found."""
     _rename(path, "left", why)
 
 

@@ -14,7 +14,7 @@ from functools import partial
 import pyarrow as pa
 
 from rlcore.answers.store import AnswerWriter
-from rlcore.checkpoint.catalog import CheckpointInfo
+from rlcore.checkpoint.catalog import CheckpointInfo, keep_off_the_way, name_of
 from rlcore.checkpoint.save import CheckpointSaver, Saved, SavingRanks, prune
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore, Found
@@ -110,11 +110,22 @@ class RunRecord:
         self.store.leave_later(0 if info is None else info.step)
         self.answers.cut(0 if info is None else info.step)
         if info is None:
+            self._leave_results()
             self._cut_journal(0, 0, repeats=repeats)
             return LoopState(0, 0, 0, 0, self.config.algo.kl.coef)
         saved = self.store.load_state(info)
         self._cut_journal(saved.step, saved.journal_bytes, repeats=repeats)
         return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
+
+    def _leave_results(self) -> None:
+        """Rename the results of later steps: of equal steps they would count as those of the training to come."""
+        folders = [self.layout.validation, *self.layout.suites.glob("*")]
+        judged = [
+            file for folder in folders for file in folder.glob("*.json") if file.stem not in ("before", name_of(0))
+        ]
+        for path in (self.layout.exported_model, self.layout.exported_best, *judged):
+            if path.exists():
+                keep_off_the_way(path, "the run begins anew")
 
     def _cut_journal(self, step: int, to_bytes: int, *, repeats: bool) -> None:
         """Waits for room for what is cut, which is kept; nothing new is written to the journal before it is cut."""

@@ -145,3 +145,22 @@ def test_a_start_that_fails_gives_the_run_back(undisturbed: SmallRun, tmp_path: 
         session.__enter__()
     with RunLock(run.layout.run_dir):
         assert not (run.layout.logs / "stacks").exists()
+
+
+def test_without_its_checkpoints_a_run_begins_anew_and_hands_out_nothing_of_the_former(
+    undisturbed: SmallRun, tmp_path: Path
+) -> None:
+    """Other settings too: there is no checkpoint left that they would have to fit."""
+    found = []
+    for lr in ("3e-4", "1e-2"):
+        run = elsewhere(undisturbed, tmp_path, *steps(2), QUIET, "run_id=again", f"optim.lr={lr}")
+        shutil.rmtree(run.layout.checkpoints, ignore_errors=True)
+        with session_of(run) as session:
+            session.validate("start", "before")
+            session.train(2)
+            session.validate("last", "after")
+            session.export("last")
+        judged = (run.layout.validation / f"{name}.json" for name in ("before", "after"))
+        found.append([file.read_bytes() for file in (*judged, run.layout.exported_model / "model.safetensors")])
+    assert [one == other for one, other in zip(*found, strict=True)] == [True, False, False]
+    assert (run.layout.run_dir / "model.left.1").is_dir()
