@@ -12,11 +12,13 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from rlcore.errors import DeviceMemoryError, HostMemoryError, MillraceError
+from rlcore.storage.documents import read_ordinary
 
 FAULTS_FILE = "faults.jsonl"
 OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 """Of this container, else of the host."""
 MAX_MESSAGE_CHARS = 1_000
+_DEVICE_MEMORY_WORDS = ("cuda out of memory", "cuda error: out of memory")
 _HOST_MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "std::bad_alloc")
 
 log = logging.getLogger("rlcore.run.faults")
@@ -50,7 +52,7 @@ def as_ours(error: Exception, phase: str) -> Exception:
         return error
     text, where = f"{type(error).__name__}: {error}", f" in {phase}" if phase else ""
     lowered = text.lower()
-    if "torch.OutOfMemoryError" in text or "cuda out of memory" in lowered:
+    if "torch.OutOfMemoryError" in text or any(words in lowered for words in _DEVICE_MEMORY_WORDS):
         return DeviceMemoryError(
             f"GPU out of memory{where}: {text}\nLower trainer.max_tokens_per_micro_batch or rollout.memory_share; "
             "neither changes the numbers."
@@ -74,22 +76,28 @@ def fault_of(error: Exception, phase: str, step: int) -> Fault:
 
 
 def note_fault(run_dir: Path, fault: Fault) -> None:
-    """Add a line. A full disk costs the line, nothing else."""
+    """Add a line, on its own where the last one was cut off. A full disk costs the line, nothing else."""
     try:
-        with (run_dir / FAULTS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(fault)) + "\n")
+        with (run_dir / FAULTS_FILE).open("a+b") as file:
+            file.seek(max(0, file.tell() - 1))
+            torn = b"\n" if file.read() not in (b"", b"\n") else b""
+            file.write(torn + json.dumps(asdict(fault)).encode() + b"\n")
     except OSError as reason:
         log.warning("%s: cannot be written: %s", run_dir / FAULTS_FILE, reason)
 
 
 def read_faults(run_dir: Path) -> list[Fault]:
-    """All faults of a run so far, oldest first; half a line is left out."""
+    """All faults of a run so far, oldest first; a damaged line is left out, and said so.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     try:
-        lines = (run_dir / FAULTS_FILE).read_text(encoding="utf-8").splitlines()
+        lines = read_ordinary(run_dir / FAULTS_FILE).split(b"\n")
     except FileNotFoundError:
         return []
     found = []
-    for line in lines:
+    for line in filter(None, lines):
         try:
             found.append(_FAULT.validate_json(line))
         except ValueError:

@@ -19,6 +19,7 @@ def allocation_refused() -> Exception:
 ERRORS = {
     "host out of memory": MemoryError("no room for a copy"),
     "GPU out of memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    "GPU out of memory, by CUDA": RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported late"),
     "lost worker": WorkerLostError("rank 1 has ended"),
     "hang": HangError("no end after 60 s"),
     "disk": DiskSpaceError("no room"),
@@ -31,7 +32,7 @@ ERRORS = {
 @pytest.mark.parametrize("kind", list(ERRORS))
 def test_kind_and_phase(kind: str) -> None:
     found = fault_of(as_ours(ERRORS[kind], "gen"), "gen", 7)
-    assert str(found) == f"{kind} in gen after step 7"
+    assert str(found) == f"{kind.partition(',')[0]} in gen after step 7"
 
 
 def test_an_allocation_that_the_host_refuses() -> None:
@@ -42,8 +43,11 @@ def test_an_allocation_that_the_host_refuses() -> None:
 
 def test_faults_are_kept_in_order_and_a_damaged_line_costs_itself(tmp_path: Path) -> None:
     faults = [fault_of(as_ours(error, "gen"), "gen", step) for step, error in enumerate(ERRORS.values())]
-    for fault in faults:
+    for fault in faults[:2]:
         note_fault(tmp_path, fault)
-    with (tmp_path / FAULTS_FILE).open("a") as file:
-        file.write('{"kind": "ha')
+    with (tmp_path / FAULTS_FILE).open("ab") as file:
+        file.write(b'{"kind": "\xff", "phase": "a bit has flipped"}\n{"kind": "ha')  # and a full disk
+    for fault in faults[2:]:
+        note_fault(tmp_path, fault)
     assert read_faults(tmp_path) == faults
+    assert (tmp_path / FAULTS_FILE).read_bytes().count(b"\n") == len(faults) + 2
