@@ -1,7 +1,8 @@
 """A run's room on disk: estimates of what it will write, and what it does where a disk is full: it prunes, reports,
 waits, and goes on by itself.
 
-The estimates are made from the settings and are too high rather than too low; only checkpoints are large. No torch.
+The estimates are made from the settings, rows of files and hub datasets by those of GSM8K and MATH. They are too high
+rather than too low; only checkpoints are large. No torch.
 """
 
 import time
@@ -9,9 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from rlcore.config import CheckpointConfig, RunConfig
-from rlcore.config.data import CountdownData, CustomData
+from rlcore.config import CheckpointConfig, DataConfig, RunConfig
+from rlcore.config.data import parts_of
 from rlcore.config.gguf import is_gguf
+from rlcore.config.suite import suite_settings
 from rlcore.errors import DiskSpaceError, StopRequestedError
 from rlcore.run.inputs import given_model
 from rlcore.run.layout import RunLayout
@@ -172,21 +174,18 @@ def disk_needs(
 ) -> tuple[DiskNeed, ...]:
     """Everything from the dataset to the export. `checkpoints_bytes`: what checkpoints will take more than now."""
     weights = BYTES_PER_WEIGHT * num_weights
-    longest = config.filter.max_prompt_tokens + config.rollout.max_response_tokens
-    answer = BYTES_PER_ANSWER + BYTES_PER_TOKEN * longest
-    num_train, num_held_out = _rows(config)
-    judged = num_held_out * config.validation.samples_per_problem
-    every = config.validation.every_steps
-    validations = 3 + (steps_left // every if every else 0)
+    num_train, num_held_out = _rows(config.data)
+    judged = _num_judged(config, steps_left)
+    of_suites = [suite_settings(config, suite) for suite in config.validation.suites]
+    kept = num_train + num_held_out + sum(_rows(seen.data)[1] for seen in of_suites)
+    results = sum(_num_judged(seen, steps_left) * _result_bytes(seen) for seen in (config, *of_suites))
     journal = steps_left * BYTES_PER_STEP_LINE
     needs = [
         DiskNeed("checkpoints", layout.checkpoints, checkpoints_bytes),
         DiskNeed("weights for others", layout.exported_model, weights),
-        DiskNeed("journal and validations", layout.run_dir, journal + validations * judged * answer),
-        DiskNeed("answers", layout.answers, _answer_bytes(config, steps_left, validations * judged)),
-        DiskNeed(
-            "dataset and its filtered rows", layout.root / "datasets", 2 * (num_train + num_held_out) * BYTES_PER_ROW
-        ),
+        DiskNeed("journal and validations", layout.run_dir, journal + results),
+        DiskNeed("answers", layout.answers, _answer_bytes(config, steps_left, judged)),
+        DiskNeed("dataset and its filtered rows", layout.root / "datasets", 2 * kept * BYTES_PER_ROW),
     ]
     if config.pass_rates.samples:
         # The parts stay until the whole table is written.
@@ -221,9 +220,23 @@ def _answer_bytes(config: RunConfig, steps_left: int, num_judged: int) -> int:
     return training + num_judged * each
 
 
-def _rows(config: RunConfig) -> tuple[int, int]:
-    """Rows for training and held out."""
-    data = config.data
-    if isinstance(data, CountdownData | CustomData):
-        return data.train_size, data.validation_size
-    return ROWS_OF_FIXED_SETS
+def _num_judged(config: RunConfig, steps_left: int) -> int:
+    """Answers of all validations, greedy ones too."""
+    settings = config.validation
+    validations = 3 + (steps_left // settings.every_steps if settings.every_steps else 0)
+    return validations * _rows(config.data)[1] * (settings.samples_per_problem + settings.greedy)
+
+
+def _result_bytes(config: RunConfig) -> int:
+    """Bytes of an answer in a validation's result."""
+    return BYTES_PER_ANSWER + BYTES_PER_TOKEN * (config.filter.max_prompt_tokens + config.rollout.max_response_tokens)
+
+
+def _rows(data: DataConfig) -> tuple[int, int]:
+    """Rows for training and held out, of all parts of a mixture."""
+    parts = [part.data for part in parts_of(data)]
+    train, held_out = ROWS_OF_FIXED_SETS
+    return (
+        sum(getattr(part, "train_size", train) for part in parts),
+        sum(getattr(part, "validation_size", held_out) for part in parts),
+    )
