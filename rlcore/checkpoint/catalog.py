@@ -236,10 +236,15 @@ def find_checkpoint(directory: Path, name: str) -> CheckpointInfo:
 def plan_prune(directory: Path, config: CheckpointConfig) -> PrunePlan:
     """What `CheckpointStore.prune` would delete now, if the newest that stays is whole."""
     known = scan(directory).checkpoints
-    kept = kept_steps(known, config)
-    return PrunePlan(
-        tuple(info for info in known if info.step in kept), tuple(info for info in known if info.step not in kept)
-    )
+    doomed = prunable(known, config)
+    return PrunePlan(tuple(info for info in known if info not in doomed), tuple(doomed))
+
+
+def prunable(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> list[CheckpointInfo]:
+    """Those that the retention rule does not keep. One whose files are not all there has no place in it, and stays."""
+    whole = [info for info in checkpoints if not _row(info, hashes=False).reason]
+    kept = kept_steps(whole, config)
+    return [info for info in whole if info.step not in kept]
 
 
 def kept_steps(checkpoints: Sequence[CheckpointInfo], config: CheckpointConfig) -> frozenset[int]:

@@ -18,9 +18,9 @@ from rlcore.checkpoint.catalog import (
     Refusal,
     by_score,
     keep_off_the_way,
-    kept_steps,
     make_way,
     name_of,
+    prunable,
     scan,
 )
 from rlcore.checkpoint.state import STATE, TrainerState, journal_problem
@@ -124,12 +124,11 @@ class CheckpointStore:
         with self._writer_lock():
             remove_stale_temporaries(self.directory)
             checkpoints = scan(self.directory).checkpoints
-            kept = kept_steps(checkpoints, self._config)
+            doomed = prunable(checkpoints, self._config)
             good = self._search(checkpoints, hashes=True).checkpoint
             if good is None:
                 return ()
-            doomed = [info.path for info in checkpoints if info.step not in kept | {good.step}]
-            return tuple(path for path in doomed if self._delete(path))
+            return tuple(info.path for info in doomed if info.step != good.step and self._delete(info.path))
 
     def discard_after(self, step: int) -> None:
         """Delete checkpoints of later steps: the run goes back to `step` and takes another way."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.checkpoint import catalog
-from rlcore.checkpoint.catalog import scan
+from rlcore.checkpoint.catalog import plan_prune, scan
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import AlgoConfig, CheckpointConfig, KlConfig, RunConfig, TrackingConfig
@@ -443,6 +443,22 @@ def test_pruning_never_deletes_the_last_good_one(tmp_path):
     assert steps(store) == [2, 3], "3 is the newest but broken: 2 is the last good one"
     flip(writer.path_of(2) / "policy" / "rank.safetensors", 0)
     assert store_at(tmp_path, keep_last=1, keep_best=0).prune() == (), "with no good one left nothing is deleted"
+
+
+def test_a_broken_one_takes_no_place_of_a_whole_one(tmp_path):
+    store = store_at(tmp_path, keep_last=1, keep_best=1)
+    for step, score in ((10, 0.5), (20, 0.9)):
+        save(store, step, score)
+    (store.path_of(20) / "policy" / "rank.safetensors").write_text("short")
+    save(store, 30, 0.1)
+    plan = plan_prune(tmp_path / "checkpoints", CheckpointConfig(keep_last=1, keep_best=1))
+    assert (plan.deleted, store.prune()) == ((), ())
+    best = store.best()
+    assert best is not None
+    assert best.step == 10
+    save(store, 40, 0.1)
+    assert store.prune() == (store.path_of(30),)
+    assert steps(store) == [10, 20, 40], "what is broken is left for people to look at"
 
 
 def test_a_damage_after_this_process_wrote_it_is_seen_by_size(tmp_path):
