@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+from rlcore.checkpoint.state import FORMAT_VERSION as STATE_VERSION
+from rlcore.checkpoint.state import STATE
 from rlcore.config import CheckpointConfig
 from rlcore.errors import CheckpointError
 from rlcore.storage.documents import read_ordinary
@@ -130,7 +132,7 @@ def make_way(path: Path) -> None:
     """
     if not os.path.lexists(path):
         return
-    version = newer_format(path)
+    version = newer_format(path) or newer_format(path, STATE, STATE_VERSION)
     if version is not None:
         _rename(path, f"format-{version}", f"is of format version {version}, newer than ours")
     elif path.is_symlink() or not path.is_dir() or _is_unreadable(path):

@@ -270,7 +270,8 @@ class CheckpointStore:
         if found.checkpoint is None:
             found = self._search(catalog.checkpoints, hashes=verify)
             if found.checkpoint is not None:
-                found = replace(found, journal_problem=self._journal_problem(found.checkpoint))
+                state = TrainerState.read(found.checkpoint.path / STATE)
+                found = replace(found, journal_problem=self._journal_problem(state))
         refusals = found.refusals + tuple(
             refusal for refusal in catalog.refusals if found.checkpoint is None or refusal.step > found.checkpoint.step
         )
@@ -282,16 +283,16 @@ class CheckpointStore:
         for info in reversed(candidates):
             try:
                 self.verify(info, hashes=hashes)
-                problem = self._journal_problem(info)
-                if journal and problem:
+                state = TrainerState.read(info.path / STATE)
+                if journal and (problem := self._journal_problem(state)):
                     raise CheckpointError(f"{info.path}: does not fit the journal. {problem}")
                 return Found(info, refusals)
             except CheckpointError as reason:
                 refusals += (Refusal(info.path, info.step, str(reason)),)
         return Found(None, refusals)
 
-    def _journal_problem(self, info: CheckpointInfo) -> str:
-        return "" if self._journal is None else journal_problem(TrainerState.read(info.path / STATE), self._journal)
+    def _journal_problem(self, state: TrainerState) -> str:
+        return "" if self._journal is None else journal_problem(state, self._journal)
 
 
 @cache

@@ -106,13 +106,13 @@ def read_manifest(directory: Path, *, error: type[MillraceError] = DataError) ->
     return Manifest(MappingProxyType(values), files)
 
 
-def newer_format(directory: Path) -> int | None:
-    """The format version of a directory that a newer Millrace has published; None for any other."""
+def newer_format(directory: Path, name: str = MANIFEST, known: int = FORMAT_VERSION) -> int | None:
+    """The format version of a directory that a newer Millrace has written, by a file in it; None for any other."""
     try:
-        version = parse_json(read_ordinary(directory / MANIFEST))["format_version"]
+        version = parse_json(read_ordinary(directory / name))["format_version"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return version if isinstance(version, int) and version > FORMAT_VERSION else None
+    return version if isinstance(version, int) and version > known else None
 
 
 def verify_directory(directory: Path, *, hashes: bool = True, error: type[MillraceError] = DataError) -> Manifest:

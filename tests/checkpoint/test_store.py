@@ -181,6 +181,20 @@ def test_a_broken_one_is_refused_by_name_and_the_one_before_is_taken(tmp_path, c
     assert newest.step == 3
 
 
+def test_one_whose_state_is_of_a_newer_format_is_refused_and_kept_too(tmp_path, caplog):
+    store = store_at(tmp_path)
+    save(store, 2)
+    with store.writing(replace(state_at(3), format_version=9), {}):
+        pass
+    newer = (store.path_of(3) / "state.json").read_bytes()
+    newest = store_at(tmp_path).latest()
+    assert newest is not None
+    assert newest.step == 2
+    assert "state.json: format_version must be 1, got 9" in caplog.text
+    save(store, 3)
+    assert (tmp_path / "checkpoints" / "step-000003.format-9.1" / "state.json").read_bytes() == newer
+
+
 def test_one_of_a_newer_format_is_kept_where_the_run_comes_to_its_step_again(tmp_path, caplog):
     store = store_at(tmp_path, keep_last=1, keep_best=0)
     kept = []
