@@ -22,7 +22,6 @@ from flows.work.results import (
     PassRateTable,
     PipelineResult,
     Report,
-    StartModel,
     describe_rows,
     few_rows,
     known_report,
@@ -32,6 +31,7 @@ from rlcore.errors import WorkerLostError
 from rlcore.evaluation.result import ValidationResult
 from rlcore.run.inputs import RunInputs
 from rlcore.run.layout import RunLayout
+from rlcore.run.start_model import StartModel
 
 R = TypeVar("R")
 

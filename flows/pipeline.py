@@ -22,10 +22,11 @@ from flows.parameters import (
 from flows.plan.checks import check_run
 from flows.tasks import CHECKED, as_task, flow_run_name, run_with, say_settings, tell, working_on
 from flows.work.mlflow_record import MlflowRecord
-from flows.work.results import Export, Judgement, PassRateTable, PipelineResult, Report, StartModel, checkpoint_name
+from flows.work.results import Export, Judgement, PassRateTable, PipelineResult, Report, checkpoint_name
 from rlcore.errors import ConfigError
 from rlcore.run.layout import RunLayout
 from rlcore.run.pass_rates import WITHOUT_PASS_RATES
+from rlcore.run.start_model import StartModel
 
 R = TypeVar("R")
 

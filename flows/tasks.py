@@ -24,11 +24,12 @@ from flows.progress import describe, display
 from flows.server import watch
 from flows.work.open_run import OpenRun, open_run
 from flows.work.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
-from flows.work.results import Judgement, StartModel
+from flows.work.results import Judgement
 from flows.work.status import was_told, worker_of
 from flows.work.trainer import WAITS
 from rlcore.errors import WorkerLostError
 from rlcore.run.disk import PAUSED
+from rlcore.run.start_model import StartModel
 
 R = TypeVar("R")
 

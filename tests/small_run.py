@@ -18,8 +18,9 @@ from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.inputs import RunInputs, ensure_tokenizer, stage_layout
 from rlcore.run.layout import RunLayout
 from rlcore.run.problems import Problems
+from rlcore.run.start_model import StartModel
 from rlcore.run.stop import StopFlag
-from rlcore.run.supervised import WarmStart, WarmStartResult
+from rlcore.run.supervised import WarmStart
 from rlcore.run.watchdog import Watchdog
 from rlcore.trainer.experience import Answerer, ExperienceCollector
 from rlcore.trainer.metrics import Metrics, repeatable
@@ -93,7 +94,7 @@ def make(root: Path, *overrides: str, experiment: str = "debug") -> SmallRun:
     return SmallRun(config, inputs, warm_start(config, inputs).directory)
 
 
-def warm_start(config: RunConfig, inputs: RunInputs, to_step: int | None = None) -> WarmStartResult:
+def warm_start(config: RunConfig, inputs: RunInputs, to_step: int | None = None) -> StartModel:
     """The model of step 0, or the warm start as far as `to_step`, in this process."""
 
     def report(event: Mapping[str, object]) -> None:

@@ -1,7 +1,7 @@
 """What the stages of a run have left on disk, and whether it is done: by files alone, without Prefect and MLflow."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,7 @@ from rlcore.config import JudgingConfig, RunConfig
 from rlcore.config.fingerprint import fingerprint, settings_fingerprint
 from rlcore.errors import DataError
 from rlcore.evaluation.result import ValidationResult
-from rlcore.run.given_models import require_same_base
-from rlcore.run.inputs import RunInputs, find_start_model, is_given, planned_start_model, suite_fingerprint
+from rlcore.run.inputs import RunInputs, suite_fingerprint
 from rlcore.run.layout import RunLayout
 from rlcore.run.pass_rates import find_pass_rates
 from rlcore.storage.documents import parse_json, read_ordinary, sha256_of
@@ -50,30 +49,6 @@ def few_rows(config: RunConfig, rows: int | None, where: str) -> str:
         f"warning: trainer.batch_size={config.trainer.batch_size:,} is more than the {rows:,} training rows {where}, "
         "so a prompt stands in a batch more than once. Lower it and trainer.mini_batch_size, or give more rows"
     )
-
-
-SHOWN = ("reward", "held_out_loss")
-"""Figures of a warm start that stand in its line."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartModel:
-    """The model of step 0, once the stage `is_over`. `figures` after `steps` supervised steps: `loss`, `accuracy`,
-    `held_out_loss`, `held_out_accuracy`, and `reward` where it was sampled."""
-
-    directory: Path
-    cached: bool
-    steps: int
-    figures: Mapping[str, float] = field(default_factory=dict)
-    is_over: bool = True
-
-    def __str__(self) -> str:
-        if not self.is_over:
-            return f"step {self.steps} is saved"
-        if not self.steps:
-            return f"no supervised steps: training starts from {self.directory}"
-        shown = [f"{name.replace('_', '-')} {self.figures[name]:.3f}" for name in SHOWN if name in self.figures]
-        return f"{', '.join(shown)} after {self.steps} steps{_skipped(self.cached)} ({self.directory})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,22 +191,6 @@ class PipelineResult:
     report: Path | None
     weights: Path
     mlflow: Recorded
-
-
-def known_start_model(config: RunConfig, inputs: RunInputs) -> StartModel | None:
-    """The model of step 0, if it is there and whole.
-
-    Raises:
-        ModelError: it was made from another model than the one at `model.path`.
-    """
-    require_same_base(config, inputs.filtered_directory)
-    manifest = find_start_model(config, inputs.filtered_directory)
-    if manifest is None and not is_given(config):
-        return None
-    values = {} if manifest is None else manifest.values  # somebody else's model has no manifest of ours
-    directory = planned_start_model(config, inputs.filtered_directory)
-    figures = {name: float(values[name]) for name in SHOWN if name in values}
-    return StartModel(directory, True, int(values.get("steps", 0)), figures)
 
 
 def known_pass_rates(config: RunConfig, inputs: RunInputs) -> PassRateTable | None:

@@ -16,7 +16,7 @@ from flows.progress import display
 from flows.work import results
 from flows.work.open_run import OpenRun
 from flows.work.protocol import Progress
-from flows.work.results import Chunk, Export, Judgement, PassRateTable, Report, StartModel
+from flows.work.results import Chunk, Export, Judgement, PassRateTable, Report
 from flows.work.status import failure_of
 from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.suite import suite_settings
@@ -26,6 +26,7 @@ from rlcore.run.given_models import keep_base
 from rlcore.run.inputs import RunInputs, ensure_tokenizer, planned_start_model
 from rlcore.run.layout import RunLayout
 from rlcore.run.pass_rates import planned_pass_rates
+from rlcore.run.start_model import StartModel, known_start_model
 from rlcore.storage.publish import write_json_atomically, write_text_atomically
 from rlcore.tracking.lineage import (
     PASS_RATES_STAGE,
@@ -127,13 +128,11 @@ def inputs_of(
 def warm_start(run: OpenRun, inputs: RunInputs, to_step: int) -> StartModel:
     """Make the model of step 0, or find it: the supervised steps to `to_step`, or to their end."""
     inputs.write(run.layout)
-    if (known := results.known_start_model(run.config, inputs)) is not None:
+    if (known := known_start_model(run.config, inputs)) is not None:
         keep_base(run.config, inputs.filtered_directory)
         return known
     result = run.trainer.call("warm_start", to_step=to_step)
-    return StartModel(
-        Path(result["directory"]), bool(result["cached"]), int(result["steps"]), result["figures"], result["is_over"]
-    )
+    return StartModel(**{**result, "directory": Path(result["directory"])})
 
 
 def measure_pass_rates(run: OpenRun, inputs: RunInputs) -> PassRateTable:

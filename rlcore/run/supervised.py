@@ -7,10 +7,9 @@ of equal settings find it; its journal stays where it is.
 
 import gc
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,25 +25,23 @@ from rlcore.models.memory import release_cached_memory
 from rlcore.models.scratch import build_scratch_model
 from rlcore.models.tokenizer import build_scratch_tokenizer, load_tokenizer
 from rlcore.rollout.engine import WARM_START_STREAM, requests_for
-from rlcore.run.given_models import keep_base, require_same_base
+from rlcore.run.given_models import keep_base
 from rlcore.run.inputs import (
     RunInputs,
     ensure_given_model,
-    find_start_model,
     given_model,
-    is_given,
     planned_start_model,
     stage_layout,
     stage_settings,
 )
 from rlcore.run.problems import Problems, spread
 from rlcore.run.record import RunRecord
+from rlcore.run.start_model import FIGURES, REWARD, UNTAUGHT, StartModel, known_start_model, remove_passing
 from rlcore.run.stop import locked_run
 from rlcore.run.training import Training
 from rlcore.run.watchdog import Watchdog
 from rlcore.run.workers import Started, TrainingWorkers
 from rlcore.storage.finished import FINGERPRINT, finished_or_set_aside
-from rlcore.storage.manifest import Manifest
 from rlcore.storage.publish import published_directory, remove_stale_temporaries, write_text_atomically
 from rlcore.trainer.experience import Answerer
 from rlcore.trainer.step import LoopState, StepResult
@@ -55,9 +52,6 @@ from rlcore.workers.memory_plan import fit_run
 
 MIN_CHECK_PROBLEMS = 16
 """Fewer sampled answers say nothing about a reward."""
-REWARD = "sft/reward"
-FIGURES = ("sft/loss", "sft/accuracy", HELD_OUT_LOSS, "sft/held_out_accuracy", REWARD)
-"""Metrics that the result's manifest keeps, by what follows the slash."""
 
 
 # ---------------------------------------------------------------------- data
@@ -206,25 +200,6 @@ def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[s
 # ---------------------------------------------------------------------- the stage
 
 
-@dataclass(frozen=True, slots=True)
-class WarmStartResult:
-    """Where the stage stands: `figures` of the model of step 0 once it `is_over`, after so many `steps`."""
-
-    directory: Path
-    cached: bool
-    is_over: bool
-    steps: int = 0
-    figures: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, directory: Path, manifest: Manifest | None, *, cached: bool) -> "WarmStartResult":
-        """The result that a model's manifest records; a model from elsewhere has none."""
-        values = {} if manifest is None else manifest.values
-        figures = {name.partition("/")[2]: 0.0 for name in FIGURES}
-        found = {name: float(values[name]) for name in figures if isinstance(values.get(name), int | float)}
-        return cls(directory, cached, is_over=True, steps=int(values.get("steps", 0)), figures=found)
-
-
 class WarmStart:
     """Makes the model of step 0, chunk by chunk; between two chunks it holds its folder's lock and its workers."""
 
@@ -232,12 +207,12 @@ class WarmStart:
         self._config, self._inputs, self._guard = config, inputs, guard
         self._directory = planned_start_model(config, inputs.filtered_directory)
         self._layout = stage_layout(config, inputs.filtered_directory)
-        self._untaught = self._layout.run_dir / "untaught"
+        self._untaught = self._layout.run_dir / UNTAUGHT
         self._open = ExitStack()
         self._is_over = False
         self.training: SupervisedTraining | None = None
 
-    def to(self, to_step: int | None) -> WarmStartResult:
+    def to(self, to_step: int | None) -> StartModel:
         """Train until a checkpoint of `to_step` (None: the last) is committed or the stage is over, which publishes the
         model of step 0. Does nothing where that is there.
 
@@ -250,18 +225,19 @@ class WarmStart:
             release_cached_memory()  # the workers that follow may be other processes
         return result
 
-    def _advance(self, to_step: int | None) -> WarmStartResult:
+    def _advance(self, to_step: int | None) -> StartModel:
         if self._config.model.path is not None:
             ensure_given_model(self._config)
-        if (known := self._known()) is not None:
+        if (known := known_start_model(self._config, self._inputs)) is not None:
             return known
         if not self._config.warm_start.enabled:
             with published_directory(self._directory, {FINGERPRINT: self._directory.name}) as folder:
                 build_model(self._config, folder)
-            return WarmStartResult(self._directory, cached=False, is_over=True)
+            return StartModel(self._directory, cached=False)
         if self.training is None:
             self._take_folder()
-            if (known := self._known()) is not None:  # made by another run while this one waited for the lock
+            known = known_start_model(self._config, self._inputs)
+            if known is not None:  # made by another run while this one waited for the lock
                 self.close(failed=False)
                 return known
             self.training = self._begun()
@@ -274,9 +250,9 @@ class WarmStart:
             newest = record.store.latest()
             assert newest is not None, "training has committed one"
         if not self._has_ended(record, newest):
-            return WarmStartResult(self._directory, cached=False, is_over=False, steps=newest.step)
+            return StartModel(self._directory, cached=False, steps=newest.step, is_over=False)
         self._publish(training, newest)
-        return WarmStartResult.of(self._directory, finished_or_set_aside(self._directory), cached=False)
+        return StartModel.of(self._directory, finished_or_set_aside(self._directory), cached=False)
 
     def save_finished(self) -> str | None:
         """Save the last finished step, if the stage is under way: a stop was asked for. Says what is saved."""
@@ -294,13 +270,6 @@ class WarmStart:
         with self._open:
             if training is not None:
                 training.record.finish(failed=failed, is_over=self._is_over)
-
-    def _known(self) -> WarmStartResult | None:
-        require_same_base(self._config, self._inputs.filtered_directory)
-        manifest = find_start_model(self._config, self._inputs.filtered_directory)
-        if manifest is None and not is_given(self._config):
-            return None
-        return WarmStartResult.of(self._directory, manifest, cached=True)
 
     def _take_folder(self) -> None:
         layout = self._layout
@@ -352,8 +321,7 @@ class WarmStart:
         workers.export(self._directory, "start_model", after_step=newest.step, facts=facts)
         self._is_over = True
         self.close(failed=False)
-        for folder in (self._layout.checkpoints, self._untaught):  # the journal stays
-            shutil.rmtree(folder, ignore_errors=True)
+        remove_passing(self._layout)
 
 
 def build_model(config: RunConfig, folder: Path) -> None:

@@ -10,13 +10,14 @@ from flows.chain import Stage, run_here
 from flows.progress import PlainDisplay, shown_on
 from flows.work import stages
 from flows.work.open_run import OpenRun, open_run
-from flows.work.results import Chunk, Export, Judgement, Recorded, Report, StartModel
+from flows.work.results import Chunk, Export, Judgement, Recorded, Report
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import ModelError, WorkerLostError
+from rlcore.run.start_model import StartModel
 
 R = TypeVar("R")
 

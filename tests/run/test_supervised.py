@@ -16,7 +16,9 @@ from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError, ModelError
 from rlcore.models.policy import CausalPolicy
 from rlcore.run.inputs import stage_layout
+from rlcore.run.start_model import UNTAUGHT
 from rlcore.run.supervised import Lessons, build_model
+from rlcore.storage.locks import RunLock
 from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Finish, read_acts
 from rlcore.tracking.journal import read_journal
@@ -191,6 +193,22 @@ def test_one_made_from_another_model_under_the_same_path_is_refused(tmp_path: Pa
 
 
 # ---------------------------------------------------------------- going on
+
+
+def test_what_one_killed_at_its_end_has_left_is_removed_by_the_next_run_unless_it_is_in_use(tmp_path: Path) -> None:
+    run = prepare(tmp_path, *THREE_STEPS)
+    stage = stage_layout(run.config, run.inputs.filtered_directory)
+    journal = stage.journal.read_bytes()
+    left = (stage.checkpoints / "step-000003", stage.run_dir / UNTAUGHT)
+    for folder in left:
+        folder.mkdir(parents=True)
+    with RunLock(stage.run_dir):
+        assert warm_start(run.config, run.inputs).cached
+        assert all(folder.is_dir() for folder in left)
+    assert warm_start(run.config, run.inputs).steps == 3
+    assert not stage.checkpoints.exists()
+    assert not left[1].exists()
+    assert stage.journal.read_bytes() == journal
 
 
 def test_chunk_by_chunk_it_is_the_same(tmp_path: Path) -> None:
