@@ -53,7 +53,7 @@ class UnscoredError(DataError):
 
 
 class UnwritableError(DataError, OSError):
-    """A folder cannot be written, for want of permission."""
+    """A folder cannot be written, for another reason than a full disk."""
 
 
 class ModelError(MillraceError, ValueError):

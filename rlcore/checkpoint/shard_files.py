@@ -210,13 +210,15 @@ def write_parts(directory: Path, parts: Iterable[LocalPart], *, rank: int, world
 
 def _groups(parts: Iterable[LocalPart]) -> Iterator[list[LocalPart]]:
     group: list[LocalPart] = []
+    size = 0
     for part in parts:
         nothing_here = part.local.numel() == 0 and math.prod(part.global_shape) > 0
         if nothing_here or not part.is_written_here:
             continue
-        if group and num_bytes([*group, part]) > MAX_FILE_BYTES:
+        size += num_bytes([part])
+        if group and size > MAX_FILE_BYTES:
             yield group
-            group = []
+            group, size = [], num_bytes([part])
         group.append(part)
     if group:
         yield group
@@ -321,9 +323,12 @@ class ShardReader:
                 target.copy_(self._read(piece, part.name, common))
                 num_filled += math.prod(common.shape)  # 1 of a scalar
         if num_filled != part.local.numel():
+            why = "a rank's file is missing. Delete the checkpoint and use another"
+            if num_filled > part.local.numel():
+                why = "some are there twice. Remove the files that the checkpoint's manifest.json does not list"
             raise CheckpointError(
-                f"{self._directory}: {num_filled} of {part.local.numel()} elements of {part.name} are in the files: a "
-                "rank's file is missing. Delete the checkpoint and use another."
+                f"{self._directory}: {num_filled} of {part.local.numel()} elements of {part.name} are in the files: "
+                f"{why}."
             )
 
     def _read(self, piece: _Piece, name: str, box: Box) -> Tensor:

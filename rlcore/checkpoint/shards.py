@@ -9,8 +9,8 @@ parts that fall into its shards. Not torch.distributed.checkpoint, though the la
 - nothing is collective here, so a rank that fails leaves no other rank waiting.
 
 The files' hashes are in the manifest of the published checkpoint and are verified by `CheckpointStore` before a rank
-opens them. That protects from disks, copies and crashes; whoever can write the folder can write a matching manifest
-too, which is why no byte in it may be able to run.
+opens them; a file that the manifest does not list is opened too. That protects from disks, copies and crashes; whoever
+can write the folder can write a matching manifest too, which is why no byte in it may be able to run.
 
 Parameters that want no gradient (the base under LoRA adapters) are not saved: they are those of the start model.
 `base.json` holds their digest, type and whether it is in 4 bits, and another base is refused.

@@ -189,9 +189,10 @@ class CheckpointStore:
         if found is None:
             names = ", ".join(info.name for info in self.list())
             there = f"there is start, {names}. Name one that is there" if names else "there is none yet. Name start"
+            lacks = "no checkpoint with a held-out score" if names and name == "best" else "no such checkpoint"
             raise CheckpointError(
-                f"checkpoint={name}: run {self.directory.parent.name} has no such checkpoint; {there}, or train "
-                "first: millrace train with these settings"
+                f"checkpoint={name}: run {self.directory.parent.name} has {lacks}; {there}, or train first: millrace "
+                "train with these settings"
             )
         return found
 

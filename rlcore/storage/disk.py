@@ -60,7 +60,10 @@ def unwritable(folder: Path, reason: OSError, error: type[MillraceError] = Unwri
     """The error for a folder in which nothing can be written."""
     if (other := in_the_way(folder)) is not None:
         return error(f"{folder}: must be a folder, and {other} is none. Move that away, or choose another folder.")
-    return error(f"{folder}: cannot be written ({reason}). Make the folder writable, or choose another paths.root.")
+    remedy = "Make the folder writable, or choose another paths.root"
+    if reason.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        remedy = "Mend that, or choose another paths.root"
+    return error(f"{folder}: cannot be written ({reason}). {remedy}.")
 
 
 def out_of_room(path: Path, reason: BaseException, *, needed_bytes: int | None = None) -> DiskSpaceError:

@@ -1,5 +1,6 @@
 """Shards of one rank: bit for bit, in place, without pickles, and refused where they do not fit."""
 
+import itertools
 import json
 import shutil
 import struct
@@ -227,6 +228,26 @@ def test_a_missing_file_is_noticed(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match=r"not in it|no shard file holds it"):
             load_shards(tmp_path / "policy", model=model, optimizer=optimizer)
         (tmp_path / "away").rename(file)
+
+
+def test_a_copy_of_a_file_beside_it_is_told_as_one(saved):
+    (file,) = saved.glob("*.safetensors")
+    shutil.copy(file, saved / "copy.safetensors")
+    model, optimizer = build(seed=1)
+    with pytest.raises(CheckpointError, match=r"(\d+) of \d+ elements .* twice\. Remove the files .* does not list"):
+        load_shards(saved, model=model, optimizer=optimizer)
+
+
+def test_a_file_is_as_large_as_it_may_be_and_no_larger(monkeypatch, tmp_path):
+    monkeypatch.setattr(shard_files, "MAX_FILE_BYTES", 20_000)
+    model, optimizer = build(seed=1)
+    train(model, optimizer, 1)
+    save_shards(tmp_path / "policy", model=model, optimizer=optimizer)
+    tensors = [load_file(file) for file in sorted((tmp_path / "policy").glob("*.safetensors"))]
+    sizes = [[value.nbytes for value in part.values()] for part in tensors]
+    assert len(sizes) > 2
+    assert all(sum(part) <= 20_000 or len(part) == 1 for part in sizes)
+    assert all(sum(one) + sum(after) > 20_000 for one, after in itertools.pairwise(sizes))
 
 
 def _rewrite_header(file: Path, **changes: str) -> None:

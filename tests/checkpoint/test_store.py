@@ -79,6 +79,9 @@ def test_metrics_that_are_not_finite_are_left_out(tmp_path):
 def test_the_best_is_the_highest_and_of_equal_ones_the_later(tmp_path):
     store = store_at(tmp_path)
     assert store.best() is None
+    save(store, 1)
+    with pytest.raises(CheckpointError, match="has no checkpoint with a held-out score; there is start, step-000001"):
+        store.find("best")
     for step, score in ((1, 0.5), (2, 0.7), (3, 0.7), (4, None), (5, 0.1)):
         save(store, step, score)
     best = store.best()

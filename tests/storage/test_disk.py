@@ -1,5 +1,6 @@
 """Room on disk: looked at, waited for, told."""
 
+import errno
 import os
 import re
 from contextlib import suppress
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.config import CheckpointConfig
-from rlcore.errors import DiskSpaceError
+from rlcore.errors import DiskSpaceError, UnwritableError
 from rlcore.storage.disk import (
     DiskNeed,
     RoomReport,
@@ -19,6 +20,7 @@ from rlcore.storage.disk import (
     is_out_of_room,
     num_checkpoints_at_once,
     reserve_bytes,
+    unwritable,
 )
 from rlcore.storage.publish import write_text_atomically
 from tests.storage.small_disk import SMALL_DISK_MIB, fill, mounted
@@ -87,6 +89,14 @@ def test_only_a_full_disk_counts_as_one():
     assert not is_out_of_room(OSError(13, "Permission denied"))
     assert not is_out_of_room(MemoryError())
     assert not is_out_of_room(None)
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"), [(errno.EACCES, "Make the folder writable"), (errno.EMFILE, r"Too many open files.*Mend that")]
+)
+def test_only_a_folder_that_may_not_be_written_is_to_be_made_writable(tmp_path, code, remedy):
+    with pytest.raises(UnwritableError, match=remedy):
+        raise unwritable(tmp_path, OSError(code, os.strerror(code)))
 
 
 @pytest.mark.timeout(20)
