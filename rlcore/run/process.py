@@ -184,7 +184,7 @@ def run(settings: Path, channel: Channel | None, report: Report) -> int:
 
 def run_one(settings: Path, channel: Channel | None, report: Report, stop: StopFlag) -> int:
     """Serve or go through one run; the exit code, or LEFT."""
-    config = RunConfig.model_validate_json(settings.read_text())
+    config = RunConfig.model_validate_json(settings.read_bytes())
 
     def give_up(error: MillraceError) -> None:
         """End the process with this error: a phase or a stop lasts too long. Called from a thread."""

@@ -95,7 +95,8 @@ def _make_temporary(target: Path, error: type[MillraceError]) -> tuple[Path, Fil
 def _take(owner: FileLock) -> None:
     """Mark the temporary as alive. Without locks on this file system its process id alone does so."""
     try:
-        owner.try_acquire()
+        while not owner.try_acquire():  # another process looks whether it is stale, and lets go at once
+            time.sleep(LOOK_S)
     except OSError as reason:
         if is_out_of_room(reason):
             raise
@@ -242,6 +243,7 @@ TEMPORARY = re.compile(r"^\.tmp-.+-(?P<pid>\d+)-[0-9a-f]{8}$")
 YOUNG_S = 60.0
 # A single file has no lock of its own; none takes an hour to write.
 YOUNG_FILE_S = 3_600.0
+LOOK_S = 0.001
 
 
 def temporary_beside(path: Path) -> Path:

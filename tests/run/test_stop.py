@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rlcore.config.compose import load_config
 from rlcore.run.process import Channel, next_settings
 from rlcore.run.stop import StopFlag
 from tests.run.running import WAIT_S, disturb, said, small, steps_of, weights_of, write_settings
@@ -157,3 +158,13 @@ def test_a_trainer_that_no_run_follows_ends(tmp_path: Path) -> None:
         assert next_settings(channel, StopFlag(lambda: None)) is None
         channel._replies.close()
         os.close(read)
+
+
+def test_settings_are_read_as_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.json"
+    config = load_config(["experiment=debug", f"paths.root={tmp_path}", "tags={who: 'Jürgen'}"])
+    settings.write_text(config.model_dump_json(), encoding="utf-8")
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = [sys.executable, "-m", "rlcore.run.process", "--settings", str(settings)]
+    done = subprocess.run(words, env=plain, capture_output=True, timeout=WAIT_S)
+    assert b"inputs.json: the run's inputs cannot be read" in done.stderr, done.stderr

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import CheckpointError, DataError, DiskSpaceError
+from rlcore.storage.locks import FileLock
 from rlcore.storage.manifest import read_manifest, verify_directory
 from rlcore.storage.publish import (
+    _take,
     exchange,
     published_directory,
     remove_stale_temporaries,
@@ -319,6 +321,21 @@ def test_a_process_id_that_another_process_has_now_does_not_keep_remains_for_eve
         assert remove_stale_temporaries(tmp_path) == (old, old_file)
         assert folder.exists()
     assert remove_stale_temporaries(tmp_path / "absent") == ()
+
+
+def test_a_temporary_is_locked_though_another_process_was_looking_at_it(tmp_path):
+    looking = FileLock(tmp_path / "owner")
+
+    class Owner(FileLock):
+        def try_acquire(self, *, create: bool = True) -> bool:
+            is_taken = super().try_acquire(create=create)
+            looking.release()
+            return is_taken
+
+    assert looking.try_acquire()
+    _take(owner := Owner(looking.path))
+    assert not FileLock(looking.path).try_acquire()
+    owner.release()
 
 
 @pytest.fixture
