@@ -98,13 +98,15 @@ def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def tokens_of(path: str) -> dict[str, int]:
-    """Id of each token by a model's `tokenizer.json`; empty where it is not on this machine."""
+    """Id of each token of the vocabulary by a model's `tokenizer.json`; empty where it is not on this machine.
+
+    Tokens added to the vocabulary are left out: models have some that they never embed, as Gemma 3 that of images.
+    """
     file = config_file(path, "tokenizer.json")
     try:
         found = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
         words = found["model"]["vocab"]  # of the unigram kind pairs of a token and its score
-        ids = words if isinstance(words, dict) else {word: number for number, (word, _) in enumerate(words)}
-        return {**ids, **{added["content"]: added["id"] for added in found["added_tokens"]}}
+        return words if isinstance(words, dict) else {word: number for number, (word, _) in enumerate(words)}
     except (OSError, ValueError, LookupError, TypeError):
         return {}  # loading the tokenizer reports what is wrong with it
 

@@ -159,26 +159,32 @@ def test_what_cannot_be_trained_is_refused_by_its_config_alone(
 
 
 def test_a_critic_knows_every_token_of_the_policy_by_the_same_id(tmp_path: Path) -> None:
-    """Words, pairs of a word and its score, and words added after: as the library itself numbers them."""
-    policy, more, other = (tmp_path / name for name in ("policy", "more", "other"))
-    for folder, model in ((policy, BPE({"a": 0, "b": 1}, [])), (more, Unigram([("a", 0.0), ("b", 0.0), ("c", 0.0)]))):
+    """Words, and pairs of a word and its score, as the library numbers them; what is added to them is not read."""
+    models = {
+        "policy": BPE({"a": 0, "b": 1}, []),
+        "more": Unigram([("a", 0.0), ("b", 0.0), ("c", 0.0)]),
+        "turned": BPE({"b": 0, "a": 1, "c": 2}, []),
+    }
+    for name, model in models.items():
         tokenizer = Tokenizer(model)
-        tokenizer.add_special_tokens(["<eos>"])
-        folder.mkdir()
-        tokenizer.save(str(folder / "tokenizer.json"))
-        assert tokens_of(str(folder)) == tokenizer.get_vocab()
-    tokens = tokens_of(str(policy))
-    require_same_tokens("critic.path", str(policy), tokens)
-    require_same_tokens("critic.path", str(more), {"a": 0, "c": 2})
-    require_same_tokens("critic.path", str(other), tokens)
-    with pytest.raises(ModelError, match=r"critic\.path: must have the policy's tokenizer.*1 of 3 tokens.*'<eos>'"):
-        require_same_tokens("critic.path", str(more), tokens)
-    for folder, size in ((policy, 3), (other, 2)):
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
-    require_embeddings("model.path", str(policy), tokens)
-    with pytest.raises(ModelError, match=r"critic\.path: .* every token; got .*vocab_size is 2, .* highest id is 2"):
-        require_same_tokens("critic.path", str(other), tokens)
+        tokenizer.add_special_tokens(["<image>"])
+        (tmp_path / name).mkdir()
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+        assert tokens_of(str(tmp_path / name)) == tokenizer.get_vocab(with_added_tokens=False)
+    policy, more, turned, other = (str(tmp_path / name) for name in (*models, "other"))
+    tokens = tokens_of(policy)
+    for same in (policy, more, other):
+        require_same_tokens("critic.path", same, tokens)
+    with pytest.raises(ModelError, match=r"critic\.path: must have the policy's tokenizer.*2 of 2 tokens.*'a'"):
+        require_same_tokens("critic.path", turned, tokens)
+    with pytest.raises(ModelError, match=r"1 of 3 tokens have another id or none, such as 'c'"):
+        require_same_tokens("critic.path", policy, tokens_of(more))
+    Path(other).mkdir()
+    for folder, size in ((policy, 2), (other, 1)):
+        (Path(folder) / "config.json").write_text(json.dumps({"vocab_size": size}))
+    require_embeddings("model.path", policy, tokens)
+    with pytest.raises(ModelError, match=r"critic\.path: .* every token; got .*vocab_size is 1, .* highest id is 1"):
+        require_same_tokens("critic.path", other, tokens)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
