@@ -128,7 +128,7 @@ class SandboxConfig(Section):
     """Output that is kept; the rest is cut off."""
     allow_weak: bool = False
     """Run programs where they cannot be shut in (no bubblewrap, no user namespaces): under limits of time, memory and
-    files alone, with the network and all files of this user in reach."""
+    files for each process alone, with the network and all files of this user in reach."""
 
 
 class EpisodeConfig(Section):
