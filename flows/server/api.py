@@ -88,7 +88,7 @@ class LocalServer:
         }
         self._log.unlink(missing_ok=True)
         with listener:
-            command = [sys.executable, "-m", "flows.stack.serve", "one-command", str(listener.fileno())]
+            command = [sys.executable, "-P", "-m", "flows.stack.serve", "one-command", str(listener.fileno())]
             self._process = start_tethered(command, self._log, os.environ | own, [listener.fileno()])
         # Registered before Prefect is imported, so called after Prefect has sent its last logs and events.
         atexit.register(self.stop)

@@ -92,8 +92,9 @@ def mlflow_recipe(root: Path, databases: Databases, port: int | None, state: Sta
     environment = {
         MLFLOW_LOGIN: login_of(root),
         MLFLOW_DATABASE: databases.mlflow,
-        # As a URI: of a plain path MLflow would take %41 for an A.
+        "PYTHONPATH": python_path(),
         ANSWERS_ROOT: str(root),
+        # As a URI: of a plain path MLflow would take %41 for an A.
         MLFLOW_ARTIFACTS: (root / "mlartifacts").as_uri(),
         # Its job runners take 2 GB and half a minute to start, and nothing here uses them.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
@@ -103,7 +104,7 @@ def mlflow_recipe(root: Path, databases: Databases, port: int | None, state: Sta
 
 
 def _serve(name: str, port: int) -> tuple[str, ...]:
-    return (sys.executable, "-m", SERVE, name, str(port))
+    return (sys.executable, "-P", "-m", SERVE, name, str(port))
 
 
 def ray_recipe(state: StackState) -> Recipe:
@@ -125,7 +126,6 @@ def worker_recipe(root: Path, databases: Databases, number: int, state: StackSta
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_WORKER_WEBSERVER_HOST": LOOPBACK,
         "PREFECT_WORKER_WEBSERVER_PORT": str(port),
-        "PYTHONPATH": python_path(),
         # A flow that is told to end by `millrace down` has not crashed: it stays Running, and the next `up` goes on.
         "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
         MLFLOW_PAGE: state.mlflow_url,
@@ -136,7 +136,7 @@ def worker_recipe(root: Path, databases: Databases, number: int, state: StackSta
 
 
 def prefect_environment(root: Path, api_url: str) -> dict[str, str]:
-    """Prefect's settings in every process of the stack."""
+    """Prefect's settings in every process of the stack, and where it finds the code that we run."""
     return {
         **QUIET,
         "PREFECT_HOME": str(root / "prefect"),
@@ -144,6 +144,7 @@ def prefect_environment(root: Path, api_url: str) -> dict[str, str]:
         "PREFECT_API_URL": api_url,
         CLIENT_LOGIN: login_of(root),
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",
+        "PYTHONPATH": python_path(),
     }
 
 

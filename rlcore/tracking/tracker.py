@@ -72,7 +72,7 @@ class Companion:
             log.warning("MLflow gets no values for now: its process cannot be started: %s", error)
 
     def _start(self) -> None:
-        command = [sys.executable, "-m", "rlcore.tracking", str(self._run_dir)]
+        command = [sys.executable, "-P", "-m", "rlcore.tracking", str(self._run_dir)]
         path = os.pathsep.join(filter(None, [str(SOURCE_FOLDER), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [*command, "--parent", str(os.getpid()), "--every-s", str(self._every_s)],

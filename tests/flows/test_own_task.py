@@ -20,9 +20,10 @@ MILLRACE = "from flows.cli import main; main()"
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder with a task in it, and with a module that is called as one of ours."""
+    """A folder with a task in it, and with modules that are called as one of ours, of Python's and of a package's."""
     (tmp_path / "products.py").write_text(Path(multiplication.__file__).read_text())
-    (tmp_path / "data.py").write_text("raise SystemExit('somebody else\\'s data.py')\n")
+    for name in ("data", "queue", "pydantic"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('somebody else\\'s {name}.py')\n")
     return tmp_path
 
 
@@ -65,7 +66,7 @@ def test_a_function_that_is_not_there_is_told_before_anything_is_made(
 
 def test_the_trainer_finds_it_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
-    program = "import data, products; print(data.__file__); print(products.__file__)"
+    program = "import data, products, pydantic, queue; print(data.__file__); print(products.__file__)"
     command = [*TRAINER[: TRAINER.index("-m")], "-c", program]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(SOURCE_FOLDER / "data" / "__init__.py"), str(project / "products.py")]

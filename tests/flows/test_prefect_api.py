@@ -33,9 +33,12 @@ time.sleep(600)
 
 def test_a_killed_command_leaves_no_server(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    environment["PYTHONPATH"] = str(REPOSITORY)
     root = tmp_path / "why? 50%41 #1"
+    root.mkdir()
+    (root / "uvicorn.py").write_text("raise SystemExit('somebody else\\'s uvicorn.py')\n")
     with subprocess.Popen(
-        [sys.executable, "-c", STARTER, str(root)], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-P", "-c", STARTER, str(root)], cwd=root, stdout=subprocess.PIPE, text=True, env=environment
     ) as starter:
         assert starter.stdout is not None
         url = starter.stdout.readline().strip()

@@ -29,11 +29,11 @@ from flows.stack import serve
 from flows.stack.command import down as down_command
 from flows.stack.command import up as up_command
 from flows.stack.control import Wishes, down, status, up
-from flows.stack.services import end_server, end_worker, listener, prefect_recipe
+from flows.stack.services import end_server, end_worker, listener, mlflow_recipe, prefect_recipe
 from flows.stack.state import MLFLOW_DATABASE, Databases, Service, StackState, read_stack, write_stack
 from rlcore.errors import MillraceError
 from tests.flows.attempts import Attempt, told_to_a_page
-from tests.flows.conftest import WAIT_S, numbers, wait_until
+from tests.flows.conftest import REPOSITORY, WAIT_S, numbers, wait_until
 from tests.flows.serving import serving
 from tests.flows.stack import RETRY, SUSPEND, Stack, stack_up
 from tests.report.chromium import PROGRAM, open_tab
@@ -144,6 +144,16 @@ def test_a_server_that_asks_for_no_login_is_told(tmp_path: Path) -> None:
     write_stack(tmp_path, StackState(services=(mine,)))
     with pytest.raises(MillraceError, match=r"prefect is up .* asks nobody for a login.*millrace down"):
         up(tmp_path)
+
+
+def test_a_server_takes_no_module_from_the_folder_that_its_command_is_started_in(tmp_path: Path) -> None:
+    (tmp_path / "uvicorn.py").write_text("raise SystemExit('somebody else\\'s uvicorn.py')\n")
+    for recipe in (prefect_recipe, mlflow_recipe):
+        made = recipe(tmp_path, Databases.chosen(tmp_path), None, StackState())
+        command = [*made.command[: made.command.index("-m")], "-c", "import flows, uvicorn; print(flows.__file__)"]
+        environment = os.environ | made.environment
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.stdout == f"{REPOSITORY / 'flows' / '__init__.py'}\n", done.stderr
 
 
 def test_a_recorded_port_that_somebody_else_has_by_now_is_left_to_them(

@@ -179,6 +179,17 @@ def test_a_companion_that_cannot_be_started_is_told_and_forgiven(
     assert caplog.text.count("cannot be started") == 3
 
 
+def test_the_delivery_takes_no_module_from_the_working_directory(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "argparse.py").write_text("open('imported', 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    companion = Companion(run_dir, every_s=1.0)
+    companion.ensure_running()
+    companion.close(60.0)
+    assert not (tmp_path / "imported").exists()
+
+
 def test_the_machine_is_sampled_under_documented_names(tmp_path: Path):
     sample = SystemSampler(tmp_path).sample()
     assert {"system/cpu_percent", "system/memory_used_gb", "system/disk_free_gb"} <= sample.keys()
