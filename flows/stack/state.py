@@ -192,14 +192,26 @@ def stack_store(root: Path) -> str | None:
     return log_in(stack.mlflow_url, root) if stack.mlflow_url else None
 
 
-def log_in(uri: str, root: Path) -> str:
-    """Return the address. If it is the stack's server, this process and those that it starts log in from now on.
+_given: dict[str, str | None] = {}
+"""What the environment had in place of the stack's login, while that is there."""
 
-    Only then: MLflow's clients send one login to whatever server they ask.
+
+def log_in(uri: str, root: Path) -> str:
+    """Return the address. If it is the stack's server, this process and those that it starts log in from now on; if
+    not, they have the login that the user has given, if any: MLflow's clients send one login to whatever server they
+    ask.
     """
     root = Path(os.environ.get(STACK, root)).resolve()
+    wanted: Mapping[str, str | None] = _given
     if uri.rstrip("/") == read_stack(root).mlflow_url:
-        os.environ.update(mlflow_client(login_of(root)))
+        wanted = mlflow_client(login_of(root))
+        _given.update({name: os.environ.get(name) for name in wanted.keys() - _given.keys()})
+    for name, value in wanted.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    if wanted is _given:
+        _given.clear()
     return uri
 
 

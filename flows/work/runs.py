@@ -16,7 +16,7 @@ from rlcore.errors import ConfigError, DataError, MillraceError, RunInUseError, 
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import files_of
 from rlcore.storage.locks import HeldLock
-from rlcore.tracking.attempts import has_begun
+from rlcore.tracking.attempts import ATTEMPTS_FILE, has_begun, read_history
 from rlcore.tracking.connection import explain, has_store, resolve_uri
 from rlcore.tracking.delivery import read_state, sync_run
 from rlcore.tracking.mlflow_store import MlflowStore, compare_url, search_run_ids
@@ -244,7 +244,9 @@ def sync(folder: Path, uri: str | None) -> Outcome:
     if not has_begun(folder):
         return Outcome(folder.name, "has not begun", ok=True)
     try:
-        result = sync_run(folder, log_in(uri, folder.parents[1]) if uri else _store_in_stack(folder))
+        store = uri or _store_in_stack(folder)
+        log_in(store or read_history(folder / ATTEMPTS_FILE).attempts[-1].destination.uri, folder.parents[1])
+        result = sync_run(folder, store)
     except TrackingError as error:
         if "in use by" in str(error):
             return Outcome(folder.name, "is being delivered by another process", ok=True)
@@ -260,10 +262,7 @@ def _store_in_stack(folder: Path) -> str | None:
         named = settings_of(folder).tracking.uri
     except DataError:  # settings of another version: `attempts.jsonl` says where it goes
         return None
-    if named is None:
-        return stack_store(folder.parents[1])
-    log_in(named, folder.parents[1])
-    return None
+    return stack_store(folder.parents[1]) if named is None else None
 
 
 def collect_garbage(root: Path, tracking: TrackingConfig, *, dry_run: bool) -> list[Outcome]:
@@ -272,7 +271,7 @@ def collect_garbage(root: Path, tracking: TrackingConfig, *, dry_run: bool) -> l
     Raises:
         TrackingError: the store cannot be read.
     """
-    uri = resolve_uri(tracking, root)
+    uri = log_in(resolve_uri(tracking, root), root)
     if not has_store(uri):
         return [Outcome(str(root), f"there is no MLflow store ({uri})", ok=True)]
     try:

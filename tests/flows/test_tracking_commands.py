@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from mlflow.exceptions import MlflowException
 
 from flows.cli import app, exit_code
 from flows.server.secret import login_of, mlflow_client
+from flows.stack import state
 from flows.stack.services import end_server, free_port, mlflow_recipe, start, wait_until_ready
 from flows.stack.state import Databases, StackState, write_stack
+from flows.work.runs import sync
 from rlcore.config import TrackingConfig
 from rlcore.evaluation.result import ValidationResult
 from rlcore.tracking.connection import explain, mlflow_name
@@ -31,7 +34,8 @@ from rlcore.tracking.mlflow_store import MlflowStore
 from rlcore.tracking.models import models_of, name_models
 from rlcore.tracking.tracker import Tracker
 from tests.flows.attempts import Attempt
-from tests.flows.conftest import REPOSITORY, SMALL, WAIT_S, Finished, Millrace, Reference
+from tests.flows.conftest import REPOSITORY, SMALL, WAIT_S, Finished, Millrace, Reference, basic
+from tests.flows.serving import serving
 from tests.report.chromium import PROGRAM, Tab, open_tab
 from tests.report.runs import write_run
 
@@ -293,6 +297,32 @@ def test_under_a_stack_with_a_database_of_its_own_upkeep_goes_there(
         Attempt("GET", "/", login=login_of(root), status=200),
     ):
         attempt.try_at(client.tracking_uri)
+
+
+def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[tuple[str, str | None]] = []
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            host = self.headers["Host"]
+            if (host, self.headers["Authorization"]) not in heard:
+                heard.append((host, self.headers["Authorization"]))
+            self.send_error(404)
+
+    monkeypatch.setattr(state, "_given", {})  # of other tests of this process
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    for name, value in mlflow_client("mine:own").items():
+        monkeypatch.setenv(name, value)
+    with serving(Refusing) as stack, serving(Refusing) as other:
+        for name, uri in (("first", stack), ("second", other)):
+            settings = (f"paths.root={tmp_path}", f"tracking.uri={uri}", "tracking.enabled=false")
+            folder = tmp_path / "runs" / name
+            config = write_run(folder, experiment="debug", overrides=settings, num_steps=2, num_problems=20)
+            Tracker(folder, config, tags={}).log_step(3, {"a": 1.0})
+        write_stack(tmp_path, StackState(mlflow_database="postgresql+psycopg://u@h/db", mlflow_url=stack))
+        assert not any(sync(tmp_path / "runs" / name, None).ok for name in ("first", "second"))
+    hosts = [uri.removeprefix("http://") for uri in (stack, other)]
+    assert heard == list(zip(hosts, map(basic, (login_of(tmp_path), "mine:own")), strict=True))
 
 
 LOAD = """
