@@ -242,7 +242,7 @@ class TrainerProcess:
         try:
             child.send(command_line("leave"))
             reply = self._wait_for_reply(child)
-        except WorkerLostError:
+        except (WorkerLostError, _YieldNow):
             return False
         except BaseException:
             child.destroy()

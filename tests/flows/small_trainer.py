@@ -93,6 +93,8 @@ def main() -> None:
         if command["command"] == "who":
             trainer.send(event="done", command="who", result={"pid": os.getpid(), "session": os.getsid(0)})
             continue
+        if command["command"] == "leave":
+            continue  # it takes its time
         trainer.is_idle = False
         trainer.train(command["to_step"])
         trainer.is_idle = True

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from flows.work.protocol import Event, Happening, Note, Progress
-from flows.work.slots import Claim, Preempt, Slots, Wish
-from flows.work.trainer import WAITS, TrainerProcess
+from flows.work.slots import Claim, HeldSlots, Preempt, Slots, Wish
+from flows.work.trainer import WAITS, TrainerProcess, kept_between_runs
 from rlcore.errors import MillraceError, NonFiniteError, StopRequestedError, WorkerLostError
 from rlcore.run.faults import read_faults
 
@@ -368,6 +368,23 @@ def test_a_run_of_higher_priority_takes_the_slot_and_gives_it_back(
     assert "waits for 1 of 1 slots with priority 5: 0 free, held by low (priority 0)" in urgent.waits[0]
     assert "held by urgent (priority 5)" in low.waits[-1]
     assert Slots(tmp_path).look().holders == {}
+
+
+def test_between_two_runs_it_gives_the_slot_to_a_run_that_needs_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.work.trainer.TRAINER", (sys.executable, SMALL_TRAINER, "slow"))
+    Slots(tmp_path).set_devices([""])
+    low, urgent = Run(tmp_path, "low", ()), claim(tmp_path, "urgent", 5, "now")
+    took: list[HeldSlots] = []
+    thread = Thread(target=lambda: took.append(urgent.take(lambda reason: None)))
+    with kept_between_runs():
+        low.client.call("train", to_step=1)
+        thread.start()
+        wait_until(lambda: bool(Slots(tmp_path).look().waiting))
+        low.client.close()
+    thread.join(WAIT_S)
+    took[0].release()
 
 
 def log_of(root: Path, what: str) -> list[dict[str, Any]]:
