@@ -15,7 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from rlcore.config import RunConfig
-from rlcore.errors import ConfigError, DataError, RunInUseError
+from rlcore.errors import ConfigError, DataError, MillraceError, RunInUseError
 from rlcore.storage.documents import read_ordinary
 from rlcore.storage.locks import FileLock, HeldLock
 from rlcore.storage.publish import write_json_atomically
@@ -175,9 +175,9 @@ class Slots:
         return next((state.reason(wish) for wish in state.waiting if wish.run_id == run_id), "")
 
     def note(self, what: str, wish: Wish, **more: object) -> None:
-        """One line in the slots' log: who took or gave back which of them, and when."""
+        """One line in the slots' log: who took or gave back which of them, and when. A full disk has no such line."""
         line = {"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "what": what, **asdict(wish), **more}
-        with (self.folder / "log.jsonl").open("ab", buffering=0) as file:
+        with suppress(OSError), (self.folder / "log.jsonl").open("ab", buffering=0) as file:
             file.write(json.dumps(line).encode() + b"\n")
 
 
@@ -244,7 +244,10 @@ class HeldSlots:
         if at_once and time.monotonic() - self._looked_at < LOOK_EVERY_S:
             return False
         self._looked_at = time.monotonic()
-        how = self._slots.look().must_yield(self._wish.run_id)
+        try:
+            how = self._slots.look().must_yield(self._wish.run_id)
+        except (MillraceError, OSError):  # the slots' files cannot be read: no reason to end a trainer
+            return False
         return how == "now" if at_once else how is not None
 
     def release(self) -> None:
@@ -291,15 +294,24 @@ class Claim:
 def _taken(slots: Slots, wish: Wish, state: State) -> dict[int, FileLock]:
     free = [number for number in range(len(state.devices)) if number not in state.holders][: wish.number]
     locks = {number: FileLock(slots.path(number)) for number in free}
-    for lock in locks.values():
-        _lock(lock, wish)
+    try:
+        for lock in locks.values():
+            _lock(lock, wish)
+    except BaseException:
+        for lock in locks.values():
+            lock.release()
+        raise
     return locks
 
 
 def _lock(lock: FileLock, wish: Wish) -> None:
     if not lock.try_acquire():
         raise RunInUseError(f"{lock.path}: was locked by another process outside of its turn. Start again.")
-    lock.write(wish.encoded())
+    try:
+        lock.write(wish.encoded())
+    except OSError:  # the disk is full
+        lock.release()
+        raise
 
 
 @contextmanager

@@ -198,12 +198,12 @@ class TrainerProcess:
             self._mention(Happening(WAITS, {"text": "a run of higher priority takes the slots at once"}))
             self._stop(child)
             return self.call(command, **arguments)
-        except MillraceError:  # it is dead, or speaks nonsense
-            self._child = None
-            child.destroy()
-            raise
-        except BaseException:
-            self._stop(child)
+        except BaseException as error:
+            if isinstance(error, WorkerLostError) or (isinstance(error, MillraceError) and child.has_ended()):
+                self._child = None  # it is dead, or speaks nonsense
+                child.destroy()
+            else:
+                self._stop(child)
             raise
         if isinstance(reply, Done):
             return reply.result

@@ -18,6 +18,9 @@ from rlcore.config import RunConfig, RuntimeConfig
 from rlcore.errors import ConfigError, DataError
 from rlcore.storage.locks import HeldLock
 from tests.flows.test_trainer_client import wait_until
+from tests.storage.small_disk import fill, mounted
+
+PAGE_BYTES = 4_096
 
 
 def wish(run_id: str, number: int = 1, priority: int = 0, since: float = 0.0) -> Wish:
@@ -124,6 +127,25 @@ def test_an_idle_trainer_goes_to_the_next_run_unless_others_come_first(tmp_path:
     held.release()
     thread.join()
     assert got[0][0] == "other"
+
+
+def test_on_a_full_disk_no_slot_stays_taken(tmp_path: Path) -> None:
+    with mounted(tmp_path) as disk:
+        slots = Slots(disk)
+        slots.set_devices(["", ""])
+        held = Claim(slots, wish("first")).take(nobody_waits)
+        log = slots.folder / "log.jsonl"
+        log.write_bytes(b"x" * PAGE_BYTES)  # the next line needs another page
+        ballast = fill(disk)
+        held.release()
+        assert log.stat().st_size == PAGE_BYTES
+        for num_pages in (0, 1):  # too few for the waiting run's file; too few for the second slot's
+            fill(disk, num_pages * PAGE_BYTES)
+            with pytest.raises(OSError, match="No space left"):
+                Claim(slots, wish("second", 2)).take(nobody_waits)
+            assert slots.look() == State(("", ""), {}, ())
+        ballast.unlink()
+        Claim(slots, wish("second", 2)).take(nobody_waits).release()
 
 
 def test_what_a_wait_raises_ends_it(tmp_path: Path) -> None:

@@ -370,6 +370,29 @@ def test_a_run_of_higher_priority_takes_the_slot_and_gives_it_back(
     assert Slots(tmp_path).look().holders == {}
 
 
+def test_a_damaged_list_of_slots_ends_no_trainer(tmp_path: Path) -> None:
+    slots = Slots(tmp_path)
+    slots.set_devices([""])
+    low = Run(tmp_path, "low", (8, 9))
+    low.thread.start()
+    wait_until(lambda: low.step == 1)
+    (slots.folder / "slots.json").write_text("{")
+    low.thread.join(WAIT_S)
+    assert low.step == 9
+
+
+def test_an_error_of_ours_in_the_middle_of_a_step_lets_the_process_save(tmp_path: Path) -> None:
+    def on_wait() -> None:
+        if low.step:
+            raise MillraceError("the flow run was cancelled")
+
+    low = Run(tmp_path, "low", ())
+    low.client.on_wait = on_wait
+    with low.client, pytest.raises(MillraceError, match="the flow run was cancelled"):
+        low.client.call("train", to_step=1_000)
+    assert [event.text for event in low.events if isinstance(event, Note)][-1] == f"saved step {low.step}"
+
+
 def test_between_two_runs_it_gives_the_slot_to_a_run_that_needs_it_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
