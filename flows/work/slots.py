@@ -136,6 +136,15 @@ class Slots:
         except ValidationError as error:
             raise DataError(f"{self._file}: is damaged. `millrace slots --set N` writes it anew.") from error
 
+    def require(self, number: int) -> None:
+        """Require that there are so many slots. See `require_slots`."""
+        devices = self.devices()
+        if devices and number > len(devices):
+            raise ConfigError(
+                f"runtime.num_workers: must be at most the slots of {self.folder.parent}, which are {len(devices)}; "
+                f"got {number}. Use fewer workers, or give the root more slots (millrace slots --set N)"
+            )
+
     def set_devices(self, devices: Sequence[str]) -> None:
         """Give the root so many slots. Runs that have one keep it until their trainer ends."""
         with self.mutex():
@@ -201,12 +210,7 @@ def require_slots(config: RunConfig, root: Path) -> None:
     Raises:
         ConfigError: it has fewer, so the run would wait for ever.
     """
-    devices = Slots(root).devices()
-    if devices and config.runtime.num_workers > len(devices):
-        raise ConfigError(
-            f"runtime.num_workers: must be at most the slots of {root}, which are {len(devices)}; got "
-            f"{config.runtime.num_workers}. Use fewer workers, or give the root more slots (millrace slots --set N)"
-        )
+    Slots(root).require(config.runtime.num_workers)
 
 
 class HeldSlots:
@@ -274,7 +278,11 @@ class Claim:
         return cls(Slots(root), wish)
 
     def take(self, on_wait: Callable[[str], None]) -> HeldSlots:
-        """Wait for the run's turn and free slots. `on_wait`, called often with the reason, may raise to end that."""
+        """Wait for the run's turn and free slots. `on_wait`, called often with the reason, may raise to end that.
+
+        Raises:
+            ConfigError: the root has fewer slots than the run needs, perhaps since it waits.
+        """
         slots, wish = self.slots, self.wish
         if not slots.devices():
             return HeldSlots(slots, wish, {}, ())
@@ -282,8 +290,9 @@ class Claim:
         with _in_line(slots, wish):
             while True:
                 with slots.mutex():
+                    slots.require(wish.number)
                     state = slots.state()
-                    if state.num_free >= state.num_wanted_before(wish) + wish.number:
+                    if not state.devices or state.num_free >= state.num_wanted_before(wish) + wish.number:
                         locks = _taken(slots, wish, state)
                         slots.note("took", wish, slots=list(locks), waited_s=round(time.monotonic() - began, 3))
                         return HeldSlots(slots, wish, locks, state.devices)

@@ -158,6 +158,27 @@ def test_what_a_wait_raises_ends_it(tmp_path: Path) -> None:
     held.release()
 
 
+@pytest.mark.parametrize("number", [1, 0])
+def test_a_run_does_not_wait_for_slots_that_are_taken_away_meanwhile(tmp_path: Path, number: int) -> None:
+    slots = Slots(tmp_path)
+    slots.set_devices(["", ""])
+    held = Claim(slots, wish("first", 2)).take(nobody_waits)
+    second = Claim(slots, wish("second", 2))
+    reasons: list[str] = []
+
+    def on_wait(reason: str) -> None:
+        assert not reasons
+        reasons.append(reason)
+        slots.set_devices([""] * number)
+
+    if number:
+        with pytest.raises(ConfigError, match=r"at most the slots of .*, which are 1; got 2"):
+            second.take(on_wait)
+    else:
+        assert second.take(on_wait).descriptors == []
+    held.release()
+
+
 def test_a_run_that_waits_is_listed_with_the_reason(tmp_path: Path) -> None:
     slots, run_dir = Slots(tmp_path), tmp_path / "runs" / "second"
     slots.set_devices([""])
