@@ -203,7 +203,7 @@ def run_chain(run: OpenRun, do: RunStage, record: MlflowRecord, *, with_report: 
 
 
 def look(stage: Stage[R]) -> R:
-    """Run a stage, and say nothing: for what is on disk already, or told in another way."""
+    """Run a stage, say nothing and try nothing again: for what is on disk already."""
     return stage.work()
 
 

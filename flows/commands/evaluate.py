@@ -15,7 +15,7 @@ from flows import chain
 from flows.commands.checkpoints import weights_of
 from flows.commands.settings import root_among
 from flows.plan.checks import check_evaluation
-from flows.progress import display, display_for_console, shown_on
+from flows.progress import Display, display, display_for_console, shown_on
 from flows.stack.state import in_stack
 from flows.work.open_run import EVALUATION, open_run
 from rlcore.config import RunConfig
@@ -135,13 +135,9 @@ def run(words: Sequence[str], suites: Sequence[str], *, root: Path | None, as_js
     overrides = [word for word in words if word not in models]
     command = command_of(words, suites, root)
     at = root or root_among(overrides)
-    if as_json:
-        found = evaluate_all(models, suites, overrides, at, command, chain.look)
-        print(json.dumps(as_document(found), indent=2))
-        return
-    with shown_on(display_for_console()):
+    with shown_on(Display() if as_json else display_for_console()):
         found = evaluate_all(models, suites, overrides, at, command, chain.run_here)
-    print("\n".join(table_lines(found)))
+    print(json.dumps(as_document(found), indent=2) if as_json else "\n".join(table_lines(found)))
 
 
 def command_of(words: Sequence[str], suites: Sequence[str], root: Path | None) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from flows import chain
 from flows.parameters import EXPERIMENT, RunSettings, compose_settings
 from flows.plan.checks import check_run
-from flows.progress import display, display_for_console, shown_on
+from flows.progress import Display, display, display_for_console, shown_on
 from flows.work.open_run import open_run
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import ConfigError, DataError, RunInUseError, TrialError, is_stop
@@ -160,10 +160,8 @@ def run(
     settings = compose_settings(overrides, experiment, root=root)
     if take:
         found = accept(settings)
-    elif as_json:
-        found, _ = night(settings, chain.look, slower_by=slower_by)
     else:
-        with shown_on(display_for_console()):
+        with shown_on(Display() if as_json else display_for_console()):
             found, _ = night(settings, chain.run_here, slower_by=slower_by)
     folder = folder_of(settings)
     if as_json:

@@ -83,6 +83,27 @@ def test_a_halved_reward_is_worse_until_it_is_accepted_and_a_failed_run_is_broke
     assert "worse" in series.data.tags["mlflow.note.content"]
 
 
+DIES_ONCE = """
+import os, sys
+from pathlib import Path
+died = Path(__file__).with_name("died")
+if "rlcore.run.process" in sys.orig_argv and not died.exists():
+    died.touch()
+    os._exit(1)
+"""
+"""Python runs a file `sitecustomize.py` of its path at its start."""
+
+
+def test_a_lost_trainer_is_started_again_in_a_night_that_is_told_as_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(DIES_ONCE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    told = by_hand(tmp_path / "root", *LEARNING, UNTRACKED, "trainer.total_steps=2", "warm_start.max_steps=2")
+    assert (tmp_path / "died").exists()
+    assert told["verdict"] == "first", told["text"]
+
+
 def test_code_that_fails_in_its_trial_is_a_broken_night_and_a_wrong_setting_is_none(tmp_path: Path) -> None:
     for number, key in enumerate(("data.scorer", "algo.policy_loss"), start=1):
         broken = by_hand(tmp_path, f"{key}=tests.share_of_digits:raises", UNTRACKED, code=1)
