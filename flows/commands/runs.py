@@ -12,10 +12,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
+
 from flows.commands.settings import MOST_SLOTS
 from flows.plan.table import size
 from flows.progress import duration, printable
-from flows.work.open_run import END_WAIT_S, EVALUATION, note_told
+from flows.work.open_run import END_WAIT_S, EVALUATION, STOP_FILE, note_told
 from flows.work.runs import all_runs, named_run
 from flows.work.slots import Slots, State, Wish
 from flows.work.status import SAME_COMMAND, STATES, RunStatus, how_it_goes_on, status_of, was_told, worker_of
@@ -138,7 +140,7 @@ def stop(run: list[str], root: Path | None) -> None:
 
     Raises:
         DataError: there is no such run.
-        RunInUseError: its process is another host's, or cannot be told; or it still works after its deadline.
+        RunInUseError: its process is another host's or user's, or cannot be told; or it still works after its deadline.
     """
     config, layout = named_run(run, root)
     worker = worker_of(layout.run_dir)
@@ -172,7 +174,14 @@ def _tell(run_dir: Path, worker: Holder) -> None:
             f"{socket.gethostname()}. Stop it {where}, by its command or in Prefect."
         )
     note_told(run_dir, worker)
-    process.send_signal(signal.SIGTERM)
+    try:
+        process.send_signal(signal.SIGTERM)
+    except psutil.Error as error:
+        (run_dir / STOP_FILE).unlink(missing_ok=True)  # its owner's stop must not take it as told
+        if not isinstance(error, psutil.NoSuchProcess):  # that one has ended meanwhile
+            raise RunInUseError(
+                f"run {run_dir.name}: {worker} is not yours, so it was not told to stop. Stop it as its owner."
+            ) from error
 
 
 def _saved(run_dir: Path) -> str:

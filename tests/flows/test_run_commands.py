@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from html import escape
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -33,7 +34,7 @@ from rlcore.storage.locks import HeldLock, Holder, holder_of, read_holder
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, Finish, Owner
 from rlcore.tracking.delivery import STATE_FILE
 from rlcore.tracking.journal import Journal
-from tests.flows.conftest import Millrace, ended, wait_until
+from tests.flows.conftest import REPOSITORY, Millrace, ended, wait_until
 from tests.report.runs import write_run
 
 
@@ -327,6 +328,33 @@ def test_a_run_is_listed_followed_and_told_to_stop(bare: Millrace) -> None:
     (found,) = json.loads(bare("runs", "--json", root).out)
     assert found["state"] == "stopped"
     assert f"step {found['step']} is saved" in stopped.out
+
+
+STOPPING = """
+import os, sys
+from pathlib import Path
+from flows.commands.runs import stop
+from rlcore.errors import RunInUseError
+os.setuid(65534)
+try:
+    stop([sys.argv[1]], None)
+except RunInUseError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's process is needed")
+def test_a_run_of_another_user_is_not_noted_as_told() -> None:
+    with TemporaryDirectory() as folder:  # tests' own folders are for one user
+        run_dir = Path(folder) / "runs" / "theirs"
+        write_run(run_dir, experiment="debug", overrides=(f"paths.root={folder}",), num_steps=2, num_problems=20)
+        for one in (run_dir, *run_dir.parents[:2]):
+            one.chmod(0o777)
+        with HeldLock(run_dir / FLOW_LOCK, what="the run"):
+            command = [sys.executable, "-c", STOPPING, str(run_dir)]
+            done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert "was not told to stop" in done.stdout, done.stderr
+        assert not (run_dir / STOP_FILE).exists()
 
 
 def test_the_list_loads_no_torch(tmp_path: Path) -> None:
