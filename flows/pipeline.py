@@ -78,9 +78,14 @@ def _of_a_run(name: str, description: str, verb: str, work: Callable[[RunSetting
     return of_a_run
 
 
-def _run(settings: RunSettings) -> PipelineResult:
+def _check(settings: RunSettings) -> None:
+    """What a command checks before it begins; a deployment's run has no command."""
     if CHECKED.get() is None:
         check_run(settings)
+
+
+def _run(settings: RunSettings) -> PipelineResult:
+    _check(settings)
     prefect = {"flow_run_id": str(flow_run.id), "deployment": str(deployment.name or "")}
     with working_on(settings, "run") as run, MlflowRecord(run, prefect) as record:
         result = chain.run_chain(run, as_task, record, with_report=True)
@@ -94,6 +99,7 @@ def _run(settings: RunSettings) -> PipelineResult:
 
 
 def _train(settings: RunSettings) -> Export:
+    _check(settings)
     with working_on(settings, "train") as run:
         inputs = chain.make_rows(run.config, as_task).inputs
         chain.train(run, inputs, as_task)
@@ -102,6 +108,7 @@ def _train(settings: RunSettings) -> Export:
 
 
 def _make_start_model(settings: RunSettings) -> StartModel:
+    _check(settings)
     with working_on(settings, "train") as run:
         return chain.make_start_model(run, chain.make_rows(run.config, as_task).inputs, as_task)
 
@@ -109,6 +116,7 @@ def _make_start_model(settings: RunSettings) -> StartModel:
 def _measure_pass_rates(settings: RunSettings) -> PassRateTable:
     if not settings.config.pass_rates.is_wanted:
         raise ConfigError(WITHOUT_PASS_RATES)
+    _check(settings)
     with working_on(settings, "data pass-rates") as run:
         inputs = chain.make_rows(run.config, as_task).inputs
         chain.make_start_model(run, inputs, as_task)

@@ -113,6 +113,16 @@ def test_a_mistake_is_its_message_in_state_and_log_and_a_fault_has_its_traceback
         assert (record.exc_info is None) == ours
 
 
+@pytest.mark.parametrize("name", ["pipeline", "train", "warm_start", "pass_rates"])
+def test_a_flow_that_no_command_has_checked_is_checked_before_anything_is_made(
+    client: SyncPrefectClient, artifacts_root: Path, name: str
+) -> None:
+    words = ["experiment=debug", "data.scorer=nowhere:score", "pass_rates.samples=2", f"paths.root={artifacts_root}"]
+    with pytest.raises(ConfigError, match=r"data\.scorer: must name a function"):
+        getattr(pipeline, name)(overrides=words)
+    assert list(artifacts_root.iterdir()) == []
+
+
 def test_a_flow_takes_the_settings_that_its_command_has_composed_and_checked(
     client: SyncPrefectClient, artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
