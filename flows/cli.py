@@ -649,7 +649,9 @@ def exit_code(command: Callable[[], object]) -> int:
 
 
 def _told(message: object, code: int) -> int:
-    print(message, file=sys.stderr, flush=True)
+    from flows.progress import printable  # in a start that ends well nobody needs it
+
+    print(printable(str(message)), file=sys.stderr, flush=True)
     return code
 
 

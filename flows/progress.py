@@ -49,7 +49,7 @@ class PlainDisplay(Display):
         on without it.
         """
         with suppress(OSError):
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     def event(self, event: Event) -> None:
         """Print an event that needs a line of its own."""
@@ -81,7 +81,7 @@ class LiveDisplay(Display):
 
     def line(self, text: str) -> None:
         """Print a line above the live line."""
-        self._bars.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._bars.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def event(self, event: Event) -> None:
         """Move the live line, or print above it."""

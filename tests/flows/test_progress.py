@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from flows.cli import exit_code
 from flows.progress import LiveDisplay, PlainDisplay, describe, display, figures, shown_on
 from flows.work import stages
 from flows.work.protocol import CheckpointSaved, Happening, Note, Progress, parse_reply
+from rlcore.errors import MillraceError
 
 
 def step(number: int, **more: float) -> Progress:
@@ -53,6 +55,20 @@ def test_a_log_that_takes_no_more_ends_no_run() -> None:
         )
     told = "not all of the output could be written: [Errno 28] No space left on device"
     assert (done.returncode, done.stderr.splitlines()) == (1, ["going on", told])
+
+
+def test_what_a_model_has_written_does_nothing_to_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise MillraceError("\x1b]0;mine\x07")
+
+    PlainDisplay().line("wrong: \x1b[2Jnothing")
+    out, screen = capsys.readouterr().out, io.StringIO()
+    with shown_on(LiveDisplay(Console(file=screen, force_terminal=True))):
+        display().line("wrong: \x1b[2Jnothing")
+    assert out == "wrong: \\x1b[2Jnothing\n"
+    assert out in screen.getvalue()
+    assert exit_code(fail) == 1
+    assert capsys.readouterr().err == "\\x1b]0;mine\\x07\n"
 
 
 def test_a_terminal_has_one_line_that_moves_and_lines_that_stay() -> None:
