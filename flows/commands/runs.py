@@ -21,7 +21,7 @@ from flows.work.open_run import END_WAIT_S, EVALUATION, STOP_FILE, note_told
 from flows.work.runs import all_runs, named_run
 from flows.work.slots import Slots, State, Wish
 from flows.work.status import SAME_COMMAND, STATES, RunStatus, how_it_goes_on, status_of, was_told, worker_of
-from flows.work.trainer import LogTail
+from flows.work.trainer import LogTail, trainer_logs
 from rlcore.checkpoint.catalog import scan
 from rlcore.errors import ConfigError, DataError, RunInUseError
 from rlcore.storage.locks import Holder
@@ -102,8 +102,8 @@ def logs(run: list[str], root: Path | None, *, num_lines: int, follow: bool) -> 
     tail = LogTail(newest)
     print(f"{newest}:")
     last = deque[str](maxlen=num_lines)
-    while lines := list(tail.new_lines()):
-        last.extend(lines)
+    while not tail.is_at_end:
+        last.extend(tail.new_lines())
     for line in [*last, *([tail.rest] if tail.rest and not follow else [])]:
         _print_line(line)
     with suppress(KeyboardInterrupt):  # the usual end of looking on
@@ -127,10 +127,8 @@ def _print_line(line: str) -> None:
 
 
 def _newest_log(folder: Path) -> Path | None:
-    numbers = {path: path.stem.removeprefix("trainer-") for path in folder.glob("trainer-*.log") if path.is_file()}
-    return max(
-        (path for path in numbers if numbers[path].isdecimal()), key=lambda path: int(numbers[path]), default=None
-    )
+    found = trainer_logs(folder)
+    return found[max(found)] if found else None
 
 
 def stop(run: list[str], root: Path | None) -> None:

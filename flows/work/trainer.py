@@ -76,6 +76,11 @@ class LogTail:
             yield _text(line)
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether all of the file was read; true of a deleted one."""
+        return not self.path.exists() or self._offset >= self.path.stat().st_size
+
+    @property
     def rest(self) -> str:
         """The beginning of a line that is not complete yet."""
         return _text(self._rest)
@@ -473,10 +478,15 @@ def _end_idle(child: _Child) -> None:
 
 def _new_log(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(path.stem.rpartition("-")[2]) for path in folder.glob("trainer-[0-9]*.log")), default=0)
-    path = folder / f"trainer-{number}.log"
+    path = folder / f"trainer-{1 + max(trainer_logs(folder), default=0)}.log"
     path.touch()
     return path
+
+
+def trainer_logs(folder: Path) -> dict[int, Path]:
+    """The logs of a run's trainer processes by their numbers; a copy of one beside it has none."""
+    numbers = {path: path.stem.removeprefix("trainer-") for path in folder.glob("trainer-*.log") if path.is_file()}
+    return {int(number): path for path, number in numbers.items() if number.isdecimal()}
 
 
 def _environment() -> dict[str, str]:

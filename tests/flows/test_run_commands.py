@@ -23,6 +23,7 @@ from flows.work.results import settings_text
 from flows.work.runs import all_runs, compare, named_run, named_runs
 from flows.work.stages import write_report
 from flows.work.status import status_of
+from flows.work.trainer import MAX_READ_BYTES
 from rlcore.answers.query import Query, find_answers
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
@@ -226,6 +227,10 @@ def test_the_newest_log_and_a_run_without_one(layout: RunLayout, capsys: pytest.
     assert capsys.readouterr().out.splitlines()[1:] == [r"(rank 0) wrote a\x1b]0;title\x07b"], (
         "a terminal obeys nothing"
     )
+    with (layout.logs / "trainer-13.log").open("ab") as file:
+        file.write(b"x" * (2 * MAX_READ_BYTES) + b"\nthe end\n")
+    logs([str(layout.run_dir)], None, num_lines=1, follow=False)
+    assert capsys.readouterr().out.splitlines()[1:] == ["the end"]
 
 
 def test_an_interrupt_ends_following_without_a_word(

@@ -111,6 +111,15 @@ def test_a_process_serves_many_calls_and_ends_when_told(start: Start, heard: Hea
     assert not is_running(first)
 
 
+def test_a_copy_of_a_log_counts_for_nothing(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    for name in ("trainer-3.log", "trainer-1-copy.log"):
+        (tmp_path / "logs" / name).touch()
+    with start("well") as client:
+        client.call("train", to_step=1)
+    assert (tmp_path / "logs" / "trainer-4.log").exists()
+
+
 def test_a_process_that_is_let_go_ends_meanwhile_and_a_call_starts_another(start: Start, heard: Heard) -> None:
     with start("well") as client:
         client.let_go()  # there is none yet
