@@ -37,6 +37,8 @@ class Followed:
     def __init__(self, config: RunConfig, journal: Path) -> None:
         self._config, self._journal = config, journal
         self._offset = 0
+        self._last = b""
+        """The last line that was read."""
         self._points: dict[str, dict[int, float]] = {}
 
     def curves(self) -> list[tuple[str, str]]:
@@ -54,9 +56,10 @@ class Followed:
 
     def _look(self) -> None:
         with open_ordinary(self._journal) as file:
-            if os.fstat(file.fileno()).st_size < self._offset:  # cut: the run goes on from an older checkpoint
-                self._offset, self._points = 0, {}
+            if os.pread(file.fileno(), len(self._last), self._offset - len(self._last)) != self._last:
+                self._offset, self._points, self._last = 0, {}, b""  # cut: the run goes on from an older checkpoint
             for record, end in iter_lines(file.fileno(), self._offset):
+                self._last = os.pread(file.fileno(), end - self._offset, self._offset)
                 self._offset = end
                 if isinstance(record, StepRecord):
                     self._add(record)

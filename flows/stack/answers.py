@@ -117,13 +117,13 @@ class Runs:
             return JSONResponse({"runs": []})
         try:
             layout = self._layout(name)
+            name = layout.run_dir.name
+            with self._lock:
+                if name not in self._followed:
+                    self._followed[name] = Followed(named_run([name], self._root)[0], layout.journal)
+                curves = self._followed[name].curves()
         except DataError as error:
             return JSONResponse({"error": str(error), "runs": names[:MOST_RUNS]}, 400)
-        name = layout.run_dir.name
-        with self._lock:
-            if name not in self._followed:
-                self._followed[name] = Followed(named_run([name], self._root)[0], layout.journal)
-            curves = self._followed[name].curves()
         found = {"runs": names[:MOST_RUNS], **status_of(layout.run_dir).to_json(), "curves": curves}
         return JSONResponse(finite(found | {"answers": last_answers(layout)}))
 

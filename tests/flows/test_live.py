@@ -66,6 +66,9 @@ def test_each_look_adds_what_the_journal_has_got_and_a_journal_that_was_cut_is_r
     assert points(followed.curves(), "reward") == 1
     add_steps(layout, 2)
     assert points(followed.curves(), "reward") == 2
+    layout.journal.write_bytes(b"".join(lines[:1]))
+    add_steps(layout, *range(2, 32), reward=0.7)  # it is longer already than at the last look
+    assert followed.curves() == Followed(RunConfig(), layout.journal).curves()
 
 
 def test_a_long_run_has_small_pictures(layout: RunLayout) -> None:
@@ -131,6 +134,13 @@ def test_the_page_is_told_state_curves_and_answers_and_no_setting(client: TestCl
     for headers in ({"host": "evil.example"}, {"origin": "http://evil.example"}):
         assert client.get("/answers/now", headers=headers).status_code == 403
         assert client.get("/answers/live", headers=headers).status_code == 403
+    old = layout.run_dir.with_name("old")
+    old.mkdir()
+    (old / "settings.json").write_text('{"format": 0}')
+    refused = client.get("/answers/now", params={"run": "old"})
+    assert refused.status_code == 400
+    assert "settings of this version" in refused.json()["error"]
+    assert set(refused.json()["runs"]) == {"old", RUN}
 
 
 def test_a_root_without_runs(tmp_path: Path) -> None:
