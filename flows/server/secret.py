@@ -9,6 +9,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
+from tempfile import NamedTemporaryFile
 
 from rlcore.errors import MillraceError
 
@@ -33,11 +34,11 @@ def login_of(root: Path) -> str:
     path = root / SECRET_FILE
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            suppress(FileExistsError),  # another command has made it meanwhile: both use that one
-            os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file,
-        ):
+        with NamedTemporaryFile("w", encoding="utf-8", dir=root, prefix=SECRET_FILE) as file:  # of mode 0600
             file.write(new_login() + "\n")
+            file.flush()
+            with suppress(FileExistsError):  # another command has made it meanwhile: both use that one
+                os.link(file.name, path)
     try:
         with path.open(encoding="utf-8") as file:
             found = os.fstat(file.fileno())

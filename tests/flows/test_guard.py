@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import patch
 
@@ -85,6 +86,14 @@ def test_the_work_pool_takes_no_job_variable(client: SyncPrefectClient, prefect_
         assert Attempt("POST", path, {}, login=prefect_server.login, status=201).try_at(server)
     finally:
         client.delete_deployment(made)
+
+
+def test_all_who_ask_for_the_first_login_at_once_get_the_same(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(100):
+            root = tmp_path / str(number)
+            assert len(set(pool.map(login_of, [root] * 4))) == 1
+            assert [file.name for file in root.iterdir()] == [SECRET_FILE]
 
 
 def test_the_login_is_one_file_that_nobody_else_may_read(tmp_path: Path) -> None:
