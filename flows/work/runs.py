@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.stack.state import log_in, stack_store
-from flows.work.open_run import FLOW_LOCK
+from flows.work.status import worker_of
 from rlcore.checkpoint.catalog import plan_prune
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.errors import ConfigError, DataError, MillraceError, RunInUseError, TrackingError
 from rlcore.run.layout import RunLayout
 from rlcore.storage.documents import files_of
-from rlcore.storage.locks import HeldLock
+from rlcore.storage.locks import RunLock
 from rlcore.tracking.attempts import ATTEMPTS_FILE, has_begun, read_history
 from rlcore.tracking.connection import explain, has_store, resolve_uri
 from rlcore.tracking.delivery import read_state, sync_run
@@ -227,7 +227,9 @@ def prune(folder: Path, *, dry_run: bool) -> Outcome:
                 f"{plan.freed_bytes / BYTES_PER_MB:.1f} MB",
                 ok=True,
             )
-        with HeldLock(folder / FLOW_LOCK, what=f"run {folder.name}"):
+        if worker_of(folder) is not None:
+            return Outcome(folder.name, "is going on, and prunes by itself", ok=True)
+        with RunLock(folder):  # not the other lock: its file says what has worked on the run last
             deleted = CheckpointStore(checkpoints, config.checkpoint, config).prune()
     except RunInUseError:
         return Outcome(folder.name, "is going on, and prunes by itself", ok=True)

@@ -20,7 +20,7 @@ from flows.commands.runs import logs, stop
 from flows.stack.state import FLOW_RUN
 from flows.work.open_run import FLOW_LOCK, STOP_FILE, note_told, open_run
 from flows.work.results import settings_text
-from flows.work.runs import all_runs, compare, named_run, named_runs
+from flows.work.runs import all_runs, compare, named_run, named_runs, prune
 from flows.work.stages import write_report
 from flows.work.status import status_of
 from flows.work.trainer import MAX_READ_BYTES
@@ -207,6 +207,16 @@ def test_a_run_that_nobody_works_on_is_not_stopped(layout: RunLayout, capsys: py
         pass  # the lock's file still names this process
     stop([str(layout.run_dir)], None)
     assert "nobody works on it" in capsys.readouterr().out
+
+
+def test_upkeep_prunes_and_does_not_change_who_is_said_to_have_worked_on_a_run(layout: RunLayout) -> None:
+    layout.checkpoints.mkdir()
+    lock = layout.run_dir / FLOW_LOCK
+    with HeldLock(lock, what="the run"):
+        assert prune(layout.run_dir, dry_run=False).text == "is going on, and prunes by itself"
+    lock.write_text("{}")
+    assert prune(layout.run_dir, dry_run=False).text == "deleted 0 checkpoints"
+    assert lock.read_text() == "{}"
 
 
 def test_the_newest_log_and_a_run_without_one(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
