@@ -61,7 +61,10 @@ class RunStatus:
 def status_of(run_dir: Path) -> RunStatus:
     """The status of one run, from what its folder holds. A part that cannot be read counts as absent."""
     step, reward, pause, changed, gpu_seconds = _newest(RunLayout(run_dir.parents[1], run_dir).journal)
+    with suppress(OSError):  # it is deleted at this moment
+        changed = changed or (run_dir / "settings.json").stat().st_mtime
     settings = _document(run_dir / "settings.json")
+    trainer = settings.get("trainer")
     state, note = _state(run_dir, pause or Slots(run_dir.parents[1]).reason_of(run_dir.name))
     return RunStatus(
         run_id=run_dir.name,
@@ -69,10 +72,10 @@ def status_of(run_dir: Path) -> RunStatus:
         name=str(settings.get("name", "")),
         state=state,
         step=step,
-        total_steps=settings.get("trainer", {}).get("total_steps"),
+        total_steps=trainer.get("total_steps") if isinstance(trainer, dict) else None,
         score=_score(run_dir),
         reward=reward,
-        changed=changed or (run_dir / "settings.json").stat().st_mtime,
+        changed=changed,
         size_bytes=size_of(run_dir),
         note=note,
         gpu_seconds=gpu_seconds,
@@ -125,7 +128,8 @@ def _state(run_dir: Path, pause: str) -> tuple[State, str]:
     history, faults = read_history(run_dir / ATTEMPTS_FILE), read_faults(run_dir)
     status = history.end.status if history.end is not None else None
     if not history.attempts:  # a command or flow has noted why it ended before the first step
-        told_at = _document(run_dir / STOP_FILE).get("time", 0.0)
+        told_at = _document(run_dir / STOP_FILE).get("time")
+        told_at = told_at if isinstance(told_at, int | float) else 0.0
         status = "KILLED" if told_at > (faults[-1].time if faults else 0.0) else "FAILED" if faults else None
         if status is None:
             return "not begun", ""

@@ -209,6 +209,16 @@ def test_a_run_that_nobody_works_on_is_not_stopped(layout: RunLayout, capsys: py
     assert "nobody works on it" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("settings", ['{"trainer": null}', '{"trainer": "none"}', None])
+def test_a_run_that_somebody_has_damaged_or_deletes_is_listed(layout: RunLayout, settings: str | None) -> None:
+    (layout.run_dir / STOP_FILE).write_text('{"time": "today"}')
+    layout.settings_json.unlink()
+    if settings is not None:
+        layout.settings_json.write_text(settings)
+    found = status_of(layout.run_dir)
+    assert (found.state, found.total_steps) == ("not begun", None)
+
+
 def test_upkeep_prunes_and_does_not_change_who_is_said_to_have_worked_on_a_run(layout: RunLayout) -> None:
     layout.checkpoints.mkdir()
     lock = layout.run_dir / FLOW_LOCK
