@@ -292,15 +292,15 @@ def conclude(sweep: Sweep, folder: Path, drive: Drive, parent: str | None) -> Sw
     points = drive.in_order()
     best = best_of(points, sweep.spec.objective.direction)
     states = [point.state for point in points]
-    num_to_come = len(sweep.points) - len(points)
+    num_wanted = len(sweep.points) if sweep.spec.optuna is None else sweep.spec.optuna.num_points
     result = SweepResult(
         sweep_id=sweep.sweep_id,
         folder=folder,
-        num_points=max(len(points), len(sweep.points)),
+        num_points=max(len(points), num_wanted),
         num_finished=states.count("finished"),
         num_stopped_early=states.count("stopped early"),
         failed=[f"point {one.number}, {one.label}: {one.error}" for one in points if one.state == "failed"],
-        num_not_begun=states.count("not begun") + max(0, num_to_come),
+        num_not_begun=states.count("not begun") + max(0, num_wanted - len(points)),
         ended_by=drive.spending.ended_by,
         num_runs=len(drive.spending.runs),
         num_steps=drive.spending.num_steps,

@@ -195,6 +195,7 @@ def paired_lead(best: dict[str, Any], other: dict[str, Any], step: int) -> Inter
 def test_optuna_prunes_and_a_second_call_goes_on_with_its_study(series: Series) -> None:
     first, points = series.points("optuna, three runs"), series.points("optuna")
     assert series.result("optuna, three runs")["ended_by"] == "3 runs"
+    assert [series.result("optuna, three runs")[name] for name in ("num_points", "num_not_begun")] == [6, 3]
     assert [point["point"] for point in points] == [1, 2, 3, 4, 5, 6]
     begun = [point for point in first if point["state"] != "not begun"]
     assert len(begun) == 3
