@@ -30,11 +30,12 @@ from rlcore.start import collect_rarely
 EXIT_FAILED, EXIT_WRONG_SETTINGS = 1, 2
 CLICK_INTERRUPTED = 130
 """What typer makes of an interrupt at the keyboard."""
-OF_THE_MACHINE = frozenset(
-    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EINVAL}
-)
+OF_THE_MACHINE = frozenset({
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EINVAL,
+    errno.EISDIR,
+})  # fmt: skip
 """Errors of a file that a message with its name explains, wherever they occur: a traceback would add nothing."""
-INTERRUPTED = "interrupted; the same command goes on from the last checkpoint"
+INTERRUPTED = "interrupted; the same command goes on"
 
 app = typer.Typer(
     cls=Commands,
@@ -642,7 +643,8 @@ def exit_code(command: Callable[[], object]) -> int:
     except OSError as error:
         if error.errno not in OF_THE_MACHINE:
             raise
-        return _told(f"{error.filename or 'the output, or a file'}: {error.strerror}", EXIT_FAILED)
+        file = error.filename2 or error.filename or "the output, or a file"
+        return _told(f"{file}: {error.strerror}", EXIT_FAILED)
     except KeyboardInterrupt:
         return _told(INTERRUPTED, EXIT_RESUMABLE)
     return 0
