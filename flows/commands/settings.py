@@ -67,9 +67,7 @@ def _refuse_empty_options(words: Sequence[str], command: Any) -> None:
     for word, following in pairwise([*words, "-"]):
         if (word in takes and not following) or (word.endswith("=") and word[:-1] in takes):
             option = word.rstrip("=")
-            raise ConfigError(
-                f"{option}: must not be empty, perhaps of an unset variable. Give a value, or no {option}"
-            )
+            raise ConfigError(f"{option}: must not be empty; is a shell variable unset? Give a value, or no {option}")
 
 
 def root_of(word: str) -> Path:

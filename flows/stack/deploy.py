@@ -272,8 +272,8 @@ ENDED_BADLY = "millrace: tell of a run that failed or waits"
 SHORT_OF_ROOM = "millrace: tell of a run that waits for room on the disk"
 REGRESSED = "millrace: tell of a night that is not as the ones before"
 BAD_ENDS = ("Failed", "Crashed", "TimedOut", "Suspended")
-"""States that people are told of. A flow run is Paused only while it waits for room on a disk: of that the automation
-SHORT_OF_ROOM tells, also where no deployment has started the run."""
+"""States that people are told of. A flow run is Paused only while it waits, for room on a disk or for slots: of room
+the automation SHORT_OF_ROOM tells, also where no deployment has started the run."""
 TOLD_NIGHTS = ("broken", "worse", "slower", "better")
 """Verdicts of a regression that people are told; better too, since nobody may have meant it."""
 ANY_RUN = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"})
@@ -362,7 +362,7 @@ LOST = "Its process is gone."
 GIVEN_UP_WITHIN = timedelta(days=1)
 """A run that was given up longer ago stays as it is."""
 ALIVE = (StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED)
-"""States of a run that has a process; while it waits for room on a disk it is Paused."""
+"""States of a run that has a process; while it waits for room on a disk or for slots it is Paused."""
 SUSPENDED = "Suspended"
 """Name of a state of the type PAUSED in which a run has no process: it goes on only when it is resumed."""
 

@@ -39,7 +39,7 @@ WAITS = "waits_for_slots"
 CHILD_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
-    # Two busy processes on few cores: waiting threads give up their core (FINDINGS: 1,719 -> 325 ms a step).
+    # Two busy processes on few cores: waiting threads give up their core: a step took 325 ms, not 1,719.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_USAGE_STATS_ENABLED": "0",

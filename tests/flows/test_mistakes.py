@@ -91,7 +91,7 @@ MISTAKES: list[tuple[str, list[str]]] = [
     ("deploy mine.yaml --name a/b", ["--name: must have none of / % & < >, which Prefect refuses; got a/b with /"]),
     ("sweep debug_grid --max-hours 1e999", ["--max-hours", "less than or equal to 100000"]),
     ("eval model --suite pipe.yaml", ["--suite: must name files in conf/suite, or paths of files"]),
-    *((f"{line}=", [f"{line.split()[-1]}: must not be empty, perhaps of an unset variable"]) for line in (
+    *((f"{line}=", [f"{line.split()[-1]}: must not be empty; is a shell variable unset?"]) for line in (
         "runs --root", "sync --uri", "rescore nobody --scorer", "train --fork", "deploy mine.yaml --name",
     )),
     (f"new task {'x' * 65}", ["NAME: must be small letters, digits and _, at most 64"]),
