@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from flows import chain
+from flows.commands.settings import warn
 from flows.parameters import EXPERIMENT, RunSettings, compose_settings
 from flows.plan.checks import check_run
 from flows.progress import Display, display, display_for_console, shown_on
@@ -158,6 +159,7 @@ def run(
     """Do the night and say what it has come to, or accept the newest one. The exit code is the verdict's."""
     experiment = experiment.removeprefix(EXPERIMENT)
     settings = compose_settings(overrides, experiment, root=root)
+    warn(settings.idle())
     if take:
         found = accept(settings)
     else:

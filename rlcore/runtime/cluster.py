@@ -130,22 +130,31 @@ def _write_secret(path: Path) -> None:
             os.link(file.name, path)
 
 
-def numeric(address: str) -> str:
-    """The address as `ray start` notes its own, and as Ray compares it: localhost is 127.0.0.1 there.
+def address_of(given: str) -> str:
+    """A cluster's address as `ray start` notes its own, and as Ray compares it: localhost is 127.0.0.1 there. `auto`
+    is that of `millrace up --ray` where it runs, which Ray itself would not be let into.
 
-    >>> numeric("localhost:6379"), numeric("head.example:6379")
+    >>> address_of("localhost:6379"), address_of("head.example:6379")
     ('127.0.0.1:6379', 'head.example:6379')
     """
-    host, _, port = address.rpartition(":")
-    return f"127.0.0.1:{port}" if host.lower() == "localhost" else address
+    own = _own_head()
+    if given == "auto" and "RAY_ADDRESS" not in os.environ and own and unreachable(own) is None:
+        return own
+    host, _, port = given.rpartition(":")
+    return f"127.0.0.1:{port}" if host.lower() == "localhost" else given
 
 
 def is_own_head(address: str) -> bool:
-    """Whether the cluster at an address is that of `millrace up --ray`: `ray start` notes its own in the folder."""
+    """Whether the cluster at an address is that of `millrace up --ray`."""
+    return address == _own_head()
+
+
+def _own_head() -> str | None:
+    """The address that `ray start` has noted in the folder; perhaps of one that has ended."""
     try:
-        return (ray_folder() / "ray_current_cluster").read_text().strip() == address
+        return (ray_folder() / "ray_current_cluster").read_text().strip()
     except OSError:
-        return False
+        return None
 
 
 def remove_session(session: Path) -> None:

@@ -23,9 +23,9 @@ from rlcore.config import RunConfig
 from rlcore.config.problems import masked
 from rlcore.errors import HangError, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError
 from rlcore.runtime.cluster import (
+    address_of,
     is_own_head,
     loopback_environment,
-    numeric,
     ray_folder,
     remove_dead_sessions,
     remove_session,
@@ -238,7 +238,7 @@ def start_ray(config: RunConfig) -> Path | None:
     """
     if ray.is_initialized():
         return None
-    address = None if config.runtime.ray_address is None else numeric(config.runtime.ray_address)
+    address = None if config.runtime.ray_address is None else address_of(config.runtime.ray_address)
     if address is not None and (problem := unreachable(address)):
         raise WorkerLostError(problem)
     if address is None or is_own_head(address):

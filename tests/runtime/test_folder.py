@@ -98,3 +98,19 @@ def test_a_folder_of_somebody_else_is_refused(private: Path, monkeypatch: pytest
 def test_a_temporary_folder_too_long_for_a_socket_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 50 * "a")
     assert "may not pass 107 bytes" in str(cluster.folder_problem())
+
+
+def test_auto_is_the_own_head_while_it_runs(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert cluster.address_of("auto") == "auto"
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        cluster.ray_folder().mkdir(parents=True)
+        (cluster.ray_folder() / "ray_current_cluster").write_text(address)
+        assert cluster.address_of("auto") == address
+        assert cluster.is_own_head(address)
+        assert not cluster.is_own_head("auto")
+        monkeypatch.setenv("RAY_ADDRESS", "head.example:6379")
+        assert cluster.address_of("auto") == "auto"
+        monkeypatch.delenv("RAY_ADDRESS")
+    assert cluster.address_of("auto") == "auto", "nothing listens there any more"
