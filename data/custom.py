@@ -26,16 +26,7 @@ from typing import Any
 from data.rows import PromptForm, TaskRows
 from data.stage import SPLITS
 from rlcore.config.base import expanded
-from rlcore.config.data import (
-    SOURCE_NAME,
-    CountdownData,
-    CustomData,
-    Gsm8kData,
-    MappedData,
-    ReasoningGymData,
-    TaskData,
-    is_source_name,
-)
+from rlcore.config.data import CountdownData, CustomData, Gsm8kData, MappedData, ReasoningGymData, TaskData
 from rlcore.errors import MODULES_ARE_FOUND, DataError, MillraceError
 from rlcore.storage.documents import sha256_of
 from rlcore.storage.manifest import read_manifest
@@ -72,11 +63,6 @@ def build(settings: CustomData, seed: int) -> TaskRows:
     found = build_function(settings)(settings, seed)
     if not isinstance(found, TaskRows):
         raise DataError(f"data.build: {settings.build} must return data.rows.TaskRows, got {type(found).__name__}")
-    if not is_source_name(found.data_source):
-        raise DataError(
-            f"data.build: the data_source of {settings.build}'s TaskRows must be {SOURCE_NAME}, got "
-            f"{found.data_source!r}; give another name, which metrics then have"
-        )
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from data.custom import digests_of, keep_reads, known_reads, recorded_reads
 from data.rows import TaskRows
 from data.stage import SPLITS, StageResult, mixture_fingerprint, publish_mixture, source_digest
-from rlcore.config.data import CountdownData, DataConfig, MappedData, MixtureData, TaskData
+from rlcore.config.data import CountdownData, DataConfig, MixtureData, TaskData
 from rlcore.config.fingerprint import fingerprint
 from rlcore.storage.finished import finished_or_set_aside
 from rlcore.storage.manifest import part_directories, read_manifest
@@ -71,10 +71,7 @@ def _settings(config: TaskData, task: Task) -> dict[str, Any]:
     left_out = {"scorer", "environment", "chat_template_kwargs", *task.places}
     if isinstance(config, CountdownData) and config.template == "bare" and config.search_tries is not None:
         left_out.remove("environment")  # solutions show the turns of data.calculator's
-    found = config.model_dump(mode="json", exclude=left_out)
-    if isinstance(config, MappedData) and not config.data_source and Path(config.source).name != config.source_name:
-        found["data_source"] = config.source_name  # the source is `.` or the like, which is another folder elsewhere
-    return found
+    return config.model_dump(mode="json", exclude=left_out)
 
 
 def input_digests(config: DataConfig, root: Path) -> dict[str, str]:

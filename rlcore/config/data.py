@@ -1,14 +1,11 @@
 """Settings of the dataset stage and the tokenization filter."""
 
-import os
-import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlcore.config.base import Bound, Section, expanded
+from rlcore.config.base import Bound, Section
 
 Operation = Literal["+", "-", "*", "/"]
 
@@ -31,20 +28,6 @@ RENDERING_NAMES = frozenset((
     "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now", "raise_exception",
 ))  # fmt: skip
 """Arguments of transformers' `apply_chat_template`, and names that every chat template gets."""
-
-
-SOURCE_NAME = "letters, digits, spaces and `_ - . : @`, in parts between single `/`"
-"""What the name of a data source is made of, since MLflow takes no other metrics `val-core/<name>/...`."""
-_PART_OF_NAME = re.compile(r"(?!\.\.?$)[A-Za-z0-9_\-. :@]+")
-
-
-def is_source_name(name: str) -> bool:
-    """Whether metrics can be named after a data source: `SOURCE_NAME` says of what.
-
-    >>> [is_source_name(name) for name in ("openai/gsm8k", "mm (v2)", "", "../x", "a//b")]
-    [True, False, False, False, False]
-    """
-    return all(_PART_OF_NAME.fullmatch(part) for part in name.split("/"))
 
 
 class Conversation(Section):
@@ -148,11 +131,6 @@ class MappedData(Conversation):
     template: Literal["chat", "text"] = "chat"
     """chat: the tokenizer's chat template is applied. text: question and instruction alone."""
     scorer: Scorer = "data.math:score"
-
-    @property
-    def source_name(self) -> str:
-        """Name in metrics: `data_source`, or the last part of the source."""
-        return self.data_source or Path(os.path.abspath(expanded(self.source))).name  # noqa: PTH100 keeps links
 
 
 class CustomData(Conversation):

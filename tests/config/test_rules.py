@@ -33,7 +33,7 @@ def settings(words: str, base: str = HELD) -> RunConfig:
         spaced = value.replace("::", "\0").replace(":", ": ").replace("\0", ":")
         inner[key.rpartition(".")[2]] = yaml.safe_load(spaced if "{" in value else value)
     if nested["data"]["task"] != "countdown":
-        own = ("task", "train_file", "validation_file", "parts", "scorer", "source", "data_source")
+        own = ("task", "train_file", "validation_file", "parts", "scorer")
         nested["data"] = {name: value for name, value in nested["data"].items() if name in own}
     return RunConfig.model_validate(nested)
 
@@ -42,7 +42,6 @@ CHECK_EVERY = "warm_start.check_every must divide warm_start.steps_per_chunk"
 MICRO_BATCH = (
     "trainer.max_tokens_per_micro_batch must be at least filter.max_prompt_tokens + rollout.max_response_tokens"
 )
-MAPPED = "data.task=mapped reward.num_processes=1"
 MIXTURE = "data.task=mixture data.parts=[{data:{task:countdown%s}},{data:{task:custom}%s}]"
 
 WEIGHED = "algo.advantage=gdpo reward.weights.correct=1 reward.weights.format=0.5"
@@ -93,15 +92,6 @@ CASES = [
     ("tools_are_functions", "data.environment=a:B episode.tools=[a.b]", "data.environment=a:B episode.tools=['a.b:c']"),
     ("environment_is_a_class", "data.environment=a.b", "data.environment=a.b:C"),
     ("an_environment_of_all_parts", MIXTURE % (",environment:a::B", ""), MIXTURE % ("", "") + " data.environment=a:B"),
-    ("a_source_names_metrics", f"{MAPPED} data.source=mm(v2)", f"{MAPPED} data.source=mm(v2) data.data_source=mm"),
-    ("a_source_names_metrics", f"{MAPPED} data.source=x data.data_source=a//b", f"{MAPPED} data.source=."),
-    ("a_source_names_metrics", f"{MAPPED} data.source=m%", f"{MAPPED} data.source=m% tracking.enabled=false"),
-    (
-        "a_source_names_metrics",
-        MIXTURE % ("", "},{data:{task:mapped,source:m%}") + " reward.num_processes=1",
-        MIXTURE % ("", "},{name:m,data:{task:mapped,source:m%}") + " reward.num_processes=1"
-        " validation.suites=[{name:s,data:{task:mapped,source:m%}}]",
-    ),
     ("kept_rates_are_shares", "pass_rates.samples=4 pass_rates.keep=[0.9,0.1]", "pass_rates.keep=[0.1,0.9]"),
     ("kept_rates_are_shares", "pass_rates.samples=4 pass_rates.keep=[0,8]", "pass_rates.keep=[0,1]"),
     ("band_of_rates_is_of_shares", "pass_rates.band=[-0.1,0.5]", "pass_rates.band=[0,0.5]"),

@@ -140,14 +140,6 @@ def test_the_first_row_is_found_among_all_that_a_build_prints(tmp_path, monkeypa
     assert row == first_row(TIMES, 1, artifacts_root)
 
 
-def test_a_name_that_metrics_cannot_have_is_refused(tmp_path, monkeypatch, artifacts_root):
-    source = Path(multiplication.__file__).read_text()
-    (tmp_path / "odd_task.py").write_text(source.replace('data_source="multiplication"', 'data_source="mine (2)"'))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(DataError, match=r"data\.build: the data_source of odd_task:build.*got 'mine \(2\)'"):
-        data.build_dataset(TIMES.model_copy(update={"build": "odd_task:build"}), seed=1, root=artifacts_root)
-
-
 @pytest.fixture
 def folder(tmp_path):
     record = {"task": {"text": "What is half of two?"}, "final": 1, "worked": "Two halves make two. 1", "cut": "\ud83d"}
@@ -169,18 +161,6 @@ def test_columns_are_mapped_by_name(folder, artifacts_root):
     assert (first["data_source"], first["reward_model"]["ground_truth"]) == ("puzzles", "0")
     assert first["extra_info"]["solution"] == "Two halves make two. 1"
     assert found.counts == {"train": 5, "validation": 2}
-
-
-def test_rows_of_the_working_directory_have_its_name(folder, artifacts_root, monkeypatch):
-    (home := folder / "puzzles").mkdir()
-    for file in folder.glob("*.jsonl"):
-        file.rename(home / file.name)
-    monkeypatch.chdir(home)
-    found = data.build_dataset(mapping(".", data_source=""), seed=1, root=artifacts_root)
-    assert pq.read_table(found.directory / "train.parquet").column("data_source")[0].as_py() == "puzzles"
-    home = home.rename(folder / "riddles")
-    monkeypatch.chdir(home)
-    assert not data.build_dataset(mapping(".", data_source=""), seed=1, root=artifacts_root).cached
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlcore.config.base import expanded
-from rlcore.config.data import (
-    ALL_SOURCES,
-    RENDERING_NAMES,
-    SOURCE_NAME,
-    CountdownData,
-    MappedData,
-    MixtureData,
-    ParquetData,
-    is_source_name,
-    parts_of,
-)
+from rlcore.config.data import ALL_SOURCES, RENDERING_NAMES, CountdownData, MixtureData, ParquetData, parts_of
 from rlcore.config.model import WarmStartConfig
 from rlcore.config.problems import Problem
 from rlcore.config.rules.registry import Rule, row, rule
@@ -85,19 +75,6 @@ def a_mixture_has_parts(config: RunConfig) -> Problem | None:
     return None
 
 
-@rule("data", "tracking.enabled")
-def a_source_names_metrics(config: RunConfig) -> Problem | None:
-    """MLflow takes metrics that are named after the data."""
-    named = (
-        part.data.source_name for part in parts_of(config.data) if isinstance(part.data, MappedData) and not part.name
-    )
-    strange = next((name for name in named if not is_source_name(name)), None)
-    if strange is None or not config.tracking.enabled:
-        return None
-    says = f"must be {SOURCE_NAME} with tracking.enabled ('' takes the last part of data.source)"
-    return Problem("data.data_source", says, strange or "''", "Give a name, which metrics then have")
-
-
 @rule("validation.suites", "filter.max_prompt_tokens", "rollout.max_response_tokens")
 def suites_have_names_and_room(config: RunConfig) -> Problem | None:
     """Each suite's figures have a name of their own, and its answers fit where the run's do."""
@@ -121,7 +98,6 @@ _SHARES, _LIKE_SHARES = "must be two shares from 0 to 1, the lower one first", "
 
 RULES: tuple[Rule, ...] = (
     suites_have_names_and_room,
-    a_source_names_metrics,
     row("operations_once_each", "data.operations", "", "must name one operation or more, each once",
         _lists_each_once, "Use some of [+,-,*,/]"),
     row("training_file_is_there", "data.train_file", "", _FILE, lambda c: _is_there(c, "train_file"), _ITS_PATH),
@@ -220,7 +196,7 @@ def parts_keep(rules: Sequence[Rule]) -> Rule:
         for index, part in enumerate(config.data.parts if isinstance(config.data, MixtureData) else ()):
             yield f"entry {index} ({part.data.task})", config.model_copy(update={"data": part.data})
 
-    reading = [each for each in rules if each.reads_any(("data",)) and each is not a_source_names_metrics]
+    reading = [each for each in rules if each.reads_any(("data",))]
     reads = ("data", "model", "reward", "warm_start")
     return _each_keeps(reading, alone, "data.parts", "every dataset must keep the rules", "Mend them one by one", reads)
 
@@ -233,10 +209,7 @@ def suites_keep(rules: Sequence[Rule]) -> Rule:
             yield suite.name, suite_settings(config, suite).model_copy(update={"warm_start": WarmStartConfig()})
 
     reading = [
-        each
-        for each in rules
-        if each.reads_any(("data", "validation"))
-        and each.name not in ("training_file_is_there", a_source_names_metrics.name)  # a suite has a name of its own
+        each for each in rules if each.reads_any(("data", "validation")) and each.name != "training_file_is_there"
     ]
     reads = ("validation", "data", "model", "reward", "rollout")
     return _each_keeps(reading, alone, "validation.suites", "every suite must keep the rules", "Mend its file", reads)
