@@ -234,7 +234,7 @@ def _unavailable(source: str, revision: str, error: Exception) -> DataError:
 def mapped_rows(settings: MappedData, seed: int) -> TaskRows:
     """Questions and answers from columns of any dataset. Raises DataError where a record lacks a column."""
     return TaskRows(
-        data_source=settings.data_source or Path(settings.source).name,
+        data_source=settings.data_source or Path(settings.source).resolve().name,  # `.` has a name then
         ability="math",
         prompt_form=settings.template,
         splits={

@@ -39,13 +39,13 @@ class StageResult:
 
 
 _EARLIER = {
-    "647ee821f560f3cc": "a63d37882c7559b8",  # countdown
-    "dcc8fcbe2854cf28": "a09048efc44283de",  # gsm8k
-    "ed083a94eba06808": "9538ab35cefd03fb",  # mapped, parquet
-    "309cda4d7cfeedfd": "73eafe51822f28ca",  # custom
-    "52dcc4dc9336cd26": "dcf37d3e29550884",  # reasoning_gym
-    "944e91f98dedb892": "8bf03f727474bf7c",  # filter
-    "d0cb34e813a0a3ca": "30f39456b8e733b5",  # demonstrations
+    "6fe43a2fb8b811df": "a63d37882c7559b8",  # countdown
+    "6f0d10c249c055f7": "a09048efc44283de",  # gsm8k
+    "4ba3d32bb76d819a": "9538ab35cefd03fb",  # mapped, parquet
+    "1d76f14f60295d64": "73eafe51822f28ca",  # custom
+    "0a6f7ff507f7d94b": "dcf37d3e29550884",  # reasoning_gym
+    "26f9b9c4f7e6fb4f": "8bf03f727474bf7c",  # filter
+    "c5c10ac23d7cd017": "30f39456b8e733b5",  # demonstrations
 }
 """Digests of code that writes the same as earlier code, and those of the earlier: folders made before are found. Code
 that writes otherwise has no line here."""

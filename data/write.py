@@ -56,9 +56,10 @@ def _write(directory: Path, task: TaskRows, split: str, document: Mapping[str, A
     schema = row_schema(ground_truth_type(first.ground_truth) if kind is None else kind)
     num_rows = 0
     difficulties: Counter[int] = Counter()
+    known = first.ground_truth if task.ground_truth_type is None else None
     with parquet_writer(directory / f"{split}.parquet", schema) as writer:
         for batch in _batches(chain([first], rows)):
-            writer.write_batch(_record_batch(batch, task, split, num_rows, schema, first.ground_truth))
+            writer.write_batch(_record_batch(batch, task, split, num_rows, schema, known))
             num_rows += len(batch)
             difficulties.update(row.difficulty for row in batch)
         facts = {"split": split, "data_source": task.data_source, "prompt_form": task.prompt_form}
@@ -77,7 +78,7 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
 def _record_batch(
     rows: list[Row], task: TaskRows, split: str, start: int, schema: pa.Schema, first: object
 ) -> pa.RecordBatch:
-    """Rows as columns; `first` is the ground truth of the split's first row, whose type all have."""
+    """Rows as columns. `first`: the ground truth of the split's first row, where all have its type."""
     columns = {
         "data_source": [row.data_source or task.data_source for row in rows],
         "prompt": [[{"role": m.role, "content": m.content} for m in row.prompt] for row in rows],

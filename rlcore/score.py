@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 FULL_MARKS = 1.0
-"""The scorer's own score of a right answer where it names no part `correct`."""
+"""Score of a right answer where the scorer names no part `correct`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,8 @@ class Score:
 
     @property
     def solved(self) -> bool:
-        """Whether the answer is right: by the part `correct` if there is one, else by a full score (1) of the scorer's
-        own, which is the part `total` where `reward.weights` make another."""
-        return self.parts.get("correct", self.parts.get("total", self.total)) >= FULL_MARKS
+        """Whether the answer is right: by the part `correct` if there is one, else by a full score (1)."""
+        return self.parts.get("correct", self.total) >= FULL_MARKS
 
 
 class Scorer(Protocol):

@@ -19,6 +19,7 @@ from flows.progress import Display, display, display_for_console, shown_on
 from flows.stack.state import in_stack
 from flows.work.open_run import EVALUATION, open_run
 from rlcore.config import RunConfig
+from rlcore.config.base import expanded
 from rlcore.config.compose import checked_config
 from rlcore.config.fingerprint import fingerprint, lasting_settings
 from rlcore.config.gguf import is_gguf
@@ -94,7 +95,7 @@ def _suites_as_given() -> Iterator[None]:
 
 def _model(model: str, root: Path | None) -> tuple[str, str, RunConfig]:
     """`model.path`, a name, and the settings to start from."""
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     if is_gguf(model) or (folder / "config.json").is_file():
         return model, _plain(folder.resolve().name), RunConfig()
     try:
@@ -113,7 +114,7 @@ def _plain(name: str) -> str:
 
 
 def _identity(path: str) -> list[Any]:
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     files = sorted(folder.glob("*")) if folder.is_dir() else [folder] if folder.is_file() else []
     return [str(folder.resolve()), *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)]
 

@@ -82,18 +82,18 @@ def require_embeddings(key: str, path: str, tokens: Mapping[str, int]) -> None:
 
 
 def require_same_tokens(key: str, path: str, tokens: Mapping[str, int]) -> None:
-    """A model has an embedding of every token of the run, and its own tokenizer gives each the same id, as far as its
-    files are on this machine.
+    """A model has an embedding of every token of the run, and its own tokenizer gives none of them another id, as far
+    as its files are on this machine.
 
     Raises:
-        ModelError: it has fewer, or another id of a token, or none.
+        ModelError: it has fewer, or another id of a token.
     """
     require_embeddings(key, path, tokens)
     own = tokens_of(path)
-    if differing := [token for token, number in tokens.items() if own and own.get(token) != number]:
+    if differing := [token for token, number in tokens.items() if own.get(token, number) != number]:
         raise ModelError(
             f"{key}: must have the policy's tokenizer; got {path}, where {len(differing)} of {len(tokens)} tokens have "
-            f"another id or none, such as {differing[0]!r}. Give it a model with the tokenizer of model.path"
+            f"another id, such as {differing[0]!r}. Give it a model with the tokenizer of model.path"
         )
 
 

@@ -21,7 +21,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from rlcore import stacks, user_code
-from rlcore.score import Score, Scorer
+from rlcore.score import FULL_MARKS, Score, Scorer
 
 # Beyond the deadlines of all its answers and of a first call (120 s): the parent, which kills sooner, is gone then.
 _ORPHAN_GRACE_S = 150.0
@@ -47,7 +47,8 @@ def score_one(
     """One answer's score with its numbers checked. Raises what the scorer raises, or TypeError, ValueError.
 
     A ground truth that is no mapping reaches the scorer as `{"answer": ...}`. With `weights` the total is the sum of
-    weight x part, and the scorer's own total is the part `total`.
+    weight x part, the scorer's own total is the part `total`, and whether that is a full score is `correct`, where the
+    scorer has no such part.
     """
     truth = json.loads(ground_truth_json)
     found = scorer(response, truth if isinstance(truth, Mapping) else {"answer": truth})
@@ -63,6 +64,7 @@ def score_one(
         parts["total"] = total
         if missing := [name for name in weights if name not in parts]:
             raise ValueError(f"reward.weights names {', '.join(missing)}; this score has {', '.join(sorted(parts))}")
+        parts.setdefault("correct", float(total >= FULL_MARKS))  # weights make no answer right or wrong
         total = math.fsum(weight * parts[name] for name, weight in weights.items())
     # A scorer that reads JSON or escapes finds lone surrogates in a model's text; they have no UTF-8.
     return Score(total, parts, None if found.said is None else str(found.said).encode("utf-8", "replace").decode())

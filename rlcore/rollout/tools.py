@@ -71,7 +71,7 @@ class Tools:
                 arguments = inspect.signature(function).bind(**call.arguments)
                 return str(completed(function(*arguments.args, **arguments.kwargs)))
             except (Exception, SystemExit) as error:  # whatever a tool raises is for the model to read
-                problem = describe(error)
+                problem = f"{type(error).__name__}: {error}"[:500]
         self._num_errors += 1
         return f"error: {problem}"
 

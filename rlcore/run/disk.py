@@ -49,7 +49,8 @@ BYTES_PER_PASS_RATE = 150
 """Of a row in a table of pass rates."""
 BYTES_PER_STEP_LINE = 8_000
 """A step's line in the journal: some 120 metrics."""
-ROWS_OF_FIXED_SETS = (15_000, 5_000)
+ROWS_OF_FIXED_SETS = {"gsm8k": (7_473, 1_319)}
+ROWS_OF_OTHERS = (15_000, 5_000)
 """More than GSM8K and MATH have for training and held out."""
 
 Happened = Callable[[str, int, Mapping[str, object]], None]
@@ -224,7 +225,8 @@ def _num_judged(config: RunConfig, steps_left: int) -> int:
     """Answers of all validations, greedy ones too."""
     settings = config.validation
     validations = 3 + (steps_left // settings.every_steps if settings.every_steps else 0)
-    return validations * _rows(config.data)[1] * (settings.samples_per_problem + settings.greedy)
+    rows = _rows(config.data)[1]
+    return validations * min(rows, settings.max_problems or rows) * (settings.samples_per_problem + settings.greedy)
 
 
 def _result_bytes(config: RunConfig) -> int:
@@ -234,9 +236,9 @@ def _result_bytes(config: RunConfig) -> int:
 
 def _rows(data: DataConfig) -> tuple[int, int]:
     """Rows for training and held out, of all parts of a mixture."""
-    parts = [part.data for part in parts_of(data)]
-    train, held_out = ROWS_OF_FIXED_SETS
-    return (
-        sum(getattr(part, "train_size", train) for part in parts),
-        sum(getattr(part, "validation_size", held_out) for part in parts),
-    )
+    num_train = num_held_out = 0
+    for part in (part.data for part in parts_of(data)):
+        train, held_out = ROWS_OF_FIXED_SETS.get(part.task, ROWS_OF_OTHERS)
+        num_train += getattr(part, "train_size", train)
+        num_held_out += getattr(part, "validation_size", held_out)
+    return num_train, num_held_out

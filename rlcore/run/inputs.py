@@ -22,6 +22,7 @@ from rlcore.config import (
     RolloutConfig,
     RunConfig,
     SandboxConfig,
+    ScratchModel,
     SuiteConfig,
     ValidationConfig,
 )
@@ -351,6 +352,7 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
     if samples:
         drawn = {name: getattr(config.rollout, name) for name in ("sampling", "max_num_seqs", "dtype")}
         rollout = rollout.model_copy(update={"engine": "hf", **drawn})
+    scratch = config.model.scratch if config.model.path is None else ScratchModel()
     is_alone = config.runtime.num_workers == 1 and config.runtime.ray_address is None
     changes: dict[str, object] = {
         "name": "warm-start",
@@ -358,7 +360,7 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
         "tags": {},
         "data": data,
         "filter": filtered,
-        "model": config.model.model_copy(update={"lora": None, "share_prompts": False}),
+        "model": config.model.model_copy(update={"lora": None, "share_prompts": False, "scratch": scratch}),
         "algo": AlgoConfig(),
         "optim": warm.optim,
         "critic": None,

@@ -132,14 +132,14 @@ def _write_secret(path: Path) -> None:
 
 def address_of(given: str) -> str:
     """A cluster's address as `ray start` notes its own, and as Ray compares it: localhost is 127.0.0.1 there. `auto`
-    is that of `millrace up --ray` where it runs, which Ray itself would not be let into.
+    is RAY_ADDRESS, else that of `millrace up --ray` where it runs, which Ray itself would not be let into.
 
     >>> address_of("localhost:6379"), address_of("head.example:6379")
     ('127.0.0.1:6379', 'head.example:6379')
     """
-    own = _own_head()
-    if given == "auto" and "RAY_ADDRESS" not in os.environ and own and unreachable(own) is None:
-        return own
+    if given == "auto":
+        own = _own_head()
+        given = os.environ.get("RAY_ADDRESS") or (own if own and unreachable(own) is None else given)
     host, _, port = given.rpartition(":")
     return f"127.0.0.1:{port}" if host.lower() == "localhost" else given
 

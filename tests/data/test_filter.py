@@ -412,6 +412,16 @@ def test_a_ground_truth_that_would_lose_something_is_refused(tmp_path, first, se
         write_splits(tmp_path, task, {})
 
 
+def test_a_type_that_a_task_declares_has_fields_that_its_first_row_lacks(tmp_path):
+    rows = [Row((Message("user", "x"),), truth) for truth in ({"sum": 1}, {"sum": 2, "word": "b"})]
+    kind = pa.struct([("sum", pa.int64()), ("word", pa.string())])
+    write_splits(
+        tmp_path, TaskRows("t", "math", "text", {"train": rows, "validation": rows}, ground_truth_type=kind), {}
+    )
+    written = pq.read_table(tmp_path / "train.parquet").column("reward_model").to_pylist()
+    assert [row["ground_truth"] for row in written] == [{"sum": 1, "word": None}, {"sum": 2, "word": "b"}]
+
+
 def test_a_ground_truth_may_lack_a_field(tmp_path):
     rows = [Row((Message("user", "x"),), truth) for truth in ({"sum": 1, "words": [["a"], []]}, {"sum": 2})]
     write_splits(tmp_path, TaskRows("t", "math", "text", {"train": rows, "validation": rows[:1]}), {})

@@ -187,7 +187,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder / "model", folder / "small")
     (folder / "small" / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 40}))
     shutil.copytree(folder / "model", folder / "other")
-    build_scratch_tokenizer(ScratchModel(max_integer=7), folder / "other")
+    tokenizer = json.loads((folder / "model" / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["8"], vocabulary["9"] = vocabulary["9"], vocabulary["8"]
+    (folder / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder
 
 

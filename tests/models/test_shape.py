@@ -177,8 +177,7 @@ def test_a_critic_knows_every_token_of_the_policy_by_the_same_id(tmp_path: Path)
         require_same_tokens("critic.path", same, tokens)
     with pytest.raises(ModelError, match=r"critic\.path: must have the policy's tokenizer.*2 of 2 tokens.*'a'"):
         require_same_tokens("critic.path", turned, tokens)
-    with pytest.raises(ModelError, match=r"1 of 3 tokens have another id or none, such as 'c'"):
-        require_same_tokens("critic.path", policy, tokens_of(more))
+    require_same_tokens("critic.path", policy, tokens_of(more))
     Path(other).mkdir()
     for folder, size in ((policy, 2), (other, 1)):
         (Path(folder) / "config.json").write_text(json.dumps({"vocab_size": size}))

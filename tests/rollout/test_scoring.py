@@ -88,6 +88,7 @@ def test_weights_of_parts_change_no_answers_being_right(weights):
     name = "tests.rollout.odd_scorers:right_if_short"
     with ScoringPool(name, RewardConfig(weights=weights)) as pool:
         assert [score.solved for score in pool.score(["yes", "no, not at all"], ["{}"] * 2)] == [True, False]
+    assert not Score(0.6, {"passed": 3.0, "total": 5.0}).solved, "a scorer's own part `total` is no score"
 
 
 @pytest.mark.parametrize("num_processes", [0, 1])

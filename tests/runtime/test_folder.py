@@ -111,6 +111,6 @@ def test_auto_is_the_own_head_while_it_runs(private: Path, monkeypatch: pytest.M
         assert cluster.is_own_head(address)
         assert not cluster.is_own_head("auto")
         monkeypatch.setenv("RAY_ADDRESS", "head.example:6379")
-        assert cluster.address_of("auto") == "auto"
+        assert cluster.address_of("auto") == "head.example:6379"
         monkeypatch.delenv("RAY_ADDRESS")
     assert cluster.address_of("auto") == "auto", "nothing listens there any more"
