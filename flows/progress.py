@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
+from unicodedata import category
 
 from flows.work.protocol import CheckpointSaved, Event, Happening, Note, Progress, Validated
 
@@ -187,9 +188,9 @@ def display_for_console() -> Display:
 
 
 def printable(text: str) -> str:
-    """The text without what a terminal would act on.
+    """The text without what a terminal would act on, or show in another order.
 
     >>> printable("a\\x1b[2Jb\\nc\\td")
     'a\\\\x1b[2Jb\\nc\\td'
     """
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    return "".join(c if c.isprintable() or c in "\n\t\u200d" or category(c) == "Zs" else repr(c)[1:-1] for c in text)

@@ -6,7 +6,6 @@ which everybody can.
 
 import os
 import secrets
-from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from tempfile import NamedTemporaryFile
@@ -35,10 +34,16 @@ def login_of(root: Path) -> str:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile("w", encoding="utf-8", dir=root, prefix=SECRET_FILE) as file:  # of mode 0600
-            file.write(new_login() + "\n")
+            login = new_login() + "\n"
+            file.write(login)
             file.flush()
-            with suppress(FileExistsError):  # another command has made it meanwhile: both use that one
+            try:
                 os.link(file.name, path)
+            except FileExistsError:  # another command has made it meanwhile: both use that one
+                pass
+            except OSError:  # a file system without links: not whole at once
+                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as own:
+                    own.write(login)
     try:
         with path.open(encoding="utf-8") as file:
             found = os.fstat(file.fileno())

@@ -12,7 +12,7 @@ import psutil
 
 from data.tasks import input_digests, inputs_of
 from flows.live import Followed
-from flows.stack.state import FLOW_RUN
+from flows.stack.state import FLOW_RUN, log_in
 from flows.work.protocol import Event
 from flows.work.results import Judgement, anchored, settings_text
 from flows.work.slots import Claim
@@ -106,6 +106,8 @@ def open_run(config: RunConfig, command: Sequence[str] = (), title: str = "") ->
     from rlcore.config.documents import to_yaml
 
     layout = RunLayout.of(config)
+    if config.tracking.uri is not None:  # other settings may have been composed since
+        log_in(config.tracking.uri, layout.root)
     with HeldLock(layout.run_dir / FLOW_LOCK, what=f"run {run_id(config)}"):
         _keep_code(config, layout)
         if config.name != EVALUATION:  # that is named by the files of its model

@@ -247,7 +247,8 @@ def sync(folder: Path, uri: str | None) -> Outcome:
         return Outcome(folder.name, "has not begun", ok=True)
     try:
         store = uri or _store_in_stack(folder)
-        log_in(store or read_history(folder / ATTEMPTS_FILE).attempts[-1].destination.uri, folder.parents[1])
+        if store or (attempts := read_history(folder / ATTEMPTS_FILE).attempts):
+            log_in(store or attempts[-1].destination.uri, folder.parents[1])
         result = sync_run(folder, store)
     except TrackingError as error:
         if "in use by" in str(error):

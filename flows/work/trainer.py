@@ -493,5 +493,5 @@ def _environment() -> dict[str, str]:
     """Ours, with the source first in the path: the process must run the code that we run. A scorer may lie here: last,
     so that no file here takes the place of a module of Python or of a package."""
     here = str(Path.cwd())
-    path = python_path(*(place for place in sys.path if place not in ("", here)), here)
+    path = python_path(*(place for place in sys.path if isinstance(place, str) and place not in ("", here)), here)
     return CHILD_ENVIRONMENT | os.environ | {"PYTHONPATH": path}

@@ -64,8 +64,10 @@ class Spread:
 
 def differing_settings(runs: Sequence[RunRecord]) -> dict[str, tuple[JsonValue, ...]]:
     """Settings that are not the same in all runs, with each run's value (None where it has no such key); likewise
-    `code`, the fingerprint of the code that the settings name."""
-    found = [{**settings_of(run.config), CODE: _code_of(run)} for run in runs]
+    `code`, the fingerprint of the code that the settings name, where it is known of all."""
+    codes = [_code_of(run) for run in runs]
+    known = zip(runs, codes if all(codes) else [None] * len(runs), strict=True)
+    found = [{**settings_of(run.config), CODE: code} for run, code in known]
     keys = dict.fromkeys(key for settings in found for key in settings if key.partition(".")[0] not in LABELS)
     values = {key: tuple(settings.get(key) for settings in found) for key in keys}
     return {
@@ -91,8 +93,11 @@ def groups_of(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
         members.setdefault(json.dumps([row[place] for row in differing.values()]), []).append(place)
     firsts = [places[0] for places in members.values()]
     labels = [runs[first].config.name for first in firsts]
-    if 1 <= len(differing) <= MOST_KEYS_IN_A_LABEL:
-        labels = [", ".join(f"{key}={plain_text(row[first])}" for key, row in differing.items()) for first in firsts]
+    named = {key: row for key, row in differing.items() if key != CODE}  # a scorer's name says more than its code's
+    if len({json.dumps([row[first] for row in named.values()]) for first in firsts}) < len(firsts):
+        named = differing
+    if 1 <= len(named) <= MOST_KEYS_IN_A_LABEL:
+        labels = [", ".join(f"{key}={plain_text(row[first])}" for key, row in named.items()) for first in firsts]
     elif len(set(labels)) < len(labels):
         labels = list(_labelled([runs[first] for first in firsts]))
     return {label: [runs[place] for place in found] for label, found in zip(labels, members.values(), strict=True)}

@@ -477,7 +477,9 @@ def open_delivery(run_dir: Path, uri: str | None = None) -> Delivery | None:
         return None
     remove_stale_temporaries(run_dir)  # of a process that was killed while it wrote the state
     target = history.attempts[-1].destination
-    return Delivery(run_dir, history, target if uri is None else replace(target, uri=uri))
+    if uri is not None:
+        target = replace(target, uri=resolve_uri(TrackingConfig(uri=uri), Path(target.artifact_root)))
+    return Delivery(run_dir, history, target)
 
 
 def sync_run(run_dir: Path, uri: str | None = None) -> SyncResult:

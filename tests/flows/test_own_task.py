@@ -66,6 +66,7 @@ def test_a_function_that_is_not_there_is_told_before_anything_is_made(
 
 def test_the_trainer_finds_it_too(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, "path", [*sys.path, project])  # as notebooks do; Python itself passes over a Path
     program = "import data, products, pydantic, queue; print(data.__file__); print(products.__file__)"
     command = [*TRAINER[: TRAINER.index("-m")], "-c", program]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=True)

@@ -25,9 +25,11 @@ from flows.server.secret import login_of, mlflow_client
 from flows.stack import state
 from flows.stack.services import end_server, free_port, mlflow_recipe, start, wait_until_ready
 from flows.stack.state import Databases, StackState, write_stack
+from flows.work.open_run import open_run
 from flows.work.runs import sync
-from rlcore.config import TrackingConfig
+from rlcore.config import RunConfig, TrackingConfig
 from rlcore.evaluation.result import ValidationResult
+from rlcore.tracking.attempts import ATTEMPTS_FILE
 from rlcore.tracking.connection import explain, mlflow_name
 from rlcore.tracking.journal import read_journal
 from rlcore.tracking.mlflow_store import MlflowStore
@@ -321,6 +323,10 @@ def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: p
             Tracker(folder, config, tags={}).log_step(3, {"a": 1.0})
         write_stack(tmp_path, StackState(mlflow_database="postgresql+psycopg://u@h/db", mlflow_url=stack))
         assert not any(sync(tmp_path / "runs" / name, None).ok for name in ("first", "second"))
+        with open_run(RunConfig.model_validate(config.model_dump() | {"tracking": {"uri": stack}})):
+            assert os.environ["MLFLOW_TRACKING_PASSWORD"] in login_of(tmp_path), "it was composed before another"
+        (tmp_path / "runs" / "second" / ATTEMPTS_FILE).write_text('{"torn')
+        assert "there is nothing to deliver" in str(sync(tmp_path / "runs" / "second", None))
     hosts = [uri.removeprefix("http://") for uri in (stack, other)]
     assert heard == list(zip(hosts, map(basic, (login_of(tmp_path), "mine:own")), strict=True))
 

@@ -101,6 +101,11 @@ def test_runs_with_other_code_are_no_seeds_of_each_other(run_dirs, tmp_path):
     assert list(groups_of([read_run(folder) for folder in folders])) == ["code=c0ffee", "code=decade"]
     (row,) = [row for row in table(compare_runs(folders), "settings") if row["Setting"] == "code"]
     assert (row["lr3e-4-s1"], row["lr3e-4-s2"]) == ("c0ffee", "decade")
+    other = shutil.copytree(run_dirs[2], tmp_path / "runs" / "other")
+    Lineage((Stage("code", "decade", "code"),)).write(other)
+    assert list(groups_of([read_run(folders[0]), read_run(other)])) == ["optim.lr=0.0003", "optim.lr=1e-05"]
+    (folders[1] / "lineage.json").unlink()
+    assert [len(group) for group in groups_of([read_run(folder) for folder in folders]).values()] == [2]
 
 
 def test_a_setting_that_differs_shows_no_password(run_dirs):
