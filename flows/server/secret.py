@@ -8,9 +8,9 @@ import os
 import secrets
 from pathlib import Path
 from shlex import quote
-from tempfile import NamedTemporaryFile
 
 from rlcore.errors import MillraceError
+from rlcore.storage.publish import write_secret_once
 
 SECRET_FILE = "stack-secret"
 USER = "millrace"
@@ -33,17 +33,7 @@ def login_of(root: Path) -> str:
     path = root / SECRET_FILE
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", encoding="utf-8", dir=root, prefix=SECRET_FILE) as file:  # of mode 0600
-            login = new_login() + "\n"
-            file.write(login)
-            file.flush()
-            try:
-                os.link(file.name, path)
-            except FileExistsError:  # another command has made it meanwhile: both use that one
-                pass
-            except OSError:  # a file system without links: not whole at once
-                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as own:
-                    own.write(login)
+        write_secret_once(path, new_login() + "\n")
     try:
         with path.open(encoding="utf-8") as file:
             found = os.fstat(file.fileno())

@@ -19,7 +19,7 @@ import psutil
 from rlcore.config import RunConfig
 from rlcore.config.problems import masked
 from rlcore.errors import ConfigError
-from rlcore.storage.publish import remove_tree
+from rlcore.storage.publish import remove_tree, write_secret_once
 
 END_WAIT_S = 5.0
 """Ray's processes may still write for a moment after they were asked to end."""
@@ -109,7 +109,7 @@ def loopback_environment() -> Mapping[str, str]:
         raise ConfigError(problem)
     folder.chmod(0o700)  # one that an older Millrace has left is 0777
     if not token.exists():
-        _write_secret(token)
+        write_secret_once(token, secrets.token_hex(32))
     token.chmod(0o600)
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -118,16 +118,6 @@ def loopback_environment() -> Mapping[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
     }
-
-
-def _write_secret(path: Path) -> None:
-    """Whole or not at all, and by one of several that try at the same time."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:  # 0600
-        file.write(secrets.token_hex(32))
-        file.flush()
-        os.fsync(file.fileno())
-        with suppress(FileExistsError):
-            os.link(file.name, path)
 
 
 def address_of(given: str) -> str:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import BinaryIO
 
 import psutil
@@ -226,6 +227,22 @@ def write_text_atomically(path: Path, text: str) -> None:
 def write_json_atomically(path: Path, value: JsonValue) -> None:
     """`write_text_atomically` of indented JSON. NaN and infinity are no JSON: ValueError."""
     write_text_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_secret_once(path: Path, secret: str) -> None:
+    """Make a file that its owner alone may read, whole or not at all; one that is there, perhaps made by another
+    process meanwhile, stays."""
+    with NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name) as file:  # of mode 0600
+        file.write(secret)
+        file.flush()
+        os.fsync(file.fileno())
+        try:
+            os.link(file.name, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links: not whole at once
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as own:
+                own.write(secret)
 
 
 def flush_to_disk(path: Path) -> None:
