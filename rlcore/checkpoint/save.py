@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -74,6 +74,7 @@ class UnderWay:
     begun: float
 
 
+@dataclass
 class CheckpointSaver:
     """The saves of one run, one at a time.
 
@@ -84,18 +85,11 @@ class CheckpointSaver:
         phase: wraps whatever waits for a disk and not for room on it, since that has a deadline.
     """
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        room: WaitsForRoom,
-        committed: Callable[[int], None] = lambda step: None,
-        phase: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._store = store
-        self._room = room
-        self._committed = committed
-        self._phase = phase
-        self._save: _Save | None = None
+    store: CheckpointStore
+    room: WaitsForRoom
+    committed: Callable[[int], None] = lambda step: None
+    phase: Callable[[], AbstractContextManager[None]] = nullcontext
+    _save: "_Save | None" = field(default=None, init=False)
 
     @property
     def at(self) -> UnderWay | None:
@@ -118,7 +112,7 @@ class CheckpointSaver:
         as `settle` and `CheckpointStore.writing` do.
         """
         assert self._save is None, "settle or abandon the save before this one first"
-        self._save = save = _Save(self._store, self._phase, step, ranks, record, metrics)
+        self._save = save = _Save(self.store, self.phase, step, ranks, record, metrics)
         self._when_there_is_room(save, save.start)
         return None if save.is_copied else self.settle()
 
@@ -148,7 +142,7 @@ class CheckpointSaver:
         """Give up what is under way: its ranks are lost. Nothing is left of it, unless it was being published."""
         save, self._save = self._save, None
         if save is not None:
-            with self._phase():
+            with self.phase():
                 save.give_up()
 
     def _advance(self, *, wait: bool) -> Saved | None:
@@ -169,36 +163,33 @@ class CheckpointSaver:
         return self._commit(save)
 
     def _when_there_is_room(self, save: "_Save", write: Callable[[], None]) -> None:
-        self._room.hold(write, step=save.step, path=self._store.directory, needed_bytes=save.needed_bytes)
+        self.room.hold(write, step=save.step, path=self.store.directory, needed_bytes=save.needed_bytes)
 
     def _commit(self, save: "_Save") -> Saved:
         self._save = None
-        self._committed(save.step)
+        self.committed(save.step)
         save.ranks.each(RankSaver.drop)
-        return Saved(save.step, self._store.path_of(save.step), save.metrics)
+        return Saved(save.step, self.store.path_of(save.step), save.metrics)
 
 
+@dataclass
 class _Save:
     """One save. It is `COPIED` at first and after each error: a rank keeps its copy until the checkpoint is committed,
     so a write that found no room can be repeated."""
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        phase: Callable[[], AbstractContextManager[None]],
-        step: int,
-        ranks: SavingRanks,
-        record: Callable[[], TrainerState],
-        metrics: Mapping[str, float],
-    ) -> None:
-        self._store, self._phase = store, phase
-        self._make_record = record
+    store: CheckpointStore
+    phase: Callable[[], AbstractContextManager[None]]
+    step: int
+    ranks: SavingRanks
+    make_record: Callable[[], TrainerState]
+    metrics: Mapping[str, float]
+
+    def __post_init__(self) -> None:
         self._record: TrainerState | None = None
         self._folder = ExitStack()
         self._publication: Future[None] = Future()
-        self.step, self.ranks, self.metrics = step, ranks, metrics
         self.at: UnderWay | None = None
-        sizes = ranks.each(RankSaver.copy)
+        sizes = self.ranks.each(RankSaver.copy)
         num_bytes = sum(size.num_bytes for size in sizes)
         self.needed_bytes = int(num_bytes * (1 + CHECKPOINT_SLACK_SHARE)) + CHECKPOINT_SLACK_BYTES
         self.is_copied = all(size.is_copied for size in sizes)
@@ -211,11 +202,11 @@ class _Save:
         def at(what: str) -> None:
             self.at = UnderWay(f"checkpoint of step {self.step}: {what}", begun)
 
-        at(f"opening a folder beside {self._store.path_of(self.step)}")
-        with self._phase(), ExitStack() as opened:
+        at(f"opening a folder beside {self.store.path_of(self.step)}")
+        with self.phase(), ExitStack() as opened:
             opened.callback(self._at_nothing)
-            self._record = self._record or self._make_record()
-            folder = opened.enter_context(self._store.writing(self._record, self.metrics, at))
+            self._record = self._record or self.make_record()
+            folder = opened.enter_context(self.store.writing(self._record, self.metrics, at))
             at(f"writing shards to {folder}")
             self.ranks.each(RankSaver.write, str(folder))
             self._folder = opened.pop_all()
@@ -227,7 +218,7 @@ class _Save:
         Raises:
             DiskSpaceError, CheckpointError: a rank or the publication failed; nothing is left of the checkpoint.
         """
-        with self._phase() if wait else nullcontext():
+        with self.phase() if wait else nullcontext():
             if self.state is SaveState.WRITING and self._is_written(wait=wait):
                 self._publication = in_thread(self._publish, "checkpoint-publish")
                 self.state = SaveState.PUBLISHING
@@ -264,9 +255,9 @@ class _Save:
     def _publish(self) -> None:
         begun = time.monotonic()
         self._folder.close()
-        self.at = UnderWay(f"deleting checkpoints beside {self._store.directory} that are not kept", begun)
+        self.at = UnderWay(f"deleting checkpoints beside {self.store.directory} that are not kept", begun)
         try:
-            prune(self._store)
+            prune(self.store)
         finally:
             self._at_nothing()
 

@@ -7,6 +7,7 @@ rather than too low; only checkpoints are large. No torch.
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -58,22 +59,15 @@ Happened = Callable[[str, int, Mapping[str, object]], None]
 R = TypeVar("R")
 
 
+@dataclass(frozen=True, slots=True)
 class Room:
-    """Pauses the run while there is no room.
+    """Pauses the run while there is no room. `happened`: called at the pause and at its end; `stop`: whether the run
+    was told to stop; `prune`: deletes what the retention rule does not keep."""
 
-    Args:
-        happened: called at the pause and at its end.
-        stop: whether the run was told to stop.
-        prune: deletes what the retention rule does not keep.
-    """
-
-    def __init__(
-        self, config: CheckpointConfig, *, happened: Happened, stop: Callable[[], bool], prune: Callable[[], object]
-    ) -> None:
-        self._config = config
-        self._happened = happened
-        self._stop = stop
-        self._prune = prune
+    config: CheckpointConfig
+    happened: Happened
+    stop: Callable[[], bool]
+    prune: Callable[[], object]
 
     def hold(
         self,
@@ -93,7 +87,7 @@ class Room:
             DiskSpaceError: no room came in `checkpoint.wait_for_room_s`.
             StopRequestedError: a stop was asked for while the run waited. What is committed stays.
         """
-        happened = happened or self._happened
+        happened = happened or self.happened
         shortage = self._shortage_of(path, needed_bytes)
         deadline: float | None = None
         retry_s = POLL_S
@@ -106,9 +100,9 @@ class Room:
                     size = max(needed_bytes, reason.needed_bytes)
                     shortage = _Shortage(self.look(path, max(1, size)), str(reason), is_known=size > 0)
             if deadline is None:
-                deadline = time.monotonic() + self._config.wait_for_room_s
+                deadline = time.monotonic() + self.config.wait_for_room_s
                 happened(PAUSED, step, shortage.as_event())
-            retry_s = min(MAX_RETRY_S, 2 * retry_s) if shortage.unseen else POLL_S
+            retry_s = min(MAX_RETRY_S, 2 * retry_s) if shortage.report.enough else POLL_S
             self._wait(retry_s, deadline, shortage)
             shortage = self._shortage_of(path, needed_bytes)
         if deadline is not None:
@@ -120,41 +114,40 @@ class Room:
             return None
         report = self.look(path, needed_bytes)
         if not report.enough:
-            self._prune()
+            self.prune()
             report = self.look(path, needed_bytes)
         return None if report.enough else _Shortage(report, str(report))
 
     def look(self, path: Path, needed_bytes: int) -> RoomReport:
         """Room for so many bytes and the reserve at `path`."""
-        return check_room(path, needed_bytes, reserve_bytes(self._config))
+        return check_room(path, needed_bytes, reserve_bytes(self.config))
 
     def _wait(self, seconds: float, deadline: float, shortage: "_Shortage") -> None:
         until = min(time.monotonic() + seconds, deadline)
-        while not self._stop() and (left := until - time.monotonic()) > 0:
+        while not self.stop() and (left := until - time.monotonic()) > 0:
             time.sleep(min(left, POLL_S))
-        if self._stop():
+        if self.stop():
             raise StopRequestedError(f"stopped while the run waited for room on a disk: {shortage.reason}")
         if time.monotonic() >= deadline:
             raise DiskSpaceError(
-                f"{shortage.reason} Waited {self._config.wait_for_room_s:.0f} s for room "
+                f"{shortage.reason} Waited {self.config.wait_for_room_s:.0f} s for room "
                 "(checkpoint.wait_for_room_s). What is committed stays; the same command goes on from there."
             )
 
 
+@dataclass(frozen=True, slots=True)
 class _Shortage:
-    """Why there was no room. `unseen`: the write failed, though the file system says that there is room. `is_known`:
+    """Why there was no room. `report` says `enough` where the write failed though there seems to be room. `is_known`:
     how much was to be written."""
 
-    def __init__(self, report: RoomReport, reason: str, *, is_known: bool = True) -> None:
-        self.report = report
-        self.reason = reason
-        self.unseen = report.enough
-        self._is_known = is_known
+    report: RoomReport
+    reason: str
+    is_known: bool = True
 
     def as_event(self) -> Mapping[str, object]:
-        is_counted = self._is_known and not self.unseen
+        is_counted = self.is_known and not self.report.enough
         missing = f"{self.report.missing_bytes:,}" if is_counted else "an unknown number of"
-        what = "inodes" if not self.unseen and not self.report.missing_bytes else f"{missing} bytes"
+        what = "inodes" if not self.report.enough and not self.report.missing_bytes else f"{missing} bytes"
         return {
             "text": f"paused: {what} are missing at {self.report.path}: {self.reason}",
             "path": str(self.report.path),
