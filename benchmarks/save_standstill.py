@@ -16,8 +16,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import RunConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.run.disk import Room
-from rlcore.run.workers import RankSavers
 from rlcore.workers.worker import Worker
 
 MOST_S, MOST_SHARE = 2.0, 0.02
@@ -66,7 +66,7 @@ class SavedSteps:
     def end_chunk(self) -> None:
         """What a run does at the end of a chunk: settle the save before, begin the next."""
         self._held(self._saver.settle)
-        ranks = RankSavers(self._group, lambda phase: nullcontext())
+        ranks = SimpleNamespace(each=partial(self._group.each, Worker.save))
         self._held(lambda: self._saver.begin(self.number, self._record, {}, ranks))
 
     def settle(self) -> None:

@@ -230,7 +230,7 @@ class Training(Generic[W]):
         self.settle_save()
         settings = self._config.validation
         metrics = {name: value for name, value in self._metrics.items() if not settings.is_of_suite(name)}
-        self._saving(lambda: self.record.begin_save(state, metrics, self.workers.savers()))
+        self._saving(lambda: self.record.begin_save(state, metrics, self.workers))
 
     def _save_before(self, state: LoopState) -> None:
         """Save the last finished step: the one after it was given up before it changed anything."""

@@ -23,7 +23,6 @@ from rlcore.run.problems import HeldOut, Problems
 from rlcore.run.record import RunRecord
 from rlcore.runtime.local import start_workers
 from rlcore.tracking.cost import GpuUse
-from rlcore.trainer.clock import EnterPhase
 from rlcore.trainer.experience import Answerer, ExperienceCollector, ScoredAnswer
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.trainer.validate import as_results, validate
@@ -35,7 +34,6 @@ from rlcore.workers.worker import Worker
 
 MID_STEP = "in the middle of a step"
 """What the workers hold while a step is under way, or after one that failed: the weights of no checkpoint."""
-
 
 NUM_AUDITED = 8
 """Problems on which the reward is audited before the first step: about a hundred scores."""
@@ -83,19 +81,6 @@ class Started:
 
 
 S = TypeVar("S", bound=Started)
-
-
-class RankSavers:
-    """The ranks' sides of a save. Each answer of theirs has the deadline of the phase `save_checkpoint`."""
-
-    def __init__(self, group: WorkerGroup, enter: EnterPhase) -> None:
-        self._group = group
-        self._enter = enter
-
-    def each(self, verb: Callable[Concatenate[RankSaver, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call the verb on every rank."""
-        with self._enter("save_checkpoint"):
-            return self._group.each(Worker.save, verb, *args, **kwargs)
 
 
 class TrainingWorkers(Generic[S]):
@@ -170,11 +155,10 @@ class TrainingWorkers(Generic[S]):
 
         self._record.room.hold(write, step=after_step, path=target)
 
-    def savers(self) -> RankSavers:
-        """The ranks' sides of a save."""
-        return RankSavers(self.start().group, self._guard.phase)
-
-    # ------------------------------------------------------------------ work
+    def each(self, verb: Callable[Concatenate[RankSaver, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call a verb of a save on every rank, see `SavingRanks`; its answers have the phase's deadline."""
+        with self._guard.phase("save_checkpoint"):
+            return self.start().group.each(Worker.save, verb, *args, **kwargs)
 
     def step(self, state: LoopState) -> StepResult:
         """Take one step. The caller records it and notes whose weights the workers hold then."""
@@ -184,8 +168,6 @@ class TrainingWorkers(Generic[S]):
             result = parts.take_step(state)
         self._version = result.state.policy_version
         return result
-
-    # ------------------------------------------------------------------ start
 
     def start(self) -> S:
         """Start the workers, if they are not."""
