@@ -12,7 +12,6 @@ A scoring process imports this module, so pydantic, settings and storage load on
 
 import ast
 import hashlib
-import importlib.machinery
 import importlib.util
 import io
 import json
@@ -25,15 +24,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import unified_diff
 from functools import cache
-from importlib.abc import MetaPathFinder, SourceLoader
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from importlib.readers import FileReader
-
     from rlcore.config import RunConfig
 
 FOLDER_VARIABLE = "MILLRACE_CODE"
@@ -258,31 +256,23 @@ def working_by(folder: Path) -> Iterator[None]:
         use(None)
 
 
-class KeptSource(SourceLoader):
-    """Loads one module from its copy, under its original path, so that it finds data files beside it.
+class KeptSource(SourceFileLoader):
+    """Loads one module from its copy, under its original path, so that it finds data files beside it."""
 
-    It says nothing of the file's age, so the copy is compiled each time: bytecode beside the original may be of another
-    text.
-    """
-
-    def __init__(self, kept: Path, path: str) -> None:
+    def __init__(self, module: str, kept: Path, path: str) -> None:
+        super().__init__(module, path)
         self.content = kept.read_bytes()
-        self.path = path
         # For what reads source by its path through linecache: torch.jit.script, inspect, tracebacks.
         lines = [*io.StringIO(self.content.decode(errors="replace"), newline=None)]
         linecache.cache[path] = len(self.content), None, lines, path
 
-    def get_filename(self, fullname: str) -> str:
-        """Path of the original file."""
-        return self.path
-
     def get_data(self, path: str) -> bytes:
         """Bytes of the copy, or of a data file beside the original."""
-        return self.content if path == self.path else Path(path).read_bytes()
+        return self.content if path == self.path else super().get_data(path)
 
-    def get_resource_reader(self, fullname: str) -> "FileReader":
-        """For `importlib.resources`: data files beside the original."""
-        return importlib.machinery.SourceFileLoader(fullname, self.path).get_resource_reader(fullname)
+    def path_stats(self, path: str) -> Mapping[str, Any]:
+        """None, so the copy is compiled each time: bytecode beside the original may be of another text."""
+        raise OSError(f"{path}: is not what is loaded")
 
 
 class _Finder(MetaPathFinder):
@@ -291,7 +281,7 @@ class _Finder(MetaPathFinder):
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         loader = self.loaders.get(fullname)
         if loader is None:
             return None
@@ -339,7 +329,7 @@ def use_from_environment() -> None:
 def _loaders(folder: Path) -> dict[str, KeptSource]:
     paths: Mapping[str, str] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["paths"]
     return {
-        module_of(name): KeptSource(folder / name, path)
+        module_of(name): KeptSource(module_of(name), folder / name, path)
         for name, path in paths.items()
         if PurePosixPath(name).with_suffix("").parts[0] not in OWN_PACKAGES
     }
