@@ -35,8 +35,8 @@ DTYPES: Mapping[str, torch.dtype] = {
         torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
     )
 }  # fmt: skip
-# Wrappers that put a segment of their own into parameter names; a checkpoint must not depend on them.
-WRAPPER_SEGMENTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+COMPILED = "_orig_mod."
+"""What torch.compile puts into the names of a module's parameters; a checkpoint must not depend on it."""
 
 
 # ---------------------------------------------------------------- a rank's part of a tensor
@@ -161,7 +161,7 @@ def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         for key, buffer in module.named_buffers(recurse=False):
             if key not in module._non_persistent_buffers_set:
-                yield _clean(f"{prefix}.{key}".lstrip(".")), buffer
+                yield f"{prefix}.{key}".lstrip(".").replace(COMPILED, ""), buffer
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -170,13 +170,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         if isinstance(module, FSDPModule):
             module.reshard()  # after a pass without backward the root still has its whole, gathered parameters
     for name, parameter in model.named_parameters():
-        yield _clean(name), parameter
-
-
-def _clean(name: str) -> str:
-    for segment in WRAPPER_SEGMENTS:
-        name = name.replace(segment, "")
-    return name
+        yield name.replace(COMPILED, ""), parameter
 
 
 def state_name(name: str, key: str) -> str:
@@ -257,7 +251,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[_Piece, ...]
+    pieces: list[_Piece]
 
 
 class ShardReader:
@@ -270,7 +264,7 @@ class ShardReader:
         self._directory = directory
         self._files = ExitStack()
         self._open: dict[Path, Any] = {}
-        self.tensors: Mapping[str, StoredTensor] = {}
+        self.tensors: dict[str, StoredTensor] = {}
 
     def __enter__(self) -> Self:
         """Read all headers.
@@ -278,24 +272,19 @@ class ShardReader:
         Raises:
             CheckpointError: no shard file, a damaged one, or one of a newer format.
         """
-        tensors: dict[str, StoredTensor] = {}
-        try:
-            for path in sorted(self._directory.glob("*.safetensors")):
-                self._open[path] = self._files.enter_context(safe_open(path, framework="pt"))
-                for name, found in _described(path, self._open[path].metadata() or {}):
-                    tensors[name] = _joined(path, name, tensors.get(name), found)
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as reason:
-            self._files.close()
-            raise CheckpointError(
-                f"{self._directory}: a shard file is damaged ({reason!r}). Delete the checkpoint; the one before it "
-                "will be taken."
-            ) from reason
-        except CheckpointError:
-            self._files.close()
-            raise
+        with ExitStack() as files:
+            try:
+                for path in sorted(self._directory.glob("*.safetensors")):
+                    self._open[path] = files.enter_context(safe_open(path, framework="pt"))
+                    self._add(path, self._open[path].metadata() or {})
+            except (SafetensorError, OSError, ValueError, KeyError, TypeError) as reason:
+                raise CheckpointError(
+                    f"{self._directory}: a shard file is damaged ({reason!r}). Delete the checkpoint; the one before "
+                    "it will be taken."
+                ) from reason
+            self._files = files.pop_all()
         if not self._open:
             raise CheckpointError(f"{self._directory}: holds no shard files. Delete the checkpoint and use another.")
-        self.tensors = tensors
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -331,28 +320,23 @@ class ShardReader:
                 f"{why}."
             )
 
+    def _add(self, path: Path, header: Mapping[str, str]) -> None:
+        """Take in what a file's header describes."""
+        if header.get("format") != FORMAT:
+            raise ValueError(f"{path.name} is no shard file of a checkpoint")
+        if int(header["format_version"]) != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path}: format_version must be {FORMAT_VERSION}, got {header['format_version']}. Read it with the "
+                "version of Millrace that wrote it."
+            )
+        for name, piece in json.loads(header["pieces"]).items():
+            whole = tuple(piece["global_shape"]), DTYPES[piece["dtype"]]
+            known = self.tensors.setdefault(name, StoredTensor(*whole, []))
+            if (known.shape, known.dtype) != whole:
+                raise ValueError(f"{path.name} gives {name} another shape or type than the files before it")
+            known.pieces.append(_Piece(path, Box(tuple(piece["offset"]), tuple(piece["shape"]))))
+
     def _read(self, piece: _Piece, name: str, box: Box) -> Tensor:
         file = self._open[piece.file]
         found: Tensor = file.get_tensor(name) if box == piece.box else file.get_slice(name)[box.inside(piece.box)]
         return found
-
-
-def _described(path: Path, header: Mapping[str, str]) -> Iterator[tuple[str, StoredTensor]]:
-    if header.get("format") != FORMAT:
-        raise ValueError(f"{path.name} is no shard file of a checkpoint")
-    if int(header["format_version"]) != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path}: format_version must be {FORMAT_VERSION}, got {header['format_version']}. Read it with the "
-            "version of Millrace that wrote it."
-        )
-    for name, piece in json.loads(header["pieces"]).items():
-        box = Box(tuple(piece["offset"]), tuple(piece["shape"]))
-        yield name, StoredTensor(tuple(piece["global_shape"]), DTYPES[piece["dtype"]], (_Piece(path, box),))
-
-
-def _joined(path: Path, name: str, known: StoredTensor | None, found: StoredTensor) -> StoredTensor:
-    if known is None:
-        return found
-    if (known.shape, known.dtype) != (found.shape, found.dtype):
-        raise ValueError(f"{path.name} gives {name} another shape or type than the files before it")
-    return StoredTensor(known.shape, known.dtype, known.pieces + found.pieces)
