@@ -97,8 +97,10 @@ def run_python(program: str, stdin: str = "", time_s: float | None = None) -> Ra
             code, timed_out = process.wait(settings.time_s if time_s is None else time_s), False
         except subprocess.TimeoutExpired:
             code, timed_out = -signal.SIGKILL, True
-        finally:
-            _end(process)
+        finally:  # of what is left all in bubblewrap's pid namespace ends with it, else the session
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         most = 1024 * settings.output_kb
         (stdout, is_cut), (stderr, _) = _kept(out, most), _kept(err, most)
         return Ran(stdout, stderr, code, "time" if timed_out else "output" if is_cut else "")
@@ -115,13 +117,6 @@ def _kept(file: IO[bytes], most: int) -> tuple[str, bool]:
     file.seek(0)
     raw = file.read(most + 1)
     return raw[:most].decode("utf-8", "replace"), len(raw) > most
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill what is left of the process: with bubblewrap everything in its pid namespace ends, else its session."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _limited(settings: SandboxConfig) -> list[str]:

@@ -12,20 +12,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from rlcore.config import (
-    AlgoConfig,
-    DataConfig,
-    EpisodeConfig,
-    MixtureData,
-    PassRatesConfig,
-    RewardConfig,
-    RolloutConfig,
-    RunConfig,
-    SandboxConfig,
-    ScratchModel,
-    SuiteConfig,
-    ValidationConfig,
-)
+from rlcore.config import DataConfig, MixtureData, RolloutConfig, RunConfig, SuiteConfig
 from rlcore.config.data import parts_of
 from rlcore.config.fingerprint import changed_settings, fingerprint
 from rlcore.config.gguf import (
@@ -324,7 +311,7 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
 
     What differs between two stages makes another name (`start_model_fingerprint`), or it may change on the way.
     """
-    warm, data = config.warm_start, config.data
+    usual, warm, data = RunConfig(), config.warm_start, config.data
     samples = warm.stop_at_reward is not None
     total = warm.max_steps
     if warm.epochs is not None and num_demonstrations is not None:
@@ -352,24 +339,18 @@ def stage_settings(config: RunConfig, num_demonstrations: int | None = None) -> 
     if samples:
         drawn = {name: getattr(config.rollout, name) for name in ("sampling", "max_num_seqs", "dtype")}
         rollout = rollout.model_copy(update={"engine": "hf", **drawn})
-    scratch = config.model.scratch if config.model.path is None else ScratchModel()
+    scratch = config.model.scratch if config.model.path is None else usual.model.scratch
     is_alone = config.runtime.num_workers == 1 and config.runtime.ray_address is None
+    unused = ["run_id", "tags", "algo", "critic", "pass_rates", "episode", "validation"]
+    unused += [] if samples else ["reward", "sandbox"]
     changes: dict[str, object] = {
+        **{name: getattr(usual, name) for name in unused},
         "name": "warm-start",
-        "run_id": None,
-        "tags": {},
         "data": data,
         "filter": filtered,
         "model": config.model.model_copy(update={"lora": None, "share_prompts": False, "scratch": scratch}),
-        "algo": AlgoConfig(),
         "optim": warm.optim,
-        "critic": None,
-        "pass_rates": PassRatesConfig(),
         "rollout": rollout,
-        "reward": config.reward if samples else RewardConfig(),
-        "episode": EpisodeConfig(),
-        "sandbox": config.sandbox if samples else SandboxConfig(),
-        "validation": ValidationConfig(),
         "trainer": trainer,
         "checkpoint": config.checkpoint.model_copy(update={"keep_best": 1, "keep_every_steps": 0}),
         "warm_start": warm.model_copy(update={"demonstrations": None}),  # its content counts, not its place
