@@ -77,12 +77,7 @@ class RankShards:
         return copy
 
     def write(self, directory: Path) -> None:
-        """Write them into `directory`, whose parent exists.
-
-        Raises:
-            DiskSpaceError: no room.
-            CheckpointError: the folder is gone or cannot be written.
-        """
+        """Write them into `directory`, whose parent exists. Raises as `write_parts` does."""
         try:
             directory.mkdir(exist_ok=True)
         except OSError as reason:
@@ -157,11 +152,7 @@ class BaseRecord:
 
 @torch.no_grad()
 def rank_shards(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> RankShards:
-    """The shards that this rank writes, not copied.
-
-    Raises:
-        CheckpointError: a tensor is laid out in a way that is not known.
-    """
+    """The shards that this rank writes, not copied. Raises as `local_part` does."""
     rank, world_size = rank_and_world_size()
     parts = tuple(part for part in local_parts(model, optimizer, rank=rank) if part.is_written_here)
     record = None if optimizer is None else optimizer_record(model, optimizer)

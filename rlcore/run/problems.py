@@ -73,14 +73,11 @@ class HeldOut:
         if len(forms) > 1:
             raise DataError("data.parts: with data.environment all parts must be chats, or all plain text")
         sandbox.use(self.config.sandbox)
-        tokenizer = load_tokenizer(inputs.tokenizer_directory)
-        limit = self.config.episode.max_tool_tokens
-        role = "tool" if self.config.episode.tools else "user"
         turns = TurnTokens(
-            tokenizer,
+            load_tokenizer(inputs.tokenizer_directory),
             chat=forms.pop(),
-            max_reply_tokens=limit,
-            role=role,
+            max_reply_tokens=self.config.episode.max_tool_tokens,
+            role="tool" if self.config.episode.tools else "user",
             chat_template_kwargs=self.config.data.chat_template_kwargs,
         )
         return Episodes(self.config, turns, self.decode)

@@ -78,22 +78,12 @@ class Session:
         return {}
 
     def warm_start(self, to_step: int | None = None) -> Mapping[str, object]:
-        """Make the model of step 0, unless it is there: the warm start's steps to a checkpoint of `to_step` (None: the
-        last), or its end, whichever comes first.
-
-        Raises:
-            StopRequestedError: a stop was asked for; the last finished step is saved.
-        """
+        """Make the model of step 0, unless it is there; see `WarmStart.to`."""
         result = self._warm_start.to(to_step)
         return {**asdict(result), "directory": str(result.directory)}
 
     def measure_pass_rates(self) -> Mapping[str, object]:
-        """Make the table of pass rates, unless it is there; the model of step 0 must be.
-
-        Raises:
-            DataError: too few training rows are kept by it, or a given table lacks some.
-            StopRequestedError: a stop was asked for; what is measured is saved.
-        """
+        """Make the table of pass rates, see `PassRateMeasuring.make`; the model of step 0 must be there."""
         return {"directory": str(self._measuring.make().directory)}
 
     def train(self, to_step: int, *, at_most: int | None = None) -> Mapping[str, object]:

@@ -54,9 +54,6 @@ MIN_CHECK_PROBLEMS = 16
 """Fewer sampled answers say nothing about a reward."""
 
 
-# ---------------------------------------------------------------------- data
-
-
 @dataclass(frozen=True, slots=True)
 class Lessons:
     """Demonstrations in the order in which they are shown, and those held out."""
@@ -101,9 +98,6 @@ class Lessons:
             row.misdirected if beside and row.misdirected is not None else row
             for row, beside in zip(chosen, wrong, strict=True)
         ]
-
-
-# ---------------------------------------------------------------------- workers and steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +189,6 @@ def has_learned(config: RunConfig, step: int, best_step: int, metrics: Mapping[s
         return True
     is_measured = HELD_OUT_LOSS in metrics
     return warm.patience is not None and is_measured and step - best_step >= warm.patience * warm.check_every
-
-
-# ---------------------------------------------------------------------- the stage
 
 
 class WarmStart:

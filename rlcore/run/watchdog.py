@@ -38,28 +38,19 @@ LOOK_EVERY_S = 0.25
 LAST_RESORT_S = 60.0
 """Beyond a phase's deadline: by then the thread has acted, unless it could not run."""
 
-DEADLINE_OF = {
-    "start": "start_s",
-    "gen": "generate_s",
-    "reward": "score_s",
-    "environment": "score_s",
-    "old_log_prob": "forward_s",
-    "ref": "forward_s",
-    "values": "forward_s",
-    "adv": "forward_s",
-    "update_critic": "update_s",
-    "update_actor": "update_s",
-    "supervise": "update_s",
-    "update_weights": "hand_over_s",
-    "testing": "validate_s",
-    "save_checkpoint": "save_s",
-    "commit": "save_s",
-    "export": "save_s",
-    "start_model": "save_s",
-    "profile": "save_s",
-    "load": "load_s",
+PHASES = {
+    "start_s": ("start",),
+    "generate_s": ("gen",),
+    "score_s": ("reward", "environment"),
+    "forward_s": ("old_log_prob", "ref", "values", "adv"),
+    "update_s": ("update_critic", "update_actor", "supervise"),
+    "hand_over_s": ("update_weights",),
+    "validate_s": ("testing",),
+    "save_s": ("save_checkpoint", "commit", "export", "start_model", "profile"),
+    "load_s": ("load",),
 }
-"""Phase -> its key in `runtime.deadlines`. Phases of a step have the names of their `timing_s` metrics."""
+"""The phases of each key in `runtime.deadlines`. Phases of a step have the names of their `timing_s` metrics."""
+DEADLINE_OF = {phase: key for key, phases in PHASES.items() for phase in phases}
 BEFORE_THE_UPDATE = frozenset({"gen", "environment", "reward", "old_log_prob", "ref", "values", "adv"})
 """Phases that change nothing: a step that is given up in them leaves the weights of the step before."""
 

@@ -115,8 +115,6 @@ class TrainingWorkers(Generic[S]):
             return []
         return [use for use in self._parts.group.each(Worker.gpu_use) if use is not None]
 
-    # ------------------------------------------------------------------ weights
-
     def load(self, checkpoint: str) -> None:
         """Put a checkpoint's weights into workers and engines."""
         workers = self.start().group
