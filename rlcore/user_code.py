@@ -127,13 +127,9 @@ def named_functions(config: "RunConfig") -> tuple[str, ...]:
     tasks = [part.data for part in parts_of(config.data)] + [suite.data for suite in config.validation.suites]
     named = [data.scorer for data in tasks]
     named += [data.build for data in tasks if isinstance(data, CustomData)]
-    environments = [config.data.environment, *(suite.data.environment for suite in config.validation.suites)]
-    named += [environment for environment in environments if environment]
-    named += config.episode.tools
-    named += [
-        name for name in (config.algo.policy_loss, config.algo.advantage, config.reward.judge.rules) if ":" in name
-    ]
-    return tuple(dict.fromkeys(named))
+    named += [config.data.environment, *(suite.data.environment for suite in config.validation.suites)]
+    named += [*config.episode.tools, config.algo.policy_loss, config.algo.advantage, config.reward.judge.rules]
+    return tuple(dict.fromkeys(name for name in named if ":" in name))
 
 
 def code_of(config: "RunConfig") -> Code:

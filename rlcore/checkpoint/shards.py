@@ -13,7 +13,8 @@ opens them; a file that the manifest does not list is opened too. That protects 
 can write the folder can write a matching manifest too, which is why no byte in it may be able to run.
 
 Parameters that want no gradient (the base under LoRA adapters) are not saved: they are those of the start model.
-`base.json` holds their digest, type and whether it is in 4 bits, and another base is refused.
+`base.json` holds their digest, type and whether it is in 4 bits, and another base is refused. `optimizer.json` holds an
+optimizer's groups and numbers.
 """
 
 import json
@@ -23,12 +24,13 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from rlcore.checkpoint.optimizer import OptimizerRecord, load_optimizer, optimizer_record, write_optimizer_record
 from rlcore.checkpoint.shard_files import (
     LocalPart,
     ShardReader,
@@ -37,8 +39,10 @@ from rlcore.checkpoint.shard_files import (
     local_part,
     local_parts,
     model_tensors,
+    named_parameters,
     num_bytes,
     rank_and_world_size,
+    state_name,
     write_parts,
 )
 from rlcore.errors import CheckpointError
@@ -55,7 +59,30 @@ SavedModels = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]
 
 SHOWN_NAMES = 5
 BASE = "base.json"
-FORMAT_VERSION = 2
+BASE_FORMAT_VERSION = 2
+OPTIMIZER = "optimizer.json"
+OPTIMIZER_FORMAT_VERSION = 1
+Number = int | float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRecord:
+    """One parameter group: its parameters by name and its numbers (learning rate, betas, ...)."""
+
+    names: tuple[str, ...]
+    numbers: Mapping[str, Number | tuple[Number, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRecord:
+    """An optimizer's state besides tensors: groups, and for each parameter the keys and numbers of its state."""
+
+    groups: tuple[GroupRecord, ...]
+    state_tensors: Mapping[str, tuple[str, ...]]
+    state_numbers: Mapping[str, Mapping[str, Number | tuple[Number, ...]]]
+
+
+_RECORD = TypeAdapter(OptimizerRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +113,8 @@ class RankShards:
             ) from reason
         write_parts(directory, self.parts, rank=self.rank, world_size=self.world_size)
         if self.optimizer is not None and self.rank == 0:
-            write_optimizer_record(directory, self.optimizer)
+            document = {"format_version": OPTIMIZER_FORMAT_VERSION, **asdict(self.optimizer)}
+            write_json_atomically(directory / OPTIMIZER, document)
         if self.base is not None and self.rank == 0:
             self.base.write(directory)
 
@@ -118,8 +146,8 @@ class BaseRecord:
         file = directory / BASE
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
-            if document["format_version"] != FORMAT_VERSION:
-                raise ValueError(f"format_version {document['format_version']!r}, known is {FORMAT_VERSION}")
+            if document["format_version"] != BASE_FORMAT_VERSION:
+                raise ValueError(f"format_version {document['format_version']!r}, known is {BASE_FORMAT_VERSION}")
             return cls(str(document["digest"]), str(document["dtype"]), str(document["base"]))
         except (OSError, ValueError, KeyError, TypeError) as reason:
             raise CheckpointError(
@@ -128,7 +156,7 @@ class BaseRecord:
 
     def write(self, directory: Path) -> None:
         """Write `base.json`."""
-        write_json_atomically(directory / BASE, {"format_version": FORMAT_VERSION, **asdict(self)})
+        write_json_atomically(directory / BASE, {"format_version": BASE_FORMAT_VERSION, **asdict(self)})
 
     def require(self, directory: Path) -> None:
         """Raise CheckpointError where the adapters of a checkpoint were trained over another base than this."""
@@ -148,6 +176,34 @@ class BaseRecord:
                 f"{directory}: its adapters were trained over other weights (digest {there.digest}) than those here "
                 f"({self.digest}): the model at model.path has changed. Restore it, or begin a new run."
             )
+
+
+def optimizer_record(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerRecord:
+    """The optimizer's state as it is now, besides its tensors."""
+    names = {parameter: name for name, parameter in named_parameters(model)}
+    groups = []
+    state_tensors: dict[str, tuple[str, ...]] = {}
+    state_numbers: dict[str, Mapping[str, Any]] = {}
+    for group in optimizer.param_groups:
+        groups.append(GroupRecord(tuple(names[p] for p in group["params"]), _numbers(group)))
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            state_tensors[names[parameter]] = tuple(key for key, value in state.items() if isinstance(value, Tensor))
+            state_numbers[names[parameter]] = _numbers(state)
+    return OptimizerRecord(tuple(groups), state_tensors, state_numbers)
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers are state; switches (fused, foreach, capturable) belong to the code that runs now."""
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    return {
+        key: value
+        for key, value in values.items()
+        if is_number(value) or (isinstance(value, tuple) and all(map(is_number, value)))
+    }
 
 
 @torch.no_grad()
@@ -337,3 +393,77 @@ def _require_same_names(directory: Path, parts: list[LocalPart], stored: Mapping
                 f"{directory}: was saved from another model: {len(names)} tensors {what}, first {shown}. Use the model "
                 "and the settings that were trained."
             )
+
+
+def _read_record(directory: Path) -> OptimizerRecord:
+    path = directory / OPTIMIZER
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        version = document.pop("format_version")
+        if version != OPTIMIZER_FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path}: format_version must be {OPTIMIZER_FORMAT_VERSION}, got {version!r}. Read it with the version "
+                "of Millrace that wrote it."
+            )
+        return _RECORD.validate_python(document)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing: the weights were saved without an optimizer. Use another.") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as reason:
+        raise CheckpointError(f"{path}: is damaged ({reason!r}). Delete the checkpoint and use another.") from reason
+
+
+def load_optimizer(
+    directory: Path, reader: ShardReader, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int
+) -> None:
+    """Fill the optimizer's state, in place where it has one.
+
+    Raises:
+        CheckpointError: nothing was saved, it is damaged, or the groups of parameters are others.
+    """
+    record = _read_record(directory)
+    named = dict(named_parameters(model))
+    names = {parameter: name for name, parameter in named.items()}
+    here = tuple(tuple(names[p] for p in group["params"]) for group in optimizer.param_groups)
+    if here != tuple(group.names for group in record.groups):
+        raise CheckpointError(
+            f"{directory / OPTIMIZER}: its groups of parameters are not those of the optimizer here. Use the model and "
+            "the settings that were trained."
+        )
+    packed = optimizer.state_dict()
+    for group, saved in zip(packed["param_groups"], record.groups, strict=True):
+        group.update(saved.numbers)
+    order = [name for group in here for name in group]
+    packed["state"] = {
+        number: {
+            **{
+                key: _state_tensor(reader, optimizer, named[name], name, key, rank)
+                for key in record.state_tensors[name]
+            },
+            **record.state_numbers[name],
+        }
+        for number, name in enumerate(order)
+        if record.state_tensors[name] or record.state_numbers[name]
+    }
+    optimizer.load_state_dict(packed)
+
+
+def _state_tensor(
+    reader: ShardReader, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, name: str, key: str, rank: int
+) -> Tensor:
+    """One tensor of the state, laid out as its parameter where it has the same shape; else whole on every rank."""
+    full_name = state_name(name, key)
+    stored = reader.tensors.get(full_name)
+    if stored is None:
+        raise CheckpointError(f"a checkpoint's optimizer.json names {full_name}, but no shard file holds it")
+    known = optimizer.state.get(parameter, {}).get(key)
+    if isinstance(known, Tensor) and tuple(known.shape) == stored.shape and known.dtype == stored.dtype:
+        target = known  # filled in place: two optimizer states at one time may not fit
+    elif stored.shape == tuple(parameter.shape) and stored.shape:
+        if isinstance(optimizer, OffloadedAdamW):
+            target = optimizer.new_moment(parameter, stored.dtype)
+        else:
+            target = torch.empty_like(parameter, dtype=stored.dtype)
+    else:
+        target = torch.empty(stored.shape, dtype=stored.dtype)
+    reader.fill(local_part(full_name, target, rank=rank))
+    return target
