@@ -70,11 +70,8 @@ def require_sandbox(settings: SandboxConfig) -> None:
 
 
 def run_python(program: str, stdin: str = "", time_s: float | None = None) -> Ran:
-    """Run a program under the limits in use, with `stdin` as its standard input; `time_s`: for less than theirs.
-
-    Raises:
-        ConfigError: this machine cannot shut it in.
-    """
+    """Run a program under the limits in use, with `stdin` as its standard input; `time_s`: for less than theirs. Raises
+    as `require_sandbox` does."""
     settings = in_use()
     require_sandbox(settings)
     with ExitStack() as opened:

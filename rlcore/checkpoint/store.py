@@ -251,11 +251,7 @@ class CheckpointStore:
             self._verified.add(known)
 
     def load_state(self, info: CheckpointInfo) -> TrainerState:
-        """What the checkpoint says besides its tensors.
-
-        Raises:
-            CheckpointError: it is damaged, or of other settings; names the settings that differ, with both values.
-        """
+        """What the checkpoint says besides its tensors. Raises as `verify` and `require_same_settings`."""
         self.verify(info)
         require_same_settings(info, self._settings, self._fingerprint)
         return TrainerState.read(info.path / STATE)

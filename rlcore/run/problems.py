@@ -38,18 +38,14 @@ class HeldOut:
 
     @classmethod
     def of_run(cls, config: RunConfig, inputs: RunInputs) -> "HeldOut":
-        """Read the run's own, filtered; nothing is tokenized again.
-
-        Raises:
-            DataError: no row is left in a file, or a file breaks the schema.
-        """
+        """Read the run's own, filtered; nothing is tokenized again. Raises as `read_parts` does."""
         decode = text_decoder(load_tokenizer(inputs.tokenizer_directory))
         validation = spread(read_parts(config, inputs.validation_parquets))
         return HeldOut(config=config, validation=validation, decode=decode)
 
     @classmethod
     def of_suite(cls, config: RunConfig, inputs: RunInputs, suite: SuiteConfig) -> "HeldOut":
-        """The held-out problems of a suite of the run; its name is their data source. Raises DataError as `of_run`."""
+        """The held-out problems of a suite of the run; its name is their data source. Raises as `of_run` does."""
         rows = inputs.of_suite(suite.name)
         found = cls.of_run(suite_settings(config, suite), rows)
         named = tuple(replace(prompt, data_source=suite.name) for prompt in found.validation)
@@ -110,11 +106,8 @@ class Problems(HeldOut):
 
     @classmethod
     def read(cls, config: RunConfig, inputs: RunInputs) -> "Problems":
-        """Read the filtered rows; nothing is tokenized again.
-
-        Raises:
-            DataError: no row is left in a file, a file breaks the schema, or parts of a mixture cannot be mixed.
-        """
+        """Read the filtered rows; nothing is tokenized again. Raises DataError as `read_parts` does, where parts of a
+        mixture cannot be mixed, and where a suite has the name of a data source."""
         held_out = HeldOut.of_run(config, inputs)
         own = {prompt.data_source for prompt in held_out.validation}
         if clash := [suite.name for suite in config.validation.suites if suite.name in own]:
