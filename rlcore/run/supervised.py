@@ -40,7 +40,7 @@ from rlcore.run.start_model import FIGURES, REWARD, UNTAUGHT, StartModel, known_
 from rlcore.run.stop import locked_run
 from rlcore.run.training import Training
 from rlcore.run.watchdog import Watchdog
-from rlcore.run.workers import Started, TrainingWorkers
+from rlcore.run.workers import TrainingWorkers
 from rlcore.storage.finished import FINGERPRINT, finished_or_set_aside
 from rlcore.storage.publish import published_directory, remove_stale_temporaries, write_text_atomically
 from rlcore.trainer.experience import Answerer
@@ -48,7 +48,6 @@ from rlcore.trainer.step import LoopState, StepResult
 from rlcore.trainer.supervised import SupervisedTrainer
 from rlcore.types import Prompt
 from rlcore.workers.group import WorkerGroup
-from rlcore.workers.memory_plan import fit_run
 
 MIN_CHECK_PROBLEMS = 16
 """Fewer sampled answers say nothing about a reward."""
@@ -100,17 +99,14 @@ class Lessons:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Started(Started):
-    trainer: SupervisedTrainer
-    answerer: Answerer | None
-    """Where the sampled reward ends the stage."""
-    problems: Sequence[Prompt]
-    """Those whose answers it is measured on."""
-
-
-class SupervisedWorkers(TrainingWorkers[_Started]):
+class SupervisedWorkers(TrainingWorkers):
     """The ranks of a warm start, with its demonstrations."""
+
+    _trainer: SupervisedTrainer
+    _answerer: Answerer | None = None
+    """Where the sampled reward ends the stage."""
+    _problems: Sequence[Prompt] = ()
+    """Those whose answers it is measured on."""
 
     def __init__(self, record: RunRecord, inputs: RunInputs, lessons: Lessons, start_model: Path) -> None:
         super().__init__(record, start_model)
@@ -122,19 +118,19 @@ class SupervisedWorkers(TrainingWorkers[_Started]):
 
     def measure(self, step: int) -> dict[str, float]:
         """Held-out loss, and the sampled reward where it ends the stage."""
-        parts = self.start()
+        self.start()
         with self._guard.phase("testing"):
-            metrics = parts.trainer.held_out(self._lessons.held_out)
-        if parts.answerer is not None and step:
+            metrics = self._trainer.held_out(self._lessons.held_out)
+        if self._answerer is not None and step:
             super().hand_over(step)
             with self._guard.phase("testing"):
-                metrics[REWARD] = self._reward(parts.answerer, parts.problems, step)
+                metrics[REWARD] = self._reward(self._answerer, step)
         return metrics
 
-    def _reward(self, answerer: Answerer, problems: Sequence[Prompt], step: int) -> float:
+    def _reward(self, answerer: Answerer, step: int) -> float:
         """Mean score of one sampled answer to each problem, over those that the scorer did not fail on."""
         config = answerer.config
-        requests = requests_for(problems, 1, run_seed=config.seed, stream=WARM_START_STREAM, step=step)
+        requests = requests_for(self._problems, 1, run_seed=config.seed, stream=WARM_START_STREAM, step=step)
         answers = answerer.answer(requests, config.rollout.sampling, policy_version=step)
         totals = [score.total for _, score, _ in answers if score.failure is None]
         if not totals:
@@ -144,24 +140,22 @@ class SupervisedWorkers(TrainingWorkers[_Started]):
             )
         return sum(totals) / len(totals)
 
-    def _start(self) -> _Started:
-        config, lessons = fit_run(self._config, self._layout.run_dir, self._report), self._lessons
+    def _start(self) -> None:
+        config, lessons = self.config, self._lessons
         answerer_of: Callable[[WorkerGroup], Answerer] | None = None
-        prompts: tuple[Prompt, ...] = ()
         if config.warm_start.stop_at_reward is not None:
             problems = Problems.read(config, self._inputs)
             answerer_of = problems.answerer(self._inputs, self._open)
-            prompts = spread(problems.train)[: max(MIN_CHECK_PROBLEMS, config.warm_start.check_problems)]
-        group, profile = self._start_group(config)
+            self._problems = spread(problems.train)[: max(MIN_CHECK_PROBLEMS, config.warm_start.check_problems)]
+        self._start_group()
         size = config.warm_start.batch_size
-        trainer = SupervisedTrainer(
-            config, group, lambda drawn, step: lessons.draw(drawn, step, size), enter_phase=self._guard.phase
+        self._trainer = SupervisedTrainer(
+            config, self.group, lambda drawn, step: lessons.draw(drawn, step, size), enter_phase=self._guard.phase
         )
+        self._answerer = answerer_of and answerer_of(self.group)
 
-        def take_step(state: LoopState) -> StepResult:
-            return trainer.step(state, epoch=lessons.shown.epoch_at(state.num_prompts_drawn))
-
-        return _Started(config, group, take_step, profile, trainer, answerer_of and answerer_of(group), prompts)
+    def _take_step(self, state: LoopState) -> StepResult:
+        return self._trainer.step(state, epoch=self._lessons.shown.epoch_at(state.num_prompts_drawn))
 
 
 class SupervisedTraining(Training[SupervisedWorkers]):

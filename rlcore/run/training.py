@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from rlcore.answers.judge import audit_text
 from rlcore.checkpoint.catalog import name_of
@@ -28,7 +28,7 @@ from rlcore.trainer.step import LoopState, StepResult
 
 SEE_ALARMS = "See its metrics, then change the settings, or alarms.*, which may change when a run goes on"
 
-W = TypeVar("W", bound=TrainingWorkers[Any])
+W = TypeVar("W", bound=TrainingWorkers)
 
 
 class Training(Generic[W]):

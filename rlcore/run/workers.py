@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from pathlib import Path
-from typing import Concatenate, Generic, Self, TypeVar
+from typing import Concatenate, Self
 
 import pyarrow as pa
 from pydantic import JsonValue
@@ -70,27 +69,19 @@ class ProfileWindow:
         self._guard.report({"event": "note", "text": text})
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """Workers at work. `config`: the training's settings, fitted to this host's memory."""
+class TrainingWorkers:
+    """The ranks of a training. Use as a context manager. Workers are started at their first use and kept: `start` sets
+    what has no value before. `config`: the training's settings, fitted to this host's memory."""
 
     config: RunConfig
     group: WorkerGroup
-    take_step: Callable[[LoopState], StepResult]
-    profile: ProfileWindow
-
-
-S = TypeVar("S", bound=Started)
-
-
-class TrainingWorkers(Generic[S]):
-    """The ranks of a training. Use as a context manager. Workers are started at their first use and kept."""
+    _profile: ProfileWindow
 
     def __init__(self, record: RunRecord, start_model: Path) -> None:
         self._config, self._layout, self._report = record.config, record.layout, record.report
         self._record, self._guard = record, record.guard
         self._open = ExitStack()
-        self._parts: S | None = None
+        self._is_started = False
         self._version = 0
         self.start_model = start_model
         self.found: Mapping[str, object] = {}
@@ -111,9 +102,9 @@ class TrainingWorkers(Generic[S]):
 
     def gpu_uses(self) -> list[GpuUse]:
         """What each rank has used since its start; nothing on a CPU."""
-        if self._parts is None or self.found.get("device_name") == "CPU":
+        if not self._is_started or self.found.get("device_name") == "CPU":
             return []
-        return [use for use in self._parts.group.each(Worker.gpu_use) if use is not None]
+        return [use for use in self.group.each(Worker.gpu_use) if use is not None]
 
     def load(self, checkpoint: str) -> None:
         """Put a checkpoint's weights into workers and engines."""
@@ -154,35 +145,39 @@ class TrainingWorkers(Generic[S]):
         self._record.room.hold(write, step=after_step, path=target)
 
     def each(self, verb: Callable[Concatenate[RankSaver, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call a verb of a save on every rank, see `SavingRanks`; its answers have the phase's deadline."""
+        """Call a verb of a save on every rank; its answers have the deadline of the phase `save_checkpoint`."""
         with self._guard.phase("save_checkpoint"):
             return self.start().group.each(Worker.save, verb, *args, **kwargs)
 
     def step(self, state: LoopState) -> StepResult:
         """Take one step. The caller records it and notes whose weights the workers hold then."""
-        parts = self.start()
+        self.start()
         self.holds = MID_STEP
-        with parts.profile.around(state.step + 1):
-            result = parts.take_step(state)
+        with self._profile.around(state.step + 1):
+            result = self._take_step(state)
         self._version = result.state.policy_version
         return result
 
-    def start(self) -> S:
+    def start(self) -> Self:
         """Start the workers, if they are not."""
-        if self._parts is None:
-            self._parts = self._start()
-            self.holds = None
-        return self._parts
+        if not self._is_started:
+            self.config = fit_run(self._config, self._layout.run_dir, self._report)
+            self._start()
+            self._is_started, self.holds = True, None
+        return self
 
-    def _start(self) -> S:
+    def _start(self) -> None:
         """Read the data, then start the workers."""
         raise NotImplementedError
 
-    def _start_group(self, config: RunConfig, probe: Sequence[Prompt] = ()) -> tuple[WorkerGroup, ProfileWindow]:
-        """The ranks, whose hand-overs are judged by the prompts of `probe`."""
+    def _take_step(self, state: LoopState) -> StepResult:
+        raise NotImplementedError
+
+    def _start_group(self, probe: Sequence[Prompt] = ()) -> None:
+        """Start the ranks, whose hand-overs are judged by the prompts of `probe`."""
         try:
             with self._guard.phase("start"):
-                group = start_workers(config, str(self.start_model))
+                self.group = group = start_workers(self.config, str(self.start_model))
                 self._open.callback(group.close)
                 group.each(Worker.probe_with, probe)
                 info = group.each(Worker.info)[0]
@@ -196,17 +191,14 @@ class TrainingWorkers(Generic[S]):
         self._report({"event": "note", "text": text})
         kept = ("device_name", "num_parameters", "dtype", "attention")
         self.found = {"num_workers": group.world_size, **{name: getattr(info, name) for name in kept}}
-        return group, ProfileWindow(self._record, group)
+        self._profile = ProfileWindow(self._record, group)
 
 
-@dataclass(frozen=True, slots=True)
-class _RunStarted(Started):
-    problems: HeldOut
-    answerer: Answerer
-
-
-class RunWorkers(TrainingWorkers[_RunStarted]):
+class RunWorkers(TrainingWorkers):
     """The ranks of a run, with its problems."""
+
+    _held_out: HeldOut
+    _answerer: Answerer
 
     def __init__(self, record: RunRecord, inputs: RunInputs) -> None:
         super().__init__(record, planned_start_model(record.config, inputs.filtered_directory))
@@ -215,19 +207,19 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
     @property
     def unscored(self) -> tuple[int, str]:
         """See `ScoringPool.unscored`."""
-        return self.start().answerer.unscored
+        return self.start()._answerer.unscored
 
     def validate(self, name: str, step: int) -> tuple[ValidationResult, pa.Table]:
         """Judge the workers' weights on the held-out problems, while training on the first `validation.max_problems`.
         Returns the result and the table of its answers."""
-        answerer = self.start().answerer
+        answerer = self.start()._answerer
         kept: list[pa.Table] = []
 
         def keep(answers: Sequence[ScoredAnswer], greedy: bool) -> None:
             rollouts, scores, texts = zip(*answers, strict=True)
             kept.append(answer_table(step, rollouts, scores, texts, answerer.decode, validation=name, greedy=greedy))
 
-        prompts = self.start().problems.held_out(limited=name.startswith("step-"))
+        prompts = self._held_out.held_out(limited=name.startswith("step-"))
         with self._guard.phase("testing"):
             result = validate(answerer, prompts, name=name, step=step, policy_version=self._version, keep=keep)
         return result, pa.concat_tables(kept)
@@ -235,12 +227,11 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
     def validate_suite(self, suite: SuiteConfig, name: str, step: int) -> tuple[ValidationResult, str]:
         """Judge them on a suite's problems, by a scorer and an environment that are started for it. Returns the result
         and why the last answer without a score has none."""
-        parts = self.start()
-        problems = HeldOut.of_suite(parts.config, self.inputs, suite)
+        problems = HeldOut.of_suite(self.start().config, self.inputs, suite)
         is_evaluation = not self.inputs.has_training_rows
         prompts = problems.held_out(limited=is_evaluation or name.startswith("step-"))
         with ExitStack() as opened, self._guard.phase("testing"):
-            answerer = problems.answerer(self.inputs.of_suite(suite.name), opened)(parts.group)
+            answerer = problems.answerer(self.inputs.of_suite(suite.name), opened)(self.group)
             result = validate(
                 answerer, prompts, name=name, step=step, policy_version=self._version, suite=problems.suite
             )
@@ -249,7 +240,7 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
     @property
     def problems(self) -> Problems:
         """What a run that trains works on."""
-        problems = self.start().problems
+        problems = self.start()._held_out
         assert isinstance(problems, Problems), "an evaluation has no training rows"
         return problems
 
@@ -258,13 +249,12 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
 
         The random numbers follow from the run's seed and the row's place, `first_row` for the first prompt.
         """
-        parts = self.start()
+        config = self.start().config
         requests = requests_for(
-            prompts, num_samples, run_seed=parts.config.seed, stream=PASS_RATE_STREAM, step=0, first_group=first_row
+            prompts, num_samples, run_seed=config.seed, stream=PASS_RATE_STREAM, step=0, first_group=first_row
         )
-        sampling = parts.config.rollout.sampling
         with self._guard.phase("testing"):
-            return as_results(parts.answerer.answer(requests, sampling, policy_version=self._version))
+            return as_results(self._answerer.answer(requests, config.rollout.sampling, policy_version=self._version))
 
     def audit(self, judged: ValidationResult) -> tuple[Finding, ...]:
         """Answers that the scorer pays for and must not; see `audit_reward`."""
@@ -272,7 +262,7 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             Case(problem.prompt_text, problem.ground_truth_json, tuple(answer.text for answer in problem.samples[:2]))
             for problem in judged.problems[:NUM_AUDITED]
         ]
-        scoring = self.start().answerer.scoring
+        scoring = self.start()._answerer.scoring
         with self._guard.phase("testing"), scoring.uncounted():
             return audit_reward(cases, scoring)
 
@@ -286,32 +276,27 @@ class RunWorkers(TrainingWorkers[_RunStarted]):
             experience.rollouts,
             experience.scores,
             experience.texts,
-            self.start().problems.decode,
+            self._held_out.decode,
             batch=batch,
             policy_logprobs=result.logprobs_before,
         )
 
-    def _start(self) -> _RunStarted:
-        config = fit_run(self._config, self._layout.run_dir, self._report)
+    def _start(self) -> None:
         is_trained = self.inputs.has_training_rows
-        problems = (Problems.read if is_trained else HeldOut.of_run)(config, self.inputs)
-        answerer_of = problems.answerer(self.inputs, self._open)
-        group, profile = self._start_group(config, problems.held_out(limited=True)[:NUM_PROMPTS])
-        answerer = answerer_of(group)
-        if not isinstance(problems, Problems):
-            return _RunStarted(config, group, _train_nothing, profile, problems, answerer)
+        self._held_out = (Problems.read if is_trained else HeldOut.of_run)(self.config, self.inputs)
+        answerer_of = self._held_out.answerer(self.inputs, self._open)
+        self._start_group(self._held_out.held_out(limited=True)[:NUM_PROMPTS])
+        self._answerer = answerer_of(self.group)
 
-        @cache
-        def trainer() -> Trainer:
-            """Made for the first step: which rows it draws from is known once their pass rates are."""
-            collector = ExperienceCollector(answerer, problems.stream, problems.counted())
-            return Trainer(config, group, collector, failures=self._layout.failures, enter_phase=self._guard.phase)
+    @cached_property
+    def _trainer(self) -> Trainer:
+        """Made for the first step: which rows it draws from is known once their pass rates are."""
+        collector = ExperienceCollector(self._answerer, self.problems.stream, self.problems.counted())
+        failures = self._layout.failures
+        return Trainer(self.config, self.group, collector, failures=failures, enter_phase=self._guard.phase)
 
-        def take_step(state: LoopState) -> StepResult:
-            return trainer().step(state, epoch=problems.stream.epoch_at(state.num_prompts_drawn))
-
-        return _RunStarted(config, group, take_step, profile, problems, answerer)
-
-
-def _train_nothing(state: LoopState) -> StepResult:
-    raise DataError(f"step {state.step + 1}: this is an evaluation, which has held-out problems alone; start a run")
+    def _take_step(self, state: LoopState) -> StepResult:
+        if not isinstance(self._held_out, Problems):
+            step = f"step {state.step + 1}"
+            raise DataError(f"{step}: this is an evaluation, which has held-out problems alone; start a run")
+        return self._trainer.step(state, epoch=self._held_out.stream.epoch_at(state.num_prompts_drawn))
