@@ -35,7 +35,7 @@ from rlcore.run.record import Pace, RunRecord
 from rlcore.run.stop import locked_run
 from rlcore.run.workers import RunWorkers
 from rlcore.storage.finished import FINGERPRINT, finished_or_set_aside
-from rlcore.storage.publish import published_directory, remove_stale_temporaries
+from rlcore.storage.publish import published_directory
 from rlcore.types import Prompt
 
 STAGE = "pass-rates"
@@ -68,7 +68,6 @@ class PassRateMeasuring:
         found = find_pass_rates(self._config, self._inputs)
         if found is None:
             with locked_run(self._beside, self._guard.report, self._guard.stop, math.inf):
-                remove_stale_temporaries(self._beside)
                 if find_pass_rates(self._config, self._inputs) is None:  # perhaps another run has made it meanwhile
                     keep_start(measured_models(self._directory), self._config)
                     self._publish(self._parts())

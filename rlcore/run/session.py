@@ -18,7 +18,6 @@ from rlcore.run.supervised import WarmStart
 from rlcore.run.training import RunTraining
 from rlcore.run.watchdog import Report, Watchdog
 from rlcore.run.workers import RunWorkers
-from rlcore.storage.publish import remove_stale_temporaries
 
 log = logging.getLogger("rlcore.run.session")
 
@@ -47,11 +46,9 @@ class Session:
     def __enter__(self) -> Self:
         """Take the run's lock and read what lies on disk."""
         config, layout, guard = self._config, self._layout, self._guard
-        layout.run_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:
             opened.enter_context(locked_run(layout.run_dir, guard.report, guard.stop))
             layout.require_kinds()
-            remove_stale_temporaries(layout.run_dir)
             opened.enter_context(guard)
             self._inputs = RunInputs.read(layout)
             self._record = RunRecord(config, layout, guard)

@@ -65,13 +65,16 @@ class StopFlag:
 def locked_run(
     run_dir: Path, report: Callable[[Mapping[str, object]], None], stop: Callable[[], bool], wait_s: float = LOCK_WAIT_S
 ) -> Iterator[None]:
-    """Hold the run's lock inside the block. If another process has it, reports that at once, and waits.
+    """Hold the run's lock inside the block, without temporaries that a killed process has left. If another process has
+    the lock, reports that at once, and waits.
 
     Raises:
         RunInUseError: it is still held after `wait_s`; names process, host and since when.
         StopRequestedError: a stop was asked for meanwhile.
     """
-    from rlcore.storage.locks import RunLock  # the command line takes signals from here, and reads no settings for it
+    # The command line takes signals from here, and reads no settings for it.
+    from rlcore.storage.locks import RunLock
+    from rlcore.storage.publish import remove_stale_temporaries
 
     deadline = time.monotonic() + wait_s
     told = False
@@ -92,4 +95,5 @@ def locked_run(
             if stop():
                 raise StopRequestedError("stopped while waiting for the run to be free; nothing was begun")
             time.sleep(POLL_S)
+        remove_stale_temporaries(run_dir)
         yield

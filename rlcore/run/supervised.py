@@ -42,7 +42,7 @@ from rlcore.run.training import Training
 from rlcore.run.watchdog import Watchdog
 from rlcore.run.workers import TrainingWorkers
 from rlcore.storage.finished import FINGERPRINT, finished_or_set_aside
-from rlcore.storage.publish import published_directory, remove_stale_temporaries, write_text_atomically
+from rlcore.storage.publish import published_directory, write_text_atomically
 from rlcore.trainer.experience import Answerer
 from rlcore.trainer.step import LoopState, StepResult
 from rlcore.trainer.supervised import SupervisedTrainer
@@ -220,7 +220,9 @@ class WarmStart:
                 build_model(self._config, folder)
             return StartModel(self._directory, cached=False)
         if self.training is None:
-            self._take_folder()
+            guard = self._guard
+            self._open.enter_context(locked_run(self._layout.run_dir, guard.report, guard.stop, math.inf))
+            self._layout.require_kinds()
             known = known_start_model(self._config, self._inputs)
             if known is not None:  # made by another run while this one waited for the lock
                 self.close(failed=False)
@@ -255,13 +257,6 @@ class WarmStart:
         with self._open:
             if training is not None:
                 training.record.finish(failed=failed, is_over=self._is_over)
-
-    def _take_folder(self) -> None:
-        layout = self._layout
-        layout.run_dir.mkdir(parents=True, exist_ok=True)
-        self._open.enter_context(locked_run(layout.run_dir, self._guard.report, self._guard.stop, math.inf))
-        layout.require_kinds()
-        remove_stale_temporaries(layout.run_dir)
 
     def _begun(self) -> SupervisedTraining:
         lessons = Lessons.read(self._config, self._inputs)

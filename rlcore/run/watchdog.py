@@ -233,7 +233,6 @@ class Watchdog:
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
         file = self._layout.failures / f"stacks-{stamp}-{os.getpid()}.txt"
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
             write_text_atomically(file, f"{fault}\n{fault.message}\n\n{stacks.report(self._folder)}")
         except Exception as reason:  # the fault itself matters more than its picture
             log.warning("the stacks could not be written: %s", reason)
