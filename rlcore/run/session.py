@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Self
+from typing import Any, Self
 
 from rlcore.checkpoint.catalog import is_exported
 from rlcore.config import RunConfig
@@ -15,7 +15,7 @@ from rlcore.run.measuring import PassRateMeasuring
 from rlcore.run.record import RunRecord
 from rlcore.run.stop import StopFlag, locked_run
 from rlcore.run.supervised import WarmStart
-from rlcore.run.training import RunTraining
+from rlcore.run.training import RunTraining, Training
 from rlcore.run.watchdog import Report, Watchdog
 from rlcore.run.workers import RunWorkers
 
@@ -36,12 +36,16 @@ class Session:
     ) -> None:
         """`give_up` ends the process, where a phase or a stop takes too long; it is called from a thread."""
         self._config, self._layout = config, layout
-        self._guard = Watchdog(config, layout, stop=stop, report=report, give_up=give_up, step=self._last_step)
+        self._guard = Watchdog(
+            config, layout, stop=stop, report=report, give_up=give_up, step=lambda: self._current.step
+        )
         self._has_failed = False
         self._is_evaluated = False
 
-    def _last_step(self) -> int:
-        return (self._warm_start.training or self._training).step
+    @property
+    def _current(self) -> Training[Any]:
+        """The training under way: the warm start's, else the run's."""
+        return self._warm_start.training or self._training
 
     def __enter__(self) -> Self:
         """Take the run's lock and read what lies on disk."""
@@ -53,11 +57,11 @@ class Session:
             self._inputs = RunInputs.read(layout)
             self._record = RunRecord(config, layout, guard)
             self._warm_start = WarmStart(config, self._inputs, guard)
-            guard.aside = lambda: self._warm_start.saving or self._record.saves.at
             opened.callback(lambda: self._warm_start.close(failed=self._has_failed))
             self._workers = opened.enter_context(RunWorkers(self._record, self._inputs))
             self._measuring = PassRateMeasuring(self._record, self._inputs, self._workers)
             self._training = RunTraining(self._record, self._workers)
+            guard.aside = lambda: self._current.record.saves.at
             self._resources = opened.pop_all()  # the block gives all back where something failed
         return self
 
@@ -128,7 +132,7 @@ class Session:
 
     def save_finished(self) -> str:
         """Save the last finished step, if it is not: a stop was asked for between two commands. Says what is saved."""
-        return self._warm_start.save_finished() or self._training.save_finished()
+        return self._current.save_finished()
 
     def fail(self) -> None:
         """Have the run recorded as failed when the session ends."""

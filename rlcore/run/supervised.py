@@ -18,7 +18,6 @@ from pydantic import JsonValue
 from rlcore.batching.loader import PromptStream
 from rlcore.batching.prompts import Demonstration, read_demonstrations, read_solutions
 from rlcore.checkpoint.catalog import HELD_OUT_LOSS, CheckpointInfo
-from rlcore.checkpoint.save import UnderWay
 from rlcore.config import RunConfig
 from rlcore.errors import DataError
 from rlcore.models.memory import release_cached_memory
@@ -240,16 +239,6 @@ class WarmStart:
             return StartModel(self._directory, cached=False, steps=newest.step, is_over=False)
         self._publish(training, newest)
         return StartModel.of(self._directory, finished_or_set_aside(self._directory), cached=False)
-
-    def save_finished(self) -> str | None:
-        """Save the last finished step, if the stage is under way: a stop was asked for. Says what is saved."""
-        return None if self.training is None else self.training.save_finished()
-
-    @property
-    def saving(self) -> UnderWay | None:
-        """The save that is under way; None where none is."""
-        training = self.training  # asked in another thread
-        return None if training is None else training.record.saves.at
 
     def close(self, *, failed: bool) -> None:
         """End the workers and give the folder back."""
