@@ -24,12 +24,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import unified_diff
 from functools import cache
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from rlcore.config import RunConfig
@@ -271,20 +270,17 @@ class KeptSource(SourceFileLoader):
         raise OSError(f"{path}: is not what is loaded")
 
 
-class _Finder(MetaPathFinder):
-    def __init__(self) -> None:
-        self.loaders: Mapping[str, KeptSource] = {}
+class _Finder:
+    loaders: ClassVar[Mapping[str, KeptSource]] = {}
 
+    @classmethod
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+        cls, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        loader = self.loaders.get(fullname)
+        loader = cls.loaders.get(fullname)
         if loader is None:
             return None
         return importlib.util.spec_from_file_location(fullname, loader.path, loader=loader)
-
-
-_FINDER = _Finder()
 
 
 def use(folder: Path | None) -> None:
@@ -301,9 +297,9 @@ def use(folder: Path | None) -> None:
             package, _, member = name.rpartition(".")
             if package in sys.modules:  # a folder without __init__.py, which stays and has the module as a member
                 vars(sys.modules[package]).pop(member, None)
-    _FINDER.loaders = loaders
-    if _FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, _FINDER)
+    _Finder.loaders = loaders
+    if _Finder not in sys.meta_path:
+        sys.meta_path.insert(0, _Finder)
     if folder is None:
         os.environ.pop(FOLDER_VARIABLE, None)
     else:
