@@ -216,12 +216,12 @@ def record_lineage(run: OpenRun, inputs: RunInputs) -> None:
         return
     run.has_lineage = True
     try:
-        revision = code_revision()
+        commit, dirty = code_revision()
         lineage = Lineage(
             stages=_lineage_stages(run, inputs),
             command=run.command,
-            git_commit="" if revision is None else revision.commit,
-            git_dirty=revision is not None and revision.dirty,
+            git_commit=commit,
+            git_dirty=dirty,
             environment=environment_facts(),
         )
         lineage.write(run.layout.run_dir)

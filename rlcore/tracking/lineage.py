@@ -108,23 +108,14 @@ def stage_of(name: str, folder: Path) -> Stage:
     return Stage(name, folder.name, str(folder), facts)
 
 
-@dataclass(frozen=True, slots=True)
-class CodeRevision:
-    """The state of the source. `dirty`: some file differs from the commit or is not in it."""
-
-    commit: str
-    dirty: bool
-
-
-def code_revision(folder: Path = SOURCE_FOLDER) -> CodeRevision | None:
-    """The git commit of the source; None without git, or where no git repository has these files: an environment inside
-    a project's folder lies in that project's repository.
+def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
+    """The git commit of the source, and whether some file differs from it or is not in it; '' without git, or where no
+    git repository has these files: an environment inside a project's folder lies in that project's repository.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None or not _is_tracked(folder):
-        return None
-    changes = _git(folder, "status", "--porcelain") or ""
-    return CodeRevision(commit.strip(), bool(changes.strip()))
+        return "", False
+    return commit.strip(), bool((_git(folder, "status", "--porcelain") or "").strip())
 
 
 def code_diff(folder: Path = SOURCE_FOLDER) -> str:
@@ -165,9 +156,9 @@ def lineage_tags(
         "mlflow.source.name": "millrace",
         "mlflow.user": _user(),
     }
-    if (revision := code_revision()) is not None:
-        tags |= {"git_commit": revision.commit, "git_dirty": str(revision.dirty).lower()}
-        tags["mlflow.source.git.commit"] = revision.commit
+    commit, dirty = code_revision()
+    if commit:
+        tags |= {"git_commit": commit, "git_dirty": str(dirty).lower(), "mlflow.source.git.commit": commit}
     tags |= {f"prefect.{key}": value for key, value in (prefect or {}).items() if value}
     return tags | config.tags
 

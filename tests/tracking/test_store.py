@@ -194,25 +194,22 @@ def test_tags_of_lineage(config: RunConfig):
 
 
 def test_the_code_revision_is_gits(tmp_path: Path):
-    assert code_revision(tmp_path) is None
+    assert code_revision(tmp_path) == ("", False)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
     source = tmp_path / "rlcore" / "a.py"
     source.parent.mkdir()
     source.write_text("one\n")
     for command in (["init", "-q"], ["add", "rlcore"], ["commit", "-q", "-m", "first"]):
         subprocess.run([*git, *command], check=True)
-    clean = code_revision(tmp_path)
-    assert clean is not None
-    assert (len(clean.commit), clean.dirty, code_diff(tmp_path)) == (40, False, "")
+    commit, dirty = code_revision(tmp_path)
+    assert (len(commit), dirty, code_diff(tmp_path)) == (40, False, "")
     source.write_text("two\n")
-    dirty = code_revision(tmp_path)
-    assert dirty is not None
-    assert (dirty.commit, dirty.dirty) == (clean.commit, True)
+    assert code_revision(tmp_path) == (commit, True)
     assert "+two" in code_diff(tmp_path)
     installed = tmp_path / ".venv" / "site-packages"
     (installed / "rlcore").mkdir(parents=True)
     (installed / "rlcore" / "a.py").write_text("one\n")
-    assert (code_revision(installed), code_diff(installed)) == (None, ""), "that is another project's repository"
+    assert (code_revision(installed), code_diff(installed)) == (("", False), ""), "that is another project's repository"
 
 
 def test_facts_of_the_environment():
