@@ -299,7 +299,7 @@ class Delivery:
         try:
             for step, rows in parts_to_trace(self._run_dir / "answers", self._state.traced_step, per_step):
                 times_s = {record.step: record.time for record in _records(self._run_dir / JOURNAL_FILE)}
-                send(store.uri, store.ensure_experiment(), run_id, rows, times_s)
+                send(store.uri, store.experiment_id, run_id, rows, times_s)
                 self._save(traced_step=step)
         except FileNotFoundError:
             pass  # A part was deleted or cut just now: the next turn lists them anew.

@@ -34,20 +34,10 @@ TRAINING_VIEW = "workflowType=machine_learning"
 LOCAL_UI = "http://127.0.0.1:5000"
 """Address of the pages of a store on sqlite while `millrace ui` or `millrace up` serves them."""
 
+# MLflow's limits: of parameters or tags in one request, and of the characters of a value.
 MAX_BATCH = 100
-"""Parameters or tags that MLflow takes in one request."""
-
 MAX_PARAM_CHARACTERS = 6_000
-"""MLflow's limit for the value of a parameter."""
-
 MAX_TAG_CHARACTERS = 8_000
-"""MLflow's limit for the value of a tag."""
-
-MAX_DIGEST_CHARACTERS = 36
-"""MLflow's limit for the digest of a dataset; the fingerprint's first characters are as unique."""
-
-MAX_INPUT_TAG_CHARACTERS = 500
-"""MLflow's limit for the value of a tag on a dataset."""
 
 MOST_RUNS = 1_000
 """A search returns at most so many runs."""
@@ -73,21 +63,19 @@ class MlflowStore:
         self.uri = resolve_uri(config, root)
         self._experiment_name = config.experiment
         self._artifact_root = root.absolute() / "mlartifacts"
-        self._experiment_id: str | None = None
 
     @cached_property
     def client(self) -> "MlflowClient":
         """MLflow's own client, for what this class does not offer."""
         return connect(self.uri)
 
-    def ensure_experiment(self) -> str:
+    @cached_property
+    def experiment_id(self) -> str:
         """The id of the experiment, which is made if it is missing.
 
         Raises:
             TrackingError: the experiment was deleted.
         """
-        if self._experiment_id is not None:
-            return self._experiment_id
         experiment = self.client.get_experiment_by_name(self._experiment_name)
         if experiment is None:
             experiment = self._create_experiment()
@@ -96,8 +84,7 @@ class MlflowStore:
                 f"tracking.experiment {self._experiment_name!r}: was deleted in {masked(self.uri)}. Restore it with "
                 f"`mlflow experiments restore --experiment-id {experiment.experiment_id}`, or set another name."
             )
-        self._experiment_id = str(experiment.experiment_id)
-        return self._experiment_id
+        return str(experiment.experiment_id)
 
     def _create_experiment(self) -> "Experiment":
         from mlflow.exceptions import MlflowException
@@ -119,14 +106,14 @@ class MlflowStore:
     def find_runs(self, tags: Mapping[str, str]) -> "list[Run]":
         """The runs of the experiment that have all these tags and have not been superseded, oldest first."""
         conditions = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
-        runs = self.client.search_runs([self.ensure_experiment()], conditions, order_by=["attributes.start_time ASC"])
+        runs = self.client.search_runs([self.experiment_id], conditions, order_by=["attributes.start_time ASC"])
         return [run for run in runs if SUPERSEDED_TAG not in run.data.tags]
 
     def create_run(self, run_name: str, tags: Mapping[str, str], start_time_s: float | None = None) -> str:
         """The MLflow id of a new run. `start_time_s`: seconds since the epoch or now."""
         start_ms = None if start_time_s is None else milliseconds(start_time_s)
         short = {key: _cut(value, MAX_TAG_CHARACTERS) for key, value in _taken(tags).items()}
-        return str(self.client.create_run(self.ensure_experiment(), start_ms, short, run_name).info.run_id)
+        return str(self.client.create_run(self.experiment_id, start_ms, short, run_name).info.run_id)
 
     def start_or_resume_run(self, run_name: str, run_id: str | None, tags: Mapping[str, str]) -> str:
         """The MLflow id of a run that is now RUNNING: the one given, or a new one of this name."""
@@ -144,14 +131,11 @@ class MlflowStore:
         for start in range(0, len(rows), MAX_BATCH):
             self.client.log_batch(run_id, tags=rows[start : start + MAX_BATCH])
 
-    def log_params(self, run_id: str, settings: Mapping[str, object]) -> tuple[str, ...]:
+    def log_params(self, run_id: str, settings: Mapping[str, object]) -> None:
         """Write the settings as parameters, `trainer.total_steps` and so on.
 
         MLflow keeps the first value of a parameter for ever. Where a resumed run has another one (more steps, say),
         the new value becomes a tag `changed.<key>`.
-
-        Returns:
-            The keys that changed.
         """
         from mlflow.entities import Param
 
@@ -164,9 +148,8 @@ class MlflowStore:
         missing = [Param(key, value) for key, value in params.items() if key not in known]
         for start in range(0, len(missing), MAX_BATCH):
             self.client.log_batch(run_id, params=missing[start : start + MAX_BATCH])
-        changed = {key: value for key, value in params.items() if known.get(key, value) != value}
-        self.set_tags(run_id, {f"changed.{key}": value for key, value in changed.items()})
-        return tuple(changed)
+        changed = {f"changed.{key}": value for key, value in params.items() if known.get(key, value) != value}
+        self.set_tags(run_id, changed)
 
     def log_metrics(self, run_id: str, step: int, metrics: Mapping[str, float], time_s: float) -> None:
         """Write values of one step, for stages without a journal (a validation on its own, a sweep's summary)."""
@@ -186,31 +169,21 @@ class MlflowStore:
         counts: Mapping[str, int],
         context: str,
     ) -> None:
-        """Link a dataset to a run as an input, found again by `dataset.digest = '<fingerprint>'`.
-
-        Args:
-            run_id: the MLflow run.
-            name: shown in MLflow ("countdown", "countdown filtered").
-            fingerprint: ours; MLflow's own digest would be of a sample of rows.
-            source: path or hub id of the files.
-            schema: type by column.
-            counts: rows by split, dropped rows and the like.
-            context: what the run did with it ("training", "validation").
+        """Link a dataset to a run as an input, found again by `dataset.digest = '<fingerprint>'`: MLflow's own digest
+        would be of a sample of rows. `source`: path or hub id of the files; `schema`: type by column; `counts`: rows by
+        split, dropped rows and the like; `context`: what the run did with it ("training", "validation").
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         dataset = Dataset(
             name=name,
-            digest=fingerprint[:MAX_DIGEST_CHARACTERS],
+            digest=fingerprint,
             source_type="local",
             source=json.dumps({"uri": source}),
             schema=json.dumps({"mlflow_colspec": [{"name": key, "type": kind} for key, kind in schema.items()]}),
             profile=json.dumps(dict(counts)),
         )
-        tags = [
-            InputTag("mlflow.data.context", context),
-            InputTag("fingerprint", fingerprint[:MAX_INPUT_TAG_CHARACTERS]),
-        ]
+        tags = [InputTag("mlflow.data.context", context), InputTag("fingerprint", fingerprint)]
         self.client.log_inputs(run_id, [DatasetInput(dataset, tags)])
 
     def log_samples_table(self, run_id: str, rows: Sequence[Mapping[str, object]], artifact: str) -> None:
@@ -232,11 +205,11 @@ class MlflowStore:
 
     def run_url(self, run_id: str, ui: str = LOCAL_UI) -> str:
         """The page of a run. On sqlite it is the page under `ui`, where `ui_command` serves it."""
-        return f"{self.page_root(ui)}/#/experiments/{self.ensure_experiment()}/runs/{run_id}?{TRAINING_VIEW}"
+        return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs/{run_id}?{TRAINING_VIEW}"
 
     def runs_url(self, ui: str = LOCAL_UI) -> str:
         """The page with the table of all runs."""
-        return f"{self.page_root(ui)}/#/experiments/{self.ensure_experiment()}/runs?{TRAINING_VIEW}"
+        return f"{self.page_root(ui)}/#/experiments/{self.experiment_id}/runs?{TRAINING_VIEW}"
 
     def page_root(self, ui: str) -> str:
         """Where MLflow's pages are: `ui` on sqlite, else the server."""
@@ -258,7 +231,7 @@ def search_run_ids(store: MlflowStore, query: str) -> list[str]:
     own = f"tags.`{RUN_ID_TAG}` != '' and tags.stage = 'train'"  # a warm start has settings too
     try:
         runs = store.client.search_runs(
-            [store.ensure_experiment()],
+            [store.experiment_id],
             f"{query} and {own}" if query else own,
             max_results=MOST_RUNS,
             order_by=["attributes.start_time ASC"],
@@ -276,7 +249,7 @@ def search_run_ids(store: MlflowStore, query: str) -> list[str]:
 def compare_url(store: MlflowStore, mlflow_run_ids: Sequence[str], ui: str = LOCAL_UI) -> str:
     """MLflow's page that compares runs. On sqlite it is the page under `ui`, where `millrace ui` serves it."""
     runs = quote_url(json.dumps(list(mlflow_run_ids)))
-    experiments = quote_url(json.dumps([store.ensure_experiment()]))
+    experiments = quote_url(json.dumps([store.experiment_id]))
     return f"{store.page_root(ui)}/#/compare-runs?runs={runs}&experiments={experiments}&{TRAINING_VIEW}"
 
 

@@ -87,7 +87,7 @@ def log_model(
         tags["size_bytes"] = str(num_bytes)
     else:
         tags[EXTERNAL] = "true"
-    client, experiment_id = store.client, store.ensure_experiment()
+    client, experiment_id = store.client, store.experiment_id
     for model in models_of(client, experiment_id, run_id):
         if (model.name, model.tags.get("step")) == (name, str(step)):
             return str(model.model_id)
@@ -173,7 +173,7 @@ def name_models(store: MlflowStore, run_id: str, by_alias: Mapping[Alias, str], 
     MLflow gives aliases to versions in its registry alone, so a run's own models have tags. Where `registered` names a
     model of the registry, the models are versions of it too, and `models:/<registered>@best` loads one.
     """
-    for model in models_of(store.client, store.ensure_experiment(), run_id):
+    for model in models_of(store.client, store.experiment_id, run_id):
         for alias in ALIASES:
             if alias in model.tags and by_alias.get(alias) not in (None, model.model_id):
                 store.client.delete_logged_model_tag(str(model.model_id), alias)

@@ -71,7 +71,7 @@ def test_a_sweeps_run_describes_it_and_has_all_its_runs_reused_ones_too(sweep: S
     assert [one[PARENT_TAG] for one in tags] == [own, parents["another"], own]
     assert [one[f"millrace.sweep.{sweep.sweep_id}"] for one in tags] == ["1", "2", "3"]
     query = f"tags.`millrace.sweep.{sweep.sweep_id}` != ''"
-    found = store.client.search_runs([store.ensure_experiment()], query)
+    found = store.client.search_runs([store.experiment_id], query)
     assert {run.info.run_id for run in found} == set(pages)
 
     run = store.client.get_run(own)

@@ -175,7 +175,7 @@ def test_gc_removes_what_deleted_runs_have_left_and_nothing_else(
     for name in ("thrown away", "registered", "kept"):
         run_id = store.create_run(name, {})
         store.client.log_text(run_id, "x" * 1_000, "notes/a.txt")
-        model = client.create_logged_model(store.ensure_experiment(), name=name.replace(" ", "-"), source_run_id=run_id)
+        model = client.create_logged_model(store.experiment_id, name=name.replace(" ", "-"), source_run_id=run_id)
         client.log_model_artifact(model.model_id, str(tmp_path / "model" / "config.json"))
         client.finalize_logged_model(model.model_id, "READY")
         runs.append((run_id, str(model.model_id)))
@@ -350,7 +350,7 @@ def test_the_best_weights_reach_their_score_again_in_a_fresh_process(
 ) -> None:
     store = MlflowStore(TrackingConfig(), reference.millrace.root)
     run_id = run_of(reference.millrace.root, reference.run_dir.name).info.run_id
-    (model,) = [each for each in models_of(store.client, store.ensure_experiment(), run_id) if "best" in each.tags]
+    (model,) = [each for each in models_of(store.client, store.experiment_id, run_id) if "best" in each.tags]
     best = f"models:/{model.model_id}"
     step = int(model.tags["step"])
     command = [sys.executable, "-c", LOAD, store.uri, best, str(tmp_path)]
