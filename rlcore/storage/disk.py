@@ -26,9 +26,7 @@ NO_ROOM_TEXTS = ("no space left on device", "disk quota exceeded", "os error 28)
 def nearest_existing(path: Path) -> Path:
     """The path itself or the closest parent that exists."""
     path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def free_bytes(path: Path) -> int:

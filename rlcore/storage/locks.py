@@ -212,10 +212,8 @@ class HeldLock:
     def _try(self) -> bool:
         try:
             return self._lock.try_acquire()
-        except (PermissionError, IsADirectoryError, NotADirectoryError) as reason:
-            raise unwritable(self.path.parent, reason) from reason
         except OSError as reason:
-            if reason.errno == errno.EROFS:
+            if reason.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR):
                 raise unwritable(self.path.parent, reason) from reason
             if is_out_of_room(reason):
                 raise out_of_room(self.path, reason) from reason

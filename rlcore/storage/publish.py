@@ -27,13 +27,7 @@ from rlcore.storage.disk import is_out_of_room, out_of_room, unwritable
 from rlcore.storage.documents import sha256_of
 from rlcore.storage.finished import tell_other_bytes
 from rlcore.storage.locks import FileLock
-from rlcore.storage.manifest import (
-    MANIFEST,
-    FileEntry,
-    in_threads,
-    manifest_text,
-    read_manifest,
-)
+from rlcore.storage.manifest import MANIFEST, FileEntry, in_threads, manifest_text, read_manifest
 
 log = logging.getLogger(__name__)
 
