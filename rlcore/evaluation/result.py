@@ -156,15 +156,6 @@ def per_problem(problems: Sequence[ProblemResult]) -> dict[str, Array]:
     return found
 
 
-def core_name(data_source: str, statistic: str) -> str:
-    """A statistic's full metric name.
-
-    >>> core_name("countdown", "reward/mean@4")
-    'val-core/countdown/reward/mean@4'
-    """
-    return f"val-core/{data_source}/{statistic}"
-
-
 @dataclass(frozen=True)
 class ValidationResult:
     """One model judged on held-out problems, each answered the same number of times.
@@ -232,17 +223,12 @@ class ValidationResult:
         return {value: replace(self, problems=tuple(group)) for value, group in groupby(ordered, key)}
 
     def summary(self) -> Mapping[str, float]:
-        """The figures of this validation under their metric names, each with `/ci_low` and `/ci_high`.
-
-        `val-core/<data_source>/reward/` has `mean@k` (mean score of the k samples), `pass@k`, `pass_all@k`, `maj@k`
-        (shares of problems solved, see `rlcore.evaluation.stats`) and `greedy` (score of the greedy answer);
-        `val-core/<data_source>/acc/` has `mean@k` and `greedy` over solved (1) or not (0). With several sources there
-        are figures of each, and of all problems as `val-core/all/...`. `val-aux/<data_source>/num_unscored` counts
-        answers without a score, where there are any.
+        """The figures of this validation under their metric names (`rlcore/tracking/metrics.md` defines them), each
+        with `/ci_low` and `/ci_high`; of several sources those of each, and of all problems as `val-core/all/...`.
         """
         summary = {name: value for part in self.by_source().values() for name, value in part.summary().items()}
         for statistic, interval in self.intervals.items():
-            name = core_name(self.data_source, statistic)
+            name = f"val-core/{self.data_source}/{statistic}"
             summary |= {name: interval.value, f"{name}/ci_low": interval.low, f"{name}/ci_high": interval.high}
         if self.failures:
             summary[f"val-aux/{self.data_source}/num_unscored"] = float(len(self.failures))

@@ -140,10 +140,7 @@ def bootstrap_intervals(
     means = _resampled_means(table, num_resamples, np.random.default_rng(seed))
     tail = (1.0 - confidence) / 2.0
     low, high = np.quantile(means, [tail, 1.0 - tail], axis=0)
-    return [
-        Interval(float(value), float(low_end), float(high_end))
-        for value, low_end, high_end in zip(table.mean(axis=0), low, high, strict=True)
-    ]
+    return [Interval(*figures) for figures in np.column_stack([table.mean(axis=0), low, high]).tolist()]
 
 
 def _resampled_means(table: Array, num_resamples: int, rng: np.random.Generator) -> Array:
@@ -161,7 +158,7 @@ def _resampled_means(table: Array, num_resamples: int, rng: np.random.Generator)
 
 
 def paired_difference(
-    a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000, seed: int = 0
+    a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95, num_resamples: int = 1_000
 ) -> PairedDifference:
     """Mean of `b - a` over the same problems, its bootstrap interval, and on how many problems either is higher.
 
@@ -170,15 +167,13 @@ def paired_difference(
     Args:
         a: value of each problem, [P].
         b: value of each problem, [P], in the same order.
-        confidence, num_resamples, seed: as for `bootstrap_intervals`.
+        confidence, num_resamples: as for `bootstrap_intervals`.
     """
     first, second = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
     if first.shape != second.shape:
         raise ValueError(f"a and b must be values of the same problems, got {first.shape} and {second.shape}")
     gain = second - first
-    (interval,) = bootstrap_intervals(
-        gain.reshape(-1, 1), confidence=confidence, num_resamples=num_resamples, seed=seed
-    )
+    (interval,) = bootstrap_intervals(gain.reshape(-1, 1), confidence=confidence, num_resamples=num_resamples)
     return PairedDifference(interval, wins=int((gain > 0).sum()), losses=int((gain < 0).sum()))
 
 

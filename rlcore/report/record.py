@@ -16,7 +16,7 @@ from rlcore.checkpoint.state import STATE, TrainerState, journal_problem
 from rlcore.config import RunConfig
 from rlcore.config.data import ALL_SOURCES
 from rlcore.errors import CheckpointError, DataError, MillraceError
-from rlcore.evaluation.result import Comparison, ValidationResult, compare, core_name
+from rlcore.evaluation.result import Comparison, ValidationResult, compare
 from rlcore.evaluation.stats import Interval
 from rlcore.report.series import Series, series_of, warmed_up
 from rlcore.storage.documents import read_document
@@ -194,7 +194,7 @@ class RunRecord:
 
         `statistic` is the name below `val-core/<data_source>/`, such as `reward/mean@4`.
         """
-        name = core_name(str(self.data_source), statistic)
+        name = f"val-core/{self.data_source}/{statistic}"
         found = {
             result.step: result.intervals[statistic]
             for result in self.validations.values()
