@@ -94,11 +94,6 @@ def _is_paid(trial: Trial) -> bool:
     return trial.score.failure is None and (total > 0 if trial.kind in _NOTHING else total >= HALF_MARKS)
 
 
-def audit_text(scorer: str, findings: Sequence[Finding]) -> str:
-    """The findings as a person reads them."""
-    return f"{scorer} pays for what is no answer: {'; '.join(map(str, findings))}"
-
-
 def cases_of(folder: Path, num_cases: int) -> list[Case]:
     """The problems with the kept answers of the highest score, with their best answers.
 

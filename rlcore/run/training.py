@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from rlcore.answers.judge import audit_text
 from rlcore.checkpoint.catalog import name_of
 from rlcore.checkpoint.save import Saved
 from rlcore.config import SuiteConfig
@@ -290,7 +289,7 @@ class RunTraining(Training[RunWorkers]):
             return
         findings = self.workers.audit(ValidationResult.read(file))
         if findings:
-            text = audit_text(self._config.data.scorer, findings)
+            text = f"{self._config.data.scorer} pays for what is no answer: {'; '.join(map(str, findings))}"
             self.record.happened("reward_audit", 0, {"text": text, "kinds": [finding.kind for finding in findings]})
 
     def judge(self, name: str, step: int, suite: SuiteConfig | None = None) -> ValidationResult:
