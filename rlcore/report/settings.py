@@ -35,19 +35,13 @@ def defaults_of(config: RunConfig) -> dict[str, Any]:
     return found
 
 
-def changed_keys(config: RunConfig) -> list[str]:
-    """Keys whose value is not the default; a section that is off by default counts by its keys that differ."""
-    defaults, settings = defaults_of(config), settings_of(config)
-    return [key for key, value in settings.items() if key not in defaults or defaults[key] != value]
-
-
 def settings_tables(config: RunConfig) -> tuple[Table, Table]:
-    """What differs from the defaults, and everything else."""
+    """What differs from the defaults, and everything else. A section that is off by default counts by its keys."""
     defaults, settings = defaults_of(config), settings_of(config)
-    changed = changed_keys(config)
+    changed = {key: value for key, value in settings.items() if defaults.get(key, ...) != value}
     differing = [
-        (key, _cell(settings[key]), _cell(defaults[key]) if key in defaults else Cell("–"), meaning(key))
-        for key in changed
+        (key, _cell(value), _cell(defaults[key]) if key in defaults else Cell("–"), meaning(key))
+        for key, value in changed.items()
     ]
     same = [(key, _cell(value), meaning(key)) for key, value in settings.items() if key not in changed]
     return (
