@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic_core import to_jsonable_python
 
 from rlcore.answers.store import LIGHT, ROWS_PER_GROUP, TEXTS, TOKENS, parts_of
 from rlcore.config.problems import shown
@@ -85,17 +86,8 @@ def range_of(name: str, text: str) -> Range:
     return bounds if dots else (bounds[0], bounds[0])
 
 
-def finite(value: Any) -> Any:
-    """The value for JSON, which has no NaN and no infinity: null.
-
-    >>> finite({"a": [1.0, float("nan")]})
-    {'a': [1.0, None]}
-    """
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {name: finite(each) for name, each in value.items()}
-    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
+finite = partial(to_jsonable_python, inf_nan_mode="null")
+"""A value for JSON, which has no NaN and no infinity: null."""
 
 
 @dataclass(frozen=True)

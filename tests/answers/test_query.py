@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from rlcore.answers.query import EVERYTHING, SORTS, Query, find_answers, one_answer
+from rlcore.answers.query import EVERYTHING, SORTS, Query, find_answers, finite, one_answer
 from rlcore.answers.store import AnswerWriter, parts_of
 from rlcore.config import AnswersConfig
 from rlcore.errors import ConfigError, DataError
@@ -125,3 +125,8 @@ def test_a_part_that_is_gone_when_it_is_looked_at_is_left_out(tmp_path: Path) ->
     (tmp_path / "train-000001-000002.parquet").symlink_to(tmp_path / "nowhere")
     assert len(parts_of(tmp_path)) == 2
     assert len(find_answers(tmp_path, Query())) == 8
+
+
+def test_what_json_does_not_know_is_null():
+    told = finite({"a": [1.0, float("nan")], "b": (float("inf"), 10**30, "x", None, True)})
+    assert told == {"a": [1.0, None], "b": [None, 10**30, "x", None, True]}
