@@ -1,8 +1,7 @@
 """`python -m rlcore.tracking RUN_DIR ...`: the process beside the trainer that delivers its journal to MLflow.
 
-A process, not a thread: MLflow's client takes about 0.1 ms of Python for each value, twice a step, and the first use of
-a store takes seconds. In the trainer's process that would be taken from the training, since Python runs one thread at
-a time. A process also outlives its trainer by a moment and can give the MLflow run the status KILLED.
+It outlives its trainer by a moment and can give the MLflow run the status KILLED. Why a process:
+docs/decisions/0004-tracking-in-a-process-beside.md.
 """
 
 import argparse

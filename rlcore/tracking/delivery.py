@@ -1,15 +1,10 @@
 """Delivery of a run's journal to MLflow: each value once, however often the delivery or the run is interrupted.
 
-A batch is sent first and the cursor in `tracking.json` moved after it. If the process dies in between, the batch is
-sent again: MLflow's key of a point is (run, name, time stamp, step, value), and all of these come from a line on disk,
-so the point stays single.
-
-A resume cuts the lines after its checkpoint off the journal, and MLflow cannot delete points. So the first value of a
-metric at a step stays: the lines that were cut off are delivered like all others, from the file that keeps them, and
-what the journal then repeats of them is left out. A run that computes the same again shows the same; where it does not
-(times, another machine, changed settings, a GPU's rounding), MLflow has the first measurement of these few steps, the
-journal and the report the last. Where a run leaves its line of steps (its newest checkpoint was damaged, an alarm
-rolled it back), a new MLflow run gets the whole journal, and the old one is marked as superseded.
+A batch is sent first and the cursor in `tracking.json` moved after it; what is sent twice stays single, and the first
+value of a metric at a step stays (docs/decisions/0004 and `metrics.md` say why). So the lines that a resume cut off the
+journal are delivered like all others, from the file that keeps them, and what the journal then repeats of them is left
+out. Where a run leaves its line of steps, a new MLflow run gets the whole journal, and the old one is marked as
+superseded.
 """
 
 import json
@@ -53,14 +48,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STATE_FILE = "tracking.json"
-"""Name of the file with the state of the delivery in a run's folder."""
+STATE_FILE, FORMAT_VERSION = "tracking.json", 1
 
 FOLDER_FILE = "tracking.id"
-"""Name of the file with the folder's own id: apart from `tracking.json`, so that moving that file away keeps the id."""
-
-FORMAT_VERSION = 1
-"""Version of the format of `tracking.json`; files of another one are refused."""
+"""The folder's own id: apart from `tracking.json`, so that moving that file away keeps the id."""
 
 STATE_WAIT_S = 60.0
 """Seconds to wait for a process that is making the run in MLflow."""
@@ -145,7 +136,7 @@ class Delivery:
         self._store = MlflowStore(
             TrackingConfig(uri=destination.uri, experiment=destination.experiment), Path(destination.artifact_root)
         )
-        self._state = _of_store(read_state(run_dir), destination.uri)
+        self.state = _of_store(read_state(run_dir), destination.uri)  # what has been delivered so far
         journal = run_dir / JOURNAL_FILE
         try:
             self._journal_fd = os.open(journal, os.O_RDONLY | os.O_CLOEXEC)
@@ -155,11 +146,6 @@ class Delivery:
         self._refused: set[str] = set()
         self._takes_traces = True
         self._batch_size = MAX_METRICS_PER_BATCH
-
-    @property
-    def state(self) -> TrackingState:
-        """What has been delivered so far."""
-        return self._state
 
     def close(self) -> None:
         """Close the journal."""
@@ -172,9 +158,9 @@ class Delivery:
         if newest > self._attempt.number:
             raise ReplacedError(f"{self._run_dir}: attempt {newest} has begun")
         try:
-            if self._state.mlflow_run_id is None:
-                self._state = make_run(self._run_dir, self._store, self._destination, self._attempt.time)
-            if self._state.attempt != self._attempt.number:
+            if self.state.mlflow_run_id is None:
+                self.state = make_run(self._run_dir, self._store, self._destination, self._attempt.time)
+            if self.state.attempt != self._attempt.number:
                 self._begin_attempt()
             self._send_journal()
             self._send_traces()
@@ -182,7 +168,7 @@ class Delivery:
             # Perhaps the server cannot take so much at once before its time limit.
             self._batch_size = max(MIN_METRICS_PER_BATCH, self._batch_size // 2)
             with suppress(MillraceError, OSError):  # what MLflow said matters more
-                self._save(num_failures=self._state.num_failures + 1)
+                self._save(num_failures=self.state.num_failures + 1)
             raise
         self._batch_size = min(MAX_METRICS_PER_BATCH, self._batch_size * 2)
 
@@ -196,8 +182,8 @@ class Delivery:
         self.deliver()
         end = self._history.end
         if end is None and gone:
-            end = Finish("KILLED", self._state.main_bytes, time.time())
-        if end is None or self._state.settled_status == end.status:
+            end = Finish("KILLED", self.state.main_bytes, time.time())
+        if end is None or self.state.settled_status == end.status:
             return None if end is None else end.status
         run_id = self._main_run_id()
         self._upload_events(run_id)
@@ -213,22 +199,22 @@ class Delivery:
         return any(not isinstance(act, Commit) for act, _ in news)
 
     def _save(self, **changes: object) -> None:
-        self._state = change_state(
+        self.state = change_state(
             self._run_dir,
             lambda on_disk: replace(_of_store(on_disk, self._destination.uri), **changes),  # type: ignore[arg-type]
         )
 
     def _main_run_id(self) -> str:
-        if self._state.mlflow_run_id is None:
+        if self.state.mlflow_run_id is None:
             raise TrackingError(f"{self._run_dir}: has no MLflow run yet")
-        return self._state.mlflow_run_id
+        return self.state.mlflow_run_id
 
     def _begin_attempt(self) -> None:
         """Describe the attempt in MLflow, and deliver what it cut off the journal, once an attempt."""
-        known = self._state.attempt if self._state.attempt < self._attempt.number else 0
+        known = self.state.attempt if self.state.attempt < self._attempt.number else 0
         attempts = [attempt for attempt in self._history.attempts if attempt.number > known]
         kept = min(attempt.journal_bytes for attempt in attempts)
-        if 0 < known < self._history.line or self._state.main_bytes > self._known_bytes(attempts[0]):
+        if 0 < known < self._history.line or self.state.main_bytes > self._known_bytes(attempts[0]):
             self._supersede()
             known = 0
         run_id, target = self._main_run_id(), self._destination
@@ -236,7 +222,7 @@ class Delivery:
         self._store.set_tags(run_id, {**target.tags, RUN_ID_TAG: target.run_id, **attempt_tags(self._history)})
         self._store.log_params(run_id, target.settings)
         self._send_cuts(known)
-        start = min(self._state.main_bytes, kept)
+        start = min(self.state.main_bytes, kept)
         self._save(attempt=self._attempt.number, main_bytes=start, settled_status=None)
 
     def _known_bytes(self, attempt: Attempt) -> int:
@@ -269,7 +255,7 @@ class Delivery:
     def _send_journal(self) -> None:
         """Send the whole lines after the cursor, and move it with each batch."""
         points: list[Metric] = []
-        end = self._state.main_bytes
+        end = self.state.main_bytes
         for record, next_end in iter_lines(self._journal_fd, end):
             more = self._points(record, self._repeated)
             if points and len(points) + len(more) > self._batch_size:
@@ -278,7 +264,7 @@ class Delivery:
                 points = []
             points += more
             end = next_end
-        if end > self._state.main_bytes:
+        if end > self.state.main_bytes:
             self._send(points)
             self._save(main_bytes=end)
 
@@ -297,7 +283,7 @@ class Delivery:
 
         store, run_id = self._store, self._main_run_id()
         try:
-            for step, rows in parts_to_trace(self._run_dir / "answers", self._state.traced_step, per_step):
+            for step, rows in parts_to_trace(self._run_dir / "answers", self.state.traced_step, per_step):
                 times_s = {record.step: record.time for record in _records(self._run_dir / JOURNAL_FILE)}
                 send(store.uri, store.experiment_id, run_id, rows, times_s)
                 self._save(traced_step=step)

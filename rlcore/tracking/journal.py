@@ -154,7 +154,9 @@ class LineFile:
                     f"{self.path}: asked to go back to byte {to_bytes} (a checkpoint's), but the file has {size} bytes "
                     "or no line ends there. The file was changed or replaced since that checkpoint; put it back."
                 )
-            aside, shortened = _free_name(self.path), temporary_beside(self.path)
+            names = (f"{self.path.stem}.abandoned-{k}{self.path.suffix}" for k in itertools.count(1))
+            aside = next(path for name in names if not (path := self.path.with_name(name)).exists())
+            shortened = temporary_beside(self.path)
             try:
                 _copy_range(self.path, to_bytes, size, aside)
                 _copy_range(self.path, 0, to_bytes, shortened)
@@ -197,14 +199,6 @@ def _end_of_last_line(path: Path, size: int) -> int:
                 return start + newline + 1
             end = start
     return 0
-
-
-def _free_name(path: Path) -> Path:
-    return next(
-        name
-        for k in itertools.count(1)
-        if not (name := path.with_name(f"{path.stem}.abandoned-{k}{path.suffix}")).exists()
-    )
 
 
 def _copy_range(source: Path, start: int, stop: int, target: Path) -> None:
