@@ -3,16 +3,14 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from markupsafe import Markup
 from pydantic import JsonValue
 
 from rlcore.evaluation.result import Answer
 from rlcore.evaluation.stats import Interval
 from rlcore.report import numbers
-
-if TYPE_CHECKING:
-    from markupsafe import Markup
 
 Tone = Literal["", "good", "bad", "watch", "muted"]
 
@@ -64,7 +62,7 @@ class Picture:
     name: str
     title: str
     caption: str
-    svg: "Markup"
+    svg: Markup
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,18 +4,16 @@ import base64
 import hashlib
 import re
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from rlcore.report import numbers
 from rlcore.report.document import Report, Table
 from rlcore.report.plots import DARK, LIGHT
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
-_TEMPLATES = Path(__file__).with_name("templates")
 _SPECIAL = re.compile(r"([\\`*_\[\]!|~$]|^[-+#=])")
 _LIST_NUMBER = re.compile(r"^(\d{1,9})([.)])(?=\s|$)")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
@@ -23,14 +21,12 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 
 def page(template: str, **values: Any) -> str:
     """A template of `templates/` filled in."""
-    return _environment().get_template(template).render(light=LIGHT, dark=DARK, **values)
+    return _TEMPLATES.get_template(template).render(light=LIGHT, dark=DARK, **values)
 
 
 def scripted_page(template: str, **values: Any) -> str:
     """A template `<name>.html.j2` with our script `<name>.js.j2`, the only one that the page's policy lets run."""
-    from markupsafe import Markup
-
-    script = _environment().get_template(template.replace(".html.", ".js.")).render()
+    script = _TEMPLATES.get_template(template.replace(".html.", ".js.")).render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return page(template, script=Markup(script), digest=digest, **values)
 
@@ -38,28 +34,6 @@ def scripted_page(template: str, **values: Any) -> str:
 def markdown_of(report: Report, tables: Iterable[Table]) -> str:
     """A report's title, key figures and conclusions, then these tables."""
     return page("summary.md.j2", report=report, tables=list(tables)).rstrip() + "\n"
-
-
-@cache
-def _environment() -> "Environment":
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    filters: dict[str, Any] = {
-        "kind": lambda block: type(block).__name__,
-        "parts": numbers.score_parts,
-        "md": escape,
-        "code": code,
-    }
-    environment.filters |= filters
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    return environment
 
 
 def escape(text: str) -> str:
@@ -85,3 +59,15 @@ def code(text: str) -> str:
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * (longest + 1)
     return f"{fence} {text} {fence}" if longest else f"`{text}`" if text else ""
+
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")),
+    autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters |= {"parts": numbers.score_parts, "md": escape, "code": code}
+_TEMPLATES.filters["kind"] = lambda block: type(block).__name__
+_TEMPLATES.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
