@@ -124,11 +124,6 @@ class AnswerWriter:
         every = self._settings.every_steps
         return bool(every) and step % every == 0
 
-    @property
-    def keeps_validations(self) -> bool:
-        """Whether the answers of validations are kept."""
-        return bool(self._settings.every_steps)
-
     def add(self, table: pa.Table) -> None:
         """Keep the answers of the next training step in memory."""
         self._tables.append(table)
@@ -165,8 +160,10 @@ class AnswerWriter:
         self._part = None
 
     def write_validation(self, name: str, table: pa.Table) -> None:
-        """Write the answers of a validation, in place of those of its name. Raises as `write_part` does."""
-        write_part(self._folder / f"validation-{name}.parquet", table)
+        """Write the answers of a validation, in place of those of its name, unless none are kept. Raises as
+        `write_part` does."""
+        if self._settings.every_steps:
+            write_part(self._folder / f"validation-{name}.parquet", table)
 
     def cut(self, step: int) -> None:
         """Go back to the end of this step: later answers are forgotten, in memory and on the disk."""

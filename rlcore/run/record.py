@@ -161,9 +161,8 @@ class RunRecord:
 
     def keep_validation(self, name: str, step: int, table: pa.Table) -> None:
         """Write the answers of a validation. Raises as `Room.hold` does."""
-        if self.answers.keeps_validations:
-            write = partial(self.answers.write_validation, name, table)
-            self.room.hold(write, step=step, path=self.layout.answers)
+        write = partial(self.answers.write_validation, name, table)
+        self.room.hold(write, step=step, path=self.layout.answers)
 
     def _write_answers(self, step: int) -> None:
         self.room.hold(self.answers.begin_part, step=step, path=self.layout.answers)

@@ -68,7 +68,8 @@ def test_thinned_and_bounded(tmp_path: Path) -> None:
     assert [step for step in range(1, 12) if thinned.keeps(step)] == [5, 10]
     none = AnswerWriter(tmp_path, AnswersConfig(every_steps=0))
     assert not none.keeps(5)
-    assert not none.keeps_validations
+    none.write_validation("after", Made(1).of_validation(1, "after"))
+    assert names(tmp_path) == []
 
     chunk(AnswerWriter(tmp_path, AnswersConfig()), 1)
     size = (tmp_path / "train-000001-000001.parquet").stat().st_size
