@@ -29,11 +29,7 @@ Alias = Literal["best", "last"]
 ALIASES: tuple[Alias, ...] = ("best", "last")
 
 Kind = Literal["checkpoint", "transformers"]
-CHECKPOINT: Kind = "checkpoint"
-"""MLflow's model type of a checkpoint, which stays where it is: shards and optimizer are no model that it can load."""
-
-WEIGHTS: Kind = "transformers"
-"""MLflow's model type of a transformers directory."""
+"""MLflow's model types. A checkpoint stays where it is: shards and optimizer are no model that MLflow can load."""
 
 EXTERNAL = "mlflow.model.isExternal"
 """MLflow's own tag of a model whose files are elsewhere; its page says so."""
@@ -76,7 +72,7 @@ def log_model(
     from mlflow.entities import LoggedModelOutput
 
     tags = {**tags, "path": str(path.absolute()), "step": str(step)}
-    upload = kind == WEIGHTS
+    upload = kind == "transformers"
     if upload:
         if not (path / "config.json").is_file():
             raise TrackingError(
