@@ -151,7 +151,7 @@ class RunRecord:
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line of the journal; waits for room for it. Raises as `Room.hold` does."""
         self._tracker.log_step(step, metrics)
-        self.room.hold(self._tracker.require_written, step=step, path=self.layout.journal)
+        self.room.hold(self._tracker.journal.require_written, step=step, path=self.layout.journal)
 
     def keep_answers(self, step: int, table: pa.Table) -> None:
         """Keep the answers of a step until its chunk's end, or until they are many. Raises as `Room.hold` does."""

@@ -123,7 +123,7 @@ class Tracker:
         self._run_dir = run_dir
         self._config = config
         self._tags = dict(tags)
-        self._journal = Journal(run_dir / JOURNAL_FILE)
+        self.journal = Journal(run_dir / JOURNAL_FILE)
         self._attempts = AttemptLog(run_dir / ATTEMPTS_FILE)
         self._companion: Companion | None = None
         self._begun = False
@@ -137,7 +137,7 @@ class Tracker:
         from outside; training goes on with what there is.
         """
         try:
-            abandoned = self._journal.truncate(journal_bytes)
+            abandoned = self.journal.truncate(journal_bytes)
         except TrackingError as error:
             log.warning("%s", error)
             abandoned = None
@@ -148,20 +148,12 @@ class Tracker:
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step. May be called again for the same step with other metrics."""
         self._begin(step)
-        self._journal.append_step(step, metrics)
+        self.journal.append_step(step, metrics)
 
     def log_event(self, name: str, step: int, data: Mapping[str, object]) -> None:
         """Write something that happened and is no number."""
         self._begin(step)
-        self._journal.append_event(name, step, data)
-
-    def require_written(self) -> None:
-        """Write the values that found no room before.
-
-        Raises:
-            DiskSpaceError: values are still in memory because the disk is full.
-        """
-        self._journal.require_written()
+        self.journal.append_event(name, step, data)
 
     @property
     def journal_bytes(self) -> int:
@@ -170,7 +162,7 @@ class Tracker:
         Raises:
             DiskSpaceError: values are still in memory because the disk is full.
         """
-        self._checkpoint_bytes = self._journal.sync()
+        self._checkpoint_bytes = self.journal.sync()
         return self._checkpoint_bytes
 
     def commit(self, step: int) -> None:
@@ -188,8 +180,8 @@ class Tracker:
         """
         if not self._begun and self._has_nothing_to_add(status):
             return True
-        self._journal.close()
-        size = self._journal.path.stat().st_size
+        self.journal.close()
+        size = self.journal.path.stat().st_size
         self._attempts.add(Finish(status, size, round(time.time(), 3)))
         self._attempts.close()
         companion = self._carry()
@@ -226,7 +218,7 @@ class Tracker:
             return
         self._begun = True
         attempts = read_history(self._attempts.path).attempts
-        self._checkpoint_bytes = self._journal.size_bytes
+        self._checkpoint_bytes = self.journal.size_bytes
         self._attempts.add(
             Attempt(
                 number=attempts[-1].number + 1 if attempts else 1,
