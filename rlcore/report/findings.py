@@ -12,17 +12,18 @@ from rlcore.report.document import Finding, Tone
 from rlcore.report.record import RunRecord
 from rlcore.report.series import FEWEST_STEPS, Series, first_tenth, last_tenth, last_third, late_mean, smooth, trend_of
 
-SMALLEST_CHANGE = 0.01
-"""Share of the range of scores: a smaller change over a third of the run counts as none."""
-
-FEWEST_PROBLEMS = 6
-"""Fewer than this could all have got better by chance more often than once in twenty (2 x 0.5^5 = 0.06)."""
-
-LARGEST_EQUAL_SHARE = 0.5
-"""Over this, most prompts of a batch teach nothing."""
-
-LARGEST_GAP = 0.1
-"""Share of the range of scores by which the training reward may exceed the held-out reward."""
+# Each limit with the reason for its size.
+SMALLEST_CHANGE = 0.01  # of the range of scores: a smaller change over a third of the run counts as none
+FEWEST_PROBLEMS = 6  # fewer could all have got better by chance more often than once in twenty (2 x 0.5^5 = 0.06)
+LARGEST_EQUAL_SHARE = 0.5  # over this, most prompts of a batch teach nothing
+LARGEST_GAP = 0.1  # of the range of scores, by which the training reward may exceed the held-out reward
+GRAD_SPIKE = 10.0  # the optimizer clips, but a gradient ten times the usual one comes from a batch unlike the others
+LARGEST_PPO_KL = 0.1  # nats a token in one step: the ratio leaves the usual clip range of 0.2 for many tokens
+LARGEST_CLIP_SHARE = 0.3  # more clipped tokens than this, and much of the batch gives no gradient
+SMALLEST_ENTROPY = 0.01  # nats a token: answers to a prompt are then all but identical and nothing is explored
+ENTROPY_GROWTH = 2.0  # a policy that doubles its entropy is being taken apart
+LARGEST_FALL = 0.1  # of the range of scores, from the best stretch to the end
+LARGEST_CUT_SHARE = 0.05  # answers cut at the limit are scored as wrong, whatever they were about to say
 
 
 def findings_of(record: RunRecord) -> tuple[Finding, ...]:
@@ -154,16 +155,6 @@ def speed_limit(record: RunRecord) -> Finding:
     title = PHASES[top][0]
     text = f"{title} takes {numbers.percent(shares[top])} of a step of {numbers.duration(record.step_s)}"
     return finding(title.lower(), "muted", f"{text}; then {then}." if then else f"{text}.", numbers=shares)
-
-
-# Each limit with the reason for its size.
-GRAD_SPIKE = 10.0  # the optimizer clips, but a gradient ten times the usual one comes from a batch unlike the others
-LARGEST_PPO_KL = 0.1  # nats a token in one step: the ratio leaves the usual clip range of 0.2 for many tokens
-LARGEST_CLIP_SHARE = 0.3  # more clipped tokens than this, and much of the batch gives no gradient
-SMALLEST_ENTROPY = 0.01  # nats a token: answers to a prompt are then all but identical and nothing is explored
-ENTROPY_GROWTH = 2.0  # a policy that doubles its entropy is being taken apart
-LARGEST_FALL = 0.1  # of the range of scores, from the best stretch to the end
-LARGEST_CUT_SHARE = 0.05  # answers cut at the limit are scored as wrong, whatever they were about to say
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,14 +229,6 @@ POINT = 0.01
 """A gain in held-out reward, by which costs are divided."""
 
 
-class Cost(NamedTuple):
-    """The first validation at or above a level. `tokens` and `seconds` are None where they were not measured."""
-
-    step: int
-    tokens: float | None
-    seconds: float | None
-
-
 def levels_of(*records: RunRecord) -> list[float]:
     """Multiples of 0.1 above the lowest first validation, up to the highest one of all runs."""
     curves = [found for record in records if (found := record.held_out(record.reward_statistic))]
@@ -247,12 +239,15 @@ def levels_of(*records: RunRecord) -> list[float]:
     return [round(tenth * LEVEL_STEP, 10) for tenth in range(low + 1, high + 1)]
 
 
-def cost_of(record: RunRecord, level: float) -> Cost | None:
-    """Step, tokens and seconds to a level of the held-out reward; None if the run never reached it."""
+def cost_of(record: RunRecord, level: float) -> tuple[int, float | None, float | None] | None:
+    """Step of the first validation at or above a level of the held-out reward, and tokens and seconds up to it, None
+    where they were not measured; None if the run never reached it.
+    """
     for step, interval in record.held_out(record.reward_statistic):
         if interval.value >= level - ROUNDING:
             totals = (record.tokens, record.seconds)
-            return Cost(step, *(None if each is None else up_to(each, pd.Index([step])).iloc[0] for each in totals))
+            tokens, seconds = (None if each is None else up_to(each, pd.Index([step])).iloc[0] for each in totals)
+            return step, tokens, seconds
     return None
 
 
