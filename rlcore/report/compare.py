@@ -224,12 +224,9 @@ def _plot_group(axes: "Axes", curves: Sequence[Series], colour: str, label: str)
 
 
 def compare_runs(run_dirs: Sequence[Path], *, root: Path | None = None, target: Path | None = None) -> ReportFiles:
-    """Write the comparison of two or more runs, finished or not.
+    """Write the comparison of two or more runs, finished or not; the first is what the others are compared with.
 
-    Args:
-        run_dirs: folders of runs; the first one is what the others are compared with.
-        root: whose `comparisons` gets it; None: that of the first run.
-        target: where to write; None: `<root>/comparisons/<fingerprint of the runs>`.
+    `target`: where to write; None: `<root>/comparisons/<fingerprint of the runs>`, without `root` in the first run's.
 
     Raises:
         DataError: fewer than two different runs, or a folder that holds no run.

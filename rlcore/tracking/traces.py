@@ -32,15 +32,11 @@ PREVIEW_CHARACTERS = 1_000
 
 
 def parts_to_trace(answers: Path, done: int, per_step: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """For each part with steps after `done`: its last step, and the chosen answers of the steps after `done`.
+    """For each part with steps after `done`, the last one sent: its last step, and the chosen answers of these steps.
 
-    Args:
-        answers: folder of the parts; it may be missing.
-        done: last step whose answers have been sent.
-        per_step: answers of each step: the one with the highest score, the one with the lowest, and others evenly
-            spread between them in the order of scores.
-
-    A part that is damaged has no answers; a warning names it.
+    `answers`: folder of the parts; it may be missing. `per_step`: answers of each step: the one with the highest score,
+    the one with the lowest, and others evenly spread between them in the order of scores. A part that is damaged has no
+    answers; a warning names it.
 
     Raises:
         FileNotFoundError: a part was deleted just now.
