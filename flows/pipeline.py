@@ -6,6 +6,7 @@ from typing import TypeVar
 from prefect import Flow, flow
 from prefect.runtime import deployment, flow_run
 
+from data import StageResult
 from flows import chain
 from flows.artifacts import show, show_checkpoints, show_report
 from flows.parameters import (
@@ -36,10 +37,16 @@ def run_checked(settings: RunSettings) -> PipelineResult:
     return run_with(settings, lambda: pipeline(*split_experiment(settings.overrides)))
 
 
-def _of_a_run(name: str, description: str, verb: str, work: Callable[[RunSettings], R]) -> Flow[..., R]:
-    """A flow that does some work with the settings of one run. `verb`: of the command that does the same."""
+def _of_a_run(name: str, verb: str) -> Callable[[Callable[[RunSettings], R]], Flow[..., R]]:
+    """Make work with the settings of one run a flow, which the work's docstring describes.
 
-    @flow(name=name, description=description, flow_run_name=flow_run_name)
+    `verb`: of the command that does the same.
+    """
+    return lambda work: _flow_of(name, verb, work)
+
+
+def _flow_of(name: str, verb: str, work: Callable[[RunSettings], R]) -> Flow[..., R]:
+    @flow(name=name, description=work.__doc__, flow_run_name=flow_run_name)
     def of_a_run(
         experiment: Experiment = None,
         overrides: list[str] = NO_WORDS,
@@ -84,7 +91,9 @@ def _check(settings: RunSettings) -> None:
         check_run(settings)
 
 
-def _run(settings: RunSettings) -> PipelineResult:
+@_of_a_run("pipeline", "train")
+def pipeline(settings: RunSettings) -> PipelineResult:
+    """Run an experiment from its dataset to its report. What is finished already is not done again."""
     _check(settings)
     prefect = {"flow_run_id": str(flow_run.id), "deployment": str(deployment.name or "")}
     with working_on(settings, "run") as run, MlflowRecord(run, prefect) as record:
@@ -98,7 +107,21 @@ def _run(settings: RunSettings) -> PipelineResult:
         return result
 
 
-def _train(settings: RunSettings) -> Export:
+@_of_a_run("dataset", "data make")
+def dataset(settings: RunSettings) -> StageResult:
+    """Make the dataset of an experiment, unless it is there."""
+    return chain.make_dataset(settings.config, as_task)
+
+
+@_of_a_run("filter", "data make")
+def filter_flow(settings: RunSettings) -> StageResult:
+    """Tokenize and filter the dataset of an experiment, which is made if it is missing."""
+    return chain.make_rows(settings.config, as_task).filtered
+
+
+@_of_a_run("train", "train")
+def train(settings: RunSettings) -> Export:
+    """Train an experiment's model, from its newest checkpoint if it has one."""
     _check(settings)
     with working_on(settings, "train") as run:
         inputs = chain.make_rows(run.config, as_task).inputs
@@ -107,13 +130,17 @@ def _train(settings: RunSettings) -> Export:
         return chain.export_last(run, inputs, as_task)
 
 
-def _make_start_model(settings: RunSettings) -> StartModel:
+@_of_a_run("warm-start", "train")
+def warm_start(settings: RunSettings) -> StartModel:
+    """Make the model that an experiment's training starts from, unless it is there."""
     _check(settings)
     with working_on(settings, "train") as run:
         return chain.make_start_model(run, chain.make_rows(run.config, as_task).inputs, as_task)
 
 
-def _measure_pass_rates(settings: RunSettings) -> PassRateTable:
+@_of_a_run("pass-rates", "data pass-rates")
+def pass_rates(settings: RunSettings) -> PassRateTable:
+    """Measure how often an experiment's start model solves each training row, unless that is known."""
     if not settings.config.pass_rates.is_wanted:
         raise ConfigError(WITHOUT_PASS_RATES)
     _check(settings)
@@ -123,45 +150,13 @@ def _measure_pass_rates(settings: RunSettings) -> PassRateTable:
         return chain.measure_pass_rates(run, inputs, as_task)
 
 
-def _write_report(settings: RunSettings) -> Report:
+@_of_a_run("report", "report")
+def report(settings: RunSettings) -> Report:
+    """Write the report of a run as one HTML file, and as JSON."""
     layout = RunLayout.of(settings.config)
     made = chain.write_report(layout, settings.config.name, as_task)
     show_report(layout.run_dir, made.html)
     return made
-
-
-pipeline = _of_a_run(
-    "pipeline",
-    "Run an experiment from its dataset to its report. What is finished already is not done again.",
-    "train",
-    _run,
-)
-dataset = _of_a_run(
-    "dataset",
-    "Make the dataset of an experiment, unless it is there.",
-    "data make",
-    lambda settings: chain.make_dataset(settings.config, as_task),
-)
-filter_flow = _of_a_run(
-    "filter",
-    "Tokenize and filter the dataset of an experiment, which is made if it is missing.",
-    "data make",
-    lambda settings: chain.make_rows(settings.config, as_task).filtered,
-)
-warm_start = _of_a_run(
-    "warm-start",
-    "Make the model that an experiment's training starts from, unless it is there.",
-    "train",
-    _make_start_model,
-)
-pass_rates = _of_a_run(
-    "pass-rates",
-    "Measure how often an experiment's start model solves each training row, unless that is known.",
-    "data pass-rates",
-    _measure_pass_rates,
-)
-train = _of_a_run("train", "Train an experiment's model, from its newest checkpoint if it has one.", "train", _train)
-report = _of_a_run("report", "Write the report of a run as one HTML file, and as JSON.", "report", _write_report)
 
 
 @flow(name="validate", flow_run_name=flow_run_name)
