@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,8 @@ def lasting_settings(config: RunConfig) -> dict[str, Any]:
     lasting = {
         name: value
         for name, value in found.items()
-        if may_change.isdisjoint(_with_sections(name)) and (name, value) not in _UNSAID
+        # of the key and the sections in which it lies
+        if may_change.isdisjoint(accumulate(name.split("."), "{}.{}".format)) and (name, value) not in _UNSAID
     }
     if config.filter.decontaminate != "off" and config.validation.suites:  # the suites decide what is trained on
         lasting["validation.suites"] = [
@@ -122,11 +123,6 @@ def changed_settings(config: RunConfig, *names: str) -> dict[str, Any]:
     usual = leaves(RunConfig().model_dump(mode="json")).items()
     lasting = lasting_settings(config).items()
     return {key: value for key, value in lasting if (key, value) not in usual and any(covers(n, key) for n in names)}
-
-
-def _with_sections(key: str) -> Iterator[str]:
-    """A dotted key and the sections in which it lies."""
-    return accumulate(key.split("."), "{}.{}".format)
 
 
 def settings_fingerprint(config: RunConfig) -> str:
