@@ -51,13 +51,14 @@ from flows.sweep.result import (
 from flows.tasks import CHECKED, as_task, run_with, tell, tell_command, tell_idle
 from flows.work.open_run import open_run
 from flows.work.trainer import kept_between_runs
+from rlcore.config.compose import group_members
 from rlcore.config.fingerprint import run_id
 from rlcore.config.sweep import Budget
-from rlcore.config.sweep_load import Sweep, sweep_names
+from rlcore.config.sweep_load import Sweep
 from rlcore.errors import MillraceError, StopRequestedError
 from rlcore.tracking.mlflow_store import PARENT_TAG
 
-Spec = Annotated[str, Field(examples=list(sweep_names()))]
+Spec = Annotated[str, Field(examples=list(group_members("sweep")))]
 DEPLOYMENT = "sweep-child/local"
 IN_FLIGHT = 8
 """Child flow runs that wait or run at a time; how many of them run is the work queue's concurrency limit."""

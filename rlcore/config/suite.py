@@ -16,11 +16,6 @@ SUITES_DIR = Path(__file__).resolve().parents[2] / "conf" / "suite"
 SUITES = "validation.suites"
 
 
-def suite_names() -> tuple[str, ...]:
-    """Names of the files in `conf/suite`, sorted."""
-    return tuple(sorted(file.stem for file in SUITES_DIR.glob("*.yaml")))
-
-
 def put_suites(settings: dict[str, Any], findings: Findings) -> None:
     """Put the content of the files that `validation.suites` names in place of their names, in nested plain settings."""
     named = suites_in(settings)
@@ -48,8 +43,8 @@ def _read(name: str) -> dict[str, Any] | Problem:
     """The content of a suite's file, whose `name` is the file's unless it gives another; or why there is none."""
     is_path = name.endswith(FILE_ENDINGS)
     file = expanded(name) if is_path else SUITES_DIR / f"{name}.yaml"
-    if not is_path and name not in suite_names():
-        remedy = f"{did_you_mean(name, suite_names())}There are {', '.join(suite_names())}; a path ends in .yaml"
+    if not is_path and name not in (names := sorted(each.stem for each in SUITES_DIR.glob("*.yaml"))):
+        remedy = f"{did_you_mean(name, names)}There are {', '.join(names)}; a path ends in .yaml"
         return Problem(SUITES, "must name files in conf/suite, or paths", name, remedy)
     if file.exists() and not file.is_file():
         return Problem(SUITES, "must name files in conf/suite, or paths of files", name, "It is none")

@@ -17,7 +17,7 @@ from yaml import YAMLError
 from rlcore.config import sweep
 from rlcore.config.base import FILE_ENDINGS, keys_of
 from rlcore.config.check import rule_of
-from rlcore.config.compose import CONF_DIR, GROUPS, idle_settings, judge_settings
+from rlcore.config.compose import CONF_DIR, GROUPS, group_members, idle_settings, judge_settings
 from rlcore.config.fingerprint import fingerprint, lasting_settings, run_id
 from rlcore.config.problems import Problem, did_you_mean, settings_error, shown
 from rlcore.config.run import RunConfig, all_keys, is_key, section_names
@@ -78,11 +78,6 @@ class Sweep:
     def metric_of(self, config: RunConfig) -> str:
         """The objective's name below `val-core/<data source>/`."""
         return self.spec.objective.metric or f"reward/mean@{config.validation.samples_per_problem}"
-
-
-def sweep_names() -> tuple[str, ...]:
-    """Names of the sweeps in `conf/sweep`, sorted."""
-    return tuple(sorted(file.stem for file in SWEEPS_DIR.glob("*.yaml")))
 
 
 def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | None = None) -> Sweep:
@@ -148,7 +143,8 @@ def _judged(
 def _file_of(source: str) -> Path:
     file = Path(source) if source.endswith(FILE_ENDINGS) else SWEEPS_DIR / f"{source}.yaml"
     if not file.is_file():
-        remedy = f"{did_you_mean(source, sweep_names())}There are {', '.join(sweep_names())}"
+        names = group_members("sweep")
+        remedy = f"{did_you_mean(source, names)}There are {', '.join(names)}"
         raise settings_error([Problem("sweep", "must be the path of a file, or a name in conf/sweep", source, remedy)])
     return file
 

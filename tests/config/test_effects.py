@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.config.compose import experiment_names, idle_settings, load_config
+from rlcore.config.compose import experiment_names, group_members, idle_settings, load_config
 from rlcore.config.rules.effects import EFFECTS, without_effect
 from rlcore.config.run import all_keys, section_names
-from rlcore.config.sweep_load import load_sweep, sweep_names
+from rlcore.config.sweep_load import load_sweep
 from tests.config.test_rules import settings
 
 # What leaves the keys unread, what lets them be read, and the keys with a value.
@@ -123,7 +123,7 @@ def test_a_sweep_is_told_of_what_no_point_reads(tmp_path: Path):
     assert [line.partition(":")[0] for line in lines] == ["algo.importance.cap", "reward.deadline_s=3.0"]
 
 
-@pytest.mark.parametrize("name", sweep_names())
+@pytest.mark.parametrize("name", group_members("sweep"))
 def test_no_sweep_of_ours_gives_a_setting_in_vain(name):
     assert load_sweep(name).idle_settings() == []
 

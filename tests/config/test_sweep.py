@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from rlcore.config import RunConfig
-from rlcore.config.compose import load_config
+from rlcore.config.compose import group_members, load_config
 from rlcore.config.documents import experiment_text
 from rlcore.config.sweep import Budget
-from rlcore.config.sweep_load import SWEEPS_DIR, Sweep, load_sweep, sweep_names
+from rlcore.config.sweep_load import SWEEPS_DIR, Sweep, load_sweep
 from rlcore.errors import ConfigError
 
 HEAD = "name: a\nexperiment: debug\n"
@@ -37,7 +37,7 @@ def mistakes(load):
     return mistakes
 
 
-@pytest.mark.parametrize("name", sweep_names())
+@pytest.mark.parametrize("name", group_members("sweep"))
 def test_each_sweep_in_conf_is_sound_and_says_its_command(name):
     assert load_sweep(name).spec.name == name
     first = (SWEEPS_DIR / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
