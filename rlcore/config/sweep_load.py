@@ -92,7 +92,7 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
         ConfigError: one message with every mistake.
     """
     problems: list[Problem] = []
-    spec = _parsed(_content(_file_of(source)), problems)
+    spec = _parsed(_content(source), problems)
     if budget is not None:
         changed = spec.budget.model_copy(update=budget.model_dump(exclude_none=True))
         spec = spec.model_copy(update={"budget": changed})
@@ -107,7 +107,9 @@ def load_sweep(source: str, overrides: Sequence[str] = (), *, budget: Budget | N
     of_search = [one for one in of_search if not any(told.key.startswith(f"{one.key}.") for told in problems)]
     problems += [*of_search, *_of_keys(spec, points), *_of_seeds(spec, shared)]
     base, configs = _judged(spec, shared, points, problems)
-    rungs = _rungs_of(spec, base)
+    total = base.trainer.total_steps
+    every = spec.pruning.every_steps if spec.pruning is not None else total
+    rungs = (*range(every, total, every), total)
     if not problems and spec.optuna is None:
         problems += _twice(points, configs)
     problems += [*_of_metric(spec, configs), *_of_rungs(spec, rungs, configs)]
@@ -140,16 +142,12 @@ def _judged(
 # ---------------------------------------------------------------------- the file
 
 
-def _file_of(source: str) -> Path:
+def _content(source: str) -> dict[str, Any]:
     file = Path(source) if source.endswith(FILE_ENDINGS) else SWEEPS_DIR / f"{source}.yaml"
     if not file.is_file():
         names = group_members("sweep")
         remedy = f"{did_you_mean(source, names)}There are {', '.join(names)}"
         raise settings_error([Problem("sweep", "must be the path of a file, or a name in conf/sweep", source, remedy)])
-    return file
-
-
-def _content(file: Path) -> dict[str, Any]:
     try:
         found = OmegaConf.to_container(OmegaConf.load(file))
     except (OSError, YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
@@ -322,13 +320,6 @@ def _of_metric(spec: SweepSpec, configs: Iterable[RunConfig]) -> Iterable[Proble
         if metric is not None and metric not in known:
             remedy = f"{did_you_mean(metric, known)}There are {', '.join(known)}"
             yield Problem("objective.metric", "must be a figure of the validation", metric, remedy)
-
-
-def _rungs_of(spec: SweepSpec, base: RunConfig) -> tuple[int, ...]:
-    """Steps at which points are compared, ending with the last step."""
-    total = base.trainer.total_steps
-    every = spec.pruning.every_steps if spec.pruning is not None else total
-    return (*range(every, total, every), total)
 
 
 def _of_rungs(spec: SweepSpec, rungs: Sequence[int], configs: Iterable[RunConfig]) -> Iterable[Problem]:

@@ -46,11 +46,6 @@ def _is_endpoint(url: str) -> bool:
     )
 
 
-def _lists_each_once(config: RunConfig) -> bool:
-    data = config.data
-    return not isinstance(data, CountdownData) or 0 < len(data.operations) == len(set(data.operations))
-
-
 def _taken(names: Iterable[str]) -> str:
     """Names that are given more than once, or are that of all held-out problems together."""
     return ", ".join(name for name, count in Counter(names).items() if count > 1 or name == ALL_SOURCES)
@@ -99,7 +94,8 @@ _SHARES, _LIKE_SHARES = "must be two shares from 0 to 1, the lower one first", "
 RULES: tuple[Rule, ...] = (
     suites_have_names_and_room,
     row("operations_once_each", "data.operations", "", "must name one operation or more, each once",
-        _lists_each_once, "Use some of [+,-,*,/]"),
+        lambda c: not isinstance(c.data, CountdownData) or 0 < len(c.data.operations) == len(set(c.data.operations)),
+        "Use some of [+,-,*,/]"),
     row("training_file_is_there", "data.train_file", "", _FILE, lambda c: _is_there(c, "train_file"), _ITS_PATH),
     row("validation_file_is_there", "data.validation_file", "", _FILE, lambda c: _is_there(c, "validation_file"),
         _ITS_PATH),

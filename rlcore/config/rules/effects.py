@@ -35,14 +35,6 @@ def _none_of(*values: Any) -> Wish:
     return lambda value: value not in values
 
 
-def _no_folder(value: Any) -> bool:
-    return not expanded(value).is_dir()
-
-
-def _is_function(value: Any) -> bool:
-    return AlgoConfig(advantage=value).advantage_function is not None
-
-
 def _several(value: Any) -> bool:
     return bool(value > 1)
 
@@ -83,7 +75,8 @@ _WARM_START = tuple(f"warm_start.{name}" for name in WarmStartConfig.model_field
 _ACTIONS = tuple(f"alarms.{name}" for name in ("non_finite", "grad_norm", "entropy", "equal_scores", "kl", "length"))
 
 EFFECTS: tuple[Effect, ...] = (
-    Effect(("algo.advantage_options",), ("algo.advantage",), _is_function, "Choose algo.advantage=pass_at_k"),
+    Effect(("algo.advantage_options",), ("algo.advantage",),
+           lambda name: AlgoConfig(advantage=name).advantage_function is not None, "Choose algo.advantage=pass_at_k"),
     Effect(("algo.lam",), ("algo.advantage",), _one_of("gae"), "Choose algo=ppo"),
     Effect(("algo.gamma",), ("algo.advantage",), _one_of(*sorted(DISCOUNTED_ADVANTAGES)), "Choose algo=ppo"),
     Effect(("algo.value_clip",), ("critic",), _on, "Choose algo=ppo, which has a critic"),
@@ -166,7 +159,8 @@ EFFECTS: tuple[Effect, ...] = (
                  ("uri", "experiment", "log_best", "registered_model", "ship_every_s", "traces_per_step")),
            ("tracking.enabled",), _on, "Set tracking.enabled=true"),
     Effect(("tracking.traces_per_step",), ("answers.every_steps",), _on, "Set answers.every_steps=1"),
-    Effect(("data.revision", "data.subset"), ("data.source",), _no_folder, "Set data.source to a hub id"),
+    Effect(("data.revision", "data.subset"), ("data.source",), lambda source: not expanded(source).is_dir(),
+           "Set data.source to a hub id"),
 )  # fmt: skip
 """For each key, the first row that names it and applies gives the line."""
 
