@@ -137,12 +137,7 @@ def _rows(summaries: Mapping[str, Mapping[str, float]]) -> list[dict[str, str]]:
 def show_checkpoints(run: OpenRun) -> None:
     """A table of the checkpoints on disk."""
     rows = [
-        {
-            "step": info.step,
-            "MB": round(info.size_bytes / BYTES_PER_MB, 1),
-            "score": info.score,
-            "path": str(info.path),
-        }
+        {"step": info.step, "MB": round(info.size_bytes / BYTES_PER_MB, 1), "score": info.score, "path": str(info.path)}
         for info in scan(run.layout.checkpoints).checkpoints
     ]
     _follow(run, "checkpoints", lambda: json.dumps(rows), "table")

@@ -264,11 +264,7 @@ def regression(
     """
 
 
-@command(
-    "commands.run:report",
-    "millrace report experiment=countdown_demo",
-    "millrace report artifacts/runs/<run id>",
-)
+@command("commands.run:report", "millrace report experiment=countdown_demo", "millrace report artifacts/runs/<run id>")
 def report(run: Run, root: RootOfRun = None) -> None:
     """Write the report of a run: pages in HTML, their figures in JSON and pictures."""
 
@@ -390,9 +386,7 @@ def rescore(
 
 
 @command(
-    "commands.rollouts:audit",
-    "millrace audit countdown_demo-s1",
-    "millrace audit my-run --scorer my_scorer:score",
+    "commands.rollouts:audit", "millrace audit countdown_demo-s1", "millrace audit my-run --scorer my_scorer:score"
 )
 def audit(
     run: Run,
@@ -454,11 +448,7 @@ def compare(
 
 
 @command("commands.tracking:sync", "millrace sync", "millrace sync countdown_demo-s1 --uri http://127.0.0.1:5000")
-def sync(
-    runs: Runs = None,
-    root: Root = ARTIFACTS,
-    uri: Uri = None,
-) -> None:
+def sync(runs: Runs = None, root: Root = ARTIFACTS, uri: Uri = None) -> None:
     """Deliver to MLflow what it has not got of these runs' journals, or of all. Doing it again changes nothing."""
 
 

@@ -138,11 +138,7 @@ def _typed(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str
 
 
 def _settle(
-    detail: ErrorDetails,
-    settings: dict[str, Any],
-    findings: Findings,
-    texts: Mapping[str, str],
-    suites: Sequence[str],
+    detail: ErrorDetails, settings: dict[str, Any], findings: Findings, texts: Mapping[str, str], suites: Sequence[str]
 ) -> None:
     parts = _path(detail)
     key = ".".join(parts)
