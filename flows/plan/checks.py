@@ -142,8 +142,17 @@ def _require_machine(config: RunConfig) -> None:
         require_vllm()
     require_base(config.model.lora)
     _require_device(config)
-    _require_cluster(config)
-    _require_models(config)
+    if config.runtime.backend == "ray":
+        address = config.runtime.ray_address
+        problem = folder_problem() if address is None else unreachable(address)
+        if problem is not None:
+            raise ConfigError(problem)
+    for key, path in model_paths(config).items():
+        if path is not None and is_gguf(path):
+            require_gguf(path, config.paths.root)
+        elif path is not None:
+            require_reachable(key, path)
+            require_whole_model(key, path)
 
 
 def _require_device(config: RunConfig) -> None:
@@ -155,24 +164,6 @@ def _require_device(config: RunConfig) -> None:
             "runtime.device: must be auto or cpu where there is no GPU; got cuda, and this machine shows none. Set "
             "runtime.device=auto, or look whether the driver is loaded (nvidia-smi)"
         )
-
-
-def _require_cluster(config: RunConfig) -> None:
-    runtime = config.runtime
-    if runtime.backend != "ray":
-        return
-    problem = folder_problem() if runtime.ray_address is None else unreachable(runtime.ray_address)
-    if problem is not None:
-        raise ConfigError(problem)
-
-
-def _require_models(config: RunConfig) -> None:
-    for key, path in model_paths(config).items():
-        if path is not None and is_gguf(path):
-            require_gguf(path, config.paths.root)
-        elif path is not None:
-            require_reachable(key, path)
-            require_whole_model(key, path)
 
 
 def check_before_start(config: RunConfig, plan: RunPlan) -> None:

@@ -187,7 +187,7 @@ def make_plan(config: RunConfig, *, seen: RunConfig | None = None) -> RunPlan:
     if config.pass_rates.is_wanted:
         stages.append(_pass_rates(config, filtered))
     stages.append(_train(config, layout, chunks, committed))
-    stages += [_validate(config, layout, committed), _report(config, layout, stages)]
+    stages += [_validate(config, layout, committed), _report(layout, stages)]
     return RunPlan(
         run_id=run_id(config),
         run_dir=layout.run_dir,
@@ -307,7 +307,7 @@ def _validate(config: RunConfig, layout: RunLayout, committed: int) -> StagePlan
     return StagePlan("validate", digest, layout.validation, finished and len(names) == len(judged), detail)
 
 
-def _report(config: RunConfig, layout: RunLayout, stages: list[StagePlan]) -> StagePlan:
+def _report(layout: RunLayout, stages: list[StagePlan]) -> StagePlan:
     current = all(stage.cached for stage in stages) and known_report(layout) is not None
     digest = report_fingerprint(layout) if current else None
     return StagePlan("report", digest, layout.run_dir / "report", current, "HTML, JSON and pictures")
