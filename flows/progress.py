@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: a live line on a terminal, plain lines in a log."""
 
+import logging
 import re
 import sys
 import time
@@ -46,9 +47,7 @@ class PlainDisplay(Display):
         self._last = float("-inf")
 
     def line(self, text: str) -> None:
-        """Print it at once: a log is read while it is written. Where its disk is full, or its reader gone, the run goes
-        on without it.
-        """
+        """Print it at once: a log is read while it is written. Where nobody takes it, the run goes on without it."""
         with suppress(OSError):
             print(printable(text), flush=True)
 
@@ -78,7 +77,10 @@ class LiveDisplay(Display):
         self._bars = Bars(*columns, console=console, transient=True)
         self._bars.start()
         self._task = self._bars.add_task("", visible=False, figures="")
-        self._give_console_to_prefect(console)
+        if "prefect" in sys.modules:
+            for handler in logging.getLogger("prefect").handlers + logging.getLogger().handlers:
+                if hasattr(handler, "console"):  # Prefect's warnings are printed above the live line, not into it
+                    handler.console = console
 
     def line(self, text: str) -> None:
         """Print a line above the live line."""
@@ -101,17 +103,6 @@ class LiveDisplay(Display):
     def close(self) -> None:
         """Erase the live line."""
         self._bars.stop()
-
-    @staticmethod
-    def _give_console_to_prefect(console: "Console") -> None:
-        """Let Prefect's warnings be printed above the live line, not into it."""
-        if "prefect" not in sys.modules:
-            return
-        import logging
-
-        for handler in logging.getLogger("prefect").handlers + logging.getLogger().handlers:
-            if hasattr(handler, "console"):
-                handler.console = console
 
 
 def describe(event: Event) -> str:

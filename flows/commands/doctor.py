@@ -60,23 +60,19 @@ def _line(is_ok: bool, name: str, found: str, remedy: str, level: Level = "warni
 def doctor(root: Path, *, as_json: bool) -> None:
     """Look at everything, show it, and end with exit code 1 if there is an error."""
     print("looking at this machine, which takes half a minute ...", file=sys.stderr, flush=True)
-    lines = examine(root.resolve())
+    root = root.resolve()
+    checks: tuple[Callable[[], Iterator[Line]], ...] = (
+        _python, _names, _packages, _devices, _memory, _shared_memory, lambda: _disk(root), _vllm, _prefect,
+        lambda: _mlflow(root), _ray, _ports, _hub, _sandbox,
+    )  # fmt: skip
+    with ThreadPoolExecutor(len(checks)) as pool:  # side by side, since some take seconds
+        lines = [line for found in pool.map(lambda check: list(check()), checks) for line in found]
     if as_json:
         print(json.dumps([asdict(line) for line in lines], indent=2))
     else:
         _show(lines)
     if any(line.level == "error" for line in lines):
         sys.exit(1)
-
-
-def examine(root: Path) -> list[Line]:
-    """All lines; what takes seconds is looked at side by side."""
-    checks: tuple[Callable[[], Iterator[Line]], ...] = (
-        _python, _names, _packages, _devices, _memory, _shared_memory, lambda: _disk(root), _vllm, _prefect,
-        lambda: _mlflow(root), _ray, _ports, _hub, _sandbox,
-    )  # fmt: skip
-    with ThreadPoolExecutor(len(checks)) as pool:
-        return [line for found in pool.map(lambda check: list(check()), checks) for line in found]
 
 
 def _show(lines: list[Line]) -> None:
