@@ -150,16 +150,11 @@ def idle_settings(
     """
     request = _read(overrides, experiment, Findings())
     given = {key for written in request.values if not written.delete for key in written.names}
-    in_file = _keys_in_file(request.experiment) - given
+    in_file: set[str] = set()
+    if (named := request.experiment) is not None:  # its own file, without those that it builds on
+        content = _content(_OUTSIDE if named.endswith(FILE_ENDINGS) else named, named)
+        in_file = leaves(content).keys() - given - {"defaults"}
     return without_effect(config, given | request.choices.keys(), in_file, swept)
-
-
-def _keys_in_file(experiment: str | None) -> set[str]:
-    """Dotted keys in an experiment's own file, without those of the files that it builds on."""
-    if experiment is None:
-        return set()
-    file = _OUTSIDE if experiment.endswith(FILE_ENDINGS) else experiment
-    return {key for key in leaves(_content(file, experiment)) if key != "defaults"}
 
 
 def composed_of(overrides: Sequence[str], *, experiment: str | None = None) -> tuple[Sequence[str], Mapping[str, str]]:

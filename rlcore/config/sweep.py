@@ -62,7 +62,7 @@ class RandomSearch(Section):
     """Points drawn independently of one another."""
 
     num_points: int = Field(ge=1)
-    """Points to draw. A larger number keeps the points drawn before."""
+    """Points to try. A larger number goes on from those tried before."""
     seed: int = Field(default=1, ge=0)
     """Fixes the draws."""
     space: Space = Field(min_length=1)
@@ -83,15 +83,9 @@ class Pruning(Section):
     """Arguments of Optuna's pruner, such as reduction_factor: 3."""
 
 
-class OptunaSearch(Section):
-    """Points chosen by Optuna's TPE from the scores of those before."""
+class OptunaSearch(RandomSearch):
+    """Points chosen by Optuna's TPE from the scores of those before. The seed fixes them, given the same scores."""
 
-    num_points: int = Field(ge=1)
-    """Points to try. A larger number goes on from those tried before."""
-    seed: int = Field(default=1, ge=0)
-    """Fixes what is drawn, given the same scores."""
-    space: Space = Field(min_length=1)
-    """Settings and their values."""
     startup_points: int = Field(default=10, ge=1)
     """Points drawn at random before TPE begins."""
     points_at_once: int = Field(default=1, ge=1)
