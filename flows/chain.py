@@ -69,10 +69,7 @@ class Rows:
 
 @contextmanager
 def in_hand(settings: RunSettings, verb: str, *, verbose: bool = False) -> Iterator[OpenRun]:
-    """A run in hand (`open_run`), shown on the console with its trainer's events; where `verbose`, its log lines too.
-
-    `verb`: of the command that does the same.
-    """
+    """A run in hand (`open_run`), shown on the console with its trainer's events; if `verbose`, its log lines too."""
 
     def line(text: str) -> None:
         if verbose:

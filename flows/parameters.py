@@ -66,7 +66,7 @@ class RunSettings:
     seen: RunConfig | None = None
 
     def command(self, verb: str) -> tuple[str, ...]:
-        """The words of the command that does the same."""
+        """The words of the command that does the same; `verb`: its name."""
         words = [f"{EXPERIMENT}{self.experiment}"] if self.experiment else []
         return ("millrace", *verb.split(), *words, *self.overrides)
 

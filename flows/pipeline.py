@@ -38,10 +38,7 @@ def run_checked(settings: RunSettings) -> PipelineResult:
 
 
 def _of_a_run(name: str, verb: str) -> Callable[[Callable[[RunSettings], R]], Flow[..., R]]:
-    """Make work with the settings of one run a flow, which the work's docstring describes.
-
-    `verb`: of the command that does the same.
-    """
+    """Make work with the settings of one run a flow, which the work's docstring describes."""
     return lambda work: _flow_of(name, verb, work)
 
 
