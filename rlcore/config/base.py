@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
@@ -65,8 +65,6 @@ def sections_of(annotation: Any) -> tuple[type[Section], ...]:
     """Section classes that a field may hold: none for a plain value, several for a union of tasks."""
     if isinstance(annotation, type):
         return (annotation,) if issubclass(annotation, Section) else ()
-    if get_origin(annotation) is Annotated:
-        return sections_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
         return tuple(section for member in get_args(annotation) for section in sections_of(member))
     return ()

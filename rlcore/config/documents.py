@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le, Len, Lt
@@ -169,8 +169,6 @@ def _written(annotation: Any) -> str:
     if annotation in words:
         return words[annotation]
     origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _written(parts[0])
     if origin is Literal:
         return " or ".join(f"`{part}`" for part in parts)
     if origin in (Union, UnionType):
