@@ -1,7 +1,7 @@
 """`millrace checkpoints`: list, verify, export and prune the checkpoints of a run; and `--fork`, to begin with one."""
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,15 +112,8 @@ def _marks(rows: tuple[CheckpointRow, ...]) -> dict[int, list[str]]:
 
 def _documents(rows: tuple[CheckpointRow, ...]) -> list[dict[str, Any]]:
     marks = _marks(rows)
-    return [
-        {
-            **{field.name: getattr(row, field.name) for field in fields(row)},
-            "path": str(row.path),
-            "marks": marks.get(row.step, []),
-            "metrics": dict(row.metrics),
-        }
-        for row in rows
-    ]
+    plain = (asdict(replace(row, metrics=dict(row.metrics))) for row in rows)
+    return [one | {"path": str(one["path"]), "marks": marks.get(one["step"], [])} for one in plain]
 
 
 def _show(layout: RunLayout, rows: tuple[CheckpointRow, ...]) -> None:
