@@ -82,13 +82,11 @@ def tokenize_demonstrations(
     seed: int,
     root: Path,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    on_progress: Callable[[int], None] = lambda done: None,
 ) -> StageResult:
     """Tokenize a file of demonstrations, unless that has been done, and hold out some of them.
 
     Counts are rows of `train` and `validation`, and of what was left out: `overlong`, `empty` (an answer without text),
-    `duplicate`. `chat_template_kwargs` are further names that the chat template reads. `on_progress` is called with the
-    rows done.
+    `duplicate`. `chat_template_kwargs` are further names that the chat template reads.
 
     Raises:
         DataError: a row that breaks the form, an answer that the template changes, or no row left.
@@ -100,8 +98,7 @@ def tokenize_demonstrations(
         return StageResult(directory, digest, cached=True, counts=manifest.values["counts"])
     file = Path(config.demonstrations or "").expanduser()
     counts: Counter[str] = Counter()
-    encode = partial(_encoder, file, tokenizer_dir, chat_template_kwargs)
-    kept = _fitting(file, encode, config.max_tokens, counts, on_progress)
+    kept = _fitting(file, partial(_encoder, tokenizer_dir, chat_template_kwargs), config.max_tokens, counts)
     if len(kept) < 2:
         reasons = ", ".join(f"{count:,} {name}" for name, count in counts.items()) or "the file has too few rows"
         raise DataError(
@@ -139,22 +136,15 @@ def try_demonstrations(
     rows = records_of(file)
     first = list(islice(rows, num_rows))
     if first and tokenizer_dir is not None:
-        _encoder(file, tokenizer_dir, chat_template_kwargs, first[0])(first)
+        _encoder(tokenizer_dir, chat_template_kwargs, first[0])(first)
     if file.suffix == ".jsonl":
         deque(rows, maxlen=0)
 
 
-def _fitting(
-    file: Path,
-    encoder: Callable[[Record], Encode],
-    max_tokens: int,
-    counts: Counter[str],
-    on_progress: Callable[[int], None],
-) -> list[Tokenized]:
+def _fitting(file: Path, encoder: Callable[[Record], Encode], max_tokens: int, counts: Counter[str]) -> list[Tokenized]:
     """The rows that are left, in the file's order; the others are counted."""
     rows, kept, seen = records_of(file), [], set()
     encode: Encode | None = None
-    done = 0
     while batch := list(islice(rows, ROWS_PER_GROUP)):
         encode = encode or encoder(batch[0])
         for found in encode(batch):
@@ -167,8 +157,6 @@ def _fitting(
             else:
                 seen.add(key)
                 kept.append(found)
-        done += len(batch)
-        on_progress(done)
     return kept
 
 
@@ -214,7 +202,7 @@ def _messages(row: Record) -> list[dict[str, str]]:
 # ---------------------------------------------------------------------- rows to tokens
 
 
-def _encoder(file: Path, tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None, first: Record) -> Encode:
+def _encoder(tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None, first: Record) -> Encode:
     """How the rows of a file are tokenized, by the form of the first: None for one without text to learn."""
     if "messages" in first.values:
         return _Conversations(tokenizer_dir, chat_template_kwargs).encode
