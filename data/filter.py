@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
@@ -134,21 +134,12 @@ def filter_dataset(
     }
     facts: dict[str, Any] = {"kind": "filtered", **document}
     schemas = tool_schemas(tools) if tools else ()
+    opened = partial(PromptTokenizer, tokenizer_dir, tools=schemas, chat_template_kwargs=chat_template_kwargs)
     watch = SuiteWatch(suites or {})
     with published_directory(directory, facts) as folder:
 
         def run(*, short_way: bool) -> _Filter:
-            @cache
-            def tokenizer(chat: bool) -> PromptTokenizer:
-                return PromptTokenizer(
-                    tokenizer_dir,
-                    chat=chat,
-                    short_way=short_way,
-                    tools=schemas,
-                    chat_template_kwargs=chat_template_kwargs,
-                )
-
-            work = _Filter(config, tokenizer, watch, on_progress)
+            work = _Filter(config, cache(partial(opened, short_way=short_way)), watch, on_progress)
             for split in ("validation", "train"):  # the held-out one is small, and training rows are checked against it
                 source = dataset_dir / f"{split}.parquet"
                 if split == "validation" or source.is_file():  # a suite's dataset has no other
@@ -185,11 +176,11 @@ class _Filter:
     def __init__(
         self,
         config: FilterConfig,
-        tokenizer: Callable[[bool], PromptTokenizer],
+        tokenizer: Callable[..., PromptTokenizer],
         suites: "SuiteWatch",
         on_progress: Progress | None,
     ) -> None:
-        """`tokenizer`: that of chats, or of plain text."""
+        """`tokenizer`: by `chat`, that of chats or of plain text."""
         self._config, self._tokenizer_for, self._suites, self._on_progress = config, tokenizer, suites, on_progress
         self.counts: Counter[str] = Counter()
         self.lengths: dict[str, Counter[int]] = {}
@@ -201,7 +192,7 @@ class _Filter:
         file, origin = open_parquet(source), provenance(source)
         require_row_schema(file.schema_arrow, source)
         self._split, self._source = split, source
-        self._tokenizer = self._tokenizer_for(origin.get("prompt_form") != "text")
+        self._tokenizer = self._tokenizer_for(chat=origin.get("prompt_form") != "text")
         self._seen: dict[int, int] = {}  # hash of a prompt -> row
         kept = [column for column in file.schema_arrow if column.name not in dict(_ADDED)]
         schema = pa.schema([*kept, *_ADDED])
@@ -260,10 +251,8 @@ class _Filter:
         column = batch.column("prompt")
         messages = column.flatten()
         roles, contents = messages.field("role"), messages.field("content")
-        single = pc.all(
-            pc.equal(pc.list_value_length(column), 1), skip_nulls=False
-        ).as_py()  # None where one is missing
-        if single and not contents.null_count and pc.unique(roles).to_pylist() == ["user"]:
+        single = pc.all(pc.equal(pc.list_value_length(column), 1), skip_nulls=False)  # null where one is missing
+        if single.as_py() and not contents.null_count and pc.unique(roles).to_pylist() == ["user"]:
             return self._tokenizer.texts_of_user_messages(contents.to_pylist())
         prompts = column.to_pylist()
         for row, prompt in enumerate(prompts, start=start):
