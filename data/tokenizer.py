@@ -143,26 +143,19 @@ class PromptTokenizer:
                     f"{directory}: its chat template shows no tools to the model (episode.tools). Take a model whose "
                     "template does, or put a chat_template.jinja that renders `tools` beside the tokenizer"
                 )
-        self._backend = self._tokenizer.backend_tokenizer
-        self._pieces = PieceEncoder.of(self._backend) if short_way else None
+        self.backend = self._tokenizer.backend_tokenizer
+        """The `tokenizers.Tokenizer`."""
+        self.end_of_text = int(self._tokenizer.eos_token_id)
+        """Id of the end-of-sequence token."""
+        self._pieces = PieceEncoder.of(self.backend) if short_way else None
         self._frame = ChatFrame.of(self._tokenizer.chat_template, self.render) if chat and short_way else None
-        self._end = to_bytes([self._tokenizer.eos_token_id])
+        self._end = to_bytes([self.end_of_text])
         # Special tokens that the tokenizer puts around plain text, such as a beginning-of-sequence token.
         self._around = (b"", b"") if chat else self._find_special_tokens()
 
     def texts(self, prompts: Sequence[Messages]) -> list[str]:
         """Each prompt as text: the chat template with the assistant's turn opened, or the messages as they are."""
         return [self.render(messages) for messages in prompts]
-
-    @property
-    def backend(self) -> Any:
-        """The `tokenizers.Tokenizer`."""
-        return self._backend
-
-    @property
-    def end_of_text(self) -> int:
-        """Id of the end-of-sequence token."""
-        return int(self._tokenizer.eos_token_id)
 
     def texts_of_user_messages(self, contents: Sequence[str]) -> list[str]:
         """`texts` of prompts that are a single user message each."""
@@ -185,7 +178,7 @@ class PromptTokenizer:
         """Token ids (int32, as bytes) of each prompt's text. A chat template writes its own special tokens; plain text
         gets the tokenizer's here."""
         if self._around is None:
-            return encode_whole(self._backend, texts, add_special_tokens=True)
+            return encode_whole(self.backend, texts, add_special_tokens=True)
         before, after = self._around
         encoded = self._encode(texts)
         if not before and not after:
@@ -200,9 +193,13 @@ class PromptTokenizer:
             DataError: an answer has a word without a token, which no model with this tokenizer can write.
         """
         encoded = self._encode(answers)
-        self._require_known(answers, encoded)
-        end = self._end
-        return [ids + end if answer else b"" for answer, ids in zip(answers, encoded, strict=True)]
+        if places := self.with_unknown_words(encoded):
+            raise DataError(
+                f"{self._name}: the tokenizer has no token for a word of the answer {answers[places[0]][:200]!r}. Take "
+                "another model, or a task whose answers it can write (model.scratch.max_integer bounds the numbers of "
+                "a model made from nothing)"
+            )
+        return [ids + self._end if answer else b"" for answer, ids in zip(answers, encoded, strict=True)]
 
     def with_unknown_words(self, encoded: Sequence[bytes]) -> list[int]:
         """Indices of the texts with a word that is not in the vocabulary."""
@@ -211,14 +208,6 @@ class PromptTokenizer:
         if unknown is None or self._pieces is not None:
             return []
         return [place for place, ids in enumerate(encoded) if unknown in np.frombuffer(ids, dtype=np.int32)]
-
-    def _require_known(self, answers: Sequence[str], encoded: Sequence[bytes]) -> None:
-        if places := self.with_unknown_words(encoded):
-            raise DataError(
-                f"{self._name}: the tokenizer has no token for a word of the answer {answers[places[0]][:200]!r}. Take "
-                "another model, or a task whose answers it can write (model.scratch.max_integer bounds the numbers of "
-                "a model made from nothing)"
-            )
 
     def render(self, messages: Messages, *, opened: bool = True) -> str:
         """Messages as text; `opened`: with the assistant's turn begun, for a prompt."""
@@ -243,10 +232,10 @@ class PromptTokenizer:
 
     def _encode(self, texts: Sequence[str]) -> list[bytes]:
         if self._pieces is None:
-            return encode_whole(self._backend, texts)
+            return encode_whole(self.backend, texts)
         found = self._pieces.encode(texts)
         sample = range(0, len(texts), _CHECK_EVERY)
-        for index, ids in zip(sample, encode_whole(self._backend, [texts[i] for i in sample]), strict=True):
+        for index, ids in zip(sample, encode_whole(self.backend, [texts[i] for i in sample]), strict=True):
             if found[index] != ids:
                 raise ShortWayError(texts[index])
         return found
@@ -270,8 +259,8 @@ class PromptTokenizer:
 
         An end-of-sequence token after it is left out, since the answer follows the prompt.
         """
-        [plain] = encode_whole(self._backend, ["a"])
-        [full] = encode_whole(self._backend, ["a"], add_special_tokens=True)
+        [plain] = encode_whole(self.backend, ["a"])
+        [full] = encode_whole(self.backend, ["a"], add_special_tokens=True)
         for start in range(0, len(full) - len(plain) + 1, ID_BYTES):
             if full[start : start + len(plain)] == plain:
                 after = full[start + len(plain) :]
@@ -446,26 +435,19 @@ def _shared_ends(texts: Sequence[str]) -> tuple[str, str]:
     """
     if len(texts) < 2:
         return "", ""
-    before = _common_start(min(texts), max(texts))
-    cut = _last_cut(before)
-    before = before[:cut]
-    tails = [text[cut:][::-1] for text in texts]
-    after = _common_start(min(tails), max(tails))[::-1]
+    # Up to the last space between two visible characters.
+    found = re.match(r"(?s:.*\S)(?= \S)", _common_start(texts))
+    before = found[0] if found else ""
+    after = _common_start([text[len(before) :][::-1] for text in texts])[::-1]
     # The space must follow a visible character of every text, so not the tail's first one.
     found = re.search(r"(?<=\S) (?=\S)", after)
     return before, after[found.start() :] if found else ""
 
 
-def _common_start(first: str, last: str) -> str:
-    """What the first and the last of some sorted texts begin with, and so all between them."""
+def _common_start(texts: Sequence[str]) -> str:
+    first, last = min(texts), max(texts)
     length = next((index for index, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), None)
     return first if length is None else first[:length]
-
-
-def _last_cut(text: str) -> int:
-    """Where the last space between two visible characters stands, 0 where there is none."""
-    found = re.match(r"(?s:.*\S)(?= \S)", text)
-    return found.end() if found else 0
 
 
 def _is_byte_level(description: dict[str, Any]) -> bool:
