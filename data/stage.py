@@ -7,12 +7,11 @@ another weight makes no new rows.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlcore.config.fingerprint import fingerprint
 from rlcore.storage.finished import finished_or_set_aside
 from rlcore.storage.manifest import PARTS_KEY
 from rlcore.storage.publish import published_directory
@@ -44,8 +43,8 @@ _EARLIER = {
     "4ba3d32bb76d819a": "9538ab35cefd03fb",  # mapped, parquet
     "1d76f14f60295d64": "73eafe51822f28ca",  # custom
     "0a6f7ff507f7d94b": "dcf37d3e29550884",  # reasoning_gym
-    "26f9b9c4f7e6fb4f": "8bf03f727474bf7c",  # filter
-    "c5c10ac23d7cd017": "30f39456b8e733b5",  # demonstrations
+    "0d8538e9fbe22e9a": "8bf03f727474bf7c",  # filter
+    "752506d98601235e": "30f39456b8e733b5",  # demonstrations
 }
 """Digests of code that writes the same as earlier code, and those of the earlier: folders made before are found. Code
 that writes otherwise has no line here."""
@@ -59,11 +58,6 @@ def source_digest(*modules: str) -> str:
         digest.update(module.encode() + b"\0" + path.read_bytes() + b"\0")
     found = digest.hexdigest()[:16]
     return _EARLIER.get(found, found)
-
-
-def mixture_fingerprint(kind: str, parts: Iterable[str]) -> str:
-    """Fingerprint of a mixture, from those of its parts."""
-    return fingerprint(f"{kind}-mixture", list(parts))
 
 
 def publish_mixture(kind: str, directory: Path, parts: Sequence[StageResult]) -> StageResult:

@@ -8,7 +8,7 @@ from typing import Any
 
 from data.custom import digests_of, keep_reads, known_reads, recorded_reads
 from data.rows import TaskRows
-from data.stage import SPLITS, StageResult, mixture_fingerprint, publish_mixture, source_digest
+from data.stage import SPLITS, StageResult, publish_mixture, source_digest
 from rlcore.config.data import CountdownData, DataConfig, MixtureData, TaskData
 from rlcore.config.fingerprint import fingerprint
 from rlcore.storage.finished import finished_or_set_aside
@@ -112,7 +112,7 @@ def dataset_fingerprint(config: DataConfig, seed: int, root: Path, splits: Seque
     user's build reads count once it has run. `splits`: those that are written.
     """
     if isinstance(config, MixtureData):
-        return mixture_fingerprint("dataset", (dataset_fingerprint(part.data, seed, root) for part in config.parts))
+        return fingerprint("dataset-mixture", [dataset_fingerprint(part.data, seed, root) for part in config.parts])
     task = task_of(config)
     payload = {
         "format": DATASET_FORMAT,
