@@ -54,25 +54,19 @@ def _write(directory: Path, task: TaskRows, split: str, document: Mapping[str, A
         )
     kind = task.ground_truth_type
     schema = row_schema(ground_truth_type(first.ground_truth) if kind is None else kind)
-    num_rows = 0
-    difficulties: Counter[int] = Counter()
-    known = first.ground_truth if task.ground_truth_type is None else None
+    known = first.ground_truth if kind is None else None
+    difficulties: Counter[int] = Counter()  # of the rows that are written
     with parquet_writer(directory / f"{split}.parquet", schema) as writer:
-        for batch in _batches(chain([first], rows)):
-            writer.write_batch(_record_batch(batch, task, split, num_rows, schema, known))
-            num_rows += len(batch)
+        rows = chain([first], rows)
+        while batch := list(islice(rows, ROWS_PER_GROUP)):
+            writer.write_batch(_record_batch(batch, task, split, difficulties.total(), schema, known))
             difficulties.update(row.difficulty for row in batch)
         facts = {"split": split, "data_source": task.data_source, "prompt_form": task.prompt_form}
         by_difficulty = {str(difficulty): difficulties[difficulty] for difficulty in sorted(difficulties)}
+        num_rows = difficulties.total()
         counts = {"rows": num_rows, "by_difficulty": by_difficulty}
         writer.add_key_value_metadata(provenance_metadata({**document, **facts, "counts": counts}))
     return num_rows
-
-
-def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    rows = iter(rows)
-    while batch := list(islice(rows, ROWS_PER_GROUP)):
-        yield batch
 
 
 def _record_batch(
