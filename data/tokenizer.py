@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -348,13 +347,27 @@ def encode_whole(backend: Any, texts: Sequence[str], *, add_special_tokens: bool
     return [to_bytes(encoding.ids) for encoding in found]
 
 
+class _Pieces(dict[str, bytes]):
+    """Token ids by piece, tokenized when they are first asked for. `lead`: what comes before each piece in a text."""
+
+    def __init__(self, backend: Any, lead: str) -> None:
+        super().__init__()
+        self._backend, self.lead = backend, lead
+
+    def __missing__(self, piece: str) -> bytes:
+        if len(self) >= _MAX_PIECES:
+            self.clear()
+        [self[piece]] = encode_whole(self._backend, [self.lead + piece])
+        return self[piece]
+
+
 class PieceEncoder:
     """Token ids by pieces, without special tokens, exactly as the tokenizer gives them for the whole text."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._pieces: dict[str, bytes] = {}  # a piece that a space comes before, without that space
-        self._heads: dict[str, bytes] = {"": b""}  # the first piece of a text
+        self._pieces = _Pieces(backend, " ")
+        self._heads = _Pieces(backend, "")  # the first piece of a text
 
     @classmethod
     def of(cls, backend: Any) -> "PieceEncoder | None":
@@ -373,49 +386,19 @@ class PieceEncoder:
         middles = self._encode([text[start:stop] for text in texts], self._pieces if before else self._heads)
         return [b"".join((head, middle, tail)) for middle in middles]
 
-    def _encode(self, texts: Sequence[str], heads: dict[str, bytes]) -> list[bytes]:
-        """`heads` caches first pieces: `_pieces` where a space comes before each text, else `_heads`."""
-        pieces = self._pieces
-        known, join = pieces.__getitem__, b"".join
+    def _encode(self, texts: Sequence[str], heads: _Pieces) -> list[bytes]:
+        """`heads`: of first pieces, which are `_pieces` too where a space comes before each text."""
         # One search over all texts is faster than one for each, and odd ones are rare. The replacement keeps a space at
         # a text's end odd.
         any_odd = _has_odd_space("\x00".join([*texts, ""]).replace(" \x00", "  "))
-        found: list[bytes | None] = []
-        later = []
+        odd = [index for index, text in enumerate(texts) if any_odd and _has_odd_space(text)]
+        whole = dict(zip(odd, encode_whole(self._backend, [heads.lead + texts[index] for index in odd]), strict=True))
+        known, join = self._pieces.__getitem__, b"".join
+        found = []
         for index, text in enumerate(texts):
-            if any_odd and _has_odd_space(text):
-                found.append(None)
-                continue
             head, *rest = text.split(" ")
-            try:
-                found.append(join((heads[head], *map(known, rest))))
-            except KeyError:
-                found.append(b"")
-                later.append((index, head, rest))
-        if later:
-            new_heads = {head for _, head, _ in later}
-            new_pieces = set(chain.from_iterable(rest for _, _, rest in later))
-            if heads is pieces:
-                new_pieces |= new_heads
-            else:
-                self._learn(heads, new_heads)
-            self._learn(pieces, new_pieces)
-            for index, head, rest in later:
-                found[index] = b"".join([heads[head], *[pieces[piece] for piece in rest]])
-        lead = " " if heads is pieces else ""
-        odd = [index for index, ids in enumerate(found) if ids is None]
-        for index, ids in zip(odd, encode_whole(self._backend, [lead + texts[index] for index in odd]), strict=True):
-            found[index] = ids
-        return [ids for ids in found if ids is not None]
-
-    def _learn(self, known: dict[str, bytes], wanted: set[str]) -> None:
-        lead = " " if known is self._pieces else ""
-        new = sorted(wanted - known.keys())
-        if len(known) > _MAX_PIECES:
-            known.clear()
-            new = sorted(wanted)
-        for piece, ids in zip(new, encode_whole(self._backend, [lead + piece for piece in new]), strict=True):
-            known[piece] = ids
+            found.append(whole[index] if index in whole else join((heads[head], *map(known, rest))))
+        return found
 
 
 def _has_odd_space(text: str) -> bool:
