@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from pkgutil import resolve_name
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 from data.rows import PromptForm, TaskRows
@@ -125,16 +125,10 @@ def _record(event: str, arguments: tuple[object, ...]) -> None:
         return
     sources, found = _recording[threading.get_ident()]
     file = Path(os.path.realpath(os.fsdecode(path)))
-    if file.suffix not in (".py", ".pyc") and not str(file).startswith(_NOT_DATA) and _is_called_by(sources):
+    if file.suffix in (".py", ".pyc") or str(file).startswith(_NOT_DATA):
+        return
+    if any(os.path.realpath(caller.f_code.co_filename) in sources for caller, _ in walk_stack(sys._getframe())):
         found.add(file)
-
-
-def _is_called_by(sources: frozenset[str]) -> bool:
-    """Whether a function of one of these files is on the stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and os.path.realpath(frame.f_code.co_filename) not in sources:
-        frame = frame.f_back
-    return frame is not None
 
 
 def known_reads(root: Path, build: str) -> set[Path]:

@@ -38,13 +38,13 @@ class StageResult:
 
 
 _EARLIER = {
-    "6fe43a2fb8b811df": "a63d37882c7559b8",  # countdown
-    "6f0d10c249c055f7": "a09048efc44283de",  # gsm8k
-    "4ba3d32bb76d819a": "9538ab35cefd03fb",  # mapped, parquet
-    "1d76f14f60295d64": "73eafe51822f28ca",  # custom
-    "0a6f7ff507f7d94b": "dcf37d3e29550884",  # reasoning_gym
-    "0d8538e9fbe22e9a": "8bf03f727474bf7c",  # filter
-    "752506d98601235e": "30f39456b8e733b5",  # demonstrations
+    "8a93323134a2bf94": "a63d37882c7559b8",  # countdown
+    "ad807e128fed6f65": "a09048efc44283de",  # gsm8k
+    "5f7fb572b8138239": "9538ab35cefd03fb",  # mapped, parquet
+    "5dfa8585afb2fe71": "73eafe51822f28ca",  # custom
+    "ba35954433e26383": "dcf37d3e29550884",  # reasoning_gym
+    "06e7e35b00e5a28d": "8bf03f727474bf7c",  # filter
+    "d1381864483378d0": "30f39456b8e733b5",  # demonstrations
 }
 """Digests of code that writes the same as earlier code, and those of the earlier: folders made before are found. Code
 that writes otherwise has no line here."""
