@@ -19,7 +19,7 @@ from data.stage import SPLITS
 from flows.parameters import RunSettings
 from flows.plan.plan import RunPlan, make_plan
 from flows.work.results import few_rows
-from flows.work.slots import require_slots
+from flows.work.slots import Slots
 from rlcore import sandbox
 from rlcore.config import AlgoConfig, CountdownData, CustomData, Gsm8kData, RewardConfig, RunConfig
 from rlcore.config.data import TaskData, parts_of
@@ -174,7 +174,7 @@ def check_before_start(config: RunConfig, plan: RunPlan) -> None:
     """
     if plan.is_done:
         return
-    require_slots(config, RunLayout.of(config).root)
+    Slots(RunLayout.of(config).root).require(config.runtime.num_workers)
     _require_machine(config)
     for settings, memory in ((config, plan.memory), (stage_settings(config), plan.warm_start_memory)):
         if memory is not None:

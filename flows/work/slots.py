@@ -137,7 +137,11 @@ class Slots:
             raise DataError(f"{self._file}: is damaged. `millrace slots --set N` writes it anew.") from error
 
     def require(self, number: int) -> None:
-        """Require that there are so many slots. See `require_slots`."""
+        """Require that there are so many slots.
+
+        Raises:
+            ConfigError: there are fewer, so a run with so many ranks would wait for ever.
+        """
         devices = self.devices()
         if devices and number > len(devices):
             raise ConfigError(
@@ -202,15 +206,6 @@ def _live(file: Path) -> Wish | None:
         return None
     except ValidationError:
         return Wish("a run that has just begun", 1, 0, "chunk", 0.0, 0)
-
-
-def require_slots(config: RunConfig, root: Path) -> None:
-    """Require that the root has as many slots as the run needs.
-
-    Raises:
-        ConfigError: it has fewer, so the run would wait for ever.
-    """
-    Slots(root).require(config.runtime.num_workers)
 
 
 class HeldSlots:

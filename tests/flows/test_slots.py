@@ -10,11 +10,9 @@ import pytest
 
 from flows.cli import exit_code
 from flows.commands.runs import slots as slots_command
-from flows.plan.checks import require_slots
 from flows.work.open_run import FLOW_LOCK
 from flows.work.slots import Claim, HeldSlots, Slots, State, Wish
 from flows.work.status import status_of
-from rlcore.config import RunConfig, RuntimeConfig
 from rlcore.errors import ConfigError, DataError
 from rlcore.storage.locks import HeldLock
 from tests.flows.test_trainer_client import wait_until
@@ -205,7 +203,7 @@ def test_wrong_numbers_of_slots_are_told(tmp_path: Path, capsys: pytest.CaptureF
         with pytest.raises(ConfigError, match="--gpus: must be different numbers"):
             slots_command(tmp_path, number=None, gpus=gpus, per_gpu=1, as_json=False)
     with pytest.raises(ConfigError, match=r"runtime.num_workers: must be at most the slots of .*, which are 4; got 5"):
-        require_slots(RunConfig(runtime=RuntimeConfig(num_workers=5)), tmp_path)
+        Slots(tmp_path).require(5)
     (tmp_path / "slots" / "slots.json").unlink()
     (tmp_path / "slots" / "slots.json").mkdir()
     assert exit_code(Slots(tmp_path).look) == 1
