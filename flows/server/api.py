@@ -18,7 +18,6 @@ from http import HTTPStatus
 from http.client import HTTPException
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.error import HTTPError
 
 from flows.parameters import MLFLOW_PAGE
@@ -27,9 +26,6 @@ from flows.server.launch import python_path, start_tethered
 from flows.server.secret import CLIENT_LOGIN, SERVER_LOGIN, login_of, new_login
 from rlcore.errors import MillraceError
 from rlcore.storage.locks import HeldLock
-
-if TYPE_CHECKING:
-    from flows.stack.state import StackState
 
 START_WAIT_S = 600.0
 """The first start makes the database: 7 s of computing, minutes on a busy machine. One that dies is noticed at once."""
@@ -149,7 +145,7 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
 
 
 def running_prefect(root: Path) -> PrefectApi | None:
-    """The server that is there already: named, or recorded under the root. None: one has to be started.
+    """The server that is there already: named, or of a stack under the root. None: one has to be started.
 
     Raises:
         MillraceError: a server that was named does not answer.
@@ -159,15 +155,17 @@ def running_prefect(root: Path) -> PrefectApi | None:
         if server.url == url:
             return PrefectApi(server.url, home)
     if url:
-        _require_answer(
-            url, "PREFECT_API_URL", "Start that server, or unset PREFECT_API_URL: then one is started here."
-        )
+        _require_answer(url)
         return PrefectApi(url, None)
-    if stack := _recorded_stack(root):
-        os.environ |= {"PREFECT_API_URL": stack.prefect_api_url, CLIENT_LOGIN: login_of(root.resolve())}
-        os.environ.setdefault(MLFLOW_PAGE, stack.mlflow_url)
-        return PrefectApi(stack.prefect_api_url, None)
-    return None
+    from flows.stack.state import read_stack
+
+    stack = read_stack(root)
+    recorded = stack.service("prefect")
+    if recorded is None or recorded.process() is None or not answers(stack.prefect_api_url):
+        return None
+    os.environ |= {"PREFECT_API_URL": stack.prefect_api_url, CLIENT_LOGIN: login_of(root.resolve())}
+    os.environ.setdefault(MLFLOW_PAGE, stack.mlflow_url)
+    return PrefectApi(stack.prefect_api_url, None)
 
 
 def wait_for_prefect(api: PrefectApi) -> None:
@@ -196,18 +194,8 @@ def answers(url: str) -> bool:
     return True
 
 
-def _recorded_stack(root: Path) -> "StackState | None":
-    """The stack that `millrace up` has started under this root, if its server is still that one and answers."""
-    from flows.stack.state import read_stack
-
-    stack = read_stack(root)
-    server = stack.service("prefect")
-    if server is None or server.process() is None:
-        return None
-    return stack if answers(stack.prefect_api_url) else None
-
-
-def _require_answer(url: str, key: str, remedy: str) -> None:
+def _require_answer(url: str) -> None:
+    key, remedy = "PREFECT_API_URL", "Start that server, or unset PREFECT_API_URL: then one is started here."
     try:
         _ask(url, ANSWER_WAIT_S)
         theirs = _get(f"{url}/admin/version", ANSWER_WAIT_S).strip().strip(b'"').decode()
