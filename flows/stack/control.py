@@ -106,7 +106,7 @@ def down(root: Path) -> None:
     with HeldLock(root / "stack.lock", what=f"the stack of {root}", wait_s=LOCK_WAIT_S):
         running = _running(read_stack(root))
         _end(filter(_is_worker, running))
-        services.end_orphans(orphans := services.orphans(root))
+        services.end_flows(orphans := services.orphans(root))
         for flow in orphans:
             say(f"a flow run whose worker was gone (process {flow.pid}) has ended")
         _end(running)

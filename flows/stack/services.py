@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -308,15 +308,18 @@ def end_server(process: psutil.Process) -> None:
 
 def end_worker(process: psutil.Process) -> None:
     """Kill a worker, which would note its flow runs as crashed, and end these; they stay Running for the next `up`."""
-    flows = _below(process, all_of_them=False)
-    family = [process, *_below(process)]
-    _kill([process])
-    _end_flows(flows, family)
+    end_flows(_below(process, all_of_them=False), [process])
 
 
-def end_orphans(flows: list[psutil.Process]) -> None:
-    """End flow runs whose worker is gone, as `end_worker` does."""
-    _end_flows(flows, [member for flow in flows for member in (flow, *_below(flow))])
+def end_flows(flows: list[psutil.Process], workers: Sequence[psutil.Process] = ()) -> None:
+    """Tell flow runs to end; kill the workers that have started them, and what is left in the end but trainers."""
+    family = [*workers, *(member for flow in flows for member in (flow, *_below(flow)))]
+    _kill(workers)
+    for flow in flows:
+        with suppress(psutil.NoSuchProcess):
+            flow.terminate()
+    _, left = psutil.wait_procs(family, timeout=END_WAIT_S)
+    _kill([member for member in left if TRAINER not in _command_of(member)])  # a trainer was told, and is saving
 
 
 def orphans(root: Path) -> list[psutil.Process]:
@@ -329,14 +332,6 @@ def orphans(root: Path) -> list[psutil.Process]:
     return found
 
 
-def _end_flows(flows: list[psutil.Process], family: list[psutil.Process]) -> None:
-    for flow in flows:
-        with suppress(psutil.NoSuchProcess):
-            flow.terminate()
-    _, left = psutil.wait_procs(family, timeout=END_WAIT_S)
-    _kill([member for member in left if TRAINER not in _command_of(member)])  # a trainer was told, and is saving
-
-
 def _below(process: psutil.Process, *, all_of_them: bool = True) -> list[psutil.Process]:
     try:
         return process.children(recursive=all_of_them)
@@ -344,7 +339,7 @@ def _below(process: psutil.Process, *, all_of_them: bool = True) -> list[psutil.
         return []
 
 
-def _kill(processes: list[psutil.Process]) -> None:
+def _kill(processes: Sequence[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
