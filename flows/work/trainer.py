@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from flows.server.launch import python_path, start_tethered
@@ -172,9 +171,7 @@ class TrainerProcess:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End the process, if there is one. At a stop it saves first: it may be steps beyond its last checkpoint."""
         if is_stop(error) and self._child is not None and not self._is_told_to_end:
             self._stop(self._child)
@@ -274,7 +271,7 @@ class TrainerProcess:
                 number = len(held.descriptors)
                 self.on_event(Note(f"has {number} slot{'s' * (number > 1)} of the root now"))
                 self._reason = ""
-            self._child = _Child.start(self._command, self._run_dir, held)
+            self._child = _Child(self._command, self._run_dir, held)
         return self._child
 
     def _wait_in_line(self, reason: str) -> None:
@@ -351,40 +348,31 @@ class _YieldNow(BaseException):
 class _Child:
     """The process, its two pipes, its log and the slots that it has inherited."""
 
-    def __init__(
-        self, process: "subprocess.Popen[bytes]", commands_fd: int, replies_fd: int, log: LogTail, held: HeldSlots
-    ) -> None:
-        self.process = process
-        self.log = log
-        self.held = held
-        self._commands_fd = commands_fd
-        self._replies_fd = replies_fd
-        self._rest = b""
-        self._oom_kills = num_oom_kills()
-        self._last_step = 0
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(replies_fd, selectors.EVENT_READ)
-        self._at_end = False
-
-    @classmethod
-    def start(cls, command: Sequence[str], run_dir: Path, held: HeldSlots) -> "_Child":
+    def __init__(self, command: Sequence[str], run_dir: Path, held: HeldSlots) -> None:
         log_file = _new_log(run_dir / "logs")
-        child_reads, commands_fd = os.pipe()
-        replies_fd, child_writes = os.pipe()
+        child_reads, self._commands_fd = os.pipe()
+        self._replies_fd, child_writes = os.pipe()
         line = [*command, "--settings", str(run_dir / "settings.json")]
         line += ["--commands-fd", str(child_reads), "--replies-fd", str(child_writes)]
         try:
             inherited = (child_reads, child_writes, *held.descriptors)
-            process = start_tethered(line, log_file, _environment() | held.environment, inherited)
+            self.process = start_tethered(line, log_file, _environment() | held.environment, inherited)
         except BaseException:
-            os.close(commands_fd)
-            os.close(replies_fd)
+            os.close(self._commands_fd)
+            os.close(self._replies_fd)
             held.release()
             raise
         finally:
             os.close(child_reads)
             os.close(child_writes)
-        return cls(process, commands_fd, replies_fd, LogTail(log_file), held)
+        self.log = LogTail(log_file)
+        self.held = held
+        self._rest = b""
+        self._oom_kills = num_oom_kills()
+        self._last_step = 0
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._replies_fd, selectors.EVENT_READ)
+        self._at_end = False
 
     def opened(self, run_dir: Path) -> bool:
         log_file = _new_log(run_dir / "logs")
