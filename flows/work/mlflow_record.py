@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from data import StageResult
@@ -69,6 +68,8 @@ class Page:
 
 def log_start(page: Page, tags: Mapping[str, str], dataset: StageResult, filtered: StageResult) -> None:
     """Tags, settings, machine, code and datasets: known before the first step."""
+    import pyarrow.parquet as pq
+
     store, mlflow_run, config, layout = page.store, page.mlflow_run, page.run.config, page.run.layout
     facts = {f"env.{name}": value for name, value in environment_facts().items()}
     store.set_tags(mlflow_run, {**facts, **tags, "code_fingerprint": code_of(config).fingerprint})
@@ -84,22 +85,17 @@ def log_start(page: Page, tags: Mapping[str, str], dataset: StageResult, filtere
         (f"{task} filtered", filtered, "train", "training"),
         (f"{task} held-out", filtered, "validation", "validation"),
     ):
+        # Of a mixture the first part's: the others differ in their type of ground truth at most.
+        columns = pq.read_schema(part_directories(result.directory)[0] / f"{split}.parquet")
         store.log_dataset(
             mlflow_run,
             name=name,
             fingerprint=result.fingerprint,
             source=str(result.directory),
-            # Of a mixture the first part's: the others differ in their type of ground truth at most.
-            schema=_columns(part_directories(result.directory)[0] / f"{split}.parquet"),
+            schema={field.name: str(field.type) for field in columns},
             counts=result.counts,
             context=context,
         )
-
-
-def _columns(parquet: Path) -> dict[str, str]:
-    import pyarrow.parquet as pq
-
-    return {field.name: str(field.type) for field in pq.read_schema(parquet)}
 
 
 def log_result(page: Page, report: Report | None) -> None:
@@ -166,9 +162,7 @@ class MlflowRecord:
     def __enter__(self) -> "MlflowRecord":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Drop what is not sent to MLflow yet; the interpreter's end waits for a request that is under way."""
         if error is not None and self._run.config.tracking.enabled and not has_begun(self._run.layout.run_dir):
             self._end_before_the_first_step("KILLED" if is_stop(error) else "FAILED")
