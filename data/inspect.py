@@ -102,13 +102,11 @@ def _files(path: Path) -> list[tuple[str, Path]]:
     parts = part_directories(path)
     if parts != (path,):
         return [(f"{part.name[:8]}/{name}", file) for part in parts for name, file in _files(part)]
-    found = list(path.glob("*.parquet"))
+    found = sorted(path.glob("*.parquet"), key=lambda file: (file.stem not in SPLITS, file.name))
     if not found:
         raise DataError(
             f"{path}: no parquet file there. Give a parquet file, or a folder such as artifacts/datasets/<fingerprint>"
         )
-    order = {split: index for index, split in enumerate(SPLITS)}
-    found.sort(key=lambda file: (order.get(file.stem, len(SPLITS)), file.name))
     return [(file.stem, file) for file in found]
 
 
@@ -267,15 +265,12 @@ def _blocks(split: SplitReport) -> Iterator[document.Block]:
         svg = Markup(as_svg(split.lengths, f"Prompt lengths of {split.name}", unit=split.length_unit))
         yield document.Gallery((document.Picture(f"{split.name}-lengths", "Prompt lengths", "", svg),))
     yield pairs("columns", split.columns)
-    yield pairs("provenance", ((name, _brief(value)) for name, value in split.provenance.items()))
+    yield pairs("provenance", ((name, _cut(value)) for name, value in split.provenance.items()))
     for row in split.rows:
         shown = _shown_row(row) if split.problem is None else ((name, str(row[name])) for name, _ in split.columns)
         yield pairs(f"row {row['row']}", ((name, _cut(value)) for name, value in shown))
 
 
-def _brief(value: Any) -> str:
-    return _cut(json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else str(value))
-
-
-def _cut(text: str) -> str:
+def _cut(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, dict | list) else str(value)
     return text if len(text) <= LONGEST_SHOWN_CHARS else f"{text[:LONGEST_SHOWN_CHARS]} ... ({len(text):,} characters)"
