@@ -145,7 +145,7 @@ def start_prefect(root: Path, *, verbose: bool = False) -> PrefectApi:
 
 
 def running_prefect(root: Path) -> PrefectApi | None:
-    """The server that is there already: named, or of a stack under the root. None: one has to be started.
+    """The server that is there already: named, or recorded under the root and up. None: one has to be started.
 
     Raises:
         MillraceError: a server that was named does not answer.
