@@ -28,7 +28,7 @@ import torch
 from benchmarks.harness import PHASES, describe_lengths, draw_lengths, has, run_steps
 from benchmarks.limits import Work, as_json, least_seconds, measure_rates
 from benchmarks.shapes import SHAPES, matrix_weights, model_of
-from rlcore.batching.balance import num_computed
+from rlcore.batching.balance import Sizes
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.trainer.step import StepResult
@@ -131,7 +131,7 @@ def work_of(shape: str, result: StepResult, config: RunConfig) -> Work:
     """What one step computes on each rank."""
     known = SHAPES[shape]
     assert result.batch is not None, "a step of reinforcement learning has a batch"
-    computed = num_computed(result.batch.packed, share_prompts=config.model.share_prompts)
+    computed = Sizes.of(result.batch.packed, share_prompts=config.model.share_prompts).num_computed()
     heads, ranks = known["num_attention_heads"], config.runtime.num_workers
     body, head = matrix_weights(shape)
     lengths = [len(one.prompt.token_ids) + len(one.response_ids) for one in result.experience.rollouts]

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.grpo_step import SAMPLES
 from benchmarks.measured import write_result
 from benchmarks.shapes import SHAPES
-from rlcore.batching.balance import Dealer, costs, micro_batches
+from rlcore.batching.balance import Dealer, Sizes, micro_batches
 from rlcore.batching.pack import pack, select
 from rlcore.models.shape import ModelShape
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
@@ -38,8 +38,8 @@ def draw(rng: np.random.Generator, sequences: int, mean: float, longest: int, *,
 
 def waiting(batch: PackedBatch, ranks: int, shape: ModelShape | None) -> float:
     """Share of a pass in which a rank waits; shared out by cost, or by tokens without a shape."""
-    shares = Dealer(num_ranks=ranks, max_tokens=MAX_TOKENS, shape=shape).share_out(batch, range(batch.num_sequences))
-    whole, by_rank = costs(batch, SHAPE), []
+    shares = Dealer(num_ranks=ranks, max_tokens=MAX_TOKENS, shape=shape).deal(batch, batch.num_sequences).whole
+    whole, by_rank = Sizes.of(batch, share_prompts=False).costs(SHAPE), []
     for mine in shares.sequences:
         parts = micro_batches(select(batch, mine), shares.num_micro, shape)
         by_rank.append([sum(whole[mine[i]] for i in part) for part in parts])

@@ -77,9 +77,15 @@ def one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     mesh = init_device_mesh(place.device.type, (world_size,))
     actor = Actor(config, str(arguments.model), place, mesh, world_size)
     whole = batch(arguments)
-    shares = Dealer(
-        num_ranks=world_size, max_tokens=arguments.max_tokens, shape=known_shape(actor.model.decoder.config.to_dict())
-    ).share_out(whole.packed, range(whole.packed.num_sequences))
+    shares = (
+        Dealer(
+            num_ranks=world_size,
+            max_tokens=arguments.max_tokens,
+            shape=known_shape(actor.model.decoder.config.to_dict()),
+        )
+        .deal(whole.packed, whole.packed.num_sequences)
+        .whole
+    )
     mine = select_train(whole, shares.sequences[rank])
     counts = Denominator(whole.packed.num_loss_tokens, whole.packed.num_sequences, arguments.longest)
 

@@ -123,7 +123,7 @@ def _best_exchange(heavy: list[int], light: list[int], lengths: Sequence[int], g
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
+class Sizes:
     """Token counts of n sequences: all tokens, targets, and first tokens that are computed with another sequence."""
 
     lengths: Int[Tensor, "n"]
@@ -131,25 +131,27 @@ class _Sizes:
     shared: Int[Tensor, "n"]
 
     @classmethod
-    def of(cls, batch: PackedBatch, *, share_prompts: bool) -> "_Sizes":
+    def of(cls, batch: PackedBatch, *, share_prompts: bool) -> "Sizes":
+        """Those of a batch."""
         targets = batch.loss_lengths()
         shared = torch.from_numpy(shared_prompts(batch)) if share_prompts else torch.zeros_like(targets)
         return cls(batch.sequence_lengths(), targets, shared)
 
-    def part(self, batch: PackedBatch, rows: Sequence[int]) -> "_Sizes":
+    def part(self, batch: PackedBatch, rows: Sequence[int]) -> "Sizes":
         """Of some of them, in this order. `batch`: of all of them."""
         chosen = torch.tensor(list(rows))
         shared = self.shared[chosen]
         is_next = chosen.diff(prepend=chosen[:1]) == 1
         if bool((shared > 0)[~is_next].any()):  # answers are parted from those that compute their prompt
             shared = torch.from_numpy(shared_prompts(batch, rows))
-        return _Sizes(self.lengths[chosen], self.targets[chosen], shared)
+        return Sizes(self.lengths[chosen], self.targets[chosen], shared)
 
-    def alone(self) -> "_Sizes":
+    def alone(self) -> "Sizes":
         """Each sequence computed without another."""
         return replace(self, shared=torch.zeros_like(self.shared))
 
     def num_computed(self) -> int:
+        """Tokens that a pass over them computes."""
         return int((self.lengths - self.shared).sum())
 
     def costs(self, shape: ModelShape | None) -> list[int]:
@@ -165,11 +167,6 @@ class _Sizes:
         return found.tolist()
 
 
-def costs(batch: PackedBatch, shape: ModelShape | None) -> list[int]:
-    """What a pass over each sequence costs beside another, as `_Sizes.costs` says; no prompt is shared."""
-    return _Sizes.of(batch, share_prompts=False).costs(shape)
-
-
 def micro_batches(
     batch: PackedBatch, num_micro: int, shape: ModelShape | None = None, *, share_prompts: bool = False
 ) -> list[list[int]]:
@@ -177,10 +174,10 @@ def micro_batches(
 
     With `share_prompts` answers to one prompt stay together, as far as they are no more than a micro-batch's tokens.
     """
-    return _cut(_Sizes.of(batch, share_prompts=share_prompts), num_micro, shape)[0]
+    return _cut(Sizes.of(batch, share_prompts=share_prompts), num_micro, shape)[0]
 
 
-def _cut(sizes: _Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[list[int]], list[int]]:
+def _cut(sizes: Sizes, num_micro: int, shape: ModelShape | None) -> tuple[list[list[int]], list[int]]:
     """The sequences of each micro-batch, and how many tokens it computes."""
     blocks, tokens = _blocks(sizes.lengths.tolist(), sizes.shared.tolist(), num_micro)
     if len(blocks) < num_micro:
@@ -207,11 +204,6 @@ def _blocks(lengths: list[int], shared: list[int], num_micro: int) -> tuple[list
             blocks.append([i])
             tokens.append(length)
     return blocks, tokens
-
-
-def num_computed(batch: PackedBatch, *, share_prompts: bool) -> int:
-    """Tokens that a pass over the batch computes."""
-    return batch.num_tokens - (int(shared_prompts(batch).sum()) if share_prompts else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,15 +236,11 @@ class Dealer:
     shape: ModelShape | None
     share_prompts: bool = False
 
-    def share_out(self, batch: PackedBatch, sequences: Sequence[int]) -> Shares:
-        """Shares in some sequences of the batch, by their indices."""
-        return self._shares(batch, _Sizes.of(batch, share_prompts=self.share_prompts), sequences)
-
     def deal(self, batch: PackedBatch, groups_per_mini_batch: int) -> Deal:
         """Shares in each mini-batch, and in all of them."""
-        sizes = _Sizes.of(batch, share_prompts=self.share_prompts)
+        sizes = Sizes.of(batch, share_prompts=self.share_prompts)
         cut = mini_batches(batch.group_ids, groups_per_mini_batch)
-        found = tuple(self._shares(batch, sizes, sequences) for sequences in cut)
+        found = tuple(self.shares(batch, sizes, sequences) for sequences in cut)
         by_rank = zip(*(each.sequences for each in found), strict=True)
         of_ranks = tuple(tuple(chain.from_iterable(parts)) for parts in by_rank)
         whole = Shares(of_ranks, self._num_micro(batch, sizes, of_ranks))
@@ -262,12 +250,13 @@ class Dealer:
     def _shape(self) -> ModelShape | None:
         return self.shape if self.num_ranks > 1 else None
 
-    def _shares(self, batch: PackedBatch, sizes: _Sizes, sequences: Sequence[int]) -> Shares:
+    def shares(self, batch: PackedBatch, sizes: Sizes, sequences: Sequence[int]) -> Shares:
+        """Shares in some sequences of the batch, by their indices. `sizes`: of all of them."""
         parts = self._parts(batch.group_ids[list(sequences)], sizes.part(batch, sequences))
         of_ranks = tuple(tuple(sequences[i] for i in part) for part in parts)
         return Shares(of_ranks, self._num_micro(batch, sizes, of_ranks))
 
-    def _parts(self, group_ids: Int[Tensor, "n"], sizes: _Sizes) -> list[list[int]]:
+    def _parts(self, group_ids: Int[Tensor, "n"], sizes: Sizes) -> list[list[int]]:
         """The sequences of each rank, as places among those that `sizes` is of."""
         prompts = mini_batches(group_ids, 1) if self.share_prompts else []
         if len({len(answers) for answers in prompts}) != 1 or len(prompts) % self.num_ranks:
@@ -277,11 +266,11 @@ class Dealer:
         parts = partition(of_prompts, self.num_ranks, equal_counts=True)
         return [[i for prompt in part for i in prompts[prompt]] for part in parts]
 
-    def _num_micro(self, batch: PackedBatch, sizes: _Sizes, of_ranks: Sequence[Sequence[int]]) -> int:
+    def _num_micro(self, batch: PackedBatch, sizes: Sizes, of_ranks: Sequence[Sequence[int]]) -> int:
         """Micro-batches of the rank that needs most."""
         return max(self._num_cut(sizes.part(batch, mine)) for mine in of_ranks)
 
-    def _num_cut(self, sizes: _Sizes) -> int:
+    def _num_cut(self, sizes: Sizes) -> int:
         """Fewest micro-batches, by cost and by tokens, with no part of more than one sequence over the budget."""
         num_sequences = len(sizes.lengths)
         fewest = _fewest_bins((sizes.lengths - sizes.shared).tolist(), self.max_tokens)

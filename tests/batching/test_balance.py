@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.rank_balance import waiting
 from rlcore.batching import balance
-from rlcore.batching.balance import Dealer, Shares, costs, micro_batches, num_computed, partition
+from rlcore.batching.balance import Dealer, Shares, Sizes, micro_batches, partition
 from rlcore.batching.pack import pack, select
 from rlcore.config.model import PUBLISHED
 from rlcore.models.shape import ModelShape
@@ -72,7 +72,7 @@ def test_it_beats_dealing_in_order() -> None:
 @given(LENGTHS, st.integers(1, 4000))
 def test_a_micro_batch_of_several_sequences_keeps_the_budget(lengths: list[int], max_tokens: int) -> None:
     batch = unlike_answers(lengths)
-    count = Dealer(num_ranks=1, max_tokens=max_tokens, shape=None).share_out(batch, range(len(lengths))).num_micro
+    count = Dealer(num_ranks=1, max_tokens=max_tokens, shape=None).deal(batch, len(lengths)).whole.num_micro
     parts = micro_batches(batch, count)
     assert all(len(part) == 1 or sum(lengths[i] + 1 for i in part) <= max_tokens for part in parts)
 
@@ -156,7 +156,7 @@ SHAPE = ModelShape.of_config(PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"])
 def test_a_sequence_costs_its_operations() -> None:
     """Against a count token by token: the layers' weights, the head at targets with a loss, each earlier token."""
     batch = drawn_batch(np.random.default_rng(3), 12, mean=40, longest=200)
-    for index, cost in enumerate(costs(batch, SHAPE)):
+    for index, cost in enumerate(Sizes.of(batch, share_prompts=False).costs(SHAPE)):
         start, stop = batch.cu_seqlens[index], batch.cu_seqlens[index + 1]
         counted = 0
         for place, has_loss in enumerate(batch.loss_mask[start:stop].tolist()):
@@ -164,11 +164,11 @@ def test_a_sequence_costs_its_operations() -> None:
             counted += SHAPE.layers * SHAPE.query_width * (2 * place + 1)  # the square, token by token
         assert cost == counted
     lengths = batch.sequence_lengths().tolist()
-    assert costs(batch, None) == lengths
+    assert Sizes.of(batch, share_prompts=False).costs(None) == lengths
     parts = batch.loss_mask.split(lengths)
     assert batch.loss_lengths().tolist() == [sum(part.tolist()) for part in parts]
     everywhere = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
-    assert [6.0 * cost for cost in costs(everywhere, SHAPE)] == [
+    assert [6.0 * cost for cost in Sizes.of(everywhere, share_prompts=False).costs(SHAPE)] == [
         SHAPE.update_flops([length], vocabularies=1) for length in lengths
     ]
 
@@ -190,7 +190,7 @@ def test_ranks_wait_for_each_other_less_than_a_hundredth_of_a_pass(
 
 def test_one_rank_is_cut_by_tokens_whatever_the_model() -> None:
     batch = drawn_batch(np.random.default_rng(0), 40, mean=400, longest=2_048)
-    found = [Dealer(num_ranks=1, max_tokens=2_048, shape=shape).share_out(batch, range(40)) for shape in (SHAPE, None)]
+    found = [Dealer(num_ranks=1, max_tokens=2_048, shape=shape).deal(batch, 40).whole for shape in (SHAPE, None)]
     assert found[0] == found[1]
     assert found[0].num_micro > 3
 
@@ -198,7 +198,7 @@ def test_one_rank_is_cut_by_tokens_whatever_the_model() -> None:
 def test_the_rank_that_needs_most_micro_batches_sets_their_number() -> None:
     """Of one answer over the budget and three short ones, two to each rank."""
     batch = unlike_answers([100, 1, 1, 1])
-    assert Dealer(num_ranks=2, max_tokens=50, shape=None).share_out(batch, range(4)).num_micro == 2
+    assert Dealer(num_ranks=2, max_tokens=50, shape=None).deal(batch, 4).whole.num_micro == 2
 
 
 def most_tokens(batch: PackedBatch, shares: Shares, dealer: Dealer) -> int:
@@ -208,7 +208,7 @@ def most_tokens(batch: PackedBatch, shares: Shares, dealer: Dealer) -> int:
         own = select(batch, mine)
         for shape in (dealer.shape if dealer.num_ranks > 1 else None, None):
             for part in micro_batches(own, shares.num_micro, shape, share_prompts=dealer.share_prompts):
-                tokens = num_computed(select(own, part), share_prompts=dealer.share_prompts)
+                tokens = Sizes.of(select(own, part), share_prompts=dealer.share_prompts).num_computed()
                 found = max(found, tokens if len(part) > 1 else 0)
     return found
 
@@ -221,12 +221,13 @@ def test_a_rank_has_in_a_pass_what_it_has_in_the_optimizer_steps(num_ranks: int,
     dealer = Dealer(num_ranks, 2_048, SHAPE, share_prompts)
 
     found = dealer.deal(batch, 4)
+    sizes = Sizes.of(batch, share_prompts=share_prompts)
     for number, shares in enumerate(found.mini_batches):
-        assert shares == dealer.share_out(batch, range(16 * number, 16 * (number + 1)))
+        assert shares == dealer.shares(batch, sizes, range(16 * number, 16 * (number + 1)))
     for rank, mine in enumerate(found.whole.sequences):
         assert mine == tuple(i for shares in found.mini_batches for i in shares.sequences[rank])
-    assert found.num_shared == batch.num_tokens - num_computed(batch, share_prompts=share_prompts)
-    everything = dealer.share_out(batch, range(48))
+    assert found.num_shared == batch.num_tokens - sizes.num_computed()
+    everything = dealer.shares(batch, sizes, range(48))
     assert dealer.deal(batch, 12).whole == everything
     assert max(most_tokens(batch, shares, dealer) for shares in (found.whole, everything)) <= 2_048
 
@@ -240,8 +241,8 @@ def test_answers_apart_from_those_that_compute_their_prompt_count_it_themselves(
     ]
     batch = pack(rollouts, [Score(1.0, {})] * 12, [index // 4 for index in range(12)])
     dealer = Dealer(2, 700, SHAPE, share_prompts=True)
-    shares = dealer.share_out(batch, range(12))
-    assert shares.sequences == replace(dealer, share_prompts=False).share_out(batch, range(12)).sequences
+    shares = dealer.deal(batch, 12).whole
+    assert shares.sequences == replace(dealer, share_prompts=False).deal(batch, 12).whole.sequences
     assert most_tokens(batch, shares, dealer) <= 700
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlcore.batching.balance import Dealer, micro_batches, num_computed
+from rlcore.batching.balance import Dealer, Sizes, micro_batches
 from rlcore.batching.pack import select, shared_prompts
 from rlcore.config.model import PUBLISHED, LoraConfig, ModelConfig
 from rlcore.models.load import load_policy, load_value_model
@@ -48,7 +48,7 @@ def test_log_probabilities_and_gradients_are_those_without_it(
     directory: Path, checkpointing: bool, unscored: frozenset[int]
 ) -> None:
     batch = answers(GROUPS, unscored=unscored)
-    assert num_computed(batch, share_prompts=True) < batch.num_tokens
+    assert Sizes.of(batch, share_prompts=True).num_computed() < batch.num_tokens
     shared = found(directory, batch, share=True, gradient_checkpointing=checkpointing)
     alone = found(directory, batch, share=False)
     torch.testing.assert_close(shared[0], alone[0], rtol=0, atol=1e-5)
@@ -73,7 +73,7 @@ def test_the_layers_see_a_prompt_once(directory: Path) -> None:
     token_logprobs(policy, Micro(batch, batch), temperature=1.0, entropy="none")
     # all but the last token of each prompt, and of each answer its own tokens after that last one
     expected = sum(length - 1 + sum(1 + count for count in lengths) for length, lengths in GROUPS)
-    assert seen[0].shape[1] == expected == num_computed(batch, share_prompts=True)
+    assert seen[0].shape[1] == expected == Sizes.of(batch, share_prompts=True).num_computed()
 
 
 def test_values_and_their_gradients_are_those_without_it(directory: Path) -> None:
@@ -149,22 +149,21 @@ def test_micro_batches_hold_each_sequence_once_and_keep_the_budget_of_computed_t
     groups: list[tuple[int, list[int]]], max_tokens: int
 ) -> None:
     batch = answers(groups)
-    shares = Dealer(num_ranks=1, max_tokens=max_tokens, shape=None, share_prompts=True).share_out(
-        batch, range(batch.num_sequences)
-    )
+    dealer = Dealer(num_ranks=1, max_tokens=max_tokens, shape=None, share_prompts=True)
+    shares = dealer.deal(batch, batch.num_sequences).whole
     parts = micro_batches(batch, shares.num_micro, share_prompts=True)
     assert len(parts) == shares.num_micro
     assert all(parts)
     assert sorted(i for part in parts for i in part) == list(range(batch.num_sequences))
     for part in parts:
-        assert len(part) == 1 or num_computed(select(batch, part), share_prompts=True) <= max_tokens
+        assert len(part) == 1 or Sizes.of(select(batch, part), share_prompts=True).num_computed() <= max_tokens
 
 
 def test_prompts_stay_whole_where_a_micro_batch_holds_them() -> None:
     batch = answers([(20, (3,) * 4)] * 6)
     for part in micro_batches(batch, 3, share_prompts=True):
         assert np.bincount(batch.group_ids[part], minlength=6).tolist().count(4) == 2
-    dealt = Dealer(num_ranks=2, max_tokens=1_000, shape=None, share_prompts=True).share_out(batch, range(24))
+    dealt = Dealer(num_ranks=2, max_tokens=1_000, shape=None, share_prompts=True).deal(batch, 24).whole
     for mine in dealt.sequences:
         assert np.bincount(batch.group_ids[list(mine)], minlength=6).tolist().count(4) == 3
 
@@ -177,12 +176,12 @@ def test_ranks_cut_a_pass_by_cost_or_by_tokens_within_the_budget() -> None:
         [(int(drawn.integers(40, 400)), (3_000 * drawn.pareto(2, size=4) + 1).astype(int)) for _ in range(12)]
     )
     for budget in (18_000, 24_000, 34_000):  # where tokens alone would allow one micro-batch less
-        dealt = Dealer(num_ranks=2, max_tokens=budget, shape=shape, share_prompts=True).share_out(batch, range(48))
+        dealt = Dealer(num_ranks=2, max_tokens=budget, shape=shape, share_prompts=True).deal(batch, 48).whole
         for mine in dealt.sequences:
             own = select(batch, mine)
             for cut_by in (shape, None):
                 for part in micro_batches(own, dealt.num_micro, cut_by, share_prompts=True):
-                    assert len(part) == 1 or num_computed(select(own, part), share_prompts=True) <= budget
+                    assert len(part) == 1 or Sizes.of(select(own, part), share_prompts=True).num_computed() <= budget
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
@@ -211,6 +210,6 @@ def test_operations_of_a_shared_prompt_count_once_but_for_attention() -> None:
             if place >= shared:
                 counted += shape.layers * shape.layer_weights + shape.embedding
             counted += shape.layers * shape.query_width * (2 * place + 1)
-    num_shared = batch.num_tokens - num_computed(batch, share_prompts=True)
+    num_shared = batch.num_tokens - Sizes.of(batch, share_prompts=True).num_computed()
     lengths = batch.sequence_lengths().tolist()
     assert shape.update_flops(lengths, vocabularies=1, num_shared=num_shared) == 6.0 * counted

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlcore.algos.aggregation import Denominator
-from rlcore.batching.balance import Dealer
+from rlcore.batching.balance import Dealer, Sizes
 from rlcore.batching.pack import select_train
 from rlcore.config import RunConfig
 from rlcore.models.parallel import gathered
@@ -97,9 +97,8 @@ def main() -> None:
             torch.nn.init.constant_(worker._critic.model.value_head.weight, 0.1)
         batch = batch_from(tensors)
         order = case["order"]
-        shares = Dealer(num_ranks=world_size, max_tokens=case["max_tokens"], shape=worker.info().shape).share_out(
-            batch.packed, order
-        )
+        dealer = Dealer(num_ranks=world_size, max_tokens=case["max_tokens"], shape=worker.info().shape)
+        shares = dealer.shares(batch.packed, Sizes.of(batch.packed, share_prompts=False), order)
         mine = select_train(batch, shares.sequences[rank])
         denominator = Denominator(batch.packed.num_loss_tokens, int(batch.packed.score_mask.sum()), 8)
         mini_batch = MiniBatch(range(mine.packed.num_sequences), shares.num_micro, denominator)
