@@ -75,7 +75,7 @@ def one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
         let_segments_grow()
     join_ranks(f"file://{arguments.meeting}", rank=rank, world_size=world_size, device=place.device)
     mesh = init_device_mesh(place.device.type, (world_size,))
-    actor = Actor(config, str(arguments.model), place, mesh, world_size)
+    actor = Actor(config, str(arguments.model), place, mesh)
     whole = batch(arguments)
     shares = (
         Dealer(

@@ -79,7 +79,7 @@ def _step(rig: Rig, overrides: tuple[str, ...]) -> dict[str, Any]:
 
 def _take_settings(worker: Worker, config: Any) -> None:
     """Settings and reference as in a worker that starts with them; the actor is made anew by `reset`, which follows."""
-    from rlcore.workers.reference import Reference
+    from rlcore.workers.actor import Reference
 
     assert worker._place is not None
     worker._config = config

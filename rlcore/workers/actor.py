@@ -1,4 +1,4 @@
-"""The policy on one rank: log-probabilities, updates, weights."""
+"""The policy on one rank: log-probabilities, updates, weights; and the frozen one that the KL term measures from."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -22,17 +22,14 @@ from rlcore.models.parallel import full_state, gathered_weights, reshard
 from rlcore.models.policy import CausalPolicy
 from rlcore.types import PackedBatch, TrainBatch
 from rlcore.workers.device import Place
-from rlcore.workers.passes import Micro, Parts, restore_order, to_device, total
+from rlcore.workers.passes import Micro, Parts, PassBudget, restore_order, to_device, total
 from rlcore.workers.trained import ModelUpdate, TrainedModel
 
 
 class Actor(TrainedModel[CausalPolicy]):
     """The trained policy."""
 
-    def __init__(
-        self, config: RunConfig, model_directory: str, place: Place, mesh: DeviceMesh | None, world_size: int
-    ) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, model_directory: str, place: Place, mesh: DeviceMesh | None) -> None:
         lora = config.model.lora
         policy = load_policy(model_directory, model=config.model, device=place.device)
         if lora is not None:
@@ -40,9 +37,7 @@ class Actor(TrainedModel[CausalPolicy]):
         self._has_dropout = lora is not None and lora.dropout > 0
         self._dropout_seed = config.seed
         passes = ("the policy's update", "the policy's log-probabilities")
-        super().__init__(
-            policy, config.optim, place, mesh, world_size, passes=passes, zero_stage=config.model.zero_stage
-        )
+        super().__init__(config, policy, config.optim, place, mesh, passes)
         offloads = lora is not None and lora.offload
         self.base = HostedWeights(tensor for _, tensor in frozen_tensors(self.model) if offloads)
 
@@ -245,3 +240,41 @@ def policy_logprobs(
         )
         found.append(torch.stack([output.logprobs, output.entropy], dim=1) if with_entropy else output.logprobs)
     return restore_order(found, batch.cu_seqlens, parts)
+
+
+class Reference:
+    """The policy as it was before training; in the compute type, without gradient or optimizer.
+
+    Every rank holds it whole: it is needed by one pass a step, and a sharded copy would be gathered for it each time.
+    With `algo.kl.offload` it waits in the host's memory between its passes. Where the policy has adapters there is
+    none: it is the policy without them (`Actor.logprobs`).
+    """
+
+    def __init__(self, config: RunConfig, model_directory: str, place: Place) -> None:
+        self._config = config
+        self._place = place
+        # Loaded where it computes: there its kernels are chosen and its layers compiled, as the policy's are.
+        policy = load_policy(model_directory, model=config.model, device=place.device)
+        self._policy = policy.to(place.dtype).eval().requires_grad_(False)
+        self._weights = HostedWeights(self._policy.parameters() if config.algo.kl.offload else ())
+        self._weights.put_away()
+        # Not sharded: a rank that does this pass again keeps nobody waiting.
+        self.forward_pass = PassBudget(
+            "the reference's log-probabilities",
+            recover=lambda: None,
+            ranks=None,
+            share_prompts=config.model.share_prompts,
+        )
+
+    @torch.no_grad()
+    def logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
+        """Log-probability of each answer token, 0 elsewhere; on the CPU."""
+        self._weights.bring()
+        try:
+            return self.forward_pass.run(
+                lambda parts: policy_logprobs(self._policy, batch, parts, self._config, self._place.device),
+                batch,
+                num_micro,
+            )
+        finally:
+            self._weights.put_away()

@@ -21,20 +21,10 @@ class Critic(TrainedModel[ValueModel]):
     """The trained value model."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        critic: CriticConfig,
-        model_directory: str,
-        place: Place,
-        mesh: DeviceMesh | None,
-        world_size: int,
+        self, config: RunConfig, critic: CriticConfig, model_directory: str, place: Place, mesh: DeviceMesh | None
     ) -> None:
-        self._config = config
         model = load_value_model(critic.path or model_directory, model=config.model, device=place.device)
-        passes = ("the critic's update", "the critic's values")
-        super().__init__(
-            model, critic.optim, place, mesh, world_size, passes=passes, zero_stage=config.model.zero_stage
-        )
+        super().__init__(config, model, critic.optim, place, mesh, ("the critic's update", "the critic's values"))
 
     @torch.no_grad()
     def values(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import Statistics
 from rlcore.batching.pack import select_train
-from rlcore.config.algo import OptimConfig
+from rlcore.config import OptimConfig, RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.models.optim import build_optimizer, clip_grad_norm
 from rlcore.models.parallel import CountedCollectives, forget_failed_pass, gather_each_time, gather_once, shard
@@ -72,27 +72,20 @@ def in_turn(
 
 class TrainedModel(Generic[Model]):
     """Float32 master weights (sharded where there is a mesh), their optimizer, and a budget for each kind of pass.
-
-    Args:
-        passes: names of the update and of the forward pass, for messages.
-        zero_stage: `model.zero_stage`.
-    """
+    `passes`: names of the update and of the forward pass, for messages."""
 
     def __init__(
         self,
+        config: RunConfig,
         model: Model,
         optim: OptimConfig,
         place: Place,
         mesh: DeviceMesh | None,
-        world_size: int,
-        *,
         passes: tuple[str, str],
-        zero_stage: int,
     ) -> None:
-        self._gathers_once = zero_stage == 1 and world_size > 1
-        self._optim = optim
-        self._place = place
-        self._world_size = world_size
+        world_size = 1 if mesh is None else mesh.size()
+        self._gathers_once = config.model.zero_stage == 1 and world_size > 1
+        self._config, self._optim, self._place, self._world_size = config, optim, place, world_size
         self.model = model if mesh is None else shard(model, mesh=mesh, dtype=place.dtype)
         self.optimizer = build_optimizer(self.model, optim, device=place.device)
         ranks: Ranks | None = None

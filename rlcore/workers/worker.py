@@ -32,12 +32,11 @@ from rlcore.start import leave_uncollected
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
 from rlcore.workers import canary
-from rlcore.workers.actor import Actor
+from rlcore.workers.actor import Actor, Reference
 from rlcore.workers.canary import HandOver
 from rlcore.workers.critic import Critic
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks, keep_freed_memory, let_segments_grow
 from rlcore.workers.measure import BYTES_PER_GB, GpuUseMeter, MemoryPeak, RankProfiler, gpu_meter
-from rlcore.workers.reference import Reference
 from rlcore.workers.trained import MiniBatch, ModelUpdate, ModelUpdates, in_turn
 
 P = ParamSpec("P")
@@ -124,9 +123,9 @@ class Worker:
             self._collect_again()
             gc.collect()  # their hooks and parameters refer to each other
             release_cached_memory()
-        self._actor = Actor(config, self._model_directory, place, mesh, self._world_size)
+        self._actor = Actor(config, self._model_directory, place, mesh)
         if config.critic is not None:
-            self._critic = Critic(config, config.critic, self._model_directory, place, mesh, self._world_size)
+            self._critic = Critic(config, config.critic, self._model_directory, place, mesh)
 
     def info(self) -> WorkerInfo:
         """What this rank found at its start."""

@@ -67,8 +67,8 @@ def main() -> None:
     whole = batch_from(random_batch(np.random.default_rng(7)))
     mine = select_train(whole, range(rank, NUM_SEQUENCES, 2))
     counts = Denominator(whole.packed.num_loss_tokens, whole.packed.num_sequences, 8)
-    actor = Actor(run.config, str(run.model_directory), place, mesh, 2)
-    critic = Critic(run.config, run.config.critic, str(run.model_directory), place, mesh, 2)
+    actor = Actor(run.config, str(run.model_directory), place, mesh)
+    critic = Critic(run.config, run.config.critic, str(run.model_directory), place, mesh)
     torch.nn.init.constant_(critic.model.value_head.weight, 0.1)
     models = (actor.model, critic.model)
     start = {name: value.detach().clone() for model in models for name, value in weights(model)}
@@ -115,7 +115,7 @@ def main() -> None:
             redone.append(budget.num_failures - before)
         found[name] = {"collectives": number, "differences": differences, "redone": redone}
     found["handed_over"] = [handed_over(actor, dtype) for dtype in (torch.float32, torch.bfloat16)]
-    found["adapters_whole"] = handed_over(Actor(lora.config, str(lora.model_directory), place, mesh, 2), place.dtype)[0]
+    found["adapters_whole"] = handed_over(Actor(lora.config, str(lora.model_directory), place, mesh), place.dtype)[0]
     # A sequence in each micro-batch, and still refused: all ranks are told.
     budget, counter = actor.update_pass, collectives_of(actor.update_pass)
     budget.factor = NUM_SEQUENCES

@@ -87,9 +87,9 @@ def main() -> None:
     def fresh() -> tuple[Actor, Critic]:
         directory = str(run.model_directory)
         assert config.critic is not None
-        critic = Critic(config, config.critic, directory, place, mesh, world_size)
+        critic = Critic(config, config.critic, directory, place, mesh)
         torch.nn.init.constant_(critic.model.value_head.weight, 0.1)
-        return Actor(config, directory, place, mesh, world_size), critic
+        return Actor(config, directory, place, mesh), critic
 
     each = NUM_SEQUENCES // world_size
     undisturbed = measure(*fresh(), each, rank=rank, world_size=world_size)  # also brings in all code and all threads
