@@ -82,27 +82,10 @@ if TYPE_CHECKING:
         Qwen2ForCausalLM,
     )
 
-__all__ = [
-    "AttentionInterface",
-    "AutoConfig",
-    "AutoModelForCausalLM",
-    "AutoTokenizer",
-    "DynamicCache",
-    "GenerationConfig",
-    "PreTrainedConfig",
-    "PreTrainedModel",
-    "PreTrainedTokenizerBase",
-    "PreTrainedTokenizerFast",
-    "Qwen2Config",
-    "Qwen2ForCausalLM",
-    "cached_file",
-    "transformers_logging",
-]
-
 
 def __getattr__(name: str) -> Any:
     """A name of transformers, imported once somebody asks for it: a tokenizer needs no torch, a model does."""
-    if name not in __all__:
+    if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(transformers, name)
 
