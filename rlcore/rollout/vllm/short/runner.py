@@ -13,6 +13,7 @@ own function of both.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -96,42 +97,40 @@ class GraphSet:
             }
 
     def _capture(self, size: int, descriptor: Any, pool: Any, stream: Any) -> StepGraphs:
-        inputs, plan = self._inputs(size), self._plan(size)
+        plan = self._plan(size)
 
         def before() -> None:
-            inputs()
+            self._write_inputs(size)
             plan()
 
-        return StepGraphs(captured(before, pool, stream), descriptor, captured(self._after(size), pool, stream))
+        return StepGraphs(
+            captured(before, pool, stream), descriptor, captured(partial(self._take_tokens, size), pool, stream)
+        )
 
-    def _inputs(self, size: int) -> Callable[[], None]:
-        """The model's inputs, in the buffers that vLLM's graph reads."""
+    def _write_inputs(self, size: int) -> None:
+        """Write the model's inputs into the buffers that vLLM's graph reads."""
         buffers, tables, table = self._buffers, self._block_tables, self.table
         own = tables.block_tables[0].gpu
-
-        def work() -> None:
-            prepare_kernel[(size,)](
-                table[COUNT],
-                table[ROWS],
-                table[COLUMNS],
-                table[BLOCKS],
-                self._states.num_computed_tokens.gpu,
-                self._states.last_sampled_tokens,
-                own,
-                own.stride(0),
-                tables.input_block_tables[0],
-                buffers.input_ids,
-                buffers.positions,
-                buffers.seq_lens,
-                buffers.query_start_loc,
-                tables.slot_mappings[0],
-                buffers.is_padding,
-                BLOCK_TOKENS=tables.block_sizes[0],
-                PAD_SLOT=PAD_SLOT_ID,
-                TILE=_TABLE_TILE,
-            )
-
-        return work
+        prepare_kernel[(size,)](
+            table[COUNT],
+            table[ROWS],
+            table[COLUMNS],
+            table[BLOCKS],
+            self._states.num_computed_tokens.gpu,
+            self._states.last_sampled_tokens,
+            own,
+            own.stride(0),
+            tables.input_block_tables[0],
+            buffers.input_ids,
+            buffers.positions,
+            buffers.seq_lens,
+            buffers.query_start_loc,
+            tables.slot_mappings[0],
+            buffers.is_padding,
+            BLOCK_TOKENS=tables.block_sizes[0],
+            PAD_SLOT=PAD_SLOT_ID,
+            TILE=_TABLE_TILE,
+        )
 
     def _plan(self, size: int) -> Callable[[], None]:
         """What attention plans on the device from those inputs, as vLLM does it when it captures its own graph."""
@@ -153,52 +152,48 @@ class GraphSet:
 
         return work
 
-    def _after(self, size: int) -> Callable[[], None]:
+    def _take_tokens(self, size: int) -> None:
         """The work after the model: logits, draw, log-probability, vLLM's records."""
         hidden = self._runner.cudagraph_manager.hidden_states[:size]
         table, states = self.table, self._states
         all_tokens = states.all_token_ids.gpu
-
-        def work() -> None:
-            logits = self._runner.model.compute_logits(hidden)
-            draw_kernel[(size, self._num_parts)](
-                table[COUNT],
-                self._identity,
-                table[SEEDS],
-                self._ones,
-                self._buffers.positions,
-                logits,
-                logits.stride(0),
-                logits.shape[1],
-                self._best,
-                self._tokens,
-                self._tops,
-                self._sums,
-                NUM_PARTS=self._num_parts,
-                TILE=_VOCABULARY_TILE,
-                USE_FP64=self._sampler.use_fp64_gumbel,
-            )
-            take_kernel[(size,)](
-                table[COUNT],
-                table[ROWS],
-                logits,
-                logits.stride(0),
-                self._best,
-                self._tokens,
-                self._tops,
-                self._sums,
-                states.num_computed_tokens.gpu,
-                states.last_sampled_tokens,
-                states.total_len.gpu,
-                all_tokens,
-                all_tokens.stride(0),
-                self.found,
-                NUM_PARTS=self._num_parts,
-                TILE=triton.next_power_of_2(self._num_parts),
-                num_warps=1,
-            )
-
-        return work
+        logits = self._runner.model.compute_logits(hidden)
+        draw_kernel[(size, self._num_parts)](
+            table[COUNT],
+            self._identity,
+            table[SEEDS],
+            self._ones,
+            self._buffers.positions,
+            logits,
+            logits.stride(0),
+            logits.shape[1],
+            self._best,
+            self._tokens,
+            self._tops,
+            self._sums,
+            NUM_PARTS=self._num_parts,
+            TILE=_VOCABULARY_TILE,
+            USE_FP64=self._sampler.use_fp64_gumbel,
+        )
+        take_kernel[(size,)](
+            table[COUNT],
+            table[ROWS],
+            logits,
+            logits.stride(0),
+            self._best,
+            self._tokens,
+            self._tops,
+            self._sums,
+            states.num_computed_tokens.gpu,
+            states.last_sampled_tokens,
+            states.total_len.gpu,
+            all_tokens,
+            all_tokens.stride(0),
+            self.found,
+            NUM_PARTS=self._num_parts,
+            TILE=triton.next_power_of_2(self._num_parts),
+            num_warps=1,
+        )
 
 
 def captured(work: Callable[[], None], pool: Any, stream: Any) -> Callable[[], None]:
@@ -235,14 +230,6 @@ class _Slot:
     table: Any  # pinned int64 [5, size]: what the kernels read
     found: Any  # pinned int32 [size, 2]: tokens and log-probabilities
     event: Any
-
-    @classmethod
-    def new(cls, size: int, pinned: bool) -> "_Slot":
-        return cls(
-            torch.zeros(5, size, dtype=torch.int64, pin_memory=pinned),
-            torch.zeros(size, 2, dtype=torch.int32, pin_memory=pinned),
-            torch.cuda.Event(blocking=True),
-        )
 
 
 class ShortOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
@@ -293,7 +280,12 @@ class ShortRunner:
         self._free = [self._new_slot() for _ in range(_AT_ONCE)]
 
     def _new_slot(self) -> _Slot:
-        return _Slot.new(self._graphs.size, self._graphs.table.is_cuda)
+        size, pinned = self._graphs.size, self._graphs.table.is_cuda
+        return _Slot(
+            torch.zeros(5, size, dtype=torch.int64, pin_memory=pinned),
+            torch.zeros(size, 2, dtype=torch.int32, pin_memory=pinned),
+            torch.cuda.Event(blocking=True),
+        )
 
     def install(self) -> None:
         """Put these two methods in the place of the runner's."""
