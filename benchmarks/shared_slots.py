@@ -30,7 +30,7 @@ from rlcore.checkpoint.catalog import scan
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import read_holder
 from rlcore.tracking.journal import read_journal
-from rlcore.trainer.metrics import repeatable
+from tests.repeatable import repeatable
 
 STEPS = ("trainer.total_steps=12", "trainer.steps_per_chunk=4", "validation.every_steps=0")
 RUNS = {f"shared-{number}": priority for number, priority in enumerate((0, 0, 0, 1, 1, 1, 2, 2))}

@@ -23,11 +23,12 @@ from rlcore.run.stop import StopFlag
 from rlcore.run.supervised import WarmStart
 from rlcore.run.watchdog import Watchdog
 from rlcore.trainer.experience import Answerer, ExperienceCollector
-from rlcore.trainer.metrics import Metrics, repeatable
+from rlcore.trainer.metrics import Metrics
 from rlcore.trainer.step import LoopState, Trainer
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 from tests import SHARED_STAGES
+from tests.repeatable import repeatable
 
 
 class NoSignals(StopFlag):

@@ -25,27 +25,6 @@ Metrics = dict[str, float]
 PER_TOKEN_PHASES = ("ref", "values", "adv", "update_critic", "update_actor", "old_log_prob", "supervise")
 """Phases whose time is divided by all tokens; generation is divided by answer tokens."""
 
-MEASURED_ON_THE_MACHINE = (
-    "timing_s/",
-    "timing_per_token_ms/",
-    "perf/throughput",
-    "perf/time_per_step",
-    "perf/mfu",
-    "perf/max_memory",
-    "perf/num_passes_redone",
-    "perf/cpu_memory",
-    "system/",
-    "disk/",
-    "fault/",
-    "cost/",
-)
-"""Beginnings of the names of metrics that differ from run to run; all others are the same, value for value."""
-
-
-def repeatable(metrics: Mapping[str, float]) -> Metrics:
-    """The metrics that the same run gives again."""
-    return {name: value for name, value in metrics.items() if not name.startswith(MEASURED_ON_THE_MACHINE)}
-
 
 def step_metrics(config: RunConfig, experience: Experience, found: Estimate, update: Update) -> Metrics:
     """Metrics of what a step did beside its update's own: they depend on the run alone."""

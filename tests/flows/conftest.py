@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from flows.server.api import LocalServer
-from rlcore.trainer.metrics import repeatable
 from tests.forked import ForkedCommand
+from tests.repeatable import repeatable
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HELD = Path(__file__).parent / "held"

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from rlcore.answers.store import parts_of
 from rlcore.tracking.journal import read_journal
-from rlcore.trainer.metrics import repeatable
 from tests.forked import run_module
+from tests.repeatable import repeatable
 from tests.small_run import SmallRun, prepare
 
 OVERRIDES = ("trainer.steps_per_chunk=2", "validation.every_steps=2", "tracking.enabled=false")

@@ -22,7 +22,7 @@ from rlcore.storage.locks import RunLock
 from rlcore.storage.manifest import read_manifest
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Finish, read_acts
 from rlcore.tracking.journal import read_journal
-from rlcore.trainer.metrics import repeatable
+from tests.repeatable import repeatable
 from tests.run.running import WAIT_S, disturb, said, small
 from tests.small_run import SmallRun, warm_start
 from tests.small_run import make as prepare

@@ -1,0 +1,24 @@
+"""Metrics that the same run gives again, without those that are measured on the machine."""
+
+from collections.abc import Mapping
+
+MEASURED_ON_THE_MACHINE = (
+    "timing_s/",
+    "timing_per_token_ms/",
+    "perf/throughput",
+    "perf/time_per_step",
+    "perf/mfu",
+    "perf/max_memory",
+    "perf/num_passes_redone",
+    "perf/cpu_memory",
+    "system/",
+    "disk/",
+    "fault/",
+    "cost/",
+)
+"""Beginnings of the names of metrics that differ from run to run; all others are the same, value for value."""
+
+
+def repeatable(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that the same run gives again."""
+    return {name: value for name, value in metrics.items() if not name.startswith(MEASURED_ON_THE_MACHINE)}
