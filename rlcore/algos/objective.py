@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlcore.algos.aggregation import Denominator, aggregate, masked, masked_sum
@@ -14,6 +14,7 @@ from rlcore.algos.loss_call import bind_policy_loss, checked, loss_problem
 from rlcore.algos.losses import value_loss
 from rlcore.algos.off_policy import left_behind
 from rlcore.config.algo import AlgoConfig
+from rlcore.types import TrainBatch
 
 # typing.Self would read better, but beartype cannot check it on a single method
 S = TypeVar("S", bound="Statistics")
@@ -121,20 +122,11 @@ class ValueStatistics(Statistics):
 def policy_objective(
     policy_logprobs: Float[Tensor, "T"],
     entropy: Float[Tensor, "T"],
-    old_logprobs: Float[Tensor, "T"] | None,
-    ref_logprobs: Float[Tensor, "T"] | None,
-    advantages: Float[Tensor, "T"],
-    importance_weights: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
+    batch: TrainBatch,
     *,
     settings: AlgoConfig,
     denominator: Denominator,
     kl_coef: float,
-    behavior_logprobs: Float[Tensor, "T"] | None = None,
-    group_ids: Int[Tensor, "N"] | None = None,
-    covariance_rank: Float[Tensor, "T"] | None = None,
     entropy_added: float = 0.0,
 ) -> tuple[Float[Tensor, ""], PolicyStatistics]:
     """The micro-batch's share of the policy's loss, to be differentiated, and its statistics.
@@ -145,11 +137,11 @@ def policy_objective(
     the entropy of the policy at each token, which needs a gradient only if its weight is not 0. Without
     `old_logprobs` (a batch that gets one update) the policy's own are the old ones. `ref_logprobs` is read only where a
     KL is in the loss. `kl_coef` is the controller's present value (`next_kl_coef`), `entropy_added` that of
-    `next_entropy_added`. `behavior_logprobs` (old_logprobs without them), `group_ids` and `covariance_rank` are for
-    losses that ask for them (`PolicyLossFunction`), the first for `algo.off_policy_mask` too, which makes `l` 0 where
-    `left_behind` says so.
+    `next_entropy_added`. `algo.off_policy_mask` makes `l` 0 where `left_behind` says so.
     """
-    old_logprobs = policy_logprobs.detach() if old_logprobs is None else old_logprobs
+    packed, mask = batch.packed, batch.packed.loss_mask
+    sequence_ids, num_sequences = packed.sequence_ids(), packed.num_sequences
+    old_logprobs = policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
 
     def share(values: Float[Tensor, "T"]) -> Float[Tensor, ""]:
         return aggregate(
@@ -161,15 +153,18 @@ def policy_objective(
             num_sequences=num_sequences,
         )
 
-    given = {"behavior_logprobs": behavior_logprobs, "entropy": entropy.detach(), "group_ids": group_ids}
-    given["covariance_rank"] = covariance_rank
+    given = {
+        "behavior_logprobs": packed.behavior_logprobs,
+        "entropy": entropy.detach(),
+        "group_ids": packed.group_ids,
+        "covariance_rank": batch.covariance_rank,
+    }
     function = checked(bind_policy_loss(settings, given), "algo.policy_loss", settings.policy_loss, loss_problem)
-    policy_loss = function(policy_logprobs, old_logprobs, advantages, mask, sequence_ids, num_sequences)
-    token_loss = policy_loss.loss * importance_weights
+    policy_loss = function(policy_logprobs, old_logprobs, batch.advantages, mask, sequence_ids, num_sequences)
+    token_loss = policy_loss.loss * batch.importance_weights
     if settings.off_policy_mask is not None:
-        sampler = old_logprobs if behavior_logprobs is None else behavior_logprobs
-        rows = (mask, sequence_ids, num_sequences)
-        is_left = left_behind(policy_logprobs, sampler, advantages, *rows, delta=settings.off_policy_mask)
+        rows = (packed.behavior_logprobs, batch.advantages, mask, sequence_ids, num_sequences)
+        is_left = left_behind(policy_logprobs, *rows, delta=settings.off_policy_mask)
         token_loss = torch.where(is_left, torch.zeros_like(token_loss), token_loss)
     pg_loss = share(token_loss)
     loss = pg_loss
@@ -179,8 +174,8 @@ def policy_objective(
         loss = loss - entropy_coef * entropy_share
     kl = torch.zeros_like(policy_logprobs)
     if settings.kl.where == "loss":
-        assert ref_logprobs is not None, "a KL in the loss needs the reference's log-probabilities"
-        kl = kl_estimate(policy_logprobs, ref_logprobs, estimator=settings.kl.estimator_in_use)
+        assert batch.ref_logprobs is not None, "a KL in the loss needs the reference's log-probabilities"
+        kl = kl_estimate(policy_logprobs, batch.ref_logprobs, estimator=settings.kl.estimator_in_use)
         loss = loss + kl_coef * share(kl)
     statistics = PolicyStatistics(
         pg_loss=pg_loss.detach().double(),
@@ -197,24 +192,18 @@ def policy_objective(
 
 
 def value_objective(
-    values: Float[Tensor, "T"],
-    old_values: Float[Tensor, "T"],
-    returns: Float[Tensor, "T"],
-    mask: Bool[Tensor, "T"],
-    sequence_ids: Int[Tensor, "T"],
-    num_sequences: int,
-    *,
-    settings: AlgoConfig,
-    denominator: Denominator,
+    values: Float[Tensor, "T"], batch: TrainBatch, *, settings: AlgoConfig, denominator: Denominator
 ) -> tuple[Float[Tensor, ""], ValueStatistics]:
     """The micro-batch's share of the critic's loss (`value_loss`, token mean), and its statistics.
 
     Always the token mean: it is a regression on tokens, whatever the policy's aggregation.
     """
-    token_loss, clipped = value_loss(values, old_values, returns, mask, clip=settings.value_clip)
-    loss = aggregate(
-        token_loss, mask, sequence_ids, mode="token-mean", denominator=denominator, num_sequences=num_sequences
-    )
+    assert batch.old_values is not None, "the critic's update needs its values before it"
+    assert batch.returns is not None, "the critic's update needs returns"
+    packed, mask = batch.packed, batch.packed.loss_mask
+    token_loss, clipped = value_loss(values, batch.old_values, batch.returns, mask, clip=settings.value_clip)
+    rows = (mask, packed.sequence_ids())
+    loss = aggregate(token_loss, *rows, mode="token-mean", denominator=denominator, num_sequences=packed.num_sequences)
     statistics = ValueStatistics(
         vf_loss=loss.detach().double(),
         vpred=masked_sum(values.detach().double(), mask),

@@ -136,31 +136,21 @@ class Actor(TrainedModel[CausalPolicy]):
     def _objective(
         self, micro: Micro[TrainBatch], denominator: Denominator, kl_coef: float, entropy_added: float
     ) -> tuple[Tensor, PolicyStatistics, Tensor]:
-        batch, algo = micro.device, self._config.algo
-        packed = batch.packed
+        algo = self._config.algo
         output = token_logprobs(
             self.model,
-            Micro(micro.host.packed, packed),
+            Micro(micro.host.packed, micro.device.packed),
             temperature=self._config.rollout.sampling.temperature,
             entropy="grad" if algo.entropy_coef + entropy_added > 0 else "value",
         )
         loss, statistics = policy_objective(
             output.logprobs,
             output.entropy,
-            batch.old_logprobs,
-            batch.ref_logprobs,
-            batch.advantages,
-            batch.importance_weights,
-            packed.loss_mask,
-            packed.sequence_ids(),
-            packed.num_sequences,
+            micro.device,
             settings=algo,
             denominator=denominator,
             kl_coef=kl_coef,
             entropy_added=entropy_added,
-            behavior_logprobs=packed.behavior_logprobs,
-            group_ids=packed.group_ids,
-            covariance_rank=batch.covariance_rank,
         )
         return loss, statistics, output.logprobs.detach()
 

@@ -55,19 +55,8 @@ class Critic(TrainedModel[ValueModel]):
         """
 
         def objective(micro: Micro[TrainBatch]) -> tuple[Tensor, ValueStatistics]:
-            batch, packed = micro.device, micro.device.packed
-            assert batch.old_values is not None, "the critic's update needs its values before it"
-            assert batch.returns is not None, "the critic's update needs returns"
-            return value_objective(
-                self._values(Micro(micro.host.packed, packed)),
-                batch.old_values,
-                batch.returns,
-                packed.loss_mask,
-                packed.sequence_ids(),
-                packed.num_sequences,
-                settings=self._config.algo,
-                denominator=denominator,
-            )
+            values = self._values(Micro(micro.host.packed, micro.device.packed))
+            return value_objective(values, micro.device, settings=self._config.algo, denominator=denominator)
 
         summed = self.update_pass.run(lambda parts: self.accumulate(batch, parts, objective), batch.packed, num_micro)
         remedy = ". Look at the saved batch for a non-finite reward; a lower critic.optim.lr often helps."

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlcore.types import PackedBatch, TrainBatch
+
 GARBAGE = (float("nan"), float("inf"), -float("inf"), 1e30, -1e30)
 """What may lie under a False mask without anybody noticing."""
 
@@ -87,3 +89,23 @@ def grad_of(tensor: Tensor) -> Tensor:
     """The gradient that was collected."""
     assert tensor.grad is not None
     return tensor.grad
+
+
+def train_batch(rows: Rows, advantages: Tensor, **given: Tensor | None) -> TrainBatch:
+    """The rows as an update gets them. What is not given is None; weights are 1, and the sampler is the old policy."""
+    of_tokens, of_rows = torch.zeros(rows.mask.numel(), dtype=torch.int64), torch.zeros(rows.num_sequences)
+    old = given.get("old_logprobs")
+    packed = PackedBatch(
+        token_ids=of_tokens,
+        position_ids=of_tokens,
+        cu_seqlens=rows.cu_seqlens,
+        target_ids=of_tokens,
+        loss_mask=rows.mask,
+        behavior_logprobs=torch.zeros_like(advantages) if old is None else old,
+        scores=of_rows,
+        score_mask=torch.ones_like(of_rows, dtype=torch.bool),
+        group_ids=torch.arange(rows.num_sequences),
+    )
+    absent = dict.fromkeys(("old_logprobs", "ref_logprobs", "old_values", "returns"))
+    weights = {"importance_weights": torch.ones_like(advantages)}
+    return TrainBatch(packed=packed, advantages=advantages, **(absent | weights | given))

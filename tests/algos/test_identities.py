@@ -12,7 +12,7 @@ from rlcore.algos.objective import policy_objective
 from rlcore.config.algo import Aggregation, AlgoConfig
 from tests.algos import naive
 from tests.algos.compare import assert_tokens
-from tests.algos.ragged import RAGGED, Rows, floats, grad_of, leaf, row
+from tests.algos.ragged import RAGGED, Rows, floats, grad_of, leaf, row, train_batch
 
 ONE_TOKEN = Rows(tuple(row(k % 3 + 1, 1) for k in range(12)))
 IDS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
@@ -79,17 +79,15 @@ def test_first_update_on_fresh_rollouts_is_reinforce(name: str, aggregation: Agg
     loss, _ = policy_objective(
         policy,
         torch.zeros(num_tokens, dtype=torch.float64),
-        policy.detach().clone(),
-        None,
-        advantages,
-        torch.ones(num_tokens, dtype=torch.float64),
-        rows.mask,
-        rows.sequence_ids,
-        rows.num_sequences,
+        train_batch(
+            rows,
+            advantages,
+            old_logprobs=policy.detach().clone(),
+            covariance_rank=torch.zeros(num_tokens, dtype=torch.float64),
+        ),
         settings=AlgoConfig(policy_loss=name, aggregation=aggregation),
         denominator=Denominator(sum(rows.lengths()), rows.num_sequences, 8),
         kl_coef=0.0,
-        covariance_rank=torch.zeros(num_tokens, dtype=torch.float64),
     )
     loss.backward()
     reinforce = leaf(logits)

@@ -11,6 +11,7 @@ from rlcore.algos.aggregation import Denominator
 from rlcore.algos.objective import explained_variance, policy_objective, value_objective
 from rlcore.algos.off_policy import importance_weights, left_behind, rejected
 from rlcore.config.algo import POLICY_LOSSES, Aggregation, AlgoConfig, ImportanceConfig, KlConfig, RejectionConfig
+from rlcore.types import PackedBatch, TrainBatch
 
 T, N = 50, 4
 
@@ -22,6 +23,21 @@ def flat() -> Tensor:
 MASK = torch.empty(T, dtype=torch.bool, device="meta")
 IDS = torch.empty(T, dtype=torch.int64, device="meta")
 COUNTS = Denominator(num_tokens=30, num_sequences=N, norm_tokens=20)
+OF_ROWS = torch.empty(N, device="meta")
+BATCH = TrainBatch(
+    PackedBatch(
+        token_ids=IDS,
+        position_ids=IDS,
+        cu_seqlens=torch.empty(N + 1, dtype=torch.int64, device="meta"),
+        target_ids=IDS,
+        loss_mask=MASK,
+        behavior_logprobs=flat(),
+        scores=OF_ROWS,
+        score_mask=OF_ROWS.bool(),
+        group_ids=OF_ROWS.long(),
+    ),
+    *(flat() for _ in range(7)),
+)
 
 
 def test_meta_tensors_do_refuse_a_sync() -> None:
@@ -36,27 +52,13 @@ def test_meta_tensors_do_refuse_a_sync() -> None:
 def test_policy_objective(name: str, aggregation: Aggregation) -> None:
     settings = AlgoConfig(policy_loss=name, aggregation=aggregation, entropy_coef=0.1, kl=KlConfig(where="loss"))
     policy = flat().requires_grad_()
-    loss, _ = policy_objective(
-        policy,
-        flat(),
-        flat(),
-        flat(),
-        flat(),
-        flat(),
-        MASK,
-        IDS,
-        N,
-        settings=settings,
-        denominator=COUNTS,
-        kl_coef=0.1,
-        covariance_rank=flat(),
-    )
+    loss, _ = policy_objective(policy, flat(), BATCH, settings=settings, denominator=COUNTS, kl_coef=0.1)
     loss.backward()
     assert policy.grad is not None
 
 
 def test_value_objective() -> None:
-    loss, _ = value_objective(flat(), flat(), flat(), MASK, IDS, N, settings=AlgoConfig(), denominator=COUNTS)
+    loss, _ = value_objective(flat(), BATCH, settings=AlgoConfig(), denominator=COUNTS)
     assert loss.shape == ()
 
 

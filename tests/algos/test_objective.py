@@ -22,7 +22,7 @@ from rlcore.algos.selection import rank_share, token_covariance
 from rlcore.config.algo import POLICY_LOSSES, Aggregation, AlgoConfig, KlConfig
 from tests.algos import naive
 from tests.algos.compare import assert_tokens
-from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, grad_of, leaf, spoiled
+from tests.algos.ragged import GAPPED, RAGGED, Rows, floats, grad_of, leaf, spoiled, train_batch
 from tests.algos.test_aggregation import denominator, partitions
 
 NAIVE = {name: getattr(naive, name) for name in POLICY_LOSSES}
@@ -61,17 +61,17 @@ def call(
     return policy_objective(
         inputs.policy,
         inputs.entropy,
-        inputs.old,
-        inputs.ref,
-        inputs.advantages,
-        inputs.weights,
-        rows.mask,
-        rows.sequence_ids,
-        rows.num_sequences,
+        train_batch(
+            rows,
+            inputs.advantages,
+            old_logprobs=inputs.old,
+            ref_logprobs=inputs.ref,
+            importance_weights=inputs.weights,
+            covariance_rank=inputs.rank,
+        ),
         settings=settings,
         denominator=counts,
         kl_coef=kl_coef,
-        covariance_rank=inputs.rank,
         **more,
     )
 
@@ -262,9 +262,8 @@ def test_value_objective_is_that_of_the_naive_twin(rows: Rows) -> None:
     counts = denominator(rows)
     # the policy's aggregation does not reach the critic
     settings = AlgoConfig(value_clip=0.5, aggregation="seq-mean-token-sum")
-    loss, statistics = value_objective(
-        values, old, returns, rows.mask, rows.sequence_ids, rows.num_sequences, settings=settings, denominator=counts
-    )
+    batch = train_batch(rows, torch.zeros_like(old), old_values=old, returns=returns)
+    loss, statistics = value_objective(values, batch, settings=settings, denominator=counts)
     loss.backward()
     twin = {
         t: naive.value_loss(values[t].item(), old[t].item(), returns[t].item(), 0.5)
@@ -288,9 +287,9 @@ def test_value_objective_is_the_same_for_any_split() -> None:
     counts, settings = denominator(RAGGED), AlgoConfig()
 
     def share(rows: Rows, tensors: list[Tensor]) -> tuple[Tensor, ValueStatistics]:
-        return value_objective(
-            *tensors, rows.mask, rows.sequence_ids, rows.num_sequences, settings=settings, denominator=counts
-        )
+        values, old, returns = tensors
+        batch = train_batch(rows, torch.zeros_like(old), old_values=old, returns=returns)
+        return value_objective(values, batch, settings=settings, denominator=counts)
 
     whole = leaf(data[0])
     loss, statistics = share(RAGGED, [whole, *data[1:]])

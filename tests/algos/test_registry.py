@@ -13,7 +13,7 @@ from rlcore.algos.objective import policy_objective
 from rlcore.config.algo import POLICY_LOSSES, AlgoConfig
 from rlcore.errors import ConfigError
 from tests.algos.custom_loss import my_loss
-from tests.algos.ragged import RAGGED, floats, grad_of, leaf
+from tests.algos.ragged import RAGGED, floats, grad_of, leaf, train_batch
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -52,13 +52,7 @@ def test_a_variant_takes_one_function_and_one_yaml_line() -> None:
     loss, statistics = policy_objective(
         policy,
         torch.zeros_like(old),
-        old,
-        None,
-        advantages,
-        torch.ones_like(old),
-        RAGGED.mask,
-        RAGGED.sequence_ids,
-        RAGGED.num_sequences,
+        train_batch(RAGGED, advantages, old_logprobs=old),
         settings=settings,
         denominator=Denominator(num_tokens, RAGGED.num_sequences, 8),
         kl_coef=0.0,

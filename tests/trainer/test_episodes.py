@@ -295,8 +295,8 @@ def test_the_gradient_at_the_environments_tokens_is_exactly_zero(aggregation: An
     noise = [torch.from_numpy(rng.standard_normal(packed.num_tokens)).float() for _ in range(4)]
     logprobs, entropy = (-noise[0].abs()).requires_grad_(True), noise[1].requires_grad_(True)
     loss, _ = policy_objective(
-        logprobs, entropy, noise[2], noise[3], batch.advantages + noise[3], batch.importance_weights,
-        packed.loss_mask, packed.sequence_ids(), packed.num_sequences,
+        logprobs, entropy,
+        replace(batch, old_logprobs=noise[2], ref_logprobs=noise[3], advantages=batch.advantages + noise[3]),
         settings=algo, denominator=Denominator(packed.num_loss_tokens, packed.num_sequences, 24), kl_coef=0.1,
     )  # fmt: skip
     loss.backward()
