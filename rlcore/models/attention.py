@@ -100,7 +100,25 @@ def build_layout(
     bounds = cu_seqlens.tolist()
     lengths = [stop - start for start, stop in pairwise(bounds)]
     longest = max(lengths, default=0)
-    if backend != "sdpa":
+    own_order: Tensor | None = None  # Int[T], attention's own of the batch's tokens, on the host
+    if backend == "sdpa":
+        order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (lengths[i], i))
+        sorted_lengths = torch.tensor([lengths[i] for i in order], dtype=torch.int64)
+        first = torch.tensor([bounds[i] for i in order], dtype=torch.int64)
+        sorted_bounds = torch.cat([sorted_lengths.new_zeros(1), sorted_lengths.cumsum(0)])
+        # Token of the batch at each sorted place: first token of its sequence plus its distance from the sorted start.
+        own_order = torch.repeat_interleave(first - sorted_bounds[:-1], sorted_lengths) + torch.arange(bounds[-1])
+        place = torch.empty_like(own_order)
+        place[own_order] = torch.arange(bounds[-1])
+        layout = PackedLayout(
+            backend=backend,
+            cu_seqlens=to_device(sorted_bounds, device, torch.int32),
+            max_seqlen=longest,
+            token_order=to_device(own_order, device),
+            place=to_device(place, device),
+            groups=_length_groups([lengths[i] for i in order], device),
+        )
+    else:
         identity = torch.arange(bounds[-1], device=device)
         layout = PackedLayout(
             backend=backend,
@@ -110,34 +128,6 @@ def build_layout(
             place=identity,
             groups=(),
         )
-        return _with_shared(layout, bounds, shared, None, device)
-    order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (lengths[i], i))
-    sorted_lengths = torch.tensor([lengths[i] for i in order], dtype=torch.int64)
-    first = torch.tensor([bounds[i] for i in order], dtype=torch.int64)
-    sorted_bounds = torch.cat([sorted_lengths.new_zeros(1), sorted_lengths.cumsum(0)])
-    # Token of the batch at each sorted place: first token of its sequence plus its distance from the sorted start.
-    token_order = torch.repeat_interleave(first - sorted_bounds[:-1], sorted_lengths) + torch.arange(bounds[-1])
-    place = torch.empty_like(token_order)
-    place[token_order] = torch.arange(bounds[-1])
-    layout = PackedLayout(
-        backend=backend,
-        cu_seqlens=to_device(sorted_bounds, device, torch.int32),
-        max_seqlen=longest,
-        token_order=to_device(token_order, device),
-        place=to_device(place, device),
-        groups=_length_groups([lengths[i] for i in order], device),
-    )
-    return _with_shared(layout, bounds, shared, token_order, device)
-
-
-def _with_shared(
-    layout: PackedLayout,
-    bounds: list[int],
-    shared: Integers | None,
-    order: Int[Tensor, "T"] | None,
-    device: torch.device,
-) -> PackedLayout:
-    """The layout with prompts shared, if any are; `order`: attention's own of the batch's tokens, on the host."""
     if shared is None or not shared.any():
         return layout
     found = SharedOrder.of(np.array(bounds), shared)
@@ -145,7 +135,7 @@ def _with_shared(
         layout,
         token_order=to_device(torch.from_numpy(found.computed), device),
         place=to_device(torch.from_numpy(found.places), device),
-        shared=found.on_device(np.array(bounds), order, device),
+        shared=found.on_device(np.array(bounds), own_order, device),
     )
 
 
@@ -308,49 +298,33 @@ def _is_absent(module: str, error: Exception) -> bool:
     return isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
 
 
-def _query_bounds(layout: PackedLayout) -> Int[Tensor, "N_plus_1"]:
-    """Bounds of the computed tokens. Those of a sequence are its last ones, as the kernels' causal mask takes them."""
-    return layout.cu_seqlens if layout.shared is None else layout.shared.cu_seqlens
-
-
-def flash_varlen(
+def _by_kernel(
     query: Float[Tensor, "c Hq D"],
     key: Float[Tensor, "T Hkv D"],
     value: Float[Tensor, "T Hkv D"],
-    *,
     layout: PackedLayout,
     scale: float | None,
     window: int | None,
 ) -> Float[Tensor, "c Hq D"]:
-    """Causal attention inside each sequence by the flash-attn package; grouped-query attention is its own."""
-    kernel = _KERNELS["flash_attn"]
-    out = kernel.function(
-        query,
-        key,
-        value,
-        cu_seqlens_q=_query_bounds(layout),
-        cu_seqlens_k=layout.cu_seqlens,
-        max_seqlen_q=layout.max_seqlen,
-        max_seqlen_k=layout.max_seqlen,
-        softmax_scale=scale,
-        causal=True,
-        # A window of w tokens holds the token itself and w - 1 before it.
-        window_size=kernel.no_window if window is None else (window - 1, 0),
-    )
-    return cast(Tensor, out[0] if isinstance(out, tuple) else out)
-
-
-def torch_varlen(
-    query: Float[Tensor, "c Hq D"],
-    key: Float[Tensor, "T Hkv D"],
-    value: Float[Tensor, "T Hkv D"],
-    *,
-    layout: PackedLayout,
-    scale: float | None,
-    window: int | None,
-) -> Float[Tensor, "c Hq D"]:
-    """Causal attention inside each sequence by `torch.nn.attention.varlen`."""
-    kernel = _KERNELS["varlen"]
+    """Causal attention inside each sequence by the flash-attn package or `torch.nn.attention.varlen`."""
+    kernel, longest = _KERNELS[layout.backend], layout.max_seqlen
+    # Computed tokens of a sequence are its last ones, as the kernels' causal mask takes them.
+    of_queries = layout.cu_seqlens if layout.shared is None else layout.shared.cu_seqlens
+    if layout.backend == "flash_attn":  # grouped-query attention is its own
+        out = kernel.function(
+            query,
+            key,
+            value,
+            cu_seqlens_q=of_queries,
+            cu_seqlens_k=layout.cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            softmax_scale=scale,
+            causal=True,
+            # A window of w tokens holds the token itself and w - 1 before it.
+            window_size=kernel.no_window if window is None else (window - 1, 0),
+        )
+        return cast(Tensor, out[0] if isinstance(out, tuple) else out)
     options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     if key.shape[1] != query.shape[1]:
         if kernel.takes_groups:
@@ -358,7 +332,6 @@ def torch_varlen(
         else:
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    longest, of_queries = layout.max_seqlen, _query_bounds(layout)
     return cast(Tensor, kernel.function(query, key, value, of_queries, layout.cu_seqlens, longest, longest, **options))
 
 
@@ -401,12 +374,11 @@ def packed_attention(
             return _by_length(query, key, value, packed_layout, scaling, sliding_window), None
         q, k, v = (shared.spread(tensor[0].transpose(0, 1)).transpose(0, 1)[None] for tensor in (query, key, value))
         return _by_length(q, k, v, packed_layout, scaling, sliding_window).index_select(1, shared.firsts), None
-    kernel = flash_varlen if packed_layout.backend == "flash_attn" else torch_varlen
     # Under autocast the rotary embedding leaves query and key in float32, which the kernels refuse.
     q, k, v = (tensor[0].transpose(0, 1).to(value.dtype) for tensor in (query, key, value))
     if shared is not None:
         k, v = shared.spread(k), shared.spread(v)
-    return kernel(q, k, v, layout=packed_layout, scale=scaling, window=sliding_window)[None], None
+    return _by_kernel(q, k, v, packed_layout, scaling, sliding_window)[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
