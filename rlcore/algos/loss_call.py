@@ -34,8 +34,7 @@ def bind_policy_loss(settings: AlgoConfig, given: Mapping[str, Tensor | None]) -
     Raises:
         ConfigError: there is no such loss, or `algo.policy_loss_options` are not its own.
     """
-    function: Callable[..., PolicyLoss] = resolve_policy_loss(settings.policy_loss)
-    options = settings.policy_loss_options
+    function, options = resolve_policy_loss(settings.policy_loss), settings.policy_loss_options
     return bind(function, "algo.policy_loss", options, {"settings": settings, **given}, always=("settings",))
 
 

@@ -1,8 +1,9 @@
 """Per-token losses of the policy and the critic, and how settings name a policy loss."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Protocol, cast, runtime_checkable
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,29 +32,15 @@ class PolicyLoss:
     log_ratio: Float[Tensor, "T"]
 
 
-@runtime_checkable
-class PolicyLossFunction(Protocol):
-    """A pure function of packed tensors. What lies under a False mask may be anything and must not be read.
+PolicyLossFunction = Callable[..., PolicyLoss]
+"""A pure function of packed tensors, with the arguments of `ppo_clip`. What lies under a False mask may be anything and
+must not be read; the gradient of the loss is with respect to `policy_logprobs` alone.
 
-    Further keyword arguments are options, whose values `algo.policy_loss_options` gives, or have the name of something
-    that is given: `behavior_logprobs`, the engine's log-probabilities Float[T]; `entropy`, the policy's, Float[T],
-    without gradient; `group_ids`, for each sequence the number of its prompt Int[N]; `covariance_rank`, the
-    `rank_share` of the token's `token_covariance` in its mini-batch Float[T].
-    """
-
-    def __call__(
-        self,
-        policy_logprobs: Float[Tensor, "T"],
-        old_logprobs: Float[Tensor, "T"],
-        advantages: Float[Tensor, "T"],
-        mask: Bool[Tensor, "T"],
-        sequence_ids: Int[Tensor, "T"],
-        num_sequences: int,
-        *,
-        settings: AlgoConfig,
-    ) -> PolicyLoss:
-        """Loss of each answer token, 0 elsewhere; its gradient is with respect to `policy_logprobs` alone."""
-        ...
+Further keyword arguments are options, whose values `algo.policy_loss_options` gives, or have the name of something that
+is given: `behavior_logprobs`, the engine's log-probabilities Float[T]; `entropy`, the policy's, Float[T], without
+gradient; `group_ids`, for each sequence the number of its prompt Int[N]; `covariance_rank`, the `rank_share` of the
+token's `token_covariance` in its mini-batch Float[T].
+"""
 
 
 def resolve_policy_loss(name: str) -> PolicyLossFunction:
@@ -61,7 +48,7 @@ def resolve_policy_loss(name: str) -> PolicyLossFunction:
 
     Raises ConfigError if there is none.
     """
-    return cast(PolicyLossFunction, find_function("algo.policy_loss", name, POLICY_LOSSES))
+    return find_function("algo.policy_loss", name, POLICY_LOSSES)
 
 
 def asks_for(name: str, argument: str) -> bool:
