@@ -93,21 +93,14 @@ def reshard(model: nn.Module) -> None:
         model.reshard()
 
 
-def gather_once(model: nn.Module, *, is_last: bool) -> None:
-    """Before a micro-batch of an update: weights stay whole after forward and, unless it is the last, after backward,
-    and gradients are added up whole until the last. `gather_each_time` ends it."""
+def gather(model: nn.Module, *, once: bool, is_last: bool = True) -> None:
+    """Before a micro-batch of an update, `once`: weights stay whole after forward and, unless it is the last, after
+    backward, and gradients are added up whole until the last. Else, and at first, each pass gathers weights anew, and
+    gradients are reduced after each."""
     assert isinstance(model, FSDPModule), "only a sharded model gathers"
-    model.set_reshard_after_forward(False)
+    model.set_reshard_after_forward(not once)
     model.set_reshard_after_backward(is_last)
     model.set_requires_gradient_sync(is_last)
-
-
-def gather_each_time(model: nn.Module) -> None:
-    """Passes gather weights anew in each micro-batch, and gradients are reduced after each."""
-    assert isinstance(model, FSDPModule), "only a sharded model gathers"
-    model.set_reshard_after_forward(True)
-    model.set_reshard_after_backward(True)
-    model.set_requires_gradient_sync(True)
 
 
 def forget_failed_pass(model: PackedTrunk) -> None:
@@ -126,7 +119,7 @@ def forget_failed_pass(model: PackedTrunk) -> None:
     for module in _sharded_modules(model):
         fsdp: Any = module._get_fsdp_state()
         for group in getattr(fsdp, "_fsdp_param_groups", None) or [fsdp._fsdp_param_group]:  # torch 2.11 has one
-            for parameter in group.fsdp_params:  # gradients that `gather_once` was adding up
+            for parameter in group.fsdp_params:  # gradients that were being added up
                 parameter.unsharded_accumulated_grad = None
     state._root_post_backward_final_callback()
     state._state_ctx.iter_forward_root = None

@@ -36,6 +36,15 @@ class Bytes:
     reserved: int
 
 
+def gpu_peak() -> Bytes:
+    """Largest counts of torch's current GPU since the last call; 0 on a CPU."""
+    if not torch.cuda.is_initialized():
+        return Bytes(0, 0)
+    found = Bytes(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
 class MemoryMeter:
     """Peak of memory in use, without the memory that is unmapped while the engine sleeps.
 
@@ -47,7 +56,7 @@ class MemoryMeter:
         away: returns the bytes that are counted and unmapped while the engine sleeps.
     """
 
-    def __init__(self, peak: Callable[[], Bytes], away: Callable[[], int]) -> None:
+    def __init__(self, peak: Callable[[], Bytes] = gpu_peak, away: Callable[[], int] = engine_pool_bytes) -> None:
         self._peak = peak
         self._away = away
         self._is_asleep = False
@@ -66,19 +75,6 @@ class MemoryMeter:
             max(self._most.allocated, found.allocated - away), max(self._most.reserved, found.reserved - away)
         )
         return self._most
-
-
-def gpu_meter() -> MemoryMeter:
-    """Meter of torch's current GPU; 0 on a CPU."""
-
-    def peak() -> Bytes:
-        if not torch.cuda.is_initialized():
-            return Bytes(0, 0)
-        found = Bytes(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-        torch.cuda.reset_peak_memory_stats()
-        return found
-
-    return MemoryMeter(peak, engine_pool_bytes)
 
 
 class GpuUseMeter:

@@ -16,7 +16,7 @@ from rlcore.batching.pack import select_train
 from rlcore.config import OptimConfig, RunConfig
 from rlcore.errors import NonFiniteError
 from rlcore.models.optim import build_optimizer, clip_grad_norm
-from rlcore.models.parallel import CountedCollectives, forget_failed_pass, gather_each_time, gather_once, shard
+from rlcore.models.parallel import CountedCollectives, forget_failed_pass, gather, shard
 from rlcore.models.policy import PackedTrunk
 from rlcore.models.shape import known_shape
 from rlcore.types import TrainBatch
@@ -111,14 +111,14 @@ class TrainedModel(Generic[Model]):
         try:
             for number, part in enumerate(parts, start=1):
                 if self._gathers_once:
-                    gather_once(self.model, is_last=number == len(parts))
+                    gather(self.model, once=True, is_last=number == len(parts))
                 loss, found = objective(to_device(batch, part, self._place.device))
                 # FSDP averages gradients over ranks; the denominator counts all ranks already, so undo the average.
                 (loss * self._world_size).backward()
                 statistics.append(found)
         finally:
             if self._gathers_once:
-                gather_each_time(self.model)
+                gather(self.model, once=False)
         return total(statistics)
 
     def clip(self, statistics: Statistics, loss: str, why: Callable[[], str]) -> float:

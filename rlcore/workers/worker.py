@@ -36,7 +36,7 @@ from rlcore.workers.actor import Actor, Reference
 from rlcore.workers.canary import HandOver
 from rlcore.workers.critic import Critic
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks, keep_freed_memory, let_segments_grow
-from rlcore.workers.measure import BYTES_PER_GB, GpuUseMeter, MemoryPeak, RankProfiler, gpu_meter
+from rlcore.workers.measure import BYTES_PER_GB, GpuUseMeter, MemoryMeter, MemoryPeak, RankProfiler
 from rlcore.workers.trained import MiniBatch, ModelUpdate, ModelUpdates, in_turn
 
 P = ParamSpec("P")
@@ -77,7 +77,7 @@ class Worker:
         self._actor: Actor
         self._saver = RankSaver(self._saved_models, num_ranks=world_size)  # as if all ranks were on this host
         self._profiler = RankProfiler()
-        self._meter = gpu_meter()
+        self._meter = MemoryMeter()
         self._version = 0
         self._num_updates = 0  # since the last hand-over
         self._is_frozen = False  # to the garbage collector, what is alive since the first update
