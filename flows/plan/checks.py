@@ -295,11 +295,11 @@ def of_the_judge(failure: str) -> str:
 def _try_environment(row: "FirstRow", config: RunConfig) -> None:
     settings = RewardConfig(num_processes=1, deadline_s=config.episode.deadline_s)
     episode = Episode.begun("tried", config, row.ground_truth_json, config.seed)
-    (score,) = _tried(PLAY, [episode.asked()], episode.truth(), settings, "episode")
+    (score,) = _tried(PLAY, [episode.asked()], episode.truth, settings, "episode")
     if not score.failure:
         episode.replies.append(turn_of(score).reply)
         episode.texts.append(ANY_ANSWER)
-        (score,) = _tried(PLAY, [episode.asked()], episode.truth(), settings, "episode")
+        (score,) = _tried(PLAY, [episode.asked()], episode.truth, settings, "episode")
     if score.failure:
         raise TrialError(
             f"data.environment: must begin with any row and reply to any text; got {config.data.environment}, which "

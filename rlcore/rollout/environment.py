@@ -69,13 +69,11 @@ class Environment(Protocol):
 class Episode:
     """An episode so far: `replies[0]` is the first message, `replies[i]` the reply to `texts[i - 1]`.
 
-    `options`: arguments of the environment's class.
+    `truth`: the ground truth that `play` takes, as JSON: environment, arguments of its class (`options`), and `row`.
     """
 
     name: str
-    environment: str
-    options: Mapping[str, Any]
-    row: Mapping[str, Any]
+    truth: str
     max_characters: int
     texts: list[str] = field(default_factory=list)
     replies: list[str] = field(default_factory=list)
@@ -86,23 +84,15 @@ class Episode:
         truth = json.loads(ground_truth_json)
         row = truth if isinstance(truth, dict) else {"answer": truth}
         own = {OWN_SEED: row["seed"]} if "seed" in row else {}
-        return cls(
-            name=name,
-            environment=config.data.environment,
-            options={"tools": config.episode.tools, "scorer": config.data.scorer} if config.episode.tools else {},
-            row={**row, **own, "seed": seed},
-            max_characters=_CHARACTERS_PER_TOKEN * config.episode.max_tool_tokens,
-        )
+        options = {"tools": config.episode.tools, "scorer": config.data.scorer} if config.episode.tools else {}
+        asked = {"environment": config.data.environment, "options": options, "row": {**row, **own, "seed": seed}}
+        return cls(name, json.dumps(asked), _CHARACTERS_PER_TOKEN * config.episode.max_tool_tokens)
 
     def asked(self) -> str:
         """The JSON text that `play` takes."""
         return json.dumps(
             {"name": self.name, "max_characters": self.max_characters, "texts": self.texts, "replies": self.replies}
         )
-
-    def truth(self) -> str:
-        """The ground truth that `play` takes, as JSON."""
-        return json.dumps({"environment": self.environment, "options": self.options, "row": self.row})
 
 
 def turn_of(score: Score) -> Turn:

@@ -227,7 +227,7 @@ class Episodes(AbstractContextManager["Episodes"]):
                     one.read(*self._tokens.between(one.token_ids[-1], reply))
 
     def _asked(self, index: int, one: _Playing) -> ScoringJob:
-        return self._pools[index % len(self._pools)].submit([one.said.asked()], [one.said.truth()])
+        return self._pools[index % len(self._pools)].submit([one.said.asked()], [one.said.truth])
 
     def _collected(self, index: int, job: ScoringJob) -> Score:
         return self._pools[index % len(self._pools)].collect(job)[0]

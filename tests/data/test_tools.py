@@ -125,7 +125,7 @@ def test_a_ground_truths_own_seed_reaches_the_scorer():
          f"episode.tools=[{CALCULATOR}]"]
     )  # fmt: skip
     tools = Tools([CALCULATOR], f"{__name__}:seed_of")
-    tools.reset(Episode.begun("one", config, '{"seed": 3}', 7).row)
+    tools.reset(json.loads(Episode.begun("one", config, '{"seed": 3}', 7).truth)["row"])
     assert tools.step("done").reward == 3.0
 
 
@@ -144,18 +144,18 @@ def test_calls_in_a_process_of_their_own_are_repeated_after_it_was_lost_and_end_
         def played(*texts):
             for text in texts:
                 episode.texts.append(text)
-                [score] = pool.score([episode.asked()], [episode.truth()])
+                [score] = pool.score([episode.asked()], [episode.truth])
                 episode.replies.append("" if score.failure else turn_of(score).reply)
             return score
 
-        pool.score([episode.asked()], [episode.truth()])
+        pool.score([episode.asked()], [episode.truth])
         episode.replies.append("")
         played(tagged("calculate", expression="2 + 3"), tagged("calculate", expression="5 * 4"))
         assert episode.replies[1:] == ["5", "20"]
         lost = Episode.begun("two", config, '{"target": 14, "numbers": [2, 3, 4]}', 7)
         lost.replies.append("")
         lost.texts.append(tagged("waits", seconds=600))
-        [score] = pool.score([lost.asked()], [lost.truth()])
+        [score] = pool.score([lost.asked()], [lost.truth])
         assert score.failure is not None
         assert "episode.deadline_s" in score.failure
         last = played("<answer> 2 + 3 * 4 </answer>")

@@ -348,7 +348,7 @@ def test_a_template_that_drops_turns_is_refused() -> None:
 @pytest.mark.parametrize("limit", [4, 5, 6])
 def test_a_reply_that_leaves_no_token_to_the_model_ends_the_episode(limit: int) -> None:
     prompt = Prompt(0, (5, 6), "countdown", "{}")
-    said = Episode("1", "", {}, {}, 100)
+    said = Episode("1", "", 100)
     episode = _Playing(SamplingRequest(prompt, 0, seed=1), prompt, limit, said, token_ids=[7, 8])
     assert episode.read("no", [9, 9, 9]) == episode.is_open == (limit > 5)
     assert episode.finish_reason == ("stop" if limit > 5 else "length")
