@@ -47,14 +47,6 @@ class HandOver:
     warning: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """What one rank measured at a hand-over."""
-
-    taken: TakenWeights
-    difference: float
-
-
 class Canary:
     """Judges hand-overs, and remembers what the first one taught."""
 
@@ -73,16 +65,16 @@ class Canary:
             return FIRST_BOUNDS[self._dtype]
         return max(LEAST_BOUNDS[self._dtype], NOISE_FACTOR * self._noise)
 
-    def judge(self, version: int, observed: Sequence[Observed]) -> HandOver:
-        """`observed` by all ranks, so that the verdict is the same on each.
+    def judge(self, version: int, observed: Sequence[tuple[TakenWeights, float]]) -> HandOver:
+        """`observed` by all ranks, so that the verdict is the same on each: what was taken, and the difference.
 
         Raises:
             EngineError: a tensor is not the one that was sent, or may not be: it cannot be compared, and the
                 log-probabilities differ. Or one of those is no number.
         """
-        bound, difference = self.bound, max(one.difference for one in observed)
-        differing = list(dict.fromkeys(name for one in observed for name in one.taken.differing))
-        uncompared = list(dict.fromkeys(name for one in observed for name in one.taken.uncompared))
+        bound, difference = self.bound, max(one for _, one in observed)
+        differing = list(dict.fromkeys(name for taken, _ in observed for name in taken.differing))
+        uncompared = list(dict.fromkeys(name for taken, _ in observed for name in taken.uncompared))
         if self._noise is None and difference <= bound:
             # Before it vLLM's weights are random: a model that answers right with them has taken them over.
             self._in_another_form = frozenset(differing)

@@ -268,7 +268,7 @@ class Worker:
                 )
             if self._config.rollout.engine != "vllm":
                 return HandOver(0.0)
-            observed = [canary.Observed(taken, self._probed_difference())] * self._world_size
+            observed = [(taken, self._probed_difference())] * self._world_size
         if self._world_size > 1:
             dist.all_gather_object(observed, observed[0])
         return self._canary.judge(version, observed)

@@ -9,7 +9,7 @@ import torch
 from rlcore.config.compose import load_config
 from rlcore.errors import EngineError
 from rlcore.rollout.engine import TakenWeights
-from rlcore.workers.canary import LEAST_BOUNDS, NOISE_FACTOR, Canary, Observed
+from rlcore.workers.canary import LEAST_BOUNDS, NOISE_FACTOR, Canary
 
 RIGHT = TakenWeights()
 BF16 = torch.bfloat16
@@ -19,8 +19,8 @@ def canary(*overrides: str, dtype: torch.dtype = BF16) -> Canary:
     return Canary(load_config(["experiment=debug", "rollout.engine=vllm", *overrides]), dtype)
 
 
-def seen(difference: float, *differing: str, uncompared: tuple[str, ...] = ()) -> list[Observed]:
-    return [Observed(TakenWeights(differing, uncompared), difference)]
+def seen(difference: float, *differing: str, uncompared: tuple[str, ...] = ()) -> list[tuple[TakenWeights, float]]:
+    return [(TakenWeights(differing, uncompared), difference)]
 
 
 def test_a_real_models_rounding_is_learned_and_never_stops_a_run() -> None:
@@ -94,10 +94,10 @@ def test_where_a_tensor_cannot_be_compared_the_answers_decide() -> None:
 
 def test_all_ranks_come_to_the_same_verdict() -> None:
     judge = canary()
-    judge.judge(0, [Observed(RIGHT, 0.02), Observed(RIGHT, 0.03)])
+    judge.judge(0, [(RIGHT, 0.02), (RIGHT, 0.03)])
     assert judge.bound == pytest.approx(NOISE_FACTOR * 0.03)
     with pytest.raises(EngineError, match=r"\(2\): a, b"):
-        judge.judge(1, [Observed(TakenWeights(("a",)), 0.02), Observed(TakenWeights(("a", "b")), 0.02)])
+        judge.judge(1, [(TakenWeights(("a",)), 0.02), (TakenWeights(("a", "b")), 0.02)])
 
 
 def test_log_probabilities_that_are_no_numbers_are_refused() -> None:
