@@ -135,22 +135,16 @@ class GraphSet:
     def _plan(self, size: int) -> Callable[[], None]:
         """What attention plans on the device from those inputs, as vLLM does it when it captures its own graph."""
         runner, tables = self._runner, self._block_tables
-        batch = InputBatch.make_dummy(size, size, self._buffers)
-        inputs = tables.get_dummy_block_tables(size)
-        slots = tables.get_dummy_slot_mappings(size)
-
-        def work() -> None:
-            runner.model_state.prepare_attn(
-                batch,
-                CUDAGraphMode.FULL,
-                inputs,
-                slots,
-                runner.attn_groups,
-                runner.kv_cache_config,
-                for_capture=True,
-            )
-
-        return work
+        return partial(
+            runner.model_state.prepare_attn,
+            InputBatch.make_dummy(size, size, self._buffers),
+            CUDAGraphMode.FULL,
+            tables.get_dummy_block_tables(size),
+            tables.get_dummy_slot_mappings(size),
+            runner.attn_groups,
+            runner.kv_cache_config,
+            for_capture=True,
+        )
 
     def _take_tokens(self, size: int) -> None:
         """The work after the model: logits, draw, log-probability, vLLM's records."""
