@@ -25,6 +25,7 @@ from rlcore.run.watchdog import Watchdog
 from rlcore.trainer.experience import Answerer, ExperienceCollector
 from rlcore.trainer.metrics import Metrics
 from rlcore.trainer.step import LoopState, Trainer
+from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.group import WorkerGroup
 from rlcore.workers.worker import Worker
 from tests import SHARED_STAGES
@@ -127,6 +128,7 @@ def train(run: SmallRun, group: WorkerGroup, num_steps: int) -> list[Metrics]:
             opened.enter_context(episodes)
         collector = ExperienceCollector(Answerer(config, group, scoring, problems.decode, episodes), problems.stream)
         trainer = Trainer(config, group, collector, failures=run.layout.failures)
+        group.each(Worker.probe_with, problems.held_out(limited=True)[:NUM_PROMPTS])
         group.each(Worker.hand_over, 0)
         state = LoopState(0, 0, 0, 0, config.algo.kl.coef)
         found = []

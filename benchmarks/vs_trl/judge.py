@@ -20,6 +20,7 @@ from rlcore.rollout.scoring import ScoringPool
 from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.experience import Answerer
 from rlcore.trainer.validate import validate
+from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.worker import Worker
 
 
@@ -46,8 +47,9 @@ def _judged(job: Job, group: LocalGroup, step: int) -> dict[str, float]:
     config = settings(job)
     weights = load_policy(job.weights(step), model=config.model, device=torch.device("cpu")).state_dict()
     set_model_state_dict(group.each(Worker.policy_model)[0], weights, options=StateDictOptions(full_state_dict=True))
-    group.each(Worker.hand_over, step)
     prompts = as_prompts(read_rows(Path(job.folder) / HELD_OUT), config.data.task)
+    group.each(Worker.probe_with, prompts[:NUM_PROMPTS])
+    group.each(Worker.hand_over, step)
     with ScoringPool(job.scorer, config.reward) as scoring:
         answerer = Answerer(config, group, scoring, text_decoder(load_tokenizer(job.model)))
         found = validate(answerer, prompts, name=f"step-{step}", step=step, policy_version=step)

@@ -23,6 +23,7 @@ from rlcore.runtime.local import LocalGroup
 from rlcore.trainer.experience import Answerer, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.types import Prompt
+from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.worker import Worker
 
 
@@ -86,6 +87,7 @@ def run(job: Job) -> dict[str, Any]:
             else LocalGroup(config, job.model)
         )
         try:
+            group.each(Worker.probe_with, prompts[:NUM_PROMPTS])
             group.each(Worker.hand_over, 0)
             with ScoringPool(job.scorer, config.reward) as scoring, tempfile.TemporaryDirectory() as failures:
                 answerer = Answerer(config, group, scoring, text_decoder(tokenizer))

@@ -26,8 +26,6 @@ NUM_PROMPTS = 4
 # More answers rather than longer ones: a step of the engine takes as long for 16 answers as for 8.
 _ANSWERS_PER_PROMPT = 4
 _ANSWER_TOKENS = 8
-# Of a probe of random tokens: longer than a block of the prefix cache on a GPU (16 tokens).
-_RANDOM_TOKENS = 24
 
 FIRST_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Mean absolute difference of log-probabilities at a first hand-over that is still rounding. A tensor that vLLM drew at
@@ -118,13 +116,6 @@ def _listed(what: str, names: Sequence[str]) -> str:
     return f"{what} ({len(names)}): {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. "
 
 
-def random_prompts(config: RunConfig, vocab_size: int) -> list[Prompt]:
-    """A few prompts of tokens drawn at random, always the same: for a worker that was given none of a run."""
-    length = min(_RANDOM_TOKENS, config.filter.max_prompt_tokens)
-    draws = np.random.Generator(np.random.Philox(config.seed)).integers(vocab_size, size=(NUM_PROMPTS, length))
-    return [Prompt(-1 - i, tuple(row), "canary", "{}") for i, row in enumerate(draws.tolist())]
-
-
 def probed_difference(
     engine: RolloutEngine,
     config: RunConfig,
@@ -136,6 +127,7 @@ def probed_difference(
     The engine answers at the temperature of training, always by the same seeds. `logprobs`: the trainer's pass, in as
     many micro-batches on every rank, however long the answers are.
     """
+    assert prompts, "a worker is given the prompts of its probe before a hand-over to vLLM"
     requests = [SamplingRequest(prompt, i, seed=i) for prompt in prompts for i in range(_ANSWERS_PER_PROMPT)]
     sampling = SamplingConfig(temperature=config.rollout.sampling.temperature)
     rollouts = engine.generate(requests, sampling, min(_ANSWER_TOKENS, config.rollout.max_response_tokens))

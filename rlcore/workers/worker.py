@@ -31,9 +31,8 @@ from rlcore.rollout.engine import RolloutEngine, SamplingRequest, build_engine, 
 from rlcore.start import leave_uncollected
 from rlcore.tracking.cost import GpuUse
 from rlcore.types import PackedBatch, Prompt, Rollout, TrainBatch
-from rlcore.workers import canary
 from rlcore.workers.actor import Actor, Reference
-from rlcore.workers.canary import HandOver
+from rlcore.workers.canary import Canary, HandOver, probed_difference
 from rlcore.workers.critic import Critic
 from rlcore.workers.device import Place, choose_place, free_address, join_ranks, keep_freed_memory, let_segments_grow
 from rlcore.workers.measure import BYTES_PER_GB, GpuUseMeter, MemoryMeter, MemoryPeak, RankProfiler
@@ -99,7 +98,7 @@ class Worker:
                 address = rendezvous or free_address()
                 join_ranks(address, rank=self._rank, world_size=self._world_size, device=place.device)
             self._mesh = init_device_mesh(place.device.type, (self._world_size,))
-        self._canary = canary.Canary(self._config, engine_dtype(self._config, place.dtype))
+        self._canary = Canary(self._config, engine_dtype(self._config, place.dtype))
         # The engine first: what it cannot do is said before any model loads, and its profile sees an empty device.
         self._engine: RolloutEngine = build_engine(
             self._config,
@@ -243,7 +242,7 @@ class Worker:
         return self._actor.likelihood(batch, num_micro)
 
     def probe_with(self, prompts: Sequence[Prompt]) -> None:
-        """Prompts of the run, by which each hand-over is judged; without them random tokens are."""
+        """Prompts of the run, by which each hand-over to vLLM is judged."""
         self._probe = tuple(prompts)
 
     def hand_over(self, version: int) -> HandOver:
@@ -274,8 +273,7 @@ class Worker:
         return self._canary.judge(version, observed)
 
     def _probed_difference(self) -> float:
-        prompts = self._probe or canary.random_prompts(self._config, self._actor.model.head.weight.shape[0])
-        return canary.probed_difference(self._engine, self._config, prompts, self._probe_logprobs)
+        return probed_difference(self._engine, self._config, self._probe, self._probe_logprobs)
 
     def _probe_logprobs(self, batch: PackedBatch, num_micro: int) -> Float[Tensor, "T"]:
         if self._config.model.lora is not None and self._config.model.lora.offload:

@@ -21,7 +21,8 @@ from rlcore.errors import EngineError
 from rlcore.rollout.vllm import weights as handover
 from rlcore.runtime.ray import RayGroup
 from rlcore.trainer.metrics import Metrics
-from rlcore.types import Rollout
+from rlcore.types import Prompt, Rollout
+from rlcore.workers.canary import NUM_PROMPTS
 from rlcore.workers.device import join_ranks
 from rlcore.workers.worker import Worker
 from tests.rollout.vllm_session import (
@@ -97,6 +98,7 @@ def canary_facts(config: RunConfig, model_directory: Path, rank: int, address: s
     """A hand-over that goes wrong on the second rank alone: what each rank says."""
     worker = Worker(config, str(model_directory), rank=rank, world_size=NUM_RANKS)
     worker.setup(address)
+    worker.probe_with([Prompt(i, tuple(range(5 + i, 29 + i)), "canary", "{}") for i in range(NUM_PROMPTS)])
     facts: dict[str, Any] = {"right": worker.hand_over(0).difference}
     load = handover.load
 
