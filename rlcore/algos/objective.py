@@ -200,10 +200,11 @@ def value_objective(
     """
     assert batch.old_values is not None, "the critic's update needs its values before it"
     assert batch.returns is not None, "the critic's update needs returns"
-    packed, mask = batch.packed, batch.packed.loss_mask
+    mask, sequence_ids, num_sequences = batch.packed.loss_mask, batch.packed.sequence_ids(), batch.packed.num_sequences
     token_loss, clipped = value_loss(values, batch.old_values, batch.returns, mask, clip=settings.value_clip)
-    rows = (mask, packed.sequence_ids())
-    loss = aggregate(token_loss, *rows, mode="token-mean", denominator=denominator, num_sequences=packed.num_sequences)
+    loss = aggregate(
+        token_loss, mask, sequence_ids, mode="token-mean", denominator=denominator, num_sequences=num_sequences
+    )
     statistics = ValueStatistics(
         vf_loss=loss.detach().double(),
         vpred=masked_sum(values.detach().double(), mask),
