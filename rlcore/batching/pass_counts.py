@@ -106,22 +106,20 @@ class CountedRows:
         self._start = start
         self._settings = settings
 
-    def counts(self, text: str) -> PassCounts:
-        """The counts that a step begins with: those of `PassCounts.text`, or those of the start for ''."""
+    def _counts(self, text: str) -> PassCounts:
         return PassCounts.read(text, len(self._place)) if text else self._start
 
-    def weights(self, counts: PassCounts) -> Float[Array, "R"]:
-        """Weight of each row in the step's draw."""
-        return counts.weights(self._settings)
+    def weights(self, text: str) -> Float[Array, "R"]:
+        """Weight of each row in a step's draw. `text`: the counts that it begins with, '' for those of the start."""
+        return self._counts(text).weights(self._settings)
 
-    def after(self, counts: PassCounts, groups: Mapping[int, tuple[int, int]]) -> PassCounts:
-        """The counts after a step's groups: (right answers, scored answers) by `prompt_id`."""
+    def after(self, text: str, groups: Mapping[int, tuple[int, int]]) -> tuple[str, dict[str, float]]:
+        """The counts after a step's groups, (right answers, scored answers) by `prompt_id`, and what has changed: the
+        mean pass rate, and with a band the rows outside of it. `text`: as for `weights`."""
         rows = np.array([self._place[row_id] for row_id in groups], dtype=np.int64)
         passes, samples = np.array(list(groups.values()), dtype=np.int64).reshape(-1, 2).T
-        return counts.added(rows, passes, samples, self._settings.fade)
-
-    def metrics(self, before: PassCounts, after: PassCounts) -> dict[str, float]:
-        """What a step has changed: the mean pass rate, and with a band the rows outside of it."""
+        before = self._counts(text)
+        after = before.added(rows, passes, samples, self._settings.fade)
         rates = after.rates()
         known = rates[~np.isnan(rates)]
         metrics = {"pass_rates/mean": float(known.mean())} if len(known) else {}
@@ -130,7 +128,7 @@ class CountedRows:
             metrics["pass_rates/retired_share"] = float((~now).mean())
             metrics["pass_rates/rows_retired"] = float((was & ~now).sum())
             metrics["pass_rates/rows_revived"] = float((~was & now).sum())
-        return metrics
+        return after.text(), metrics
 
 
 def weighted_order(weights: Float[Array, "R"], rng: np.random.Generator) -> Int[Array, "R"]:

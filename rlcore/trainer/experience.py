@@ -215,7 +215,7 @@ class ExperienceCollector:
 
     def _first_requests(self, state: LoopState) -> list[SamplingRequest]:
         if self._counted is not None:
-            self._stream.weigh(self._counted.weights(self._counted.counts(state.pass_counts)))
+            self._stream.weigh(self._counted.weights(state.pass_counts))
         return self._requests(state, 0, self._config.trainer.batch_size)
 
     def _requests(self, state: LoopState, drawn: int, count: int) -> list[SamplingRequest]:
@@ -263,11 +263,8 @@ class ExperienceCollector:
         num_spare = wanted * group_size - len(kept)
         # the penalty comes after the filter, which asks for differing scores, not for differing lengths
         filled, dropped = self._with_overlong_penalty(kept + rest[:num_spare]), rest[num_spare:]
-        after, metrics = "", {}
-        if self._counted is not None:
-            before = self._counted.counts(state.pass_counts)
-            counts = self._counted.after(before, tally)
-            after, metrics = counts.text(), self._counted.metrics(before, counts)
+        counted = self._counted
+        after, metrics = ("", {}) if counted is None else counted.after(state.pass_counts, tally)
         return Experience(
             rollouts=tuple(rollout for rollout, _, _ in filled),
             scores=tuple(score for _, score, _ in filled),
