@@ -175,7 +175,7 @@ def _written(annotation: Any) -> str:
         return " or ".join(map(_written, parts))
     if origin is tuple:
         return f"list of {_written(parts[0])}"
-    if isinstance(annotation, type) and issubclass(annotation, Section):
+    if issubclass(annotation, Section):
         return f"sections ({', '.join(annotation.model_fields)})"
     assert origin is dict, annotation
     return f"names with {_written(parts[1])}"

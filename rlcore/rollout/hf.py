@@ -118,7 +118,7 @@ class HfEngine(RolloutEngine):
         for index in range(max_response_tokens):
             tokens, logprobs = sample(logits, draws[torch.from_numpy(live).to(device), index], sampling)
             going = self._append(answers, live, tokens, logprobs)
-            if index + 1 == max_response_tokens or not going.any():
+            if not going.any():
                 break
             if going.mean() < COMPACT_BELOW:
                 keep = torch.from_numpy(np.flatnonzero(going)).to(device)

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlcore.checkpoint import export
+from rlcore.checkpoint.catalog import is_exported
 from rlcore.checkpoint.export import export_transformers
 from rlcore.config.model import ScratchModel
 from rlcore.errors import CheckpointError
@@ -58,6 +59,7 @@ def test_a_later_export_takes_the_place_of_an_earlier_one(start_model, tmp_path)
         weights = trained(start_model, shift)
         export_transformers(weights, start_model, tmp_path / "model", facts={"step": step})
     assert verify_directory(tmp_path / "model").values["step"] == 2
+    assert [is_exported(tmp_path / "model", step) for step in (1, 2)] == [False, True]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert torch.equal(model.model.norm.weight, weights["model.norm.weight"])
 

@@ -29,6 +29,7 @@ def test_a_type_without_kernels_on_a_gpu_is_named_with_the_gpu() -> None:
     assert unsupported_dtype("NVIDIA A100", (8, 0), torch.bfloat16) is None
 
 
+@pytest.mark.parametrize("head_dim", [16, 32], ids=["of the width", "its own"])
 @pytest.mark.parametrize(
     ("share", "answers", "wanted"),
     [
@@ -39,11 +40,11 @@ def test_a_type_without_kernels_on_a_gpu_is_named_with_the_gpu() -> None:
     ],
 )
 def test_the_cache_is_planned_where_the_share_has_room(
-    share: float, answers: int, wanted: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    share: float, answers: int, wanted: str | None, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two runs may start on one GPU at a time: vLLM must not measure then."""
     config = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                         intermediate_size=128, vocab_size=512, dtype="bfloat16")  # fmt: skip
+                         head_dim=head_dim, intermediate_size=128, vocab_size=512, dtype="bfloat16")  # fmt: skip
     config.save_pretrained(tmp_path)
     total = 10 * 10**9
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total))
@@ -51,7 +52,7 @@ def test_the_cache_is_planned_where_the_share_has_room(
     found = engine_arguments(shape, RolloutConfig(memory_share=share, max_num_seqs=512)).get("kv_cache_memory_bytes")
     with torch.device("meta"):
         weights = sum(tensor.nbytes for tensor in LlamaForCausalLM(config).to(torch.bfloat16).parameters())
-    keys_and_values = 2 * torch.empty(2, 2, 240 + 16, 16, dtype=torch.bfloat16).nbytes
+    keys_and_values = 2 * torch.empty(2, 2, 240 + 16, head_dim, dtype=torch.bfloat16).nbytes
     room = int(share * total) - weights - ENGINE_FIXED_BYTES
     assert found == {"most": 512 * keys_and_values, "room": room, None: None}[wanted]
 
