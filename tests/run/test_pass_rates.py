@@ -57,11 +57,13 @@ def test_a_stopped_stage_goes_on_and_comes_to_the_same_bytes_with_parts_of_anoth
     with asked as session, pytest.raises(StopRequestedError, match="20 of 48 rows are saved"):
         session.measure_pass_rates()
     assert find_pass_rates(run.config, run.inputs) is None
-    shown: list[object] = []
+    shown: list[Event] = []
     run = elsewhere(measured, tmp_path, *COARSE, "pass_rates.rows_per_part=16")
-    with session_of(run, lambda event: shown.append(event.get("step"))) as session:
+    with session_of(run, shown.append) as session:
         session.measure_pass_rates()
-    assert [step for step in shown if step] == [36, 48], "the first twenty are not answered again"
+    shown = [event for event in shown if event["event"] == "progress"]
+    assert [event["step"] for event in shown] == [36, 48], "the first twenty are not answered again"
+    assert all(0 < event["tokens_per_s"] < 1e8 for event in shown), "each by the seconds that its own answers took"
     assert table_of(run).read_bytes() == table_of(measured).read_bytes()
     assert [path.name for path in table_of(run).parents[1].glob("measuring-*/rows-*")] == []
     table_of(run).write_bytes(b"damaged")
