@@ -4,7 +4,8 @@
 
 Ranks gather a layer's weights together, so in each micro-batch all wait for the one with most to do. Waiting is the sum
 over micro-batches of the largest cost of a rank, over the mean cost of a rank, less 1; the cost is that of
-`rlcore.batching.balance.costs`. Means over drawn mini-batches of Llama-3.2-1B's shape, 32,768 tokens a micro-batch.
+`rlcore.batching.balance.Sizes.costs`. Means over drawn mini-batches of Llama-3.2-1B's shape, 32,768 tokens a
+micro-batch.
 """
 
 import argparse
