@@ -75,6 +75,7 @@ ENDS = """
 import subprocess, sys
 from rlcore.run import watchdog
 
+watchdog.LAST_WORDS_S = 600  # it ends once they are said
 sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
 started = [subprocess.Popen(sleeps), subprocess.Popen([*sleeps, watchdog.TRACKING_MODULE])]
 print(*(process.pid for process in started))
