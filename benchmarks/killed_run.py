@@ -1,8 +1,8 @@
 """Kill -9 at random moments of a run, then start again: do the numbers equal an undisturbed run's?
 
-    python benchmarks/killed_run.py                                # countdown_demo: all of it, three times
-    python benchmarks/killed_run.py --kills 5 trainer.total_steps=40
-    python benchmarks/killed_run.py --aim parts --kills 60         # debug on Ray: one process of it, from its start on
+    python -m benchmarks.killed_run                                # countdown_demo: all of it, three times
+    python -m benchmarks.killed_run --kills 5 trainer.total_steps=40
+    python -m benchmarks.killed_run --aim parts --kills 60         # debug on Ray: one process of it, from its start on
 
 With `--aim everything` each kill takes the whole family of processes at a random step. With `--aim parts` each takes
 one process: the flow, the trainer, a rank, raylet, gcs_server, a scorer, the delivery to MLflow; at a random moment of

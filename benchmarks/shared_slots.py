@@ -1,6 +1,6 @@
 """Eight runs of three priorities and a sweep of twelve trials share two slots: who waits, and are the numbers equal?
 
-    python benchmarks/shared_slots.py --root /tmp/shared --out docs/results/shared_slots.json
+    python -m benchmarks.shared_slots --root /tmp/shared --out docs/results/shared_slots.json
 
 Starts the stack with a worker, gives the root two slots, starts the sweep and runs of priority 0 as deployments, then
 those of 1, then those of 2 (which do not wait for a chunk). Meanwhile a trainer, the worker and the Prefect server are

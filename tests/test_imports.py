@@ -1,10 +1,15 @@
 """What an import may load. The one-way rules between packages are import-linter's (make imports)."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+SCRIPTS = [file for file in sorted(BENCHMARKS.glob("*.py")) if f"python benchmarks/{file.name}" in file.read_text()]
+"""Benchmarks whose docstring runs them by their file."""
 HEAVY = {"torch", "transformers", "ray", "prefect", "vllm", "mlflow", "datasets", "pyarrow", "pandas"}
 
 
@@ -24,3 +29,12 @@ def test_the_probe_sees_what_is_loaded():
 )
 def test_settings_and_command_line_load_nothing_heavy(statement):
     assert not HEAVY & loaded_by(statement)
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.stem)
+def test_a_benchmark_that_is_run_by_its_file_imports_what_is_on_the_path_then(file):
+    """Its folder is, and the installed packages; `benchmarks` and `tests` are with `python -m benchmarks.<name>`."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert not {"benchmarks", "tests"} & {name.partition(".")[0] for name in imported}
