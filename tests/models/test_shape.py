@@ -21,6 +21,7 @@ from transformers import (
     T5Config,
 )
 
+from benchmarks.shapes import SHAPES
 from flows.plan.checks import check_before_plan
 from rlcore.config import LoraConfig, ModelConfig, RunConfig, ScratchModel
 from rlcore.config.model import PUBLISHED
@@ -118,6 +119,17 @@ def test_a_published_shape_has_as_many_parameters_as_the_hub_says(hub_id: str, p
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert num_parameters(model) == published_parameters
+
+
+@pytest.mark.parametrize(
+    ("shape", "rope_theta", "rms_norm_eps"),
+    [("llama3.2-1b", 500_000.0, 1e-5), ("qwen2.5-0.5b", 1_000_000.0, 1e-6), ("smollm2-135m", 100_000.0, 1e-5)],
+)
+def test_a_benchmarks_model_has_the_published_ones_positions_and_norms(
+    shape: str, rope_theta: float, rms_norm_eps: float
+) -> None:
+    config = AutoConfig.for_model(**SHAPES[shape])
+    assert (config.rope_parameters["rope_theta"], config.rms_norm_eps) == (rope_theta, rms_norm_eps)
 
 
 def test_what_is_on_this_machine_goes_before_what_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
