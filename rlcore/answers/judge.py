@@ -174,11 +174,12 @@ def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[s
     size = both.after.sub(both.before).abs().mask(both.before.isna() != both.after.isna(), np.inf).fillna(0.0)
     largest = size[size > _EQUAL].nlargest(_MOST_EXAMPLES).index.tolist()
     judged = both.dropna()
-    light = answers.light.select(["validation", "step", "prompt_id", "sample_index", "part", "place"]).to_pandas()
-    learned = light[light.validation.isna()].sort_values(["part", "place"])
-    # A prompt may come twice in a step in which an epoch ends.
-    time = learned.groupby(["step", "prompt_id", "sample_index"]).cumcount()
-    keys = [learned.step, learned.prompt_id, time]
+    where = ["step", "prompt_id", "sample_index", "part", "place"]
+    learned = find_answers(folder, Query(kind="training")).light.select(where).to_pandas().sort_values(where[3:])
+    # A prompt may come twice in a step in which an epoch ends. Which time it is, all kept answers say, chosen or not.
+    learned["time"] = learned.groupby(where[:3]).cumcount()
+    learned = answers.light.select(where).to_pandas().merge(learned, how="left").dropna(subset="time")
+    keys = [learned.step, learned.prompt_id, learned.time]
     in_training = judged[judged.index.isin(learned.index)]
     groups = in_training.groupby(keys)
     less_mean = in_training - groups.transform("mean")

@@ -123,5 +123,8 @@ def test_what_a_new_scorer_would_have_changed(tmp_path: Path) -> None:
     again = kept(tmp_path, *[(3, 9, text, 0.0) for text in ("9", "8", "9", "8")], indices=[0, 1, 0, 1])
     twice = rescore(again, Query(step=(3, 3), sort="-num_tokens"), pool("is_right"))
     assert (twice.num_groups, twice.num_groups_changed) == (2, 2), "a prompt that comes twice in a step is two groups"
+    again = kept(tmp_path, *[(4, 9, text, 0.0) for text in ("9", "8", "8", "9")], indices=[0, 1, 0, 1])
+    some = rescore(again, Query(step=(4, 4), search="9"), pool("is_right"))
+    assert (some.num_answers, some.num_groups) == (2, 2), "whichever of its answers are chosen"
     with pytest.raises(DataError, match="no kept answer is chosen"):
         rescore(answers, Query(search="no such text"), pool("is_right"))
