@@ -28,6 +28,7 @@ from data.stage import SPLITS
 from rlcore.config.base import expanded
 from rlcore.config.data import CountdownData, CustomData, Gsm8kData, MappedData, ReasoningGymData, TaskData
 from rlcore.errors import MODULES_ARE_FOUND, DataError, MillraceError
+from rlcore.start import import_path
 from rlcore.storage.documents import sha256_of
 from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import write_json_atomically
@@ -271,12 +272,11 @@ def _made(config: TaskData, seed: int) -> FirstRow:
 
 def _by_process(config: CustomData, seed: int) -> FirstRow | None:
     wanted = json.dumps({"config": config.model_dump(mode="json"), "seed": seed})
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "data.custom"], input=wanted, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, text=True, errors="replace", timeout=BUILD_DEADLINE_S,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": import_path()},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return None

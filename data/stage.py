@@ -41,7 +41,7 @@ _EARLIER = {
     "8a93323134a2bf94": "a63d37882c7559b8",  # countdown
     "ad807e128fed6f65": "a09048efc44283de",  # gsm8k
     "5f7fb572b8138239": "9538ab35cefd03fb",  # mapped, parquet
-    "5dfa8585afb2fe71": "73eafe51822f28ca",  # custom
+    "f84d16335b8a5d87": "73eafe51822f28ca",  # custom
     "ba35954433e26383": "dcf37d3e29550884",  # reasoning_gym
     "06e7e35b00e5a28d": "8bf03f727474bf7c",  # filter
     "d1381864483378d0": "30f39456b8e733b5",  # demonstrations

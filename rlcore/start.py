@@ -1,9 +1,17 @@
-"""The start of a process: no garbage collection while it imports, or little."""
+"""The start of a process: where it imports from, and no garbage collection while it imports, or little."""
 
 import atexit
 import gc
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+
+def import_path() -> str:
+    """`PYTHONPATH` of a process that is to import what this one does. Python passes over an entry that is no text."""
+    return os.pathsep.join(place or str(Path.cwd()) for place in sys.path if isinstance(place, str))
 
 
 @contextmanager

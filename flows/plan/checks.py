@@ -37,6 +37,7 @@ from rlcore.run.inputs import given_model, require_gguf, require_whole_model, st
 from rlcore.run.layout import RunLayout
 from rlcore.runtime.cluster import folder_problem, unreachable
 from rlcore.score import Score
+from rlcore.start import import_path
 from rlcore.storage.disk import is_out_of_room, nearest_existing
 from rlcore.tracking.lineage import first_gpu
 from rlcore.workers.memory_plan import require_fit
@@ -351,11 +352,10 @@ def _try_tokenizer(directory: Path, rows: "list[FirstRow]", config: RunConfig) -
 def _try_functions(algo: AlgoConfig) -> None:
     """Loss and advantage in a process of its own: it needs torch, and this one does not."""
     named = f"algo.policy_loss={algo.policy_loss}, algo.advantage={algo.advantage}"
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "rlcore.algos.loss_call"], input=algo.model_dump_json(),
-            capture_output=True, text=True, timeout=LOSS_DEADLINE_S, env={**os.environ, "PYTHONPATH": path},
+            capture_output=True, text=True, timeout=LOSS_DEADLINE_S, env={**os.environ, "PYTHONPATH": import_path()},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise TrialError(

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -30,6 +29,7 @@ from rlcore.errors import ConfigError, EngineError, where_modules_are_found
 from rlcore.rollout.environment import resolve_environment
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE, as_line, describe, resolve_scorer, score_one
 from rlcore.score import Score, Scorer
+from rlcore.start import import_path
 
 R = TypeVar("R")
 
@@ -96,7 +96,7 @@ class ScoringProcess:
                 stderr=subprocess.DEVNULL,
                 env={
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
+                    "PYTHONPATH": import_path(),
                     JUDGE_VARIABLE: config.judge.model_dump_json(),
                 },
                 start_new_session=True,  # a Ctrl-C at the terminal is the trainer's to handle

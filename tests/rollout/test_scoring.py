@@ -113,6 +113,15 @@ def test_what_the_scorer_failed_on_last_is_known():
         assert pool.unscored == (1, "TypeError: a scorer returns a number or rlcore.score.Score, got str")
 
 
+def test_a_path_among_the_places_of_imports_is_passed_over_as_python_does(tmp_path, monkeypatch):
+    """A notebook may hold one; an empty place is the working folder."""
+    (tmp_path / "here.py").write_text("def score(answer, truth):\n    return 0.5\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [Path("elsewhere"), *sys.path, ""])
+    with ScoringPool("here:score", RewardConfig(num_processes=1)) as pool:
+        assert pool.score(["any"], ["{}"]) == [Score(0.5, {})]
+
+
 def test_what_a_scorer_imports_at_its_first_call_is_no_answers_time(tmp_path, monkeypatch):
     """Longer than the deadline: the first answer of each process got 0, and no process ever came further."""
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(2)\nRIGHT = 'yes'\n")
