@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from data import filter as filter_module
 from data.filter import filter_dataset
 from data.rows import Message, Row, TaskRows
+from data.schema import read_batches
 from data.tasks import build_dataset, dataset_fingerprint
 from data.tokenizer import PieceEncoder, PromptTokenizer, tokenizer_fingerprint
 from data.write import write_splits
@@ -248,6 +249,17 @@ def test_a_damaged_parquet_is_refused(chat_tokenizer, artifacts_root, tmp_path, 
     with pytest.raises(DataError, match=r"train.parquet: (cannot be read as parquet|damaged after row 0)"):
         build_dataset(settings, seed=1, root=artifacts_root)
     assert not list(artifacts_root.glob("datasets/*"))
+
+
+def test_a_damaged_page_is_told_with_the_number_of_rows_before_it(tmp_path):
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"number": range(30)}), path, row_group_size=10, compression="none")
+    place = pq.read_metadata(path).row_group(2).column(0).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[place : place + 20] = b"\xff" * 20
+    path.write_bytes(bytes(content))
+    with pytest.raises(DataError, match=r"train.parquet: damaged after row 20 "):
+        list(read_batches(pq.ParquetFile(path), path, 10))
 
 
 @pytest.mark.parametrize("stage", ["dataset", "filter"])

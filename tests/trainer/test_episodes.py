@@ -113,6 +113,7 @@ def test_what_the_engine_read_and_wrote_is_what_is_trained_on(
         assert sum(reward for _, reward in rollout.turn_rewards) == pytest.approx(score.total)
         assert score.parts["turns"] == 4 or rollout.finish_reason == "length"
         assert text.count("[environment]") >= 1
+        assert text.count("[environment] reward ") == len(rollout.turn_rewards), "people read what each turn was paid"
         own = [line for line in text.split("\n") if not line.startswith("[environment]")]
         assert score.said == vote("\n".join(own)), "rewards and replies have no part in majority votes"
     packed = pack(rollouts, scores, [index // 2 for index in range(len(rollouts))])
