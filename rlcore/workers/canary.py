@@ -108,7 +108,7 @@ class Canary:
 def _listed(what: str, names: Sequence[str]) -> str:
     """The first names in words.
 
-    >>> _listed("Tensors", "abcd"), _listed("Tensors", "abcde"), _listed("Tensors", "")
+    >>> _listed("Tensors", "abcd"), _listed("Tensors", "abcde"), _listed("Tensors", "")  # doctest: -ELLIPSIS
     ('Tensors (4): a, b, c, d. ', 'Tensors (5): a, b, c, d, .... ', '')
     """
     if not names:
