@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows import chain
+from flows.plan import checks
 from flows.plan.checks import check_before_start
 from flows.plan.plan import count_parameters, make_plan
 from flows.plan.table import show_plan
@@ -225,3 +226,15 @@ def test_what_cannot_fit_the_card_is_refused_before_the_start_and_a_finished_run
     done = replace(tight, stages=tuple(replace(stage, cached=True) for stage in tight.stages))
     assert done.is_done
     check_before_start(config, done)
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_the_data_are_made(
+    artifacts_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(["experiment=debug", f"paths.root={artifacts_root}", "runtime.device=cuda"])
+    monkeypatch.setattr(checks, "GPU_FILES", ("no-such-device*",))
+    monkeypatch.setattr(checks, "first_gpu", lambda: ("NVIDIA H200", None))
+    check_before_start(config, make_plan(config))
+    monkeypatch.setattr(checks, "first_gpu", lambda: None)
+    with pytest.raises(ConfigError, match=r"runtime\.device: must be auto or cpu where there is no GPU; got cuda"):
+        check_before_start(config, make_plan(config))

@@ -16,6 +16,7 @@ from rlcore.storage.publish import (
     exchange,
     published_directory,
     remove_stale_temporaries,
+    temporary_beside,
     write_json_atomically,
     write_text_atomically,
 )
@@ -310,7 +311,7 @@ def test_only_the_remains_of_dead_processes_are_removed(tmp_path):
 
 def test_a_process_id_that_another_process_has_now_does_not_keep_remains_for_ever(tmp_path):
     """In containers a restarted trainer often has the very id of the killed one."""
-    old, file, old_file = (tmp_path / f".tmp-{name}-{os.getpid()}-0123abcd" for name in ("x", "y", "z"))
+    old, file, old_file = (temporary_beside(tmp_path / name) for name in ("x", "y", "z"))
     old.mkdir()
     file.touch()
     old_file.touch()
