@@ -38,3 +38,9 @@ def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
         assert "http://me:***@host" in settings
         assert "SECRET" not in settings
         assert "total_steps: 2\n" in settings
+        inputs = [({tag.key: tag.value for tag in one.tags}, one.dataset) for one in page.inputs.dataset_inputs]
+        assert {(tags["mlflow.data.context"], data.name, data.digest) for tags, data in inputs} == {
+            ("training", "countdown", rows.fingerprint),
+            ("training", "countdown filtered", filtered.fingerprint),
+            ("validation", "countdown held-out", filtered.fingerprint),
+        }
