@@ -49,7 +49,8 @@ class RolloutConfig(Section):
     max_batched_tokens: Annotated[
         int | None, Bound("be at least", "rollout.max_num_seqs", "Raise it, lower max_num_seqs, or leave it null")
     ] = Field(default=None, ge=1)
-    """Tokens that vLLM computes in one pass, prompts and answers together. None: vLLM's own choice."""
+    """Tokens that vLLM computes in one pass, prompts and answers together. Where `memory_share` has no room for all
+    answers, vLLM keeps memory for such a pass, and its cache lacks it. None: vLLM's own choice."""
     prefix_caching: bool = True
     """Whether the answers to one prompt share its keys and values in vLLM."""
     canary_bound: float | None = Field(default=None, gt=0)
