@@ -47,7 +47,8 @@ class PlainDisplay(Display):
         self._last = float("-inf")
 
     def line(self, text: str) -> None:
-        """Print it at once: a log is read while it is written. Where nobody takes it, the run goes on without it."""
+        """Print it at once: a log is read while it is written. Where its disk is full, or its reader gone, the run goes
+        on without it."""
         with suppress(OSError):
             print(printable(text), flush=True)
 

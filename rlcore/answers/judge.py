@@ -175,10 +175,10 @@ def rescore(folder: Path, query: Query, pool: ScoringPool, truth_of: Callable[[s
     largest = size[size > _EQUAL].nlargest(_MOST_EXAMPLES).index.tolist()
     judged = both.dropna()
     where = ["step", "prompt_id", "sample_index", "part", "place"]
-    learned = find_answers(folder, Query(kind="training")).light.select(where).to_pandas().sort_values(where[3:])
+    kept = find_answers(folder, Query(kind="training")).light.select(where).to_pandas().sort_values(where[3:])
     # A prompt may come twice in a step in which an epoch ends. Which time it is, all kept answers say, chosen or not.
-    learned["time"] = learned.groupby(where[:3]).cumcount()
-    learned = answers.light.select(where).to_pandas().merge(learned, how="left").dropna(subset="time")
+    kept["time"] = kept.groupby(where[:3]).cumcount()
+    learned = answers.light.select(where).to_pandas().merge(kept, how="left").dropna(subset="time")
     keys = [learned.step, learned.prompt_id, learned.time]
     in_training = judged[judged.index.isin(learned.index)]
     groups = in_training.groupby(keys)

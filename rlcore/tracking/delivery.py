@@ -48,7 +48,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STATE_FILE, FORMAT_VERSION = "tracking.json", 1
+STATE_FILE = "tracking.json"
+"""Name of the file with the state of the delivery in a run's folder."""
+
+FORMAT_VERSION = 1
+"""Of that file; one of another version is refused."""
 
 FOLDER_FILE = "tracking.id"
 """The folder's own id: apart from `tracking.json`, so that moving that file away keeps the id."""
