@@ -161,9 +161,9 @@ class RuntimeConfig(Section):
     """Seconds to wait for the cluster to grant the workers' resources."""
     fit_memory: Literal["off", "check", "auto"] = "check"
     """What is done with the memory plan of a run on a GPU. check: one that cannot fit, however fine the micro-batches,
-    is refused. auto: besides, `rollout.memory_share`, `rollout.sleep_level`, `trainer.max_tokens_per_micro_batch`,
-    `algo.kl.offload`, `model.lora.offload`, `optim.offload` and `model.gradient_checkpointing` are chosen by the plan,
-    the fastest that fit. off: it is only printed."""
+    is refused. auto: besides, `rollout.memory_share`, `rollout.max_batched_tokens`, `rollout.sleep_level`,
+    `trainer.max_tokens_per_micro_batch`, `algo.kl.offload`, `model.lora.offload`, `optim.offload` and
+    `model.gradient_checkpointing` are chosen by the plan, the fastest that fit. off: it is only printed."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """Dense operations a second of one device in the compute type, in units of 1e12: what `perf/mfu` is a share of.
     None: by the GPU's name in bfloat16; not known (and no such metric) on a CPU."""

@@ -49,6 +49,10 @@ MAX_MICRO_BATCH_TOKENS = 65_536
 """Larger micro-batches gain nothing."""
 ENOUGH_TOKENS = 16_384
 """A token budget that is not worth more memory: the engine stays awake where this much is left beside it."""
+SHORT_PASS_TOKENS = 8_192
+"""Tokens of vLLM's largest pass where its cache has no room for all answers: what a larger one keeps for itself the
+cache lacks. Of a 7B model in 24 GB 512 answers took 17.9 s with it and with 2,048, and 77 s with 32,768
+(`benchmarks.lora_24gb`)."""
 KEPT_FREE = 0.08
 """Share of the device that the chosen settings leave: fragments of the allocator (it had reserved 7 to 9% more than its
 tensors on an H200 with room to spare), and what the plan gets wrong."""
@@ -407,9 +411,9 @@ def device_of(config: RunConfig) -> Device:
 
 
 def fitted(config: RunConfig, shape: ModelShape, device: Device) -> tuple[RunConfig, MemoryPlan]:
-    """The settings to run with and their plan. With `runtime.fit_memory=auto` and a known device the engine's share and
-    sleep level, the token budget, the places of the reference and of the optimizers' moments, and recomputation are
-    chosen.
+    """The settings to run with and their plan. With `runtime.fit_memory=auto` and a known device the engine's share,
+    its largest pass and its sleep level, the token budget, the places of the reference and of the optimizers' moments,
+    and recomputation are chosen.
     """
     if config.runtime.fit_memory == "auto" and device.total_bytes is not None:
         config = _chosen(config, shape, device)
@@ -534,7 +538,8 @@ def _variants(config: RunConfig) -> Iterator[tuple[RunConfig, int]]:
 
 
 def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConfig:
-    """The engine gets what every answer at its longest would take, as far as it is free beside what is always held."""
+    """The engine gets what every answer at its longest would take, as far as it is free beside what is always held; if
+    that is less, its passes are short."""
     if config.rollout.engine != "vllm":
         return config
     assert device.total_bytes is not None
@@ -544,6 +549,10 @@ def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConf
     wanted = wanted_engine_bytes(config, shape, device.itemsize, config.answers_together)
     share = min(wanted, free) / device.total_bytes
     down = math.floor(1_000 * share) / 1_000  # rounded up, no budget would fit beside it
+    given = config.rollout.max_batched_tokens
+    if free < wanted and given is not None:  # left to vLLM it is no larger
+        least = max(SHORT_PASS_TOKENS, config.rollout.max_num_seqs)
+        config = _with(config, {"rollout.max_batched_tokens": min(given, least)})
     return _with(config, {"rollout.memory_share": min(max(down, 0.05), 0.95)})
 
 
