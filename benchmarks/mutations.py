@@ -9,21 +9,25 @@
 
 A mutation changes one place: a comparison, `and` or `or`, a `not`, a number, True or False, a sign, min or max, a
 condition, or a statement that goes (a call, a raise, a break, a `+=`). It is made in a copy of the checkout, where the
-tests that execute its statement run up to the first failure. Where --lines has none (it knows neither other processes
-nor what an import executes), the folder's own tests run. A run that takes longer than --limit is noticed too. At the
-end the tests that noticed one run without any mutation: one that fails there has noticed nothing. Writes each mutation
-and the test that noticed it to --out (JSON); folders that were not tried now stay in it. Whether an unnoticed one
-changes any behaviour is for a reader to say, as `equivalent` in that file, which is kept: the exit code is 0.
+tests that execute its statement run up to the first failure: the 20 quickest in a child of this process, which has
+imported the libraries, then the others. Where --lines has none (it knows neither other processes nor what an import
+executes), the folder's own tests run. A run that takes longer than --limit is noticed too. At the end the tests that
+noticed one run without any mutation: one that fails there has noticed nothing. Writes each mutation and the test that
+noticed it to --out (JSON); folders that were not tried now stay in it. Whether an unnoticed one changes any behaviour
+is for a reader to say, as `equivalent` in that file, which is kept: the exit code is 0.
 """
 
 import argparse
 import ast
+import contextlib
 import copy
 import json
+import multiprocessing
 import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +35,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +54,8 @@ CALCULATED: dict[type[ast.operator], type[ast.operator]] = {
 }  # fmt: skip
 FIRST = 20
 """So many tests run before the others of a line; most mutations are noticed by these."""
+LIBRARIES = ("torch", "transformers", "datasets", "pandas", "pyarrow.parquet", "mlflow.tracking", "prefect", "ray")
+"""What takes longest to import, and holds nothing of ours."""
 NO_TESTS = 5
 """Exit code of pytest: none of them is in `not lengthy`, say."""
 OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any"}
@@ -186,22 +193,72 @@ def tests_by_line(lines: Path) -> dict[str, dict[int, list[str]]]:
 
 def first_failure(checkout: Path, tests: list[str], limit_s: float, processes: int) -> str | None:
     """The first test that fails in the checkout; "limit" where they take longer than that; None where all pass."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", str(processes), "--dist", "loadfile", "--tb=no"]
-    command += ["-m", "not lengthy", "-o", f"cache_dir={ROOT / '.pytest_cache'}", *tests]  # it holds a real model
+    command = [sys.executable, "-m", "pytest", "-n", str(processes), "--dist", "loadfile", *arguments(tests)]
     process = subprocess.Popen(
-        command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=checkout,
+        env=os.environ | environment(checkout),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
+        os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return "limit"
+    return failed_test(output, process.returncode)
+
+
+def quick_failure(checkout: Path, tests: list[str], limit_s: float) -> str | None:
+    """As `first_failure`, in a child of this process, whose libraries it need not import."""
+    for library in LIBRARIES:
+        import_module(library)
+    with tempfile.NamedTemporaryFile("r") as output:
+        child = multiprocessing.get_context("fork").Process(target=_test_here, args=(checkout, tests, output.name))
+        child.start()
+        child.join(limit_s)
+        is_late = child.is_alive()
+        with contextlib.suppress(ProcessLookupError):  # what the tests have started may be left
+            os.killpg(child.pid or 0, signal.SIGKILL)
+        child.join()
+        return "limit" if is_late else failed_test(output.read(), child.exitcode)
+
+
+def _test_here(checkout: Path, tests: list[str], output: str) -> None:
+    import pytest
+
+    os.setsid()
+    os.chdir(checkout)
+    descriptor = os.open(output, os.O_WRONLY)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+    os.environ.update(environment(checkout))
+    sys.path.insert(0, str(checkout))
+    sys.dont_write_bytecode = True
+    # Two of the libraries bring a plugin, whose asserts pytest would have rewritten at its import.
+    code = pytest.main(["-W", "ignore::pytest.PytestAssertRewriteWarning", "-p", "no:xdist", *arguments(tests)])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def environment(checkout: Path) -> dict[str, str]:
+    """Variables of a process that tests the checkout."""
+    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def arguments(tests: list[str]) -> list[str]:
+    """Arguments of pytest, which shares this checkout's cache: it holds a real model."""
+    return ["-x", "-q", "--tb=no", "-m", "not lengthy", "-o", f"cache_dir={ROOT / '.pytest_cache'}", *tests]
+
+
+def failed_test(output: str, code: int | None) -> str | None:
+    """The test that failed by pytest's output and exit code; None where all passed."""
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
     if failed:
         return failed[1]
-    return None if process.returncode in (0, NO_TESTS) else f"pytest ended with {process.returncode}"
+    return None if code in (0, NO_TESTS) else f"pytest ended with {code}"
 
 
 def write(out: Path, seed: int, mutations: list[Mutation]) -> None:
@@ -253,9 +310,11 @@ def main() -> None:
             known = tests_by_line(chosen.lines).get(one.file, {}) if chosen.lines else {}
             tests = known.get(one.start[0]) or known.get(one.statement) or []
             one.tried = len(tests)
-            for some in (tests[:FIRST], tests[FIRST:]) if tests else ([own_tests(one.folder)],):
-                if some and one.noticed_by is None:
-                    one.noticed_by = first_failure(checkout, some, chosen.limit, chosen.processes)
+            if tests:
+                one.noticed_by = quick_failure(checkout, tests[:FIRST], chosen.limit)
+            others = tests[FIRST:] if tests else [own_tests(one.folder)]
+            if others and one.noticed_by is None:
+                one.noticed_by = first_failure(checkout, others, chosen.limit, chosen.processes)
             (checkout / one.file).write_text(source)
             shown = one.noticed_by or "NOT NOTICED"
             print(f"{one.file}:{one.start[0]}: {one.old!r} -> {one.new!r}: {shown}", flush=True)
