@@ -1,0 +1,457 @@
+"""Each part of a memory plan by a count of its own, of a model whose dimensions are all unlike each other; what is
+chosen by plans, and what is said of them."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from rlcore.config import RunConfig
+from rlcore.config.compose import load_config
+from rlcore.errors import ConfigError
+from rlcore.models.shape import ModelShape
+from rlcore.workers import memory_plan as planning
+from rlcore.workers.memory_plan import (
+    ACTIVATION_FACTOR,
+    CONTEXT_BYTES,
+    CRITIC_UPDATE,
+    ENGINE_ASLEEP_BYTES,
+    ENGINE_FIXED_BYTES,
+    FROZEN_BASE,
+    GENERATION,
+    HAND_OVER,
+    OPTIMIZER_STEP,
+    PASSES,
+    POLICY_UPDATE,
+    Device,
+    MemoryPlan,
+    plan_memory,
+    require_fit,
+    suggestion,
+    too_much,
+)
+
+H, LAYERS, HEADS, QUERY, KV, INNER, VOCAB = 10, 3, 6, 24, 8, 50, 1_000
+SHAPE = ModelShape(
+    hidden=H, layers=LAYERS, heads=HEADS, kv_heads=2, head_dim=4, intermediate=INNER, vocab=VOCAB, tied=False,
+    qkv_bias=True, qk_norm=False,
+)  # fmt: skip
+LAYER, ROOT, POLICY, CRITIC = 2_200, 2 * VOCAB * H + H, 26_610, 16_621
+MATRICES = 2 * H * QUERY + 2 * H * KV + 3 * H * INNER
+TOKENS, LONGEST, CHUNK = 30, 10, 7
+BASE = (
+    "model.path=of/no-model", "trainer.batch_size=8", "trainer.mini_batch_size=4", "rollout.samples_per_prompt=2",
+    "filter.max_prompt_tokens=6", "rollout.max_response_tokens=4", f"model.head_chunk_tokens={CHUNK}",
+    f"trainer.max_tokens_per_micro_batch={TOKENS}", "rollout.max_num_seqs=64", "model.gradient_checkpointing=false",
+)  # fmt: skip
+HF, NO_CRITIC = "rollout=hf", ("critic=none", "algo=grpo")
+UNKNOWN, CARD = Device("a GPU", 2, None), Device("a card", 2, 50_000_000_000)
+
+
+@cache
+def settings(*overrides: str) -> RunConfig:
+    own = {text.partition("=")[0] for text in overrides}
+    base = [text for text in BASE if text.partition("=")[0] not in own]
+    return load_config(["experiment=tinyzero_ppo", *base, *overrides])
+
+
+def kept(*, recompute: bool = False, compiled: bool = False) -> int:
+    """Bytes a token that a forward keeps for its backward, tensor by tensor."""
+    norms = 2 * (2 * H + 4) if compiled else 2 * (4 * H + 2 * H)
+    attention = 2 * H + 2 * 2 * KV + 2 * 2 * QUERY + 4 * HEADS  # input; key, value; query, output; normalizer
+    feed_forward = 2 * H + (3 if compiled else 4) * 2 * INNER
+    layer = norms + attention + feed_forward
+    inputs = LAYERS * 2 * H + layer if recompute else LAYERS * layer
+    return round(ACTIVATION_FACTOR * (inputs + 4 * H + 2 * 2 * H))
+
+
+def in_a_layer() -> int:
+    """Bytes a token of one layer's feed-forward part, without gradient."""
+    return round(ACTIVATION_FACTOR * (4 * H + 2 * 2 * H + 3 * 2 * INNER))
+
+
+GATHERED = 2 * (ROOT + 2 * LAYER)
+LOGITS = 4 * CHUNK * VOCAB
+CACHED = 2 * LAYERS * 2 * KV  # keys and values of a token
+
+
+def test_every_part_of_a_run_on_one_rank() -> None:
+    plan = plan_memory(settings(HF), SHAPE, UNKNOWN)
+    held = {
+        "policy: float32 weights": 4 * POLICY,
+        "policy: moments": 8 * POLICY,
+        "reference": 2 * POLICY,
+        "critic: float32 weights": 4 * CRITIC,
+        "critic: moments": 8 * CRITIC,
+    }
+    asleep = {"engine asleep": 2 * POLICY}
+    drawn = 16 * VOCAB * 24  # float32 logits and log-probabilities, float64 probabilities and their sum
+    policy_update = {
+        **held,
+        **asleep,
+        "policy: gradients": 4 * POLICY,
+        "gathered weights": GATHERED,
+        "activations": TOKENS * kept(),
+        "head": 2 * LOGITS + 2 * TOKENS * H * 2 + 2 * 4 * VOCAB * H,
+    }
+    assert plan.phases == {
+        GENERATION: {**held, "engine": 2 * POLICY + 16 * LONGEST * CACHED + drawn},
+        PASSES: {
+            **held,
+            **asleep,
+            "gathered weights": GATHERED,
+            "the head, or a layer": 2 * LOGITS + TOKENS * H * 2,
+        },
+        POLICY_UPDATE: policy_update,
+        CRITIC_UPDATE: {
+            **held,
+            **asleep,
+            "critic: gradients": 4 * CRITIC,
+            "gathered weights": 2 * (VOCAB * H + 2 * LAYER),
+            "activations": TOKENS * kept(),
+        },
+        HAND_OVER: {**held, **asleep, "one whole tensor": 4 * VOCAB * H},
+    }
+    assert (plan.peak_phase, plan.peak_bytes) == (GENERATION, sum(plan.phases[GENERATION].values()))
+    assert (plan.usable_bytes, plan.fits, plan.cannot_fit) == (None, True, False)
+    assert plan.floor_bytes == plan.peak_bytes
+    smaller = plan_memory(settings(HF, "rollout.max_num_seqs=1"), SHAPE, UNKNOWN)
+    assert smaller.peak_phase == POLICY_UPDATE
+    finest = {
+        **policy_update,
+        "activations": LONGEST * kept(),
+        "head": 2 * LOGITS + 2 * LONGEST * H * 2 + 8 * VOCAB * H,
+    }
+    assert smaller.floor_bytes == sum(finest.values())
+    fewer = plan_memory(settings(HF), SHAPE, UNKNOWN, tokens=4).phases[POLICY_UPDATE]
+    assert (fewer["activations"], fewer["head"]) == (4 * kept(), 2 * 4 * 4 * VOCAB + 2 * 4 * H * 2 + 8 * VOCAB * H)
+
+
+def test_the_hf_engine_reads_the_prompts_in_one_pass_of_each_once() -> None:
+    """What a pass over long prompts holds is more than what a token is drawn from, and one pass serves a prompt."""
+    config = settings(
+        HF, "filter.max_prompt_tokens=300", "rollout.max_num_seqs=5", "trainer.max_tokens_per_micro_batch=304"
+    )
+    engine = planning.engine_bytes(config, SHAPE, UNKNOWN)
+    assert engine == 2 * POLICY + 5 * 304 * CACHED + 3 * 300 * in_a_layer()
+    assert planning.pass_activation_bytes(SHAPE, 2) == in_a_layer()
+    layer = plan_memory(settings(HF, "trainer.max_tokens_per_micro_batch=1000"), SHAPE, UNKNOWN, tokens=1_000)
+    assert layer.phases[PASSES]["the head, or a layer"] == 1_000 * in_a_layer()
+
+
+def test_every_part_of_a_run_on_two_ranks_that_keep_what_they_can_on_the_host() -> None:
+    config = settings(
+        "runtime.num_workers=2", "optim.offload=true", "critic.optim.offload=true", "algo.kl.offload=true",
+        "model.gradient_checkpointing=true", "model.compile=true", "rollout.enforce_eager=false",
+    )  # fmt: skip
+    plan = plan_memory(config, SHAPE, CARD)
+    held = {
+        "policy: float32 weights": 4 * POLICY // 2,
+        "critic: float32 weights": 4 * CRITIC // 2,
+        "engine: logits of short steps": 4 * 64 * VOCAB,
+    }
+    engine = 2 * POLICY + 64 * LONGEST * CACHED + ENGINE_FIXED_BYTES
+    asleep = {"engine asleep": ENGINE_ASLEEP_BYTES}
+    activations = TOKENS * kept(recompute=True, compiled=True)
+    policy_gradients = {"policy: gradients": 4 * POLICY // 2}
+    assert plan.phases == {
+        GENERATION: {**held, "engine": engine},
+        PASSES: {
+            **held,
+            **asleep,
+            "reference, brought back": 2 * POLICY,
+            "gathered weights": GATHERED,
+            "the head, or a layer": LOGITS + TOKENS * H * 2,
+        },
+        POLICY_UPDATE: {
+            **held,
+            **asleep,
+            **policy_gradients,
+            "gathered weights": GATHERED,
+            "activations": activations,
+            "head": LOGITS + LOGITS // 2 + 2 * TOKENS * H * 2 + 8 * VOCAB * H,
+        },
+        CRITIC_UPDATE: {
+            **held,
+            **asleep,
+            "critic: gradients": 4 * CRITIC // 2,
+            "gathered weights": 2 * (VOCAB * H + 2 * LAYER),
+            "activations": activations,
+        },
+        HAND_OVER: {**held, "engine": engine, "one whole tensor": 4 * VOCAB * H},
+        OPTIMIZER_STEP: {**held, **asleep, **policy_gradients, "moments, a piece brought back": 8 * POLICY // 2},
+    }
+    assert planning.engine_bytes(config, SHAPE, UNKNOWN) == engine - (64 - 8) * LONGEST * CACHED
+    share = settings("rollout.memory_share=0.011")
+    assert planning.engine_bytes(share, SHAPE, CARD) == 550_000_000 == planning.asleep_bytes(share, SHAPE, CARD)
+    awake = settings("rollout.memory_share=0.03", "rollout.sleep_level=0")
+    assert planning.asleep_bytes(awake, SHAPE, CARD) == 1_500_000_000
+
+
+def test_every_part_of_a_run_whose_ranks_gather_once() -> None:
+    config = settings("runtime.num_workers=2", "model.zero_stage=1", "algo.kl.where=off", "algo.kl.estimator=auto",
+                      "rollout.sleep_level=0", *NO_CRITIC)  # fmt: skip
+    held = {"policy: float32 weights": 2 * POLICY, "policy: moments": 4 * POLICY}
+    engine = 2 * POLICY + 64 * LONGEST * CACHED + ENGINE_FIXED_BYTES
+    phases = plan_memory(config, SHAPE, CARD).phases
+    assert [*phases] == [GENERATION, PASSES, POLICY_UPDATE, HAND_OVER]
+    assert phases[POLICY_UPDATE] == {
+        **held,
+        "engine asleep": engine,
+        "policy: gradients": 2 * POLICY,
+        "gathered weights": 2 * POLICY,
+        "whole gradients": 4 * POLICY,
+        "activations": TOKENS * kept(),
+        "head": 2 * LOGITS + 2 * TOKENS * H * 2 + 8 * VOCAB * H,
+    }
+    assert phases[HAND_OVER] == {**held, "engine": engine, "gathered weights": 2 * POLICY}
+    without_engine = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "none"})})
+    assert planning.engine_bytes(without_engine, SHAPE, CARD) == 0
+    assert planning.asleep_bytes(without_engine, SHAPE, CARD) == 0
+
+
+@pytest.mark.parametrize("base", ["native", "nf4"])
+def test_every_part_of_a_run_with_adapters(base: str) -> None:
+    config = settings("model.lora.rank=4", f"model.lora.base={base}", "model.lora.offload=true",
+                      "rollout.sleep_level=1", "optim.offload=true", "algo.kl.where=loss", *NO_CRITIC)  # fmt: skip
+    assert config.model.lora is not None
+    adapters, targets = SHAPE.adapter_parameters(config.model.lora), len(config.model.lora.target_modules)
+    in_4_bits = LAYERS * MATRICES if base == "nf4" else 0
+    trained = {"policy: float32 weights": 4 * adapters}
+    held = {**trained, FROZEN_BASE: round(in_4_bits * (1 / 2 + 4 / 64)) + 2 * (POLICY - in_4_bits)}
+    engine = 2 * POLICY + 64 * LONGEST * CACHED + ENGINE_FIXED_BYTES
+    asleep = {"engine asleep": ENGINE_ASLEEP_BYTES}
+    gradients = {"policy: gradients": 4 * adapters}
+    gathered = 2 * (ROOT + 2 * (LAYER - MATRICES)) + 2 * H * INNER if base == "nf4" else GATHERED
+    beside = {"gathered weights": gathered}
+    assert plan_memory(config, SHAPE, CARD).phases == {
+        GENERATION: {**trained, "engine": engine},
+        PASSES: {**held, **asleep, **beside, "the head, or a layer": 2 * LOGITS + TOKENS * H * 2},
+        POLICY_UPDATE: {
+            **held,
+            **gradients,
+            **asleep,
+            **beside,
+            "activations": TOKENS * (kept() + LAYERS * 2 * 4 * targets),
+            "head": 2 * LOGITS + 2 * TOKENS * H * 2,
+        },
+        HAND_OVER: {**trained, "engine": engine, "one whole tensor": max(2 * VOCAB * H, 2 * (4 + 2) * H * INNER)},
+        OPTIMIZER_STEP: {**held, **gradients, **asleep, "moments, a piece brought back": 8 * adapters},
+    }
+    again = settings("model.lora.rank=4", "model.gradient_checkpointing=true", *NO_CRITIC)
+    update = plan_memory(again, SHAPE, CARD).phases[POLICY_UPDATE]
+    assert update["activations"] == TOKENS * (kept(recompute=True) + 2 * 4 * targets)
+
+
+def test_a_micro_batch_holds_the_budget_or_all_that_a_rank_has() -> None:
+    for overrides, tokens in (
+        (("trainer.max_tokens_per_micro_batch=79",), 79),
+        (("trainer.max_tokens_per_micro_batch=81",), 80),
+        (("trainer.max_tokens_per_micro_batch=81", "runtime.num_workers=8", "trainer.mini_batch_size=8"), 20),
+        (("trainer.max_tokens_per_micro_batch=10",), 10),
+    ):
+        assert planning.micro_batch_tokens(settings(*overrides)) == tokens
+    below = planning._with(settings(), {"trainer.max_tokens_per_micro_batch": 9})
+    assert planning.micro_batch_tokens(below) == 10
+
+
+def test_without_a_gpu_the_plan_is_of_one_of_unknown_size_in_the_type_it_would_use() -> None:
+    for dtype, itemsize in (("auto", 2), ("bfloat16", 2), ("float32", 4)):
+        config = settings(HF, "runtime.device=cpu", f"model.dtype={dtype}")
+        assert planning.device_of(config) == Device("a GPU (none here)", itemsize, None)
+
+
+def test_the_bounds_of_a_device_are_its_own_bytes_less_its_context() -> None:
+    def of(total: int | None, peak: int, floor: int) -> MemoryPlan:
+        return MemoryPlan(Device("a card", 2, total), {"small": {"x": 1}, "large": {"y": peak - 1, "z": 1}}, floor)
+
+    total = 5 * CONTEXT_BYTES
+    exact = of(total, 4 * CONTEXT_BYTES, 4 * CONTEXT_BYTES)
+    assert (exact.usable_bytes, exact.fits, exact.cannot_fit) == (4 * CONTEXT_BYTES, True, False)
+    over = of(total, 4 * CONTEXT_BYTES + 1, 4 * CONTEXT_BYTES + 1)
+    assert (over.fits, over.cannot_fit, over.peak_phase) == (False, True, "large")
+    assert of(CONTEXT_BYTES - 1, 2, 1).usable_bytes == 0
+
+
+def over_its_card() -> MemoryPlan:
+    parts = {"a": 1_000_000_000, "b": 5_250_000_000, "c": 4_000_000_000, "d": 2_000_000_000}
+    return MemoryPlan(
+        Device("a card", 2, 9_000_000_000), {"policy update": parts, "hand-over": {"a": 1}}, 9_500_000_000
+    )
+
+
+@pytest.mark.parametrize("fit", ["check", "auto"])
+def test_a_refusal_says_what_is_needed_what_is_there_and_what_holds_most(fit: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        require_fit(settings(f"runtime.fit_memory={fit}"), over_its_card())
+    hint = "runtime.fit_memory=auto chooses by the plan. " if fit == "check" else ""
+    assert str(caught.value) == (
+        "runtime.fit_memory: the run cannot fit a card: 9.5 GB are needed with one longest answer in each micro-batch, "
+        "8.0 GB are there (1.5 GB missing, most of it in: policy update, b 5.2 GB, c 4.0 GB, d 2.0 GB). "
+        f"{suggestion(settings())} {hint}runtime.fit_memory=off tries it anyway."
+    )
+    assert too_much(over_its_card()).startswith(", of which 8.0 GB are there: ")
+
+
+REFERENCE, CHECKPOINTING = "algo.kl.offload=true", "model.gradient_checkpointing=true"
+BOTH = "optim.offload=true critic.optim.offload=true"
+SHARE, WORKERS = "a rollout.memory_share below 0.4", "more workers (runtime.num_workers)"
+LORA = f"{WORKERS}, LoRA (model.lora.rank=32) or a smaller model"
+ADAPTERS = ("model.lora.rank=4", *NO_CRITIC, "algo.kl.where=loss", "algo.kl.estimator=auto")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ((), [REFERENCE, BOTH, CHECKPOINTING, SHARE, LORA]),
+        (("rollout.sleep_level=0",), ["rollout.sleep_level=2", REFERENCE, BOTH, CHECKPOINTING, SHARE, LORA]),
+        ((REFERENCE, CHECKPOINTING, *BOTH.split()), [SHARE, LORA]),
+        ((REFERENCE, CHECKPOINTING, "optim.offload=true"), [BOTH, SHARE, LORA]),
+        ((HF, REFERENCE, *NO_CRITIC), ["optim.offload=true", CHECKPOINTING, "a rollout.max_num_seqs below 64", LORA]),
+        ((*NO_CRITIC, "optim.offload=true"), [REFERENCE, CHECKPOINTING, SHARE, LORA]),
+        (
+            (*ADAPTERS, "rollout.sleep_level=0"),
+            ["model.lora.offload=true rollout.sleep_level=1", "optim.offload=true", CHECKPOINTING, SHARE,
+             f"{WORKERS}, a base in 4 bits (model.lora.base=nf4) or a smaller model"],
+        ),
+        (
+            (*ADAPTERS, "model.lora.base=nf4", "model.lora.offload=true", "rollout.sleep_level=1"),
+            ["optim.offload=true", CHECKPOINTING, SHARE, f"{WORKERS}, or a smaller model"],
+        ),
+        (
+            (HF, *ADAPTERS, "model.lora.base=nf4"),
+            ["optim.offload=true", CHECKPOINTING, "a rollout.max_num_seqs below 64", f"{WORKERS}, or a smaller model"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_would_lower_the_peak_is_named_as_far_as_it_is_not_set(
+    overrides: tuple[str, ...], told: list[str]
+) -> None:
+    assert suggestion(settings(*overrides)) == f"Set {', '.join(told)}."
+
+
+SLEEPS, AWAKE, COARSE = "rollout.sleep_level=2", "rollout.sleep_level=0", "model.gradient_checkpointing=false"
+MOMENTS = "optim.offload=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "chosen"),
+    [
+        ((SLEEPS,), [AWAKE, "", REFERENCE, f"{REFERENCE} {BOTH}", f"{CHECKPOINTING} {REFERENCE} {BOTH}"]),
+        ((HF, *NO_CRITIC), ["", REFERENCE, f"{REFERENCE} {MOMENTS}", f"{CHECKPOINTING} {REFERENCE} {MOMENTS}"]),
+        (
+            ADAPTERS,
+            [AWAKE, "", *(f"{more}model.lora.offload=true{last} rollout.sleep_level=1" for more, last in (
+                ("", ""), ("", f" {MOMENTS}"), (f"{CHECKPOINTING} ", f" {MOMENTS}")))],
+        ),
+        ((HF, *ADAPTERS), ["", "", MOMENTS, f"{CHECKPOINTING} {MOMENTS}"]),
+    ],
+)  # fmt: skip
+def test_variants_go_from_the_fastest_to_the_one_that_needs_least(
+    overrides: tuple[str, ...], chosen: list[str]
+) -> None:
+    config = settings(*overrides)
+    variants = [*planning._variants(config)]
+    words = [set(planning.chosen_settings(config, variant).split()) for variant, _ in variants]
+    assert words == [set(text.split()) for text in chosen]
+    has_vllm = config.rollout.engine == "vllm"
+    assert [least for _, least in variants] == [16_384] * has_vllm + [1_024] * (len(variants) - has_vllm)
+    offloaded = settings(REFERENCE, CHECKPOINTING, *BOTH.split())
+    first = next(planning._variants(offloaded))[0]
+    on_the_device = {f"{word.partition('=')[0]}=false" for word in (REFERENCE, CHECKPOINTING, *BOTH.split())}
+    assert set(planning.chosen_settings(offloaded, first).split()) == {AWAKE, *on_the_device}
+
+
+def test_a_budget_that_is_worth_a_variant_holds_several_longest_answers() -> None:
+    config = settings("rollout.max_response_tokens=4994", "trainer.max_tokens_per_micro_batch=5000")
+    assert [least for _, least in planning._variants(config)] == [20_000] * 5
+
+
+def test_the_engine_gets_what_its_answers_take_as_far_as_it_is_free() -> None:
+    wanted = 2 * POLICY + 16 * LONGEST * CACHED + ENGINE_FIXED_BYTES
+    for total, share, passes in (
+        (10_000_000_000, 0.15, 32_768),
+        (2_500_000_000, 0.519, 8_192),  # of 1.3 GB that are left beside the context and what is kept free
+        (60_000_000_000, 0.05, 32_768),
+    ):
+        device = Device("a card", 2, total)
+        config = settings("rollout.max_batched_tokens=32768")
+        found = planning._with_share(config, SHAPE, device).rollout
+        assert (found.memory_share, found.max_batched_tokens) == (share, passes)
+        assert wanted == planning.wanted_engine_bytes(config, SHAPE, 2, config.answers_together)
+        many = settings("rollout.max_batched_tokens=32768", "rollout.max_num_seqs=10000")
+        assert planning._with_share(many, SHAPE, device).rollout.max_batched_tokens == max(passes, 10_000)
+    without = settings(HF)
+    assert planning._with_share(without, SHAPE, CARD) is without
+
+
+LARGE = ("trainer.batch_size=8192", "trainer.mini_batch_size=8192")
+
+
+def with_room(size: int) -> Device:
+    """A device that leaves `size` bytes to what is chosen: of all less the context the share that is not kept free."""
+    total = round((size + CONTEXT_BYTES) / (1 - planning.KEPT_FREE))
+    return next(
+        Device("a card", 2, near)
+        for near in range(total - 2, total + 3)
+        if planning._room(Device("a card", 2, near)) == size
+    )
+
+
+def test_the_largest_budget_that_fits_is_taken_and_none_below_the_least() -> None:
+    config = planning._with(settings(HF, *LARGE), {"rollout.max_num_seqs": 1})
+    budget = planning.MAX_MICRO_BATCH_TOKENS - 20 * 1_024
+    peak = plan_memory(config, SHAPE, UNKNOWN, tokens=budget).peak_bytes
+    for size, least, expected in (
+        (peak, budget, budget),
+        (peak - 1, budget, None),
+        (peak - 1, budget - 1_024, budget - 1_024),
+        (10 * peak, 10, planning.MAX_MICRO_BATCH_TOKENS),
+        (10 * peak, 70_000, 70_000),
+    ):
+        found = planning._with_budget(config, SHAPE, with_room(size), least=least)
+        assert (found and found.trainer.max_tokens_per_micro_batch) == expected
+
+
+def test_where_no_variant_fits_the_last_is_taken_with_one_answer_in_each_micro_batch() -> None:
+    config = settings(HF, *LARGE, "runtime.fit_memory=auto")
+    chosen, plan = planning.fitted(config, SHAPE, Device("a card", 2, 1_050_000_000))
+    assert chosen.trainer.max_tokens_per_micro_batch == LONGEST
+    assert plan == plan_memory(chosen, SHAPE, plan.device)
+    words = planning.chosen_settings(config, chosen).split()
+    assert {*words} == {REFERENCE, CHECKPOINTING, *BOTH.split(), f"trainer.max_tokens_per_micro_batch={LONGEST}"}
+    roomy, _ = planning.fitted(config, SHAPE, CARD)
+    assert planning.chosen_settings(config, roomy) == "trainer.max_tokens_per_micro_batch=65536"
+    assert planning.fitted(config, SHAPE, UNKNOWN)[0] is config
+
+
+def test_a_run_on_a_gpu_keeps_its_plan_and_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings("model.path=Qwen/Qwen2.5-0.5B", "runtime.fit_memory=off")
+    told: list[dict[str, object]] = []
+    for gpu in (None, ("a card", None)):
+        monkeypatch.setattr(planning, "first_gpu", lambda gpu=gpu: gpu)
+        assert planning.fit_run(config, tmp_path, told.append) is config
+    assert not told
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.setattr(planning, "first_gpu", lambda: ("a card", 6_000_000_000))
+    assert planning.fit_run(config, tmp_path, told.append) == config
+    shape = planning.shape_of(config.model)
+    assert shape is not None
+    plan = plan_memory(config, shape, Device("a card", 2, 6_000_000_000))
+    kept_plan = json.loads((tmp_path / "memory_plan.json").read_text())
+    assert kept_plan == {
+        "parts": plan.phases[POLICY_UPDATE],
+        "notes": ["The phase that holds most is policy update."],
+        "capacity_bytes": 6_000_000_000,
+        "device": "a card",
+    }
+    most = f"memory plan: policy update holds most, {plan.peak_bytes / 1e9:.1f} GB{too_much(plan)}"
+    assert told == [{"event": "note", "text": most}]
+    auto = settings("model.path=Qwen/Qwen2.5-0.5B", "runtime.fit_memory=auto")
+    monkeypatch.setattr(planning, "first_gpu", lambda: ("a card", 85_000_000_000))
+    chosen = planning.chosen_settings(auto, planning.fit_run(auto, tmp_path, told.append))
+    assert "rollout.sleep_level=0" in chosen.split()
+    assert str(told[1]["text"]).endswith(f" GB; chosen: {chosen}")
+    notes = json.loads((tmp_path / "memory_plan.json").read_text())["notes"]
+    assert notes[1:] == [f"Chosen: {chosen}"]
