@@ -69,5 +69,14 @@ def test_an_epoch_is_as_many_prompts_as_there_are():
 
 
 def test_a_weight_too_small_to_be_kept_is_refused():
-    with pytest.raises(DataError, match=r"entry 0: weight must be at least a 1024th .* got 0.001; raise it"):
-        MixedStream(PARTS, (0.001, 1.0, 1.0), seed=1)
+    with pytest.raises(DataError) as caught:
+        MixedStream(PARTS, (2.047, 0.001, 0.001), seed=1)
+    assert str(caught.value) == (
+        "data.parts: entry 1: weight must be at least a 1024th of the sum of all weights (0.00200098), got 0.001; "
+        "raise it, or leave the dataset out"
+    )
+
+
+def test_the_least_weight_is_worth_one_prompt_of_a_block():
+    found = drawn(0, 2 * BLOCK, weights=(1.0, 1.0, 1_022.0))
+    assert Counter(name for name, _ in found) == {"a": 2, "b": 2, "c": 2_044}

@@ -43,7 +43,7 @@ def test_weights_are_those_of_the_twin(settings: PassRatesConfig) -> None:
 
 
 def test_groups_are_added_as_the_twin_adds_them_and_an_unscored_one_changes_nothing() -> None:
-    groups = {0: (3, 8), 3: (0, 2), 5: (0, 0), 6: (1, 8)}
+    groups = {0: (3, 8), 1: (0, 1), 3: (0, 2), 5: (0, 0), 6: (1, 8)}
     expected = [
         (fade * c + k, fade * s + n)
         for row, (c, s) in enumerate(ROWS)
@@ -96,6 +96,17 @@ def test_a_weighed_stream_draws_what_the_twin_draws(settings: PassRatesConfig) -
     assert [*again.take(20, 10)] == drawn, "what was drawn before does not matter"
     again.weigh(weights)
     assert [*again.take(30, 10)] != drawn
+
+
+def test_the_order_of_weighted_draws_is_pinned() -> None:
+    """A run that goes on with another version must draw what it would have drawn."""
+    for part, order in (
+        (None, [4, 6, 2, 3, 0, 5, 1, 3, 4, 6, 2, 1, 5, 0]),
+        (0, [6, 0, 3, 2, 4, 1, 5, 4, 2, 3, 6, 5, 1, 0]),
+    ):
+        stream = PromptStream(PROMPTS, seed=3, part=part)
+        stream.weigh(COUNTS.weights(BAND))
+        assert [prompt.prompt_id - 100 for prompt in stream.take(20, 14)] == order
 
 
 def test_first_draws_have_the_shares_of_the_weights() -> None:

@@ -3,19 +3,20 @@
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from rlcore.algos.objective import PolicyStatistics
 from rlcore.config.compose import load_config
-from rlcore.errors import ConfigError
+from rlcore.errors import ConfigError, NonFiniteError
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
-from rlcore.trainer.alarms import SKIPPED, batch_alarms, step_alarms
+from rlcore.trainer.alarms import SKIPPED, Alarm, batch_alarms, step_alarms
 from rlcore.trainer.experience import Answerer, Experience, ExperienceCollector
 from rlcore.trainer.step import LoopState, StepResult, Trainer
 from rlcore.trainer.update import Steps, Update
-from rlcore.types import Score
+from rlcore.types import FinishReason, Prompt, Rollout, Score
 from rlcore.workers.canary import HandOver
 from rlcore.workers.worker import Worker
 from tests.share_of_digits import LEARNING
@@ -165,6 +166,88 @@ def test_the_entropy_that_alarms_is_that_of_a_token(root: Path) -> None:
 
     assert raised(below, below) == raised(9.0, below) == ["entropy"]
     assert raised(below, 1.0) == []
+
+
+def answered(totals: list[float | None], groups: list[int], reasons: str = "") -> Experience:
+    """Answers with these scores (None: without one); of the reasons that they ended for, `l` is the limit."""
+    prompts = [Prompt(10 * group, (5, 6), "countdown", "{}") for group in groups]
+    scores = tuple(Score(total or 0.0, {}, failure="lost" if total is None else None) for total in totals)
+    ends: dict[str, FinishReason] = {"l": "length", "s": "stop"}
+    rollouts = tuple(
+        Rollout(prompt, 0, np.array([7]), np.zeros(1, np.float32), ends[reason], 0)
+        for prompt, reason in zip(prompts, reasons or "s" * len(groups), strict=True)
+    )
+    return Experience(rollouts, scores, tuple(groups), ("",) * len(groups), len(set(groups)), 0, None)
+
+
+@pytest.mark.parametrize(
+    ("totals", "groups", "is_told"),
+    [
+        ([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1], True),
+        ([1.0, 1.0, 0.0, 0.5], [0, 0, 1, 1], False),
+        ([1.0, 1.0, 0.0, None], [0, 0, 1, 1], True),
+        ([1.0, None, 0.0, None], [0, 0, 1, 1], False),
+        ([0.0, None, None, None], [0, 0, 1, 1], False),
+        ([0.0, 0.0, None, None], [0, 0, 1, 1], True),
+    ],
+)
+def test_groups_of_equal_scores_are_told_where_answers_can_be_compared(
+    root: Path, totals: list[float | None], groups: list[int], is_told: bool
+) -> None:
+    config = load_config(["experiment=debug", f"paths.root={root}"])
+    text = "all groups have answers of one score each: nothing to learn from"
+    expected = (Alarm("equal_scores", "tell", text),) if is_told else ()
+    assert batch_alarms(config, answered(totals, groups)) == expected
+    off = load_config(["experiment=debug", f"paths.root={root}", "alarms.equal_scores=off"])
+    assert batch_alarms(off, answered(totals, groups)) == ()
+
+
+def test_a_share_of_answers_at_the_limit_alarms_from_its_bound_on(root: Path) -> None:
+    words = ["alarms.length=skip", "alarms.length_share=0.625", "rollout.max_response_tokens=9"]
+    config = load_config(["experiment=debug", f"paths.root={root}", *words])
+    totals, groups = [*map(float, range(8))], [0] * 8
+    text = "62% of the answers end at rollout.max_response_tokens=9, alarms.length_share is 0.625"
+    assert batch_alarms(config, answered(totals, groups, "lllllsss")) == (Alarm("length", "skip", text),)
+    assert batch_alarms(config, answered(totals, groups, "llllssss")) == ()
+    off = load_config(["experiment=debug", f"paths.root={root}", *words[1:]])
+    assert batch_alarms(off, answered(totals, groups, "llllllll")) == ()
+
+
+def updated(norm: float, entropy: float, kl: float) -> Update:
+    given = {"entropy_sum": 8 * entropy, "ref_kl": 8 * kl, "num_tokens": 8.0}
+    sums = [torch.tensor(given.get(field.name, 0.0), dtype=torch.float64) for field in fields(PolicyStatistics)]
+    return Update(Steps(PolicyStatistics(*sums), num_steps=1, grad_norm=0.0, largest_grad_norm=norm, lr=0.1))
+
+
+def test_what_is_beyond_its_bound_alarms_with_value_and_bound_and_what_is_at_it_does_not(root: Path) -> None:
+    words = ["alarms.grad_norm=skip", "alarms.grad_norm_above=4", "alarms.entropy=stop", "alarms.entropy_below=0.5",
+             "alarms.kl=roll_back", "alarms.kl_above=2", "algo.kl.where=loss"]  # fmt: skip
+    config = load_config(["experiment=debug", f"paths.root={root}", *words])
+    assert step_alarms(config, updated(4.0, 0.5, 2.0), None, HandOver(0.0)) == ()
+    beyond = step_alarms(config, updated(4.03125, 0.46875, 2.015625), None, HandOver(9.0, "doubtful"))
+    assert beyond == (
+        Alarm("canary", "tell", "doubtful"),
+        Alarm("grad_norm", "skip", "the largest norm of a mini-batch's gradient is 4.031, alarms.grad_norm_above is 4"),
+        Alarm("entropy", "stop", "the policy's entropy is 0.4688, alarms.entropy_below is 0.5"),
+        Alarm("kl", "roll_back", "the KL divergence from the reference is 2.016, alarms.kl_above is 2"),
+    )
+    for name in ("grad_norm", "entropy", "kl"):
+        own = [word if word.split("=")[0] != f"alarms.{name}" else f"alarms.{name}=off" for word in words]
+        less = load_config(["experiment=debug", f"paths.root={root}", *own])
+        found = step_alarms(less, updated(4.03125, 0.46875, 2.015625), None, HandOver(9.0, "doubtful"))
+        assert found == tuple(alarm for alarm in beyond if alarm.name != name)
+    assert step_alarms(config, Update(), None, HandOver(0.0)) == ()
+    failed = Update(failure=NonFiniteError("no number"))
+    stopped = load_config(["experiment=debug", f"paths.root={root}", "alarms.non_finite=roll_back"])
+    assert step_alarms(stopped, failed, None, HandOver(0.0)) == (Alarm("non_finite", "roll_back", "no number"),)
+
+
+def test_a_kl_in_the_reward_alarms_too(root: Path) -> None:
+    words = ["alarms.kl=tell", "alarms.kl_above=2", "algo.kl.where=reward"]
+    config = load_config(["experiment=debug", f"paths.root={root}", *words])
+    assert step_alarms(config, Update(), 2.0, HandOver(0.0)) == ()
+    text = "the KL divergence from the reference is 2.5, alarms.kl_above is 2"
+    assert step_alarms(config, Update(), 2.5, HandOver(0.0)) == (Alarm("kl", "tell", text),)
 
 
 def test_updates_before_one_that_is_no_number_are_counted_as_done(root: Path) -> None:

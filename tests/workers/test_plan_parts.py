@@ -448,6 +448,8 @@ def test_a_run_on_a_gpu_keeps_its_plan_and_tells_it(tmp_path: Path, monkeypatch:
     }
     most = f"memory plan: policy update holds most, {plan.peak_bytes / 1e9:.1f} GB{too_much(plan)}"
     assert told == [{"event": "note", "text": most}]
+    with pytest.raises(ConfigError, match="the run cannot fit a card"):
+        planning.fit_run(settings("model.path=Qwen/Qwen2.5-0.5B"), tmp_path, told.append)
     auto = settings("model.path=Qwen/Qwen2.5-0.5B", "runtime.fit_memory=auto")
     monkeypatch.setattr(planning, "first_gpu", lambda: ("a card", 85_000_000_000))
     chosen = planning.chosen_settings(auto, planning.fit_run(auto, tmp_path, told.append))

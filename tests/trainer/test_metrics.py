@@ -1,0 +1,267 @@
+"""A step's figures, each counted by hand on four answers."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from rlcore.batching.balance import Deal, Shares
+from rlcore.batching.pack import pack
+from rlcore.config import RunConfig
+from rlcore.config.compose import load_config
+from rlcore.models.shape import ModelShape
+from rlcore.trainer.alarms import SKIPPED
+from rlcore.trainer.estimate import Estimate
+from rlcore.trainer.experience import Experience
+from rlcore.trainer.metrics import (
+    balance_metrics,
+    cost_metrics,
+    group_metrics,
+    hand_over_metrics,
+    length_metrics,
+    memory_metrics,
+    mfu_metrics,
+    mismatch_metrics,
+    reward_metrics,
+    spread,
+    step_metrics,
+    timing_metrics,
+)
+from rlcore.trainer.update import Update
+from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
+from rlcore.workers.canary import HandOver
+from rlcore.workers.measure import MemoryPeak
+from rlcore.workers.passes import Shortage
+from rlcore.workers.worker import WorkerInfo
+
+LENGTHS = ((2, 3), (2, 1), (3, 3), (3, 2))
+"""Tokens of prompt and answer."""
+SCORES = (
+    Score(1.0, {"correct": 1.0, "format": 0.5}),
+    Score(0.0, {"correct": 0.0}),
+    Score(9.0, {}, failure="lost"),
+    Score(0.5, {"correct": 0.5}),
+)
+HALF, QUARTER = math.log(0.5), math.log(0.25)
+
+
+def config_of(*overrides: str) -> RunConfig:
+    return load_config(["experiment=debug", "filter.max_prompt_tokens=3", "rollout.max_response_tokens=3", *overrides])
+
+
+def experience() -> Experience:
+    rollouts = []
+    for index, ((prompt, answer), end) in enumerate(zip(LENGTHS, ("length", "length", "stop", "length"), strict=True)):
+        of = Prompt(index // 2, (5,) * prompt, "countdown", "{}")
+        behavior = np.full(answer, HALF, np.float32)
+        rollouts.append(Rollout(of, index % 2, np.full(answer, 7), behavior, end, 0))  # type: ignore[arg-type]
+    return Experience(
+        tuple(rollouts), SCORES, (0, 0, 1, 1), ("",) * 4, num_prompts_drawn=5, num_groups_dropped=3, greedy_scores=None,
+        num_tokens_dropped=3, pass_metrics={"pass_rates/mean": 0.25},
+    )  # fmt: skip
+
+
+def packed_of(found: Experience) -> PackedBatch:
+    return pack(found.rollouts, found.scores, found.group_ids)
+
+
+def test_values_are_told_by_mean_largest_and_smallest() -> None:
+    assert spread("x", torch.tensor([1, 2, 6])) == {"x/mean": 3.0, "x/max": 6.0, "x/min": 1.0}
+    assert spread("x", torch.tensor([])) == {}
+
+
+def test_an_answer_is_clipped_that_ended_at_the_limit_and_is_as_long() -> None:
+    found = length_metrics(config_of(), experience())
+    assert found == {
+        "prompt_length/mean": 2.5,
+        "prompt_length/max": 3.0,
+        "prompt_length/min": 2.0,
+        "prompt_length/clip_ratio": 0.5,
+        "response_length/mean": 2.25,
+        "response_length/max": 3.0,
+        "response_length/min": 1.0,
+        "response_length/clip_ratio": 0.25,
+    }
+    rollouts = experience().rollouts
+    sampled = (replace(rollouts[0], is_sampled=np.array([True, False, False])), *rollouts[1:])
+    read = length_metrics(config_of(), replace(experience(), rollouts=sampled))
+    assert {name: value for name, value in read.items() if name not in found} == {
+        "environment_length/mean": 2.0,
+        "environment_length/max": 2.0,
+        "environment_length/min": 2.0,
+    }
+
+
+def test_groups_are_told_by_what_they_can_teach_and_what_the_scorer_failed_on() -> None:
+    found = experience()
+    assert found.num_answer_tokens == 9
+    assert found.num_generated_tokens == 12
+    assert group_metrics(packed_of(found), found) == {
+        "reward/equal_group_share": 0.5,
+        "reward/groups_dropped": 3.0,
+        "pass_rates/mean": 0.25,
+        "reward/tokens_dropped_share": 0.25,
+        "reward/unscored_share": 0.25,
+        "reward/correct/mean": 0.5,
+        "reward/format/mean": 0.5,
+    }
+    whole = replace(found, scores=(Score(1.0, {}), *[Score(0.0, {})] * 3), num_tokens_dropped=0, pass_metrics={})
+    assert group_metrics(packed_of(whole), whole) == {"reward/equal_group_share": 0.5, "reward/groups_dropped": 3.0}
+
+
+def test_ranks_are_told_by_their_tokens_as_drawn_and_as_shared_out() -> None:
+    assert balance_metrics(packed_of(experience()), [[0, 3], [1, 2]]) == {
+        "global_seqlen/min": 8.0,
+        "global_seqlen/max": 11.0,
+        "global_seqlen/mean": 9.5,
+        "global_seqlen/minmax_diff": 3.0,
+        "global_seqlen/balanced_min": 9,
+        "global_seqlen/balanced_max": 10,
+    }
+
+
+def test_the_samplers_probabilities_are_compared_where_there_is_a_loss() -> None:
+    packed = packed_of(experience())
+    places = packed.loss_mask.nonzero()[:, 0]
+    old = torch.full((packed.num_tokens,), HALF)
+    old[places[:3]] = QUARTER  # three of six tokens are off by a quarter
+    found = mismatch_metrics(packed, old, None)
+    assert len(places) == 6
+    names = [f"training/rollout_probs_diff_{what}" for what in ("mean", "max", "std")]
+    assert [found[name] for name in names] == pytest.approx([0.125, 0.25, 0.125])
+    assert [*found] == names
+    weights = torch.zeros(packed.num_tokens)
+    weights[places] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 9.0])
+    with_weights = mismatch_metrics(packed, old, weights)
+    assert {name: value for name, value in with_weights.items() if name not in found} == {
+        "rollout_corr/weight/mean": 4.0,
+        "rollout_corr/weight/max": 9.0,
+        "rollout_corr/weight/min": 1.0,
+    }
+    none = replace(packed, loss_mask=torch.zeros_like(packed.loss_mask))
+    assert mismatch_metrics(none, old, weights) == {}
+
+
+def test_seconds_are_told_by_token_of_what_took_them() -> None:
+    packed = packed_of(experience())
+    seconds = {"gen": 6.0, "ref": 1.9, "reward": 1.0, "step": 38.0}
+    found = timing_metrics(seconds, packed, num_answer_tokens=12, num_devices=2)
+    used = psutil.virtual_memory().used / 1e9
+    assert found.pop("perf/cpu_memory_used_gb") == pytest.approx(used, rel=0.5)
+    assert found == {
+        **{f"timing_s/{phase}": value for phase, value in seconds.items()},
+        "timing_per_token_ms/gen": 500.0,
+        "timing_per_token_ms/ref": pytest.approx(100.0),
+        "perf/total_num_tokens": 19.0,
+        "perf/time_per_step": 38.0,
+        "perf/throughput": 0.25,
+    }
+    assert "timing_per_token_ms/gen" not in timing_metrics({"step": 1.0}, packed, num_answer_tokens=1, num_devices=1)
+
+
+SHAPE = ModelShape(
+    hidden=8, layers=2, heads=2, kv_heads=2, head_dim=4, intermediate=16, vocab=50, tied=True, qkv_bias=True,
+    qk_norm=False,
+)  # fmt: skip
+CRITIC = replace(SHAPE, layers=3)
+INFO = WorkerInfo("CPU", "float32", "sdpa", 1, SHAPE, CRITIC, 1e6, 1)
+
+
+def test_the_share_of_the_peak_counts_every_epoch_and_device_and_a_shared_prompt_once() -> None:
+    seconds = {"update_actor": 2.0, "update_critic": 4.0}
+    found = mfu_metrics(seconds, [5, 7], INFO, num_epochs=3, num_devices=2, num_shared=4)
+    peak = 2 * 1e6
+    assert found == {
+        "perf/mfu/actor": 3 * SHAPE.update_flops([5, 7], vocabularies=1, num_shared=4) / (2.0 * peak),
+        "perf/mfu_verl/actor": 3 * SHAPE.update_flops([5, 7], vocabularies=2) / (2.0 * peak),
+        "perf/mfu/critic": 3 * CRITIC.update_flops([5, 7], vocabularies=0, num_shared=4) / (4.0 * peak),
+    }
+    supervised = mfu_metrics({"supervise": 2.0}, [5, 7], INFO, num_epochs=3, num_devices=2)
+    assert supervised == {
+        "perf/mfu/actor": 3 * SHAPE.update_flops([5, 7], vocabularies=1) / (2.0 * peak),
+        "perf/mfu_verl/actor": 3 * SHAPE.update_flops([5, 7], vocabularies=2) / (2.0 * peak),
+    }
+    assert mfu_metrics(seconds, [5], replace(INFO, peak_flops=None), num_epochs=1, num_devices=1) == {}
+    assert mfu_metrics(seconds, [5], replace(INFO, shape=None, critic_shape=None), num_epochs=1, num_devices=1) == {}
+
+
+def test_what_a_step_cost_is_that_of_all_its_ranks_and_epochs() -> None:
+    packed = packed_of(experience())
+    shares = Shares(((0, 3), (1, 2)), 1)
+    seconds = {"update_actor": 2.0, "gen": 6.0, "step": 38.0}
+    config = config_of("trainer.epochs_per_batch=3")
+    found = cost_metrics(config, packed, 12, Deal((shares,), shares, 4), seconds, INFO)
+    expected = {
+        **balance_metrics(packed, shares.sequences),
+        **mfu_metrics(seconds, [5, 3, 6, 5], INFO, num_epochs=3, num_devices=2, num_shared=4),
+        **timing_metrics(seconds, packed, num_answer_tokens=12, num_devices=2),
+    }
+    assert found == {**expected, "perf/cpu_memory_used_gb": found["perf/cpu_memory_used_gb"]}
+
+
+def test_memory_is_that_of_the_rank_with_most_and_passes_done_again_are_added_up() -> None:
+    again = Shortage("a pass", 1, 2, 2, "no room")
+    peaks = [MemoryPeak(1.5, 2.0, 1, (again,)), MemoryPeak(1.0, 3.0, 2)]
+    assert memory_metrics(peaks) == {
+        "perf/max_memory_allocated_gb": 1.5,
+        "perf/max_memory_reserved_gb": 3.0,
+        "perf/num_passes_redone": 3.0,
+    }
+    assert memory_metrics([MemoryPeak(0.0, 0.0, 0)] * 2) == {}
+
+
+def test_only_another_engine_than_the_trainers_own_model_has_a_distance() -> None:
+    assert hand_over_metrics(config_of(), HandOver(0.5)) == {}
+    assert hand_over_metrics(config_of("rollout.engine=vllm"), HandOver(0.5)) == {"training/canary_logprob_diff": 0.5}
+
+
+def estimated(packed: PackedBatch) -> Estimate:
+    """Advantages 0, 1, 2 ..., returns and values by places."""
+    places = torch.arange(packed.num_tokens, dtype=torch.float32)
+    batch = TrainBatch(packed, None, None, None, places, None, places / 2)
+    return Estimate(batch, packed.scores - 0.5, 2 * places, kl_in_reward=None, share_left_out=None)
+
+
+def test_scores_are_those_of_scored_answers_and_advantages_those_of_their_tokens() -> None:
+    packed = packed_of(experience())
+    found = estimated(packed)
+    assert packed.loss_mask.nonzero()[:, 0].tolist() == [1, 2, 3, 6, 16, 17]
+    expected = {
+        "critic/score/mean": 0.5, "critic/score/max": 1.0, "critic/score/min": 0.0,
+        "critic/rewards/mean": 0.0, "critic/rewards/max": 0.5, "critic/rewards/min": -0.5,
+        "critic/advantages/mean": 7.5, "critic/advantages/max": 17.0, "critic/advantages/min": 1.0,
+        "critic/returns/mean": 15.0, "critic/returns/max": 34.0, "critic/returns/min": 2.0,
+    }  # fmt: skip
+    assert reward_metrics(found) == expected
+    values = 2.0 * torch.arange(packed.num_tokens)
+    by_critic = replace(found, batch=replace(found.batch, old_values=values))
+    assert reward_metrics(by_critic) == {
+        **expected,
+        "critic/values/mean": 15.0, "critic/values/max": 34.0, "critic/values/min": 2.0,
+        "critic/vf_explained_var": 1.0,
+    }  # fmt: skip
+    none = replace(by_critic.batch, packed=replace(packed, loss_mask=torch.zeros_like(packed.loss_mask)))
+    assert [*reward_metrics(replace(by_critic, batch=none))] == [*expected][:6]
+
+
+def test_a_step_tells_what_was_left_out_only_where_something_was() -> None:
+    found = experience()
+    packed = packed_of(found)
+    plain = step_metrics(config_of(), found, estimated(packed), Update())
+    assert plain == {
+        **reward_metrics(estimated(packed)), **length_metrics(config_of(), found), **group_metrics(packed, found)
+    }  # fmt: skip
+    more = replace(estimated(packed), kl_in_reward=0.125, share_left_out=0.0)
+    old = torch.full((packed.num_tokens,), QUARTER)
+    told = step_metrics(config_of(), found, more, Update(share_skipped=0.5, logprobs_before=old))
+    assert {name: value for name, value in told.items() if name not in plain} == {
+        SKIPPED: 0.5,
+        "rollout_corr/left_out_share": 0.0,
+        "actor/reward_kl_penalty": 0.125,
+        **mismatch_metrics(packed, old, None),
+    }
+    weighted = config_of("algo.importance.mode=truncate")
+    assert "rollout_corr/weight/mean" in step_metrics(weighted, found, more, Update(logprobs_before=old))
