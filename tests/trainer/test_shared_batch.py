@@ -1,5 +1,7 @@
 """What ranks get of a batch, by a loop over sequences."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -48,6 +50,19 @@ def test_a_rank_gets_its_sequences_and_their_places_in_each_mini_batch_of_each_e
     lengths = [sum(lengths) for _, lengths in GROUPS]
     lengths[1] = 0  # the scorer failed on both of its answers
     assert [each.denominator.num_tokens for each in shared.mini_batches] == [sum(lengths[:3]), sum(lengths[3:])] * 2
+    assert [each.denominator.num_sequences for each in shared.mini_batches] == [4, 6] * 2
+    assert {each.denominator.norm_tokens for each in shared.mini_batches} == {config.rollout.max_response_tokens}
+    assert [each.num_micro for each in shared.mini_batches] == [each.num_micro for each in deal.mini_batches] * 2
+
+
+def test_a_mini_batch_without_a_token_that_has_a_loss_is_left_out(config: RunConfig) -> None:
+    """The next one begins behind its sequences."""
+    whole = batch_of()
+    packed = answers(GROUPS, unscored=frozenset({4, 5, 6, 7}))
+    batch = replace(whole, packed=packed)
+    deal = Dealer(num_ranks=1, max_tokens=20, shape=None).deal(packed, 2)
+    shared = SharedBatch.of(config, batch, deal)
+    assert [each.sequences for each in shared.mini_batches] == [range(4), range(8, 12)] * 2
 
 
 @pytest.mark.parametrize("is_dealt_anew", [False, True])

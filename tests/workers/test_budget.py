@@ -12,7 +12,7 @@ from rlcore.batching.pack import pack
 from rlcore.errors import DeviceMemoryError
 from rlcore.models.memory import is_out_of_memory
 from rlcore.types import PackedBatch, Prompt, Rollout, Score
-from rlcore.workers.passes import GROW_AFTER, PassBudget
+from rlcore.workers.passes import GROW_AFTER, PassBudget, Shortage
 from tests.side_by_side import run_side_by_side
 
 
@@ -81,6 +81,42 @@ def test_the_cut_gets_coarser_after_many_good_passes() -> None:
     for _ in range(GROW_AFTER):
         budget.run(needs(1), answers(10), 1)
     assert budget.factor == 2, "the second try comes later than the first"
+
+
+def test_the_cut_gets_coarser_at_the_hundredth_good_pass_and_then_at_the_two_hundredth() -> None:
+    budget = PassBudget("a pass", recover=lambda: None, ranks=None)
+    assert budget.run(needs(4), answers(10), 1) == 4
+    good = 1
+    for factor, until in ((4, GROW_AFTER), (2, GROW_AFTER + 2 * GROW_AFTER)):
+        while good < until:
+            assert budget.factor == factor
+            assert budget.run(needs(1), answers(10), 1) == factor
+            good += 1
+    assert GROW_AFTER == 100
+    assert (budget.factor, budget.run(needs(1), answers(10), 1), budget.num_failures) == (1, 1, 2)
+
+
+def test_a_failure_begins_the_count_of_good_passes_anew() -> None:
+    budget = PassBudget("a pass", recover=lambda: None, ranks=None)
+    for bound in (2, 4):
+        budget.run(needs(bound), answers(10), 1)
+        for _ in range(GROW_AFTER - 2):
+            budget.run(needs(1), answers(10), 1)
+    assert budget.factor == 4
+    budget.run(needs(1), answers(10), 1)
+    assert budget.factor == 2
+
+
+def test_each_shortage_is_told_once_with_what_comes_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    budget = PassBudget("a pass", recover=lambda: None, ranks=None)
+    assert budget.run(needs(5), answers(6), 2) == 6
+    first, second = budget.take_shortages()
+    assert budget.take_shortages() == []
+    assert first == Shortage("a pass", 2, 4, 2, first.refusal)
+    assert second == Shortage("a pass", 4, 6, 4, first.refusal)
+    assert str(second) == f"a pass ran out of memory in 4 micro-batches and is done again in 6: {first.refusal}"
+    assert "allocate" in first.refusal
+    assert [record.getMessage() for record in caplog.records] == [str(first), str(second)]
 
 
 def test_a_single_sequence_that_does_not_fit_is_told() -> None:

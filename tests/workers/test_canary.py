@@ -1,15 +1,20 @@
 """What the canary makes of a hand-over: which are refused, which are told, and what the first one teaches."""
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from rlcore.config.compose import load_config
+from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
-from rlcore.rollout.engine import TakenWeights
-from rlcore.workers.canary import LEAST_BOUNDS, NOISE_FACTOR, Canary
+from rlcore.rollout.engine import NoEngine, SamplingRequest, TakenWeights
+from rlcore.types import PackedBatch, Prompt, Rollout
+from rlcore.workers.canary import LEAST_BOUNDS, NOISE_FACTOR, Canary, probed_difference
 
 RIGHT = TakenWeights()
 BF16 = torch.bfloat16
@@ -105,3 +110,83 @@ def test_log_probabilities_that_are_no_numbers_are_refused() -> None:
     judge.judge(0, seen(0.02))
     with pytest.raises(EngineError, match="by inf on average"):
         judge.judge(1, seen(math.inf))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "least"),
+    [(torch.float32, 1e-3, 1e-4), (BF16, 0.1, 0.02), (torch.float16, 0.1, 0.02)],
+)
+def test_bounds_are_those_of_the_type_and_of_what_the_first_hand_over_showed(
+    dtype: torch.dtype, first: float, least: float
+) -> None:
+    judge = canary(dtype=dtype)
+    assert judge.bound == first
+    assert judge.judge(0, seen(first)).warning == ""
+    assert judge.bound == 4 * first
+    assert judge.judge(1, seen(4 * first)).warning == ""
+    assert "though every tensor is equal" in judge.judge(2, seen(4.001 * first)).warning
+    precise = canary(dtype=dtype)
+    precise.judge(0, seen(0.0))
+    assert precise.bound == least
+
+
+def test_a_difference_at_the_bound_is_taken_whatever_cannot_be_compared() -> None:
+    judge = canary("rollout.canary_bound=0.5")
+    experts: dict[str, Any] = {"uncompared": ("experts.w13",)}
+    assert judge.judge(0, seen(0.5, "packed", **experts)).difference == 0.5
+    assert judge.judge(1, seen(0.5, "packed", **experts)).warning == ""
+
+
+def test_a_refusal_names_the_tensors_of_both_kinds_and_what_to_do() -> None:
+    judge = canary()
+    judge.judge(0, seen(0.03))
+    with pytest.raises(EngineError) as caught:
+        judge.judge(1, [*seen(0.2, "a", "b", "c", "d", "e", uncompared=("x",)), *seen(0.25, "a", uncompared=("y",))])
+    assert str(caught.value) == (
+        "weight hand-over 1: on a probe the engine's log-probabilities differ from the trainer's by 0.25 on average "
+        "(rollout.canary_bound: 0.12, from the first hand-over's 0.03): it does not answer with the trained weights. "
+        "Tensors that differ (5): a, b, c, d, .... Tensors that cannot be compared (2): x, y. Nothing was sampled from "
+        "them. Use rollout=hf, or another version of vLLM."
+    )
+    with pytest.raises(EngineError, match=r"\(rollout\.canary_bound: 0\.1\): it does not answer"):
+        canary().judge(0, seen(2.0, "a"))
+
+
+class Told(NoEngine):
+    """An engine that writes two tokens of log-probability -1, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[SamplingRequest], float, int]] = []
+
+    def stream(
+        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
+    ) -> Iterator[tuple[int, Rollout]]:
+        self.asked.append((list(requests), sampling.temperature, max_response_tokens))
+        for index, one in enumerate(requests):
+            written = np.array([7, 8], dtype=np.int32)
+            yield index, Rollout(one.prompt, one.sample_index, written, np.full(2, -1.0, np.float32), "stop", 0)
+
+
+@pytest.mark.parametrize(("limit", "asked"), [(30, 8), (4, 4)])
+def test_the_probe_is_the_same_each_time_and_compares_what_was_written(limit: int, asked: int) -> None:
+    config = load_config(
+        ["experiment=debug", "rollout.sampling.temperature=0.5", f"rollout.max_response_tokens={limit}",
+         "filter.max_prompt_tokens=4", "trainer.max_tokens_per_micro_batch=44"]
+    )  # fmt: skip
+    prompts = [Prompt(0, (5, 6, 7), "countdown", "{}"), Prompt(1, (5,), "countdown", "{}")]
+    engine, cut = Told(), []
+
+    def trainers(batch: PackedBatch, num_micro: int) -> Tensor:
+        cut.append(num_micro)
+        assert batch.num_sequences == 8
+        found = torch.full((batch.num_tokens,), 9.0)  # what stands elsewhere does not count
+        found[batch.loss_mask] = -1.0 + 0.5 * (-1.0) ** torch.arange(16)
+        return found
+
+    assert probed_difference(engine, config, prompts, trainers) == 0.5
+    requests = [SamplingRequest(prompt, index, seed=index) for prompt in prompts for index in range(4)]
+    assert engine.asked == [(requests, 0.5, asked)]
+    assert cut == [2]  # of 4 answers to each of 3 + 8 and 1 + 8 tokens, however many were written
+    assert probed_difference(engine, config, prompts, lambda batch, _: torch.full((batch.num_tokens,), math.nan)) == (
+        math.inf
+    )

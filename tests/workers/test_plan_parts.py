@@ -2,6 +2,7 @@
 chosen by plans, and what is said of them."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -239,6 +240,12 @@ def test_every_part_of_a_run_with_adapters(base: str) -> None:
         HAND_OVER: {**trained, "engine": engine, "one whole tensor": max(2 * VOCAB * H, 2 * (4 + 2) * H * INNER)},
         OPTIMIZER_STEP: {**held, **gradients, **asleep, "moments, a piece brought back": 8 * adapters},
     }
+    wide = plan_memory(config, replace(SHAPE, intermediate=500), CARD).phases[HAND_OVER]
+    assert wide["one whole tensor"] == 2 * (4 + 2) * H * 500  # the merged matrix and its sum, of both types
+    once = settings("model.lora.rank=4", f"model.lora.base={base}", "model.zero_stage=1", "runtime.num_workers=2",
+                    *NO_CRITIC)  # fmt: skip
+    whole = plan_memory(once, SHAPE, CARD).phases[POLICY_UPDATE]
+    assert whole["gathered weights"] == max(gathered, 2 * (POLICY - in_4_bits))
     again = settings("model.lora.rank=4", "model.gradient_checkpointing=true", *NO_CRITIC)
     update = plan_memory(again, SHAPE, CARD).phases[POLICY_UPDATE]
     assert update["activations"] == TOKENS * (kept(recompute=True) + 2 * 4 * targets)
