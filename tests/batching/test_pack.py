@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlcore.batching.pack
-from rlcore.batching.pack import pack, scatter_tokens, select, select_train
+from rlcore.batching.pack import (
+    pack,
+    pack_demonstrations,
+    place_turn_rewards,
+    scatter_tokens,
+    select,
+    select_train,
+    shared_prompts,
+)
+from rlcore.batching.prompts import Demonstration
 from rlcore.types import PackedBatch, Prompt, Rollout, Score, TrainBatch
 
 
@@ -94,3 +103,53 @@ def test_fields_that_a_train_batch_lacks_stay_none() -> None:
     chosen = select_train(train, [1])
     assert chosen.old_logprobs is chosen.ref_logprobs is chosen.old_values is chosen.returns is None
     assert torch.equal(chosen.advantages, values[5:])
+
+
+def test_answers_share_what_comes_before_their_first_loss_with_a_neighbour_to_the_same_prompt() -> None:
+    """Beside the first of its group: not across an answer without a loss, another group, or another prompt."""
+    prompts = [Prompt(0, (7, 8, 9), "countdown", "{}"), Prompt(1, (7, 8, 9), "countdown", "{}")]
+
+    def found(groups: list[int], lost: frozenset[int] = frozenset(), rows: list[int] | None = None) -> list[int]:
+        rollouts = [Rollout(prompts[group], 0, np.ones(2), np.zeros(2), "stop", 0) for group in groups]
+        scores = [Score(1.0, {}, failure="lost" if index in lost else None) for index in range(len(groups))]
+        return shared_prompts(pack(rollouts, scores, groups), rows).tolist()
+
+    assert found([0, 0, 0, 1, 1]) == [0, 2, 2, 0, 2]
+    assert found([0, 0, 0, 1, 1], rows=[1, 2, 4]) == [0, 2, 0]
+    assert found([0, 1, 0, 1]) == [0, 0, 0, 0]
+    assert found([0, 0, 0], lost=frozenset({1})) == [0, 0, 2]
+    assert found([0, 0, 0], lost=frozenset({0})) == [0, 2, 2]
+    assert found([0, 0], rows=[]) == []
+    unlike = [
+        Rollout(Prompt(0, (7, last, 9), "countdown", "{}"), 0, np.ones(2), np.zeros(2), "stop", 0) for last in (8, 1)
+    ]
+    assert shared_prompts(pack(unlike, [Score(1.0, {})] * 2, [0, 0])).tolist() == [0, 0]
+
+
+def test_a_turns_reward_stands_where_its_last_token_is_predicted() -> None:
+    rollouts = [
+        Rollout(
+            Prompt(0, (7, 8), "countdown", "{}"), 0, np.array([1, 2, 3]), np.zeros(3), "stop", 0,
+            np.array([True, False, True]), turn_rewards=((0, 0.5), (1, 9.0), (2, 0.25)),
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    packed = pack(rollouts, [Score(1.0, {}), Score(0.0, {}, failure="lost")], [0, 0])
+    expected = [0.0, 0.5, 0.0, 0.25, 0.0, *[0.0] * 5]
+    assert place_turn_rewards(rollouts, packed).tolist() == expected, "none at what was read, or without a score"
+
+
+def test_demonstrations_have_a_loss_on_their_answers_alone() -> None:
+    packed = pack_demonstrations(
+        [
+            Demonstration((7, 8, 1, 2), (False, False, True, True)),
+            Demonstration((3, 4, 5), (False, True, False)),
+            Demonstration((6,), (True,)),
+        ]
+    )
+    assert packed.token_ids.tolist() == [7, 8, 1, 2, 3, 4, 5, 6]
+    assert packed.loss_mask.int().tolist() == [0, 1, 1, 0, 1, 0, 0, 0], "nothing predicts a first token"
+    assert packed.cu_seqlens.tolist() == [0, 4, 7, 8]
+    assert packed.group_ids.tolist() == [0, 1, 2]
+    assert packed.score_mask.all()
+    assert not packed.behavior_logprobs.any()

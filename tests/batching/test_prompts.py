@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlcore.batching.prompts import read_prompts
+from rlcore.batching.prompts import Demonstration, is_chat, read_demonstrations, read_prompts, read_solutions
 from rlcore.errors import DataError
 from rlcore.types import Prompt
 
@@ -28,3 +28,94 @@ def test_prompts_that_are_no_lists_of_integers_are_refused_by_their_column(
     pq.write_table(pa.table({**columns, "extra_info": [{"index": 7}]}), tmp_path / "train.parquet")
     with pytest.raises(DataError, match="column prompt_ids: expected list of integers, got"):
         read_prompts(tmp_path / "train.parquet")
+
+
+REMEDY = "Give a file that the filter has written (filtered/<fingerprint>/<split>.parquet), or run the filter again."
+COLUMNS = {"prompt_ids": [[5, 6], [7]], "ground_truth_json": ["{}", "[]"], "data_source": ["mine", "other"]}
+
+
+def told(file: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        read_prompts(file)
+    return str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_not_whole_is_told_with_what_to_give(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    assert told(file) == f"{file}: no such file. {REMEDY}"
+    file.write_bytes(b"PAR1 and no more")
+    text = told(file)
+    assert text.startswith(f"{file}: cannot be read as parquet (")
+    assert text.endswith(f"); it is damaged or cut short. {REMEDY}")
+
+
+def test_a_column_that_is_missing_or_of_another_type_is_told_with_what_was_expected(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    for column, kind, given, found in (
+        ("data_source", "string", None, "nothing"),
+        ("ground_truth_json", "string", [1, 2], "int64"),
+        ("extra_info", "struct", ["7", "8"], "string"),
+    ):
+        columns = {**COLUMNS, "extra_info": [{"index": 7}, {"index": 8}]}
+        columns.pop(column)
+        pq.write_table(pa.table(columns if given is None else {**columns, column: given}), file)
+        assert told(file) == f"{file}: column {column}: expected {kind}, got {found}. {REMEDY}"
+    pq.write_table(pa.table({**COLUMNS, "extra_info": [{"split": "a"}, {"split": "b"}]}), file)
+    assert told(file) == f"{file}: column extra_info.index: expected integer, got nothing. {REMEDY}"
+
+
+def test_rows_come_in_the_order_of_the_file_whatever_the_width_of_its_lists_and_texts(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    large = pa.table(
+        {
+            "prompt_ids": pa.array([[5, 6], [7]], pa.large_list(pa.int32())),
+            "ground_truth_json": pa.array(["{}", "[]"], pa.large_string()),
+            "data_source": ["mine", "other"],
+            "extra_info": [{"index": 7, "difficulty": None}, {"index": 2, "difficulty": 3}],
+        }
+    )
+    pq.write_table(large, file)
+    assert read_prompts(file) == [Prompt(7, (5, 6), "mine", "{}", 0), Prompt(2, (7,), "other", "[]", 3)]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (None, True),
+        (b"{}", True),
+        (b'{"origin": {}}', True),
+        (b'{"origin": {"prompt_form": "chat"}}', True),
+        (b'{"origin": {"prompt_form": "text"}}', False),
+    ],
+)
+def test_prompts_are_chats_unless_the_filter_says_that_they_are_text(
+    tmp_path: Path, said: bytes | None, expected: bool
+) -> None:
+    table = pa.table(COLUMNS)
+    pq.write_table(
+        table if said is None else table.replace_schema_metadata({b"millrace": said}), tmp_path / "a.parquet"
+    )
+    assert is_chat(tmp_path / "a.parquet") is expected
+
+
+def test_a_solution_is_learned_without_its_prompt_and_may_have_one_beside_the_target(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    columns = {
+        "prompt_ids": [[5, 6], [7], [8]],
+        "solution_ids": [[1, 2], [], [3]],
+        "distractor_ids": [[4], [4], []],
+    }
+    pq.write_table(pa.table(columns, pa.schema([(name, pa.list_(pa.int64())) for name in columns])), file)
+    assert read_solutions(file) == [
+        Demonstration([5, 6, 1, 2], [False, False, True, True], Demonstration([5, 6, 4], [False, False, True])),
+        Demonstration([8, 3], [False, True]),
+    ]
+
+
+def test_answers_of_a_demonstration_are_every_second_of_its_lengths(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"token_ids": [[5, 6, 7, 8, 9], [5]], "answer_lengths": [[1, 2, 0, 2], [0, 1]]}), file)
+    assert read_demonstrations(file) == [
+        Demonstration([5, 6, 7, 8, 9], [False, True, True, True, True]),
+        Demonstration([5], [True]),
+    ]

@@ -1,5 +1,6 @@
 """Episodes: tokens appended and never tokenized again, no gradient to the environment's, and lost environments."""
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -354,3 +355,77 @@ def test_a_reply_that_leaves_no_token_to_the_model_ends_the_episode(limit: int) 
     assert episode.read("no", [9, 9, 9]) == episode.is_open == (limit > 5)
     assert episode.finish_reason == ("stop" if limit > 5 else "length")
     assert episode.token_ids == [7, 8, 9, 9, 9][: 5 if limit > 5 else 2]
+
+
+def begun(limit: int, **given: Any) -> _Playing:
+    prompt = Prompt(3, (5, 6), "countdown", "{}")
+    return _Playing(SamplingRequest(prompt, 1, seed=7), prompt, limit, Episode("1", "", 100), **given)
+
+
+def wrote(*ids: int, end: Any = "stop") -> Rollout:
+    prompt = Prompt(3, (5, 6), "countdown", "{}")
+    return Rollout(prompt, 1, np.array(ids), -np.arange(1, len(ids) + 1, dtype=np.float32), end, 0)
+
+
+@pytest.mark.parametrize(("turn", "most", "tokens"), [(0, 0, 7), (1, 0, 7), (2, 4, 4), (1, 9, 7)])
+def test_a_turn_is_asked_for_after_all_tokens_so_far(turn: int, most: int, tokens: int) -> None:
+    asked = begun(10, token_ids=[7, 8, 9]).next_request(turn, most)
+    assert asked == SamplingRequest(
+        Prompt(3, (5, 6, 7, 8, 9), "countdown", "{}"), 1, turn_seed(7, turn), max_tokens=tokens
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "limit", "is_open"), [("length", 2, False), ("length", 3, True), ("stop", 2, True), ("length", 1, False)]
+)
+def test_an_episode_ends_with_a_turn_that_is_cut_at_its_limit(end: str, limit: int, is_open: bool) -> None:
+    """One that is cut at the turn's own limit goes on."""
+    episode = begun(limit)
+    episode.write(wrote(7, 8, end=end), "text")
+    assert (episode.is_open, episode.finish_reason) == (is_open, "stop" if is_open else "length")
+    assert (episode.token_ids, episode.logprobs, episode.is_sampled) == ([7, 8], [-1.0, -2.0], [True, True])
+    assert (episode.said.texts, episode.lines) == (["text"], ["text"])
+
+
+def test_an_episode_is_the_sum_of_its_turns() -> None:
+    def replied(reply: str, reward: float, **parts: float) -> Score:
+        return Score(reward, parts, said=json.dumps([reply, False]))
+
+    episode = begun(20)
+    assert episode.reward_turn(replied("", 0.25), last=False) == ""
+    episode.write(wrote(7, 8), "first")
+    assert episode.reward_turn(replied("go on\n\nnow", 0.0, won=0.0), last=False) == "go on\n\nnow"
+    assert episode.read("go on\n\nnow", [9])
+    episode.write(wrote(4), "second")
+    assert episode.is_open
+    assert episode.reward_turn(replied("well done", 1.25, won=1.0), last=True) == "well done"
+    assert not episode.is_open
+    assert episode.said.replies == ["", "go on\n\nnow", "well done"]
+    assert episode.lines == [
+        "[environment] reward 0.25", "first", "[environment] go on", "[environment] ", "[environment] now", "second",
+        "[environment] reward 1.25",
+    ]  # fmt: skip
+    rollout = episode.rollout(4)
+    assert rollout.is_sampled is not None
+    assert (rollout.response_ids.tolist(), rollout.is_sampled.tolist()) == ([7, 8, 9, 4], [True, True, False, True])
+    assert rollout.behavior_logprobs.tolist() == [-1.0, -2.0, 0.0, -1.0]
+    assert rollout.turn_rewards == ((3, 1.25),), "what an environment pays before the first turn is nobody's token"
+    assert (rollout.policy_version, rollout.sample_index, rollout.finish_reason) == (4, 1, "stop")
+    assert episode.score() == Score(1.5, {"won": 1.0, "turns": 2.0}, said=vote("first\nsecond"))
+
+
+def test_a_turn_that_is_done_or_fails_ends_an_episode() -> None:
+    done = begun(20)
+    done.reward_turn(Score(0.0, {}, said='["bye", true]'), last=False)
+    assert not done.is_open
+    failed = begun(20, reward=2.0)
+    assert failed.reward_turn(Score(1.0, {}, failure="its process ended"), last=False) == ""
+    assert (failed.is_open, failed.said.replies, failed.reward) == (False, [], 2.0)
+    assert failed.score() == Score(0.0, {}, failure="its process ended")
+
+
+def test_a_reply_without_a_line_is_shown_as_an_empty_one() -> None:
+    episode = begun(20, token_ids=[7])
+    assert episode.read("", [9])
+    assert episode.lines == ["[environment] "]
+    assert (episode.logprobs, episode.is_sampled) == ([0.0], [False])

@@ -246,6 +246,7 @@ def test_every_part_of_a_run_with_adapters(base: str) -> None:
                     *NO_CRITIC)  # fmt: skip
     whole = plan_memory(once, SHAPE, CARD).phases[POLICY_UPDATE]
     assert whole["gathered weights"] == max(gathered, 2 * (POLICY - in_4_bits))
+    assert whole[FROZEN_BASE] == round(in_4_bits * (1 / 2 + 4 / 64)) + POLICY - in_4_bits  # a half of two bytes each
     again = settings("model.lora.rank=4", "model.gradient_checkpointing=true", *NO_CRITIC)
     update = plan_memory(again, SHAPE, CARD).phases[POLICY_UPDATE]
     assert update["activations"] == TOKENS * (kept(recompute=True) + 2 * 4 * targets)
