@@ -1,5 +1,6 @@
 """A policy loss of one's own is tried before it is trained with."""
 
+import io
 import re
 import sys
 from pathlib import Path
@@ -10,9 +11,11 @@ import torch
 
 from rlcore.algos.advantages import bind_advantage
 from rlcore.algos.loss_call import (
+    advantage_problem,
     bind_policy_loss,
     checked,
     loss_problem,
+    main,
     problem_of,
     require_advantage,
     require_policy_loss,
@@ -256,3 +259,63 @@ def test_a_wrong_advantage_is_told(returned: str, told: str, tmp_path: Path, mon
     monkeypatch.delitem(sys.modules, "own_advantage", raising=False)
     with pytest.raises(ConfigError, match=rf"algo\.advantage: .* got own_advantage:advantage, which .*{told}"):
         require_advantage(AlgoConfig(advantage="own_advantage:advantage"))
+
+
+def test_an_advantage_is_tried_on_two_prompts_with_its_lengths_and_two_weighted_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_given.py").write_text(
+        "seen = []\n"
+        "def advantage(scores, group_ids, *, lengths, parts, part_weights):\n"
+        "    seen.append([each.tolist() for each in (scores, group_ids, lengths, parts, part_weights)])\n"
+        "    return scores\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_given", raising=False)
+    require_advantage(AlgoConfig(advantage="own_given:advantage"))
+    [(scores, groups, lengths, parts, weights)] = sys.modules["own_given"].seen
+    assert (scores, groups) == ([1.0, 0.0, 0.0, 1.0, 1.0, 0.0], [0, 0, 0, 1, 1, 1])
+    assert parts == [[score, 1 - score] for score in scores]
+    assert weights == [1.0, 0.5]
+    assert lengths == [3, 1, 2, 5, 4, 3], "unlike within each group"
+
+
+def test_an_advantage_of_one_answer_too_few_and_of_another_shape_are_told_apart() -> None:
+    scores = torch.tensor([1.0, 0.0])
+    assert advantage_problem(scores.double(), scores) == ""
+    assert advantage_problem(scores[:1], scores) == "returns 1 values for 2 answers"
+    assert advantage_problem(scores[None], scores) == "returns shape [1, 2] and torch.float32"
+    assert advantage_problem(scores.long(), scores) == "returns shape [2] and torch.int64"
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "told"),
+    [
+        (AlgoConfig(), None, ""),
+        (AlgoConfig(advantage="tests.algos.custom_loss:scaled"), None, ""),
+        (
+            AlgoConfig(advantage="builtins:len"),
+            1,
+            "algo.advantage: must be an advantage to train with; got builtins:len",
+        ),
+        (AlgoConfig(policy_loss="builtins:len"), 1, "algo.policy_loss: must be a loss to train with; got builtins:len"),
+        (AlgoConfig(policy_loss="sapo", policy_loss_options={"tau": 1.0}), 2, "algo.policy_loss_options.tau: there is"),
+    ],
+)
+def test_the_trial_ends_with_1_for_a_function_that_fails_and_with_2_for_settings(
+    settings: AlgoConfig,
+    code: int | None,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(settings.model_dump_json()))
+    if code is None:
+        main()
+    else:
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == code
+    out = capsys.readouterr().out
+    assert out.startswith(told)
+    assert bool(out) == bool(told)
