@@ -1,18 +1,35 @@
 """What a step's updates report, and which passes they need."""
 
 import math
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
 from rlcore.algos.objective import PolicyStatistics, Statistics, ValueStatistics
+from rlcore.batching.balance import Dealer
+from rlcore.checkpoint.state import LoopState
+from rlcore.config import RunConfig
 from rlcore.config.algo import AlgoConfig, KlConfig
 from rlcore.config.base import Section
-from rlcore.trainer.update import Steps, Update, _summed, measured_before, needs_old_logprobs, num_optimizer_steps
+from rlcore.config.compose import load_config
+from rlcore.errors import NonFiniteError
+from rlcore.trainer.clock import PhaseClock
+from rlcore.trainer.update import (
+    SharedBatch,
+    Steps,
+    Update,
+    _summed,
+    measured_before,
+    needs_old_logprobs,
+    num_optimizer_steps,
+    update_models,
+)
 from rlcore.types import TrainBatch
-from rlcore.workers.trained import ModelUpdate
+from rlcore.workers.trained import ModelUpdate, ModelUpdates
+from rlcore.workers.worker import Worker
 from tests.config.test_rules import settings
 from tests.models.tiny import answers
 
@@ -123,3 +140,134 @@ def test_what_the_sampler_says_is_not_what_the_trainer_has_measured() -> None:
     batch = TrainBatch(packed, old, None, None, old, None, old)
     assert measured_before(settings(ONE_UPDATE), batch) is old
     assert measured_before(settings(f"{ONE_UPDATE} trainer.old_logprobs=behavior"), batch) is None
+
+
+def rank_updates(
+    kind: type[Statistics], applied: list[bool], *, failed: bool = False, **more: Any
+) -> ModelUpdates[Any]:
+    """What one rank answers: so many steps of 1 token each, with norms 1, 2 ..."""
+    steps = [
+        ModelUpdate(sums(kind, num_tokens=1), float(number), is_applied, **more)
+        for number, is_applied in enumerate(applied, start=1)
+    ]
+    return ModelUpdates(tuple(steps), NonFiniteError("no number") if failed else None)
+
+
+class Ranks:
+    """Two ranks whose answers to the updates are written down; remembers what they are asked."""
+
+    world_size = 2
+
+    def __init__(self, policy: list[ModelUpdates[Any]], critic: list[ModelUpdates[Any]]) -> None:
+        self._answers: dict[Any, list[ModelUpdates[Any]]] = {Worker.update_policy: policy, Worker.update_critic: critic}
+        self.asked: list[tuple[Any, list[tuple[Any, ...]]]] = []
+
+    def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        raise AssertionError("an update asks ranks with arguments of their own")
+
+    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        self.asked.append((verb, list(arguments)))
+        return lambda: self._answers[verb]
+
+    def send(self, values: Sequence[object]) -> Sequence[Any]:
+        raise AssertionError("the parts are sent before")
+
+    def stream(self, *_: Any) -> None:
+        raise AssertionError("an update writes no answer")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+PPO = ("algo=ppo", "trainer.total_steps=10", "optim.lr=1e-3", "optim.schedule=linear", "critic.optim.lr=1e-2",
+       "critic.optim.schedule=linear", "critic.warmup_steps=3", "algo.entropy_coef=0.5", "trainer.batch_size=4",
+       "trainer.mini_batch_size=2")  # fmt: skip
+
+
+def updated(config: RunConfig, ranks: Ranks, *, step: int = 5, refs: bool = False) -> tuple[Update, SharedBatch]:
+    """The update of four prompts with two answers each, with the learning rate halved."""
+    packed = answers([(2, (3, 1)), (1, (2, 2)), (2, (1, 1)), (3, (2, 1))])
+    places = torch.arange(packed.num_tokens, dtype=torch.float32)
+    old = places if num_optimizer_steps(config) > 1 else None
+    batch = TrainBatch(packed, old, None, None, places, None, packed.loss_mask.float())
+    deal = Dealer(num_ranks=2, max_tokens=100, shape=None).deal(packed, config.trainer.mini_batch_size)
+    shared = SharedBatch.of(config, batch, deal)
+    if refs:
+        shared = replace(shared, ref_logprobs=[part.advantages for part in shared.parts])
+    state = LoopState(step, step, 0, 0, 0.125, lr_factor=0.5, entropy_added=0.25)
+    return update_models(config, ranks, shared, state, PhaseClock()), shared
+
+
+def test_the_critic_comes_first_and_each_model_has_its_own_rate() -> None:
+    config = load_config(["experiment=debug", *PPO])
+    ranks = Ranks([rank_updates(PolicyStatistics, [True, False])] * 2, [rank_updates(ValueStatistics, [True] * 2)] * 2)
+    found, shared = updated(config, ranks, refs=True)
+    assert shared.ref_logprobs is not None
+    (first, of_critic), (second, of_policy) = ranks.asked
+    assert (first, second) == (Worker.update_critic, Worker.update_policy)
+    assert [(minis, lr) for _, minis, lr in of_critic] == [(shared.mini_batches, 1e-2 * 0.5 * 0.5)] * 2
+    assert [more for _, *more in of_policy] == [
+        [shared.mini_batches, 1e-3 * 0.5 * 0.5, 0.125, 0.25, ref] for ref in shared.ref_logprobs
+    ]
+    assert [part is mine for (part, *_), mine in zip([*of_critic, *of_policy], shared.parts * 2, strict=True)] == [
+        True
+    ] * 4
+    assert found.policy is not None
+    assert found.critic is not None
+    assert (found.policy.lr, found.critic.lr, found.kl_coef, found.entropy_coef) == (2.5e-4, 2.5e-3, 0.125, 0.75)
+    assert (found.policy.num_steps, found.policy.grad_norm, float(found.policy.stats.num_tokens)) == (2, 1.5, 4.0)
+    assert (found.share_skipped, found.failure) == (0.5, None)
+    assert found.logprobs_before is shared.batch.old_logprobs
+
+
+@pytest.mark.parametrize(("step", "is_trained"), [(2, False), (3, True)])
+def test_the_policy_is_left_alone_until_the_critic_is_warm(step: int, is_trained: bool) -> None:
+    config = load_config(["experiment=debug", *PPO])
+    ranks = Ranks([rank_updates(PolicyStatistics, [True] * 2)] * 2, [rank_updates(ValueStatistics, [True] * 2)] * 2)
+    found, shared = updated(config, ranks, step=step)
+    assert [verb for verb, _ in ranks.asked] == [Worker.update_critic, Worker.update_policy][: 1 + is_trained]
+    assert (found.policy is not None, found.critic is not None, found.share_skipped) == (is_trained, True, 0.0)
+    assert found.logprobs_before is shared.batch.old_logprobs
+
+
+def test_what_follows_a_step_that_is_not_finite_is_left_out() -> None:
+    config = load_config(["experiment=debug", *PPO])
+    good = [rank_updates(ValueStatistics, [True] * 2)] * 2
+    half = Ranks([rank_updates(PolicyStatistics, [True], failed=True)] * 2, good)
+    found, shared = updated(config, half)
+    assert (str(found.failure), found.share_skipped, found.policy, found.critic) == ("no number", 0.5, None, None)
+    assert found.logprobs_before is shared.batch.old_logprobs
+    of_critic = Ranks([], [rank_updates(ValueStatistics, [True], failed=True)] * 2)
+    found, shared = updated(config, of_critic)
+    assert [verb for verb, _ in of_critic.asked] == [Worker.update_critic]
+    assert (str(found.failure), found.share_skipped, found.policy, found.critic) == ("no number", 1.0, None, None)
+    assert found.logprobs_before is shared.batch.old_logprobs
+
+
+def test_without_a_step_nothing_of_the_policy_is_told() -> None:
+    config = load_config(["experiment=debug", *PPO])
+    ranks = Ranks([rank_updates(PolicyStatistics, [])] * 2, [rank_updates(ValueStatistics, [])] * 2)
+    found, shared = updated(config, ranks)
+    assert (found.policy, found.critic, found.share_skipped, found.failure) == (None, None, 1.0, None)
+    assert found.logprobs_before is shared.batch.old_logprobs
+
+
+def test_the_only_update_of_a_step_gives_the_log_probabilities_before_it() -> None:
+    """Each rank those of its own sequences, which are put in the order of the batch."""
+    config = load_config(["experiment=debug", "trainer.batch_size=4", "trainer.mini_batch_size=4"])
+    packed = answers([(2, (3, 1)), (1, (2, 2)), (2, (1, 1)), (3, (2, 1))])
+    places = torch.arange(packed.num_tokens, dtype=torch.float32)
+    mine = Dealer(num_ranks=2, max_tokens=100, shape=None).deal(packed, 4).whole.sequences
+    ends = packed.cu_seqlens.tolist()
+    own = [torch.cat([places[ends[i] : ends[i + 1]] for i in sequences]) for sequences in mine]
+    ranks = Ranks([rank_updates(PolicyStatistics, [True], logprobs=each) for each in own], [])
+    found, _ = updated(config, ranks)
+    assert found.logprobs_before is not None
+    assert torch.equal(found.logprobs_before, places)
+    assert found.critic is None
+    assert [arguments[-1] for arguments in ranks.asked[0][1]] == [None, None], "there is no reference"
+    behavior = load_config(
+        ["experiment=debug", "trainer.batch_size=4", "trainer.mini_batch_size=2", "trainer.old_logprobs=behavior"]
+    )
+    several = Ranks([rank_updates(PolicyStatistics, [True] * 2, logprobs=each) for each in own], [])
+    assert updated(behavior, several)[0].logprobs_before is None, "those of the second are of other weights"
