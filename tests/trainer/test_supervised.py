@@ -1,0 +1,105 @@
+"""A supervised step: what its ranks are asked, and what is told of it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.algos.objective import SupervisedStatistics
+from rlcore.batching.prompts import Demonstration
+from rlcore.checkpoint.state import LoopState
+from rlcore.config.compose import load_config
+from rlcore.errors import NonFiniteError
+from rlcore.trainer.supervised import SupervisedTrainer
+from rlcore.types import PackedBatch
+from rlcore.workers.measure import MemoryPeak
+from rlcore.workers.passes import Shortage
+from rlcore.workers.trained import ModelUpdate
+from rlcore.workers.worker import Worker, WorkerInfo
+
+DEMONSTRATIONS = [
+    Demonstration(range(5, 5 + length), [place >= 2 for place in range(length)]) for length in (4, 5, 3, 6)
+]
+AGAIN = Shortage("a pass", 1, 2, 2, "no room")
+
+
+class Ranks:
+    """Two ranks that count the tokens with a loss they are given, in place of learning from them."""
+
+    world_size = 2
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails = fails
+        self.asked: list[tuple[PackedBatch, tuple[Any, ...]]] = []
+
+    def each(self, verb: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        assert verb == Worker.info
+        return [WorkerInfo("CPU", "float32", "sdpa", 1, None, None, None, 1)] * 2
+
+    def begin(self, verb: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        if verb == Worker.memory_peak:
+            return lambda: [MemoryPeak(0.0, 0.0, 1, (AGAIN,)), MemoryPeak(0.0, 0.0, 0)]
+        self.asked += [(packed, tuple(more)) for packed, *more in arguments]
+
+        def answers() -> list[Any]:
+            if self.fails:
+                raise NonFiniteError("the supervised loss is nan")
+            counts = [torch.tensor(float(packed.num_loss_tokens), dtype=torch.float64) for packed, *_ in arguments]
+            found = [SupervisedStatistics(count, 3 * count, count / 4) for count in counts]
+            return [ModelUpdate(each, 0.5) for each in found] if verb == Worker.supervise else found
+
+        return answers
+
+    def send(self, values: Sequence[object]) -> Sequence[Any]:
+        return values
+
+    def stream(self, *_: Any) -> None:
+        raise AssertionError("nothing is written")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def trainer(group: Ranks, drawn: list[tuple[int, int]] | None = None) -> SupervisedTrainer:
+    words = ("trainer.total_steps=4", "optim.lr=1e-3", "optim.schedule=linear")
+
+    def draw(before: int, number: int) -> Sequence[Demonstration]:
+        if drawn is not None:
+            drawn.append((before, number))
+        return DEMONSTRATIONS
+
+    return SupervisedTrainer(load_config(["experiment=debug", *words]), group, draw)
+
+
+def test_a_step_divides_by_the_answer_tokens_of_all_ranks_and_goes_on_where_it_stood() -> None:
+    group, drawn = Ranks(), []
+    found = trainer(group, drawn).step(LoopState(2, 2, 40, 100, 0.0), epoch=3)
+    assert drawn == [(40, 3)]
+    assert [more for _, more in group.asked] == [(1, 10, 5e-4)] * 2
+    assert sorted(packed.num_sequences for packed, _ in group.asked) == [2, 2]
+    assert found.state == LoopState(3, 3, 44, 118, 0.0)
+    named = ("training/global_step", "training/epoch", "sft/loss", "sft/accuracy", "sft/grad_norm", "sft/lr",
+             "sft/answer_tokens", "perf/total_num_tokens", "perf/num_passes_redone")  # fmt: skip
+    assert [found.metrics[name] for name in named] == [3.0, 3.0, 3.0, 0.25, 0.5, 5e-4, 10.0, 18.0, 1.0]
+    assert "timing_s/supervise" in found.metrics
+    assert found.shortages == (AGAIN,)
+
+
+def test_a_loss_that_is_no_number_is_told_with_its_step() -> None:
+    with pytest.raises(NonFiniteError, match=r"^step 3 of the warm start: the supervised loss is nan$"):
+        trainer(Ranks(fails=True)).step(LoopState(2, 2, 40, 100, 0.0), epoch=0)
+
+
+def test_what_fills_up_the_ranks_counts_nowhere() -> None:
+    """Three demonstrations on two ranks: the last one again, without an answer."""
+    group = Ranks()
+    found = trainer(group).held_out(DEMONSTRATIONS[:3])
+    assert found == {"sft/held_out_loss": 3.0, "sft/held_out_accuracy": 0.25}
+    assert [packed.num_sequences for packed, _ in group.asked] == [2, 2]
+    assert sum(packed.num_loss_tokens for packed, _ in group.asked) == 2 + 3 + 1
+    even = Ranks()
+    trainer(even).held_out(DEMONSTRATIONS)
+    assert sum(packed.num_loss_tokens for packed, _ in even.asked) == 10
+    assert sum(packed.num_sequences for packed, _ in even.asked) == 4
+    assert trainer(group).held_out([]) == {}

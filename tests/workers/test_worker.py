@@ -1,0 +1,101 @@
+"""What one rank tells of itself, and what it refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlcore.config.rollout import SamplingConfig
+from rlcore.errors import EngineError
+from rlcore.models.shape import ModelShape
+from rlcore.rollout.engine import TakenWeights
+from rlcore.runtime.local import LocalGroup
+from rlcore.workers.measure import MemoryPeak
+from rlcore.workers.worker import Worker
+from tests.small_run import SmallRun, prepare
+from tests.workers.test_budget import answers, needs
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    return prepare(tmp_path_factory.mktemp("artifacts"), "algo=ppo", "algo.kl.where=loss", "runtime.peak_tflops=2")
+
+
+@pytest.fixture(scope="module")
+def worker(run: SmallRun) -> Worker:
+    group = LocalGroup(run.config, str(run.model_directory))
+    group.each(Worker.hand_over, 3)
+    (worker,) = group.each(lambda worker: worker)
+    return worker
+
+
+def test_a_rank_tells_what_it_holds(run: SmallRun, worker: Worker) -> None:
+    info, shape = worker.info(), ModelShape.of_scratch(run.config.model.scratch)
+    assert (info.device_name, info.dtype, info.attention) == ("CPU", "float32", "sdpa")
+    assert info.shape == info.critic_shape == shape
+    assert info.num_parameters == shape.policy_parameters
+    assert info.num_trained == shape.policy_parameters + shape.critic_parameters
+    assert info.peak_flops == 2e12
+    assert worker.gpu_use() is None
+    assert worker.adapters() == {}
+
+
+def test_without_a_request_the_engine_is_left_alone(worker: Worker) -> None:
+    assert list(worker.generate([], SamplingConfig(), 8)) == []
+
+
+def test_an_engine_that_is_at_other_weights_is_refused(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker._engine, "update_weights", lambda weights, version: TakenWeights())
+    with pytest.raises(EngineError, match=r"^the engine is at policy version 3 after hand-over 4$"):
+        worker.hand_over(4)
+
+
+def test_only_the_first_rank_has_the_gathered_weights(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = worker.full_weights()
+    assert whole.keys() == {name for name, _ in worker._actor.weights()}
+    monkeypatch.setattr(worker, "_rank", 1)
+    assert worker.full_weights() == {}
+
+
+def test_passes_of_every_kind_that_were_done_again_are_counted_and_each_is_told_once(worker: Worker) -> None:
+    assert worker.memory_peak() == MemoryPeak(0.0, 0.0, 0)
+    assert worker._critic is not None
+    assert worker._reference is not None
+    models: tuple[Any, ...] = (worker._actor, worker._critic)
+    passes = [one for model in models for one in (model.update_pass, model.forward_pass)]
+    for one in [*passes, worker._reference.forward_pass]:
+        assert one.run(needs(2), answers(4), 1) == 2
+    found = worker.memory_peak()
+    assert found.num_redone == 5
+    assert [shortage.name for shortage in found.shortages] == [
+        "the policy's update", "the policy's log-probabilities", "the critic's update", "the critic's values",
+        "the reference's log-probabilities",
+    ]  # fmt: skip
+    assert worker.memory_peak() == MemoryPeak(0.0, 0.0, 5)
+
+
+def test_log_probabilities_come_with_the_entropy_where_it_is_asked_for(worker: Worker) -> None:
+    batch = answers(3)
+    alone, both = worker.old_logprobs(batch, 1), worker.old_logprobs(batch, 2, True)
+    assert (alone.shape, both.shape) == ((batch.num_tokens,), (batch.num_tokens, 2))
+    torch.testing.assert_close(both[:, 0], alone)
+    assert (both[batch.loss_mask, 1] > 0).all()
+    assert not alone[~batch.loss_mask].any()
+    torch.testing.assert_close(worker.ref_logprobs(batch, 1), alone)
+    values = worker.values(batch, 1)
+    assert values.shape == (batch.num_tokens,)
+    assert not values[~batch.loss_mask].any()
+
+
+def test_a_trace_is_written_under_its_step_and_rank_and_not_over_its_bound(worker: Worker, tmp_path: Path) -> None:
+    worker.start_profile()
+    worker.start_profile()  # what was being recorded is dropped
+    torch.ones(3).sum()
+    assert 0 < worker.stop_profile(str(tmp_path / "profile"), 7, 50.0) < 50.0
+    (file,) = (tmp_path / "profile").iterdir()
+    assert file.name == "step-7-rank-0.json.gz"
+    worker.start_profile()
+    size = worker.stop_profile(str(tmp_path / "other"), 8, 0.0)
+    assert size > 0
+    assert list((tmp_path / "other").iterdir()) == []
