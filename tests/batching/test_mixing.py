@@ -77,6 +77,6 @@ def test_a_weight_too_small_to_be_kept_is_refused():
     )
 
 
-def test_the_least_weight_is_worth_one_prompt_of_a_block():
+def test_the_least_weight_is_worth_one_prompt_of_a_block() -> None:
     found = drawn(0, 2 * BLOCK, weights=(1.0, 1.0, 1_022.0))
     assert Counter(name for name, _ in found) == {"a": 2, "b": 2, "c": 2_044}

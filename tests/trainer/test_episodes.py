@@ -62,13 +62,19 @@ def of(run: SmallRun, environment: str, **episode: Any) -> SmallRun:
     return replace(run, config=changed)
 
 
-def played(run: SmallRun, group: LocalGroup, num_prompts: int = 8) -> Found:
+def played(
+    run: SmallRun, group: LocalGroup, num_prompts: int = 8, unscored: list[tuple[int, str]] | None = None
+) -> Found:
+    """`unscored`: gets what the episodes tell of those that were lost."""
     problems = Problems.read(run.config, run.inputs)
     requests = requests_for(problems.stream.take(0, num_prompts), 2, run_seed=1, stream=1, step=1)
     episodes = problems.episodes(run.inputs)
     assert episodes is not None
     with episodes:
-        return episodes.play(group, requests, SamplingConfig(), policy_version=0, clock=PhaseClock())
+        found = episodes.play(group, requests, SamplingConfig(), policy_version=0, clock=PhaseClock())
+        if unscored is not None:
+            unscored.append(episodes.unscored)
+        return found
 
 
 def same(one: Found, other: Found) -> bool:
@@ -127,8 +133,10 @@ def test_what_the_engine_read_and_wrote_is_what_is_trained_on(
 def test_neither_the_number_of_processes_nor_a_killed_one_changes_an_episode(
     run: SmallRun, group: LocalGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lost: list[tuple[int, str]] = []
     plain = played(of(run, "Counting", num_processes=1), group)
-    assert same(plain, played(of(run, "Counting", num_processes=3), group))
+    assert same(plain, played(of(run, "Counting", num_processes=3), group, unscored=lost))
+    assert lost == [(0, "")]
     monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "killed"))
     assert same(plain, played(of(run, "KilledOnce", num_processes=1), group))
     assert (tmp_path / "killed").exists()
@@ -138,9 +146,24 @@ def test_an_environment_that_replies_otherwise_when_repeated_has_no_score(
     run: SmallRun, group: LocalGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KILLED_ONCE", str(tmp_path / "killed"))
-    _, scores, _ = played(of(run, "Fickle", num_processes=1), group)
+    lost: list[tuple[int, str]] = []
+    _, scores, _ = played(of(run, "Fickle", num_processes=1), group, unscored=lost)
     failures = {score.failure.partition("'")[0] for score in scores if score.failure}
     assert failures == {"ValueError: a repeated turn got the reply "}
+    ((number, why),) = lost
+    assert number == sum(score.failure is not None for score in scores)
+    assert why in {score.failure for score in scores}
+
+
+def test_a_first_message_that_leaves_no_token_to_the_model_loses_its_episode(run: SmallRun, group: LocalGroup) -> None:
+    short = of(run, "Greeting", num_processes=1)
+    rollout = short.config.rollout.model_copy(update={"max_response_tokens": 1})
+    short = replace(short, config=short.config.model_copy(update={"rollout": rollout}))
+    rollouts, scores, texts = played(short, group, 2)
+    failure = "the first message leaves no token to the model (rollout.max_response_tokens)"
+    assert [score.failure for score in scores] == [failure] * 4
+    assert [(len(one.response_ids), one.finish_reason) for one in rollouts] == [(0, "length")] * 4
+    assert texts == [""] * 4
 
 
 @pytest.fixture

@@ -1,16 +1,25 @@
 """Held-out problems are answered at the settings' temperature, and once greedily."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
+
+from rlcore.config import RunConfig
+from rlcore.config.compose import load_config
+from rlcore.config.data import ALL_SOURCES
 from rlcore.config.rollout import SamplingConfig
-from rlcore.rollout.engine import SamplingRequest
+from rlcore.evaluation.result import Answer
+from rlcore.rollout.engine import VALIDATION_STREAM, SamplingRequest, answer_seed
 from rlcore.rollout.scoring import ScoringPool
 from rlcore.run.problems import Problems
 from rlcore.runtime.local import LocalGroup
+from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.experience import Answerer, ScoredAnswer
-from rlcore.trainer.validate import validate
-from rlcore.types import Rollout
+from rlcore.trainer.validate import as_results, validate
+from rlcore.types import Prompt, Rollout, Score
 from rlcore.workers.worker import Worker
 from tests.small_run import prepare
 
@@ -42,3 +51,81 @@ def test_greedy_answers_are_those_of_temperature_0(tmp_path: Path) -> None:
         assert len(found.problems) == 6
     finally:
         group.close()
+
+
+class Written(Answerer):
+    """Answers with what was asked for: prompt and sample, at its temperature."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.asked: list[SamplingRequest] = []
+        self.decode = lambda ids: [" ".join(map(str, each)) for each in ids]
+
+    def answer(
+        self,
+        requests: Sequence[SamplingRequest],
+        sampling: SamplingConfig,
+        *,
+        policy_version: int,
+        clock: PhaseClock | None = None,
+        shares: Sequence[Sequence[int]] | None = None,
+    ) -> list[ScoredAnswer]:
+        assert policy_version == 6
+        self.asked += requests
+        return [
+            (
+                Rollout(one.prompt, one.sample_index, np.array([7]), np.zeros(1, np.float32), "stop", 6),
+                Score(float(one.sample_index), {}),
+                f"{one.prompt.prompt_id}.{one.sample_index} at {sampling.temperature:g}",
+            )
+            for one in requests
+        ]
+
+
+PROMPTS = [Prompt(4, (5, 6), "countdown", "{}", 2), Prompt(9, (7,), "countdown", '{"a": 1}', 0)]
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_each_problem_has_its_own_answers(greedy: bool) -> None:
+    config = load_config(
+        ["experiment=debug", "validation.samples_per_problem=3", f"validation.greedy={greedy}",
+         "validation.sampling.temperature=0.5", "seed=8"]
+    )  # fmt: skip
+    answerer, kept = Written(config), []
+
+    def keep(answers: Sequence[ScoredAnswer], is_greedy: bool) -> None:
+        kept.append((len(answers), is_greedy))
+
+    found = validate(answerer, PROMPTS, name="after", step=5, policy_version=6, suite="abc", keep=keep)
+    assert (found.name, found.step, found.policy_version, found.suite) == ("after", 5, 6, "abc")
+    assert (found.data_source, found.settings) == ("countdown", config.validation.judging)
+    first, second = found.problems
+    assert [answer.text for answer in first.samples] == ["4.0 at 0.5", "4.1 at 0.5", "4.2 at 0.5"]
+    assert [answer.text for answer in second.samples] == ["9.0 at 0.5", "9.1 at 0.5", "9.2 at 0.5"]
+    assert [one.greedy and one.greedy.text for one in found.problems] == (
+        ["4.0 at 0", "9.0 at 0"] if greedy else [None, None]
+    )
+    assert kept == [(6, False), (2, True)][: 1 + greedy]
+    assert (second.prompt_id, second.difficulty, second.prompt_text, second.ground_truth_json, second.data_source) == (
+        9, 0, "7", '{"a": 1}', "countdown"
+    )  # fmt: skip
+    assert (first.difficulty, first.prompt_text) == (2, "5 6")
+    seeds = [answer_seed(8, VALIDATION_STREAM, 0, group, sample) for group in (0, 1) for sample in (0, 1, 2)]
+    assert [request.seed for request in answerer.asked[:6]] == seeds, "whatever the step"
+
+
+def test_problems_of_several_datasets_are_of_all_sources() -> None:
+    config = load_config(["experiment=debug"])
+    several = [PROMPTS[0], replace(PROMPTS[1], data_source="other")]
+    found = validate(Written(config), several, name="x", step=0, policy_version=6)
+    assert (found.data_source, found.suite) == (ALL_SOURCES, "")
+
+
+def test_an_answer_is_kept_with_its_length_and_its_log_probability() -> None:
+    rollout = Rollout(PROMPTS[0], 0, np.array([7, 8]), np.array([-0.25, -1.5], np.float32), "length", 6)
+    score = Score(0.5, {"format": 1.0}, said="12", failure=None)
+    lost = Score(0.0, {}, failure="no scorer")
+    assert as_results([(rollout, score, "text"), (rollout, lost, "")]) == [
+        Answer("text", 0.5, {"format": 1.0}, 2, "length", -1.75, said="12", failure=None),
+        Answer("", 0.0, {}, 2, "length", -1.75, said=lost.said, failure="no scorer"),
+    ]
