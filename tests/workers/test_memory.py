@@ -4,9 +4,10 @@ import tracemalloc
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from rlcore.rollout.vllm import engine_pool_bytes
-from rlcore.workers.measure import Bytes, MemoryMeter
+from rlcore.workers.measure import Bytes, MemoryMeter, gpu_peak
 
 MB = 1_000_000
 
@@ -45,3 +46,20 @@ def test_activations_in_place_of_a_sleeping_pool_are_not_counted_beside_it(trace
 
 def test_without_vllm_nothing_is_away() -> None:
     assert engine_pool_bytes() == 0
+
+
+def test_tensors_and_what_is_reserved_for_them_have_peaks_of_their_own() -> None:
+    """What is away is taken off only while the engine sleeps, of both."""
+    peaks = iter([Bytes(5, 9), Bytes(11, 12), Bytes(8, 20), Bytes(1, 1), Bytes(30, 30)])
+    meter = MemoryMeter(lambda: next(peaks), lambda: 6)
+    meter.engine_sleeps(False)  # it was awake
+    assert meter.most() == Bytes(5, 9)
+    meter.engine_sleeps(True)
+    assert meter.most() == Bytes(11, 14)
+    meter.engine_sleeps(False)
+    assert meter.most() == Bytes(30, 30)
+
+
+@pytest.mark.skipif(torch.cuda.is_initialized(), reason="there is a GPU in use")
+def test_without_a_gpu_there_is_no_peak() -> None:
+    assert gpu_peak() == Bytes(0, 0)

@@ -1,16 +1,19 @@
 """What one rank tells of itself, and what it refuses."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rlcore.algos.aggregation import Denominator
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import EngineError
 from rlcore.models.shape import ModelShape
 from rlcore.rollout.engine import TakenWeights
 from rlcore.runtime.local import LocalGroup
+from rlcore.types import TrainBatch
 from rlcore.workers.measure import MemoryPeak
 from rlcore.workers.worker import Worker
 from tests.small_run import SmallRun, prepare
@@ -99,3 +102,30 @@ def test_a_trace_is_written_under_its_step_and_rank_and_not_over_its_bound(worke
     size = worker.stop_profile(str(tmp_path / "other"), 8, 0.0)
     assert size > 0
     assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_the_likelihood_is_that_of_the_policy_at_temperature_1(worker: Worker) -> None:
+    batch = answers(3)
+    found = worker.likelihood(batch, 2)
+    logprobs = worker.old_logprobs(batch, 1)  # the sampler's temperature is 1 too
+    assert float(found.nll) == pytest.approx(-float(logprobs.sum()), rel=1e-5)
+    assert (float(found.num_tokens), worker._config.rollout.sampling.temperature) == (6.0, 1.0)
+    likeliest = float((logprobs[batch.loss_mask] > math.log(0.5)).sum())
+    assert likeliest <= float(found.num_correct) <= 6.0
+
+
+@pytest.mark.parametrize(("added", "moves"), [(0.0, False), (0.5, True)])
+def test_a_weight_of_the_entropy_that_is_added_has_a_gradient(worker: Worker, added: float, moves: bool) -> None:
+    """Without advantages nothing else has one."""
+    packed = answers(3)
+    nothing = torch.zeros(packed.num_tokens)
+    ref = worker.ref_logprobs(packed, 1)
+    batch = TrainBatch(packed, ref, ref, None, nothing, None, packed.loss_mask.float())
+    found = worker._actor.update(batch, 1, Denominator(6, 3, 8), lr=0.0, kl_coef=0.0, entropy_added=added)
+    assert (found.grad_norm > 1e-4) == moves
+    assert found.applied
+    assert found.logprobs is not None
+    torch.testing.assert_close(found.logprobs, ref)
+    assert (
+        worker._actor.update(batch, 1, Denominator(6, 3, 8), lr=0.0, kl_coef=0.0, with_logprobs=False).logprobs is None
+    )
