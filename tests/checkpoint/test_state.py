@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.state import TrainerState, journal_problem
 from rlcore.errors import CheckpointError
+from rlcore.storage.documents import sha256_of
 
 STATE = TrainerState(
     step=20,
@@ -83,3 +84,40 @@ def test_the_state_cannot_be_changed():
 def test_what_older_checkpoints_say_too_is_left_out(tmp_path):
     former = {"mlflow_run_id": "a" * 32, "attempt": 2, "token_budget": None, "rng": {"order": [1]}, "torch_rng": ["a"]}
     assert TrainerState.read(written(tmp_path, changed(**former))) == STATE
+
+
+def test_a_state_before_the_first_step_says_that_nothing_has_happened(tmp_path):
+    first = TrainerState(
+        step=0, policy_version=0, num_prompts_drawn=0, num_tokens=0, kl_coef=0.0, settings_fingerprint="f"
+    )
+    assert TrainerState.read(written(tmp_path, first.to_json())) == first
+    assert (first.best_metric, first.best_step, first.num_roll_backs) == (float("-inf"), 0, 0)
+    assert (first.lr_factor, first.entropy_added, first.pass_counts) == (1.0, 0.0, "")
+    assert (first.journal_bytes, first.journal_sha256) == (0, "")
+    assert first.to_json().startswith('{\n "step": 0,\n "policy_version": 0,\n'), "for people to read"
+    assert first.to_json().endswith("\n}\n")
+
+
+def test_what_is_wrong_with_a_journal_says_which_bytes_it_lacks(tmp_path):
+    journal = tmp_path / "metrics.jsonl"
+    state = replace(STATE, journal_bytes=0)
+    assert journal_problem(state, journal) == "", "nothing is wanted of it"
+    journal.write_bytes(b"0123456789")
+    state = replace(STATE, journal_bytes=4, journal_sha256=sha256_of(journal, 4))
+    assert journal_problem(state, journal) == "", "it has gone on since"
+    assert journal_problem(replace(state, journal_sha256=""), journal) == "", "of before the digest was kept"
+    other = replace(state, journal_bytes=5)
+    assert (
+        journal_problem(other, journal)
+        == f"{journal}: was changed: its first 5 bytes are not those that it had at step 20"
+    )
+    journal.write_bytes(b"0123")
+    assert journal_problem(state, journal) == "", "all of it"
+    assert journal_problem(other, journal) == f"{journal}: was cut: it has 4 of the 5 bytes that it had at step 20"
+    journal.unlink()
+    assert journal_problem(state, journal) == f"{journal}: is lost: it had 4 bytes at step 20"
+    (tmp_path / "file").touch()
+    told = journal_problem(state, tmp_path / "file" / "metrics.jsonl")
+    assert told == f"{tmp_path}/file/metrics.jsonl: cannot be read ([Errno 20] Not a directory: " + (
+        f"'{tmp_path}/file/metrics.jsonl')"
+    )
