@@ -126,7 +126,10 @@ def test_only_a_full_disk_counts_as_one():
 @pytest.mark.parametrize(
     ("code", "remedy"),
     [
-        *((code, r"\. Make the folder writable, or choose another paths\.root\.$") for code in (errno.EACCES, errno.EROFS)),
+        *(
+            (code, r"\. Make the folder writable, or choose another paths\.root\.$")
+            for code in (errno.EACCES, errno.EROFS)
+        ),
         (errno.EMFILE, r"Too many open files\)\. Mend that, or choose another paths\.root\.$"),
     ],
 )
@@ -149,7 +152,8 @@ def test_estimates():
 
 
 @pytest.mark.parametrize(
-    ("keep_every_steps", "total_steps", "expected"), [(0, 100, 4), (0, 40, 2), (0, 41, 3), (40, 200, 9), (40, 79, 4), (20, 100, 5)]
+    ("keep_every_steps", "total_steps", "expected"),
+    [(0, 100, 4), (0, 40, 2), (0, 41, 3), (40, 200, 9), (40, 79, 4), (20, 100, 5)],
 )
 def test_checkpoints_on_disk_at_one_time(keep_every_steps, total_steps, expected):
     config = CheckpointConfig(keep_last=2, keep_best=1, keep_every_steps=keep_every_steps)

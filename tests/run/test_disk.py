@@ -1,0 +1,264 @@
+"""Room on disk as a plan counts it, byte for byte, and the words and times of a pause."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlcore.config import CheckpointConfig, DataConfig, ModelConfig, RunConfig
+from rlcore.config.compose import load_config
+from rlcore.config.data import Gsm8kData, ParquetData
+from rlcore.config.trainer import PathsConfig
+from rlcore.errors import DiskSpaceError, StopRequestedError
+from rlcore.run import disk
+from rlcore.run.disk import Room, disk_needs
+from rlcore.run.inputs import given_model
+from rlcore.run.layout import RunLayout
+from rlcore.storage.disk import free_bytes
+from tests.storage.small_disk import fill, mounted
+
+BASE = (
+    "data.train_size=512", "data.validation_size=32", "validation.every_steps=5", "validation.samples_per_problem=4",
+    "validation.max_problems=10", "answers.every_steps=2", "rollout.samples_per_prompt=4",
+    "rollout.max_response_tokens=8", "filter.max_prompt_tokens=32", "trainer.batch_size=8", "warm_start.enabled=false",
+    "tracking.enabled=false",
+)  # fmt: skip
+JUDGED = (3 + 11 // 5) * 10 * (4 + 1)
+"""Answers of the first, the last and the exported weights' validation and those on the way, with a greedy one each."""
+
+
+def needs_of(root: Path, *words: str, has_start_model: bool = True) -> dict[str, tuple[Path, int]]:
+    given = {word.partition("=")[0] for word in words}
+    base = [word for word in BASE if word.partition("=")[0] not in given]
+    config = load_config(["experiment=debug", f"paths.root={root}", *base, *words])
+    needs = disk_needs(
+        config,
+        RunLayout.of(config),
+        checkpoints_bytes=7,
+        num_weights=1000,
+        steps_left=11,
+        has_start_model=has_start_model,
+    )
+    assert len({need.what for need in needs}) == len(needs)
+    run_dir = RunLayout.of(config).run_dir
+    return {
+        need.what: (Path("run") / need.path.relative_to(run_dir), need.size_bytes)
+        if need.path.is_relative_to(run_dir)
+        else (need.path.relative_to(root) if need.path.is_relative_to(root) else need.path, need.size_bytes)
+        for need in needs
+    }
+
+
+def planned(config: RunConfig) -> dict[str, int]:
+    layout = RunLayout.of(config)
+    needs = disk_needs(config, layout, checkpoints_bytes=0, num_weights=1000, steps_left=1, has_start_model=False)
+    return {need.what: need.size_bytes for need in needs}
+
+
+def test_every_byte_of_a_run_is_planned_for(tmp_path: Path) -> None:
+    assert needs_of(tmp_path) == {
+        "checkpoints": (Path("run/checkpoints"), 7),
+        "weights for others": (Path("run/model"), 4 * 1000),
+        "journal and validations": (Path("run"), 11 * 8000 + JUDGED * (500 + 12 * (32 + 8))),
+        "answers": (Path("run/answers"), (5 * 8 * 4 + JUDGED) * (500 + 20 * 8 + 12 * 32)),
+        "dataset and its filtered rows": (Path("datasets"), 2 * (512 + 32) * 400),
+    }
+
+
+def test_what_a_run_makes_besides_is_planned_for_where_it_makes_it(tmp_path: Path) -> None:
+    words = ("pass_rates.samples=2", "warm_start.enabled=true", "tracking.enabled=true", "runtime=ray")
+    found = needs_of(tmp_path, *words, has_start_model=False)
+    besides = {what: need for what, need in found.items() if what not in needs_of(tmp_path)}
+    assert besides.pop("Ray's object store")[1] >= 2**20
+    assert besides == {
+        "pass rates": (Path("pass-rates"), 2 * 512 * 150),
+        "start model": (Path("models"), 4 * 1000),
+        "checkpoints of the warm start": (Path("warm-starts"), int(1000 * 12 * 1.01) + 4 * 2**20),
+        "MLflow's database and artifacts": (Path(), 11 * 8000 + 4 * 1000),
+    }
+    assert "Ray's object store" not in needs_of(tmp_path, "runtime=ray", "runtime.ray_address=ray-head:6379")
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "size_bytes"),
+    [
+        (["answers.max_gb=0.0001"], "answers", 100_000 + JUDGED * 1044),
+        (["answers.every_steps=0"], "answers", 0),
+        (["answers.every_steps=12"], "answers", JUDGED * 1044),
+        (["validation.max_problems=0"], "answers", 160 * 1044 + 5 * 32 * 5 * 1044),
+        (["validation.greedy=false"], "answers", 160 * 1044 + 5 * 10 * 4 * 1044),
+        (["validation.every_steps=0"], "answers", 160 * 1044 + 3 * 10 * 5 * 1044),
+    ],
+)
+def test_what_the_settings_change_of_a_plan(tmp_path: Path, words: list[str], what: str, size_bytes: int) -> None:
+    assert needs_of(tmp_path, *words)[what][1] == size_bytes
+
+
+@pytest.mark.parametrize(("data", "rows"), [(Gsm8kData(), 7_473 + 1_319), (ParquetData(), 15_000 + 5_000)])
+def test_rows_of_files_and_of_the_hub_are_counted_as_those_of_known_datasets(
+    tmp_path: Path, data: DataConfig, rows: int
+) -> None:
+    assert planned(RunConfig(data=data))["dataset and its filtered rows"] == 2 * rows * 400
+
+
+def test_a_model_from_a_gguf_file_is_planned_for_until_it_is_there(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    config = RunConfig(model=ModelConfig(path=f"{tmp_path}/model.gguf"), paths=PathsConfig(root=str(tmp_path)))
+    found = planned(config)
+    assert found["model from GGUF"] == 4 * 1000
+    assert "start model" not in found
+    given_model(config).mkdir(parents=True)
+    assert "model from GGUF" not in planned(config)
+    assert "model from GGUF" not in planned(RunConfig(model=ModelConfig(path=str(tmp_path))))
+
+
+# ---------------------------------------------------------------------- a pause
+
+
+Told = list[tuple[str, int, Mapping[str, object]]]
+
+
+def room_of(
+    told: Told,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    prune: Callable[[], object] = lambda: None,
+    wait_for_room_s: float = 3600.0,
+    reserve_gb: float = 0.0,
+) -> Room:
+    config = CheckpointConfig(reserve_gb=reserve_gb, wait_for_room_s=wait_for_room_s)
+    return Room(config, happened=lambda *one: told.append(one), stop=stop, prune=prune)
+
+
+def failing(times: int) -> Callable[[], str]:
+    left = [True] * times
+
+    def write() -> str:
+        if left:
+            left.pop()
+            raise DiskSpaceError("the quota is used up.")
+        return "written"
+
+    return write
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of each wait, in place of the wait."""
+    found: list[float] = []
+
+    def noted(room: Room, seconds: float, deadline: float, shortage: object) -> None:
+        found.append(seconds)
+        assert len(found) < 20, "it never ends"
+
+    monkeypatch.setattr(Room, "_wait", noted)
+    return found
+
+
+def test_a_write_that_fails_although_there_is_room_is_tried_more_and_more_seldom(
+    tmp_path: Path, waits: list[float]
+) -> None:
+    told: Told = []
+    assert room_of(told).hold(failing(7), step=3, path=tmp_path) == "written"
+    assert waits == [2, 4, 8, 16, 30, 30, 30]
+    (paused, step, data), (goes_on, its_step, its_data) = told
+    assert (paused, step, goes_on, its_step) == ("paused_for_disk", 3, "disk_room", 3)
+    assert data["text"] == f"paused: an unknown number of bytes are missing at {tmp_path}: the quota is used up."
+    assert (data["path"], data["missing_bytes"], data["needed_bytes"]) == (str(tmp_path), 0, 1)
+    assert its_data == {"text": f"{tmp_path}: there is room again, going on", "path": str(tmp_path)}
+
+
+def test_a_disk_that_is_full_is_looked_at_each_second(small_disk: Path, waits: list[float]) -> None:
+    told: Told = []
+    fill(small_disk, leave_bytes=8192)
+    assert room_of(told).hold(failing(3), step=3, path=small_disk) == "written"
+    assert waits == [2, 4, 8], "the reserve is there"
+    waits.clear()
+    assert room_of([], reserve_gb=1).hold(failing(3), step=3, path=small_disk) == "written"
+    assert waits == [1, 1, 1]
+
+
+def test_a_pause_says_what_is_missing_with_the_reserve(small_disk: Path) -> None:
+    told: Told = []
+    fill(small_disk, leave_bytes=8192)
+    room = room_of(told, reserve_gb=0.001, stop=lambda: bool(told))
+    with pytest.raises(StopRequestedError) as stopped:
+        room.hold(lambda: pytest.fail("there is no room"), step=3, path=small_disk, needed_bytes=5_000)
+    ((_, _, data),) = told
+    lacks = f"{small_disk}: 996,808 bytes are missing: 5,000 to write and 1,000,000 in reserve (checkpoint.reserve_gb)"
+    assert str(data["text"]).startswith(f"paused: 996,808 bytes are missing at {small_disk}: {lacks}, and 8,192 are")
+    figures = {name: data[name] for name in ("missing_bytes", "needed_bytes", "free_bytes")}
+    assert figures == {"missing_bytes": 996_808, "needed_bytes": 1_005_000, "free_bytes": 8192}
+    assert str(stopped.value).startswith(f"stopped while the run waited for room on a disk: {lacks}")
+
+
+def test_a_pause_for_want_of_inodes_says_so(tmp_path: Path) -> None:
+    told: Told = []
+    with mounted(tmp_path / "few", options="nr_inodes=1") as folder:
+        with pytest.raises(StopRequestedError):
+            room_of(told, stop=lambda: bool(told)).hold(lambda: None, step=3, path=folder, needed_bytes=5)
+        assert str(told[0][2]["text"]).startswith(f"paused: inodes are missing at {folder}: {folder}: that file system")
+
+
+def test_what_is_not_kept_goes_before_a_run_pauses(small_disk: Path) -> None:
+    told: Told = []
+    ballast = fill(small_disk, leave_bytes=8192)
+    room = room_of(told, prune=ballast.unlink, stop=lambda: bool(told))
+    assert room.hold(lambda: free_bytes(small_disk) > 8192, step=3, path=small_disk, needed_bytes=8193)
+    assert told == []
+
+
+def test_who_asks_may_hear_of_the_pause_in_place_of_the_run(tmp_path: Path, waits: list[float]) -> None:
+    told: Told = []
+    heard: Told = []
+    room_of(told).hold(failing(1), step=3, path=tmp_path, happened=lambda *one: heard.append(one))
+    assert (told, [name for name, _, _ in heard]) == ([], ["paused_for_disk", "disk_room"])
+
+
+@pytest.fixture
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of each sleep, on a clock that goes on by them alone."""
+    found: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: 100.0 + sum(found), sleep=found.append)
+    monkeypatch.setattr(disk, "time", clock)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("wait_for_room_s", "slept", "tries"), [(0, [], 1), (2, [1, 1], 1), (2.5, [1, 1, 0.5], 2), (5, [1] * 5, 2)]
+)
+def test_the_last_wait_ends_with_the_time_that_a_run_waits(
+    tmp_path: Path, sleeps: list[float], wait_for_room_s: float, slept: list[float], tries: int
+) -> None:
+    tried: list[bool] = []
+    write = failing(9)
+
+    def counted() -> str:
+        tried.append(True)
+        return write()
+
+    with pytest.raises(DiskSpaceError, match=rf"used up\. Waited {wait_for_room_s:.0f} s for room"):
+        room_of([], wait_for_room_s=wait_for_room_s).hold(counted, step=3, path=tmp_path)
+    assert (sleeps, len(tried)) == (slept, tries)
+
+
+def test_a_run_that_waits_looks_each_second_whether_it_is_to_stop(tmp_path: Path, sleeps: list[float]) -> None:
+    room = room_of([], stop=lambda: len(sleeps) == 4)
+    with pytest.raises(StopRequestedError, match=r"^stopped while .* room on a disk: the quota is used"):
+        room.hold(failing(9), step=3, path=tmp_path)
+    assert sleeps == [1, 1, 1, 1]
+
+
+def test_no_room_in_time_is_an_error_that_says_how_long_was_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "POLL_S", 0.01)
+    told: Told = []
+    with pytest.raises(DiskSpaceError) as failed:
+        room_of(told, wait_for_room_s=0).hold(failing(9), step=3, path=tmp_path)
+    assert str(failed.value) == (
+        "the quota is used up. Waited 0 s for room (checkpoint.wait_for_room_s). What is committed stays; the same "
+        "command goes on from there."
+    )
+    assert [name for name, _, _ in told] == ["paused_for_disk"]
