@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import DataError
-from rlcore.storage.finished import finished, finished_or_set_aside, finished_or_why
+from rlcore.storage.finished import (
+    REPAIR_LOCK,
+    finished,
+    finished_or_set_aside,
+    finished_or_why,
+    set_aside,
+    tell_other_bytes,
+)
+from rlcore.storage.locks import HeldLock
 from rlcore.storage.manifest import MANIFEST
 from tests.storage.small_disk import mounted
 from tests.storage.test_publish import _rewrite, publish
@@ -95,6 +103,46 @@ def test_another_content_than_the_damaged_one_was_meant_to_have_is_told(tmp_path
     assert finished_or_set_aside(target) is None
     publish(target, "other")
     assert f"{target}: was made again with other content than before: a.txt" in caplog.text
+
+
+def test_what_is_made_again_is_compared_with_the_last_damaged_one_of_its_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, content in ((9, "same"), (10, "other")):
+        publish(tmp_path / f"x.damaged.{number}", content, step=1)
+    publish(tmp_path / "x", "same", step=1)
+    assert "x: was made again with other content than before: a.txt. A run that began" in caplog.text, "the tenth"
+    caplog.clear()
+    for step, content in ((2, "same"), (1, "other")):
+        publish(tmp_path / "x", content, step=step, replace=True)
+    (tmp_path / "x.damaged.11").mkdir()
+    tell_other_bytes(publish(tmp_path / "x", "same", step=1, replace=True))
+    publish(tmp_path / "x.damaged.12")
+    (tmp_path / "x.damaged.12" / MANIFEST).write_text("{")
+    tell_other_bytes(tmp_path / "x")
+    assert caplog.text == "", "another step, the same bytes, and those of which nobody knows what they were"
+
+
+def test_what_another_process_repairs_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlcore.storage.finished.REPAIR_WAIT_S", 0.0)
+    target = publish(tmp_path / "x")
+    flip(target / "a.txt")
+    with (
+        HeldLock(tmp_path / REPAIR_LOCK, what="it"),
+        pytest.raises(
+            DataError, match=rf"hash must be .* It cannot be made again: the repair of {target} is in use by"
+        ),
+    ):
+        finished_or_set_aside(target)
+    assert target.is_dir()
+    assert finished_or_set_aside(target) is None
+
+
+def test_what_is_set_aside_takes_the_first_name_that_is_free(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        (tmp_path / "x").write_text(str(number))
+        assert set_aside(tmp_path / "x", "left") == tmp_path / f"x.left.{number}"
+    assert [file.read_text() for file in sorted(tmp_path.iterdir())] == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize("other", ["folder", "pipe", "device", "link to itself", "unreadable", "nested deeply"])

@@ -1,6 +1,7 @@
 """Published directories: whole or absent, every byte checked."""
 
 import errno
+import hashlib
 import json
 import os
 import time
@@ -10,7 +11,14 @@ import pytest
 
 from rlcore.errors import CheckpointError, DataError, DiskSpaceError
 from rlcore.storage.locks import FileLock
-from rlcore.storage.manifest import read_manifest, verify_directory
+from rlcore.storage.manifest import (
+    FileEntry,
+    manifest_text,
+    newer_format,
+    part_directories,
+    read_manifest,
+    verify_directory,
+)
 from rlcore.storage.publish import (
     _take,
     exchange,
@@ -235,8 +243,13 @@ def test_missing_file_names_it(tmp_path):
 def test_without_hashes_only_sizes_are_looked_at(tmp_path):
     (publish(tmp_path / "x") / "a.txt").write_text("abd")
     verify_directory(tmp_path / "x", hashes=False)
-    with pytest.raises(DataError, match=r"a\.txt: hash must be"):
+    with pytest.raises(DataError) as damaged:
         verify_directory(tmp_path / "x")
+    meant, found = (hashlib.sha256(text).hexdigest()[:12] for text in (b"abc", b"abd"))
+    assert str(damaged.value) == (
+        f"{tmp_path}/x/a.txt: hash must be sha256 {meant}..., got {found}... Delete {tmp_path}/x and make it again, or "
+        "restore the file."
+    )
 
 
 def _rewrite(target: Path, **changes: object) -> None:
@@ -267,6 +280,51 @@ def test_a_manifest_that_is_none(tmp_path, text):
     (publish(tmp_path / "x") / "manifest.json").write_text(text, encoding="latin-1")
     with pytest.raises(DataError, match="is damaged"):
         read_manifest(tmp_path / "x")
+
+
+def test_a_manifest_is_for_people_to_read_and_does_not_depend_on_its_layout(tmp_path: Path) -> None:
+    text = manifest_text({"name": "grüße"}, (FileEntry("a.txt", 3, "00"),))
+    digest = json.loads(text)["manifest_sha256"]
+    assert text == (
+        '{\n "name": "grüße",\n "format_version": 1,\n "files": [\n  {\n   "name": "a.txt",\n   "size_bytes": 3,\n'
+        f'   "sha256": "00"\n  }}\n ],\n "manifest_sha256": "{digest}"\n}}\n'
+    )
+    (tmp_path / "manifest.json").write_text(json.dumps(dict(reversed(json.loads(text).items()))))
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    assert (dict(manifest.values), manifest.files) == ({"name": "grüße"}, (FileEntry("a.txt", 3, "00"),))
+    with pytest.raises(ValueError, match="JSON compliant"):
+        manifest_text({"reward": float("nan")}, ())
+    with pytest.raises(AssertionError, match=r"manifest keys \['files'\] are the manifest's own"):
+        manifest_text({"files": 1}, ())
+
+
+def test_a_file_that_cannot_be_read_is_told_with_the_reason(tmp_path: Path) -> None:
+    target = publish(tmp_path / "x")
+    (target / "a.txt").unlink()
+    (target / "a.txt").symlink_to("/proc/self/mem")  # its first byte is an input/output error, its size 0
+    _rewrite(target, files=[{"name": "a.txt", "size_bytes": 0, "sha256": ""}])
+    verify_directory(target, hashes=False)
+    with pytest.raises(DataError, match=r"/a\.txt: cannot be read \(\[Errno 5\] Input/output error\)\. Delete "):
+        verify_directory(target)
+
+
+def test_only_a_version_above_ours_is_a_newer_format(tmp_path: Path) -> None:
+    found = []
+    for version in (0, 1, 2, "3"):
+        (tmp_path / "manifest.json").write_text(json.dumps({"format_version": version}))
+        found.append(newer_format(tmp_path))
+    assert found == [None, None, 2, None]
+    (tmp_path / "state.json").write_text('{"format_version": 7}')
+    assert (newer_format(tmp_path, "state.json", 6), newer_format(tmp_path, "state.json", 7)) == (7, None)
+    assert newer_format(tmp_path / "absent") is None
+
+
+def test_a_mixture_stands_for_the_folders_beside_it(tmp_path: Path) -> None:
+    mixture = publish(tmp_path / "mixture", parts=["b", "a"])
+    assert part_directories(mixture) == (tmp_path / "b", tmp_path / "a")
+    assert part_directories(publish(tmp_path / "a")) == (tmp_path / "a",)
+    assert part_directories(tmp_path / "absent") == (tmp_path / "absent",)
 
 
 # ---------------------------------------------------------------- single files

@@ -1,0 +1,106 @@
+"""Small files that may be damaged: read whole, or refused in a line."""
+
+import hashlib
+import os
+import resource
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from rlcore.errors import DataError
+from rlcore.storage.documents import (
+    files_of,
+    first_problem,
+    in_the_way,
+    open_ordinary,
+    parse_json,
+    read_document,
+    read_ordinary,
+    sha256_of,
+)
+
+NUMBERS = TypeAdapter(dict[str, list[int]])
+
+
+def num_open() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_what_is_no_ordinary_file_is_refused_and_left_closed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    before = num_open()
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(OSError, match="is no ordinary file") as refused:
+            open_ordinary(path)
+        assert str(refused.value) == f"[Errno 22] is no ordinary file: '{path}'"
+    assert num_open() == before
+
+
+def test_the_files_of_a_folder_that_cannot_be_opened_are_not_none(tmp_path: Path) -> None:
+    (tmp_path / "a.json").touch()
+    (tmp_path / "b.txt").touch()
+    before = num_open()
+    assert files_of(tmp_path, "*.json") == [tmp_path / "a.json"]
+    assert files_of(tmp_path / "absent", "*.json") == []
+    assert num_open() == before
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            files_of(tmp_path, "*.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(("size", "hashed"), [(None, 10), (0, 0), (4, 4), (10, 10), (11, 10)])
+def test_the_digest_is_of_so_many_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int | None, hashed: int
+) -> None:
+    monkeypatch.setattr("rlcore.storage.documents.READ_BLOCK_BYTES", 3)
+    (tmp_path / "x").write_bytes(b"0123456789")
+    assert sha256_of(tmp_path / "x", size) == hashlib.sha256(b"0123456789"[:hashed]).hexdigest()
+
+
+def test_what_is_in_the_way_of_a_folder_is_the_nearest_thing_there(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert in_the_way(tmp_path / "new" / "er") is None
+    assert in_the_way(tmp_path) is None
+    assert in_the_way(tmp_path / "file" / "new") == tmp_path / "file"
+    assert in_the_way(tmp_path / "link") == tmp_path / "link"
+
+
+def test_json_that_is_nested_too_deeply_is_damage_like_any_other() -> None:
+    assert parse_json(b"[1]") == [1]
+    with pytest.raises(ValueError, match=r"^is nested too deeply$"):
+        parse_json("[" * 200_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"a": [1, "x"]}', "a.1: Input should be a valid integer, unable to parse string as an integer"),
+        ("[]", "content: Input should be an object"),
+        ('{"a": ["x", "y"]}', "a.0: Input should be a valid integer, unable to parse string as an integer"),
+    ],
+)
+def test_a_document_of_another_form_is_told_by_its_first_problem(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    with pytest.raises(DataError) as refused:
+        read_document(file, NUMBERS)
+    assert str(refused.value) == f"{file}: cannot be read ({problem})"
+    with pytest.raises(DataError) as refused:
+        read_document(file, NUMBERS, "delete it")
+    assert str(refused.value) == f"{file}: cannot be read ({problem}); delete it"
+
+
+def test_a_document_is_its_value_none_where_it_is_absent_and_an_error_where_it_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"a": [1]}')
+    assert read_ordinary(tmp_path / "x.json") == b'{"a": [1]}'
+    assert read_document(tmp_path / "x.json", NUMBERS) == {"a": [1]}
+    assert read_document(tmp_path / "absent.json", NUMBERS) is None
+    with pytest.raises(DataError, match=r"cannot be read \(\[Errno 22\] is no ordinary file"):
+        read_document(tmp_path, NUMBERS)
+    assert first_problem(OSError(5, "Input/output error")) == "[Errno 5] Input/output error"
