@@ -19,12 +19,9 @@ from rlcore.storage.documents import (
     read_ordinary,
     sha256_of,
 )
+from tests.storage.test_publish import num_open
 
 NUMBERS = TypeAdapter(dict[str, list[int]])
-
-
-def num_open() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def test_what_is_no_ordinary_file_is_refused_and_left_closed(tmp_path: Path) -> None:

@@ -2,21 +2,28 @@
 
 import errno
 import fcntl
+import gc
 import os
 import pickle
 import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from rlcore.errors import DataError, RunInUseError
-from rlcore.storage.locks import FileLock, RunLock, holder_of, read_holder
-from tests.storage.small_disk import fill
+from rlcore.errors import CheckpointError, DataError, DiskSpaceError, RunInUseError
+from rlcore.storage import locks
+from rlcore.storage.locks import NAMELESS, FileLock, HeldLock, Holder, RunLock, holder_of, process_of, read_holder
+from tests.storage.small_disk import fill, mounted
+from tests.storage.test_publish import num_open
 
 HOLD = """
 import sys
@@ -82,7 +89,12 @@ def test_the_second_taker_is_told_who_and_since_when(tmp_path):
 
 def test_a_killed_holder_frees_the_lock(tmp_path):
     with holder(tmp_path) as process:
+        held = read_holder(tmp_path / "run.lock")
+        assert held is not None
+        assert held.process() == psutil.Process(process.pid)
         process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert held.process() is None, "it has ended, and nobody has asked for its exit code"
         process.wait()
         take(tmp_path)
     said = read_holder(tmp_path / "run.lock")
@@ -205,3 +217,147 @@ def test_a_lock_whose_holder_cannot_be_written_is_given_back(tmp_path: Path, mon
             pass
     with RunLock(tmp_path):
         pass
+
+
+def test_who_holds_a_lock_can_be_asked_by_anybody(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    before = num_open()
+    assert holder_of(path) is None
+    with RunLock(tmp_path):
+        held = holder_of(path)
+        assert held == read_holder(path)
+        assert held is not None
+        assert (held.pid, held.host, held.born) == (os.getpid(), socket.gethostname(), psutil.Process().create_time())
+        assert held.process() == psutil.Process()
+        path.write_text("")
+        assert holder_of(path) == NAMELESS
+    assert holder_of(path) is None
+    assert holder_of(path / "below") is None
+    assert num_open() == before
+
+
+def test_a_holder_in_words_says_where_it_has_ended() -> None:
+    said = "since then (python x)"
+    dead = 2**22 + 1  # above the largest process id that Linux gives
+    here, gone, elsewhere = (
+        Holder(pid, host, "python x", "then")
+        for pid, host in ((os.getpid(), socket.gethostname()), (dead, socket.gethostname()), (dead, "another"))
+    )
+    assert str(here) == f"process {os.getpid()} on {socket.gethostname()} {said}"
+    assert str(gone) == f"process {dead} on {socket.gethostname()} {said}, which has ended, but a child of it lives on"
+    assert str(elsewhere) == f"process {dead} on another {said}", "nobody here knows"
+    assert here.born == 0.0
+    assert here.process() is None, "this process was not born in 1970"
+    assert str(NAMELESS) == "process 0 on an unknown host since  (another process that has not said its name yet)"
+
+
+def test_a_process_is_known_by_its_id_and_the_time_of_its_start() -> None:
+    born = psutil.Process().create_time()
+    for seconds, is_it in ((0, True), (1.9, True), (-1.9, True), (2.1, False), (-2.1, False)):
+        assert (process_of(os.getpid(), born + seconds) is not None) == is_it
+    assert process_of(2**22 + 1, born) is None
+    me = Holder.me()
+    assert me.process() == psutil.Process()
+    assert replace(me, host="another").process() is None
+
+
+def test_of_a_long_command_line_its_beginning_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", ["python", "x" * 1000])
+    assert Holder.me().command == "python " + "x" * 293
+
+
+def test_what_a_lock_file_says_is_replaced_whole(tmp_path: Path) -> None:
+    umask = os.umask(0o022)
+    os.umask(umask)
+    lock = FileLock(tmp_path / "x.lock")
+    assert lock.try_acquire()
+    assert lock.path.stat().st_mode & 0o777 == 0o666 & ~umask
+    lock.write(b"a long text")
+    lock.write(b"short")
+    assert lock.path.read_bytes() == b"short"
+    lock.release()
+    lock.release()
+    with pytest.raises(AssertionError, match="write needs the lock"):
+        lock.write(b"")
+    with pytest.raises(FileNotFoundError):
+        FileLock(tmp_path / "absent").try_acquire(create=False)
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_lock_that_is_held_outlives_its_object_and_one_that_is_released_does_not(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "x.lock")
+    assert lock.try_acquire()
+    seen = weakref.ref(lock)
+    del lock
+    gc.collect()
+    held = seen()
+    assert held is not None
+    assert not FileLock(tmp_path / "x.lock").try_acquire()
+    held.release()
+    del held
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_forked_child_lets_go_of_all_that_was_held(tmp_path: Path) -> None:
+    """What the child does as its first act, done here."""
+    first, second = FileLock(tmp_path / "a"), FileLock(tmp_path / "b")
+    assert first.try_acquire()
+    assert second.try_acquire()
+    locks._drop_inherited()
+    assert FileLock(tmp_path / "a").try_acquire()
+    assert FileLock(tmp_path / "b").try_acquire()
+    locks._drop_inherited()
+
+
+def test_no_descriptor_stays_open_where_a_lock_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunLock(tmp_path):
+        before = num_open()
+        assert not FileLock(tmp_path / "run.lock").try_acquire()
+        assert num_open() == before
+
+    def refused(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    before = num_open()
+    for error in (RunInUseError, CheckpointError):
+        lock = HeldLock(tmp_path / "x.lock", what="the folder", error=error)
+        with pytest.raises(error) as told:
+            lock.__enter__()
+        assert str(told.value) == (
+            f"{tmp_path}/x.lock: cannot be locked ([Errno 37] No locks available), so nothing can tell whether the "
+            "folder is in use. Put paths.root on a file system with locks."
+        )
+    assert num_open() == before
+
+
+def test_a_lock_for_which_not_even_an_empty_file_finds_room_is_a_full_disk(tmp_path: Path) -> None:
+    with mounted(tmp_path / "few", options="nr_inodes=1") as disk, pytest.raises(DiskSpaceError, match="no room"):
+        take(disk)
+
+
+def test_a_folder_in_the_place_of_a_lock_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "run.lock").mkdir()
+    with pytest.raises(DataError, match=rf"^{tmp_path}: cannot be written \(\[Errno 21\] Is a directory"):
+        take(tmp_path)
+
+
+def test_unless_told_otherwise_a_lock_is_waited_for_no_longer_than_a_look_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeps: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: 100.0 + sum(sleeps), sleep=sleeps.append)
+    monkeypatch.setattr(locks, "time", clock)
+    with RunLock(tmp_path):
+        for lock, slept in (
+            (RunLock(tmp_path), [0.1]),
+            (HeldLock(tmp_path / "run.lock", what="it"), [0.1]),
+            (RunLock(tmp_path, wait_s=0.35), [0.1] * 4),
+        ):
+            sleeps.clear()
+            with pytest.raises(
+                RunInUseError, match=rf"Wait for it to end, or stop it; lock file: {tmp_path}/run\.lock$"
+            ):
+                lock.__enter__()
+            assert sleeps == slept

@@ -1,9 +1,11 @@
 """Published directories: whole or absent, every byte checked."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -24,11 +26,14 @@ from rlcore.storage.publish import (
     exchange,
     published_directory,
     remove_stale_temporaries,
+    remove_tree,
+    size_bytes,
     temporary_beside,
     write_json_atomically,
+    write_secret_once,
     write_text_atomically,
 )
-from tests.storage.small_disk import fill
+from tests.storage.small_disk import SMALL_DISK_MIB, fill, mounted
 
 
 def publish(target: Path, content: str = "abc", *, replace: bool = False, **values: object) -> Path:
@@ -37,6 +42,11 @@ def publish(target: Path, content: str = "abc", *, replace: bool = False, **valu
         (folder / "sub").mkdir()
         (folder / "sub" / "b.bin").write_bytes(bytes(range(256)))
     return target
+
+
+def num_open() -> int:
+    """Descriptors of this process."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def names(folder: Path) -> list[str]:
@@ -142,6 +152,99 @@ def test_replace_takes_the_place_of_a_finished_directory(tmp_path):
     verify_directory(tmp_path / "x")
     assert (tmp_path / "x" / "a.txt").read_text() == "new"
     assert names(tmp_path) == ["x"]
+
+
+def test_replace_works_where_two_folders_cannot_be_exchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(tmp_path / "x", "old")
+    monkeypatch.setattr("rlcore.storage.publish.exchange", lambda a, b: False)
+    publish(tmp_path / "x", "new", replace=True)
+    verify_directory(tmp_path / "x")
+    assert (tmp_path / "x" / "a.txt").read_text() == "new"
+    assert names(tmp_path) == ["x"]
+
+
+def test_a_folder_that_is_empty_or_is_to_be_replaced_is_not_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    publish(tmp_path / "x")
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / "old").touch()
+    publish(tmp_path / "y", replace=True)
+    for name in ("x", "y"):
+        assert names(tmp_path / name) == ["a.txt", "manifest.json", "sub"]
+
+
+def test_what_is_begun_is_told_with_its_path(tmp_path: Path) -> None:
+    told: list[str] = []
+    with published_directory(tmp_path / "x", {}, at=told.append) as folder:
+        assert told == []
+    assert told == [
+        f"hashing and flushing the files in {folder}",
+        f"renaming {folder} to x",
+        f"flushing the folder {tmp_path}",
+    ]
+
+
+def test_a_manifest_of_ones_own_is_refused(tmp_path: Path) -> None:
+    def write() -> None:
+        with published_directory(tmp_path / "x", {}) as folder:
+            (folder / "manifest.json").touch()
+
+    with pytest.raises(DataError, match=r"/manifest\.json: is written by the publishing itself; leave it out$"):
+        write()
+    assert names(tmp_path) == []
+
+
+def test_the_free_bytes_that_are_told_are_those_without_what_was_written(small_disk: Path) -> None:
+    def write() -> None:
+        with published_directory(small_disk / "x", {}) as folder:
+            (folder / "a").write_bytes(bytes(2**20))
+            (folder / "b").write_bytes(bytes(2**20))
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    told = f"at least {2 * 2**20} bytes were to be written, {SMALL_DISK_MIB * 2**20} bytes are free on that file system"
+    with pytest.raises(DiskSpaceError, match=told) as full:
+        write()
+    assert full.value.needed_bytes == 2 * 2**20
+
+
+@pytest.mark.parametrize("num_inodes", [1, 2])
+def test_a_disk_without_room_for_the_temporary_is_a_full_one(tmp_path: Path, num_inodes: int) -> None:
+    with mounted(tmp_path / "few", options=f"nr_inodes={num_inodes}") as disk:
+        with pytest.raises(DiskSpaceError, match=r"x: no room to write \(\[Errno 28\]"):
+            publish(disk / "x")
+        assert names(disk) == []
+
+
+def test_a_file_system_without_locks_can_be_published_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    caplog.set_level("DEBUG")
+    before = num_open()
+    monkeypatch.setattr(fcntl, "flock", refused)
+    verify_directory(publish(tmp_path / "x"))
+    assert ".owner.lock: [Errno 37] No locks available" in caplog.text
+    assert num_open() == before
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    before = num_open()
+    publish(tmp_path / "x")
+    publish(tmp_path / "x", replace=True)
+    write_text_atomically(tmp_path / "y", "text")
+    dead = tmp_path / f".tmp-x-{2**22 + 1}-0123abcd"
+    dead.mkdir()
+    (dead / ".owner.lock").touch()
+    assert remove_stale_temporaries(tmp_path) == (dead,)
+    assert num_open() == before
+
+
+def test_exchange_swaps_where_the_file_system_offers_it(small_disk: Path) -> None:
+    a, b = publish(small_disk / "a", "A"), publish(small_disk / "b", "B")
+    assert exchange(a, b)
+    assert [(folder / "a.txt").read_text() for folder in (a, b)] == ["B", "A"]
 
 
 def test_exchange_swaps_or_says_that_it_cannot(tmp_path):
@@ -352,7 +455,29 @@ def test_a_full_disk_keeps_the_old_text(small_disk):
 # ---------------------------------------------------------------- temporaries
 
 
-def test_only_the_remains_of_dead_processes_are_removed(tmp_path):
+def test_a_temporary_lies_beside_its_place_under_a_name_that_says_whose_it_is(tmp_path: Path) -> None:
+    first, second = temporary_beside(tmp_path / "x"), temporary_beside(tmp_path / "x")
+    assert first.parent == second.parent == tmp_path
+    for path in (first, second):
+        assert re.fullmatch(rf"\.tmp-x-{os.getpid()}-[0-9a-f]{{8}}", path.name)
+    assert first != second
+
+
+def test_a_tree_is_removed_without_what_its_links_lead_to(tmp_path: Path) -> None:
+    folder = publish(tmp_path / "x")
+    assert size_bytes(folder / "sub") == 256
+    assert size_bytes(tmp_path / "absent") == 0
+    (tmp_path / "link").symlink_to(folder)
+    for path in (tmp_path / "link", folder / "a.txt", folder / "a.txt", folder / "manifest.json" / "below"):
+        remove_tree(path)
+    assert names(tmp_path) == ["x"]
+    assert names(folder) == ["manifest.json", "sub"]
+    remove_tree(folder)
+    assert names(tmp_path) == []
+
+
+def test_only_the_remains_of_dead_processes_are_removed(tmp_path, caplog):
+    caplog.set_level("INFO")
     dead = 2**22 + 1  # above the largest process id that Linux gives
     (tmp_path / f".tmp-x-{dead}-0123abcd").mkdir()
     (tmp_path / f".tmp-x-{dead}-0123abcd" / "big").touch()
@@ -364,16 +489,20 @@ def test_only_the_remains_of_dead_processes_are_removed(tmp_path):
         removed = remove_stale_temporaries(tmp_path)
         assert folder.exists()
     assert sorted(path.name for path in removed) == [f".tmp-x-{dead}-0123abcd", f".tmp-y.json-{dead}-0123abcd"]
+    for path in removed:
+        assert f"removing {path}, left by a process that has ended" in caplog.text
     assert names(tmp_path) == [".tmp-mine", f".tmp-x-{os.getpid()}-0123abcd", "live", f"x-{dead}-0123abcd"]
 
 
 def test_a_process_id_that_another_process_has_now_does_not_keep_remains_for_ever(tmp_path):
     """In containers a restarted trainer often has the very id of the killed one."""
-    old, file, old_file = (temporary_beside(tmp_path / name) for name in ("x", "y", "z"))
+    young, old, file, old_file = (temporary_beside(tmp_path / name) for name in ("w", "x", "y", "z"))
+    young.mkdir()
     old.mkdir()
     file.touch()
     old_file.touch()
-    for path, age_s in ((old, 600), (file, 600), (old_file, 7_200)):  # a file has no lock: it may be in use for an hour
+    # A file has no lock: it may be in use for an hour.
+    for path, age_s in ((young, 40), (old, 70), (file, 3_500), (old_file, 3_700)):
         os.utime(path, (time.time() - age_s,) * 2)
     with published_directory(tmp_path / "live", {}) as folder:
         os.utime(folder, (1, 1))  # an hour in one write: its lock says that it lives
@@ -426,6 +555,47 @@ def test_a_text_is_on_the_disk_before_the_rename_and_the_rename_after_it(tmp_pat
     assert temporary.parent == tmp_path
     assert temporary.name != "x.txt"
     assert folder == tmp_path
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes the file system had of each file that was forced to the disk."""
+    found: list[int] = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        found.append(os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    return found
+
+
+def test_all_of_a_text_is_forced_to_the_disk(tmp_path: Path, sizes: list[int]) -> None:
+    write_text_atomically(tmp_path / "x.txt", "content")
+    assert sizes[0] == 7
+    sizes.clear()
+    write_secret_once(tmp_path / "secret", "secret")
+    assert sizes == [6]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_secret_is_its_owners_alone_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    def refused(source: str, target: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refused)
+    secret = tmp_path / "secret"
+    write_secret_once(secret, "grüße")
+    assert secret.read_text(encoding="utf-8") == "grüße"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    if has_links:
+        write_secret_once(secret, "another")
+        assert secret.read_text(encoding="utf-8") == "grüße"
+    assert names(tmp_path) == ["secret"]
 
 
 def test_a_text_in_a_folder_that_may_not_be_written_names_the_folder_and_the_remedy():
