@@ -5,8 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlcore.errors import DataError, DiskSpaceError, HangError, NonFiniteError, WorkerLostError
-from rlcore.run.faults import FAULTS_FILE, as_ours, fault_of, note_fault, read_faults
+from rlcore.errors import (
+    DataError,
+    DeviceMemoryError,
+    DiskSpaceError,
+    HangError,
+    HostMemoryError,
+    NonFiniteError,
+    WorkerLostError,
+)
+from rlcore.run import faults
+from rlcore.run.faults import FAULTS_FILE, Fault, as_ours, fault_of, note_fault, num_oom_kills, read_faults
 
 
 def allocation_refused() -> Exception:
@@ -41,8 +50,11 @@ def test_an_allocation_that_the_host_refuses() -> None:
     assert "lower runtime.num_workers" in str(ours)
 
 
-def test_faults_are_kept_in_order_and_a_damaged_line_costs_itself(tmp_path: Path) -> None:
+def test_faults_are_kept_in_order_and_a_damaged_line_costs_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     faults = [fault_of(as_ours(error, "gen"), "gen", step) for step, error in enumerate(ERRORS.values())]
+    assert read_faults(tmp_path) == []
     for fault in faults[:2]:
         note_fault(tmp_path, fault)
     with (tmp_path / FAULTS_FILE).open("ab") as file:
@@ -50,4 +62,53 @@ def test_faults_are_kept_in_order_and_a_damaged_line_costs_itself(tmp_path: Path
     for fault in faults[2:]:
         note_fault(tmp_path, fault)
     assert read_faults(tmp_path) == faults
+    assert caplog.text.count(f"{tmp_path}/{FAULTS_FILE}: a line is damaged and left out: b'") == 2
     assert (tmp_path / FAULTS_FILE).read_bytes().count(b"\n") == len(faults) + 2
+
+
+def test_a_fault_that_cannot_be_written_costs_its_line_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    note_fault(tmp_path / "absent", Fault("hang", "", 3, "no end"))
+    assert f"{tmp_path}/absent/{FAULTS_FILE}: cannot be written: [Errno 2] No such file" in caplog.text
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_fault_is_short_and_says_where_it_was() -> None:
+    found = fault_of(KeyError("x" * 2000), "", 3)
+    assert (found.kind, found.step, len(found.message), found.stacks) == ("error", 3, 1000, None)
+    assert str(found) == "error after step 3"
+    assert str(Fault("hang", "gen", 4, "")) == "hang in gen after step 4"
+    assert round(found.time, 3) == found.time > 1.7e9
+
+
+def test_exhausted_memory_is_told_with_its_remedy_and_an_error_of_ours_stays() -> None:
+    on_device = as_ours(RuntimeError("CUDA out of memory. Tried to"), "gen")
+    assert isinstance(on_device, DeviceMemoryError)
+    assert str(on_device) == (
+        "GPU out of memory in gen: RuntimeError: CUDA out of memory. Tried to\nLower "
+        "trainer.max_tokens_per_micro_batch or rollout.memory_share; neither changes the numbers."
+    )
+    on_host = as_ours(MemoryError("no"), "")
+    assert isinstance(on_host, HostMemoryError)
+    assert str(on_host) == (
+        "host out of memory: MemoryError: no\nFree memory on this host, or lower runtime.num_workers or "
+        "reward.num_processes."
+    )
+    assert isinstance(as_ours(DeviceMemoryError("a worker: std::bad_alloc"), "gen"), HostMemoryError)
+    for error in (on_device, DataError("MemoryError"), ValueError("no")):
+        assert as_ours(error, "gen") is error
+
+
+def test_the_kernel_s_kills_are_read_from_the_first_file_that_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = tmp_path / "events", tmp_path / "vmstat"
+    monkeypatch.setattr(faults, "OOM_COUNTERS", files)
+    assert num_oom_kills() == 0
+    files[1].write_text("pgfault 9\noom_kill 7\n")
+    assert num_oom_kills() == 7
+    files[0].write_text("low 1\noom 2\noom_kill 3\noom_group_kill 4\n")
+    assert num_oom_kills() == 3
+    files[0].write_text("oom_kill many\n")
+    assert num_oom_kills() == 7
+    files[0].write_text("low 1\n")
+    assert num_oom_kills() == 7

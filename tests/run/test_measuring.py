@@ -1,0 +1,193 @@
+"""A line of the table of pass rates, and what its manifest and a run's metrics say of it, by hand."""
+
+import struct
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlcore.batching.pass_counts import PassCounts
+from rlcore.config import ModelConfig, PassRatesConfig, PathsConfig, RunConfig
+from rlcore.errors import DataError
+from rlcore.evaluation.result import Answer
+from rlcore.run.measuring import row_of
+from rlcore.run.pass_rates import (
+    SCHEMA,
+    PassRates,
+    _matched,
+    facts_of,
+    measured_beside,
+    measured_models,
+    planned_pass_rates,
+    read_table,
+    row_digests,
+)
+from rlcore.types import Prompt
+
+PROMPT = Prompt(7, (1, 2), "countdown", "{}", difficulty=3)
+RIGHT = Answer("a", 1.0, {"correct": 1.0, "format": 0.5}, num_tokens=4, finish_reason="stop")
+WRONG = Answer("b", 0.25, {"correct": 0.0}, num_tokens=9, finish_reason="length")
+FAILED = Answer("c", 0.0, {"odd": 1.0}, num_tokens=2, finish_reason="length", failure="the scorer failed")
+
+
+def test_a_line_counts_answers_with_a_score_and_tokens_of_all() -> None:
+    assert row_of(PROMPT, [RIGHT, WRONG, FAILED]) == {
+        "row_id": 7,
+        "data_source": "countdown",
+        "difficulty": 3,
+        "samples": 2,
+        "passes": 1,
+        "unscored": 1,
+        "mean_score": 0.625,
+        "mean_parts": [("correct", 0.5), ("format", 0.5)],
+        "mean_tokens": 5.0,
+        "max_tokens": 9,
+        "truncated": 2,
+    }
+    nothing = row_of(PROMPT, [FAILED, replace(FAILED, finish_reason="stop")])
+    known = ("samples", "passes", "unscored", "mean_score", "mean_parts", "truncated")
+    assert [nothing[name] for name in known] == [0, 0, 2, None, [], 1]
+
+
+def line(digest: str, passes: int, samples: int, unscored: int = 0) -> Mapping[str, object]:
+    return {
+        **row_of(PROMPT, [RIGHT]),
+        "digest": digest,
+        "passes": passes,
+        "samples": samples,
+        "unscored": unscored,
+    }
+
+
+def table_of(*lines: Mapping[str, object]) -> pa.Table:
+    return pa.Table.from_pylist(list(lines), schema=SCHEMA)
+
+
+def test_the_facts_of_a_table() -> None:
+    table = table_of(line("a", 0, 4), line("b", 3, 4), line("c", 0, 0, unscored=4), line("d", 3, 3, unscored=1))
+    assert facts_of(table, 4) == {
+        "kind": "pass-rates",
+        "rows": 4,
+        "samples": 4,
+        "mean": (0 + 0.75 + 1) / 3,
+        "unscored": 5,
+        "rows_by_passes": "2 0 0 2 0",
+    }
+
+
+def test_rows_of_another_table_are_found_by_their_digest_the_first_of_equal_ones(tmp_path: Path) -> None:
+    table = table_of(line("a", 1, 4), line("b", 2, 4), line("a", 3, 4))
+    same = _matched(table, ["a", "b", "a"], tmp_path)
+    assert (same.passes.tolist(), same.samples.tolist()) == ([1, 2, 3], [4, 4, 4])
+    other = _matched(table, ["b", "a", "a"], tmp_path)
+    assert other.passes.tolist() == [2, 1, 1]
+    with pytest.raises(DataError, match=rf"got {tmp_path}, which lacks 2 of 3: it is of other data, another filter"):
+        _matched(table, ["c", "b", "d"], tmp_path)
+
+
+def test_a_row_is_known_by_its_tokens_and_its_ground_truth(tmp_path: Path) -> None:
+    def digests(*rows: tuple[list[int], str]) -> list[str]:
+        ids, truths = pa.array([ids for ids, _ in rows]), [truth for _, truth in rows]
+        pq.write_table(pa.table({"prompt_ids": ids, "ground_truth_json": truths}), tmp_path / "rows.parquet")
+        return row_digests(tmp_path / "rows.parquet")
+
+    first, again, longer, other, cut = digests(
+        ([1, 2], "x"), ([1, 2], "x"), ([1, 2, 3], "x"), ([1, 2], "y"), ([2], "x")
+    )
+    assert first == again
+    assert len({first, longer, other, cut}) == 4
+    assert digests(([9], "z"), ([2], "x")) == [digests(([9], "z"))[0], cut], "wherever it stands"
+    assert first == blake2b(struct.pack("<2i", 1, 2) + b"\0x", digest_size=8).hexdigest(), "as tables have it"
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "pass_rates.parquet"
+    pq.write_table(table_of(line("a", 1, 4)), file)
+    assert read_table(file).num_rows == 1
+    pq.write_table(pa.table({"a": [1]}), file)
+    with pytest.raises(DataError, match=rf"^{file}: must have the columns row_id, data_source, .* truncated, got a$"):
+        read_table(file)
+    file.write_bytes(b"")
+    with pytest.raises(DataError, match=rf"^{file}: cannot be read as a table of pass rates .*\. Delete its folder$"):
+        read_table(file)
+
+
+def rates_of(
+    *rows: tuple[int, int], parts: tuple[int, ...], keep: tuple[float, float] = (0, 1), folder: Path = Path("t")
+) -> PassRates:
+    counts = PassCounts.of([passes for passes, _ in rows], [samples for _, samples in rows])
+    return PassRates(folder, counts, parts, PassRatesConfig(samples=4, keep=keep))
+
+
+def test_the_metrics_of_pass_rates_are_of_the_rows_that_have_one() -> None:
+    rates = rates_of((0, 4), (1, 4), (0, 0), (4, 4), (4, 4), parts=(3, 2), keep=(0.25, 1))
+    assert rates.metrics() == {
+        "pass_rates/mean": 2.25 / 4,
+        "pass_rates/never_share": 0.25,
+        "pass_rates/always_share": 0.5,
+        "pass_rates/rows_kept": 3.0,
+        "pass_rates/kept_share": 0.6,
+    }
+    assert [part.tolist() for part in rates.kept] == [[False, True, False], [True, True]]
+    kept = rates.kept_counts()
+    assert (kept.passes.tolist(), kept.samples.tolist()) == ([1, 4, 4], [4, 4, 4])
+    assert rates.spread() == "0 for 25% of the rows, 1 for 50%, between for 25%"
+    assert rates_of((0, 0), parts=(1,)).spread() == "not known: no answer has a score"
+
+
+@pytest.mark.parametrize(("keep", "kept"), [((0, 1), 5), ((0, 0.5), 3), ((0.5, 1), 3), ((0.25, 0.25), 1)])
+def test_both_ends_of_keep_are_kept(keep: tuple[float, float], kept: int) -> None:
+    rates = rates_of((0, 4), (1, 4), (2, 4), (3, 4), (4, 4), parts=(5,), keep=keep)
+    assert sum(int(part.sum()) for part in rates.kept) == kept
+    rates.require_enough(kept)
+    with pytest.raises(DataError) as told:
+        rates.require_enough(kept + 1)
+    assert str(told.value) == (
+        f"pass_rates.keep: must leave trainer.batch_size={kept + 1} rows or more, got [{keep[0]:g}, {keep[1]:g}], "
+        f"which leaves {kept} of 5 training rows (table t). Widen pass_rates.keep; the pass rates are 0 for 20% of the "
+        "rows, 1 for 20%, between for 60%"
+    )
+
+
+def test_a_part_without_a_kept_row_is_told_by_its_place() -> None:
+    rates = rates_of((4, 4), (1, 4), (4, 4), parts=(1, 1, 1), keep=(0.5, 1))
+    with pytest.raises(DataError) as told:
+        rates.require_enough(1)
+    assert str(told.value) == (
+        "pass_rates.keep: must leave rows of every part of a mixture, got [0.5, 1], which leaves none of entry 1 of "
+        "data.parts. Widen pass_rates.keep; the pass rates are 0 for 0% of the rows, 1 for 67%, between for 33%, or "
+        "leave that part out"
+    )
+    with pytest.raises(DataError, match=r"rows or more, got .* which leaves 0 of 2"):
+        rates_of((0, 4), (0, 4), parts=(1, 1), keep=(0.5, 1)).require_enough(1)
+
+
+def test_a_table_is_named_by_its_model_and_lies_beside_what_is_measured(tmp_path: Path) -> None:
+    def planned(settings: PassRatesConfig, model: Path | None = None) -> Path:
+        config = RunConfig(
+            pass_rates=settings,
+            model=ModelConfig(path=None if model is None else str(model)),
+            paths=PathsConfig(root=str(tmp_path)),
+        )
+        return planned_pass_rates(config, Path("filtered/0123"))
+
+    given = planned(PassRatesConfig(table=str(tmp_path / "a" / ".." / "t")))
+    assert given == tmp_path / "t"
+    assert measured_beside(given) == tmp_path / "measuring-t"
+    assert measured_models(given) == tmp_path / "measuring-t" / "models.json"
+    names = [planned(PassRatesConfig(samples=2))]
+    assert names[0].parent == tmp_path / "pass-rates"
+    models = [tmp_path / "a" / "m", tmp_path / "b" / "m"]
+    for model in models:
+        names.append(planned(PassRatesConfig(samples=2), model))
+        model.mkdir(parents=True)
+        names.append(planned(PassRatesConfig(samples=2), model))
+        (model / "model.safetensors").write_bytes(b"12345")
+        names.append(planned(PassRatesConfig(samples=2), model))
+        (model / "manifest.json").touch()
+        assert planned(PassRatesConfig(samples=2), model) == names[-3]
+    assert len(set(names)) == len(names)

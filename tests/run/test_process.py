@@ -1,0 +1,214 @@
+"""The trainer process: its channel, the commands of a whole run, and what ends it, in this process."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from rlcore.config import PassRatesConfig, RunConfig, TrainerConfig
+from rlcore.errors import DataError, MillraceError, StopRequestedError
+from rlcore.run import process
+from rlcore.run.process import Channel, run, serve, whole_run
+from rlcore.run.session import Session
+from rlcore.run.stop import StopFlag
+
+Event = Mapping[str, object]
+
+
+class Asked(StopFlag):
+    """Asked to stop by the test."""
+
+    def __init__(self, asked: bool = False) -> None:
+        super().__init__(lambda: None)
+        self.asked = asked
+
+    def __call__(self) -> bool:
+        return self.asked
+
+
+class Commands:
+    """In a session's place: notes what is called, and raises what the test wants."""
+
+    def __init__(self, error: Exception | None = None, at_the_end: Exception | None = None) -> None:
+        self.error, self.at_the_end = error, at_the_end
+        self.called: list[object] = []
+
+    def command(self, **arguments: object) -> Event:
+        self.called.append(arguments)
+        if self.error is not None:
+            raise self.error
+        return {"step": 3}
+
+    def fault(self, error: Exception) -> Exception:
+        self.called.append(error)
+        return error
+
+    def fail(self) -> None:
+        self.called.append("failed")
+
+    def save_finished(self) -> str:
+        if self.at_the_end is not None:
+            raise self.at_the_end
+        return "stopped after step 3"
+
+
+@pytest.fixture(autouse=True)
+def one_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "COMMANDS", {"train": Commands.command})
+
+
+def served(session: Commands, *commands: Event, stop: StopFlag | None = None) -> tuple[int, list[Event]]:
+    told: list[Event] = []
+    code = serve(cast(Session, session), iter(commands), told.append, stop or Asked())
+    return code, told
+
+
+def test_commands_are_answered_until_the_last_one() -> None:
+    session = Commands()
+    train = {"command": "train", "to_step": 3}
+    done = {"event": "done", "command": "train", "result": {"step": 3}}
+    assert served(session, train, {**train, "at_most": 4}) == (0, [done, done])
+    assert session.called == [{"to_step": 3}, {"to_step": 3, "at_most": 4}]
+    assert served(session, {"command": "close"}, train) == (0, [])
+    assert served(session, {"command": "leave"}, train) == (-1, [])
+    assert len(session.called) == 2
+
+
+def test_an_error_ends_it_and_counts_as_a_failure() -> None:
+    session = Commands(KeyError("a bug"))
+    told = {"event": "error", "command": "train", "type": "KeyError", "message": "KeyError: 'a bug'"}
+    assert served(session, {"command": "train"}, {"command": "train"}) == (1, [told])
+    assert session.called == [{}, session.error, "failed"]
+    session = Commands(DataError("a row breaks the schema"))
+    told = {"event": "error", "command": "train", "type": "DataError", "message": "a row breaks the schema"}
+    assert served(session, {"command": "train"}) == (1, [told])
+    code, (unknown,) = served(Commands(), {"to_step": 3})
+    assert (code, unknown["command"], unknown["type"]) == (1, "None", "KeyError")
+
+
+def test_a_stop_is_no_failure() -> None:
+    session = Commands(StopRequestedError("step 3 is saved"))
+    told = {"event": "error", "command": "train", "type": "StopRequestedError", "message": "step 3 is saved"}
+    assert served(session, {"command": "train"}, {"command": "train"}) == (75, [told])
+    assert session.called == [{}]
+
+
+def test_a_stop_between_two_commands_saves_and_says_so() -> None:
+    session = Commands()
+    told = {"event": "error", "command": "stop", "type": "StopRequestedError", "message": "stopped after step 3"}
+    assert served(session, {"command": "train"}, stop=Asked(True)) == (75, [told])
+    assert session.called == []
+    session = Commands(at_the_end=DataError("no room"))
+    told = {"event": "error", "command": "stop", "type": "DataError", "message": "no room"}
+    assert served(session, stop=Asked(True)) == (75, [told])
+    assert session.called == [session.at_the_end]
+
+
+@pytest.mark.parametrize("samples", [0, 2])
+def test_the_commands_of_a_whole_run(samples: int) -> None:
+    trainer = TrainerConfig(total_steps=7)
+    commands = list(whole_run(RunConfig(trainer=trainer, pass_rates=PassRatesConfig(samples=samples))))
+    names = ["verify", "warm_start", "pass_rates", "train", "validate", "validate", "export"]
+    assert [command["command"] for command in commands] == [name for name in names if samples or name != "pass_rates"]
+    assert commands[-4:] == [
+        {"command": "train", "to_step": 7},
+        {"command": "validate", "checkpoint": "start", "name": "before"},
+        {"command": "validate", "checkpoint": "last", "name": "after"},
+        {"command": "export", "checkpoint": "last"},
+    ]
+
+
+# ---------------------------------------------------------------------- the channel
+
+
+@dataclass
+class Pipes:
+    """The other side of a channel."""
+
+    channel: Channel
+    commands: int
+    replies: int
+
+
+@pytest.fixture
+def pipes() -> Iterator[Pipes]:
+    reads, commands = os.pipe()
+    replies, writes = os.pipe()
+    channel = Channel(reads, writes)
+    yield Pipes(channel, commands, replies)
+    for close in (channel._replies.close, *(partial(os.close, end) for end in (reads, commands, replies))):
+        with suppress(OSError):
+            close()
+
+
+def test_commands_come_in_parts_and_end_with_the_other_side(pipes: Pipes) -> None:
+    commands = pipes.channel.commands(lambda: False)
+    os.write(pipes.commands, b'{"command": "a"}\n{"command": "b"}\n{"comm')
+    assert [next(commands), next(commands)] == [{"command": "a"}, {"command": "b"}]
+    os.write(pipes.commands, b'and": "c"}\n{"command": "torn')
+    assert next(commands) == {"command": "c"}
+    os.close(pipes.commands)
+    assert next(commands, None) is None
+
+
+def test_no_command_is_taken_once_a_stop_was_asked_for(pipes: Pipes) -> None:
+    os.write(pipes.commands, b'{"command": "a"}\n{"command": "b"}\n')
+    assert list(pipes.channel.commands(lambda: True)) == []
+    asked = iter([False, False, True])
+    assert list(pipes.channel.commands(lambda: next(asked))) == [{"command": "a"}]
+
+
+def test_replies_are_lines_and_nobody_has_to_read_them(pipes: Pipes, caplog: pytest.LogCaptureFixture) -> None:
+    pipes.channel.send({"event": "note", "text": "a"})
+    pipes.channel.send({"event": "note", "text": "b"})
+    assert os.read(pipes.replies, 1000) == b'{"event": "note", "text": "a"}\n{"event": "note", "text": "b"}\n'
+    assert caplog.text == ""
+    os.close(pipes.replies)
+    pipes.channel.send({"event": "note", "text": "c"})
+    assert "nobody reads the replies any more; going on until the next checkpoint" in caplog.text
+
+
+def test_a_run_without_a_channel_is_the_only_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    codes = [-1, 0]
+    monkeypatch.setattr(process, "run_one", lambda *given: codes.pop(0))
+    monkeypatch.setattr(StopFlag, "install", lambda flag: None)
+    assert run(tmp_path / "settings.json", None, lambda event: None) == -1
+    assert codes == [0]
+
+
+@pytest.mark.parametrize("codes", [[-1, -1, 1], [-1, 0], [75]])
+def test_runs_follow_each_other_until_one_is_not_left(
+    monkeypatch: pytest.MonkeyPatch, pipes: Pipes, codes: list[int]
+) -> None:
+    seen: list[Path] = []
+    following = [Path("second"), Path("third")]
+
+    def one(settings: Path, *given: Any) -> int:
+        seen.append(settings)
+        return codes[len(seen) - 1]
+
+    monkeypatch.setattr(process, "run_one", one)
+    monkeypatch.setattr(process, "next_settings", lambda channel, stop: following.pop(0))
+    monkeypatch.setattr(StopFlag, "install", lambda flag: None)
+    assert run(Path("first"), pipes.channel, lambda event: None) == codes[-1]
+    assert seen == [Path("first"), Path("second"), Path("third")][: len(codes)]
+
+
+@pytest.mark.parametrize(("error", "code"), [(DataError("no inputs"), 1), (StopRequestedError("stopped"), 75)])
+def test_an_error_before_the_first_command_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: MillraceError, code: int
+) -> None:
+    def fails(*given: object, **named: object) -> Session:
+        raise error
+
+    monkeypatch.setattr(process, "Session", fails)
+    settings = tmp_path / "settings.json"
+    settings.write_text(RunConfig().model_dump_json())
+    told: list[Event] = []
+    assert process.run_one(settings, None, told.append, Asked()) == code
+    assert told == [{"event": "error", "command": "start", "type": type(error).__name__, "message": str(error)}]

@@ -1,0 +1,116 @@
+"""Which signal asks for a stop and which ends the process at once; the wait for a run's lock."""
+
+import math
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlcore.errors import RunInUseError, StopRequestedError
+from rlcore.run import stop
+from rlcore.run.stop import StopFlag, locked_run
+from rlcore.storage.locks import RunLock
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which goes on by sleeps and by what is added."""
+    passed = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: sum(passed), sleep=passed.append)
+    monkeypatch.setattr(stop, "time", clock)
+    return passed
+
+
+@pytest.mark.parametrize(
+    ("signals", "ends"),
+    [
+        ([(signal.SIGTERM, 0.0)], 0),
+        ([(signal.SIGINT, 0.0)], 0),
+        ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 5.0)], 0),
+        ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 5.25)], 1),
+        ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 3.0), (signal.SIGTERM, 3.0)], 1),
+        ([(signal.SIGTERM, 0.0), (signal.SIGINT, 0.0)], 1),
+        ([(signal.SIGINT, 0.0), (signal.SIGTERM, 1.0)], 0),
+    ],
+)
+def test_a_second_wish_ends_the_process_and_the_same_one_twice_does_not(
+    now: list[float], signals: list[tuple[int, float]], ends: int
+) -> None:
+    ended: list[bool] = []
+    flag = StopFlag(lambda: ended.append(True))
+    assert (flag(), flag.asked_s()) == (False, None)
+    for number, after_s in signals:
+        now.append(after_s)
+        flag._handle(number, None)
+    now.append(2.0)
+    assert flag()
+    assert flag.asked_s() == 2.0 + sum(after_s for _, after_s in signals)
+    assert len(ended) == ends
+
+
+def test_the_signal_of_a_parents_end_is_no_second_wish(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    flag = StopFlag(lambda: ended.append(True))
+    flag._handle(signal.SIGTERM, None)
+    now.append(60.0)
+    parent = os.getppid()
+    monkeypatch.setattr(os, "getppid", lambda: parent + 1)
+    flag._handle(signal.SIGTERM, None)
+    assert ended == []
+    flag._handle(signal.SIGTERM, None)
+    assert ended == [True], "one that comes after it is"
+
+
+def test_both_signals_are_taken_over() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    flag = StopFlag(lambda: None)
+    try:
+        flag.install()
+        assert [signal.getsignal(number) for number in before] == [flag._handle, flag._handle]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "words", "num_waits"),
+    [(0.5, "up to 0.5 s: it may be saving", 3), (stop.LOCK_WAIT_S, "up to 90 s: it may be saving", 450)],
+)
+def test_a_lock_that_another_process_has_is_told_once_and_waited_for(
+    tmp_path: Path,
+    now: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wait_s: float,
+    words: str,
+    num_waits: int,
+) -> None:
+    monkeypatch.setattr("rlcore.storage.locks.POLL_S", 0.0)
+    told: list[object] = []
+    with RunLock(tmp_path):
+        with pytest.raises(RunInUseError) as failed, locked_run(tmp_path, told.append, lambda: False, wait_s):
+            pytest.fail("the lock is held")
+        assert told == [{"event": "note", "text": f"{failed.value}. Waiting {words}"}]
+        assert abs(len(now) - 1 - num_waits) <= 1, "a fifth of a second each"
+        assert f"Waiting {words}" in caplog.text
+        told.clear()
+        with (
+            pytest.raises(StopRequestedError, match="stopped while waiting for the run to be free; nothing was begun"),
+            locked_run(tmp_path, told.append, lambda: True, math.inf),
+        ):
+            pytest.fail("the lock is held")
+        assert str(told).endswith(". Waiting until it ends'}]")
+
+
+def test_a_run_that_is_locked_is_without_what_a_killed_process_has_left(tmp_path: Path) -> None:
+    left = tmp_path / f".tmp-x-{2**22 + 1}-0123abcd"
+    left.mkdir()
+    told: list[object] = []
+    with locked_run(tmp_path, told.append, lambda: True):
+        assert not left.exists()
+        with pytest.raises(RunInUseError), RunLock(tmp_path):
+            pytest.fail("it is not held")
+    with RunLock(tmp_path):
+        assert told == []
