@@ -39,6 +39,12 @@ def test_the_list_shows_broken_ones_too(tmp_path):
     assert (full[0].score, full[0].size_bytes > 1000, full[0].reason) == (0.5, True, "")
     assert "rank.safetensors: hash" in full[1].reason
     assert "never finished" in full[2].reason
+    assert (full[2].size_bytes, dict(full[2].metrics), full[2].created, full[2].score) == (0, {}, "", None)
+    assert [row.size_bytes for row in full[:2]] == [info.size_bytes for info in store.list()[:2]]
+    assert [row.settings_fingerprint for row in full] == [store.list()[0].settings_fingerprint] * 2 + [
+        "",
+        full[0].settings_fingerprint,
+    ]
     assert list_checkpoints(tmp_path / "absent") == ()
 
 

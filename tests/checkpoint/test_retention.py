@@ -53,6 +53,10 @@ def test_against_the_naive_twin(scores, last, best, every):
         ({"critic/score/mean": 0.9, "val-core/countdown/pass@4": 0.9}, None),
         ({"val-core/countdown/reward/mean@1": 0.25}, 0.25),
         ({"val-core/a/reward/mean@4": 0.25, "val-core/b/reward/mean@4": 0.75}, 0.5),
+        ({"val-core/a/reward/mean@4": 0.25, "val-core/all/reward/mean@4": 0.75}, 0.25),
+        ({"sft/held_out_loss": 1.5, "val-core/a/reward/mean@4": 0.25}, -1.5),
+        ({"sft/held_out_loss": 0.0}, 0.0),
+        ({"val-core/a/reward/mean@4": 0.0}, 0.0),
     ],
 )
 def test_the_score_is_the_held_out_reward(metrics, expected):

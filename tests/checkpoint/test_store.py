@@ -8,13 +8,15 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlcore.checkpoint import catalog
+from rlcore.checkpoint import store as store_module
 from rlcore.checkpoint.catalog import plan_prune, scan
 from rlcore.checkpoint.state import TrainerState
-from rlcore.checkpoint.store import CheckpointStore
+from rlcore.checkpoint.store import CheckpointStore, require_same_settings
 from rlcore.config import AlgoConfig, CheckpointConfig, KlConfig, RunConfig, TrackingConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import CheckpointError, DataError, DiskSpaceError, RunInUseError
@@ -159,6 +161,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+KEPT = (
+    "newer format", "pipe for a manifest", "folder for a manifest", "unreadable manifest", "file for a folder",
+    "link to itself",
+)  # fmt: skip
+"""Those that get another name; what can be read and is wrong gives way."""
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_broken_one_is_refused_by_name_and_the_one_before_is_taken(tmp_path, caplog, damage):
     writer = store_at(tmp_path)
@@ -182,6 +191,8 @@ def test_a_broken_one_is_refused_by_name_and_the_one_before_is_taken(tmp_path, c
     newest = store_at(tmp_path).latest()
     assert newest is not None
     assert newest.step == 3
+    is_kept = damage in KEPT
+    assert any((tmp_path / "checkpoints").glob("step-000003.*")) == is_kept
 
 
 def test_one_whose_state_is_of_a_newer_format_is_refused_and_kept_too(tmp_path, caplog):
@@ -368,8 +379,112 @@ def test_other_settings_are_refused_with_both_values(tmp_path):
     assert f"algo.kl.coef: {default} in the checkpoint, 0.25 now" in message
     assert "seed: 1 in the checkpoint, 7 now" in message
     assert message.count(" in the checkpoint, ") == 2
+    assert message.endswith(
+        "Set them back; or start a new run from these weights with settings of its own: --fork "
+        f"{tmp_path.name}@1 and another run_id."
+    )
     with pytest.raises(CheckpointError, match="other settings"):
         store.load_state(store.list()[0])
+
+
+@pytest.mark.parametrize(("count", "more"), [(10, ""), (12, "\n  and 2 more")])
+def test_of_many_settings_that_differ_ten_are_shown(tmp_path: Path, count: int, more: str) -> None:
+    folder = save(store_at(tmp_path), 1)
+    info = scan(tmp_path / "checkpoints").checkpoints[0]
+    theirs = {f"key-{number:02d}": number for number in range(count - 1)}
+    (folder / "settings.json").write_text(json.dumps(theirs | {"same": None}))
+    with pytest.raises(CheckpointError) as caught:
+        require_same_settings(info, {"same": None, "new": None}, "another")
+    lines = [f"  key-{number:02d}: {number} in the checkpoint, absent now" for number in range(count - 1)]
+    lines = [*lines, "  new: absent in the checkpoint, null now"][:10]
+    shown = "\n".join(lines)
+    assert str(caught.value).startswith(
+        f"{folder}: was made with other settings, so going on would be another run:\n{shown}{more}\nSet them back; or"
+    )
+    (folder / "settings.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=rf"settings\.json: holds no settings\. Restore it, or delete {folder}\."):
+        require_same_settings(info, {}, "another")
+
+
+def test_a_name_that_is_none_says_which_there_are(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    assert store.find("start") is None
+    assert store.step_of("start") == 0
+    for name in ("last", "best", "step-000002"):
+        with pytest.raises(CheckpointError) as caught:
+            store.find(name)
+        assert str(caught.value) == (
+            f"checkpoint={name}: run {tmp_path.name} has no such checkpoint; there is none yet. Name start, or train "
+            "first: millrace train with these settings"
+        )
+    save(store, 1)
+    save(store, 3)
+    assert [store.step_of(name) for name in ("last", "step-000001")] == [3, 1]
+    with pytest.raises(CheckpointError) as caught:
+        store.find("step-000002")
+    assert str(caught.value) == (
+        f"checkpoint=step-000002: run {tmp_path.name} has no such checkpoint; there is start, step-000001, "
+        "step-000003. Name one that is there, or train first: millrace train with these settings"
+    )
+
+
+def test_checkpoints_of_later_steps_go_where_a_run_goes_back(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    for step in (1, 2, 3):
+        save(store, step, score=float(step))
+    for below, step in ((None, 3), (3, 2), (2, 1)):
+        best = store.best(below=below)
+        assert best is not None
+        assert best.step == step
+    assert store.best(below=1) is None
+    store.leave_later(3)
+    assert steps(store) == [1, 2, 3]
+    store.discard_after(2)
+    assert steps(store) == [1, 2]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()) == [
+        "step-000001", "step-000002",
+    ]  # fmt: skip
+
+
+def test_one_that_cannot_be_deleted_goes_on_taking_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = store_at(tmp_path, keep_last=1, keep_best=0)
+    for step in (1, 2, 3):
+        save(store, step)
+    rename = Path.rename
+
+    def refused(path: Path, target: Path) -> Path:
+        if path.name == "step-000001":
+            raise OSError(16, "Device or resource busy")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    assert store.prune() == (store.path_of(2),)
+    assert f"{store.path_of(1)}: cannot be deleted ([Errno 16] Device or resource busy); it goes on" in caplog.text
+    assert steps(store) == [1, 3]
+
+
+def test_what_was_verified_once_is_not_hashed_again_by_the_same_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = store_at(tmp_path)
+    save(writer, 1)
+    reader = store_at(tmp_path)
+    hashed: list[bool] = []
+    verify = store_module.verify_directory
+
+    def noted(path: Path, *, hashes: bool, **more: Any) -> Manifest:
+        hashed.append(hashes)
+        return verify(path, hashes=hashes, **more)
+
+    monkeypatch.setattr(store_module, "verify_directory", noted)
+    info = reader.list()[0]
+    writer.verify(info)
+    reader.verify(info, hashes=False)
+    reader.verify(info)
+    reader.verify(info)
+    assert hashed == [False, False, True, False], "its writer has hashed it; a look at sizes does not count"
 
 
 def test_a_warm_start_of_other_settings_is_no_run_to_fork(tmp_path):
@@ -426,6 +541,7 @@ def test_the_same_step_again_takes_the_place(tmp_path):
     save(store, 1, content="new")
     assert (store.path_of(1) / "policy" / "rank.safetensors").read_text() == "new of 1"
     assert steps(store) == [1]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [".writer.lock", "step-000001"]
 
 
 def test_two_writers_exclude_each_other(tmp_path):

@@ -170,8 +170,10 @@ def test_a_lock_file_that_is_deleted_while_it_is_taken_is_not_the_lock(tmp_path,
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", delete_first)
+    before = num_open()
     with RunLock(tmp_path):
         assert deleted
+        assert num_open() == before + 1
         with pytest.raises(RunInUseError):
             take(tmp_path)
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from rlcore.storage.manifest import (
     verify_directory,
 )
 from rlcore.storage.publish import (
+    _is_stale,
     _take,
     exchange,
     published_directory,
@@ -60,7 +62,7 @@ def fail_in_block(target: Path, reason: BaseException) -> None:
 
 
 def test_a_published_directory_holds_its_files_and_a_manifest(tmp_path):
-    target = publish(tmp_path / "deep" / "x", kind="demo", reward=0.25)
+    target = publish(tmp_path / "very" / "deep" / "x", kind="demo", reward=0.25)
     manifest = verify_directory(target)
     assert dict(manifest.values) == {"kind": "demo", "reward": 0.25}
     assert [entry.name for entry in manifest.files] == ["a.txt", "sub/b.bin"]
@@ -182,6 +184,24 @@ def test_what_is_begun_is_told_with_its_path(tmp_path: Path) -> None:
         f"renaming {folder} to x",
         f"flushing the folder {tmp_path}",
     ]
+
+
+def test_a_folder_that_cannot_be_renamed_over_is_one_clear_error(tmp_path: Path) -> None:
+    """A mount point is busy."""
+    with mounted(tmp_path / "x"), pytest.raises(DataError, match=r"x: cannot be published \(\[Errno 16\]"):
+        publish(tmp_path / "x")
+    assert names(tmp_path) == ["x"]
+
+
+def test_a_folder_that_cannot_be_looked_into_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(DataError, match="is in the way"):
+            published_directory(tmp_path / "x", {}).__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_manifest_of_ones_own_is_refused(tmp_path: Path) -> None:
@@ -435,6 +455,9 @@ def test_a_mixture_stands_for_the_folders_beside_it(tmp_path: Path) -> None:
 
 def test_text_is_replaced_whole(tmp_path):
     write_text_atomically(tmp_path / "new" / "x", "grüße\n")
+    assert (tmp_path / "new" / "x").read_bytes() == "grüße\n".encode()
+    write_json_atomically(tmp_path / "very" / "deep" / "x", {"a": ["ü"]})
+    assert (tmp_path / "very" / "deep" / "x").read_text(encoding="utf-8") == '{\n  "a": [\n    "ü"\n  ]\n}\n'
     write_json_atomically(tmp_path / "new" / "x", {"a": [1, 2.5, None]})
     assert json.loads((tmp_path / "new" / "x").read_text()) == {"a": [1, 2.5, None]}
     assert names(tmp_path / "new") == ["x"]
@@ -509,6 +532,7 @@ def test_a_process_id_that_another_process_has_now_does_not_keep_remains_for_eve
         assert remove_stale_temporaries(tmp_path) == (old, old_file)
         assert folder.exists()
     assert remove_stale_temporaries(tmp_path / "absent") == ()
+    assert not _is_stale(temporary_beside(tmp_path / "published meanwhile"))
 
 
 def test_a_temporary_is_locked_though_another_process_was_looking_at_it(tmp_path):
