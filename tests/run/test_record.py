@@ -1,0 +1,165 @@
+"""What a run tells of its steps: to its flow, its log and its journal."""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from rlcore.checkpoint.catalog import CheckpointInfo, Refusal
+from rlcore.checkpoint.store import Found
+from rlcore.config import CheckpointConfig, RunConfig, TrackingConfig, TrainerConfig
+from rlcore.run.faults import Fault, note_fault
+from rlcore.run.layout import RunLayout
+from rlcore.run.record import Pace, RunEvents, RunRecord
+from rlcore.run.stop import StopFlag
+from rlcore.run.watchdog import Watchdog
+from rlcore.storage.disk import checkpoint_bytes
+from rlcore.tracking.journal import load_journal
+from rlcore.trainer.alarms import Alarm
+from rlcore.trainer.step import LoopState, StepResult
+from rlcore.workers.passes import Shortage
+
+Told = list[Mapping[str, object]]
+
+
+@pytest.fixture
+def told() -> Told:
+    return []
+
+
+@pytest.fixture
+def record(tmp_path: Path, told: Told) -> Iterator[RunRecord]:
+    config = RunConfig(
+        tracking=TrackingConfig(enabled=False),
+        trainer=TrainerConfig(total_steps=9),
+        checkpoint=CheckpointConfig(reserve_gb=0.5),
+    )
+    layout = RunLayout(tmp_path, tmp_path / "run")
+    layout.run_dir.mkdir()
+    guard = Watchdog(config, layout, stop=StopFlag(lambda: None), report=told.append, give_up=lambda error: None)
+    made = RunRecord(config, layout, guard)
+    yield made
+    made.finish(failed=False)
+
+
+def journaled(record: RunRecord) -> list[tuple[str, int, Mapping[str, object]]]:
+    record._tracker.journal.require_written()
+    return [(event.name, event.step, event.data) for event in load_journal(record.layout.journal).events]
+
+
+def test_the_time_left_is_by_the_last_twenty_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("rlcore.run.record.time.monotonic", lambda: now[0])
+    pace = Pace(is_warm=True)
+    assert math.isnan(pace.eta_s(3))
+    for seconds in [100.0] + [1.0] * 19 + [3.0]:
+        now[0] += seconds
+        pace.tick()
+    assert pace.eta_s(40) == 40 * (19 + 3) / 20, "the slow one is out"
+    assert pace.eta_s(0) == 0
+
+
+def test_a_step_is_told_with_the_metrics_that_travel(record: RunRecord, told: Told) -> None:
+    metrics = {"perf/throughput": 5.0, "critic/score/mean": 0.5, "actor/lr": 1.0}
+    RunEvents(record, "train").progress(StepResult(LoopState(3, 3, 24, 100, 0.1), metrics), 4, Pace(is_warm=False))
+    (event,) = told
+    assert math.isnan(float(str(event["eta_s"])))
+    assert {name: value for name, value in event.items() if name != "eta_s"} == {
+        "event": "progress",
+        "stage": "train",
+        "step": 3,
+        "to_step": 4,
+        "total_steps": 9,
+        "metrics": {"critic/score/mean": 0.5, "perf/throughput": 5.0},
+        "tokens_per_s": 5.0,
+    }
+
+
+def test_an_alarm_is_told_once_while_it_lasts(record: RunRecord, told: Told) -> None:
+    events, loud, other = RunEvents(record, "train"), Alarm("kl", "warn", "kl is 9"), Alarm("grad", "stop", "grad is 8")
+    for step, alarms in ((1, [loud]), (2, [loud, other]), (3, []), (4, [loud])):
+        events.alarms(step, alarms)
+    assert [(event["step"], event["alarm"]) for event in told] == [(1, "kl"), (2, "grad"), (4, "kl")]
+    assert told[1] == {
+        "event": "alarm", "step": 2, "alarm": "grad", "action": "stop", "text": "alarm at step 2: grad is 8",
+    }  # fmt: skip
+    assert [(name, step) for name, step, _ in journaled(record)] == [("alarm", 1), ("alarm", 2), ("alarm", 4)]
+    events.rolled_back(2, 5, "kl is 9", 0.25)
+    assert told[-1] == {
+        "event": "roll_back",
+        "step": 2,
+        "from_step": 5,
+        "lr_factor": 0.25,
+        "text": "alarm at step 5: kl is 9; back to step 2, learning rate x 0.25",
+    }
+    events.alarms(3, [loud])
+    assert told[-1]["step"] == 3, "after a way back it is told again"
+
+
+def test_answers_without_a_score_are_told_at_the_first_and_when_they_have_doubled(
+    record: RunRecord, told: Told
+) -> None:
+    events = RunEvents(record, "train")
+    for step, count in enumerate((0, 1, 1, 2, 3, 4, 1000, 1999, 2000)):
+        events.unscored(step, count, "too late")
+    assert [event["num_answers"] for event in told] == [1, 2, 4, 1000, 2000]
+    assert told[3] == {
+        "event": "scorer_failed",
+        "step": 6,
+        "num_answers": 1000,
+        "reason": "too late",
+        "text": "data.scorer failed on 1,000 answer(s) so far, which are left out of training and of held-out figures; "
+        "the last time: too late",
+    }
+
+
+def test_a_pass_that_was_repeated_is_told_with_its_budget(record: RunRecord, told: Told) -> None:
+    shortages = [Shortage("update", 2, 4, 2, "no room"), Shortage("forward", 1, 8, 4000, "none")]
+    RunEvents(record, "train").shortages(3, shortages, 1001)
+    assert [event["max_tokens_per_micro_batch"] for event in told] == [500, 1]
+    assert told[0]["text"] == ("step 3: update ran out of memory in 2 micro-batches and is done again in 4: no room")
+    assert (told[0]["event"], told[0]["step"], told[0]["factor"], told[0]["name"]) == ("out_of_memory", 3, 2, "update")
+
+
+def test_faults_that_the_journal_does_not_know_are_noted_in_it_once(record: RunRecord) -> None:
+    for number in (1, 2):
+        note_fault(record.layout.run_dir, Fault("hang", "gen", number, "no end", time=float(number)))
+    events = RunEvents(record, "train")
+    assert events.num_faults == 0
+    for _ in range(2):
+        events.faults(4)
+        assert events.num_faults == 2
+        assert [(name, step, data["time"]) for name, step, data in journaled(record)] == [
+            ("fault", 4, 1.0), ("fault", 4, 2.0),
+        ]  # fmt: skip
+
+
+def test_where_a_run_goes_on_is_told_with_what_was_refused(record: RunRecord, told: Told, tmp_path: Path) -> None:
+    taken = CheckpointInfo(2, tmp_path / "step-000002", 1, {}, "", "")
+    refused = Refusal(tmp_path / "step-000003", 3, "a flipped bit")
+    events = RunEvents(record, "train")
+    events.went_on(2, Found(taken, (refused,)))
+    path = str(tmp_path / "step-000003")
+    assert told == [
+        {"event": "checkpoint_refused", "step": 2, "text": "going on from step-000002: a flipped bit", "path": path},
+        {"event": "resumed", "step": 2, "text": "going on from step 2"},
+    ]
+    told.clear()
+    events.went_on(0, Found(None, (refused,)))
+    assert [event["text"] for event in told] == ["going on from the start: a flipped bit"]
+    told.clear()
+    events.went_on(2, Found(taken, (), "it was cut"))
+    assert told[0]["event"] == "journal_mismatch"
+    assert told[0]["text"] == (
+        "going on from step 2 all the same, since no other checkpoint fits: it was cut; it lacks steps 1-2 for good"
+    )
+
+
+def test_the_first_checkpoint_is_as_large_as_its_parameters(record: RunRecord, told: Told) -> None:
+    assert record.room_metrics()["disk/needed_gb"] == 0.5, "the reserve"
+    record.expect(1_000_000)
+    assert record.room_metrics()["disk/needed_gb"] == (checkpoint_bytes(1_000_000) + 500_000_000) / 1e9
+    settled: list[bool] = []
+    record.wait_for_room(3, lambda: settled.append(True))
+    assert (settled, told) == ([], [])

@@ -1,0 +1,224 @@
+"""What the watch compares and says, on a clock of the test."""
+
+import faulthandler
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlcore.checkpoint.save import UnderWay
+from rlcore.config import RunConfig
+from rlcore.config.trainer import DeadlineConfig, RuntimeConfig
+from rlcore.errors import DataError, HangError, MillraceError, StopRequestedError, WorkerLostError
+from rlcore.run import watchdog
+from rlcore.run.faults import Fault, read_faults
+from rlcore.run.layout import RunLayout
+from rlcore.run.stop import StopFlag
+from rlcore.run.watchdog import DEADLINE_OF, StepAbandonedError, Watchdog
+
+
+class Asked(StopFlag):
+    """Asked to stop so many seconds ago."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        super().__init__(lambda: None)
+        self.seconds = seconds
+
+    def asked_s(self) -> float | None:
+        return self.seconds
+
+
+class Watch(Watchdog):
+    """A watch that is not entered, with what it has told and whom it gave up with."""
+
+    def __init__(self, folder: Path, stop: StopFlag | None = None, **runtime: Any) -> None:
+        self.told: list[Mapping[str, object]] = []
+        self.given_up: list[MillraceError] = []
+        layout = RunLayout(folder, folder / "run")
+        layout.run_dir.mkdir(exist_ok=True)
+        config = RunConfig(runtime=RuntimeConfig(**runtime))
+        super().__init__(
+            config,
+            layout,
+            stop=stop or Asked(),
+            report=self.told.append,
+            give_up=self.given_up.append,
+            step=lambda: 7,
+        )
+
+
+def test_each_phase_has_the_deadline_of_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, armed = [100.0], list[float | None]()
+
+    def arm(seconds: float, *, exit: bool, file: object) -> None:
+        assert exit
+        armed.append(seconds)
+
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", arm)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: armed.append(None))
+    keys = sorted(set(DEADLINE_OF.values()))
+    limits = {key: 1000.0 + place for place, key in enumerate(keys)}
+    watch = Watch(tmp_path, deadlines=DeadlineConfig(**limits))
+    for phase, key in DEADLINE_OF.items():
+        armed.clear()
+        with watch.phase(phase):
+            assert armed == [None, limits[key] + 60]
+        assert armed == [None, limits[key] + 60, None], "no timer is left"
+    with watch.phase("testing"):
+        now[0] += 400.0
+        with watch.phase("gen"):
+            now[0] += 100.0
+        assert armed[-1] == limits["validate_s"] - 500 + 60, "the outer phase has what is left of its time"
+        with watch.phase("gen"):
+            now[0] += 5000.0
+        assert armed[-1] == 60
+
+
+@pytest.mark.parametrize(
+    ("phase", "asked_s", "is_given_up"),
+    [("gen", 50.5, True), ("gen", 50.0, False), ("gen", None, False), ("update_actor", 99.0, False)],
+)
+def test_a_step_is_given_up_after_half_of_the_time_for_a_stop_before_it_changes_anything(
+    tmp_path: Path, phase: str, asked_s: float | None, is_given_up: bool
+) -> None:
+    watch = Watch(tmp_path, Asked(asked_s), stop_deadline_s=100.0)
+    if not is_given_up:
+        with watch.phase(phase):
+            return
+    with pytest.raises(StepAbandonedError) as told, watch.phase(phase):
+        pytest.fail("it was begun")
+    assert str(told.value) == "the step was given up before gen: a stop was asked for 50 s ago"
+
+
+@pytest.mark.parametrize(("save_s", "after_s"), [(100.0, 10.0), (3600.0, 120.0)])
+def test_a_slow_save_is_told_after_a_tenth_of_its_time_and_whenever_that_has_doubled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_s: float, after_s: float
+) -> None:
+    watch, told = Watch(tmp_path, deadlines=DeadlineConfig(save_s=save_s)), list[tuple[str, float]]()
+    monkeypatch.setattr(watch, "_is_slow", lambda what, seconds: told.append((what, seconds)))
+    watch._tell_if_slow(1e6)
+    for begun in (1000.0, 5000.0):
+        watch.aside = lambda begun=begun: UnderWay(f"from {begun:g}", begun)
+        told.clear()
+        for seconds in (after_s, after_s + 1, after_s + 2, 2 * after_s + 2, 2 * after_s + 3):
+            watch._tell_if_slow(begun + seconds)
+        assert told == [(f"from {begun:g}", after_s + 1), (f"from {begun:g}", 2 * after_s + 3)]
+
+
+def test_a_slow_save_is_told_to_the_flow_and_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watch(tmp_path)
+    watch._is_slow("checkpoint of step 3: renaming x", 61.4)
+    text = (
+        "checkpoint of step 3: renaming x since 61 s; does the file system answer? What waits for it counts as hung "
+        "after runtime.deadlines.save_s"
+    )
+    assert watch.told == [{"event": "note", "text": text}]
+    assert text in caplog.text
+
+
+def test_a_hang_is_a_fault_with_what_the_save_is_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watch(tmp_path)
+    watch.aside = lambda: UnderWay("checkpoint of step 3: renaming x", 0.0)
+    watch._hangs("commit", 61.4)
+    (fault,) = read_faults(tmp_path / "run")
+    message = (
+        "runtime.deadlines.save_s: hang in commit after step 7: no end after 61 s; checkpoint of step 3: renaming x"
+    )
+    assert (fault.kind, fault.phase, fault.step, fault.message) == ("hang", "commit", 7, message)
+    assert str(fault.stacks).startswith(f"{tmp_path}/run/failures/stacks-20")
+    assert Path(str(fault.stacks)).read_text().startswith(f"hang in commit after step 7\n{message}\n\n")
+    (error,) = watch.given_up
+    assert isinstance(error, HangError)
+    assert str(error) == f"{message}. What every process was doing: {fault.stacks}"
+    text = f"hang in commit after step 7; stacks: {fault.stacks}"
+    assert watch.told == [{"event": "fault", "text": text, "kind": "hang", "phase": "commit", "step": 7}]
+    assert f"fault: hang in commit after step 7: {message}" in caplog.text
+    watch.fault(WorkerLostError("its rank was ended"))
+    assert len(read_faults(tmp_path / "run")) == 1, "what is ended after a hang is no fault of its own"
+
+
+def test_a_fault_says_in_which_phase_and_stacks_are_for_a_lost_rank(tmp_path: Path) -> None:
+    watch = Watch(tmp_path)
+    with watch.phase("gen"):
+        pass
+    error = DataError("no row")
+    assert watch.fault(error) is error
+    assert watch.told == [
+        {"event": "fault", "text": "data in gen after step 7", "kind": "data", "phase": "gen", "step": 7}
+    ]
+    watch.fault(WorkerLostError("rank 1"))
+    first, second = read_faults(tmp_path / "run")
+    assert (first.kind, first.stacks) == ("data", None)
+    assert second.kind == "lost worker"
+    assert Path(str(second.stacks)).is_file()
+    host = watch.fault(MemoryError("no"))
+    assert str(host).startswith("host out of memory in gen: MemoryError: no\n")
+
+
+@pytest.mark.parametrize("is_saving", [True, False])
+def test_a_stop_that_takes_too_long_says_where(tmp_path: Path, is_saving: bool) -> None:
+    watch = Watch(tmp_path, stop_deadline_s=30.0)
+    where = "its end"
+    if is_saving:
+        watch.aside = lambda: UnderWay("checkpoint of step 3: renaming x", 0.0)
+        where = "gen; checkpoint of step 3: renaming x"
+        with watch.phase("testing"), watch.phase("gen"):
+            watch._stop_takes_too_long()
+    else:
+        watch._stop_takes_too_long()
+    (error,) = watch.given_up
+    assert isinstance(error, StopRequestedError)
+    assert str(error) == (
+        f"runtime.stop_deadline_s: told to stop, the run had not ended after 30 s (in {where}), and was ended. Start "
+        "again to go on from the last checkpoint"
+    )
+
+
+def test_the_thread_looks_four_times_a_second_until_it_is_too_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, waits = [100.0], list[float]()
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    hung: list[tuple[str, float]] = []
+
+    def looking(stop: Asked, *phases: tuple[str, float]) -> Watch:
+        watch = Watch(tmp_path, stop, stop_deadline_s=30.0)
+
+        def wait(seconds: float) -> bool:
+            waits.append(seconds)
+            now[0] += 1.0
+            if stop.seconds is not None:
+                stop.seconds += 1.0
+            return len(waits) >= 9
+
+        waits.clear()
+        hung.clear()
+        monkeypatch.setattr(watch, "_ended", SimpleNamespace(wait=wait))
+        monkeypatch.setattr(watch, "_hangs", lambda *late: hung.append(late))
+        watch._running = tuple(watchdog._Running(phase, now[0], limit_s) for phase, limit_s in phases)
+        watch._look()
+        return watch
+
+    looking(Asked(), ("testing", 100.0), ("gen", 3.0))
+    assert (waits, hung) == ([0.25] * 4, [("gen", 4.0)])
+    stopped = looking(Asked(28.0))
+    assert (len(waits), len(stopped.given_up)) == (3, 1)
+    assert looking(Asked(1.0), ("gen", 8.0)).given_up == []
+    assert (len(waits), hung) == (9, [])
+
+
+def test_the_fault_of_a_watch_without_a_run_is_of_step_0(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    watch = Watchdog(
+        RunConfig(),
+        RunLayout(tmp_path, tmp_path / "run"),
+        stop=Asked(),
+        report=lambda event: None,
+        give_up=lambda error: None,
+    )
+    watch.fault(DataError("no row"))
+    assert [(fault.kind, fault.step, fault.phase) for fault in read_faults(tmp_path / "run")] == [("data", 0, "")]
+    assert isinstance(read_faults(tmp_path / "run")[0], Fault)
