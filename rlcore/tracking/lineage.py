@@ -127,10 +127,8 @@ def environment_facts() -> dict[str, str]:
     """Python, operating system, host, GPUs with their driver, and the versions of the packages that matter, by name."""
     facts = {"python": platform.python_version(), "platform": platform.platform(), "host": socket.gethostname()}
     for package in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return facts | gpu_facts()
 
 
@@ -218,15 +216,12 @@ class SystemSampler:
         nvml = self._nvml
         metrics: dict[str, float] = {}
         for index in range(0 if nvml is None else nvml.nvmlDeviceGetCount()):
-            try:
+            with suppress(nvml.NVMLError):  # not every card and container tells everything
                 gpu = nvml.nvmlDeviceGetHandleByIndex(index)
                 memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
                 metrics[f"system/gpu_{index}_memory_used_gb"] = memory.used / BYTES_PER_GB
                 metrics[f"system/gpu_{index}_utilization_percent"] = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu
                 metrics[f"system/gpu_{index}_power_watts"] = nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
-            except nvml.NVMLError:
-                # Not every card and container tells everything.
-                continue
         return metrics
 
 

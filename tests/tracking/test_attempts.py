@@ -18,10 +18,11 @@ from rlcore.tracking.attempts import (
     Finish,
     History,
     Owner,
+    has_begun,
     read_acts,
     read_history,
 )
-from rlcore.tracking.delivery import TrackingState, change_state, read_state
+from rlcore.tracking.delivery import TrackingState, attempt_tags, change_state, read_state
 from tests.storage.small_disk import fill, small_disk
 
 __all__ = ["small_disk"]
@@ -67,6 +68,29 @@ def test_a_folder_without_attempts_has_an_empty_history(tmp_path: Path):
     assert History().end is None
 
 
+def test_a_run_has_begun_with_its_first_act(tmp_path: Path):
+    assert not has_begun(tmp_path)
+    with AttemptLog(tmp_path / "attempts.jsonl") as file:
+        assert not has_begun(tmp_path), "the file is there, and empty"
+        file.add(begun(1, 0, 0))
+        assert has_begun(tmp_path)
+
+
+def test_each_attempt_is_told_by_its_step_its_time_its_process_and_its_end(tmp_path: Path):
+    first = replace(begun(1, 0, 0), time=1_763_805_600.5, owner=Owner("node7", 411, 1.0))
+    acts = [first, replace(first, number=2, step=20), Finish("FAILED", 9, 1_763_809_265.0)]
+    told = {
+        "attempts": "3",
+        "attempt.1": "from step 0, 2025-11-22 10:00:00 UTC, node7 process 411, lost",
+        "attempt.2": "from step 20, 2025-11-22 10:00:00 UTC, node7 process 411, FAILED 2025-11-22 11:01:05 UTC",
+        "attempt.3": "from step 40, 2025-11-22 10:00:00 UTC, node7 process 411",
+    }
+    history = history_of(tmp_path, *acts, replace(first, number=3, step=40))
+    assert attempt_tags(history) == told, "the newest goes on"
+    ended = attempt_tags(history, Finish("KILLED", 9, 1_763_809_266.0))
+    assert ended == told | {"attempt.3": f"{told['attempt.3']}, KILLED 2025-11-22 11:01:06 UTC"}
+
+
 def test_the_end_is_the_newest_attempts(tmp_path: Path):
     first, second = Finish("FAILED", 150, 6.5), Finish("FINISHED", 300, 7.5)
     assert history_of(tmp_path, begun(1, 0, 0), Commit(20, 111), first).end == first
@@ -98,9 +122,16 @@ def test_an_alarms_roll_back_begins_another_line_of_steps_whichever_checkpoint_i
 def test_attempts_of_an_earlier_version_repeat_their_steps(tmp_path: Path):
     history_of(tmp_path, begun(1, 0, 0), begun(2, 0, 0, "cut-1"))
     path = tmp_path / "attempts.jsonl"
-    path.write_text(path.read_text().replace(',"repeats":true', ""))
+    path.write_text(path.read_text().replace(',"repeats":true', "").replace(',"traces_per_step":0', ""))
     history = read_history(path)
+    assert {attempt.destination.traces_per_step for attempt in history.attempts} == {0}
     assert (history.line, history.cuts, len(history.attempts)) == (0, {2: "cut-1"}, 2)
+
+
+def test_a_run_of_which_nothing_was_delivered_has_a_fresh_state(tmp_path: Path):
+    fresh = TrackingState(format_version=1, uri="", mlflow_run_id=None, attempt=0, main_bytes=0,
+                          settled_status=None, num_failures=0, traced_step=0)  # fmt: skip
+    assert read_state(tmp_path) == fresh
 
 
 def test_the_state_comes_back_as_it_was(tmp_path: Path):

@@ -1,21 +1,36 @@
 """The delivery against a real store: each value of a step once, whatever happens to the run and to the delivery."""
 
+import json
 import logging
 import math
 import os
+import re
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
-from rlcore.tracking.delivery import Delivery, ReplacedError, delivery_lock, open_delivery, read_state, sync_run
+from rlcore.tracking.delivery import (
+    Delivery,
+    ReplacedError,
+    change_state,
+    delivery_lock,
+    open_delivery,
+    read_state,
+    sync_run,
+)
+from rlcore.tracking.journal import load_journal
 from rlcore.tracking.tracker import Tracker
 from tests.tracking.reading import (
     all_runs,
@@ -34,6 +49,10 @@ OFFLINE = {"tracking": {"enabled": False}}
 @pytest.fixture
 def offline(config: RunConfig) -> RunConfig:
     return RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False}))
+
+
+def open_files() -> set[Path]:
+    return {Path(file.path) for file in psutil.Process().open_files()}
 
 
 @contextmanager
@@ -93,12 +112,13 @@ def test_a_second_run_that_a_slow_server_made_is_removed_and_no_other(begin: Beg
     deliver(run_dir)
     client = client_of(root)
     own = main_run(client)
-    empty, used = (client.create_run(own.info.experiment_id, tags=own.data.tags).info.run_id for _ in range(2))
+    empty, used, set_up = (client.create_run(own.info.experiment_id, tags=own.data.tags).info.run_id for _ in range(3))
     client.log_metric(used, "somebody/wrote", 1.0)
+    client.log_param(set_up, "somebody", "wrote")
     tracker.finish("FINISHED")
     assert sync_run(run_dir).status == "FINISHED"
     left = {run.info.run_id for run in main_runs(client)}
-    assert left == {own.info.run_id, used}
+    assert left == {own.info.run_id, used, set_up}
     assert empty not in left
 
 
@@ -236,6 +256,76 @@ def test_a_server_that_fails_is_sent_less_at_once(begin: Begin, run_dir: Path, m
     assert sizes == [1_000, 500, 250, 125, 62, 50, 50]
 
 
+def test_a_server_that_takes_it_is_sent_more_at_once(begin: Begin, run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    tracker, sizes = begin(), list[int]()
+    with delivery_of(run_dir) as delivery:
+        take = delivery._store.client.log_batch
+
+        def takes(run_id: str, metrics: Sequence[Any] = (), **other: Any) -> None:
+            take(run_id, metrics=metrics, **other)
+            sizes.extend([len(metrics)] * bool(metrics))
+
+        monkeypatch.setattr(delivery._store.client, "log_batch", takes)
+        delivery._batch_size = 200  # after failures
+        for step, num_metrics in enumerate((300, 500, 900, 1_100), 1):
+            tracker.log_step(step, {f"many/m{i}": float(i) for i in range(num_metrics)})
+            delivery.deliver()
+    assert sizes == [200, 100, 400, 100, 800, 100, 1_000, 100]
+
+
+@pytest.mark.parametrize(("second", "requests"), [(500, [1_000]), (501, [500, 501])])
+def test_lines_go_together_as_long_as_they_fit_a_batch(
+    begin: Begin, run_dir: Path, monkeypatch: pytest.MonkeyPatch, second: int, requests: list[int]
+):
+    tracker, sizes = begin(), list[int]()
+    for step, num_metrics in ((1, 500), (2, second)):
+        tracker.log_step(step, {f"many/m{i}": float(i) for i in range(num_metrics)})
+
+    def takes(run_id: str, metrics: Sequence[Any] = (), **other: Any) -> None:
+        sizes.extend([len(metrics)] * bool(metrics))
+
+    with delivery_of(run_dir) as delivery:
+        monkeypatch.setattr(delivery._store.client, "log_batch", takes)
+        delivery.deliver()
+    assert sizes == requests
+
+
+def test_a_delivery_with_nothing_new_writes_nothing(begin: Begin, run_dir: Path):
+    train(begin(), 1, 2)
+    with delivery_of(run_dir) as delivery:
+        delivery.deliver()
+        noted = (run_dir / "tracking.json").stat()
+        delivery.deliver()
+        assert (run_dir / "tracking.json").stat() == noted
+
+
+def test_a_delivery_lets_go_of_the_journal(begin: Begin, run_dir: Path):
+    tracker = begin()
+    train(tracker, 1, 2)
+    tracker.finish("FINISHED")
+    with delivery_of(run_dir):
+        assert run_dir / "metrics.jsonl" in open_files()
+    assert run_dir / "metrics.jsonl" not in open_files()
+
+
+def test_a_delivery_notices_the_end_and_the_next_attempt_not_a_checkpoint(begin: Begin, run_dir: Path):
+    tracker = begin()
+    train(tracker, 1, 2)
+    with delivery_of(run_dir) as delivery:
+        assert not delivery.has_ended()
+        saved = train(tracker, 3, 4)
+        assert not delivery.has_ended(), "a checkpoint is no end"
+        begin(4, saved)
+        assert delivery.has_ended(), "another attempt has begun"
+    with delivery_of(run_dir) as delivery:
+        assert not delivery.has_ended()
+        train(tracker, 5, 5)
+        tracker.finish("FINISHED")
+        assert delivery.has_ended()
+        delivery.deliver()
+        assert not delivery.has_ended(), "that is known already"
+
+
 def test_what_was_sent_before_a_failure_is_noted(begin: Begin, run_dir: Path):
     tracker = begin()
     train(tracker, 1, 400, save=False)  # two batches
@@ -279,14 +369,18 @@ def test_a_name_that_mlflow_refuses_is_told_once_and_the_rest_arrives(
 def test_events_stand_on_the_step_axis_and_their_data_in_a_file(begin: Begin, run_dir: Path, root: Path):
     tracker = begin()
     train(tracker, 1, 2)
-    tracker.log_event("out of memory", 3, {"tokens": 8192})
+    tracker.log_event("out of memory", 3, {"tokens": 8192, "why": "größer"})
     tracker.finish("FINISHED")
     assert sync_run(run_dir).status == "FINISHED"
     client = client_of(root)
     run = main_run(client)
     assert points(client, run, "events/out_of_memory") == [(3, 1.0)]
     text = Path(client.download_artifacts(run.info.run_id, "events/events.jsonl")).read_text()
-    assert '"data": {"tokens": 8192}' in text
+    assert '"data": {"tokens": 8192, "why": "größer"}' in text
+    (event,) = load_journal(run_dir / "metrics.jsonl").events
+    data = {"tokens": 8192, "why": "größer"}
+    assert json.loads(text) == {"event": "out of memory", "step": 3, "time": event.time, "data": data}
+    assert text.endswith("}\n")
 
 
 # ------------------------------------------------------------------ resume
@@ -373,9 +467,11 @@ def test_steps_that_were_committed_and_taken_back_move_to_a_new_run(begin: Begin
     train(tracker, 5, 8, shift=100.0)
     deliver(run_dir)
     old = main_run(client_of(root)).info.run_id
+    change_state(run_dir, lambda state: replace(state, traced_step=8))
     tracker = begin(4, first)
     train(tracker, 5, 9)
     deliver(run_dir)
+    assert read_state(run_dir).traced_step == 0, "the new run gets the answers of all steps"
     client = client_of(root)
     run = main_run(client)
     assert run.info.run_id != old
@@ -413,6 +509,8 @@ def test_a_finished_run_that_is_made_longer_goes_on_in_its_run(begin: Begin, run
     sync_run(run_dir)
     tracker = begin(4, saved)
     tracker.log_step(4, {"val-core/x/reward/mean@4": 0.5})
+    assert sync_run(run_dir).status is None
+    assert main_run(client_of(root)).info.status == "RUNNING"
     train(tracker, 5, 8)
     tracker.finish("FINISHED")
     sync_run(run_dir)
@@ -454,6 +552,7 @@ def test_the_status_is_how_the_run_ended(begin: Begin, run_dir: Path, root: Path
     train(tracker, 4, 5, save=False)
     tracker.finish(status)
     assert sync_run(run_dir).status == status
+    assert read_state(run_dir).settled_status == status
     client = client_of(root)
     run = main_run(client)
     end = read_history(run_dir / ATTEMPTS_FILE).end
@@ -461,6 +560,21 @@ def test_the_status_is_how_the_run_ended(begin: Begin, run_dir: Path, root: Path
     assert (run.info.status, run.info.end_time) == (status, round(end.time * 1e3))
     assert f", {status} 20" in run.data.tags["attempt.1"]
     assert [step for step, _ in points(client, run, "test/m0")] == [1, 2, 3, 4, 5]
+
+
+def test_a_run_whose_process_is_gone_without_a_word_was_killed(begin: Begin, run_dir: Path, root: Path):
+    train(begin(), 1, 3)
+    attempts = run_dir / "attempts.jsonl"
+    attempts.write_text(re.sub(r'"started":[\d.]+', '"started":1.0', attempts.read_text()))  # another process
+    before = round(time.time() * 1e3)
+    assert sync_run(run_dir).status == "KILLED"
+    run = main_run(client_of(root))
+    assert run.info.status == "KILLED"
+    assert before <= run.info.end_time <= time.time() * 1e3
+    assert f", KILLED {datetime.fromtimestamp(run.info.end_time / 1e3, UTC):%Y-%m-%d}" in run.data.tags["attempt.1"]
+    assert read_state(run_dir).settled_status == "KILLED"
+    assert sync_run(run_dir).status == "KILLED"
+    assert main_run(client_of(root)).info.end_time == run.info.end_time, "its end stays"
 
 
 def test_a_run_that_goes_on_stays_running(begin: Begin, run_dir: Path, root: Path):
@@ -475,7 +589,8 @@ def test_doing_it_again_changes_nothing(begin: Begin, run_dir: Path, root: Path)
     tracker.finish("FINISHED")
     first = sync_run(run_dir)
     again = sync_run(run_dir)
-    assert (first.num_bytes > 0, again.num_bytes) == (True, 0)
+    assert (first.num_bytes, again.num_bytes) == ((run_dir / "metrics.jsonl").stat().st_size, 0)
+    assert (first.mlflow_run_id, again.status) == (main_run(client_of(root)).info.run_id, "FINISHED")
     client = client_of(root)
     assert points(client, main_run(client), "test/m0") == journal_points(run_dir / "metrics.jsonl", "test/m0")
 

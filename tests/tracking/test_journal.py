@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.errors import DiskSpaceError, TrackingError
-from rlcore.tracking.journal import Journal, iter_lines, load_journal, read_journal
+from rlcore.tracking import journal as journal_module
+from rlcore.tracking.journal import Journal, iter_lines, load_journal, missing_steps, read_journal
 from tests.storage.small_disk import fill, small_disk
 from tests.test_imports import loaded_by
 
@@ -41,6 +43,42 @@ def test_values_come_back_as_they_were(path: Path):
     assert contents.events[0].name == "out_of_memory"
     assert contents.events[0].data == {"tokens": 8192, "why": "größer", "path": "x"}
     assert (contents.torn_bytes, contents.num_damaged_lines) == (0, 0)
+
+
+def test_the_data_of_an_event_is_what_json_can_hold(path: Path):
+    data = {"loss": math.nan, "limit": 1.5, "each": [1, math.inf, (True, None)], "by rank": {3: Path("x")}}
+    with Journal(path) as journal:
+        journal.append_event("alarm", 1, data)
+    (event,) = load_journal(path).events
+    assert event.data == {"loss": "nan", "limit": 1.5, "each": [1, "inf", [True, None]], "by rank": {"3": "x"}}
+
+
+def test_a_journal_without_a_line_is_whole(path: Path, caplog: pytest.LogCaptureFixture):
+    with Journal(path), Journal(path) as again:
+        again.close()
+        again.close()
+    contents = load_journal(path)
+    assert (contents.steps, contents.events, contents.torn_bytes, contents.num_damaged_lines) == ((), (), 0, 0)
+    assert read_journal(path) == []
+    assert caplog.messages == []
+    assert path.stat().st_mode & 0o133 == 0, "nobody but its owner writes to it, nobody executes it"
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        (range(1, 11), ""),
+        ((1, 2, 4, 5, 6, 7, 8, 9, 10), "step 3"),
+        ((2, 3, 7, 8, 10), "steps 1, 4-6, 9"),
+        ((1, 2, 3, 11), "steps 4-10"),
+        ((), "steps 1-10"),
+    ],
+)
+def test_the_steps_without_a_line_are_told_as_spans(path: Path, steps: Sequence[int], told: str):
+    with Journal(path) as journal:
+        for step in steps:
+            journal.append_step(step, {"a": 1.0})
+    assert missing_steps(load_journal(path), 10) == told
 
 
 def test_a_time_is_whole_milliseconds_so_that_a_replay_makes_the_same_time_stamp(path: Path):
@@ -88,18 +126,26 @@ def test_a_torn_last_line_is_left_out_and_told(path: Path, caplog: pytest.LogCap
     path.write_bytes(whole[:-cut])
     assert [record.step for record in read_journal(path)] == [1]
     assert load_journal(path).torn_bytes == len(whole.splitlines(keepends=True)[1]) - cut
-    assert "unfinished last line" in caplog.text
+    torn = load_journal(path).torn_bytes
+    assert caplog.messages == [f"{path}: left out {torn} bytes of an unfinished last line and 0 unreadable lines"]
 
 
-def test_a_writer_cuts_the_torn_line_that_it_finds(path: Path):
+@pytest.mark.parametrize("before", [[1], []], ids=["after a whole one", "alone"])
+@pytest.mark.parametrize("block_bytes", [7, 1 << 20])
+def test_a_writer_cuts_the_torn_line_that_it_finds(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, before: list[int], block_bytes: int
+):
+    monkeypatch.setattr(journal_module, "READ_BLOCK_BYTES", block_bytes)
     with Journal(path) as journal:
-        journal.append_step(1, {"a": 1.0})
+        for step in before:
+            journal.append_step(step, {"a": 1.0})
     with path.open("ab") as file:
         file.write(b'{"step":2,"time":1.0,"metr')
     with Journal(path) as journal:
         journal.append_step(3, {"a": 3.0})
+    assert caplog.messages == [f"{path}: cut 26 bytes of a line that was never finished"]
     contents = load_journal(path)
-    assert [record.step for record in contents.steps] == [1, 3]
+    assert [record.step for record in contents.steps] == [*before, 3]
     assert (contents.torn_bytes, contents.num_damaged_lines) == (0, 0)
 
 
@@ -112,15 +158,18 @@ def test_damaged_lines_are_counted_and_the_others_read(path: Path):
     assert contents.num_damaged_lines == 4
 
 
-def test_what_is_cut_off_is_kept_beside(path: Path):
+@pytest.mark.parametrize("block_bytes", [7, 1 << 20])
+def test_what_is_cut_off_is_kept_beside(path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int):
+    monkeypatch.setattr(journal_module, "READ_BLOCK_BYTES", block_bytes)
     with Journal(path) as journal:
         journal.append_step(1, {"a": 1.0})
         at_checkpoint = journal.sync()
         journal.append_step(2, {"a": 2.0})
-        tail = path.read_bytes()[at_checkpoint:]
+        head, tail = path.read_bytes()[:at_checkpoint], path.read_bytes()[at_checkpoint:]
         first = journal.truncate(at_checkpoint)
         journal.append_step(2, {"a": 2.5})
         second = journal.truncate(at_checkpoint)
+        assert path.read_bytes() == head
         journal.append_step(2, {"a": 2.75})
     assert first is not None
     assert first.name == "metrics.abandoned-1.jsonl"
@@ -145,6 +194,26 @@ def test_going_back_on_a_full_disk_changes_nothing_and_leaves_nothing(small_disk
         ballast.unlink()
         assert journal.truncate(at_checkpoint) is not None
         assert [record.step for record in read_journal(journal.path)] == [0]
+
+
+def test_going_back_is_forced_to_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch):
+    forced: list[tuple[bool, int]] = []
+
+    def watched(descriptor: int) -> None:
+        stat = os.fstat(descriptor)
+        forced.append((stat.st_ino == path.parent.stat().st_ino, stat.st_size))
+        fsync(descriptor)
+
+    fsync = os.fsync
+    with Journal(path) as journal:
+        journal.append_step(1, {"a": 1.0})
+        kept = journal.size_bytes
+        journal.append_step(2, {"a": 2.0, "b": 3.0})
+        whole = journal.size_bytes
+        monkeypatch.setattr(os, "fsync", watched)
+        journal.truncate(kept)
+    assert [size for is_folder, size in forced if not is_folder] == [whole - kept, kept], "both files, when whole"
+    assert [is_folder for is_folder, _ in forced] == [False, False, True]
 
 
 def test_going_back_to_where_it_is_cuts_nothing(path: Path):
@@ -212,6 +281,7 @@ try:
     journal.sync()
 except DiskSpaceError as error:
     print(error)
+    assert error.needed_bytes == int(str(error).partition("metrics.jsonl: ")[2].split()[0])
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 journal.append_step(3, {"a": 3.0})
 assert journal.sync() == Path(sys.argv[1]).stat().st_size
@@ -232,18 +302,25 @@ journal.append_step(2, {"a": 2.0, "of the way that was left": 2.0})
 assert journal.truncate(saved) is None
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 journal.append_step(2, {"a": 3.0})
+kept = journal.sync()
+journal.append_step(3, {"a": 4.0})
+resource.setrlimit(resource.RLIMIT_FSIZE, (journal.sync(), resource.RLIM_INFINITY))
+journal.append_step(4, {"a": 4.0})
+assert journal.truncate(kept) is not None
+journal.append_step(3, {"a": 5.0})
 """
 
 
 def test_lines_that_found_no_room_are_not_written_after_going_back(path: Path):
     subprocess.run([sys.executable, "-c", WENT_BACK, str(path)], check=True)
-    assert [record.metrics for record in read_journal(path)] == [{"a": 1.0}, {"a": 3.0}]
+    assert [record.metrics for record in read_journal(path)] == [{"a": 1.0}, {"a": 3.0}, {"a": 5.0}]
 
 
 def test_a_full_disk_costs_no_value_and_leaves_no_half_line(path: Path):
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "could not be written" in done.stdout
+    second = path.read_bytes().splitlines(keepends=True)[1]
+    assert f"{path}: {len(second)} bytes could not be written" in done.stdout
     assert "make room" in done.stdout
     assert [record.step for record in read_journal(path)] == [1, 2, 3]
 

@@ -13,7 +13,7 @@ import rlcore.tracking.catalog
 import rlcore.tracking.connection
 from rlcore.errors import TrackingError
 from rlcore.tracking.catalog import describe, metric_docs
-from rlcore.tracking.connection import mlflow_name
+from rlcore.tracking.connection import explain, mlflow_name
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,17 @@ def test_the_at_sign_is_spelled_out():
         ("a//b", "no `//`"),
         ("a/../b", "`..`"),
         ("..", "`..`"),
+        (".", "no `//`, `.` or"),
+        ("b" * 300, "metric name 'b{80}': has 300 characters"),
     ],
 )
 def test_a_name_that_mlflow_refuses_is_refused_here_with_the_reason(name: str, message: str):
     with pytest.raises(TrackingError, match=message):
         mlflow_name(name)
+
+
+def test_the_longest_name_that_mlflow_takes_passes():
+    assert mlflow_name("a" * 250) == "a" * 250
 
 
 @settings(deadline=None)
@@ -62,6 +68,43 @@ def test_whatever_passes_here_passes_mlflows_own_check(name: str):
     except TrackingError:
         return
     _validate_metric_name(mapped)
+
+
+BEHIND = "mysql://me:SECRET@host/db"
+SHOWN = "tracking.uri mysql://me:***@host/db"
+UNREACHABLE = "the server cannot be reached or does not answer"
+LOGIN = (
+    "the server asks for a login, which is another one or none. Set MLFLOW_TRACKING_USERNAME and "
+    "MLFLOW_TRACKING_PASSWORD; that of `millrace up` is in stack-secret under its root"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (TrackingError("a: told\nalready"), "a: told\nalready"),
+        (ValueError("two\n  lines at http://you:SECRET@b"), f"{SHOWN}: ValueError: two lines at http://you:***@b"),
+        (ValueError("x" * 301), f"{SHOWN}: ValueError: {'x' * 300}"),
+        (
+            ValueError("Can't locate revision" + "x" * 180),
+            f"{SHOWN}: the store was made by another MLflow version (Can't locate revision{'x' * 179}). If the store "
+            "is older, back it up and run `mlflow db upgrade mysql://me:***@host/db`; if newer, use the MLflow that made "
+            "it, or set another tracking.uri",
+        ),
+        (
+            ValueError("must be in the 'active' state" + "x" * 180),
+            f"{SHOWN}: the run or its experiment was deleted there (must be in the 'active' state{'x' * 171}). Restore "
+            "it (`mlflow runs restore`, `mlflow experiments restore`), or set another tracking.experiment",
+        ),
+        (OSError("database is locked"), f"{SHOWN}: the database is locked by another process for longer than 20 s"),
+        (OSError("Max retries exceeded"), f"{SHOWN}: {UNREACHABLE} (OSError)"),
+        (ConnectionError("Connection refused"), f"{SHOWN}: {UNREACHABLE} (ConnectionError)"),
+        (TimeoutError("read timed out"), f"{SHOWN}: {UNREACHABLE} (TimeoutError)"),
+        (ValueError("failed with error code 401"), f"{SHOWN}: {LOGIN}"),
+    ],
+)
+def test_why_mlflow_refused_is_one_line_with_the_remedy_and_no_password(error: Exception, line: str):
+    assert explain(error, BEHIND) == line
 
 
 def test_each_documented_name_describes_itself_first():

@@ -1,8 +1,10 @@
 """A sample of a run's answers as traces on a real MLflow server: during the run, once each, and never in its way."""
 
+import base64
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from mlflow.entities import Trace
 from rlcore.answers.store import LIGHT, TEXTS, AnswerWriter, training_parts
 from rlcore.config import AnswersConfig, RunConfig
 from rlcore.tracking.delivery import change_state, read_state, sync_run
-from rlcore.tracking.traces import parts_to_trace, sample
+from rlcore.tracking.journal import read_journal
+from rlcore.tracking.mlflow_store import MlflowStore
+from rlcore.tracking.traces import parts_to_trace, sample, send
 from rlcore.tracking.tracker import Tracker
 from tests.answers.made import Made
 from tests.tracking.conftest import Server, held_port, wait_until
@@ -83,6 +87,77 @@ def test_a_damaged_part_is_left_out_and_named(tmp_path: Path, caplog: pytest.Log
     found = dict(parts_to_trace(tmp_path, 0, 2))
     assert found == {1: [], 2: sample(Made(2).of_step(2).select([*LIGHT.names, *TEXTS.names]), 2)}
     assert f"{first}: cannot be read" in caplog.text
+
+
+def test_an_answer_is_a_trace_with_its_score(config: RunConfig, root: Path) -> None:
+    store = MlflowStore(config.tracking, root)
+    run_id = store.start_or_resume_run("run-1", None, {})
+    scored, failed = (
+        {"step": 7, "prompt_id": 3, "sample_index": index, "prompt": "p" + "q" * 1_000, "answer": "r" * 1_000 + "s",
+         "score": score, "failure": failure, "data_source": source, "parts": [("format", 0.5)], "length": 1_001}
+        for index, score, failure, source in ((0, 0.75, None, "countdown"), (1, 0.0, "scorer raised\0", None))
+    )  # fmt: skip
+    failed |= {"prompt": "a\0", "answer": "\0b", "length": None}
+    send(store.uri, store.experiment_id, run_id, [scored, failed], {7: 1763.2506})
+    found = store.client.search_traces(locations=[store.experiment_id], run_id=run_id)
+    by_state = {str(trace.info.state.value): trace for trace in found}
+    assert sorted(by_state) == ["ERROR", "OK"]
+    digest = sha256(f"{run_id} 7 3 0".encode()).digest()
+    good, (span,), (score,) = (
+        by_state["OK"].info,
+        by_state["OK"].data.spans,
+        by_state["OK"].info.assessments,
+    )
+    assert good.trace_id == f"tr-{digest[:16].hex()}"
+    assert (good.request_time, good.execution_duration) == (1_763_251, 0)
+    assert (good.request_preview, good.response_preview) == ("q" * 1_000, "r" * 1_000)
+    assert {key: good.tags[key] for key in ("mlflow.traceName", "step", "data_source")} == {
+        "mlflow.traceName": "step 7", "step": "7", "data_source": "countdown"}  # fmt: skip
+    assert (span.name, span.span_type, span.parent_id, span.status.status_code.value) == ("answer", "LLM", None, "OK")
+    assert (span.start_time_ns, span.end_time_ns) == (1_763_251_000_000, 1_763_251_000_000)
+    assert (span.inputs, span.outputs) == ("p" + "q" * 1_000, "r" * 1_000 + "s")
+    assert (span.attributes["parts"], span.attributes["length"]) == ({"format": 0.5}, 1_001)
+    assert span.span_id == digest[16:24].hex()
+    assert base64.b64decode(span.to_dict()["trace_id"]) == digest[:16]
+    assert (score.name, score.value, score.error) == ("score", 0.75, None)
+    assert score.create_time_ms == 1_763_251
+    bad, (span,), (score,) = (
+        by_state["ERROR"].info,
+        by_state["ERROR"].data.spans,
+        by_state["ERROR"].info.assessments,
+    )
+    assert (bad.request_preview, bad.response_preview, bad.tags["data_source"]) == ("a\ufffd", "\ufffdb", "")
+    assert (span.status.status_code.value, "length" in span.attributes) == ("ERROR", False)
+    assert score.error is not None
+
+
+def test_a_step_whose_time_is_not_known_was_at_the_beginning_of_time(config: RunConfig, root: Path) -> None:
+    store = MlflowStore(config.tracking, root)
+    run_id = store.start_or_resume_run("run-1", None, {})
+    (row,) = sample(Made(1).of_step(1).select([*LIGHT.names, *TEXTS.names]), 1)
+    send(store.uri, store.experiment_id, run_id, [row], {2: 9.0})
+    send(store.uri, store.experiment_id, run_id, [], {})
+    (trace,) = store.client.search_traces(locations=[store.experiment_id], run_id=run_id)
+    assert trace.info.request_time == 0
+
+
+def test_each_step_is_sent_once_with_the_journals_time(config: RunConfig, root: Path, run_dir: Path) -> None:
+    tracked = RunConfig(
+        paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False, "traces_per_step": 2})
+    )
+    run = Training(run_dir, tracked)
+    run.tracker.resume_at(0, 0)
+    run.chunk(1, 2)
+    sync_run(run_dir)
+    assert read_state(run_dir).traced_step == 2
+    run.chunk(3, 3)
+    sync_run(run_dir)
+    store = MlflowStore(config.tracking, root)
+    (mlflow_run,) = store.find_runs({})
+    found = store.client.search_traces(locations=[store.experiment_id], run_id=mlflow_run.info.run_id)
+    assert steps(found) == [1, 1, 2, 2, 3, 3]
+    times = {record.step: round(record.time * 1e3) for record in read_journal(run_dir / "metrics.jsonl")}
+    assert {int(trace.info.tags["step"]): trace.info.request_time for trace in found} == times
 
 
 @pytest.mark.slow

@@ -2,15 +2,20 @@
 
 import math
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from rlcore.config import RunConfig
-from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, Commit, Finish, read_acts
+from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, Commit, FinalStatus, Finish, read_acts
 from rlcore.tracking.catalog import describe
 from rlcore.tracking.connection import mlflow_name
-from rlcore.tracking.delivery import STATE_FILE, read_state
+from rlcore.tracking.delivery import STATE_FILE, change_state, read_state
 from rlcore.tracking.journal import load_journal, read_journal
 from rlcore.tracking.lineage import SystemSampler
 from rlcore.tracking.tracker import Companion, Tracker
@@ -69,7 +74,9 @@ def test_acts_of_two_attempts(offline: RunConfig, run_dir: Path):
     assert isinstance(again, Attempt)
     assert (again.number, again.step, again.journal_bytes) == (2, 1, saved)
     assert again.abandoned == "metrics.abandoned-1.jsonl"
+    assert [act.time for act in (begun, again)] == [round(act.time, 3) for act in (begun, again)]
     assert isinstance(finish, Finish)
+    assert finish.time == round(finish.time, 3)
     assert finish.journal_bytes == (run_dir / "metrics.jsonl").stat().st_size
     assert [record.metrics["a"] for record in read_journal(run_dir / "metrics.jsonl")] == [1.0, 2.5]
 
@@ -137,6 +144,55 @@ def test_a_process_that_did_nothing_leaves_the_end_as_it_is(offline: RunConfig, 
     assert acts_of(run_dir) == before
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "delivered", "is_added"),
+    [
+        ("FINISHED", "FINISHED", True, False),
+        ("FINISHED", "FINISHED", False, True),
+        ("KILLED", "FINISHED", True, True),
+        ("FINISHED", "FAILED", False, False),
+    ],
+)
+def test_only_an_end_that_is_new_or_was_not_delivered_is_added(
+    offline: RunConfig, run_dir: Path, first: FinalStatus, second: FinalStatus, delivered: bool, is_added: bool
+):
+    tracker = Tracker(run_dir, offline, tags={})
+    tracker.log_step(1, {"a": 1.0})
+    assert not tracker.finish(first)
+    if delivered:
+        change_state(run_dir, lambda state: replace(state, settled_status="FINISHED"))
+    before = acts_of(run_dir)
+    assert Tracker(run_dir, offline, tags={}).finish(second) is not is_added
+    added = acts_of(run_dir)[len(before) :]
+    assert [act.status for act in added if isinstance(act, Finish)] == [second] * is_added
+    assert len(added) == is_added
+
+
+@pytest.mark.parametrize("act", ["log_step", "log_event", "commit"])
+def test_the_first_thing_that_a_trainer_tells_begins_its_attempt(offline: RunConfig, run_dir: Path, act: str):
+    tracker = Tracker(run_dir, offline, tags={})
+    tell: dict[str, Callable[[], None]] = {
+        "log_step": lambda: tracker.log_step(3, {"a": 1.0}),
+        "log_event": lambda: tracker.log_event("resume", 3, {}),
+        "commit": lambda: tracker.commit(3),
+    }
+    tell[act]()
+    tell[act]()
+    begun, *others = acts_of(run_dir)
+    assert isinstance(begun, Attempt)
+    assert (begun.number, begun.step, begun.journal_bytes, begun.abandoned, begun.repeats) == (1, 3, 0, None, True)
+    assert others == [Commit(3, 0)] * (2 if act == "commit" else 0)
+
+
+def test_a_trainer_that_has_finished_holds_no_file_open(offline: RunConfig, run_dir: Path):
+    tracker = Tracker(run_dir, offline, tags={})
+    tracker.log_step(1, {"a": 1.0})
+    names = {Path(file.path).name for file in psutil.Process().open_files() if Path(file.path).parent == run_dir}
+    assert names == {"metrics.jsonl", "attempts.jsonl"}
+    tracker.finish("FINISHED")
+    assert not [file for file in psutil.Process().open_files() if Path(file.path).parent == run_dir]
+
+
 def test_a_process_that_finds_all_done_finishes_a_run_that_was_killed(offline: RunConfig, run_dir: Path):
     tracker = Tracker(run_dir, offline, tags={})
     tracker.log_step(1, {"a": 1.0})
@@ -190,11 +246,53 @@ def test_the_delivery_takes_no_module_from_the_working_directory(
     assert not (tmp_path / "imported").exists()
 
 
+def test_the_first_sample_has_the_processor_time_since_the_sampler_was_made(tmp_path: Path):
+    sampler = SystemSampler(tmp_path)
+    before = time.process_time()
+    while time.process_time() - before < 0.03:  # a tick of the kernel's clock is 0.01 s
+        pass
+    assert sampler.sample()["system/process_cpu_percent"] > 0
+
+
+def test_what_each_gpu_tells_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """NVML as it answers for two GPUs, of which the first keeps its power to itself: this machine has none."""
+
+    class NVMLError(Exception):
+        pass
+
+    def power(gpu: int) -> int:
+        if gpu == 0:
+            raise NVMLError("Not Supported")
+        return 312_500  # milliwatts
+
+    answers: dict[str, object] = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=(gpu + 1) * 1_500_000_000),
+        "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=40 + gpu),
+        "nvmlDeviceGetPowerUsage": power,
+    }
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, **answers))  # type: ignore[arg-type]
+    sample = SystemSampler(tmp_path).sample()
+    assert {name: value for name, value in sample.items() if name.startswith("system/gpu_")} == {
+        "system/gpu_0_memory_used_gb": 1.5,
+        "system/gpu_0_utilization_percent": 40,
+        "system/gpu_1_memory_used_gb": 3.0,
+        "system/gpu_1_utilization_percent": 41,
+        "system/gpu_1_power_watts": 312.5,
+    }
+
+
 def test_the_machine_is_sampled_under_documented_names(tmp_path: Path):
     sample = SystemSampler(tmp_path).sample()
     assert {"system/cpu_percent", "system/memory_used_gb", "system/disk_free_gb"} <= sample.keys()
     assert all(math.isfinite(value) and value >= 0 for value in sample.values())
     assert sample["system/process_memory_gb"] < sample["system/memory_used_gb"]
+    memory = psutil.virtual_memory()
+    assert sample["system/memory_used_gb"] == pytest.approx(memory.used / 1e9, rel=0.5)
+    assert sample["system/memory_percent"] == pytest.approx(memory.percent, rel=0.5)
+    assert sample["system/disk_free_gb"] == pytest.approx(psutil.disk_usage(str(tmp_path)).free / 1e9, rel=0.1)
     for name in sample:
         assert describe(name) is not None
         assert mlflow_name(name) == name

@@ -1,0 +1,120 @@
+"""The loop of the process beside the trainer, in this process: when it ends, and what it says."""
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from rlcore.config import RunConfig
+from rlcore.tracking import __main__ as program
+from rlcore.tracking.attempts import FinalStatus
+from rlcore.tracking.delivery import Delivery, ReplacedError, open_delivery, read_state
+from rlcore.tracking.tracker import Tracker
+from tests.tracking.reading import client_of, main_run, points
+
+NOBODY = -1
+"""No process has this id: the trainer is gone."""
+
+
+@contextmanager
+def delivery_of(run_dir: Path) -> Iterator[Delivery]:
+    delivery = open_delivery(run_dir)
+    assert delivery is not None
+    with closing(delivery):
+        yield delivery
+
+
+@pytest.fixture
+def tracker(config: RunConfig, run_dir: Path) -> Tracker:
+    """A trainer that has done a step; nothing is delivered beside it."""
+    offline = RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False}))
+    tracker = Tracker(run_dir, offline, tags={"stage": "train"})
+    tracker.log_step(1, {"a": 1.5})
+    return tracker
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+@pytest.mark.parametrize("status", ["FINISHED", "FAILED"])
+def test_it_ends_when_mlflow_has_the_trainers_end(
+    tracker: Tracker, run_dir: Path, root: Path, status: FinalStatus, is_gone: bool
+) -> None:
+    tracker.finish(status)
+    with delivery_of(run_dir) as delivery:
+        program.carry(delivery, parent_pid=NOBODY if is_gone else os.getppid(), every_s=60.0)
+    client = client_of(root)
+    assert main_run(client).info.status == status
+    assert points(client, main_run(client), "a") == [(1, 1.5)]
+
+
+def test_it_ends_for_a_trainer_that_is_gone_without_a_word(tracker: Tracker, run_dir: Path, root: Path) -> None:
+    assert tracker.journal_bytes
+    with delivery_of(run_dir) as delivery:
+        program.carry(delivery, parent_pid=NOBODY, every_s=60.0)
+    assert main_run(client_of(root)).info.status == "KILLED"
+
+
+def test_it_ends_when_another_attempt_has_begun(tracker: Tracker, config: RunConfig, run_dir: Path) -> None:
+    saved = tracker.journal_bytes
+    offline = RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False}))
+    with delivery_of(run_dir) as delivery:
+        Tracker(run_dir, offline, tags={}).resume_at(1, saved)
+        with pytest.raises(ReplacedError):
+            program.carry(delivery, parent_pid=os.getppid(), every_s=60.0)
+
+
+def test_what_cannot_be_delivered_of_a_trainer_that_is_gone_is_told_and_left(
+    tracker: Tracker, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(program, "ORPHAN_GRACE_S", -1.0)
+    with delivery_of(run_dir) as delivery:
+        delivery.deliver()
+        client = client_of(root)
+        client.delete_run(main_run(client).info.run_id)
+        tracker.log_step(2, {"a": 2.5})
+        with caplog.at_level(logging.WARNING):
+            program.carry(delivery, parent_pid=NOBODY, every_s=60.0)
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        r"MLflow does not take the values: tracking\.uri sqlite:.*was deleted there.*\. Training goes on, the journal "
+        r"keeps them; trying again, at most 60 s apart\.",
+        line,
+    )
+    assert read_state(run_dir).num_failures == 1
+
+
+def test_values_that_are_taken_again_are_told_once(
+    tracker: Tracker, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between two tries the run is back, and then the trainer ends."""
+    client, waits = client_of(root), list[tuple[float, bool, bool]]()
+
+    def waited(delivery: Delivery, parent_pid: int, seconds: float, *, is_failing: bool, gone: bool) -> None:
+        waits.append((seconds, is_failing, gone))
+        if len(waits) == 2:
+            client.restore_run(deleted)
+        if len(waits) == 3:
+            tracker.finish("FINISHED")
+
+    monkeypatch.setattr(program, "_wait", waited)
+    with delivery_of(run_dir) as delivery:
+        delivery.deliver()
+        deleted = main_run(client).info.run_id
+        client.delete_run(deleted)
+        tracker.log_step(2, {"a": 2.5})
+        with caplog.at_level(logging.WARNING):
+            program.carry(delivery, parent_pid=os.getppid(), every_s=2.0)
+    assert waits == [(4.0, True, False), (8.0, True, False), (2.0, False, False)]
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1] == "MLflow takes the values again; tries that failed: 2."
+    assert points(client, main_run(client), "a") == [(1, 1.5), (2, 2.5)]
+
+
+def test_the_wait_is_over_at_once_when_the_trainer_ends(tracker: Tracker, run_dir: Path) -> None:
+    with delivery_of(run_dir) as delivery:
+        program._wait(delivery, NOBODY, 600.0, is_failing=False, gone=False)
+        tracker.finish("FINISHED")
+        program._wait(delivery, os.getppid(), 600.0, is_failing=False, gone=False)
