@@ -88,8 +88,8 @@ LOGIN = (
         (
             ValueError("Can't locate revision" + "x" * 180),
             f"{SHOWN}: the store was made by another MLflow version (Can't locate revision{'x' * 179}). If the store "
-            "is older, back it up and run `mlflow db upgrade mysql://me:***@host/db`; if newer, use the MLflow that made "
-            "it, or set another tracking.uri",
+            "is older, back it up and run `mlflow db upgrade mysql://me:***@host/db`; if newer, use the MLflow that "
+            "made it, or set another tracking.uri",
         ),
         (
             ValueError("must be in the 'active' state" + "x" * 180),

@@ -1,11 +1,15 @@
 """MlflowStore against a real sqlite store: what it writes, and what it says when something is wrong."""
 
 import json
+import logging
+import os
 import shutil
+import socket
 import sqlite3
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +20,27 @@ from rlcore.config import PathsConfig, RunConfig, TrackingConfig
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import TrackingError
 from rlcore.tracking import mlflow_store
-from rlcore.tracking.connection import connect, explain, has_store, make_empty_store, prebuilt_store, resolve_uri
+from rlcore.tracking.connection import (
+    CLIENT_ENVIRONMENT,
+    connect,
+    explain,
+    has_store,
+    make_empty_store,
+    prebuilt_store,
+    resolve_uri,
+)
 from rlcore.tracking.delivery import ensure_mlflow_run, read_state
 from rlcore.tracking.lineage import code_diff, code_revision, environment_facts, first_gpu, gpu_facts, lineage_tags
-from rlcore.tracking.mlflow_store import PARENT_TAG, SUPERSEDED_TAG, MlflowStore, search_run_ids
-from rlcore.tracking.models import find_garbage, log_model, model_of, models_of, name_models
+from rlcore.tracking.mlflow_store import PARENT_TAG, SUPERSEDED_TAG, MlflowStore, compare_url, search_run_ids
+from rlcore.tracking.models import (
+    Garbage,
+    find_garbage,
+    log_model,
+    model_of,
+    models_of,
+    name_models,
+    remove_garbage,
+)
 from tests.tracking.reading import client_of, main_run, main_runs, points
 
 
@@ -39,6 +59,33 @@ def test_the_store_does_not_depend_on_the_working_directory(tmp_path: Path, monk
     assert resolve_uri(TrackingConfig(), Path("artifacts")) == f"sqlite:///{tmp_path}/artifacts/mlflow.db"
     assert resolve_uri(TrackingConfig(uri="sqlite:///my.db"), tmp_path) == f"sqlite:///{tmp_path}/my.db"
     assert resolve_uri(TrackingConfig(uri="http://127.0.0.1:5000/"), tmp_path) == "http://127.0.0.1:5000"
+
+
+def test_a_store_is_there_before_it_is_made_only_where_a_server_has_it(tmp_path: Path):
+    assert not has_store(f"sqlite:///{tmp_path}/mlflow.db")
+    assert not has_store(f"sqlite:///{tmp_path}"), "a folder is no store"
+    assert has_store("http://127.0.0.1:1")
+
+
+def test_mlflow_is_told_before_its_first_use_unless_the_user_says_otherwise(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in CLIENT_ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "7")
+    connect(f"sqlite:///{root}/mlflow.db")
+    told = {name: os.environ.get(name) for name in CLIENT_ENVIRONMENT}
+    assert told == CLIENT_ENVIRONMENT | {"MLFLOW_HTTP_REQUEST_TIMEOUT": "7"}
+
+
+def test_a_server_is_not_asked_before_the_first_use_and_its_failed_tries_are_not_logged(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    tries = logging.getLogger("urllib3.connectionpool")
+    monkeypatch.setattr(tries, "level", logging.NOTSET)
+    assert connect("http://127.0.0.1:1").tracking_uri == "http://127.0.0.1:1"
+    assert tries.level == logging.ERROR
 
 
 def test_a_root_of_any_name_holds_its_store(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch):
@@ -121,10 +168,14 @@ def test_a_tag_that_mlflow_refuses_is_left_out_and_told(store: MlflowStore, capl
 
 
 def test_a_long_tag_is_cut_with_a_mark(store: MlflowStore, run_id: str):
-    store.set_tags(run_id, {"mlflow.note.content": "y" * 9_000, **{f"tag{i}": "1" for i in range(150)}})
+    longest = "z" * 8_000
+    store.set_tags(
+        run_id, {"mlflow.note.content": "y" * 9_000, "long": longest, **{f"tag{i}": "1" for i in range(150)}}
+    )
     tags = store.client.get_run(run_id).data.tags
     assert len(tags["mlflow.note.content"]) == 8_000
     assert tags["mlflow.note.content"].endswith("... [cut: 9000 characters]")
+    assert tags["long"] == longest, "one of just that length stays whole"
     assert tags["tag149"] == "1"
 
 
@@ -170,8 +221,12 @@ def test_where_to_look(store: MlflowStore, run_id: str, root: Path):
     assert store.run_url(run_id) == f"{page}/{run_id}?{view}"
     assert store.runs_url() == f"{page}?{view}"
     assert store.ui_command() == f"mlflow ui --backend-store-uri sqlite:///{root}/mlflow.db"
-    served = MlflowStore(TrackingConfig(uri="http://127.0.0.1:1"), root)
+    compared = f"#/compare-runs?runs=%5B%22a%22%2C%20%22b%22%5D&experiments=%5B%22{experiment}%22%5D&{view}"
+    assert compare_url(store, ["a", "b"]) == f"http://127.0.0.1:5000/{compared}"
+    assert compare_url(store, ["a", "b"], "http://me:7000") == f"http://me:7000/{compared}"
+    served = MlflowStore(TrackingConfig(uri="http://me:SECRET@127.0.0.1:1"), root)
     assert served.ui_command() is None
+    assert served.page_root("http://127.0.0.1:5000") == "http://me:***@127.0.0.1:1"
 
 
 def test_a_flow_and_the_trainer_share_one_run(config: RunConfig, root: Path, run_dir: Path):
@@ -187,6 +242,11 @@ def test_tags_of_lineage(config: RunConfig):
     prefect = {"flow_run_id": "abc", "deployment": ""}
     tags = lineage_tags(config, stage="train", run_id="run-1", prefect=prefect)
     assert tags["millrace.run_id"] == "run-1"
+    shape = config.model.scratch
+    assert (tags["model"], tags["host"]) == (f"scratch-{shape.num_layers}x{shape.hidden_size}", socket.gethostname())
+    commit, dirty = code_revision()
+    of_git = {"git_commit": commit, "git_dirty": "true" if dirty else "false", "mlflow.source.git.commit": commit}
+    assert {key: value for key, value in tags.items() if "git" in key} == (of_git if commit else {})
     assert (tags["stage"], tags["task"], tags["algorithm"], tags["seed"]) == ("train", "countdown", "grpo", "1")
     assert (tags["settings_fingerprint"], tags["prefect.flow_run_id"]) == (settings_fingerprint(config), "abc")
     assert "prefect.deployment" not in tags
@@ -225,20 +285,62 @@ def test_a_gpu_without_memory_of_its_own_is_named(monkeypatch: pytest.MonkeyPatc
     class NVMLError(Exception):
         pass
 
-    def memory(gpu: int) -> None:
-        raise NVMLError("Not Supported")
+    def memory(gpu: int) -> SimpleNamespace:
+        if gpu == 0:
+            raise NVMLError("Not Supported")
+        return SimpleNamespace(total=85_520_809_984)
 
     answers: dict[str, object] = {
         "nvmlInit": lambda: None,
         "nvmlSystemGetDriverVersion": lambda: "580.1",
-        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetCount": lambda: 2,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
-        "nvmlDeviceGetName": lambda gpu: "NVIDIA GB10",
+        "nvmlDeviceGetName": lambda gpu: ("NVIDIA GB10", "NVIDIA H100 80GB HBM3")[gpu],
         "nvmlDeviceGetMemoryInfo": memory,
     }
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, **answers))  # type: ignore[arg-type]
-    assert gpu_facts() == {"nvidia_driver": "580.1", "gpu_0": "NVIDIA GB10"}
+    described = {"nvidia_driver": "580.1", "gpu_0": "NVIDIA GB10", "gpu_1": "NVIDIA H100 80GB HBM3, 85.5 GB"}
+    assert gpu_facts() == described
+    assert described.items() <= environment_facts().items()
     assert first_gpu() == ("NVIDIA GB10", None)
+    answers["nvmlDeviceGetHandleByIndex"] = lambda index: index + 1
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, **answers))  # type: ignore[arg-type]
+    assert first_gpu() == ("NVIDIA H100 80GB HBM3", 85_520_809_984)
+
+
+def test_an_experiment_that_another_process_has_just_made_is_taken(store: MlflowStore, root: Path):
+    made = store.experiment_id
+    assert store._create_experiment().experiment_id == made
+    with pytest.raises(Exception, match="maximum length"):
+        assert MlflowStore(TrackingConfig(experiment="x" * 501), root).experiment_id
+
+
+def test_files_of_a_deleted_run_are_counted_and_removed_where_their_place_is_its_own(
+    store: MlflowStore, run_id: str, root: Path
+):
+    for name, text in (("a.txt", "12345"), ("config/b.txt", "678")):
+        store.client.log_text(run_id, text, name)
+    other = store.create_run("other", {})
+    store.client.log_text(other, "stays", "c.txt")
+    store.client.delete_run(run_id)
+    (found,) = find_garbage(store.uri)
+    location = store.client.get_run(run_id).info.artifact_uri
+    assert found == Garbage(run_id, "run-1", "", location, num_files=2, num_bytes=8, kept="")
+    remove_garbage(store.uri, replace(found, kept="it is in use"))
+    assert find_garbage(store.uri) == [found]
+    remove_garbage(store.uri, found)
+    assert find_garbage(store.uri) == []
+    assert [file.name for file in (root / "mlartifacts").rglob("*") if file.is_file()] == ["c.txt"]
+
+
+def test_files_of_a_deleted_run_stay_where_their_place_is_not_its_own(store: MlflowStore, run_id: str, root: Path):
+    store.client.log_text(run_id, "text", "a.txt")
+    store.client.delete_run(run_id)
+    with closing(sqlite3.connect(root / "mlflow.db")) as database:
+        database.execute("update runs set artifact_uri = ?", ((root / "mlartifacts").as_uri(),))
+        database.commit()
+    (found,) = find_garbage(store.uri)
+    assert found.kept == f"its place {(root / 'mlartifacts').as_uri()} does not name {run_id}"
 
 
 def test_a_search_finds_no_superseded_run_and_says_when_it_ends_early(
@@ -357,6 +459,7 @@ print("same weights")
 @pytest.mark.filterwarnings("ignore")  # MLflow and transformers warn of each other's plans
 def test_a_model_directory_is_kept_once_with_its_scores(store: MlflowStore, run_id: str, model_directory: Path):
     store.log_metrics(run_id, 20, {"val-core/x/reward/mean@4": 0.5}, 3.25)
+    num_bytes = sum(file.stat().st_size for file in model_directory.iterdir())
 
     def keep() -> str:
         return log_model(
@@ -369,12 +472,15 @@ def test_a_model_directory_is_kept_once_with_its_scores(store: MlflowStore, run_
             metrics={"val-core/x/reward/mean@4": 0.5},
             time_s=3.25,
             tags={"checkpoint": "step-000020"},
+            max_bytes=num_bytes,
         )
 
     model_id = keep()
     assert keep() == model_id, "a retried stage keeps it once"
     model = store.client.get_logged_model(model_id)
     assert (model.name, model.source_run_id, model.tags["step"]) == ("best", run_id, "20")
+    assert (model.tags["size_bytes"], "mlflow.model.isExternal" in model.tags) == (str(num_bytes), False)
+    assert {file.path for file in store.client.list_logged_model_artifacts(model_id)} >= {"MLmodel", "model"}
     assert [(metric.key, metric.value, metric.step) for metric in model.metrics] == [
         ("val-core/x/reward/mean_at_4", 0.5, 20)
     ]
@@ -485,6 +591,7 @@ def test_checkpoints_and_weights_are_linked_to_their_scores_and_found_by_alias(
     assert sorted(by_name) == ["step-000020", "step-000040", "weights-20", "weights-40"]
     checkpoint = by_name["step-000020"]
     assert (checkpoint.model_type, checkpoint.tags["path"]) == ("checkpoint", str(tmp_path / "step-000020"))
+    assert (checkpoint.tags["mlflow.model.isExternal"], checkpoint.tags["size_bytes"]) == ("true", "9")
     assert [(metric.value, metric.step) for metric in checkpoint.metrics] == [(0.5, 20)]
     assert points(store.client, store.client.get_run(run_id), "val-core/x/reward/mean_at_4") == [(20, 0.5), (40, 0.25)]
     before = mlflow.get_tracking_uri()

@@ -160,6 +160,18 @@ def test_each_step_is_sent_once_with_the_journals_time(config: RunConfig, root: 
     assert {int(trace.info.tags["step"]): trace.info.request_time for trace in found} == times
 
 
+def test_without_a_wish_for_traces_no_answer_is_read(config: RunConfig, root: Path, run_dir: Path) -> None:
+    run = Training(
+        run_dir, RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"enabled": False}))
+    )
+    run.tracker.resume_at(0, 0)
+    run.chunk(1, 2)
+    sync_run(run_dir)
+    assert read_state(run_dir).traced_step == 0
+    store = MlflowStore(config.tracking, root)
+    assert list(store.client.search_traces(locations=[store.experiment_id])) == []
+
+
 @pytest.mark.slow
 def test_traces_arrive_during_the_run_and_once(server: Server, config: RunConfig, run_dir: Path) -> None:
     tracked = config_for(config, server.uri, traces_per_step=2)
