@@ -41,6 +41,13 @@ def test_nothing_is_proposed_where_nothing_is_like_it():
     assert nearest("abc", []) is None
 
 
+def test_of_names_that_are_equally_like_it_the_first_is_proposed():
+    assert nearest("a.nume", ["a.nums", "a.numb", "a.numz"]) == "a.numb"
+    assert nearest("abcde", ["abcxy"]) is None, "just 0.6 alike, which is not enough"
+    assert nearest("abcd", ["abcx"]) == "abcx"
+    assert nearest("optimlr", ["optim.lr"]) == "optim.lr", "a dot was left out"
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, "null"), (True, "true"), (1e-6, "1e-06"), ("", "''"), ("off", "off"), ({"a": [1, None]}, "{a:[1,null]}")],
@@ -69,6 +76,8 @@ def test_no_message_holds_the_password_of_an_address(written):
 
 def test_long_values_are_cut():
     assert shown("x" * 1_000) == "x" * 57 + "..."
+    assert shown("x" * 61) == "x" * 57 + "..."
+    assert shown("x" * 60) == "x" * 60
 
 
 def test_keys_and_sections():

@@ -95,6 +95,7 @@ CASES = [
     ("kept_rates_are_shares", "pass_rates.samples=4 pass_rates.keep=[0.9,0.1]", "pass_rates.keep=[0.1,0.9]"),
     ("kept_rates_are_shares", "pass_rates.samples=4 pass_rates.keep=[0,8]", "pass_rates.keep=[0,1]"),
     ("band_of_rates_is_of_shares", "pass_rates.band=[-0.1,0.5]", "pass_rates.band=[0,0.5]"),
+    ("band_of_rates_is_of_shares", "pass_rates.band=[0.5,1.1]", "pass_rates.band=[0.5,0.5]"),
     ("pass_rates_come_from_one_place", "pass_rates.samples=4 pass_rates.table=x", "pass_rates.samples=4"),
     ("pass_rate_table_is_there", "pass_rates.table=no/such/folder", "pass_rates.table=null"),
     (
@@ -232,8 +233,12 @@ CASES = [
             "http://me:secret@host/v1",
             "http://host/v1?key=secret",
             "http://host:99999/v1",
+            "http://host:0/v1",
+            "http://me@host/v1",
+            "http://host/v1#part",
         )
     ],
+    ("a_judge_has_an_endpoint", f"{JUDGED} reward.judge.url=''", f"{JUDGED} reward.judge.url=https://host"),
     ("a_judge_has_an_endpoint", "reward.judge.url=http://me:secret@host/v1", "reward.judge.url=''"),
     ("a_judge_has_a_model", f"{JUDGED} reward.judge.model=''", JUDGED),
     ("a_judge_is_asked_from_processes", f"{JUDGED} reward.num_processes=0", JUDGED),
@@ -351,6 +356,11 @@ SCRATCH_CASES = [
         "model.scratch.hidden_size=144 rollout.engine=vllm runtime.device=cpu",
         "model.scratch.hidden_size=144 rollout.engine=vllm runtime.device=cuda",
     ),
+    (
+        "heads_fit_vllm",
+        "model.scratch.hidden_size=144 rollout.engine=vllm runtime.device=cpu",
+        "model.scratch.hidden_size=192 rollout.engine=vllm runtime.device=cpu",
+    ),
     ("scratch_reads_the_prompts", "data.template=base", "data.template=bare"),
     ("scratch_reads_the_prompts", "data.task=gsm8k", "data.task=gsm8k model.path=a/b"),
     ("integers_are_tokens", "data.target_high=100", "data.target_high=99"),
@@ -424,6 +434,70 @@ def _copy(source, target, parts):
         target[last] = source[last]
     else:
         target.pop(last, None)
+
+
+CONTEXT = "with filter.max_prompt_tokens must be at most the model's context (model.scratch.max_position_embeddings)"
+VLLM_HEADS = "must have heads of a width that vLLM knows with rollout.engine=vllm: "
+ON_A_CPU = f"{VLLM_HEADS}on a CPU one of 32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512"
+BARE = "is unset, and a model made from nothing reads bare countdown prompts only"
+COVERED = "must cover every number and target from 0 up"
+DEALT = "must divide the model's heads and its feed-forward width"
+KL_ALONE = "has no effect without a reference (algo.kl.where)"
+NO_KL = "Set algo.kl.where=loss or algo.kl.where=reward, or leave the other KL settings out"
+ROOM = "must have at most filter.max_prompt_tokens + rollout.max_response_tokens in prompt and answer"
+WORDS = [
+    ("heads_divide_width", "model.scratch.hidden_size=100 model.scratch.num_heads=4",
+     "must be an even multiple of model.scratch.num_heads", "100 with num_heads 4",
+     "Take a multiple of 8, such as 128"),
+    ("heads_fit_vllm", "model.scratch.num_heads=6 rollout.engine=vllm", f"{VLLM_HEADS}32 or more", "heads of 16",
+     "Use 3 heads, hidden_size=192, or rollout.engine=hf"),
+    ("heads_fit_vllm", "model.scratch.num_heads=1 model.scratch.hidden_size=16 rollout.engine=vllm",
+     f"{VLLM_HEADS}32 or more", "heads of 16", "Use 1 heads, hidden_size=32, or rollout.engine=hf"),
+    ("heads_fit_vllm", "model.scratch.hidden_size=144 rollout.engine=vllm runtime.device=cpu", ON_A_CPU, "heads of 48",
+     "Use 4 heads, hidden_size=96, or rollout.engine=hf"),
+    ("scratch_reads_the_prompts", "data.template=base", BARE, "data.template=base",
+     "Set model.path to a directory or hub id, or data.template=bare, or start from experiment=countdown_demo"),
+    ("scratch_reads_the_prompts", "data.task=gsm8k", BARE, "data=gsm8k", "Set model.path to a directory or hub id"),
+    ("integers_are_tokens", "data.target_high=100", COVERED, "99 with number_high 20 and targets 1 to 100",
+     "Set model.scratch.max_integer=100, or narrow the data's ranges"),
+    ("integers_are_tokens", "data.number_high=101", COVERED, "99 with number_high 101 and targets 1 to 40",
+     "Set model.scratch.max_integer=101, or narrow the data's ranges"),
+    ("sequences_fit_the_context", "filter.max_prompt_tokens=505", CONTEXT, "505 + 8 = 513 tokens with a context of 512",
+     "Lower one of the two, or raise the context"),
+    ("adapters_name_layers", "model.lora.target_modules=[q_proj,nope,odd]",
+     "must name linear layers of the decoder", "nope, odd",
+     "Choose of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
+    ("heads_are_dealt_to_the_gpus", f"{TWO_GPUS} model.scratch.hidden_size=192", DEALT,
+     "2 with 3 heads, 3 of keys and values, and a width of 384", "Use one of 1, 3"),
+    ("policy_warmup_fits", "optim.warmup_steps=5 optim.warmup_ratio=0.1", "must be 0 where warmup_steps is given",
+     "warmup_steps 5 and warmup_ratio 0.1", "Set one of the two"),
+    ("policy_warmup_fits", "optim.warmup_steps=100", "must be under trainer.total_steps", "100 with total_steps 100",
+     "Warm up for fewer steps"),
+    ("kl_settings_have_effect", "algo.kl.target=0.2 algo.kl.coef=0.5 algo.kl.offload=true", KL_ALONE,
+     "coef 0.5, target 0.2, offload True with where off", NO_KL),
+    ("suites_have_names_and_room", SUITES % ("x", "y", ",max_response_tokens:20"), ROOM, "y: 52, the run 40",
+     "Lower the suite's limits, or raise the run's by 12"),
+    ("runtime.num_workers must divide trainer.mini_batch_size x rollout.samples_per_prompt",
+     "runtime.backend=ray runtime.num_workers=4 rollout.samples_per_prompt=5 trainer.mini_batch_size=2",
+     "must divide trainer.mini_batch_size x rollout.samples_per_prompt",
+     "4 with mini_batch_size 2, samples_per_prompt 5", "Use one of 1, 2, 5, 10"),
+    (MICRO_BATCH, "trainer.max_tokens_per_micro_batch=39", MICRO_BATCH.partition(" ")[2],
+     "39 with max_prompt_tokens 32, max_response_tokens 8",
+     "Set it to 40 or more; the gradient does not depend on it"),
+    ("critic_is_used", "critic={}", "has no use except with algo.advantage=gae", "its settings with advantage grpo",
+     "Leave out the critic's settings (critic=none), or choose algo=ppo"),
+    ("policy_loss_is_known", "algo.policy_loss=no_module_of_this_name:f", "must name a function as module:function",
+     "no_module_of_this_name:f (there is no module no_module_of_this_name)",
+     "A module is found in the folder that the command is started in, beside the experiment's file, on PYTHONPATH, "
+     "or installed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "words", "says", "got", "remedy"), WORDS, ids=[name for name, *_ in WORDS])
+def test_a_problem_is_told_in_these_words(name: str, words: str, says: str, got: str, remedy: str) -> None:
+    problem = BY_NAME[name].check(settings(words, SCRATCH))
+    assert problem is not None
+    assert (problem.rule, problem.got, problem.remedy) == (says, got, remedy)
 
 
 @pytest.mark.parametrize("unsound", ["trainer.batch_size", "trainer.mini_batch_size", "trainer"])

@@ -1,13 +1,15 @@
 """A sweep's file is checked before anything runs, and every mistake in it is told at once."""
 
+import re
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from rlcore.config import RunConfig
+from rlcore.config import RunConfig, sweep_load
 from rlcore.config.compose import group_members, load_config
 from rlcore.config.documents import experiment_text
-from rlcore.config.sweep import Budget
+from rlcore.config.sweep import Budget, OptunaSearch, Pruning, RandomSearch, Range, SweepSpec, edges_of
 from rlcore.config.sweep_load import SWEEPS_DIR, Sweep, load_sweep
 from rlcore.errors import ConfigError
 
@@ -110,6 +112,36 @@ def test_settings_of_the_command_go_before_those_of_the_file(tmp_path):
         ),
         ("grid: {optim.lr: [1e-3]}\nbudget: {hours: 0}", "budget.hours: must be greater than 0"),
         ("grid: {optim.lr: [1e-3]}\ngrid: {}", "sweep: cannot be read"),
+        (
+            "grid: {optim.lr: [1e-3]}\nseeds: [2147483648]",
+            "seeds: must be from 0 to 2**31 - 1; got [2147483648]. ",
+        ),
+        ("grid: {optim.lr: [1e-3]}\nseeds: [3, 2, 3, 2]", "seeds: must differ; got [3,2,3,2]. Name 2, 3 once"),
+        (
+            "random: {num_points: 2, space: {optim.lr: {low: 1, high: 1}}}",
+            "random.space.optim.lr: low must be below high, got 1 and 1",
+        ),
+        (
+            "random: {num_points: 2, space: {optim.lr: {low: 1, high: 2, log: true, step: 1}}}",
+            "random.space.optim.lr: log and step exclude one another",
+        ),
+        (
+            EARLY + "pruning: {every_steps: 3, pruner: hyperband, options: {max_resource: 8}}",
+            "pruning.every_steps: must be a multiple of validation.every_steps (2); got 3. Add validation.",
+        ),
+        (
+            EARLY.replace("=8", "=8, validation.every_steps=0") + "pruning: {every_steps: 4}",
+            "pruning.every_steps: must be a multiple of validation.every_steps (0); got 4. Add validation.",
+        ),
+        (
+            EARLY + "pruning: {every_steps: 8}",
+            "pruning.every_steps: must be below trainer.total_steps; got 8. Lower it",
+        ),
+        (
+            EARLY + "pruning: {every_steps: 2, pruner: hyperband, options: {max_resource: many}}",
+            "pruning.options: must say max_resource in steps: Optuna takes it from finished points, and there are none "
+            "when it compares; got {max_resource:many}. Write options: {max_resource: STEPS}",
+        ),
         ("overrides: [seed=3]\ngrid: {optim.lr: [1e-3]}", "overrides: seed and run_id differ from run to run"),
         ("overrides: [optim.lr=1]\ngrid: {optim.lr: [1e-3]}", "optim.lr: is swept, and given for all points"),
     ],
@@ -123,6 +155,7 @@ def test_wrong_values_of_all_points_are_told_together_each_once(mistakes):
     found = mistakes(HEAD + "grid: {optim.lr: [-1, 1e-3], trainer.mini_batch_size: [8, 3], algo: [grpo, dapoo]}")
     assert [line.partition(":")[0] for line in found] == ["optim.lr", "algo", "trainer.mini_batch_size"]
     assert "point optim.lr=-1 trainer.mini_batch_size=8 algo=grpo and 3 more" in found[0]
+    assert "(point optim.lr=-1 trainer.mini_batch_size=3 algo=grpo and 3 more); got 3 with batch_size" in found[2]
     assert "Did you mean dapo?" in found[1]
 
 
@@ -167,6 +200,105 @@ def test_a_grid_is_every_combination(load):
     assert sweep.rungs == (2,)
 
 
+def test_a_grid_has_at_most_so_many_points(load, mistakes, monkeypatch):
+    monkeypatch.setattr(sweep_load, "MOST_POINTS", 4)
+    assert len(load(HEAD + "grid: {optim.lr: [1, 2], algo: [grpo, rloo]}").points) == 4
+    (line,) = mistakes(HEAD + "grid: {optim.lr: [1, 2, 3, 4, 5]}")
+    assert line == "grid: must have at most 4 points; got 5. Draw some of them by random or optuna"
+
+
+def test_points_that_are_compared_have_one_length(mistakes):
+    shared = "overrides: [optim.schedule=cosine, validation.every_steps=1, trainer.steps_per_chunk=1]\n"
+    (line,) = mistakes(HEAD + shared + "grid: {trainer.total_steps: [2, 4]}\npruning: {every_steps: 1}")
+    rule = "must be the same for all points where poor ones are stopped early"
+    assert line == f"trainer.total_steps: {rule}; got 4. Do not sweep it"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "grid: {optim.lr: [1e-3]}\nseeds: [0, 2147483647]",
+        EARLY + "pruning: {every_steps: 2, pruner: hyperband, options: {max_resource: 8}}",
+        EARLY + "pruning: {every_steps: 2, pruner: successive_halving, options: {min_resource: 2}}",
+        EARLY + "pruning: {every_steps: 2, pruner: paired, confidence: 0.9}",
+        EARLY.replace("grid: {", "optuna: {num_points: 3, space: {").replace("}\n", "}}\n")
+        + "pruning: {every_steps: 2, pruner: median}",
+    ],
+)
+def test_what_is_sound_is_taken(load, text):
+    assert load(HEAD + text).spec.name == "a"
+
+
+def test_the_edges_of_a_space_are_checked_before_a_search():
+    space = {"optim.lr": Range(low=1e-4, high=1e-2), "algo": ("grpo", "rloo", "opo")}
+    assert edges_of(space) == [
+        {"optim.lr": 1e-4, "algo": "grpo"},
+        {"optim.lr": 1e-2, "algo": "grpo"},
+        {"optim.lr": 1e-4, "algo": "rloo"},
+        {"optim.lr": 1e-4, "algo": "opo"},
+    ]
+
+
+def test_draws_are_the_same_on_every_machine(load):
+    """A golden value: were it to change, every random search would begin anew."""
+    space = (
+        "{optim.lr: {low: 1e-4, high: 1e-2, log: true}, optim.grad_clip: {low: 0.5, high: 2}, "
+        "trainer.epochs_per_batch: {low: 1, high: 9}, rollout.samples_per_prompt: {low: 2, high: 64, log: true}, "
+        "algo: [grpo, rloo]}"
+    )
+    points = load(HEAD + f"random: {{num_points: 3, space: {space}}}").points
+    assert [tuple(point.values()) for point in points] == [
+        (0.005391, 1.21, 5, 35, "rloo"),
+        (0.001128, 1.936, 2, 6, "grpo"),
+        (0.0004261, 1.498, 7, 3, "rloo"),
+    ]
+    assert load(HEAD + f"random: {{num_points: 3, space: {space}, seed: 1}}").points == points
+    assert load(HEAD + f"random: {{num_points: 3, space: {space}, seed: 2}}").points != points
+
+
+def test_what_a_sweep_does_not_say_is_usual():
+    search = OptunaSearch(num_points=1, space={"optim.lr": (1, 2)})
+    assert (search.seed, search.startup_points, search.points_at_once) == (1, 10, 1)
+    early = Pruning(every_steps=1)
+    assert (early.pruner, early.confidence, early.options) == ("paired", 0.95, {})
+    spec = SweepSpec(name="a", grid={"optim.lr": (1,)})
+    assert (spec.seeds, spec.objective.metric, spec.objective.direction) == ((1,), None, "maximize")
+    assert spec.budget.model_dump() == {"runs": None, "steps": None, "hours": None}
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        (RandomSearch, {"num_points": 0, "space": {"a": (1,)}}),
+        (RandomSearch, {"num_points": 1, "space": {}}),
+        (RandomSearch, {"num_points": 1, "space": {"a": (1,)}, "seed": -1}),
+        (OptunaSearch, {"num_points": 1, "space": {"a": (1,)}, "startup_points": 0}),
+        (OptunaSearch, {"num_points": 1, "space": {"a": (1,)}, "points_at_once": 0}),
+        (Range, {"low": 1, "high": 2, "step": 0}),
+        (Range, {"low": 0, "high": 2, "log": True}),
+        (Pruning, {"every_steps": 0}),
+        (Pruning, {"every_steps": 1, "confidence": 0}),
+        (Pruning, {"every_steps": 1, "confidence": 1}),
+        (Budget, {"runs": 0}),
+        (Budget, {"steps": 0}),
+        (Budget, {"hours": 0}),
+        (SweepSpec, {"name": "a", "seeds": ()}),
+        (SweepSpec, {"name": "a" * 65}),
+    ],
+)
+def test_a_value_out_of_range_is_refused(section, values):
+    with pytest.raises(ValidationError):
+        section(**values)
+
+
+def test_the_least_values_are_taken():
+    least = {"num_points": 1, "space": {"a": (1,)}, "seed": 0, "startup_points": 1, "points_at_once": 1}
+    assert OptunaSearch(**least).model_dump() == least
+    assert Pruning(every_steps=1, confidence=0.001).every_steps == 1
+    assert Budget(runs=1, steps=1, hours=0.001).model_dump() == {"runs": 1, "steps": 1, "hours": 0.001}
+    assert SweepSpec(name="a" * 64).seeds == (1,)
+
+
 def test_random_draws_lie_in_the_space_and_more_of_them_keep_the_first(load):
     space = (
         "{optim.lr: {low: 1e-4, high: 1e-2, log: true}, trainer.batch_size: {low: 8, high: 32, step: 8}, "
@@ -207,6 +339,7 @@ def test_the_command_lines_budget_and_overrides_are_added(load):
     assert sweep.base.trainer.total_steps == 6
     assert sweep.sweep_id == load(text, "trainer.total_steps=6").sweep_id
     assert sweep.sweep_id != load(text).sweep_id
+    assert re.fullmatch("a-[0-9a-f]{8}", sweep.sweep_id)
 
 
 @pytest.mark.parametrize("experiment", ["debug", "countdown_ppo_demo", "verl_gsm8k_grpo"])

@@ -89,6 +89,17 @@ def test_a_damaged_part_is_left_out_and_named(tmp_path: Path, caplog: pytest.Log
     assert f"{first}: cannot be read" in caplog.text
 
 
+def test_of_a_part_only_the_steps_after_the_last_one_sent_are_taken(tmp_path: Path) -> None:
+    writer = AnswerWriter(tmp_path, AnswersConfig())
+    for step in (1, 2, 3):
+        writer.add(Made(step).of_step(step))
+    writer.begin_part()
+    writer.settle()
+    ((last, rows),) = parts_to_trace(tmp_path, 1, 1)
+    assert (last, [row["step"] for row in rows]) == (3, [2, 3])
+    assert [last for last, _ in parts_to_trace(tmp_path, 3, 1)] == []
+
+
 def test_an_answer_is_a_trace_with_its_score(config: RunConfig, root: Path) -> None:
     store = MlflowStore(config.tracking, root)
     run_id = store.start_or_resume_run("run-1", None, {})
@@ -108,7 +119,7 @@ def test_an_answer_is_a_trace_with_its_score(config: RunConfig, root: Path) -> N
         by_state["OK"].data.spans,
         by_state["OK"].info.assessments,
     )
-    assert good.trace_id == f"tr-{digest[:16].hex()}"
+    assert (good.trace_id, score.assessment_id) == (f"tr-{digest[:16].hex()}", f"a-{digest[:16].hex()}")
     assert (good.request_time, good.execution_duration) == (1_763_251, 0)
     assert (good.request_preview, good.response_preview) == ("q" * 1_000, "r" * 1_000)
     assert {key: good.tags[key] for key in ("mlflow.traceName", "step", "data_source")} == {
