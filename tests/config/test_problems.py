@@ -45,7 +45,7 @@ def test_of_names_that_are_equally_like_it_the_first_is_proposed():
     assert nearest("a.nume", ["a.nums", "a.numb", "a.numz"]) == "a.numb"
     assert nearest("abcde", ["abcxy"]) is None, "just 0.6 alike, which is not enough"
     assert nearest("abcd", ["abcx"]) == "abcx"
-    assert nearest("optimlr", ["optim.lr"]) == "optim.lr", "a dot was left out"
+    assert nearest("warm_startlr", ["warm_start.lr"]) == "warm_start.lr", "a dot was left out"
 
 
 @pytest.mark.parametrize(

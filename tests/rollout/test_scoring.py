@@ -107,6 +107,84 @@ def test_a_plain_number_is_a_score_without_parts(num_processes):
         assert pool.unscored == (0, "")
 
 
+def of(total, parts=None, said=None):
+    """A scorer that always says this."""
+    return lambda response, truth: Score(total, parts or {}, said)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "weights", "score"),
+    [
+        (lambda response, truth: 3, {}, Score(3.0, {})),
+        (lambda response, truth: truth["answer"], {}, Score(7.0, {})),
+        (lambda response, truth: True, {}, Score(1.0, {})),
+        (of(0.5, {1: 2}, said=5), {}, Score(0.5, {"1": 2.0}, "5")),
+        (of(0.5, {"a": 2.0}), {"a": 0.25}, Score(0.5, {"a": 2.0, "total": 0.5, "correct": 0.0})),
+        (of(1.0, {"a": 2.0}), {"a": 2, "total": -1}, Score(3.0, {"a": 2.0, "total": 1.0, "correct": 1.0})),
+        (of(0.999, {"a": 0.0}), {"correct": 4}, None),
+        (of(1.0, {"correct": 0.0}), {"correct": 4}, Score(0.0, {"total": 1.0, "correct": 0.0})),
+    ],
+)
+def test_a_score_is_checked_and_weighed(scorer, weights, score):
+    if score is None:
+        with pytest.raises(ValueError, match=r"^reward\.weights names correct; this score has a, total$"):
+            scoring_worker.score_one(scorer, "x", "7", weights)
+    else:
+        assert scoring_worker.score_one(scorer, "x", "7", weights) == score
+
+
+@pytest.mark.parametrize(
+    ("scorer", "weights", "told"),
+    [
+        (of(float("inf")), {}, "a score is a finite number, got Score(total=inf"),
+        (of(1.0, {"a": float("nan")}), {}, "a score is a finite number, got Score(total=1.0, parts={'a': nan}"),
+        (of(1.0, {"b": 1.0}), {"a": 1, "c": 1}, "reward.weights names a, c; this score has b, total"),
+    ],
+)
+def test_a_score_that_is_none_is_refused(scorer, weights, told):
+    with pytest.raises(ValueError, match="^" + re.escape(told)):
+        scoring_worker.score_one(scorer, "x", "{}", weights)
+
+
+def test_a_ground_truth_that_is_a_mapping_reaches_the_scorer_as_it_is():
+    seen = []
+    scoring_worker.score_one(lambda *both: seen.append(both) or 1.0, "said", '{"target": 3}')
+    assert seen == [("said", {"target": 3})]
+
+
+def test_an_error_is_described_in_one_line_of_limited_length():
+    assert scoring_worker.describe(ValueError("a\tb")) == r"ValueError: a\tb"
+    assert scoring_worker.describe(ValueError("x" * 600)) == "ValueError: " + "x" * 488
+
+
+def test_only_the_first_errors_are_logged_and_all_are_counted(caplog):
+    with ScoringPool(ODD, RewardConfig()) as pool:
+        pool.score(["raise"] * 4 + ["text"] * 3, truths(7))
+        assert pool.unscored == (7, FAILURES["text"])
+        words = f"scorer {ODD} failed, the answer has no score:"
+        no, text = f"{words} RuntimeError: no; answer 'raise'", f"{words} {FAILURES['text']}; answer 'text'"
+        assert caplog.messages == [no] * 4 + [text]
+        with pool.uncounted():
+            pool.score(["nan"], truths(1))
+            assert pool.unscored == (8, FAILURES["nan"])
+        assert pool.unscored == (7, FAILURES["text"])
+
+
+def test_an_answer_in_the_log_is_cut(caplog):
+    with ScoringPool("tests.rollout.odd_scorers:fails_always", RewardConfig()) as pool:
+        pool.score(["x" * 300], ["{}"])
+    assert caplog.messages[0].endswith("RuntimeError: always; answer '" + "x" * 199)
+
+
+def test_a_job_is_done_with_its_last_score():
+    job = scoring.ScoringJob([Score(0.0, {})] * 2, 2)
+    job.put(1, Score(2.0, {}))
+    assert not job.done.is_set()
+    job.put(0, Score(1.0, {}))
+    assert job.done.is_set()
+    assert job.scores == [Score(1.0, {}), Score(2.0, {})]
+
+
 def test_what_the_scorer_failed_on_last_is_known():
     with ScoringPool(ODD, RewardConfig()) as pool:
         pool.score(["fine", "text"], truths(2))

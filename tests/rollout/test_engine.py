@@ -1,0 +1,116 @@
+"""What all engines share: requests and their seeds, whole hand-overs, and the place of an engine without one."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.config import RunConfig, SamplingConfig
+from rlcore.errors import EngineError
+from rlcore.rollout.engine import (
+    NoEngine,
+    RolloutEngine,
+    SamplingRequest,
+    TakenWeights,
+    answer_seed,
+    build_engine,
+    complete,
+    engine_dtype,
+    requests_for,
+    turn_seed,
+)
+from rlcore.types import Prompt, Rollout
+
+PROMPTS = [Prompt(index, (3, 4 + index), "countdown", "{}") for index in range(2)]
+
+
+@pytest.mark.parametrize(("own", "limit"), [(0, 8), (1, 1), (7, 7), (8, 8), (9, 8)])
+def test_a_request_has_the_lower_of_two_limits(own: int, limit: int) -> None:
+    assert SamplingRequest(PROMPTS[0], 0, 1, max_tokens=own).limit(8) == limit
+
+
+def test_a_request_has_no_limit_of_its_own_unless_it_is_given() -> None:
+    request = SamplingRequest(PROMPTS[0], 0, 1)
+    assert (request.max_tokens, request.environment_seed) == (0, 0)
+
+
+def test_answers_to_a_prompt_stand_side_by_side_and_share_the_seed_of_their_environment() -> None:
+    found = requests_for(PROMPTS, 2, run_seed=5, stream=2, step=7, first_group=3)
+    assert [(one.prompt.prompt_id, one.sample_index) for one in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [one.seed for one in found] == [answer_seed(5, 2, 7, group, sample) for group in (3, 4) for sample in (0, 1)]
+    shared = [answer_seed(5, 2, 7, group, 2**32 - 1) for group in (3, 3, 4, 4)]
+    assert [one.environment_seed for one in found] == shared
+    assert [one.seed for one in requests_for(PROMPTS, 1, run_seed=5, stream=2, step=7)] == [
+        answer_seed(5, 2, 7, group, 0) for group in (0, 1)
+    ]
+
+
+def test_seeds_are_the_same_on_every_machine() -> None:
+    """Golden values: were they to change, every run would draw other answers."""
+    assert answer_seed(1, 1, 3, 0, 2) == 8142689618028129371
+    assert [turn_seed(7, turn) for turn in (0, 1)] == [7, 3317731564112288844]
+    assert all(answer_seed(run, 1, 0, 0, 0) < 2**63 for run in range(20))
+
+
+def sent(*names: str) -> list[tuple[str, Tensor]]:
+    return [(name, torch.zeros(1)) for name in names]
+
+
+def test_a_hand_over_is_whole() -> None:
+    assert [name for name, _ in complete(sent("b", "a"), ["a", "b"])] == ["b", "a"]
+    with pytest.raises(EngineError) as caught:
+        list(complete(sent("b"), ["d", "b", "c"]))
+    assert str(caught.value) == "weight hand-over: 2 parameters were not sent, first 'c'"
+    with pytest.raises(EngineError) as caught:
+        list(complete(sent("x"), ["a"]))
+    assert str(caught.value) == "weight hand-over: the engine has no parameter 'x'"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "found"), [("auto", torch.float16), ("float32", torch.float32), ("bfloat16", torch.bfloat16)]
+)
+def test_an_engine_computes_in_the_trainers_type_or_in_its_own(dtype: str, found: torch.dtype) -> None:
+    assert engine_dtype(RunConfig.model_validate({"rollout": {"dtype": dtype}}), torch.float16) == found
+
+
+def test_without_an_engine_weights_are_gathered_and_nothing_is_written() -> None:
+    config = RunConfig.model_validate({"rollout": {"engine": "none"}})
+    engine = build_engine(config, "nowhere", device=torch.device("cpu"), dtype=torch.float32)
+    assert isinstance(engine, NoEngine)
+    assert engine.policy_version == -1
+    passed: list[int] = []
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for number in range(3):
+            passed.append(number)
+            yield str(number), torch.zeros(1)
+
+    assert engine.update_weights(weights(), 4) == TakenWeights((), ())
+    assert (passed, engine.policy_version) == ([0, 1, 2], 4)
+    engine.sleep()
+    engine.close()
+    with pytest.raises(EngineError) as caught:
+        engine.generate(requests_for(PROMPTS, 1, run_seed=1, stream=1, step=1), SamplingConfig(), 4)
+    assert str(caught.value) == "rollout.engine: is none, so these workers write no answers"
+
+
+class Backwards(RolloutEngine):
+    """Ends the last answer first."""
+
+    policy_version = 0
+
+    def stream(
+        self, requests: Sequence[SamplingRequest], sampling: SamplingConfig, max_response_tokens: int
+    ) -> Iterator[tuple[int, Rollout]]:
+        for index in reversed(range(len(requests))):
+            request = requests[index]
+            ids, logprobs = np.array([index], np.int32), np.array([-1.0], np.float32)
+            yield index, Rollout(request.prompt, request.sample_index, ids, logprobs, "stop", 0)
+
+
+def test_answers_come_in_the_order_of_their_requests() -> None:
+    requests = requests_for(PROMPTS, 3, run_seed=1, stream=1, step=1)
+    found = Backwards().generate(requests, SamplingConfig(), 4)
+    assert [rollout.response_ids.tolist() for rollout in found] == [[index] for index in range(6)]

@@ -1,0 +1,183 @@
+"""An episode's turns, played in this process: what an environment is asked, and what is made of its replies."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from rlcore.config import RunConfig
+from rlcore.errors import ConfigError
+from rlcore.rollout import environment
+from rlcore.rollout.environment import Episode, Turn, completed, play, resolve_environment, turn_of
+from rlcore.rollout.scoring import require_environment
+from rlcore.score import Score
+
+HERE = "tests.rollout.test_environment"
+made: list[dict[str, Any]] = []
+"""Arguments of each environment that was made, in order."""
+
+
+class Echo:
+    """Replies with the number of turns and what was written; ends at `stop`."""
+
+    def __init__(self, **options: Any) -> None:
+        made.append(options)
+        self.texts: list[str] = []
+
+    def reset(self, row: Mapping[str, Any]) -> str | None:
+        self.row = row
+        hello: str | None = row.get("hello")
+        return hello
+
+    async def step(self, text: str) -> Turn:
+        self.texts.append(text)
+        return Turn(f"{len(self.texts)}: {text}", text == "stop", float(len(text)), {"turns": len(self.texts)})
+
+
+class Wrong(Echo):
+    """Replies with something else than a turn with a text."""
+
+    async def step(self, text: str) -> Any:
+        return Turn(3) if text == "number" else text  # type: ignore[arg-type]
+
+
+class Silent:
+    """Has one of the two methods."""
+
+    def reset(self, row: Mapping[str, Any]) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def kept() -> Iterator[dict[str, Any]]:
+    """The environments between turns, none at the beginning."""
+    environment._kept.clear()
+    made.clear()
+    yield environment._kept
+    environment._kept.clear()
+
+
+def truth(kind: str = "Echo", **more: Any) -> dict[str, Any]:
+    return {"environment": f"{HERE}:{kind}", "options": {}, "row": {"seed": 3}} | more
+
+
+def played(texts: list[str], replies: list[str], *, name: str = "a", limit: int = 100, **more: Any) -> Score:
+    episode = Episode(name, "", limit, texts, replies)
+    return play(episode.asked(), truth(**more))
+
+
+def test_turns_go_on_in_the_environment_of_their_episode(kept: dict[str, Any]) -> None:
+    assert turn_of(played([], [])) == Turn("", False)
+    assert turn_of(played(["one"], [""])) == Turn("1: one", False, 3.0, {"turns": 1})
+    assert list(kept) == ["a"]
+    assert turn_of(played(["one", "three"], ["", "1: one"])) == Turn("2: three", False, 5.0, {"turns": 2})
+    assert len(made) == 1, "it is kept from turn to turn"
+    last = turn_of(played(["one", "three", "stop"], ["", "1: one", "2: three"]))
+    assert last == Turn("3: stop", True, 4.0, {"turns": 3})
+    assert list(kept) == [], "an episode that has ended is forgotten"
+
+
+def test_a_first_message_is_the_reply_before_any_turn() -> None:
+    assert turn_of(played([], [], row={"hello": "welcome"})) == Turn("welcome", False)
+    assert turn_of(played(["x"], ["welcome"], row={"hello": "welcome"})) == Turn("1: x", False, 1.0, {"turns": 1})
+    assert len(made) == 1
+
+
+def test_turns_are_repeated_where_the_environment_is_lost_or_has_read_something_else(kept: dict[str, Any]) -> None:
+    played(["one"], [""])
+    kept.clear()
+    assert turn_of(played(["one", "two"], ["", "1: one"])).reply == "2: two"
+    assert len(made) == 2
+    assert turn_of(played(["other", "two"], ["", "1: other"])).reply == "2: two"
+    assert len(made) == 3
+    assert turn_of(played([], [])).reply == ""
+    assert len(made) == 4, "an episode that begins has a new one"
+
+
+@pytest.mark.parametrize(
+    ("texts", "replies", "told"),
+    [
+        (["one", "two"], ["", "1: eins"], "got the reply '1: one' in place of '1: eins'"),
+        (["one", "two"], ["hello", "1: one"], "got the reply '' in place of 'hello'"),
+        (["stop", "two"], ["", "1: stop"], "got the reply '1: stop' in place of '1: stop'"),
+        (["x" * 90, "two"], ["", "y" * 90], f"got the reply '1: {'x' * 77}' in place of '{'y' * 80}'"),
+    ],
+)
+def test_a_repeated_turn_with_another_reply_or_end_is_an_error(texts: list[str], replies: list[str], told: str) -> None:
+    with pytest.raises(ValueError, match="must follow from its row, its seed and the texts alone") as caught:
+        played(texts, replies)
+    assert str(caught.value).startswith(f"a repeated turn {told}: the replies of")
+
+
+def test_replies_are_cut_and_whole_utf_8() -> None:
+    assert turn_of(played(["word"], [""], limit=5)).reply == "1: wo"
+    assert turn_of(played([], [], row={"hello": "welcome"}, limit=3, name="b")).reply == "wel"
+    assert turn_of(played(["\ud83d"], [""], name="c")).reply == "1: ?"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("number", "a reply is a text, got int"),
+        ("text", "step returns rlcore.rollout.environment.Turn, got str"),
+    ],
+)
+def test_what_is_no_turn_is_an_error(text: str, told: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        played([text], [""], kind="Wrong")
+    assert str(caught.value) == told
+
+
+def test_the_environment_that_was_used_longest_ago_is_dropped(
+    kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "_MAX_KEPT", 2)
+    for name in ("a", "b"):
+        played([], [], name=name)
+    assert list(kept) == ["a", "b"]
+    played(["x"], [""], name="a")
+    played([], [], name="c")
+    assert list(kept) == ["a", "c"]
+
+
+def test_an_empty_answer_makes_an_environment_and_asks_it_nothing(kept: dict[str, Any]) -> None:
+    assert play("", truth(options={"tools": ["a:b"]})) == Score(0.0, {})
+    assert made == [{"tools": ["a:b"]}]
+    assert list(kept) == []
+
+
+def test_an_episode_begins_with_its_row_a_seed_and_what_its_class_takes() -> None:
+    config = RunConfig.model_validate({"data": {"task": "countdown", "environment": "a:B"}})
+    episode = Episode.begun("e", config, '{"target": 3, "seed": 9}', 77)
+    assert json.loads(episode.truth) == {
+        "environment": "a:B",
+        "options": {},
+        "row": {"target": 3, "seed": 77, "own_seed": 9},
+    }
+    assert (episode.name, episode.max_characters) == ("e", 16 * config.episode.max_tool_tokens)
+    asked = {"name": "e", "max_characters": episode.max_characters, "texts": [], "replies": []}
+    assert json.loads(episode.asked()) == asked
+    tools = RunConfig.model_validate({"episode": {"tools": ["x:y"]}, "data": {"task": "countdown", "scorer": "m:s"}})
+    plain = json.loads(Episode.begun("e", tools, "3", 5).truth)
+    assert (plain["options"], plain["row"]) == ({"tools": ["x:y"], "scorer": "m:s"}, {"answer": 3, "seed": 5})
+
+
+def test_a_score_without_words_is_the_end_of_an_episode() -> None:
+    assert turn_of(Score(0.5, {"a": 1.0})) == Turn("", True, 0.5, {"a": 1.0})
+    assert Turn() == Turn("", False, 0.0, {})
+
+
+def test_a_class_without_both_methods_is_refused() -> None:
+    assert resolve_environment(f"{HERE}:Echo") is Echo
+    with pytest.raises(ValueError, match=r"Silent has no methods reset\(row\) and step\(text\)"):
+        resolve_environment(f"{HERE}:Silent")
+    with pytest.raises(ConfigError, match=r"^data\.environment: must name a class as module:Class, got '.*:Silent' \("):
+        require_environment(f"{HERE}:Silent")
+
+
+def test_a_value_that_need_not_be_awaited_is_itself() -> None:
+    async def later() -> int:
+        return 4
+
+    assert completed(3) == 3
+    assert completed(later()) == 4
