@@ -115,6 +115,30 @@ def test_a_revision_is_the_hubs(tmp_path: Path):
     assert idle_settings(load_config(given), given) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("algo.lam=0.5", "algo.lam=0.5: has no effect with algo.advantage=grpo. Choose algo=ppo, or leave it out"),
+        (
+            "algo.kl.target=1 algo.kl.coef=0.5",
+            "algo.kl.coef=0.5, algo.kl.target=1.0: have no effect with algo.kl.where=off. Set algo.kl.where=loss or "
+            "reward, or leave them out",
+        ),
+        (
+            "sandbox.time_s=9",
+            "sandbox.time_s=9.0: has no effect with no scorer that runs programs. Choose data=code, or leave it out",
+        ),
+        (
+            "pass_rates.keep=[0.1,0.9]",
+            "pass_rates.keep=[0.1,0.9]: has no effect with pass_rates.samples=0, pass_rates.table=null. Set "
+            "pass_rates.samples=8, or leave it out",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_told_in_these_words(given: str, line: str):
+    assert without_effect(settings(given), [word.partition("=")[0] for word in given.split()]) == [line]
+
+
 def test_a_sweep_is_told_of_what_no_point_reads(tmp_path: Path):
     file = tmp_path / "sweep.yaml"
     grid = "grid: {optim.schedule: [constant, cosine], algo.importance.cap: [2.0, 3.0]}"

@@ -13,6 +13,7 @@ from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import (
     MAY_CHANGE,
     canonical_json,
+    changed_settings,
     fingerprint,
     lasting_settings,
     run_directory,
@@ -233,6 +234,16 @@ def test_run_ids():
     assert run_id(config.model_copy(update={"run_id": "given"})) == "given"
     elsewhere = RunConfig.model_validate({"name": "mine", "seed": 7, "paths": {"root": "other"}})
     assert run_directory(elsewhere) == Path("other/runs") / run_id(config)
+
+
+def test_changed_settings_are_those_of_the_sections_that_differ_from_the_defaults():
+    config = RunConfig.model_validate(
+        {"optim": {"lr": 0.5}, "algo": {"kl": {"where": "loss"}}, "trainer": {"total_steps": 7, "batch_size": 8},
+         "rollout": {"max_num_seqs": 3}}
+    )  # fmt: skip
+    assert changed_settings(config, "optim", "algo.kl") == {"optim.lr": 0.5, "algo.kl.where": "loss"}
+    assert changed_settings(config, "trainer") == {"trainer.batch_size": 8}, "their number may change"
+    assert changed_settings(config, "rollout", "opti") == {}
 
 
 def test_lasting_settings_hold_no_path_of_this_machine():

@@ -123,6 +123,12 @@ def test_ppo_brings_its_critic():
     assert config.critic.optim.lr == 1e-5
 
 
+def test_a_critic_can_be_chosen_by_name():
+    chosen = load_config(["algo=ppo", "critic=default"], experiment=DEMO)
+    assert chosen.critic is not None
+    assert chosen == load_config(["algo=ppo"], experiment=DEMO)
+
+
 @pytest.mark.parametrize("none", ["none", "null"])
 def test_a_chosen_critic_replaces_the_experiments(none):
     config = load_config(["algo=grpo", f"critic={none}", "algo.lam=1"], experiment="countdown_ppo_demo")
@@ -248,6 +254,81 @@ def test_one_mistake_one_problem(override, told):
     line = the_problem(override)
     assert told in line
     assert line.startswith(f"{override.lstrip('~').partition('=')[0].partition('@')[0]}: ")
+
+
+SUITES_OF_OURS = "There are countdown, gsm8k; a path ends in .yaml"
+FORM = "conf/suite/gsm8k.yaml shows the form"
+STEPS = "Steps of the run; a step is one batch of prompts sampled, scored and learned from (default 100)"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("trainer.total_steps=0", f"trainer.total_steps: must be greater than or equal to 1; got 0. {STEPS}"),
+        ("trainer.total_steps=[1]", f"trainer.total_steps: must be a valid integer; got [1]. {STEPS}"),
+        (
+            "warm_start.stop_at_reward=x",
+            "warm_start.stop_at_reward: must be a valid number; got x. Sampled reward on training problems at which "
+            "the stage ends, with the last weights. None: none is sampled (default null)",
+        ),
+        (
+            "algo.kl.where=false",
+            "algo.kl.where: must be 'off', 'loss' or 'reward'; got false. In YAML write it in quotes: 'off' without "
+            "them is the boolean false. Where the KL term acts. Off: no reference model is loaded (default off)",
+        ),
+        (
+            "algo.kl.coef=${nope}",
+            "algo.kl.coef: cannot be filled in (Interpolation key 'nope' not found); got ${nope}. Name a setting that "
+            "exists, or write a value",
+        ),
+        ("tags.owner=true", "tags.owner: must be a valid string; got true. docs/settings.md describes every key"),
+        ("model.lora=5", "model.lora: is a section, not a value; got 5. Set one of its keys, such as model.lora.alpha"),
+        (
+            "data.chat_template_kwargs=5",
+            "data.chat_template_kwargs: is a section, not a value; got 5. Set one of its keys, such as "
+            "data.chat_template_kwargs.name=value",
+        ),
+        ("~data.task", "data.task: follows from the group; got '~data.task'. Choose a task as a group: data=countdown"),
+        (
+            "validation.suites=[nope]",
+            f"validation.suites: must name files in conf/suite, or paths; got nope. {SUITES_OF_OURS}",
+        ),
+        (
+            "validation.suites=[gsm9k]",
+            "validation.suites: must name files in conf/suite, or paths; got gsm9k. Did you mean gsm8k? "
+            f"{SUITES_OF_OURS}",
+        ),
+    ],
+)
+def test_a_mistake_is_told_in_these_words(override, line):
+    assert the_problem(override) == line
+
+
+def test_a_suite_that_is_no_file_of_settings_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "list.yaml").write_text("[1, 2]\n")
+    key = "validation.suites: "
+    names = "must name files in conf/suite, or paths of files"
+    folder, listed = tmp_path / "folder.yaml", tmp_path / "list.yaml"
+    assert the_problem(f"validation.suites=[{folder}]") == f"{key}{names}; got {folder}. It is none"
+    held = "its file must hold keys and values"
+    assert the_problem(f"validation.suites=[{listed}]") == f"{key}{held}; got {listed}. {FORM}"
+    reason = "its file cannot be read ([Errno 2] No such file or directory: 'none.yaml')"
+    assert the_problem("validation.suites=[none.yaml]") == f"{key}{reason}; got none.yaml in {tmp_path}. {FORM}"
+    reason = f"its file cannot be read ([Errno 2] No such file or directory: '{tmp_path}/none.yaml')"
+    found = the_problem(f"validation.suites=[{tmp_path}/none.yaml]")
+    assert found == f"{key}{reason}; got {tmp_path}/none.yaml. {FORM}"
+
+
+@pytest.mark.parametrize(("name", "told"), [("folder", "must be a file, not a folder"),
+                                            ("list", "its file must hold keys and values")])  # fmt: skip
+def test_an_experiment_that_is_no_file_of_settings_is_told(tmp_path, name, told):
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "list.yaml").write_text("[1, 2]\n")
+    file = tmp_path / f"{name}.yaml"
+    remedy = f"Name a file that this process can read, or one of {', '.join(experiment_names())}"
+    assert the_problem(experiment=str(file)) == f"experiment: {told}; got {file}. {remedy}"
 
 
 @pytest.mark.parametrize(

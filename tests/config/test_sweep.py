@@ -352,6 +352,24 @@ def test_an_experiment_file_composes_to_the_settings_it_was_written_from(experim
     assert again == config.model_copy(update={"seed": 6})
 
 
+def test_an_experiment_file_says_what_differs_from_the_members_of_its_groups():
+    config = load_config(["data.train_size=9", "optim.lr=7e-5", "tags.owner=me", "seed=5", "model.path=a/b"])
+    assert experiment_text(config, "millrace run experiment=best.yaml\nthe best").splitlines() == [
+        "# millrace run experiment=best.yaml",
+        "# the best",
+        "defaults:",
+        "- override /data: countdown",
+        "- override /critic: none",
+        "seed: 5",
+        "data:",
+        "  train_size: 9",
+        "model:",
+        "  path: a/b",
+        "optim:",
+        "  lr: 7.0e-05",
+    ]
+
+
 def test_an_experiment_file_from_elsewhere_may_build_on_ours(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("defaults:\n  - debug@_here_\n  - override /algo: ppo\n  - _self_\noptim: {lr: 5e-4}\n")

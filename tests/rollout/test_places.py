@@ -1,12 +1,15 @@
 """A hand-over after the first copies each tensor straight to its place, on a model laid out as vLLM lays it out."""
 
+from collections.abc import Iterable
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from rlcore.errors import EngineError
 from rlcore.rollout.engine import TakenWeights
-from rlcore.rollout.vllm.weights import SentWeights, load
+from rlcore.rollout.vllm.weights import SentWeights, _part, load, tied_head
 
 PARTS = {  # a matrix of vLLM's: the transformers matrices in its rows, and how many each has
     "model.layers.0.self_attn.qkv_proj": {"q_proj": 4, "k_proj": 2, "v_proj": 2},
@@ -102,3 +105,101 @@ def test_what_is_held_in_parts_or_another_form_has_no_places() -> None:
     sent = first(model)
     model.get_submodule("model.embed_tokens").params_dtype = torch.float32
     assert sent.places() is None
+
+
+class Rank:
+    """A matrix of vLLM's of which a rank holds a part: its columns, or its rows."""
+
+    def __init__(self, rank: int, size: int, *, columns: bool = False, replicas: int = 1) -> None:
+        self.tp_rank, self.tp_size, self.num_kv_head_replicas = rank, size, replicas
+        self.input_size, self.input_size_per_partition = 4, 4 // size if columns else 4
+
+
+WHOLE = torch.arange(16.0).reshape(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "leaf", "rows", "columns"),
+    [
+        (Rank(0, 1), "q_proj", slice(0, 4), slice(0, 4)),
+        (Rank(1, 2), "q_proj", slice(2, 4), slice(0, 4)),
+        (Rank(1, 2, columns=True), "o_proj", slice(0, 4), slice(2, 4)),
+        (Rank(3, 4, replicas=2), "q_proj", slice(3, 4), slice(0, 4)),
+        (Rank(3, 4, replicas=2), "k_proj", slice(2, 4), slice(0, 4)),
+        (Rank(1, 4, replicas=2), "v_proj", slice(0, 2), slice(0, 4)),
+        (Rank(3, 4, replicas=4), "k_proj", slice(0, 4), slice(0, 4)),
+    ],
+)
+def test_a_rank_holds_its_rows_or_columns_and_shares_a_head_of_keys(
+    module: Rank, leaf: str, rows: slice, columns: slice
+) -> None:
+    assert torch.equal(_part(module, leaf, WHOLE), WHOLE[rows, columns])
+
+
+def test_a_bias_beside_columns_is_whole_and_one_beside_rows_is_not() -> None:
+    bias = torch.arange(4.0)
+    assert torch.equal(_part(Rank(1, 2, columns=True), "o_proj", bias), bias)
+    assert torch.equal(_part(Rank(1, 2), "q_proj", bias), bias[2:])
+
+
+def test_a_rank_holds_its_words_of_the_vocabulary() -> None:
+    words = SimpleNamespace(
+        shard_indices=SimpleNamespace(org_vocab_start_index=1, org_vocab_end_index=3), tp_size=2, tp_rank=1
+    )
+    assert torch.equal(_part(words, "embed_tokens", WHOLE), WHOLE[1:3])
+
+
+def test_a_head_is_tied_where_it_has_the_embeddings_weights() -> None:
+    model = merged()
+    assert tied_head(model) == (None, None)
+    model.lm_head = nn.Linear(4, 8, bias=False)
+    assert tied_head(model) == (None, None)
+    embedding = model.get_submodule("model.embed_tokens")
+    model.lm_head.weight = embedding.weight
+    assert tied_head(model) == (model.lm_head, embedding)
+    assert tied_head(nn.Module()) == (None, None)
+
+
+def test_a_tied_head_is_compared_with_what_was_sent_as_the_embedding() -> None:
+    model, given = merged(), weights(0)
+    model.lm_head = nn.Linear(4, 8, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    model.load_state_dict(by_hand(model, given))
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.get_submodule("model.embed_tokens").weight)
+    sent = SentWeights(model)
+    list(sent.noted(given.items()))
+    assert sent.compare() == TakenWeights()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    assert sent.compare() == TakenWeights(("the head, tied to model.embed_tokens.weight",), ())
+
+
+def test_what_was_changed_and_what_is_not_there_are_told_apart() -> None:
+    model, given = merged(), weights(0)
+    model.load_state_dict(by_hand(model, given))
+    sent = SentWeights(model)
+    unknown = {"model.layers.0.mlp.nothing.weight": torch.zeros(1)}
+    wide = {"model.layers.0.mlp.down_proj.weight": torch.zeros(9, 4)}
+    given["model.layers.0.mlp.up_proj.weight"] += 1
+    list(sent.noted([*(given | wide).items(), *unknown.items()]))
+    assert sent.compare() == TakenWeights(("model.layers.0.mlp.up_proj.weight",), (*unknown, *wide))
+    nothing = SentWeights(model)
+    list(nothing.noted(unknown.items()))
+    assert nothing.compare() == TakenWeights((), tuple(unknown))
+
+
+def test_on_a_gpu_vllm_finds_the_places_of_a_first_hand_over() -> None:
+    class Loading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1, device="meta"))  # not on a CPU
+            self.loaded: list[str] = []
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            self.loaded += [name for name, _ in weights]
+
+    model = Loading()
+    load(model, None, iter([("a", WHOLE), ("b", WHOLE)]), frozenset({"a", "b"}))
+    assert model.loaded == ["a", "b"]
+    with pytest.raises(EngineError, match="1 parameters were not sent, first 'b'"):
+        load(model, None, iter([("a", WHOLE)]), frozenset({"a", "b"}))

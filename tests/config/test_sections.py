@@ -1,0 +1,143 @@
+"""What the settings' own methods say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.config import RunConfig
+from rlcore.config.algo import AlgoConfig
+from rlcore.config.base import Bound, covers, expanded
+from rlcore.config.data import MappedData, ParquetData, PassRatesConfig, parts_of
+from rlcore.config.rollout import RolloutConfig, ValidationConfig
+from rlcore.config.run import value_at
+from rlcore.config.suite import suite_settings
+from rlcore.config.trainer import DeadlineConfig, PathsConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "answers"),
+    [
+        ({"trainer": {"batch_size": 5}, "rollout": {"samples_per_prompt": 3}}, 15),
+        ({"trainer": {"batch_size": 5}, "rollout": {"samples_per_prompt": 3}, "runtime": {"num_workers": 2}}, 8),
+        (
+            {"trainer": {"batch_size": 5}, "rollout": {"samples_per_prompt": 3, "tensor_parallel_size": 2},
+             "runtime": {"num_workers": 4}},
+            8,
+        ),
+        ({"trainer": {"batch_size": 5}, "rollout": {"samples_per_prompt": 3, "max_num_seqs": 7}}, 7),
+    ],
+)  # fmt: skip
+def test_an_engine_writes_its_share_of_a_batch_at_one_time(settings: dict[str, Any], answers: int) -> None:
+    assert RunConfig.model_validate(settings).answers_together == answers
+
+
+@pytest.mark.parametrize(("every", "due"), [(0, [0, 5]), (2, [0, 2, 4, 5]), (1, [0, 1, 2, 3, 4, 5]), (9, [0, 5])])
+def test_a_validation_is_due_at_both_ends_and_every_so_many_steps(every: int, due: list[int]) -> None:
+    validation = ValidationConfig(every_steps=every)
+    assert [step for step in range(6) if validation.is_due(step, 5)] == due
+
+
+def test_the_longest_deadline_is_found() -> None:
+    assert DeadlineConfig().longest_s() == 7_200.0
+    assert DeadlineConfig(load_s=9_000).longest_s() == 9_000.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "asks"),
+    [
+        ({}, True),
+        ({"engine": "hf"}, False),
+        ({"short_steps": False}, False),
+        ({"enforce_eager": True}, False),
+        ({"tensor_parallel_size": 2}, False),
+    ],
+)
+def test_short_steps_are_asked_for_where_vllm_has_graphs_on_one_gpu(settings: dict[str, Any], asks: bool) -> None:
+    config = RolloutConfig.model_validate({"engine": "vllm", "short_steps": True, "enforce_eager": False} | settings)
+    assert config.asks_for_short_steps is asks
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_wanted"), [({}, False), ({"samples": 1}, True), ({"table": "x"}, True), ({"samples": 0}, False)]
+)
+def test_pass_rates_are_wanted_where_they_are_measured_or_given(settings: dict[str, Any], is_wanted: bool) -> None:
+    assert PassRatesConfig.model_validate(settings).is_wanted is is_wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("grpo", None), ("pass_at_k", "rlcore.algos.advantages:pass_at_k"), ("my.own:advantage", "my.own:advantage")],
+)
+def test_an_advantage_is_a_function_where_it_has_a_module(name: str, function: str | None) -> None:
+    assert AlgoConfig(advantage=name).advantage_function == function
+
+
+def test_every_task_has_parts_and_a_mixture_its_own() -> None:
+    one = RunConfig.model_validate({"data": {"task": "countdown"}}).data
+    assert [part.data for part in parts_of(one)] == [one]
+    parts = [{"data": {"task": "countdown"}}, {"data": {"task": "custom"}}]
+    mixture = RunConfig.model_validate({"data": {"task": "mixture", "parts": parts}}).data
+    assert [part.data.task for part in parts_of(mixture)] == ["countdown", "custom"]
+
+
+def test_a_name_covers_itself_and_what_lies_in_it() -> None:
+    assert [covers("algo.kl", key) for key in ("algo.kl", "algo.kl.coef", "algo", "algo.klx")] == [
+        True, True, False, False,
+    ]  # fmt: skip
+
+
+def test_a_bound_names_the_settings_that_it_is_of() -> None:
+    assert Bound("divide", "a.b x c.d").names == ("a.b", "c.d")
+    assert Bound("be at most", "a.b + c.d").names == ("a.b", "c.d")
+    assert Bound("be at most", "a.b").names == ("a.b",)
+
+
+def test_a_home_is_put_in_its_place_and_that_of_an_unknown_user_stays() -> None:
+    assert expanded("~/x") == Path.home() / "x"
+    assert expanded("~nobody77/x") == Path("~nobody77/x")
+    assert PathsConfig(root="~/runs").root == str(Path.home() / "runs")
+    assert PathsConfig(root="~nobody77/runs").root == "~nobody77/runs"
+
+
+def test_a_value_that_the_settings_have_not_is_absent() -> None:
+    config = RunConfig()
+    assert value_at(config, "trainer.total_steps") == 100
+    assert value_at(config, "critic.optim.lr") is None
+    assert value_at(config, "critic.optim.lr", "none") == "none"
+    assert value_at(config, "data.nothing", "none") == "none"
+
+
+def suite_of(**settings: Any) -> tuple[RunConfig, RunConfig]:
+    """A run, and its settings as its one suite sees them."""
+    suite = {"name": "x", "data": {"task": "countdown"}} | settings
+    run = RunConfig.model_validate(
+        {"seed": 5, "validation": {"suites": [suite], "samples_per_problem": 3}, "episode": {"max_turns": 7},
+         "filter": {"max_prompt_tokens": 100}, "rollout": {"max_response_tokens": 200}}
+    )  # fmt: skip
+    return run, suite_settings(run, run.validation.suites[0])
+
+
+def test_a_suite_has_the_runs_lengths_unless_it_says_its_own() -> None:
+    _, seen = suite_of()
+    assert (seen.seed, seen.filter.max_prompt_tokens, seen.rollout.max_response_tokens) == (1, 100, 200)
+    assert (seen.filter.duplicates, seen.validation.suites) == ("keep", ())
+    _, seen = suite_of(seed=9, max_prompt_tokens=11, max_response_tokens=22, samples_per_problem=2)
+    assert (seen.seed, seen.filter.max_prompt_tokens, seen.rollout.max_response_tokens) == (9, 11, 22)
+    assert seen.validation.samples_per_problem == 2
+
+
+def test_a_suite_is_told_of_episodes_where_it_has_an_environment() -> None:
+    run, seen = suite_of()
+    assert seen.episode == RunConfig().episode != run.episode
+    run, seen = suite_of(data={"task": "countdown", "environment": "a:B"})
+    assert seen.episode == run.episode
+
+
+def test_a_suites_training_rows_need_not_be_there() -> None:
+    _, seen = suite_of(data={"task": "parquet", "train_file": "none", "validation_file": "v", "scorer": "a.b:c"})
+    assert isinstance(seen.data, ParquetData)
+    assert (seen.data.train_file, seen.data.validation_file) == ("v", "v")
+    _, seen = suite_of(data={"task": "mapped", "source": "a/b", "train_split": "t", "validation_split": "v"})
+    assert isinstance(seen.data, MappedData)
+    assert (seen.data.train_split, seen.data.validation_split) == ("v", "v")
