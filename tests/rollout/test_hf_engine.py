@@ -134,6 +134,44 @@ def test_without_memory_for_all_at_once_fewer_are_written_at_once(
     assert len(begun) == 4
 
 
+@pytest.mark.parametrize(
+    ("limits", "rows"),
+    [
+        ([1, 3, 3, 3], [4, 4]),  # three of four go on: not yet
+        ([1, 1, 3, 3], [2, 2]),
+        ([1, 2, 3, 4], [4, 2, 1]),
+        ([1, 1, 1, 1], []),
+        ([2, 2, 2, 2], [4]),
+    ],
+)
+def test_rows_that_have_ended_leave_the_batch_where_they_are_more_than_a_quarter(
+    model_directory: Path, policy: CausalPolicy, monkeypatch: pytest.MonkeyPatch, limits: list[int], rows: list[int]
+) -> None:
+    own = load_policy(model_directory, model=ModelConfig(), device=CPU)
+    engine = HfEngine(own, eos_token_ids=frozenset(), max_num_seqs=64)
+    engine.update_weights(policy.model.named_parameters(), version=0)
+    decode, decoded = engine._policy.decode, list[int]()
+
+    def watched(token_ids: Tensor, *others: Tensor) -> Tensor:
+        decoded.extend([len(token_ids)] * (token_ids.shape[1] == 1))
+        return decode(token_ids, *others)
+
+    monkeypatch.setattr(engine._policy, "decode", watched)
+    requests = [replace(one, max_tokens=limit) for one, limit in zip(some_requests(1, 4), limits, strict=True)]
+    found = engine.generate(requests, SamplingConfig(), 8)
+    assert [len(rollout.response_ids) for rollout in found] == limits
+    assert decoded == rows
+
+
+def test_an_odd_number_of_answers_without_memory_is_halved_upwards(
+    engine: HfEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuses_more_than(2, engine, monkeypatch)
+    engine.generate(some_requests(1, 3), SamplingConfig(), 4)
+    (line,) = caplog.messages
+    assert line.startswith("generation ran out of memory with 3 answers at once, and goes on with 2: ")
+
+
 def test_a_single_answer_without_memory_is_told(engine: HfEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     refuses_more_than(0, engine, monkeypatch)
     with pytest.raises(DeviceMemoryError, match=r"a single answer at once .*allocate.*rollout.max_response_tokens"):

@@ -64,13 +64,17 @@ def test_scores_come_in_the_order_of_the_requests(num_processes):
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_hostile_answers_have_no_score_are_counted_and_leave_their_neighbours_alone(num_processes):
+def test_hostile_answers_have_no_score_are_counted_and_leave_their_neighbours_alone(num_processes, caplog):
     responses = []
     for odd in [*FAILS, *HANGS, "print"]:
         responses += [f"good {odd}", odd, f"also good {odd}"]
     with ScoringPool(ODD, RewardConfig(num_processes=num_processes, deadline_s=1.5)) as pool:
         assert pool.score(responses, truths(len(responses))) == expected(responses)
         assert (pool.timeouts, pool.errors) == (len(HANGS), len(FAILS))
+        late = f"scorer {ODD} overran reward.deadline_s=1.5, the answer has no score: "
+        assert sorted(line for line in caplog.messages if line.startswith(late)) == sorted(
+            f"{late}{text!r}" for text in HANGS
+        )
         again = ["after", "all", "this"]
         assert pool.score(again, truths(3)) == expected(again)
 
@@ -399,17 +403,23 @@ def test_a_module_in_whose_place_another_was_loaded_is_named(tmp_path, monkeypat
 def test_processes_that_cannot_start_end_in_a_clear_error(tmp_path, monkeypatch):
     module = tmp_path / "only_here.py"
     module.write_text(
-        "import os\nif 'SCORING_TEST' in os.environ: raise ImportError('not in a child')\ndef score(*_): 0\n"
+        "import os\nif 'SCORING_TEST' in os.environ:\n    with open(os.environ['SCORING_TEST'], 'a') as file:\n"
+        "        file.write('!')\n    raise ImportError('not in a child')\ndef score(*_): 0\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     with ScoringPool("only_here:score", RewardConfig()):
         pass
-    monkeypatch.setenv("SCORING_TEST", "1")
+    monkeypatch.setenv("SCORING_TEST", str(tmp_path / "starts"))
+    told = (
+        r"^data\.scorer: the processes that score by only_here:score cannot be started \(EOFError: ImportError: not in "
+        r"a child\)\. Try reward\.num_processes=0, which scores in the trainer's process$"
+    )
     with (
         ScoringPool("only_here:score", RewardConfig(num_processes=1)) as pool,
-        pytest.raises(EngineError, match=r"cannot be started .*not in a child"),
+        pytest.raises(EngineError, match=told),
     ):
         pool.score(["x"], ["{}"])
+    assert (tmp_path / "starts").read_text() == "!!!", "a third start that fails is the last"
 
 
 def test_an_environment_whose_processes_cannot_start_is_told_by_its_own_key(tmp_path, monkeypatch):
