@@ -1,5 +1,7 @@
 """The books of short steps between two of vLLM's own, by hand. vLLM itself is not loaded."""
 
+from collections import deque
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 from rlcore.rollout.vllm.short import _missing, _part, _unmet
+from rlcore.rollout.vllm.short import scheduler as short_scheduler
 from rlcore.rollout.vllm.short.scheduler import ShortSteps, _changed, _Kept, _plain, _Rows
 
 
@@ -216,3 +219,161 @@ def test_names_that_an_object_lacks_are_told_with_their_place() -> None:
     assert _missing("thing", owner, {"": "here there", "here": "one two nothing"}) == ["thing.there", "thing.here.two"]
     assert _unmet({"a": True, "b": False, "c": False}) == "it needs b"
     assert _unmet({"a": True}) is None
+
+
+@dataclass
+class Cached:
+    """vLLM's order for requests that it knows."""
+
+    req_ids: list[str]
+    new_block_ids: list[Any]
+    num_computed_tokens: list[int]
+    num_output_tokens: list[int]
+
+
+@dataclass
+class Order:
+    """vLLM's order of a step."""
+
+    scheduled_cached_reqs: Cached
+    num_scheduled_tokens: dict[str, int]
+    total_num_scheduled_tokens: int
+    finished_req_ids: set[str]
+
+
+class Blocks:
+    """The cache, of blocks of four tokens: which requests were given one, and how much of them was computed then."""
+
+    def __init__(self, free: int) -> None:
+        self.free, self.given, self.steps = free, list[tuple[str, int]](), 0
+        self.block_pool = SimpleNamespace(get_num_free_blocks=lambda: self.free)
+
+    def new_step_starts(self) -> None:
+        self.steps += 1
+
+    def allocate_slots(self, request: Any, num_tokens: int, *, delay_cache_blocks: bool) -> Any:
+        assert (num_tokens, delay_cache_blocks) == (1, True)
+        self.given.append((request.request_id, request.num_computed_tokens))
+        return SimpleNamespace(get_block_ids=lambda allow_none: ([70 + len(self.given)],))
+
+
+class Own:
+    """vLLM's own way to take in a step: the requests of its order are told their token, and those named `ends` end."""
+
+    requests: dict[str, Any]
+    running: list[Any]
+
+    def update_from_output(self, order: Any, output: Any) -> Any:
+        found = []
+        for name in order.num_scheduled_tokens:
+            at = output.req_id_to_index[name]
+            request, token = self.requests[name], output.sampled_token_ids[at][0]
+            request._output_token_ids.append(token)
+            values = Logprobs(np.array([[token]]), output.logprobs.logprobs[at : at + 1])
+            found.append(SimpleNamespace(request_id=name, new_token_ids=[token], new_logprobs=values))
+            del self.requests[name]
+            self.running.remove(request)
+        return {0: SimpleNamespace(outputs=found)}
+
+
+class Made(ShortSteps, Own):  # type: ignore[misc]
+    """Short steps before that."""
+
+
+def made(*running: Any, free: int = 9, v2: bool = True) -> Any:
+    scheduler = object.__new__(Made)
+    vars(scheduler).update(vars(steps(*running)))
+    vars(scheduler).update(
+        short_steps_allowed=True, _may_be_short=True, _block_tokens=4, _short_steps=deque(), current_step=5,
+        num_short_steps=0, kv_cache_manager=Blocks(free), use_v2_model_runner=v2, prev_step_scheduled_req_ids={"old"},
+        finished_req_ids={"gone"}, _example=Order(Cached([], [], [], []), {}, 0, set()),
+    )  # fmt: skip
+    return scheduler
+
+
+def test_a_short_step_orders_a_token_for_each_and_a_block_where_one_begins() -> None:
+    first, second = request("a", prompt=3, outputs=1, most=9), request("b", prompt=4, outputs=1, most=2)
+    scheduler = made(first, second)
+    order = scheduler.schedule()
+    cached = order.scheduled_cached_reqs
+    assert (cached.req_ids, cached.new_block_ids) == (["a", "b"], [None, ([71],)])
+    assert (cached.num_computed_tokens, cached.num_output_tokens) == ([3, 4], [1, 1])
+    assert (order.num_scheduled_tokens, order.total_num_scheduled_tokens) == ({"a": 1, "b": 1}, 2)
+    assert (order.finished_req_ids, scheduler.finished_req_ids) == ({"gone"}, set())
+    again = scheduler.schedule()
+    assert (again.scheduled_cached_reqs.req_ids, again.scheduled_cached_reqs.new_block_ids) == (["a"], [([72],)])
+    assert again.scheduled_cached_reqs.num_computed_tokens == [4], "the last token of b is under way"
+    assert again.scheduled_cached_reqs.num_output_tokens == [2]
+    assert scheduler.kv_cache_manager.given == [("b", 4), ("a", 4)]
+    assert (first.num_computed_tokens, second.num_computed_tokens) == (3, 4), "vLLM is told later"
+    assert (scheduler.current_step, scheduler.num_short_steps, scheduler.kv_cache_manager.steps) == (7, 2, 2)
+    assert scheduler.prev_step_scheduled_req_ids == {"old"}
+
+
+def test_vllms_first_runner_is_told_which_requests_ran() -> None:
+    scheduler = made(request("a", prompt=3, outputs=1, most=9), v2=False)
+    scheduler.schedule()
+    assert scheduler.prev_step_scheduled_req_ids == {"a"}
+
+
+def test_without_room_for_the_blocks_that_begin_a_step_is_vllms() -> None:
+    both = [request(name, prompt=4, outputs=1, most=9) for name in "ab"]
+    assert made(*both, free=2)._one_token_each() is not None
+    assert made(*both, free=1)._one_token_each() is None
+    assert made(request("c", prompt=4, outputs=1, most=1))._one_token_each() is None, "its last token is under way"
+
+
+def taken(order: Any, *tokens: int, mixed: bool = False) -> Any:
+    """What the runner wrote for an order; `mixed`: in an order of its own."""
+    names = order.scheduled_cached_reqs.req_ids
+    pairs = list(zip(names, tokens, strict=True))
+    pairs = pairs[::-1] if mixed else pairs
+    values = np.array([[-token / 10] for _, token in pairs], dtype=np.float32)
+    return SimpleNamespace(
+        req_ids=[name for name, _ in pairs],
+        req_id_to_index={name: at for at, (name, _) in enumerate(pairs)},
+        sampled_token_ids=[[token] for _, token in pairs],
+        logprobs=SimpleNamespace(logprobs=values),
+    )
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_tokens_are_kept_until_an_answer_ends(mixed: bool) -> None:
+    first, second = request("a", prompt=3, outputs=1, most=9), request("b", prompt=3, outputs=1, most=9)
+    scheduler = made(first, second)
+    orders = [scheduler.schedule(), scheduler.schedule()]
+    assert scheduler.update_from_output(orders[0], taken(orders[0], 4, 5, mixed=mixed)) == {}
+    assert first._output_token_ids == [0]
+    outputs = scheduler.update_from_output(orders[1], taken(orders[1], 9, 6, mixed=mixed))
+    ((output,),) = (group.outputs for group in outputs.values())
+    assert (output.request_id, output.new_token_ids) == ("a", [4, 9])
+    assert output.new_logprobs.logprobs[:, 0].tolist() == pytest.approx([-0.4, -0.9])
+    assert scheduler._rows.running.tolist() == [1]
+    assert first._output_token_ids == [0, 4, 9]
+    assert second._output_token_ids == [0]
+    scheduler._settle()
+    assert second._output_token_ids == [0, 5, 6]
+
+
+def test_a_step_that_was_under_way_when_its_answer_ended_counts_for_the_others_alone() -> None:
+    first, second = request("a", prompt=3, outputs=1, most=9), request("b", prompt=3, outputs=1, most=9)
+    scheduler = made(first, second)
+    orders = [scheduler.schedule(), scheduler.schedule()]
+    scheduler.update_from_output(orders[0], taken(orders[0], 9, 5))
+    assert scheduler.update_from_output(orders[1], taken(orders[1], 3, 6)) == {}
+    assert first._output_token_ids == [0, 9]
+    scheduler._settle()
+    assert second._output_token_ids == [0, 5, 6]
+
+
+def test_after_so_many_short_steps_vllm_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short_scheduler, "_MOST_STEPS", 2)
+    one = request("a", prompt=3, outputs=1, most=90)
+    scheduler = made(one)
+    for token in (4, 5):
+        order = scheduler.schedule()
+        scheduler.update_from_output(order, taken(order, token))
+    assert one._output_token_ids == [0]
+    scheduler.schedule()
+    assert one._output_token_ids == [0, 4, 5]
+    assert scheduler._rows.num_ordered == 1
