@@ -39,16 +39,21 @@ def heads_fit_vllm(config: RunConfig) -> Problem | None:
     if config.rollout.engine != "vllm" or width is None:
         return None
     on_cpu = config.runtime.device == "cpu"
-    if width in _VLLM_CPU_HEADS if on_cpu else width >= 32:
+
+    def fits(width: int) -> bool:
+        return width in _VLLM_CPU_HEADS if on_cpu else width >= 32
+
+    if fits(width):
         return None
     key = "model.scratch.num_heads" if config.model.path is None else "model.path"
-    scratch = config.model.scratch
+    hidden, heads = config.model.scratch.hidden_size, config.model.scratch.num_heads
+    others = (f"{n} heads, " for n in range(hidden // 32, 0, -1) if hidden % (2 * n) == 0 and fits(hidden // n))
     return Problem(
         key,
         "must have heads of a width that vLLM knows with rollout.engine=vllm: "
         + (f"on a CPU one of {', '.join(map(str, _VLLM_CPU_HEADS))}" if on_cpu else "32 or more"),
         f"heads of {width}",
-        f"Use {max(1, scratch.hidden_size // 32)} heads, hidden_size={32 * scratch.num_heads}, or rollout.engine=hf"
+        f"Use {next(others, '')}hidden_size={32 * heads}, or rollout.engine=hf"
         if config.model.path is None
         else "Use rollout.engine=hf, or another model",
     )
