@@ -1,0 +1,144 @@
+"""The plan in words: every line of it, and its sizes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flows.plan.plan import ChunkPlan, DiskBudget, RunPlan, StagePlan, TokenBudget
+from flows.plan.table import memory_note, show_memory, show_plan, size, unit_for
+from rlcore.storage.disk import RoomReport
+from rlcore.workers.memory_plan import CONTEXT_BYTES, Device, MemoryPlan
+
+PHASES = {
+    "generation": {"engine: weights": 2_000_000_000, "engine: cache": 500_000_000},
+    "policy update": {"policy: gradients": 1_234_000_000, "engine: weights": 0},
+}
+UNKNOWN = MemoryPlan(Device("a GPU", 2, None), PHASES, 1_000_000_000)
+
+
+def card(usable_bytes: int, floor_bytes: int = 1_000_000_000) -> MemoryPlan:
+    """The phases on a card of known size."""
+    return MemoryPlan(Device("a card", 2, usable_bytes + CONTEXT_BYTES), PHASES, floor_bytes)
+
+
+PLAN = RunPlan(
+    run_id="debug-1",
+    run_dir=Path("/root/runs/debug-1"),
+    settings_fingerprint="aaaa",
+    code_fingerprint="bbbb",
+    stages=(
+        StagePlan("dataset", "cccc", Path("/d"), True, "16 train"),
+        StagePlan("filter", None, None, False, "after its tokenizer is made"),
+    ),
+    chunks=(ChunkPlan(0, 20, True), ChunkPlan(20, 40, False), ChunkPlan(40, 50, False)),
+    committed_step=20,
+    total_steps=50,
+    tokens=TokenBudget(1_024, 8_192, 1_300, 10_649_600, 319_488_000),
+    disk=DiskBudget(
+        checkpoint_bytes=3_000_000_000,
+        num_checkpoints=2,
+        reserve_bytes=1_000_000_000,
+        needed_bytes=4_000_000_000,
+        free_bytes=5_500_000_000,
+        file_systems=(
+            RoomReport(Path("/root"), 6_000_000_000, 1_000_000_000, 5_500_000_000),
+            RoomReport(Path("/shm"), 2_000_000, 0, 2_000_000),
+        ),
+    ),
+    memory=None,
+    warm_start_memory=None,
+    published_model=None,
+)
+
+
+def test_each_line_of_the_plan_says_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    show_plan(replace(PLAN, warning="warning: few rows"), as_json=False)
+    out, err = capsys.readouterr()
+    head, titles, *rest = out.splitlines()
+    assert err == ""
+    assert head == "run debug-1 in /root/runs/debug-1, settings aaaa, code bbbb"
+    assert titles.split() == ["stage", "fingerprint", "state", "what"]
+    assert rest[0].split() == ["dataset", "cccc", "done", "16", "train"]
+    assert rest[1].split() == "filter not known yet to do after its tokenizer is made".split()
+    assert rest[2:] == [
+        "chunks: 1 of 3 done, committed step 20 of 50; to do: 20-40, 40-50",
+        "tokens: 1,024 prompts and 8,192 answers a step, at most 1,300 tokens each: at most 10,649,600 a step, "
+        "319,488,000 in the steps left",
+        "disk: a checkpoint 3.0 GB, at most 2 at a time, 1.0 GB in reserve: 4.0 GB still needed, 5.5 GB free",
+        "  /root: 6.0 GB to write on this file system, 5.5 GB free; MISSING 1.5 GB",
+        "  /shm: 2.0 MB to write on this file system, 2.0 MB free",
+        "warning: few rows",
+        "memory: no plan: the model's config.json is not on this machine, or of a kind that is not counted",
+    ]
+
+
+def test_many_chunks_are_cut_and_none_is_no_list(capsys: pytest.CaptureFixture[str]) -> None:
+    def chunks(*plans: ChunkPlan) -> str:
+        show_plan(replace(PLAN, chunks=plans), as_json=False)
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("chunks: "))
+        return line
+
+    one_by_one = [ChunkPlan(number, number + 1, False) for number in range(20)]
+    shown = "9-10, 10-11, 11-12, 12-13, 13-14, 14-15, 15-16, 16-17, 17-18"
+    assert len(shown) == 60
+    assert chunks(*one_by_one[9:18]).endswith(f"; to do: {shown}")
+    assert chunks(*one_by_one[10:19]).endswith("; to do: 10-11, 11-12, 12-13, 13-14, 14-15, 15-16, 16-17, 17-18, 1...")
+    assert chunks(ChunkPlan(0, 50, True)) == "chunks: 1 of 1 done, committed step 20 of 50"
+
+
+def test_what_is_not_known_yet_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    disk = replace(PLAN.disk, checkpoint_bytes=None)
+    show_plan(replace(PLAN, disk=disk, published_model="org/model", memory=UNKNOWN), as_json=False)
+    out = capsys.readouterr().out
+    assert "\ndisk: a checkpoint not known before the first, at most 2 at a time, " in out
+    assert "\nmodel: org/model is not on this machine; sizes are planned by its published config.json\n" in out
+    assert "Install" not in out
+    assert "memory:" not in out
+
+
+def test_memory_is_shown_by_phase_and_part_with_sums(capsys: pytest.CaptureFixture[str]) -> None:
+    show_memory(card(77_400_000_000))
+    title, columns, rows = capsys.readouterr().out.partition("\npart ")
+    assert title.split() == "Memory of a card, 77.4 GB of it for tensors, GB by phase".split()
+    columns, *lines, note = rows.splitlines()
+    assert columns.split() == ["generation", "policy", "update"]
+    assert [line.rstrip() for line in lines] == [
+        "engine: weights         2.000          0.000",
+        "engine: cache           0.500",
+        "policy: gradients                      1.234",
+        "sum                     2.500          1.234",
+    ]
+    assert note == "memory: fits, generation needs 2.5 GB"
+    show_memory(UNKNOWN)
+    title, _, rows = capsys.readouterr().out.partition("\npart ")
+    assert title.split() == "Memory of a GPU, GB by phase".split()
+    assert len(rows.splitlines()) == 5
+
+
+def test_the_note_on_memory_says_whether_it_fits() -> None:
+    assert memory_note(card(2_500_000_000)) == "memory: fits, generation needs 2.5 GB"
+    assert memory_note(card(2_499_999_999)) == (
+        "memory: generation needs 2.5 GB as planned; passes that run out will be cut finer (runtime.fit_memory=auto "
+        "plans it)"
+    )
+    assert memory_note(card(2_000_000_000, floor_bytes=2_100_000_000)) == (
+        "memory: CANNOT FIT: 2.1 GB even with one longest answer a micro-batch"
+    )
+    assert memory_note(UNKNOWN) == ""
+
+
+def test_the_memory_of_a_warm_start_is_told_where_its_card_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    show_plan(replace(PLAN, memory=UNKNOWN, warm_start_memory=card(3_000_000_000)), as_json=False)
+    assert capsys.readouterr().out.splitlines()[-1] == "warm start: memory: fits, generation needs 2.5 GB"
+    show_plan(replace(PLAN, memory=UNKNOWN, warm_start_memory=UNKNOWN), as_json=False)
+    assert "warm start:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "told"),
+    [(0, "0.0 GB"), (99_999_999, "100.0 MB"), (1e8, "0.1 GB"), (1e5, "0.1 MB"), (99_900, "99.9 kB"), (1, "0.0 kB")],
+)
+def test_a_size_is_told_in_the_largest_unit_of_which_it_is_a_tenth(num_bytes: float, told: str) -> None:
+    assert size(num_bytes) == told
+    assert unit_for(num_bytes)[1] == told[-2:]
