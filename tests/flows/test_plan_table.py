@@ -1,5 +1,6 @@
 """The plan in words: every line of it, and its sizes."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_each_line_of_the_plan_says_its_figures(capsys: pytest.CaptureFixture[st
     assert head == "run debug-1 in /root/runs/debug-1, settings aaaa, code bbbb"
     assert titles.split() == ["stage", "fingerprint", "state", "what"]
     assert rest[0].split() == ["dataset", "cccc", "done", "16", "train"]
-    assert rest[1].split() == "filter not known yet to do after its tokenizer is made".split()
+    assert rest[1].split() == ["filter", "not", "known", "yet", "to", "do", "after", "its", "tokenizer", "is", "made"]
     assert rest[2:] == [
         "chunks: 1 of 3 done, committed step 20 of 50; to do: 20-40, 40-50",
         "tokens: 1,024 prompts and 8,192 answers a step, at most 1,300 tokens each: at most 10,649,600 a step, "
@@ -100,7 +101,21 @@ def test_what_is_not_known_yet_is_told_as_such(capsys: pytest.CaptureFixture[str
 def test_memory_is_shown_by_phase_and_part_with_sums(capsys: pytest.CaptureFixture[str]) -> None:
     show_memory(card(77_400_000_000))
     title, columns, rows = capsys.readouterr().out.partition("\npart ")
-    assert title.split() == "Memory of a card, 77.4 GB of it for tensors, GB by phase".split()
+    assert title.split() == [
+        "Memory",
+        "of",
+        "a",
+        "card,",
+        "77.4",
+        "GB",
+        "of",
+        "it",
+        "for",
+        "tensors,",
+        "GB",
+        "by",
+        "phase",
+    ]
     columns, *lines, note = rows.splitlines()
     assert columns.split() == ["generation", "policy", "update"]
     assert [line.rstrip() for line in lines] == [
@@ -112,7 +127,7 @@ def test_memory_is_shown_by_phase_and_part_with_sums(capsys: pytest.CaptureFixtu
     assert note == "memory: fits, generation needs 2.5 GB"
     show_memory(UNKNOWN)
     title, _, rows = capsys.readouterr().out.partition("\npart ")
-    assert title.split() == "Memory of a GPU, GB by phase".split()
+    assert title.split() == ["Memory", "of", "a", "GPU,", "GB", "by", "phase"]
     assert len(rows.splitlines()) == 5
 
 
@@ -132,7 +147,16 @@ def test_the_memory_of_a_warm_start_is_told_where_its_card_is_known(capsys: pyte
     show_plan(replace(PLAN, memory=UNKNOWN, warm_start_memory=card(3_000_000_000)), as_json=False)
     assert capsys.readouterr().out.splitlines()[-1] == "warm start: memory: fits, generation needs 2.5 GB"
     show_plan(replace(PLAN, memory=UNKNOWN, warm_start_memory=UNKNOWN), as_json=False)
-    assert "warm start:" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "warm start:" not in out
+    assert "\npolicy: gradients  " in out
+
+
+def test_the_plan_as_json_has_its_fields_and_nothing_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    show_plan(PLAN, as_json=True)
+    out = capsys.readouterr().out
+    assert json.loads(out) == PLAN.to_json()
+    assert out.startswith('{\n  "run_id": "debug-1",\n  "run_dir": "/root/runs/debug-1",\n')
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,183 @@
+"""What the stages of a run say of their results, and which results count as theirs."""
+
+from pathlib import Path
+
+import pytest
+
+from data import StageResult
+from flows.work.results import (
+    Chunk,
+    Export,
+    Judgement,
+    PassRateTable,
+    Recorded,
+    Report,
+    anchored,
+    best_step_wanted,
+    checkpoint_name,
+    describe_rows,
+    few_rows,
+    known_report,
+    models_digest,
+    report_fingerprint,
+    settings_digest,
+    settings_text,
+    with_interval,
+)
+from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.store import CheckpointStore
+from rlcore.config import RunConfig
+from rlcore.config.compose import load_config
+from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.run.layout import RunLayout
+from rlcore.storage.publish import write_json_atomically
+
+HERE = Path("here")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return load_config([f"paths.root={tmp_path}"], experiment="debug")
+
+
+@pytest.fixture
+def layout(config: RunConfig) -> RunLayout:
+    """A run's folder with its settings and an empty journal."""
+    layout = RunLayout.of(config)
+    layout.validation.mkdir(parents=True)
+    (layout.suites / "sums").mkdir(parents=True)
+    layout.settings_json.write_text(settings_text(config, layout))
+    layout.journal.touch()
+    return layout
+
+
+def test_each_result_is_told_with_its_figures_and_whether_it_was_there() -> None:
+    figures = {"critic/score/mean": 0.12345}
+    for told, expected in (
+        (describe_rows(StageResult(HERE, "f", cached=False, counts={"train": 1_200, "x": 3})), "1,200 train, 3 x rows"),
+        (
+            PassRateTable(HERE, 12_000, 1_500, "pass rates 0 to 1", cached=False),
+            "kept 1,500 of 12,000 rows; pass rates 0 to 1",
+        ),
+        (Chunk(0, 20, HERE, skipped=False, metrics=figures), "step 0-20, reward 0.123"),
+        (Chunk(20, 40, HERE, skipped=False, metrics={}), "step 20-40"),
+        (Export(HERE, 40, cached=False), "step 40"),
+        (Report(HERE, cached=False), "here"),
+    ):
+        assert str(told).removesuffix(" (here)") == expected
+    again = ", skipped: done before"
+    rows = StageResult(HERE, "f", cached=True, counts={"train": 9})
+    assert describe_rows(rows) == f"9 train rows{again} (here)"
+    assert str(PassRateTable(HERE, 3, 2, "s", cached=True)) == f"kept 2 of 3 rows; s{again} (here)"
+    assert str(Chunk(0, 20, HERE, skipped=True, metrics={})) == f"step 0-20{again}"
+    assert str(Export(HERE, 40, cached=True)) == f"step 40{again} (here)"
+    assert str(Report(HERE, cached=True)) == "here, skipped: it is current"
+
+
+def test_a_judgement_names_its_sources_where_there_are_several() -> None:
+    one = {
+        "val-core/openai/gsm8k/reward/mean@4": 0.25,
+        "val-core/openai/gsm8k/reward/mean@4/ci_low": 0.2,
+        "val-core/openai/gsm8k/reward/mean@4/ci_high": 0.3,
+        "val-core/openai/gsm8k/reward/std@4": 0.1,
+        "val-core/openai/gsm8k/reward/std@4/ci_low": 0.1,
+        "val-core/openai/gsm8k/reward/pass@4": 0.5,
+    }
+    told = Judgement("after", 40, HERE, cached=False, summary=one)
+    assert str(told) == told.figures() == "after (step 40): mean@4 0.250 [0.200, 0.300]"
+    two = one | {"val-core/countdown/reward/greedy": 0.5, "val-core/countdown/reward/greedy/ci_low": 0.4}
+    told = Judgement("before", 0, HERE, cached=True, summary=two)
+    assert told.figures() == "before (step 0): openai/gsm8k mean@4 0.250 [0.200, 0.300], countdown greedy 0.500"
+    assert str(told) == f"{told.figures()}, skipped: done before"
+
+
+def test_an_interval_has_two_ends_or_is_left_out() -> None:
+    assert with_interval({"a": 0.5, "a/ci_low": 0.0, "a/ci_high": 0.59}, "a") == "0.500 [0.000, 0.590]"
+    assert with_interval({"a": 0.5, "a/ci_low": 0.4}, "a") == "0.500"
+    assert with_interval({"a": 0.5, "a/ci_high": 0.6}, "a") == "0.500"
+    assert with_interval({"a": 0.5}, "b") == ""
+
+
+def test_a_warning_of_few_rows_begins_below_a_batch(config: RunConfig) -> None:
+    size = config.trainer.batch_size
+    assert few_rows(config, size, "of the dataset") == few_rows(config, None, "of the dataset") == ""
+    many = config.model_copy(update={"trainer": config.trainer.model_copy(update={"batch_size": 2_000})})
+    assert few_rows(many, 1_999, "that are left") == (
+        "warning: trainer.batch_size=2,000 is more than the 1,999 training rows that are left, so a prompt stands in a "
+        "batch more than once. Lower it and trainer.mini_batch_size, or give more rows"
+    )
+
+
+def test_a_checkpoint_is_named_by_its_step_or_as_it_is() -> None:
+    assert [checkpoint_name(name) for name in ("0", "40", "last", "step-000040")] == [
+        "step-000000", "step-000040", "last", "step-000040",
+    ]  # fmt: skip
+
+
+def test_a_report_is_current_while_every_file_that_it_was_made_of_is(layout: RunLayout) -> None:
+    folder = layout.run_dir / "report"
+    folder.mkdir()
+    (folder / "report.html").touch()
+    assert known_report(layout) is None
+
+    def write() -> None:
+        known = {"fingerprint": report_fingerprint(layout), "html": "/elsewhere/report.html"}
+        write_json_atomically(folder / "source.json", known)
+
+    files = [layout.journal, layout.settings_json, layout.validation / "after.json", layout.suites / "sums" / "a.json"]
+    files += [layout.run_dir / "lineage.json", layout.run_dir / "memory_plan.json"]
+    for file in files:
+        write()
+        assert known_report(layout) == Report(folder / "report.html", cached=True), "the folder may be a copy"
+        file.write_text("changed")
+        assert known_report(layout) is None, file
+    write()
+    (layout.run_dir / "notes.txt").touch()
+    assert known_report(layout) is not None
+    assert known_report(layout, "failed: x") is None
+    (folder / "report.html").unlink()
+    assert known_report(layout) is None
+
+
+def test_mlflow_has_all_of_a_run_or_lacks_a_part(config: RunConfig, layout: RunLayout) -> None:
+    last, best = Export(HERE, 40, cached=True), Export(HERE, 20, cached=True)
+    assert models_digest(config, last, best) == "last 40, best 20, registered None"
+    more = config.model_copy(update={"trainer": config.trainer.model_copy(update={"total_steps": 99})})
+    assert settings_fingerprint(more) == settings_fingerprint(config)
+    assert settings_digest(more) != settings_digest(config)
+    settings, report, models = settings_digest(config), report_fingerprint(layout), models_digest(config, last, best)
+    whole = Recorded("1", "url", "", settings, report, models).write(layout)
+    assert Recorded.read(layout) == whole
+    assert whole.is_whole(config, layout, last, best)
+    assert not whole.is_whole(config, layout, last, last)
+    assert not whole.is_whole(more, layout, last, best)
+    layout.journal.write_text("more")
+    assert not whole.is_whole(config, layout, last, best)
+    for damaged in ("[1]", "{", '{"another": 1}'):
+        (layout.run_dir / "recorded.json").write_text(damaged)
+        assert Recorded.read(layout) == Recorded()
+
+
+def test_the_best_weights_are_wanted_where_they_are_not_the_last(config: RunConfig, layout: RunLayout) -> None:
+    assert best_step_wanted(config, layout, 0) is None
+    store = CheckpointStore(layout.checkpoints, config.checkpoint, config)
+    for step, score in ((1, 0.5), (2, 0.75), (3, 0.25)):
+        state = TrainerState(
+            step=step, policy_version=step, num_prompts_drawn=8, num_tokens=9, kl_coef=0.0,
+            settings_fingerprint=settings_fingerprint(config),
+        )  # fmt: skip
+        with store.writing(state, {"val-core/countdown/reward/mean@4": score}) as folder:
+            (folder / "weights").write_text("x")
+    assert [best_step_wanted(config, layout, last) for last in (2, 3)] == [None, 2]
+    for update in ({"enabled": False}, {"log_best": False}):
+        unwanted = config.model_copy(update={"tracking": config.tracking.model_copy(update=update)})
+        assert best_step_wanted(unwanted, layout, 3) is None
+
+
+def test_kept_settings_name_the_root_and_the_store_absolutely(
+    config: RunConfig, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(layout.root.parent)
+    relative = config.model_copy(update={"paths": config.paths.model_copy(update={"root": layout.root.name})})
+    assert anchored(relative, layout).paths.root == str(layout.root)
+    assert settings_text(relative, layout).endswith("\n}\n")
