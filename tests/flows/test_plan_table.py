@@ -14,6 +14,7 @@ from rlcore.workers.memory_plan import CONTEXT_BYTES, Device, MemoryPlan
 PHASES = {
     "generation": {"engine: weights": 2_000_000_000, "engine: cache": 500_000_000},
     "policy update": {"policy: gradients": 1_234_000_000, "engine: weights": 0},
+    "hand-over": {"engine: weights": 40_000_000},
 }
 UNKNOWN = MemoryPlan(Device("a GPU", 2, None), PHASES, 1_000_000_000)
 
@@ -59,6 +60,7 @@ def test_each_line_of_the_plan_says_its_figures(capsys: pytest.CaptureFixture[st
     head, titles, *rest = out.splitlines()
     assert err == ""
     assert head == "run debug-1 in /root/runs/debug-1, settings aaaa, code bbbb"
+    assert (titles[:6], rest[0][:8]) == ("stage ", "dataset ")
     assert titles.split() == ["stage", "fingerprint", "state", "what"]
     assert rest[0].split() == ["dataset", "cccc", "done", "16", "train"]
     assert rest[1].split() == ["filter", "not", "known", "yet", "to", "do", "after", "its", "tokenizer", "is", "made"]
@@ -117,14 +119,16 @@ def test_memory_is_shown_by_phase_and_part_with_sums(capsys: pytest.CaptureFixtu
         "phase",
     ]
     columns, *lines, note = rows.splitlines()
-    assert columns.split() == ["generation", "policy", "update"]
+    assert columns.split() == ["generation", "policy", "update", "hand-over"]
     assert [line.rstrip() for line in lines] == [
-        "engine: weights         2.000          0.000",
+        "engine: weights         2.000          0.000      0.040",
         "engine: cache           0.500",
         "policy: gradients                      1.234",
-        "sum                     2.500          1.234",
+        "sum                     2.500          1.234      0.040",
     ]
     assert note == "memory: fits, generation needs 2.5 GB"
+    show_memory(card(2_000_000_000))
+    assert capsys.readouterr().out.splitlines()[-1] == memory_note(card(2_000_000_000)), "it is not wrapped"
     show_memory(UNKNOWN)
     title, _, rows = capsys.readouterr().out.partition("\npart ")
     assert title.split() == ["Memory", "of", "a", "GPU,", "GB", "by", "phase"]
