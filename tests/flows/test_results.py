@@ -1,10 +1,12 @@
 """What the stages of a run say of their results, and which results count as theirs."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from data import StageResult
+from flows.plan.plan import StagePlan, make_plan
 from flows.work.results import (
     Chunk,
     Export,
@@ -15,9 +17,13 @@ from flows.work.results import (
     anchored,
     best_step_wanted,
     checkpoint_name,
+    committed_step,
     describe_rows,
     few_rows,
+    finished,
+    known_judgement,
     known_report,
+    known_suites,
     models_digest,
     report_fingerprint,
     settings_digest,
@@ -26,11 +32,13 @@ from flows.work.results import (
 )
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
-from rlcore.config import RunConfig
+from rlcore.config import RunConfig, SuiteConfig
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.run.inputs import RunInputs, suite_fingerprint
 from rlcore.run.layout import RunLayout
-from rlcore.storage.publish import write_json_atomically
+from rlcore.storage.publish import published_directory, write_json_atomically
+from tests.evaluation.results import problem, result
 
 HERE = Path("here")
 
@@ -174,6 +182,80 @@ def test_the_best_weights_are_wanted_where_they_are_not_the_last(config: RunConf
         assert best_step_wanted(unwanted, layout, 3) is None
 
 
+def test_a_validation_counts_for_its_step_and_settings_and_with_all_of_its_suites(
+    config: RunConfig, layout: RunLayout, tmp_path: Path
+) -> None:
+    made = result([problem(1, (1.0, 0.0), greedy=1.0), problem(2, (0.0, 0.0), greedy=0.0)])
+    written = replace(made, step=2, settings=config.validation.judging)
+    assert known_judgement(config, layout, "after", 2) is None
+    written.write(layout.validation / "after.json")
+    found = known_judgement(config, layout, "after", 2)
+    assert found == Judgement("after", 2, layout.validation / "after.json", cached=True, summary=written.summary())
+    assert known_judgement(config, layout, "after", 1) is None
+    other = config.validation.model_copy(update={"num_resamples": config.validation.num_resamples + 1})
+    assert known_judgement(config.model_copy(update={"validation": other}), layout, "after", 2) is None
+
+    suite = SuiteConfig(name="sums", data=config.data)
+    validation = config.validation.model_copy(update={"suites": (suite,)})
+    config = config.model_copy(update={"validation": validation})
+    assert known_judgement(config, layout, "after", 2) is None, "what the suite is made of is not known"
+    inputs = RunInputs(tmp_path, tmp_path, suites={"sums": tmp_path / "rows"})
+    inputs.write(layout)
+    assert known_judgement(config, layout, "after", 2) is None, "the suite was not judged"
+    digest = suite_fingerprint(config, suite, tmp_path / "rows")
+    judged = replace(made, step=2, settings=suite.judging, suite=digest, data_source="sums")
+    file = layout.suites / "sums" / "after.json"
+    for another in (replace(judged, suite="other rows"), replace(judged, step=1)):
+        another.write(file)
+        assert known_judgement(config, layout, "after", 2) is None
+    judged.write(file)
+    found = known_judgement(config, layout, "after", 2)
+    assert found is not None
+    assert found.summary == written.summary() | judged.summary()
+    assert len(found.summary) > len(written.summary())
+    assert known_suites(config, layout, inputs, "after", 2) == [judged]
+    assert known_suites(config, layout, replace(inputs, suites={}), "after", 2) is None
+
+
+def test_a_run_is_finished_while_none_of_its_results_is_missing(config: RunConfig, layout: RunLayout) -> None:
+    plan = replace(make_plan(config), stages=(), committed_step=2)
+    assert plan.is_done
+    for name, step in (("before", 0), ("after", 2)):
+        judged = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.judging)
+        judged.write(layout.validation / f"{name}.json")
+    with published_directory(layout.exported_model, {"kind": "model", "step": 2}) as folder:
+        (folder / "weights").write_text("x")
+    assert finished(config, plan) is None, "there is no report"
+    (layout.run_dir / "report").mkdir()
+    page = layout.run_dir / "report" / "report.html"
+    page.touch()
+    known = {"fingerprint": report_fingerprint(layout), "html": str(page)}
+    write_json_atomically(layout.run_dir / "report" / "source.json", known)
+    assert finished(config, plan) is None, "MLflow has nothing of it"
+    silent = config.model_copy(update={"tracking": config.tracking.model_copy(update={"enabled": False})})
+    assert finished(silent, plan) is None, "the settings on disk are others"
+    last = Export(layout.exported_model, 2, cached=True)
+    settings, models = settings_digest(config), models_digest(config, last, last)
+    recorded = Recorded("1", "url", "", settings, report_fingerprint(layout), models).write(layout)
+    found = finished(config, plan)
+    assert found is not None
+    assert (found.run_id, found.run_dir, found.report) == (plan.run_id, layout.run_dir, page)
+    assert [(one.name, one.step) for one in found.judgements] == [("before", 0), ("after", 2)]
+    assert (found.weights, found.mlflow) == (layout.exported_model, recorded)
+    assert finished(config, replace(plan, stages=(StagePlan("train", None, None, False, ""),))) is None
+    assert finished(config, replace(plan, committed_step=1)) is None, "the weights are of another step"
+    for file in (layout.validation / "before.json", layout.settings_json, layout.exported_model / "manifest.json"):
+        content = file.read_bytes()
+        file.unlink()
+        assert finished(config, plan) is None, file
+        file.write_bytes(content)
+        assert finished(config, plan) is not None
+
+
+def test_without_a_checkpoint_a_run_is_at_step_0(config: RunConfig) -> None:
+    assert committed_step(config) == 0
+
+
 def test_kept_settings_name_the_root_and_the_store_absolutely(
     config: RunConfig, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,3 +263,8 @@ def test_kept_settings_name_the_root_and_the_store_absolutely(
     relative = config.model_copy(update={"paths": config.paths.model_copy(update={"root": layout.root.name})})
     assert anchored(relative, layout).paths.root == str(layout.root)
     assert settings_text(relative, layout).endswith("\n}\n")
+    assert anchored(relative, layout).tracking.uri is None
+    tracking = config.tracking.model_copy(update={"uri": "sqlite:///x.db"})
+    assert anchored(config.model_copy(update={"tracking": tracking}), layout).tracking.uri == (
+        f"sqlite:///{layout.root.parent}/x.db"
+    )
