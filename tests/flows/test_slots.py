@@ -1,6 +1,7 @@
 """Slots of a root: whose turn it is, and who yields."""
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from random import Random
@@ -14,7 +15,7 @@ from flows.work.open_run import FLOW_LOCK
 from flows.work.slots import Claim, HeldSlots, Slots, State, Wish
 from flows.work.status import status_of
 from rlcore.errors import ConfigError, DataError
-from rlcore.storage.locks import HeldLock
+from rlcore.storage.locks import FileLock, HeldLock
 from tests.flows.test_trainer_client import wait_until
 from tests.storage.small_disk import fill, mounted
 
@@ -110,6 +111,106 @@ def test_the_lowest_yield_and_no_more_than_are_needed() -> None:
         )
         num_yielding.append(len(yielding))
     assert {0, 1, 2} <= set(num_yielding)
+
+
+def test_how_soon_a_run_yields_is_what_one_of_those_above_it_asks_for() -> None:
+    low, lower = wish("low", priority=1), wish("lower", since=1)
+    patient = wish("patient", priority=2)
+    hurried = replace(wish("hurried", priority=3), preempt="now")
+
+    def yields(*waiting: Wish, num_slots: int = 2) -> list[str | None]:
+        state = State(("",) * num_slots, {0: low, 1: lower}, waiting)
+        return [state.must_yield(run_id) for run_id in ("low", "lower", "another")]
+
+    assert yields() == [None, None, None]
+    assert yields(patient) == [None, "chunk", None]
+    assert yields(patient, num_slots=3) == [None, None, None], "a slot is free"
+    assert yields(hurried, patient) == ["now", "now", None]
+    assert yields(wish("equal", 2)) == [None, None, None]
+    assert yields(replace(patient, priority=1)) == [None, "chunk", None]
+
+
+def test_why_a_run_waits_is_told_with_who_holds_and_who_is_before_it() -> None:
+    first, second = wish("first", 2), wish("second", 3, priority=1)
+    mine = wish("mine", 2, since=5)
+    state = State(("0", "0", "1", "1"), {0: first, 1: first, 2: second}, (mine, wish("later", since=6)))
+    assert (state.num_free, state.num_wanted_before(mine)) == (1, 0)
+    assert state.reason(mine) == (
+        "waits for 2 of 4 slots with priority 0: 1 free, held by first (priority 0), second (priority 1)"
+    )
+    empty = State(("",), {}, (second, mine))
+    assert empty.num_wanted_before(mine) == 3
+    assert empty.reason(mine) == (
+        "waits for 2 of 1 slots with priority 0: 1 free, held by nobody; before it in line: second (priority 1)"
+    )
+
+
+def test_a_trainer_sees_the_devices_of_its_slots_and_the_log_who_had_them(tmp_path: Path) -> None:
+    slots = Slots(tmp_path)
+    slots.set_devices(["0", "", "1", "1"])
+    first = Claim(slots, wish("first")).take(nobody_waits)
+    cpu = Claim(slots, wish("cpu")).take(nobody_waits)
+    wide = Claim(slots, wish("wide", 2)).take(nobody_waits)
+    assert first.environment == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert cpu.environment == {}
+    assert wide.environment == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert [len(one.descriptors) for one in (first, cpu, wide)] == [1, 1, 2]
+    assert slots.look().holders == {0: wish("first"), 1: wish("cpu"), 2: wish("wide", 2), 3: wish("wide", 2)}
+    first.release()
+    cpu.release()
+    both = Claim(slots, wish("both", 2)).take(nobody_waits)
+    assert both.environment == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert wide.handed_to(Claim(slots, wish("next")))
+    for held in (both, wide, wide):
+        held.release()
+    log = [json.loads(line) for line in (slots.folder / "log.jsonl").read_text().splitlines()]
+    assert [(line["what"], line["run_id"], line["number"], line["slots"]) for line in log] == [
+        ("took", "first", 1, [0]),
+        ("took", "cpu", 1, [1]),
+        ("took", "wide", 2, [2, 3]),
+        ("ended", "first", 1, [0]),
+        ("ended", "cpu", 1, [1]),
+        ("took", "both", 2, [0, 1]),
+        ("took", "next", 2, [2, 3]),
+        ("ended", "both", 2, [0, 1]),
+        ("ended", "next", 2, [2, 3]),
+    ]
+    waited = [line["waited_s"] for line in log if line["what"] == "took"]
+    assert waited == [round(seconds, 3) for seconds in waited]
+    assert waited[-1] == 0
+    assert min(waited) >= 0
+    assert [len(line["at"]) for line in log] == [len("2026-01-01T00:00:00.000+00:00")] * len(log)
+
+
+def test_one_that_cannot_wait_is_looked_for_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = Slots(tmp_path)
+    slots.set_devices([""])
+    held = Claim(slots, wish("low")).take(nobody_waits)
+    answers = []
+
+    def look(reason: str) -> None:
+        answers.append((held.must_yield(), held.must_yield(at_once=True)))
+        raise TimeoutError
+
+    for preempt, every_s in (("chunk", 0.0), ("now", 0.0), ("now", 1e9)):
+        monkeypatch.setattr("flows.work.slots.LOOK_EVERY_S", every_s)
+        with pytest.raises(TimeoutError):
+            Claim(slots, Wish("urgent", 1, 1, preempt, 0.0, 1)).take(look)
+    assert answers == [(True, False), (True, True), (True, False)]
+    held.release()
+    assert not held.must_yield()
+
+
+def test_a_slot_that_says_nothing_yet_is_taken_all_the_same(tmp_path: Path) -> None:
+    slots = Slots(tmp_path)
+    slots.set_devices(["", ""])
+    lock = FileLock(slots.path(1))
+    assert lock.try_acquire()
+    assert slots.look().holders == {1: Wish("a run that has just begun", 1, 0, "chunk", 0.0, 0)}
+    lock.release()
+    assert slots.look().holders == {}
+    assert slots.reason_of("nobody") == ""
+    slots.require(2)
 
 
 def test_an_idle_trainer_goes_to_the_next_run_unless_others_come_first(tmp_path: Path) -> None:
