@@ -21,6 +21,7 @@ from flows.work.results import (
     describe_rows,
     few_rows,
     finished,
+    found_export,
     known_judgement,
     known_report,
     known_suites,
@@ -143,6 +144,10 @@ def test_a_report_is_current_while_every_file_that_it_was_made_of_is(layout: Run
     (layout.run_dir / "notes.txt").touch()
     assert known_report(layout) is not None
     assert known_report(layout, "failed: x") is None
+    known = {"fingerprint": report_fingerprint(layout, "failed: x"), "html": "report.html"}
+    write_json_atomically(folder / "source.json", known)
+    assert [known_report(layout, why) is None for why in ("failed: x", "failed: y", "")] == [False, True, True]
+    write()
     (folder / "report.html").unlink()
     assert known_report(layout) is None
 
@@ -225,6 +230,7 @@ def test_a_run_is_finished_while_none_of_its_results_is_missing(config: RunConfi
         judged.write(layout.validation / f"{name}.json")
     with published_directory(layout.exported_model, {"kind": "model", "step": 2}) as folder:
         (folder / "weights").write_text("x")
+    assert found_export(layout.exported_model, 2) == Export(layout.exported_model, 2, cached=True)
     assert finished(config, plan) is None, "there is no report"
     (layout.run_dir / "report").mkdir()
     page = layout.run_dir / "report" / "report.html"
@@ -262,7 +268,8 @@ def test_kept_settings_name_the_root_and_the_store_absolutely(
     monkeypatch.chdir(layout.root.parent)
     relative = config.model_copy(update={"paths": config.paths.model_copy(update={"root": layout.root.name})})
     assert anchored(relative, layout).paths.root == str(layout.root)
-    assert settings_text(relative, layout).endswith("\n}\n")
+    text = settings_text(relative, layout)
+    assert (text[:5], text[-3:]) == ('{\n  "', "\n}\n")
     assert anchored(relative, layout).tracking.uri is None
     tracking = config.tracking.model_copy(update={"uri": "sqlite:///x.db"})
     assert anchored(config.model_copy(update={"tracking": tracking}), layout).tracking.uri == (

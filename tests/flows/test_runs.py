@@ -51,6 +51,10 @@ def test_a_run_is_named_by_its_folder_its_id_or_a_beginning_that_no_other_has(ma
     (tmp_path / "runs" / "empty").mkdir()
     assert all_runs(tmp_path) == [one, long, two]
     assert named_runs([str(one), "sum-1", "sum-10", "sum-2"], tmp_path) == [one, one, long, two]
+    only = tmp_path / "other" / "runs" / "div-7"
+    only.mkdir(parents=True)
+    (only / "settings.json").touch()
+    assert named_runs(["d", "div-"], tmp_path / "other") == [only, only]
     runs = tmp_path / "runs"
     rest = "Name one of them, or another root (--root, or paths.root)."
     for name, told in (

@@ -169,7 +169,8 @@ def test_before_the_first_step_the_later_of_a_stop_and_a_fault_counts(layout: Ru
     note_fault(layout.run_dir, replace(fault_of(DataError("row 7\nmore"), "", 0), time=5.0))
     assert (state(), failure_of(layout.run_dir)) == ("failed", "failed: data after step 0: row 7")
     begin(layout)
-    assert failure_of(layout.run_dir) == "lost: data after step 0: row 7"
+    note_fault(layout.run_dir, fault_of(DataError("row 8"), "gen", 2))
+    assert failure_of(layout.run_dir) == "lost: data in gen after step 2: row 8"
 
 
 def test_a_lost_run_without_a_fault_says_that_its_process_is_gone(layout: RunLayout) -> None:
