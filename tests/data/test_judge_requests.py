@@ -1,0 +1,225 @@
+"""What is asked of a judge's endpoint, how often, and what each broken answer of it is told as."""
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from data import judge
+from data.judge import JudgeError, judged, read_verdict, score
+from rlcore.config.rollout import JudgeConfig
+from rlcore.rollout.scoring_worker import JUDGE_VARIABLE
+
+Reply = tuple[int, bytes, dict[str, str]]
+JSON = {"Content-Type": "application/json; charset=utf-8"}
+
+
+def told(text: object) -> bytes:
+    return json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """Gives the replies of its server in order, the last one again and again."""
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        server: Any = self.server
+        server.asked.append((self.path, dict(self.headers), json.loads(body)))
+        status, content, headers = server.replies.pop(0) if len(server.replies) > 1 else server.replies[0]
+        self.send_response(status)
+        for name, value in {**JSON, "Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(judge, "_cache", judge._cache.__wrapped__)  # no verdict of another test
+    monkeypatch.setenv("JUDGE_KEY", " sk-1 ")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as made:
+        made.asked, made.replies = [], [(200, told('{"score": 3}'), {})]  # type: ignore[attr-defined]
+        thread = Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+Settings = Callable[..., JudgeConfig]
+
+
+@pytest.fixture
+def settings(server: Any) -> Settings:
+    def make(**changes: object) -> JudgeConfig:
+        given = {"url": f"http://127.0.0.1:{server.server_port}/v1/", "model": "m", "highest": 4, "deadline_s": 30}
+        return JudgeConfig.model_validate(given | changes)
+
+    return make
+
+
+def test_a_request_holds_the_filled_prompt_the_key_and_the_form_of_the_answer(server: Any, settings: Settings) -> None:
+    asking = settings(
+        prompt="{response}|{ground_truth}|{other}", key_variable="JUDGE_KEY", max_tokens=77, levels=5, highest=2
+    )
+    server.replies = [(200, told("Fine.\n<score>1.5</score>"), {})]
+    assert judged(asking, "says {ground_truth}", '{"a": 1}') == 0.75
+    ((path, headers, asked),) = server.asked
+    assert path == "/v1/chat/completions"
+    assert [headers[name] for name in ("Content-Type", "Accept-Encoding", "Authorization")] == [
+        "application/json", "identity", "Bearer sk-1",
+    ]  # fmt: skip
+    assert asked.pop("response_format") == {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "verdict",
+            "strict": True,
+            "schema": {
+                "type": "object",
+                "properties": {"score": {"type": "number", "enum": [0, 0.5, 1, 1.5, 2]}},
+                "required": ["score"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    assert asked == {
+        "model": "m",
+        "messages": [{"role": "user", "content": 'says {ground_truth}|{"a": 1}|{other}'}],
+        "temperature": 0,
+        "max_tokens": 77,
+    }
+    judged(settings(levels=None), "x", "{}")
+    assert server.asked[1][2].keys() == {"model", "messages", "temperature", "max_tokens"}
+    assert "Authorization" not in server.asked[1][1]
+
+
+def test_a_score_has_the_verdict_and_the_parts_of_the_rules(
+    server: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = {"target": 7, "numbers": [3, 4]}
+    for rules, total, parts in (
+        ("", 0.75, {"judge": 0.75}),
+        ("data.countdown:score", 1.75, {"correct": 1.0, "format": 1.0, "judge": 0.75}),
+    ):
+        monkeypatch.setenv(JUDGE_VARIABLE, settings(rules=rules).model_dump_json())
+        found = score("<answer>3 + 4</answer>", truth)
+        assert (found.total, dict(found.parts), found.said) == (total, parts, "3+4" if rules else None)
+    assert '{"numbers": [3, 4], "target": 7}' in server.asked[0][2]["messages"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        ((400, b"{}", {}), "the endpoint answered with status 400"),
+        ((499, b"{}", {}), "the endpoint answered with status 499"),
+        ((201, told('{"score": 3}'), {}), "the endpoint answered with status 201"),
+        ((200, told('{"score": 3}'), {"Content-Type": "text/html"}), "must be application/json, uncompressed"),
+        ((200, told('{"score": 3}'), {"Content-Encoding": "gzip"}), "must be application/json, uncompressed"),
+        ((200, b"{}", {}), "holds no choices[0].message.content"),
+        ((200, told(None), {}), "holds no choices[0].message.content"),
+        ((200, b'{"choices": 3}', {}), "holds no choices[0].message.content"),
+        ((200, told("3"), {}), "the judge's text must end with its one score; it has 0 in 1 characters"),
+    ],
+)
+def test_an_answer_that_is_no_verdict_is_not_asked_for_again(
+    server: Any, settings: Settings, reply: Reply, why: str
+) -> None:
+    server.replies = [reply]
+    with pytest.raises(JudgeError) as error:
+        judged(settings(tries=3), "x", "{}")
+    assert why in str(error.value)
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
+def test_a_busy_endpoint_is_asked_again(server: Any, settings: Settings, status: int) -> None:
+    busy: Reply = (status, b"{}", {})
+    server.replies = [busy, busy, (200, told('{"score": 4}'), {})]
+    assert judged(settings(tries=3), "x", "{}") == 1.0
+    server.replies = [busy]
+    with pytest.raises(JudgeError) as error:
+        judged(settings(tries=2), "x", "{}")
+    url = settings().url
+    assert str(error.value) == (
+        f"no verdict of {url} (reward.judge.url) in 2 tries (reward.judge.tries); the last one: the endpoint answered "
+        f"with status {status}"
+    )
+    assert len(server.asked) == 3 + 2
+
+
+def test_each_pause_is_twice_the_one_before(server: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 0.5)
+    server.replies = [(503, b"", {})]
+    with pytest.raises(JudgeError, match="in 4 tries"):
+        judged(settings(tries=4), "x", "{}")
+    assert pauses == [0.5, 1.0, 2.0]
+
+
+def test_an_answer_may_be_as_long_as_the_bound(
+    server: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = told('{"score": 3}')
+    monkeypatch.setattr(judge, "_MOST_BYTES", len(text))
+    assert judged(settings(), "x", "{}") == 0.75
+    server.replies = [(200, text + b" ", {})]
+    with pytest.raises(JudgeError, match=rf"^the endpoint's answer is longer than {len(text)} bytes$"):
+        judged(settings(), "x", "{}")
+
+
+def test_a_verdict_is_kept_by_all_that_was_asked_and_by_the_highest_score(
+    server: Any, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "new" / "verdicts.sqlite"
+    for _ in range(2):
+        assert judged(settings(cache=str(file)), "x", "{}") == 0.75
+    assert len(server.asked) == 1
+    assert judged(settings(cache=str(file), highest=6), "x", "{}") == 0.5
+    judged(settings(cache=str(file)), "y", "{}")
+    judged(settings(cache=str(file), model="n"), "x", "{}")
+    assert len(server.asked) == 4
+    judged(settings(), "x", "{}")
+    assert len(server.asked) == 5, "without a file each process has its own"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "verdicts.sqlite"]
+    with pytest.raises(JudgeError, match=rf"^reward\.judge\.cache: must be a file of verdicts, .*; got {tmp_path} \("):
+        judged(settings(cache=str(tmp_path)), "x", "{}")
+
+
+@pytest.mark.parametrize("key", [None, "  ", "two\nlines", "ä"])
+def test_a_key_that_cannot_be_sent_is_told_by_its_variable(
+    server: Any, settings: Settings, key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("JUDGE_KEY")
+    if key is not None:
+        monkeypatch.setitem(os.environ, "JUDGE_KEY", key)
+    with pytest.raises(JudgeError, match=r"^the environment variable JUDGE_KEY \(reward\.judge\.key_variable\) must"):
+        judged(settings(key_variable="JUDGE_KEY"), "x", "{}")
+    assert server.asked == []
+
+
+def test_a_verdict_is_a_share_of_the_highest_score_and_its_ends_count() -> None:
+    assert read_verdict("<score> 4 </score>\n", 4) == 1.0
+    assert read_verdict('{"score": 0}', 4) == 0.0
+    assert read_verdict('```json\n{ "score" : 0.5 }\n```', 2) == 0.25
+    for number in ("4.01", "-0.01"):
+        with pytest.raises(JudgeError) as error:
+            read_verdict(f"<score>{number}</score>", 4.0)
+        assert str(error.value) == f"the judge's score must be from 0 to 4 (reward.judge.highest), got {number}"
+    with pytest.raises(JudgeError) as error:
+        read_verdict("<score>1</score> <score>2</score>", 4)
+    assert str(error.value) == "the judge's text must end with its one score; it has 2 in 33 characters"
