@@ -17,6 +17,7 @@ from rlcore.config.rollout import JudgeConfig
 from rlcore.rollout.scoring_worker import JUDGE_VARIABLE
 
 Reply = tuple[int, bytes, dict[str, str]]
+FIRST_PAUSE_S = judge._FIRST_PAUSE_S
 JSON = {"Content-Type": "application/json; charset=utf-8"}
 
 
@@ -164,7 +165,7 @@ def test_each_pause_is_twice_the_one_before(server: Any, settings: Settings, mon
         pauses.append(seconds)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 0.5)
+    monkeypatch.setattr(judge, "_FIRST_PAUSE_S", FIRST_PAUSE_S)
     server.replies = [(503, b"", {})]
     with pytest.raises(JudgeError, match="in 4 tries"):
         judged(settings(tries=4), "x", "{}")

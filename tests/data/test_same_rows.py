@@ -8,7 +8,7 @@ from hashlib import sha256
 
 import pytest
 
-from data import multiplication, number_guessing
+from data import countdown_problems, multiplication, number_guessing
 from data.countdown import CALCULATOR, build
 from data.countdown_problems import draw_chunk, generate, require_enough
 from data.rows import Message, Row, TaskRows
@@ -120,3 +120,27 @@ def test_a_request_is_refused_from_the_first_problem_that_does_not_exist() -> No
         "or 3 numbers of 1..300, operations + - * / and targets 1..1000. Ask for fewer, or widen the ranges"
     )
     require_enough(large.model_copy(update={"train_size": 400_000}), 7)
+    with pytest.raises(DataError, match=r"^data\.number_low must not be above data\.number_high, got 301 and 300$"):
+        require_enough(large.model_copy(update={"number_low": 301}), 7)
+    one_target = CountdownData(min_numbers=3, max_numbers=3, number_high=300, target_high=1, train_size=2_000_000)
+    with pytest.raises(DataError, match=r"2,001,024 problems asked for, but only about [0-9,]+ exist with 3 numbers"):
+        require_enough(one_target, 7)
+    require_enough(one_target.model_copy(update={"train_size": 450_000}), 7)
+
+
+def test_a_drawn_space_is_used_up_where_hardly_a_draw_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(countdown_problems, "CHUNK", 32)
+    monkeypatch.setattr(countdown_problems, "_DISTRACTOR_TRIES", 1)
+    found = generate(DRAWN.model_copy(update={"train_size": 300}), 7)
+    assert {split: len(problems) for split, problems in found.items()} == {"train": 300, "validation": 9}
+    monkeypatch.setattr(countdown_problems, "CHUNK", 256)
+    settings = CountdownData(
+        train_size=100_000, validation_size=10, min_numbers=5, max_numbers=5, number_high=4, target_high=2
+    )
+    with pytest.raises(DataError) as told:
+        generate(settings, 1)
+    assert str(told.value) == (
+        "countdown: 24,576 draws gave 108 of 100,000 for train, 0 of 10 for validation problems, and less than one in a "
+        "hundred is still new. These settings allow hardly more: ask for fewer rows (data.train_size, "
+        "data.validation_size), or widen the ranges of numbers, targets and operations"
+    )
