@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data import gsm8k
-from data.calculator import WordProblems, computed, episode, main
+from data.calculator import Countdown, WordProblems, calculate, computed, episode, main
 
 
 @pytest.mark.parametrize(
@@ -71,3 +71,58 @@ def test_a_solution_whose_stated_value_is_another_is_no_demonstration() -> None:
     told = episode("1/4 of it is <<1/4=0.25>>0.25.\n#### 0.25")
     assert told is not None
     assert Fraction(told[1]["content"]) == Fraction(1, 4)
+
+
+def test_the_tool_says_a_value_or_that_there_is_none() -> None:
+    assert [calculate(text) for text in ("7 / 2", "4 / 2", "1 / (2 - 2)")] == ["7/2", "2", "division by zero"]
+    with pytest.raises(ValueError, match="an expression is whole numbers with "):
+        calculate("1.5 * 2")
+
+
+def test_an_equation_is_answered_by_its_value_until_it_is_the_right_one() -> None:
+    environment = Countdown()
+    environment.reset({"target": 7, "numbers": [3, 4], "form": "bare"})
+    for text, reply, format_ in (
+        ("4 - 3", "> 1 =", 1.0),
+        ("3 +", ": =", 0.0),
+        ("3 / (4 - 4)", "> division by zero =", 1.0),
+    ):
+        told = environment.step(text)
+        assert (told.reply, told.done, told.reward) == (reply, False, 0.0)
+        assert told.parts == {"correct": 0.0, "format": format_}
+    told = environment.step("3 + 4")
+    assert (told.reply, told.done, told.reward, told.parts["correct"]) == ("> 7 =", True, 1.0, 1.0)
+
+
+def test_episodes_are_written_one_a_line_and_those_left_out_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = ["Half is <<4/2=2>>2.\n#### 2", "<<4/2=3>>3\n#### 3", "One.\n#### 1"]
+    source, target = tmp_path / "train.jsonl", tmp_path / "episodes.jsonl"
+    source.write_text("".join(json.dumps({"question": "What?", "answer": text}) + "\n" for text in answers))
+    main(source, target)
+    said = f"{target}: 2 demonstrations; 1 solutions state a value that is not the calculator's\n"
+    assert capsys.readouterr().out == said
+    first, second = (json.loads(line)["messages"] for line in target.read_text().splitlines())
+    assert first == [
+        {"role": "user", "content": gsm8k.prompt_of("What?")},
+        {"role": "assistant", "content": "Half is <<4/2="},
+        {"role": "user", "content": "2"},
+        {"role": "assistant", "content": "2.\n#### 2"},
+    ]
+    assert second[1:] == [{"role": "assistant", "content": "One.\n#### 1"}]
+    assert target.read_text().endswith("]}\n")
+
+
+def test_an_episode_counts_its_calls_and_is_scored_by_all_of_its_turns() -> None:
+    environment = WordProblems()
+    environment.reset({"answer": "24", "seed": 1})
+    told = environment.step("He has <<48/2= ")
+    assert (told.reply, told.done, told.parts["calls"], told.parts["calls_failed"]) == ("24", False, 1, 0)
+    told = environment.step("and <<1/0=")
+    assert (told.reply, told.parts["calls"], told.parts["calls_failed"]) == ("?", 2, 1)
+    told = environment.step("#### 24")
+    assert (told.reply, told.done, told.reward) == ("", True, 1.0)
+    environment.reset({"answer": "24", "seed": 1})
+    told = environment.step("24")
+    assert (told.done, told.reward, told.parts["calls"], told.parts["calls_failed"]) == (True, 0.0, 0, 0)

@@ -2,6 +2,7 @@
 
 import json
 from io import StringIO
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 import data
-from data.inspect import as_html, as_rich
+from data.inspect import Leakage, _cut, _facts, _shown_row, as_html, as_rich
 from data.write import as_markdown, as_svg, summarize
 from rlcore.config import CountdownData, FilterConfig
 from rlcore.errors import DataError
@@ -74,6 +75,78 @@ def test_three_forms_say_the_same(filtered):
     assert page.startswith("<!doctype html>")
     assert "<svg" in page
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_every_figure_and_row_of_a_table_is_as_in_the_file(tmp_path: Path) -> None:
+    def row(index: int, text: str, **extra: object) -> dict[str, object]:
+        return {
+            "data_source": "sums" if index else "words",
+            "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": {"größe": index}},
+            "extra_info": {"split": "train", "index": index, "difficulty": 10 - index, "solution": "", **extra},
+        }
+
+    rows = [row(0, "a", solution="7"), row(1, "bbb"), row(2, "bbb")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(rows[:2]), tmp_path / "validation.parquet")
+    report = data.inspect_dataset(tmp_path, num_rows=9)
+    train = report.splits[0]
+    size = (tmp_path / "train.parquet").stat().st_size
+    assert list(_facts(train)) == [
+        ("rows", f"3 ({size / 1e6:.2f} MB)"),
+        ("source", "sums (2), words (1)"),
+        ("prompt characters", "10 to 12, mean 11.3, median 12, p95 12"),
+        ("difficulty", "8: 1, 9: 1, 10: 1"),
+        ("with a solution", "1"),
+        ("duplicate prompts", "1"),
+    ]
+    assert (train.num_rows, train.size_bytes, train.path) == (3, size, str(tmp_path / "train.parquet"))
+    assert [one["row"] for one in train.rows] == [0, 1, 2]
+    told = list(_shown_row(train.rows[0]))
+    assert told == [
+        ("prompt (system)", "Be brief."),
+        ("prompt (user)", "a"),
+        ("ground truth", '{"größe": 0}'),
+        ("split", "train"),
+        ("index", "0"),
+        ("difficulty", "10"),
+        ("solution", "7"),
+        *told[-2:],  # the columns beside them, in any order
+    ]
+    assert sorted(told[-2:]) == [("ability", "math"), ("data_source", "words")]
+    ids = {"prompt_ids": list(range(20)), "solution_ids": [], "ground_truth_json": "{}"}
+    assert list(_shown_row(ids)) == [("prompt_ids", "20 tokens: 0 1 2 3 4 5 6 7 8 9 10 11 ...")]
+    (leak,) = report.leakage
+    assert (leak.is_leak, str(leak)) == (True, "train and validation share 3 prompts, 0 multisets")
+    assert "splits overlap" in as_html(report)
+    assert len(data.inspect_dataset(tmp_path).splits[0].rows) == 3
+    assert not Leakage("a", "b", 0, 0).is_leak
+    assert Leakage("a", "b", 0, 1_200).is_leak
+    assert str(Leakage("a", "b", 0, 1_200)) == "a and b share 0 prompts, 1,200 multisets"
+    alone = data.inspect_dataset(tmp_path / "train.parquet")
+    assert "splits overlap" not in as_html(alone)
+
+
+def test_a_long_text_is_cut_and_its_length_told() -> None:
+    assert _cut("x" * 600) == "x" * 600
+    assert _cut("x" * 1_601) == "x" * 600 + " ... (1,601 characters)"
+    assert (_cut({"größe": (1, None)}), _cut([1]), _cut(None)) == ('{"größe": [1, null]}', "[1]", "None")
+
+
+def test_the_splits_come_in_their_order_and_those_of_a_mixture_by_part(tmp_path: Path) -> None:
+    for name in ("validation", "other", "train"):
+        pq.write_table(pa.table({"x": [1]}), tmp_path / f"{name}.parquet")
+    assert [split.name for split in data.inspect_dataset(tmp_path).splits] == ["train", "validation", "other"]
+
+
+def test_rows_are_read_batch_by_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(pa.table({"x": list(range(10))}), tmp_path / "x.parquet")
+    (whole,) = data.inspect_dataset(tmp_path, num_rows=7).splits
+    monkeypatch.setattr("data.inspect.ROWS_PER_GROUP", 3)
+    (split,) = data.inspect_dataset(tmp_path, num_rows=7).splits
+    assert split == whole
+    assert [row["row"] for row in split.rows] == [row["x"] for row in split.rows]
 
 
 def test_markup_in_rows_does_no_harm(tmp_path):

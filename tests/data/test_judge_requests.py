@@ -172,6 +172,19 @@ def test_each_pause_is_twice_the_one_before(server: Any, settings: Settings, mon
     assert pauses == [0.5, 1.0, 2.0]
 
 
+def test_a_deadline_ends_the_tries_and_says_what_came_before_it(
+    server: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "_FIRST_PAUSE_S", 60.0)
+    server.replies = [(503, b"", {})]
+    with pytest.raises(JudgeError) as error:
+        judged(settings(tries=4, deadline_s=0.25), "x", "{}")
+    assert str(error.value) == (
+        f"no verdict of {settings().url} within 0.25 s (reward.judge.deadline_s); before that the endpoint answered with "
+        "status 503"
+    )
+
+
 def test_an_answer_may_be_as_long_as_the_bound(
     server: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,7 +140,7 @@ def test_a_drawn_space_is_used_up_where_hardly_a_draw_is_new(monkeypatch: pytest
     with pytest.raises(DataError) as told:
         generate(settings, 1)
     assert str(told.value) == (
-        "countdown: 24,576 draws gave 108 of 100,000 for train, 0 of 10 for validation problems, and less than one in a "
-        "hundred is still new. These settings allow hardly more: ask for fewer rows (data.train_size, "
+        "countdown: 24,576 draws gave 108 of 100,000 for train, 0 of 10 for validation problems, and less than one in "
+        "a hundred is still new. These settings allow hardly more: ask for fewer rows (data.train_size, "
         "data.validation_size), or widen the ranges of numbers, targets and operations"
     )
