@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from data.demonstrations import tokenize_demonstrations, try_demonstrations
+from data.schema import provenance
 from data.stage import StageResult
 from rlcore.batching.prompts import read_demonstrations
 from rlcore.config import WarmStartConfig
@@ -145,3 +147,105 @@ def test_a_template_that_drops_a_turn_is_refused(
     tokenizer = saved(trained_bpe, tmp_path / "tokenizer", chat_template=template)
     with pytest.raises(DataError, match=said):
         tokenized(written(tmp_path / "talks.jsonl", TALKS), tokenizer)
+
+
+def test_the_limit_of_tokens_is_exact(chat_tokenizer: Path, tmp_path: Path) -> None:
+    file = written(tmp_path / "talks.jsonl", TALKS)
+    rows = read_demonstrations(tokenized(file, chat_tokenizer).directory / "train.parquet")
+    longest = max(len(row.token_ids) for row in rows)
+    assert sum(len(row.token_ids) == longest for row in rows) == 1
+    assert tokenized(file, chat_tokenizer, max_tokens=longest).counts == {"train": 3, "validation": 0}
+    assert tokenized(file, chat_tokenizer, max_tokens=longest - 1).counts == {
+        "overlong": 1,
+        "train": 2,
+        "validation": 0,
+    }
+
+
+def test_the_seed_chooses_the_held_out_rows_and_the_others_stay_in_order(
+    base_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data.demonstrations.ROWS_PER_GROUP", 8)
+    for number, wanted, expected in ((19, 5, 1), (20, 5, 2), (20, 1, 1), (9, 5, 0)):
+        rows = [{"prompt": f"{n} is", "completion": f" {n}."} for n in range(number)]
+        file = written(tmp_path / f"rows-{number}-{wanted}.jsonl", rows)
+        found = tokenized(file, base_tokenizer, held_out_rows=wanted)
+        assert found.counts == {"train": number - expected, "validation": expected}
+        assert not found.cached
+        chosen = set(np.random.default_rng(1).permutation(number)[:expected].tolist())
+        tokenizer = AutoTokenizer.from_pretrained(base_tokenizer)
+        for split in ("train", "validation"):
+            texts = [
+                tokenizer.decode(row.token_ids, skip_special_tokens=True)
+                for row in read_demonstrations(found.directory / f"{split}.parquet")
+            ]
+            assert texts == [f"{n} is {n}." for n in range(number) if (n in chosen) == (split == "validation")]
+    file = pq.ParquetFile(found.directory / "train.parquet")
+    assert [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)] == [8, 1]
+    told = provenance(found.directory / "train.parquet")
+    assert (told["split"], told["kind"], told["counts"]) == ("train", "demonstrations", {"train": 9, "validation": 0})
+    assert tokenized(tmp_path / "rows-9-5.jsonl", base_tokenizer, held_out_rows=5).cached
+
+
+def test_two_rows_are_enough_and_one_is_not(base_tokenizer: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": text} for text in (" b", "", " c")]
+    file = written(tmp_path / "rows.jsonl", rows)
+    assert tokenized(file, base_tokenizer).counts == {"empty": 1, "train": 2, "validation": 0}
+    rest = "Raise warm_start.max_tokens (now 512), or check the file"
+    for number, why in ((1, "the file has too few rows"), (2, "1 empty")):
+        with pytest.raises(DataError) as error:
+            tokenized(written(file, rows[:number]), base_tokenizer, max_tokens=512)
+        assert str(error.value) == f"{file}: two demonstrations at least must be left, 1 are ({why}). {rest}"
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": 1, "completion": "a"}, "prompt must be text, got 1; repair it"),
+        ({"prompt": "a", "completion": None}, "completion must be text, got None; repair it"),
+        ({"prompt": "a"}, "completion must be text, got None; repair it"),
+    ],
+)
+def test_a_prompt_or_completion_that_is_no_text_is_refused(
+    base_tokenizer: Path, tmp_path: Path, row: dict[str, object], said: str
+) -> None:
+    file = written(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": " b"}, row])
+    with pytest.raises(DataError) as error:
+        tokenized(file, base_tokenizer)
+    assert str(error.value) == f"{file}: line 2: {said}"
+
+
+def test_a_conversation_begins_with_somebody_else_than_the_assistant(chat_tokenizer: Path, tmp_path: Path) -> None:
+    talk = {"messages": [{"role": "assistant", "content": "a"}, *chat("b", "c")["messages"]]}
+    with pytest.raises(DataError, match="must follow another one's, got the roles assistant, user, assistant; there"):
+        tokenized(written(tmp_path / "talks.jsonl", [TALKS[0], talk]), chat_tokenizer)
+
+
+def test_an_answer_without_the_end_token_or_changed_later_is_refused_by_its_number(
+    trained_bpe: Tokenizer, tmp_path: Path
+) -> None:
+    endless = CHAT_TEMPLATE.replace("'<|im_end|>\\n' }}{%- endfor", "'\\n' }}{%- endfor")
+    later = CHAT_TEMPLATE.replace("m.content", "(m.content if loop.index0 < 4 or loop.last else 'x')")
+    assert endless != CHAT_TEMPLATE != later
+    file = written(tmp_path / "talks.jsonl", [TALKS[0], chat("a", "b", "c", "d", "e", "f", "g")])
+    for name, template, said in (
+        (
+            "endless",
+            endless,
+            r"line 1: the chat template of .* ends the assistant's turn without the tokenizer's eos_token 2",
+        ),
+        ("later", later, r"line 2: the chat template of .* drops or changes answer 2 of the conversation"),
+    ):
+        tokenizer = saved(trained_bpe, tmp_path / name, chat_template=template)
+        with pytest.raises(DataError, match=said):
+            tokenized(file, tokenizer)
+
+
+def test_only_the_first_rows_are_tried_and_lines_after_them_read(chat_tokenizer: Path, tmp_path: Path) -> None:
+    config = WarmStartConfig(demonstrations=str(written(tmp_path / "talks.jsonl", [*TALKS, chat("only a question")])))
+    try_demonstrations(config, chat_tokenizer, 3)
+    try_demonstrations(config, None, 9)
+    with pytest.raises(DataError, match="line 4: an assistant's turn must follow"):
+        try_demonstrations(config, chat_tokenizer, 4)
+    (tmp_path / "talks.jsonl").write_text("")
+    try_demonstrations(config, chat_tokenizer, 4)

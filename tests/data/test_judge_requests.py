@@ -69,7 +69,10 @@ def settings(server: Any) -> Settings:
     return make
 
 
-def test_a_request_holds_the_filled_prompt_the_key_and_the_form_of_the_answer(server: Any, settings: Settings) -> None:
+def test_a_request_holds_the_filled_prompt_the_key_and_the_form_of_the_answer(
+    server: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # the key goes to the endpoint alone
     asking = settings(
         prompt="{response}|{ground_truth}|{other}", key_variable="JUDGE_KEY", max_tokens=77, levels=5, highest=2
     )
@@ -107,7 +110,7 @@ def test_a_request_holds_the_filled_prompt_the_key_and_the_form_of_the_answer(se
 def test_a_score_has_the_verdict_and_the_parts_of_the_rules(
     server: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    truth = {"target": 7, "numbers": [3, 4]}
+    truth = {"target": 7, "numbers": [3, 4], "größe": "ö"}
     for rules, total, parts in (
         ("", 0.75, {"judge": 0.75}),
         ("data.countdown:score", 1.75, {"correct": 1.0, "format": 1.0, "judge": 0.75}),
@@ -115,7 +118,7 @@ def test_a_score_has_the_verdict_and_the_parts_of_the_rules(
         monkeypatch.setenv(JUDGE_VARIABLE, settings(rules=rules).model_dump_json())
         found = score("<answer>3 + 4</answer>", truth)
         assert (found.total, dict(found.parts), found.said) == (total, parts, "3+4" if rules else None)
-    assert '{"numbers": [3, 4], "target": 7}' in server.asked[0][2]["messages"][0]["content"]
+    assert '{"größe": "ö", "numbers": [3, 4], "target": 7}' in server.asked[0][2]["messages"][0]["content"]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +183,8 @@ def test_a_deadline_ends_the_tries_and_says_what_came_before_it(
     with pytest.raises(JudgeError) as error:
         judged(settings(tries=4, deadline_s=0.25), "x", "{}")
     assert str(error.value) == (
-        f"no verdict of {settings().url} within 0.25 s (reward.judge.deadline_s); before that the endpoint answered with "
-        "status 503"
+        f"no verdict of {settings().url} within 0.25 s (reward.judge.deadline_s); before that the endpoint answered "
+        "with status 503"
     )
 
 
@@ -199,7 +202,7 @@ def test_an_answer_may_be_as_long_as_the_bound(
 def test_a_verdict_is_kept_by_all_that_was_asked_and_by_the_highest_score(
     server: Any, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "new" / "verdicts.sqlite"
+    file = tmp_path / "new" / "deeper" / "verdicts.sqlite"
     for _ in range(2):
         assert judged(settings(cache=str(file)), "x", "{}") == 0.75
     assert len(server.asked) == 1
@@ -209,7 +212,7 @@ def test_a_verdict_is_kept_by_all_that_was_asked_and_by_the_highest_score(
     assert len(server.asked) == 4
     judged(settings(), "x", "{}")
     assert len(server.asked) == 5, "without a file each process has its own"
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "verdicts.sqlite"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["deeper", "new", "verdicts.sqlite"]
     with pytest.raises(JudgeError, match=rf"^reward\.judge\.cache: must be a file of verdicts, .*; got {tmp_path} \("):
         judged(settings(cache=str(tmp_path)), "x", "{}")
 
