@@ -53,8 +53,8 @@ def test_logs_have_the_numbers_of_their_processes(tmp_path: Path) -> None:
     (tmp_path / "trainer-11.log").mkdir()
     assert trainer_logs(tmp_path) == {2: tmp_path / "trainer-2.log", 10: tmp_path / "trainer-10.log"}
     fresh = tmp_path / "a" / "logs"
-    assert [trainer._new_log(fresh).name for _ in range(2)] == ["trainer-1.log", "trainer-2.log"]
-    assert sorted(path.name for path in fresh.iterdir()) == ["trainer-1.log", "trainer-2.log"]
+    assert [trainer._new_log(fresh).name for _ in range(3)] == [f"trainer-{number}.log" for number in (1, 2, 3)]
+    assert len(list(fresh.iterdir())) == 3
 
 
 def test_a_trainer_imports_what_its_flow_does_and_what_lies_here_last(
