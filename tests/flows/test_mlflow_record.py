@@ -1,14 +1,16 @@
 """The run's page in MLflow, written by the stages around the training."""
 
+import logging
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from data import StageResult
 from flows.work import mlflow_record, stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import open_run
-from flows.work.results import Recorded
+from flows.work.results import Export, Recorded, models_digest, report_fingerprint, settings_digest
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError, StopRequestedError
 from rlcore.tracking.mlflow_store import MlflowStore
@@ -44,3 +46,77 @@ def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
             ("training", "countdown filtered", filtered.fingerprint),
             ("validation", "countdown held-out", filtered.fingerprint),
         }
+
+
+HERE = Path("here")
+LAST, BEST = Export(HERE, 2, cached=True), Export(HERE, 1, cached=True)
+ROWS = StageResult(HERE, "f", cached=True, counts={})
+AWAY = ("tracking.uri=oddsql://host/runs",)
+"""A store of a kind that is not installed here: it fails at once."""
+
+
+def test_nothing_is_sent_where_nobody_wants_it_or_mlflow_has_all_of_it(artifacts_root: Path) -> None:
+    paths = f"paths.root={artifacts_root}"
+    silent = load_config(["experiment=debug", paths, "tracking.enabled=false"])
+    with open_run(silent, ()) as run, MlflowRecord(run, {}) as record:
+        record.start(ROWS, ROWS)
+        assert record.finish(None, LAST, BEST) == Recorded()
+    config = load_config(["experiment=debug", paths, *AWAY])
+    with open_run(config, ()) as run:
+        digests = (settings_digest(config), report_fingerprint(run.layout), models_digest(config, LAST, BEST))
+        known = Recorded("1", "http://page", "", *digests).write(run.layout)
+        with MlflowRecord(run, {}) as record:
+            assert run.shown.mlflow_page == "http://page"
+            record.start(ROWS, ROWS)
+            assert record.finish(None, LAST, BEST) == known
+    assert list(artifacts_root.glob("*.db")) == []
+
+
+def test_a_store_that_takes_nothing_is_a_line_for_each_part_and_ends_no_run(
+    artifacts_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *AWAY])
+    rest = "The training is not touched by that; the same command again writes the rest"
+    with open_run(config, ()) as run, MlflowRecord(run, {}) as record:
+        known = Recorded("", "", "", "other settings", "other report", "").write(run.layout)
+        record._known = known
+        record.start(ROWS, ROWS)
+        assert record.finish(None, LAST, BEST) == known
+    told = [one for one in caplog.messages if one.startswith("MLflow did not take")]
+    assert [one.partition(": ")[0] for one in told] == [
+        "MLflow did not take the settings and datasets of the run",
+        "MLflow did not take all of the run",
+    ]
+    assert all("oddsql://host/runs" in one and one.endswith(rest) for one in told)
+    assert Recorded.read(run.layout) == known
+
+
+@pytest.mark.parametrize(
+    ("report", "models", "is_sent"), [("same", "same", False), ("other", "same", True), ("same", "other", True)]
+)
+def test_the_end_of_a_run_is_sent_where_a_part_of_it_is_not_there(
+    artifacts_root: Path, report: str, models: str, is_sent: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *AWAY])
+    with open_run(config, ()) as run:
+        has = report_fingerprint(run.layout) if report == "same" else report
+        weights = models_digest(config, LAST, BEST) if models == "same" else models
+        Recorded("1", "u", "", settings_digest(config), has, weights).write(run.layout)
+        with MlflowRecord(run, {}) as record:
+            record.start(ROWS, ROWS)
+            record.finish(None, LAST, BEST)
+    assert any("MLflow did not take all of the run" in one for one in caplog.messages) == is_sent
+
+
+def test_a_run_that_ends_before_mlflow_has_heard_of_it_asks_for_nothing(
+    artifacts_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *AWAY])
+    for known, number in ((Recorded(), 0), (Recorded("1"), 1)):
+        with suppress(ModelError), open_run(config, ()) as run:
+            known.write(run.layout)
+            with MlflowRecord(run, {}):
+                raise ModelError("no such model")
+        told = [one for one in caplog.messages if one.startswith("MLflow was not told that the run has ended: ")]
+        assert len(told) == number
