@@ -10,6 +10,7 @@ import torch
 from rlcore.config.rollout import RolloutConfig
 from rlcore.errors import EngineError
 from rlcore.rollout.engine import SamplingRequest
+from rlcore.rollout.vllm import engine as vllm_engine
 from rlcore.rollout.vllm.engine import Span, VllmEngine, _Answer, _short_runner
 from rlcore.rollout.vllm.start import EngineShape
 from rlcore.types import Prompt
@@ -66,6 +67,75 @@ def test_an_engine_without_weights_writes_nothing(engine: Any) -> None:
     assert list(engine.stream([], None, 8)) == []
     with pytest.raises(EngineError, match=r"before a weight hand-over \(the first one, or the one after a sleep\)$"):
         next(engine.stream(REQUESTS, None, 8))
+
+
+class Core:
+    """vLLM's core: gives these outputs, step by step, and then none."""
+
+    def __init__(self, *steps: list[Any]) -> None:
+        self.steps, self.num_steps = list(steps), 0
+        self.added, self.aborted = list[str](), list[str]()
+
+    def add_request(self, request: Any) -> None:
+        self.added.append(request.request_id)
+
+    def get_output(self) -> Any:
+        self.num_steps += 1
+        return SimpleNamespace(outputs=self.steps.pop(0) if self.steps else [])
+
+    def abort_requests(self, names: list[str]) -> None:
+        self.aborted += names
+
+
+def said(name: str, token_ids: list[int], reason: str | None = None) -> Any:
+    found = output(token_ids, [-1.0] * len(token_ids))
+    found.request_id, found.finish_reason = name, reason
+    return found
+
+
+def writing(engine: Any, core: Core, mine: range | None = None) -> Any:
+    """The stream of the three requests, which vLLM knows as `r0` to `r2`."""
+    engine._engine = SimpleNamespace(engine_core=core)
+    engine._prepared = lambda requests, *_: (SimpleNamespace(request_id=f"r{at}") for at in range(len(requests)))
+    if mine is not None:
+        engine._span = SimpleNamespace(gather=lambda _: (REQUESTS, mine))
+    return engine.stream(REQUESTS if mine is None else [REQUESTS[at] for at in mine], None, 2)
+
+
+def test_answers_are_handed_out_as_they_end(engine: Any) -> None:
+    core = Core(
+        [said("r0", [5]), said("r2", [6], "stop"), said("earlier", [9], "stop")],
+        [],
+        [said("r0", [7], "length"), said("r1", [8], "stop")],
+    )
+    found = [(at, one.response_ids.tolist(), one.finish_reason) for at, one in writing(engine, core)]
+    assert found == [(2, [6], "stop"), (0, [5, 7], "length"), (1, [8], "stop")]
+    assert (core.added, core.aborted, core.num_steps) == (["r0", "r1", "r2"], [], 3)
+
+
+def test_of_a_shared_engine_a_rank_hands_out_its_own_answers_and_stays_to_the_end(engine: Any) -> None:
+    core = Core([said("r2", [6], "stop"), said("r1", [5], "stop")], [said("r0", [7], "stop")])
+    found = [(at, one.prompt, one.response_ids.tolist()) for at, one in writing(engine, core, range(1, 3))]
+    assert found == [(1, REQUESTS[2].prompt, [6]), (0, REQUESTS[1].prompt, [5])]
+    assert core.num_steps == 2
+
+
+def test_a_stream_that_is_given_up_ends_what_is_being_written(engine: Any) -> None:
+    core = Core([said("r1", [5], "stop")])
+    stream = writing(engine, core)
+    assert next(stream)[0] == 1
+    stream.close()
+    assert core.aborted == ["r0", "r2"]
+
+
+def test_a_vllm_that_gives_nothing_for_too_long_is_an_error(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "_MOST_IDLE_STEPS", 3)
+    core = Core([said("r1", [5], "stop")], [], [], [], [], [], [said("r0", [5])])
+    with pytest.raises(EngineError) as caught:
+        list(writing(engine, core))
+    assert str(caught.value) == "vLLM ended without an answer to 2 requests"
+    assert core.num_steps == 1 + 5 + 1 + 6, "3 steps and one for each token of the limit may give nothing"
+    assert core.aborted == ["r0", "r2"]
 
 
 def test_an_engine_that_may_not_sleep_stays_awake_and_closes_twice(engine: Any) -> None:
