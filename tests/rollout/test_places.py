@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rlcore.errors import EngineError
 from rlcore.rollout.engine import TakenWeights
-from rlcore.rollout.vllm.weights import SentWeights, _part, load, tied_head
+from rlcore.rollout.vllm.weights import SentWeights, _held, _part, load, tied_head
 
 PARTS = {  # a matrix of vLLM's: the transformers matrices in its rows, and how many each has
     "model.layers.0.self_attn.qkv_proj": {"q_proj": 4, "k_proj": 2, "v_proj": 2},
@@ -203,3 +203,40 @@ def test_on_a_gpu_vllm_finds_the_places_of_a_first_hand_over() -> None:
     assert model.loaded == ["a", "b"]
     with pytest.raises(EngineError, match="1 parameters were not sent, first 'b'"):
         load(model, None, iter([("a", WHOLE)]), frozenset({"a", "b"}))
+
+
+class Packed:
+    """A way of vLLM's to multiply by a matrix that it holds in a form of its own: here with its sign turned."""
+
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return x.float() @ -layer.weight.float().T
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """Of vLLM's name; its weight is as it was sent."""
+
+
+def test_a_packed_matrix_is_read_by_multiplying() -> None:
+    layer = nn.Linear(4, 3, dtype=torch.bfloat16)
+    layer.quant_method, layer.input_size_per_partition = Packed(), 4
+    assert torch.equal(_held(layer, "weight"), -layer.weight.float())
+    layer.params_dtype = torch.bfloat16
+    held = _held(layer, "weight")
+    assert held.dtype == torch.bfloat16
+    assert torch.equal(held, -layer.weight)
+    assert torch.equal(_held(layer, "bias"), layer.bias), "no method is asked for a bias"
+    away = nn.Linear(4, 3, device="meta")
+    away.quant_method, away.input_size_per_partition = Packed(), 4
+    assert _held(away, "weight") is not None
+    assert _held(away, "weight").device.type == "meta", "a GPU holds matrices as they are"
+
+
+def test_an_embedding_and_what_is_not_there_are_not_multiplied() -> None:
+    embedding = VocabParallelEmbedding(5, 4)
+    embedding.quant_method = Packed()
+    assert _held(embedding, "weight") is embedding.weight
+    assert _held(embedding, "bias") is None
+    plain = nn.Linear(4, 3)
+    assert torch.equal(_held(plain, "weight"), plain.weight)
+    plain.params_dtype = torch.bfloat16
+    assert _held(plain, "bias").dtype == torch.bfloat16, "the type in which it was sent"

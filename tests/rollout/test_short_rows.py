@@ -241,6 +241,32 @@ class Order:
     finished_req_ids: set[str]
 
 
+class Plain:
+    """A scheduler of vLLM that has started."""
+
+    def __init__(self, block_tokens: int) -> None:
+        spec = SimpleNamespace(block_size=block_tokens)
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+
+
+class Started(ShortSteps, Plain):  # type: ignore[misc]
+    """Short steps before that."""
+
+
+@pytest.mark.parametrize("reason", [None, "it needs no LoRA"])
+def test_a_scheduler_that_cannot_take_short_steps_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str | None
+) -> None:
+    monkeypatch.setattr(short_scheduler, "scheduler_obstacle", lambda _: reason)
+    scheduler = Started(4)
+    words = f"rollout.engine: vLLM's own scheduler orders every step, which takes longer: {reason}"
+    assert caplog.messages == [words] * (reason is not None)
+    assert scheduler.short_steps_allowed is (reason is None)
+    assert scheduler._block_tokens == (4 if reason is None else 1)
+    assert (scheduler.num_short_steps, scheduler.num_preempting_steps) == (0, 0)
+    assert (scheduler._may_be_short, scheduler._hashes_behind, scheduler._counts_in_flight) == (False, False, False)
+
+
 class Blocks:
     """The cache, of blocks of four tokens: which requests were given one, and how much of them was computed then."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import LlamaConfig
 
@@ -150,6 +151,24 @@ def test_a_share_without_room_for_a_batch_is_measured_by_vllm(model: Path, monke
         many = shape(model, "cuda", answers=answers)
         found = engine_arguments(many, settings(max_num_seqs=10**6)).get("kv_cache_memory_bytes")
         assert found == cache
+
+
+@pytest.mark.parametrize(("size", "is_shared"), [(1, False), (2, True)])
+def test_ranks_of_a_job_start_in_the_group_that_is_there(
+    model: Path, monkeypatch: pytest.MonkeyPatch, size: int, is_shared: bool
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: size)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    found = engine_arguments(shape(model), settings())
+    told = {"distributed_executor_backend": "external_launcher", "disable_custom_all_reduce": True}
+    assert {name: found[name] for name in told if name in found} == (told if is_shared else {})
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    set_now = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    assert {name: os.environ[name] for name in names if name in os.environ} == (set_now if is_shared else {})
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,6 @@ def test_what_was_wrong_is_cut(tools: Tools) -> None:
     assert tools.step(call("y" * 90)).reply == f"error: there is no tool '{'y' * 80}', only fails, echo"
     (damaged,) = calls_in("<tool_call>{" + "z" * 300 + "}</tool_call>")
     assert damaged.problem.startswith("the call is no JSON (JSONDecodeError: Expecting property name")
-    (long,) = calls_in("<tool_call>" + "[" * 100_000 + "</tool_call>")
-    assert len(long.problem) <= len("the call is no JSON ()") + 200
 
 
 def test_a_turn_is_paid_what_it_changes_and_counts_its_calls(tools: Tools) -> None:
