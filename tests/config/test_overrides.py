@@ -11,7 +11,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 import rlcore.config.compose as composing
 from rlcore.config import Gsm8kData
-from rlcore.config.compose import CONF_DIR, experiment_names, load_config
+from rlcore.config.compose import CONF_DIR, composed_of, experiment_names, load_config
 from rlcore.errors import ConfigError
 
 DEMO = "countdown_demo"
@@ -467,6 +467,20 @@ def test_defaults_that_name_no_file_are_told_with_those_that_there_are(tmp_path,
     line = the_problem(experiment=str(file))
     assert line.startswith(f"experiment: its defaults must name files in conf/; got {missing} in {file}. {remedy}")
     assert "hydra" not in line
+
+
+def test_the_files_and_members_that_settings_are_composed_of_are_told(own_conf):
+    usual = {"data": "countdown", "model": "scratch", "critic": "none", "algo": "grpo", "rollout": "hf",
+             "runtime": "local"}  # fmt: skip
+    assert composed_of([]) == ([], usual)
+    (own_conf / "mine.yaml").write_text("defaults: [debug, _self_]\nseed: 3\n")
+    files = ["experiment/debug.yaml", "experiment/mine.yaml"]
+    found, members = composed_of(["algo=ppo", "seed=2"], experiment="mine")
+    assert (found, members["algo"], members["critic"]) == (files, "ppo", "default")
+    elsewhere = own_conf.parent.parent / "elsewhere.yaml"
+    elsewhere.write_text("defaults: [mine, override /algo: rloo, _self_]\n")
+    found, members = composed_of([f"experiment={elsewhere}"])
+    assert (found, members["algo"], list(members)) == ([*files, str(elsewhere)], "rloo", list(usual))
 
 
 MULTIPLICATION = ("data.build=data.multiplication:build", "data.scorer=data.multiplication:score")

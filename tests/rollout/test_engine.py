@@ -1,6 +1,6 @@
 """What all engines share: requests and their seeds, whole hand-overs, and the place of an engine without one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -108,6 +108,9 @@ class Backwards(RolloutEngine):
             request = requests[index]
             ids, logprobs = np.array([index], np.int32), np.array([-1.0], np.float32)
             yield index, Rollout(request.prompt, request.sample_index, ids, logprobs, "stop", 0)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> TakenWeights:
+        return TakenWeights()
 
 
 def test_answers_come_in_the_order_of_their_requests() -> None:

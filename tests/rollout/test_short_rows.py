@@ -307,7 +307,7 @@ class Made(ShortSteps, Own):  # type: ignore[misc]
 
 
 def made(*running: Any, free: int = 9, v2: bool = True) -> Any:
-    scheduler = object.__new__(Made)
+    scheduler: Any = object.__new__(Made)
     vars(scheduler).update(vars(steps(*running)))
     vars(scheduler).update(
         short_steps_allowed=True, _may_be_short=True, _block_tokens=4, _short_steps=deque(), current_step=5,

@@ -1,0 +1,80 @@
+"""Where a run comes from: its stages by the manifests of their folders, and what is on disk of it."""
+
+import getpass
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rlcore.storage.publish import published_directory
+from rlcore.tracking import lineage
+from rlcore.tracking.lineage import Lineage, Stage, code_diff, code_revision, lineage_tags, read_lineage, stage_of
+
+
+def published(folder: Path, **values: object) -> Path:
+    with published_directory(folder, values) as made:
+        (made / "rows.bin").write_bytes(b"12345")
+    return folder
+
+
+def test_a_stage_has_the_plain_facts_of_its_manifest_and_its_counts(tmp_path: Path) -> None:
+    folder = published(tmp_path / "0a1b", kind="dataset", seed=3, share=0.5, ok=True, none=None, names=["a"],
+                       counts={"train": 9, "validation": 2})  # fmt: skip
+    facts = {"kind": "dataset", "seed": 3, "share": 0.5, "ok": True}
+    counts = {"train rows": 9, "validation rows": 2}
+    stage = stage_of("dataset", folder)
+    assert (stage.name, stage.fingerprint, stage.path) == ("dataset", "0a1b", str(folder))
+    assert {name: value for name, value in stage.facts.items() if name in facts | counts} == facts | counts
+    assert stage.facts["size_bytes"] == 5
+    assert not {"none", "names", "counts"} & stage.facts.keys()
+    assert "train rows" not in stage_of("model", published(tmp_path / "2c", counts=5)).facts
+
+
+@pytest.mark.parametrize("manifest", [None, "{"])
+def test_a_folder_without_a_manifest_is_a_stage_without_facts(tmp_path: Path, manifest: str | None) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    if manifest is not None:
+        (folder / "manifest.json").write_text(manifest)
+    assert stage_of("start_model", folder) == Stage("start_model", "model", str(folder), {})
+
+
+def test_what_was_written_is_read_and_without_it_the_runs_inputs(tmp_path: Path) -> None:
+    assert read_lineage(tmp_path) is None
+    (tmp_path / "inputs.json").write_text(json.dumps({"dataset_directory": "/d/0a", "model": "/m/1b"}))
+    inputs = read_lineage(tmp_path)
+    assert inputs is not None
+    assert [(stage.name, stage.fingerprint, stage.path) for stage in inputs.stages] == [
+        ("dataset", "0a", "/d/0a"),
+        ("model", "1b", "/m/1b"),
+    ]
+    whole = Lineage((Stage("code", "c0", "/c", {"rows": 3}),), ("millrace", "run"), "c0ffee", True, {"torch": "2"})
+    whole.write(tmp_path)
+    assert read_lineage(tmp_path) == whole
+    Lineage(command=("run", "tracking.uri=http://me:SECRET@host")).write(tmp_path)
+    found = read_lineage(tmp_path)
+    assert found is not None
+    assert (found.command, found.git_dirty) == (("run", "tracking.uri=http://me:***@host"), False)
+
+
+def test_a_repository_that_does_not_answer_in_time_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: object, timeout: float, **__: object) -> None:
+        assert timeout == 10.0
+        raise subprocess.TimeoutExpired("git", timeout)
+
+    monkeypatch.setattr(subprocess, "run", late)
+    assert (code_revision(tmp_path), code_diff(tmp_path)) == (("", False), "")
+
+
+def test_a_user_without_a_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 77")
+
+    monkeypatch.setattr(lineage, "code_revision", lambda: ("", False))
+    config = lineage.RunConfig()
+    assert lineage_tags(config, stage="train", run_id="r")["mlflow.user"] == getpass.getuser()
+    monkeypatch.setattr(getpass, "getuser", nameless)
+    tags = lineage_tags(config, stage="train", run_id="r")
+    assert tags["mlflow.user"] == "unknown"
+    assert not [name for name in tags if "git" in name]
