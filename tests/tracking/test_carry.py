@@ -113,7 +113,10 @@ def test_values_that_are_taken_again_are_told_once(
     assert points(client, main_run(client), "a") == [(1, 1.5), (2, 2.5)]
 
 
-def test_the_wait_is_over_at_once_when_the_trainer_ends(tracker: Tracker, run_dir: Path) -> None:
+def test_the_wait_is_over_at_once_when_the_trainer_ends(
+    tracker: Tracker, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "POLL_S", 0.0)
     with delivery_of(run_dir) as delivery:
         program._wait(delivery, NOBODY, 600.0, is_failing=False, gone=False)
         tracker.finish("FINISHED")

@@ -229,13 +229,22 @@ def test_where_to_look(store: MlflowStore, run_id: str, root: Path):
     assert served.page_root("http://127.0.0.1:5000") == "http://me:***@127.0.0.1:1"
 
 
-def test_a_flow_and_the_trainer_share_one_run(config: RunConfig, root: Path, run_dir: Path):
+def test_a_flow_and_the_trainer_share_one_run(
+    config: RunConfig, root: Path, run_dir: Path, tmp_path: Path, empty_store: Path
+):
     first = ensure_mlflow_run(run_dir, config, {"stage": "train"})
     assert ensure_mlflow_run(run_dir, config, {}) == first
     assert read_state(run_dir).mlflow_run_id == first
     (run_dir / "tracking.json").unlink()
     assert ensure_mlflow_run(run_dir, config, {}) == first, "found by its tag"
     assert len(main_runs(client_of(root))) == 1
+    (tmp_path / "other").mkdir()
+    shutil.copy(empty_store, tmp_path / "other" / "mlflow.db")
+    address = f"sqlite:///{tmp_path}/other/mlflow.db"
+    moved = RunConfig(paths=config.paths, tracking=config.tracking.model_copy(update={"uri": address}))
+    other = ensure_mlflow_run(run_dir, moved, {})
+    assert other != first, "another store has a run of its own"
+    assert (read_state(run_dir).uri, read_state(run_dir).mlflow_run_id) == (address, other)
 
 
 def test_tags_of_lineage(config: RunConfig):
