@@ -251,6 +251,51 @@ def test_each_first_call_of_a_message_has_the_time_of_a_start(monkeypatch):
     assert begun == ["timer", "timer", "", "x", "y", "timer", "", "z"]
 
 
+def served(monkeypatch, scorer, messages, *, first_call, weights=None):
+    """What a scoring process sends for messages of answers, and which timers it sets: their seconds, and None for the
+    end of one."""
+    timers = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda s, *, exit: timers.append(s) or check(exit))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: timers.append(None))
+
+    def check(ends):
+        assert ends, "the process itself ends"
+
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            for message in messages:
+                ours.sendall(scoring_worker.as_line(message))
+            ours.shutdown(socket.SHUT_WR)
+            scoring_worker.serve(theirs, scorer, 2.0, first_call=first_call, weights=weights or {})
+        return [json.loads(line) for line in ours.makefile()], timers
+
+
+def test_each_answer_has_its_result_as_it_comes(monkeypatch):
+    def scorer(response, truth):
+        if response == "bad":
+            raise ValueError("no")
+        return Score(float(len(response)), {"a": 2.0}, said="well")
+
+    messages = [[["x", "{}"], ["bad", "{}"], ["xyz", "3"]], [["xy", "{}"]]]
+    found, timers = served(monkeypatch, scorer, messages, first_call=False)
+    results = [[1.0, {"a": 2.0}, "well"], [None, "ValueError: no", None], [3.0, {"a": 2.0}, "well"]]
+    assert found == [*results, [2.0, {"a": 2.0}, "well"]]
+    assert timers == [3 * 2.0 + 150, None, 2.0 + 150, None], "its parent is gone by then"
+    found, timers = served(monkeypatch, scorer, messages, first_call=True)
+    assert found == [{"warm": False}, {"warm": True}, *results, [2.0, {"a": 2.0}, "well"]]
+    assert timers == [156, 156, None, 152, None]
+    weighed, _ = served(monkeypatch, scorer, [[["x", "{}"]]], first_call=False, weights={"a": 3.0})
+    assert weighed == [[6.0, {"a": 2.0, "total": 1.0, "correct": 1.0}, "well"]]
+
+
+def test_each_part_of_a_mixture_has_a_first_call(monkeypatch):
+    parts = [["x", json.dumps({"scorer": part})] for part in "aba"]
+    found, _ = served(monkeypatch, lambda *_: 1.0, [parts, parts[:1]], first_call=True)
+    cold, warm, result = {"warm": False}, {"warm": True}, [1.0, {}, None]
+    assert found == [cold, warm, result, cold, warm, result, result, result]
+
+
 @pytest.mark.parametrize("how", ["hang", "exit"])
 def test_a_scorer_that_does_not_come_back_from_its_first_call_scores_the_other_answers(monkeypatch, how):
     monkeypatch.setattr(scoring, "_START_DEADLINE_S", 10)
