@@ -76,6 +76,39 @@ def test_a_block_of_a_type_has_the_weights_and_bytes_that_the_format_says(kind: 
     assert TYPES[kind] == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
 
 
+def test_these_types_are_read() -> None:
+    names = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+             "IQ4_NL", "IQ4_XS"]  # fmt: skip
+    assert {gguf.GGMLQuantizationType[name].value for name in names} == set(TYPES)
+
+
+SCALARS = {0: ("B", 200), 1: ("b", -3), 2: ("H", 60_000), 3: ("h", -300), 4: ("I", 2**31), 5: ("i", -70_000),
+           6: ("f", 0.5), 7: ("?", True), 10: ("Q", 2**63), 11: ("q", -(2**40)), 12: ("d", 0.1)}  # fmt: skip
+
+
+def test_values_of_every_kind_are_read(file: Path) -> None:
+    entries = b"".join(
+        text(f"one.{kind}") + struct.pack(f"<I{form}", kind, value)
+        + text(f"list.{kind}") + struct.pack(f"<IIQ{form}{form}", 9, kind, 2, value, value)
+        for kind, (form, value) in SCALARS.items()
+    )  # fmt: skip
+    head = header_bytes({key: value for key, value in META.items() if value is not None}, (EMBEDDINGS,))
+    of_meta = head.index(text("general.architecture"))
+    file.write_bytes(
+        b"GGUF" + struct.pack("<IQQ", 3, 1, len(META) + 2 * len(SCALARS)) + entries + head[of_meta:] + bytes(10_000)
+    )
+    metadata = read_header(file).metadata
+    for kind, (_, value) in SCALARS.items():
+        assert (metadata[f"one.{kind}"], metadata[f"list.{kind}"]) == (value, [value, value])
+
+
+def test_a_header_may_end_with_the_file(file: Path) -> None:
+    file.write_bytes(header_bytes({"general.architecture": "gemma3"}, ()))
+    problem = gguf_problem(file)
+    assert problem is not None
+    assert problem.got == f"{file}, which holds gemma3"
+
+
 @pytest.mark.parametrize(("alignment", "version"), [(None, 3), (64, 2), (1, 3)])
 def test_tensors_begin_where_the_header_ends_at_a_multiple_of_the_alignment(
     file: Path, alignment: int | None, version: int

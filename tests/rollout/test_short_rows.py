@@ -1,7 +1,7 @@
 """The books of short steps between two of vLLM's own, by hand. vLLM itself is not loaded."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -304,6 +304,151 @@ class Own:
 
 class Made(ShortSteps, Own):  # type: ignore[misc]
     """Short steps before that."""
+
+
+@dataclass
+class Ordered(Order):
+    """vLLM's order of a step of its own."""
+
+    preempted_req_ids: set[str] | None = None
+    scheduled_new_reqs: list[Any] = field(default_factory=list)
+    num_common_prefix_blocks: list[int] = field(default_factory=lambda: [3])
+
+
+@dataclass
+class Known(Cached):
+    """vLLM's order for requests that it knows, with what a short step leaves out."""
+
+    resumed_req_ids: set[str] = field(default_factory=set)
+    new_token_ids: list[Any] = field(default_factory=lambda: [[1]])
+    all_token_ids: dict[str, Any] = field(default_factory=lambda: {"a": [1]})
+
+
+class Steps:
+    """A scheduler whose own step does what the test gives it."""
+
+    def schedule(self) -> Any:
+        return self.step(self)  # type: ignore[attr-defined]
+
+    def update_from_output(self, order: Any, output: Any) -> Any:
+        return {}
+
+
+class OfBoth(ShortSteps, Steps):  # type: ignore[misc]
+    """Short steps before that."""
+
+
+def general(*running: Any, step: Any, **more: Any) -> Any:
+    scheduler: Any = object.__new__(OfBoth)
+    vars(scheduler).update(vars(made(*running)))
+    vars(scheduler).update({"_example": None, "_placeholders": None, "_may_be_short": False, "step": step} | more)
+    scheduler.num_preempting_steps = 0
+    return scheduler
+
+
+def one_each(scheduler: Any, **changes: Any) -> Any:
+    """A step of vLLM's own in which every running request gets a token."""
+    for one in scheduler.running:
+        one.num_computed_tokens += 1
+        one.num_output_placeholders += 1
+    names = [one.request_id for one in scheduler.running]
+    scheduler.current_step += 1
+    return Ordered(Known(names, [None] * len(names), [], []), dict.fromkeys(names, 1), len(names), set(), **changes)
+
+
+def test_a_step_of_vllms_own_becomes_the_example_of_short_ones() -> None:
+    scheduler = general(request("a", prompt=3, outputs=1, most=9), step=one_each)
+    scheduler.running[0].num_in_flight_tokens = 0
+    order = scheduler._general()
+    example = scheduler._example
+    assert (scheduler._placeholders, scheduler._counts_in_flight, scheduler._may_be_short) == (1, True, True)
+    assert scheduler.short_steps_allowed, "though it is the first that may be short"
+    assert (example.scheduled_new_reqs, example.num_common_prefix_blocks) == ([], [0])
+    cached = example.scheduled_cached_reqs
+    assert (cached.new_token_ids, cached.all_token_ids) == ([], {})
+    assert order.num_common_prefix_blocks == [3]
+    scheduler._general()
+    assert scheduler._example is example, "one is enough"
+    assert scheduler.num_preempting_steps == 0
+
+
+def test_a_step_that_preempts_is_counted_and_makes_no_short_one_possible() -> None:
+    scheduler = general(
+        request("a", prompt=3, outputs=1, most=9), step=lambda self: one_each(self, preempted_req_ids={"b"})
+    )
+    scheduler._general()
+    assert (scheduler.num_preempting_steps, scheduler._may_be_short, scheduler._example) == (1, False, None)
+
+
+@pytest.mark.parametrize("where", ["request", "scheduler", "both"])
+def test_a_record_that_short_steps_do_not_know_keeps_them_off(where: str) -> None:
+    def step(scheduler: Any) -> Any:
+        if where in ("request", "both"):
+            scheduler.running[0].something_new = 1
+        if where in ("scheduler", "both"):
+            scheduler.something_new = 1
+        return one_each(scheduler)
+
+    scheduler = general(request("a", prompt=3, outputs=1, most=9), step=step)
+    scheduler._general()
+    assert (scheduler.short_steps_allowed, scheduler._example) == (False, None)
+
+
+def test_a_step_without_a_token_for_the_first_request_is_no_example() -> None:
+    first, second = request("a", prompt=3, outputs=9, most=9), request("b", prompt=3, outputs=1, most=9)
+    first.num_computed_tokens = 3 + 9 - 1  # its last token is under way
+
+    def step(scheduler: Any) -> Any:
+        order = one_each(scheduler)
+        del order.num_scheduled_tokens["a"]
+        return order
+
+    scheduler = general(first, second, step=step)
+    scheduler._general()
+    assert (scheduler._may_be_short, scheduler._example) == (True, None)
+
+
+def test_a_scheduler_that_is_not_shortened_is_not_watched() -> None:
+    scheduler = general(request("a", prompt=3, outputs=1, most=9), step=one_each, short_steps_allowed=False)
+    scheduler._general()
+    assert scheduler._example is None
+    nobody = general(step=one_each)
+    nobody._general()
+    assert nobody._example is None
+
+
+def test_hashes_of_blocks_are_made_up_for_before_vllms_own_step() -> None:
+    hashed: list[str] = []
+    one = request("a", prompt=3, outputs=1, most=9)
+    one.update_block_hashes = lambda: hashed.append("a")
+    scheduler = general(one, step=one_each, _hashes_behind=True)
+    scheduler._general()
+    scheduler._general()
+    assert (hashed, scheduler._hashes_behind) == (["a"], False)
+
+
+def test_the_output_of_a_step_of_vllms_own_is_vllms() -> None:
+    one = request("a", prompt=3, outputs=1, most=9)
+    scheduler = general(one, request("b", prompt=3, outputs=1, most=9), step=one_each)
+    assert scheduler.update_from_output(object(), object()) == {}
+    scheduler._rows = scheduler._started()
+    del scheduler.requests["a"]
+    assert scheduler.update_from_output(object(), object()) == {}
+    assert scheduler._rows.running.tolist() == [1], "an answer that has ended meanwhile has no row"
+
+
+def test_requests_that_are_ended_from_outside_lose_what_was_kept() -> None:
+    class Ending:
+        def finish_requests(self, request_ids: Any) -> Any:
+            return request_ids
+
+    scheduler: Any = object.__new__(type("Both", (ShortSteps, Ending), {}))
+    vars(scheduler).update(vars(steps()))
+    for given, left in (("a", ["b", "c"]), (["b"], ["c"]), (None, [])):
+        if given == "a":
+            scheduler._kept = {name: _Kept() for name in "abc"}
+        assert scheduler.finish_requests(given) == given
+        assert list(scheduler._kept) == left
 
 
 def made(*running: Any, free: int = 9, v2: bool = True) -> Any:

@@ -24,6 +24,8 @@ CHECKS = (
     "an_engine_is_shortened_after_its_check",
     "a_seed_of_another_row_is_found",
     "a_block_at_another_place_is_found",
+    "an_engine_too_small_for_the_check_is_told",
+    "values_are_the_same_within_the_bound",
     "a_step_that_fails_leaves_vllm_as_it_was",
     "an_unknown_release_keeps_its_own_way",
     "what_short_steps_cannot_do_is_named",

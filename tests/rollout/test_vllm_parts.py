@@ -153,6 +153,16 @@ def test_a_rank_alone_has_its_own_requests() -> None:
     assert Span(1).gather(REQUESTS) == (REQUESTS, range(3))
 
 
+def test_short_steps_that_cannot_be_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    shape = EngineShape("nowhere", 8, 1, torch.device("cuda"), torch.float32)
+    config = RolloutConfig.model_validate({"engine": "vllm", "short_steps": True, "enforce_eager": False})
+    found: list[Any] = ["it needs one GPU", SimpleNamespace()]
+    monkeypatch.setattr(vllm_engine, "shorten_runner", lambda given: found[given])
+    assert _short_runner(0, shape, config) is None
+    assert _short_runner(1, shape, config) is found[1]
+    assert caplog.messages == ["rollout.short_steps: vLLM's own steps are used: it needs one GPU"]
+
+
 @pytest.mark.parametrize(("device", "settings"), [("cpu", {}), ("cuda", {"short_steps": False})])
 def test_short_steps_are_not_looked_for_without_a_gpu_or_a_wish(device: str, settings: dict[str, Any]) -> None:
     shape = EngineShape("nowhere", 8, 1, torch.device(device), torch.float32)

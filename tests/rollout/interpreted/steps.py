@@ -13,7 +13,7 @@ import vllm
 from rlcore.rollout.vllm import short as door
 from rlcore.rollout.vllm.short import runner as short_runner
 from rlcore.rollout.vllm.short import runner_obstacle, shorten_runner
-from rlcore.rollout.vllm.short.check import disagreement
+from rlcore.rollout.vllm.short.check import _same, disagreement
 from rlcore.rollout.vllm.short.runner import BLOCKS, COLUMNS, SEEDS, ShortRunner
 from tests.rollout.interpreted.engine import Engine, some_requests, write_config
 from tests.rollout.interpreted.machine import new_runner
@@ -98,6 +98,37 @@ def _found_wrong(wrong: Any) -> str:
     assert found is not None, "nothing was found"
     assert found.startswith("step "), found
     return found
+
+
+def an_engine_too_small_for_the_check_is_told() -> None:
+    runner = new_runner()
+    short = ShortRunner(runner)
+    block = runner.block_tables.block_sizes[0]
+    steps, lengths = block + 4, (block - 3, block, 2 * block - 1, 5)
+    longest = max(lengths) + steps
+    blocks = 4 * -(-longest // block)
+    small = "the engine is too small for a check"
+    for owner, name, least in (
+        (runner, "max_num_reqs", 4),
+        (runner, "max_num_tokens", sum(lengths)),
+        (runner, "max_model_len", longest),
+        (runner.kv_cache_config, "num_blocks", blocks + 1),
+    ):
+        with _instead(owner, **{name: least - 1}):
+            assert disagreement(short, runner) == small, name
+    with _instead(runner.kv_cache_config, num_blocks=blocks + 1):
+        assert disagreement(short, runner) is None
+    assert short.enabled
+
+
+def values_are_the_same_within_the_bound() -> None:
+    zero, whole = torch.zeros(2), torch.tensor([3, 4])
+    assert _same(zero, torch.tensor([0.0, 0.02]))
+    assert not _same(zero, torch.tensor([0.0, -0.021]))
+    assert not _same(torch.tensor([0.021, 0.0]), zero)
+    assert not _same(zero, torch.zeros(3))
+    assert _same(whole, whole.clone())
+    assert not _same(whole, torch.tensor([3, 5]))
 
 
 def a_step_that_fails_leaves_vllm_as_it_was() -> None:
@@ -190,6 +221,8 @@ CHECKS = (
     an_engine_is_shortened_after_its_check,
     a_seed_of_another_row_is_found,
     a_block_at_another_place_is_found,
+    an_engine_too_small_for_the_check_is_told,
+    values_are_the_same_within_the_bound,
     a_step_that_fails_leaves_vllm_as_it_was,
     an_unknown_release_keeps_its_own_way,
     what_short_steps_cannot_do_is_named,

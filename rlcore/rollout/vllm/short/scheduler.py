@@ -148,16 +148,14 @@ class ShortSteps(_Scheduler):  # type: ignore[misc]
         seen: Any = self.running[0] if self.short_steps_allowed and self.running else None
         before = None if seen is None or self._example is not None else (dict(vars(seen)), _plain(vars(self)))
         order = super().schedule(*args, **kwargs)
+        after = {} if before is None else _plain(vars(self))  # of vLLM's step alone: ours follow
         if order.preempted_req_ids:
             self.num_preempting_steps += 1
         self._may_be_short = not order.preempted_req_ids and self._all_write(order)
         if before is None or not self._one_token_to_each(order) or seen.request_id not in order.num_scheduled_tokens:
             return order
         # Another release may keep more records than these: then all its steps are its own.
-        if (
-            _changed(before[0], vars(seen)) - REQUEST_CHANGES
-            or _changed(before[1], _plain(vars(self))) - SCHEDULER_CHANGES
-        ):
+        if _changed(before[0], vars(seen)) - REQUEST_CHANGES or _changed(before[1], after) - SCHEDULER_CHANGES:
             self.short_steps_allowed = False
             return order
         self._placeholders = seen.num_output_placeholders - before[0]["num_output_placeholders"]
