@@ -107,6 +107,10 @@ def test_a_header_may_end_with_the_file(file: Path) -> None:
     problem = gguf_problem(file)
     assert problem is not None
     assert problem.got == f"{file}, which holds gemma3"
+    file.write_bytes(file.read_bytes()[:-1])
+    problem = gguf_problem(file)
+    assert problem is not None
+    assert problem.got == f"{file}, which ends within its header"
 
 
 @pytest.mark.parametrize(("alignment", "version"), [(None, 3), (64, 2), (1, 3)])

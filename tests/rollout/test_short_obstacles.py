@@ -123,7 +123,7 @@ def test_names_that_a_scheduler_and_its_requests_lack_are_told_together(
 
 @pytest.fixture
 def runner(release: SimpleNamespace) -> Any:
-    builder = SimpleNamespace(get_metadata_builder=lambda _: FlashAttentionMetadataBuilder())
+    builder = SimpleNamespace(get_metadata_builder=lambda index: [FlashAttentionMetadataBuilder()][index])
     found: Any = Runner()
     found.model_state, found.sampler, found.kv_connector = DefaultModelState(), Sampler(), KVConnector()
     filled(found, dict(RUNNER_NAMES))

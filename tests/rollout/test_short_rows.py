@@ -358,7 +358,7 @@ def one_each(scheduler: Any, **changes: Any) -> Any:
 
 def test_a_step_of_vllms_own_becomes_the_example_of_short_ones() -> None:
     scheduler = general(request("a", prompt=3, outputs=1, most=9), step=one_each)
-    scheduler.running[0].num_in_flight_tokens = 0
+    scheduler.running[0].num_output_placeholders = 2
     order = scheduler._general()
     example = scheduler._example
     assert (scheduler._placeholders, scheduler._counts_in_flight, scheduler._may_be_short) == (1, True, True)
@@ -370,6 +370,19 @@ def test_a_step_of_vllms_own_becomes_the_example_of_short_ones() -> None:
     scheduler._general()
     assert scheduler._example is example, "one is enough"
     assert scheduler.num_preempting_steps == 0
+
+
+def test_without_an_example_or_a_wish_every_step_is_vllms_own() -> None:
+    for changes in ({}, {"short_steps_allowed": False, "_may_be_short": True}, {"_may_be_short": True}):
+        scheduler = general(request("a", prompt=3, outputs=1, most=9), step=one_each, **changes)
+        assert scheduler.schedule().num_common_prefix_blocks == [3]
+        assert scheduler.num_short_steps == 0
+    scheduler = general(request("a", prompt=3, outputs=1, most=9), step=one_each)
+    steps_of_vllm = [scheduler.schedule().num_common_prefix_blocks == [3] for _ in range(3)]
+    assert steps_of_vllm == [True, False, False], "the first one is the example of the others"
+    scheduler.requests |= {f"waiting {index}": None for index in range(9)}
+    assert scheduler.schedule().num_common_prefix_blocks == [3], "a request that waits comes in"
+    assert scheduler.num_short_steps == 2
 
 
 def test_a_step_that_preempts_is_counted_and_makes_no_short_one_possible() -> None:
@@ -524,6 +537,29 @@ def test_tokens_are_kept_until_an_answer_ends(mixed: bool) -> None:
     assert second._output_token_ids == [0]
     scheduler._settle()
     assert second._output_token_ids == [0, 5, 6]
+
+
+def test_where_vllm_lets_an_answer_go_on_its_requests_are_told_everything() -> None:
+    class Keeping:
+        def update_from_output(self, order: Any, output: Any) -> Any:
+            return {}
+
+    one, other = request("a", prompt=3, outputs=1, most=9), request("b", prompt=3, outputs=1, most=9)
+    scheduler: Any = object.__new__(type("Both", (ShortSteps, Keeping), {}))
+    vars(scheduler).update(vars(made(one, other)))
+    order = scheduler.schedule()
+    assert scheduler.update_from_output(order, taken(order, 9, 5)) == {}
+    assert scheduler._rows is None
+    assert other._output_token_ids == [0, 5]
+
+
+def test_a_short_step_without_tokens_is_vllms() -> None:
+    scheduler = made(request("a", prompt=3, outputs=1, most=9))
+    order = scheduler.schedule()
+    empty = SimpleNamespace(sampled_token_ids=[], req_id_to_index={"a": 0}, logprobs=None)
+    with pytest.raises(IndexError):  # the stand-in looks for a token; vLLM knows that there is none
+        scheduler.update_from_output(order, empty)
+    assert scheduler._rows is None
 
 
 def test_a_step_that_was_under_way_when_its_answer_ended_counts_for_the_others_alone() -> None:
