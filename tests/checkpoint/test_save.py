@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.checkpoint.save import CheckpointSaver, Saved, SaveState
-from rlcore.checkpoint.shards import HostBuffers, RankSaver, fits_in_memory, load_shards, rank_shards
+from rlcore.checkpoint.save import CheckpointSaver, Saved, SaveState, prune
+from rlcore.checkpoint.shards import CopySize, HostBuffers, RankSaver, fits_in_memory, load_shards, rank_shards
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import CheckpointConfig
 from rlcore.errors import CheckpointError, DiskSpaceError, RunInUseError, StopRequestedError, WorkerLostError
@@ -196,6 +196,85 @@ def test_an_error_of_a_rank_is_raised_once_and_no_rank_writes_any_more(tmp_path)
     begin(saver, 1, ranks)
     assert saver.settle() is not None
     assert steps(store) == [1]
+
+
+def test_a_save_says_what_it_is_at_and_asks_for_room_for_all_ranks(tmp_path):
+    asked: list[Any] = []
+    seen: list[str | None] = []
+    store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), SETTINGS)
+
+    class Asking(NoWaiting):
+        def hold(self, do: Callable[[], Any], *, step: int, path: Path, needed_bytes: int = 0) -> Any:
+            asked.append((step, path, needed_bytes))
+            return do()
+
+    class TwoRanks(Ranks):
+        def each(self, verb: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
+            seen.append(None if saver.at is None else saver.at.what)
+            found = super().each(verb, *arguments, **named)
+            return found * 2 if verb is RankSaver.copy else found
+
+    ranks = TwoRanks()
+    committed: list[int] = []
+    saver = CheckpointSaver(store, Asking(), committed=committed.append)
+    size = sum(
+        part.local.numel() * part.local.element_size() for part in rank_shards(ranks.model, ranks.optimizer).parts
+    )
+
+    def record() -> Any:
+        seen.append(None if saver.at is None else saver.at.what)
+        return state_at(3)
+
+    assert saver.begin(3, record, {"a": 1.0}, ranks) is None
+    at = saver.at
+    assert at is not None
+    folder = at.what.removeprefix("checkpoint of step 3: writing shards to ")
+    assert Path(folder).parent == store.directory
+    assert seen == [None, f"checkpoint of step 3: opening a folder beside {store.path_of(3)}", at.what]
+    assert 0 <= time.monotonic() - at.begun < 3600
+    assert asked == [(3, store.directory, int(2 * size * 1.01) + 4 * 2**20)]
+    assert committed == []
+    assert saver.settle() == Saved(3, store.path_of(3), {"a": 1.0})
+    assert (committed, saver.at, saver.state, ranks.saver._copies) == ([3], None, None, {})
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "spare", "is_copied"), [(1, 1, True), (1, 0, False), (2, 1, True), (2, 0, False)]
+)
+def test_the_ranks_of_a_host_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, spare: int, is_copied: bool
+) -> None:
+    model, optimizer = build(seed=1)
+    saver = RankSaver(lambda: {"policy": (model, optimizer), "critic": (model, optimizer)}, num_ranks=num_ranks)
+    size = 2 * sum(part.local.numel() * part.local.element_size() for part in rank_shards(model, optimizer).parts)
+    available = size * num_ranks * 1.25 + spare
+    monkeypatch.setattr("rlcore.checkpoint.shards.psutil.virtual_memory", lambda: SimpleNamespace(available=available))
+    assert saver.copy() == CopySize(size, is_copied)
+    assert sorted(saver._copies) == (["critic", "policy"] if is_copied else [])
+
+
+def test_without_memory_for_a_copy_the_checkpoint_is_there_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlcore.checkpoint.shards.psutil.virtual_memory", lambda: SimpleNamespace(available=0))
+    ranks, store, saver = parts(tmp_path)
+    assert saver.begin(1, lambda: state_at(1), {}, ranks) == Saved(1, store.path_of(1), {})
+    assert_same(state_of(*loaded(store.path_of(1))), state_of(ranks.model, ranks.optimizer))
+    buffers = HostBuffers()
+    buffers.prepare([("a", torch.Size((4,)), torch.float32)])
+    assert buffers.num_bytes == 0, "there is no memory for them"
+
+
+def test_old_ones_that_cannot_be_deleted_are_told(tmp_path, caplog):
+    store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), SETTINGS)
+    with store._writer_lock():
+        prune(store)
+    assert "old checkpoints were not deleted: the checkpoint folder" in caplog.text
+
+
+def test_the_end_of_a_run_commits_what_is_written_and_waits_for_no_room(tmp_path):
+    ranks, store, saver = parts(tmp_path)
+    begin(saver, 1, ranks)
+    assert saver.settle_now() == Saved(1, store.path_of(1), {})
+    assert saver.settle_now() is None
 
 
 def test_memory_that_is_being_got_counts_as_held():

@@ -12,21 +12,27 @@ import pytest
 
 from rlcore.batching.pass_counts import PassCounts
 from rlcore.config import ModelConfig, PassRatesConfig, PathsConfig, RunConfig
-from rlcore.errors import DataError
+from rlcore.errors import DataError, ModelError
 from rlcore.evaluation.result import Answer
+from rlcore.run.given_models import keep_start
+from rlcore.run.inputs import RunInputs
 from rlcore.run.measuring import row_of
 from rlcore.run.pass_rates import (
     SCHEMA,
+    TABLE,
     PassRates,
     _matched,
     facts_of,
+    find_pass_rates,
     measured_beside,
     measured_models,
     planned_pass_rates,
     read_table,
     row_digests,
 )
+from rlcore.storage.publish import published_directory
 from rlcore.types import Prompt
+from tests.storage.test_finished import flip
 
 PROMPT = Prompt(7, (1, 2), "countdown", "{}", difficulty=3)
 RIGHT = Answer("a", 1.0, {"correct": 1.0, "format": 0.5}, num_tokens=4, finish_reason="stop")
@@ -114,6 +120,94 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
     file.write_bytes(b"")
     with pytest.raises(DataError, match=rf"^{file}: cannot be read as a table of pass rates .*\. Delete its folder$"):
         read_table(file)
+
+
+def filtered_rows(folder: Path, *truths: str) -> Path:
+    folder.mkdir()
+    table = {"prompt_ids": pa.array([[1]] * len(truths)), "ground_truth_json": list(truths)}
+    pq.write_table(pa.table(table), folder / "train.parquet")
+    return folder
+
+
+def publish_table(directory: Path, filtered: Path, **changes: str) -> None:
+    lines = [line(digest, place, 4) for place, digest in enumerate(row_digests(filtered / "train.parquet"))]
+    table = table_of(*lines)
+    with published_directory(directory, {**facts_of(table, 4), **changes}) as folder:
+        pq.write_table(table, folder / TABLE)
+
+
+def of_table(root: Path, *, table: Path | None = None, model: Path | None = None) -> RunConfig:
+    return RunConfig(
+        pass_rates=PassRatesConfig(samples=4, table=None if table is None else str(table)),
+        model=ModelConfig(path=None if model is None else str(model)),
+        paths=PathsConfig(root=str(root)),
+    )
+
+
+def test_a_runs_own_table_is_found_once_it_is_there_and_set_aside_where_it_is_damaged(tmp_path: Path) -> None:
+    filtered = filtered_rows(tmp_path / "f", "x", "y", "z")
+    config, inputs = of_table(tmp_path), RunInputs(filtered, tmp_path / "t")
+    assert find_pass_rates(config, inputs) is None
+    directory = planned_pass_rates(config, filtered)
+    publish_table(directory, filtered, kind="another")
+    found = find_pass_rates(config, inputs)
+    assert found is not None
+    assert (found.directory, found.part_sizes, found.settings) == (directory, (3,), config.pass_rates)
+    assert (found.counts.passes.tolist(), found.counts.samples.tolist()) == ([0, 1, 2], [4, 4, 4])
+    flip(directory / TABLE)
+    assert find_pass_rates(config, inputs) is None
+    assert not directory.exists()
+
+
+def test_a_table_that_is_given_must_be_one_and_is_never_set_aside(tmp_path: Path) -> None:
+    filtered = filtered_rows(tmp_path / "f", "x", "y")
+    inputs = RunInputs(filtered, tmp_path / "t")
+    for name, kind in (("given", "pass-rates"), ("model", "model")):
+        publish_table(tmp_path / name, filtered, kind=kind)
+    found = find_pass_rates(of_table(tmp_path, table=tmp_path / "given"), inputs)
+    assert found is not None
+    assert found.counts.passes.tolist() == [0, 1]
+    for name in ("model", "absent"):
+        with pytest.raises(
+            DataError, match=rf"must be the folder of a finished table .*, got {tmp_path}/{name}\. Give"
+        ):
+            find_pass_rates(of_table(tmp_path, table=tmp_path / name), inputs)
+    flip(tmp_path / "given" / TABLE)
+    with pytest.raises(DataError, match="hash must be"):
+        find_pass_rates(of_table(tmp_path, table=tmp_path / "given"), inputs)
+    assert (tmp_path / "given").is_dir()
+
+
+def test_a_table_that_was_measured_with_another_model_is_refused_unless_it_was_given(tmp_path: Path) -> None:
+    filtered = filtered_rows(tmp_path / "f", "x")
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    config, inputs = of_table(tmp_path, model=model), RunInputs(filtered, tmp_path / "t")
+    directory = planned_pass_rates(config, filtered)
+    publish_table(directory, filtered)
+    keep_start(measured_models(directory), config)
+    assert find_pass_rates(config, inputs) is not None
+    (model / "config.json").write_text('{"another": 1}')
+    with pytest.raises(ModelError, match=rf"^{directory}: the pass rates were begun with another model"):
+        find_pass_rates(config, inputs)
+    assert find_pass_rates(of_table(tmp_path, table=directory, model=model), inputs) is not None
+
+
+def test_turns_with_an_environment_are_another_table(tmp_path: Path) -> None:
+    plain = of_table(tmp_path)
+    talking = plain.model_copy(
+        update={"data": plain.data.model_copy(update={"environment": "data.calculator:Calculator"})}
+    )
+    names = []
+    for config in (plain, talking):
+        for episode in ({}, {"max_turns": 17}, {"deadline_s": 77.0}):
+            changed = config.model_copy(update={"episode": config.episode.model_copy(update=episode)})
+            names.append(planned_pass_rates(changed, Path("f")).name)
+    one, turns, deadline, with_turns, other_turns, other_deadline = names
+    assert one == turns == deadline, "without one nobody reads them"
+    assert with_turns == other_deadline, "a deadline changes no number"
+    assert len({one, with_turns, other_turns}) == 3
 
 
 def rates_of(

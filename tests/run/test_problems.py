@@ -1,0 +1,94 @@
+"""The problems of a run: parts of a mixture with ids and names of their own, and which of them are held out."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlcore.config import PassRatesConfig, RunConfig
+from rlcore.config.compose import load_config
+from rlcore.errors import DataError
+from rlcore.run.inputs import RunInputs
+from rlcore.run.problems import HeldOut, Problems, read_parts, spread
+from rlcore.types import Prompt
+
+PART = "{task: countdown, template: bare, number_high: 20, target_high: 40, min_numbers: 3, max_numbers: 3}"
+
+
+def mixture(*names: str) -> RunConfig:
+    parts = ",".join(f"{{name: {name!r}, data: {PART}}}" for name in names)
+    return load_config(["experiment=debug", "data=mixture", f"data.parts=[{parts}]"])
+
+
+def rows(file: Path, *ids: int, source: str = "countdown") -> Path:
+    table = {
+        "prompt_ids": pa.array([[number] for number in ids], pa.list_(pa.int32())),
+        "ground_truth_json": pa.array(["{}" for _ in ids], pa.string()),
+        "data_source": pa.array([source for _ in ids], pa.string()),
+        "extra_info": pa.array([{"index": number} for number in ids], pa.struct([("index", pa.int64())])),
+    }
+    pq.write_table(pa.table(table), file)
+    return file
+
+
+def test_each_part_of_a_mixture_has_ids_and_a_name_of_its_own(tmp_path: Path) -> None:
+    files = [rows(tmp_path / f"{number}.parquet", 3, 5) for number in range(3)]
+    found = read_parts(mixture("a", "b", "c"), files)
+    assert [[prompt.prompt_id for prompt in part] for part in found] == [
+        [3, 5], [10**9 + 3, 10**9 + 5], [2 * 10**9 + 3, 2 * 10**9 + 5],
+    ]  # fmt: skip
+    assert [[prompt.data_source for prompt in part] for part in found] == [["a"] * 2, ["b"] * 2, ["c"] * 2]
+    (alone,) = read_parts(load_config(["experiment=debug"]), files[:1])
+    assert [(prompt.prompt_id, prompt.data_source) for prompt in alone] == [(3, "countdown"), (5, "countdown")]
+
+
+def test_parts_that_cannot_be_told_apart_or_have_no_row_are_refused(tmp_path: Path) -> None:
+    sources = ("countdown", "other", "countdown")
+    files = [rows(tmp_path / f"{number}.parquet", number, source=source) for number, source in enumerate(sources)]
+    with pytest.raises(DataError) as told:
+        read_parts(mixture("", "", ""), files)
+    assert str(told.value) == (
+        "data.parts: entries 0 and 2 both have rows of countdown, so their figures would be one; give at least one of "
+        "them a name"
+    )
+    assert len(read_parts(mixture("", "", "c"), files)) == 3
+    rows(files[1])
+    with pytest.raises(DataError, match=rf"^{files[1]}: no row is left; loosen filter\.max_prompt_tokens, or make"):
+        read_parts(mixture("a", "b", "c"), files)
+
+
+def prompts(*ids: int, source: str = "a") -> tuple[Prompt, ...]:
+    return tuple(Prompt(number, (), source, "") for number in ids)
+
+
+def test_the_first_of_all_parts_hold_their_share_of_each() -> None:
+    found = spread([prompts(0, 1, 2, 3, 4, 5), prompts(10, 11, 12), prompts(20)])
+    assert [prompt.prompt_id for prompt in found] == [0, 10, 1, 2, 11, 20, 3, 4, 12, 5]
+    assert [prompt.prompt_id for prompt in spread([prompts(1, 2), prompts(11, 12)])] == [1, 11, 2, 12]
+
+
+@pytest.mark.parametrize(("limit", "limited", "number"), [(2, True, 2), (2, False, 3), (0, True, 3), (9, True, 3)])
+def test_the_held_out_problems_are_limited_while_training(limit: int, limited: bool, number: int) -> None:
+    config = load_config(["experiment=debug", f"validation.max_problems={limit}"])
+    held_out = HeldOut(config=config, validation=prompts(1, 2, 3), decode=lambda ids: "")
+    assert held_out.held_out(limited=limited) == prompts(1, 2, 3)[:number]
+
+
+def problems(settings: PassRatesConfig) -> Problems:
+    config = RunConfig(pass_rates=settings)
+    inputs = RunInputs(Path("f"), Path("t"))
+    return Problems(
+        config=config, validation=(), decode=lambda ids: "", inputs=inputs, train=(prompts(4, 7), prompts(9))
+    )
+
+
+def test_rows_are_counted_from_nothing_where_no_table_was_wanted() -> None:
+    assert problems(PassRatesConfig()).counted() is None
+    drawn = problems(PassRatesConfig(draw="informative"))
+    assert drawn.pass_rates is None
+    assert drawn.kept == (prompts(4, 7), prompts(9))
+    counted = drawn.counted()
+    assert counted is not None
+    assert counted._place == {4: 0, 7: 1, 9: 2}
+    assert (counted._start.passes.tolist(), counted._start.samples.tolist()) == ([0, 0, 0], [0, 0, 0])

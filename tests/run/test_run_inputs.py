@@ -1,0 +1,210 @@
+"""What a run takes from the stages before it, by name and in the file that says so; the settings of a warm start."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from rlcore.config import ModelConfig, PathsConfig, RunConfig
+from rlcore.config.compose import load_config
+from rlcore.errors import DataError, ModelError
+from rlcore.run.inputs import (
+    RunInputs,
+    answers_payload,
+    content_digest,
+    gguf_folder,
+    given_model,
+    is_given,
+    planned_start_model,
+    planned_tokenizer,
+    require_whole_model,
+    stage_layout,
+    stage_settings,
+)
+from rlcore.run.layout import RunLayout
+from tests.storage.test_finished import flip
+from tests.storage.test_publish import publish
+
+
+def test_inputs_come_back_as_they_were_written(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path, tmp_path / "run")
+    for inputs in (
+        RunInputs(Path("f"), Path("t")),
+        RunInputs(Path("f"), Path("t"), Path("d"), Path("o"), {"a": Path("a"), "suite b": Path("b")}),
+    ):
+        inputs.write(layout)
+        assert RunInputs.read(layout) == inputs
+    assert json.loads(layout.inputs_json.read_text()) == {
+        "filtered_directory": "f",
+        "tokenizer_directory": "t",
+        "dataset_directory": "d",
+        "demonstrations_directory": "o",
+        "suite a": "a",
+        "suite suite b": "b",
+    }
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"filtered_directory": 1}', '{"filtered_directory": "f", "more": "x"}'])
+def test_inputs_that_cannot_be_read_say_what_makes_them(tmp_path: Path, text: str) -> None:
+    layout = RunLayout(tmp_path, tmp_path)
+    layout.inputs_json.write_text(text)
+    with pytest.raises(
+        DataError, match=r"inputs\.json: the run's inputs cannot be read .*start it by `millrace run` or"
+    ):
+        RunInputs.read(layout)
+
+
+@pytest.mark.parametrize("damaged", ["filtered", "part", "tokenizer", "demonstrations", "suite"])
+def test_every_byte_of_all_inputs_is_read(tmp_path: Path, damaged: str) -> None:
+    folders = {name: publish(tmp_path / name) for name in ("part", "tokenizer", "demonstrations", "suite")}
+    folders["filtered"] = publish(tmp_path / "filtered", parts=["part"])
+    inputs = RunInputs(
+        folders["filtered"],
+        folders["tokenizer"],
+        tmp_path / "dataset",
+        folders["demonstrations"],
+        {"s": folders["suite"]},
+    )
+    inputs.verify()
+    flip(folders[damaged] / "a.txt")
+    with pytest.raises(DataError, match=rf"{damaged}/a\.txt: hash must be"):
+        inputs.verify()
+
+
+def test_rows_lie_in_the_parts_of_a_mixture_and_a_suite_has_its_own(tmp_path: Path) -> None:
+    mixture = publish(tmp_path / "mixture", parts=["a", "b"])
+    inputs = RunInputs(mixture, Path("t"), Path("d"), Path("o"), {"s": tmp_path / "s"})
+    parts = (tmp_path / "a", tmp_path / "b")
+    assert inputs.parts == parts
+    assert inputs.train_parquets == tuple(part / "train.parquet" for part in parts)
+    assert inputs.validation_parquets == tuple(part / "validation.parquet" for part in parts)
+    for part in parts:
+        assert not inputs.has_training_rows
+        part.mkdir()
+        (part / "train.parquet").touch()
+    assert inputs.has_training_rows
+    of_suite = inputs.of_suite("s")
+    assert (of_suite.filtered_directory, of_suite.demonstrations_directory) == (tmp_path / "s", None)
+    assert (of_suite.tokenizer_directory, of_suite.dataset_directory) == (Path("t"), Path("d"))
+    with pytest.raises(DataError, match=r"^validation\.suites: the rows of x are not made; start the run again"):
+        inputs.of_suite("x")
+
+
+def test_a_digest_is_of_the_content_and_made_anew_where_that_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").write_bytes(b"one")
+    monkeypatch.chdir(tmp_path)
+    assert content_digest(Path("x")) == hashlib.sha256(b"one").hexdigest()
+    (tmp_path / "x").write_bytes(b"three")
+    assert content_digest(Path("x")) == hashlib.sha256(b"three").hexdigest()
+
+
+def test_a_model_from_a_gguf_file_is_named_by_its_digest(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    folder = tmp_path / "models" / f"gguf-{hashlib.sha256(b'GGUF').hexdigest()[:16]}"
+    assert gguf_folder(str(tmp_path / "m.gguf"), str(tmp_path)) == folder
+    config = of_model(tmp_path, tmp_path / "m.gguf")
+    assert (given_model(config), planned_tokenizer(config)) == (folder, folder)
+    assert not is_given(config), "it has to be made"
+    (tmp_path / "m.gguf").unlink()
+    with pytest.raises(ModelError, match=r"^model\.path: must be a readable GGUF file; got .*/m\.gguf \(\[Errno 2\]"):
+        given_model(config)
+
+
+def of_model(root: Path, path: Path | str | None, *, max_integer: int | None = None, warm: bool = False) -> RunConfig:
+    config = RunConfig(model=ModelConfig(path=None if path is None else str(path)), paths=PathsConfig(root=str(root)))
+    warm_start = config.warm_start.model_copy(update={"enabled": warm})
+    model = config.model
+    if max_integer is not None:
+        model = model.model_copy(update={"scratch": model.scratch.model_copy(update={"max_integer": max_integer})})
+    return config.model_copy(update={"warm_start": warm_start, "model": model})
+
+
+def test_a_tokenizer_is_that_of_the_model_or_has_a_name_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    assert planned_tokenizer(of_model(tmp_path, tmp_path / "model")) == tmp_path / "model"
+    configs = [of_model(tmp_path, path) for path in ("owner/a", "owner/b", None)]
+    names = [planned_tokenizer(config) for config in [*configs, of_model(tmp_path, None, max_integer=7)]]
+    assert len(set(names)) == 4
+    assert {name.parent for name in names} == {tmp_path / "tokenizers"}
+
+
+def test_a_model_is_given_where_nothing_has_to_be_made(tmp_path: Path) -> None:
+    filtered = Path("filtered/0123")
+    for path, warm, given in (("owner/a", False, True), ("owner/a", True, False), (None, False, False)):
+        config = of_model(tmp_path, path, warm=warm)
+        assert is_given(config) == given
+        planned = planned_start_model(config, filtered)
+        assert planned == (Path("owner/a") if given else tmp_path / "models" / planned.name)
+        stage = stage_layout(config, filtered)
+        assert stage == RunLayout(tmp_path, tmp_path / "warm-starts" / f"warm-start-{planned.name}")
+    assert require_whole_model("model.path", None) is None
+    assert require_whole_model("model.path", str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "num_rows", "steps"),
+    [
+        ([], 512, 40),
+        (["warm_start.epochs=1.5"], 512, 12),
+        (["warm_start.epochs=1.5"], 513, 13),
+        (["warm_start.epochs=1.5"], None, 40),
+        (["warm_start.epochs=100"], 512, 40),
+    ],
+)
+def test_the_steps_of_a_warm_start(words: list[str], num_rows: int | None, steps: int) -> None:
+    config = load_config(["experiment=debug", "warm_start.max_steps=40", "warm_start.batch_size=64", *words])
+    trainer = stage_settings(config, num_rows).trainer
+    assert (trainer.total_steps, trainer.batch_size, trainer.mini_batch_size, trainer.epochs_per_batch) == (
+        steps, 64, 64, 1,
+    )  # fmt: skip
+    assert trainer.steps_per_chunk == config.warm_start.steps_per_chunk
+
+
+LENGTHS = ("filter.max_prompt_tokens=32", "rollout.max_response_tokens=8")
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt", "response"),
+    [
+        (["warm_start.stop_at_reward=null", "warm_start.max_tokens=50"], 32, 18),
+        (["warm_start.stop_at_reward=null", "warm_start.max_tokens=20"], 32, 1),
+        (["warm_start.stop_at_reward=0.5", "warm_start.max_tokens=50"], 32, 8),
+    ],
+)
+def test_the_lengths_that_memory_is_planned_for_in_a_warm_start(words: list[str], prompt: int, response: int) -> None:
+    stage = stage_settings(load_config(["experiment=debug", *LENGTHS, *words]))
+    assert (stage.filter.max_prompt_tokens, stage.rollout.max_response_tokens) == (prompt, response)
+    samples = "null" not in words[0]
+    assert (stage.rollout.engine, stage.rollout.samples_per_prompt) == ("hf" if samples else "none", 1)
+
+
+def test_demonstrations_of_its_own_may_be_longer_than_prompts() -> None:
+    config = load_config(["experiment=debug", *LENGTHS, "warm_start.stop_at_reward=0.5", "warm_start.max_tokens=50"])
+    for max_tokens, prompt in ((50, 42), (40, 32), (41, 33)):
+        warm = config.warm_start.model_copy(update={"demonstrations": "rows.jsonl", "max_tokens": max_tokens})
+        stage = stage_settings(config.model_copy(update={"warm_start": warm}))
+        assert stage.filter.max_prompt_tokens == prompt
+        assert stage.warm_start.demonstrations is None
+
+
+@pytest.mark.parametrize(
+    ("workers", "address", "backend"), [(1, None, "local"), (2, None, "ray"), (1, "head:6379", "ray")]
+)
+def test_a_warm_start_alone_on_a_host_needs_no_cluster(workers: int, address: str | None, backend: str) -> None:
+    config = load_config(["experiment=debug", "runtime=ray"])
+    runtime = config.runtime.model_copy(update={"num_workers": workers, "ray_address": address})
+    stage = stage_settings(config.model_copy(update={"runtime": runtime}))
+    assert stage.runtime.backend == backend
+    assert (stage.name, stage.checkpoint.keep_best, stage.checkpoint.keep_every_steps) == ("warm-start", 1, 0)
+    assert (stage.tracking.log_best, stage.tracking.registered_model) == (False, None)
+    assert (stage.model.lora, stage.model.share_prompts) == (None, False)
+
+
+def test_scoring_is_said_only_where_it_differs_from_the_defaults() -> None:
+    plain = answers_payload(RunConfig())
+    assert set(plain) == {"max_response_tokens", "sampling", "scorers"}
+    changed = answers_payload(load_config(["experiment=debug", "sandbox.memory_mb=1024"]))
+    assert set(changed) == {"max_response_tokens", "sampling", "scorers", "scoring"}
