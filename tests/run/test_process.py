@@ -1,6 +1,8 @@
 """The trainer process: its channel, the commands of a whole run, and what ends it, in this process."""
 
+import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,12 +12,14 @@ from typing import Any, cast
 
 import pytest
 
-from rlcore.config import PassRatesConfig, RunConfig, TrainerConfig
+from rlcore.config import PassRatesConfig, PathsConfig, RunConfig, TrainerConfig
 from rlcore.errors import DataError, MillraceError, StopRequestedError
 from rlcore.run import process
-from rlcore.run.process import Channel, run, serve, whole_run
+from rlcore.run.layout import RunLayout
+from rlcore.run.process import Channel, next_settings, run, serve, whole_run
 from rlcore.run.session import Session
 from rlcore.run.stop import StopFlag
+from tests.storage.test_publish import num_open
 
 Event = Mapping[str, object]
 
@@ -79,11 +83,12 @@ def test_commands_are_answered_until_the_last_one() -> None:
     assert len(session.called) == 2
 
 
-def test_an_error_ends_it_and_counts_as_a_failure() -> None:
+def test_an_error_ends_it_and_counts_as_a_failure(caplog: pytest.LogCaptureFixture) -> None:
     session = Commands(KeyError("a bug"))
     told = {"event": "error", "command": "train", "type": "KeyError", "message": "KeyError: 'a bug'"}
     assert served(session, {"command": "train"}, {"command": "train"}) == (1, [told])
     assert session.called == [{}, session.error, "failed"]
+    assert "train failed\nTraceback" in caplog.text
     session = Commands(DataError("a row breaks the schema"))
     told = {"event": "error", "command": "train", "type": "DataError", "message": "a row breaks the schema"}
     assert served(session, {"command": "train"}) == (1, [told])
@@ -91,14 +96,15 @@ def test_an_error_ends_it_and_counts_as_a_failure() -> None:
     assert (code, unknown["command"], unknown["type"]) == (1, "None", "KeyError")
 
 
-def test_a_stop_is_no_failure() -> None:
+def test_a_stop_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
     session = Commands(StopRequestedError("step 3 is saved"))
     told = {"event": "error", "command": "train", "type": "StopRequestedError", "message": "step 3 is saved"}
     assert served(session, {"command": "train"}, {"command": "train"}) == (75, [told])
     assert session.called == [{}]
+    assert "step 3 is saved" in caplog.text
 
 
-def test_a_stop_between_two_commands_saves_and_says_so() -> None:
+def test_a_stop_between_two_commands_saves_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     session = Commands()
     told = {"event": "error", "command": "stop", "type": "StopRequestedError", "message": "stopped after step 3"}
     assert served(session, {"command": "train"}, stop=Asked(True)) == (75, [told])
@@ -107,6 +113,7 @@ def test_a_stop_between_two_commands_saves_and_says_so() -> None:
     told = {"event": "error", "command": "stop", "type": "DataError", "message": "no room"}
     assert served(session, stop=Asked(True)) == (75, [told])
     assert session.called == [session.at_the_end]
+    assert "the last finished step is not saved\nTraceback" in caplog.text
 
 
 @pytest.mark.parametrize("samples", [0, 2])
@@ -173,6 +180,127 @@ def test_replies_are_lines_and_nobody_has_to_read_them(pipes: Pipes, caplog: pyt
     assert "nobody reads the replies any more; going on until the next checkpoint" in caplog.text
 
 
+def test_the_next_run_is_taken_with_its_log(pipes: Pipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "before.log").open("w") as out, (tmp_path / "errors.log").open("w") as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        print("of the run before")
+        following = {"command": "open", "settings": "next/settings.json", "log": str(tmp_path / "next.log")}
+        os.write(pipes.commands, json.dumps(following).encode() + b"\n")
+        before = num_open()
+        assert next_settings(pipes.channel, Asked()) == Path("next/settings.json")
+        assert num_open() == before
+        print("of the next run")
+        print("and its errors", file=sys.stderr)
+        monkeypatch.undo()
+    assert (tmp_path / "before.log").read_text() == "of the run before\n"
+    assert sorted((tmp_path / "next.log").read_text().splitlines()) == ["and its errors", "of the next run"]
+    assert os.read(pipes.replies, 1000) == b'{"event": "done", "command": "leave", "result": {}}\n'
+    os.write(pipes.commands, b'{"command": "train", "log": "x", "settings": "y"}\n')
+    assert next_settings(pipes.channel, Asked()) is None
+    assert next_settings(pipes.channel, Asked(True)) is None
+
+
+@pytest.mark.parametrize("following", [None, Path("second")])
+def test_no_run_follows_where_none_is_asked_for_or_a_stop_is(
+    monkeypatch: pytest.MonkeyPatch, pipes: Pipes, following: Path | None
+) -> None:
+    seen: list[Path] = []
+    installed: list[StopFlag] = []
+
+    def one(settings: Path, *given: Any) -> int:
+        seen.append(settings)
+        assert len(seen) == 1
+        return -1
+
+    monkeypatch.setattr(process, "run_one", one)
+    monkeypatch.setattr(process, "next_settings", lambda channel, stop: following)
+    monkeypatch.setattr(StopFlag, "install", lambda flag: installed.append(flag))
+    monkeypatch.setattr(StopFlag, "__call__", lambda flag: following is not None)
+    assert run(Path("first"), pipes.channel, lambda event: None) == 0
+    assert (seen, len(installed)) == ([Path("first")], 1)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_run_is_served_by_a_channel_or_goes_through_its_commands(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipes: Pipes, served: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended: list[int] = []
+    told: list[Event] = []
+    commands: list[Event] = []
+
+    class Opened:
+        def __init__(self, config: RunConfig, layout: RunLayout, *, give_up: Any, **more: Any) -> None:
+            self.give_up = give_up
+            assert layout == RunLayout(tmp_path, tmp_path)
+
+        def __enter__(self) -> "Opened":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    def answer(session: Any, given: Iterator[Event], report: Any, stop: StopFlag) -> int:
+        commands.extend(given)
+        session.give_up(DataError("a hang"))
+        session.give_up(StopRequestedError("a stop"))
+        return 3
+
+    def said(say: Any, code: int) -> None:
+        say()
+        ended.append(code)
+
+    monkeypatch.setattr(process, "Session", Opened)
+    monkeypatch.setattr(process, "serve", answer)
+    monkeypatch.setattr(process, "say_and_end", said)
+    config = RunConfig(paths=PathsConfig(root=str(tmp_path)))
+    settings = tmp_path / "settings.json"
+    settings.write_text(config.model_dump_json())
+    os.write(pipes.commands, b'{"command": "close"}\n')
+    os.close(pipes.commands)
+    assert process.run_one(settings, pipes.channel if served else None, told.append, Asked()) == 3
+    assert commands == ([{"command": "close"}] if served else list(whole_run(config)))
+    assert ended == [1, 75]
+    assert [(event["command"], event["message"]) for event in told] == [("watch", "a hang"), ("watch", "a stop")]
+    assert "a hang" in caplog.text
+
+
+@pytest.mark.parametrize("words", [[], ["--commands-fd"], ["--commands-fd", "--replies-fd"]])
+def test_the_command_line_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, pipes: Pipes, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    seen: list[tuple[Path, Channel | None]] = []
+
+    def noted(settings: Path, channel: Channel | None, report: Any) -> int:
+        seen.append((settings, channel))
+        report({"event": "note", "text": "a"})
+        return 75
+
+    reads, writes = os.pipe()
+    ends = {"--commands-fd": str(reads), "--replies-fd": str(writes)}
+    given = [part for word in words for part in (word, ends[word])]
+    monkeypatch.setattr(process, "run", noted)
+    monkeypatch.setattr(sys, "argv", ["process", "--settings", "s.json", *given])
+    with pytest.raises(SystemExit) as done:
+        process.main()
+    assert done.value.code == 75
+    ((settings, channel),) = seen
+    assert settings == Path("s.json")
+    assert (channel is not None) == (len(words) == 2)
+    if channel is None:
+        assert capsys.readouterr().out == '{"event": "note", "text": "a"}\n'
+        os.close(writes)
+    else:
+        channel._replies.close()
+        assert os.read(reads, 1000) == b'{"event": "note", "text": "a"}\n'
+    os.close(reads)
+    monkeypatch.setattr(sys, "argv", ["process", *given[:2]])
+    with pytest.raises(SystemExit) as refused:
+        process.main()
+    assert refused.value.code == 2
+    assert "the following arguments are required: --settings" in capsys.readouterr().err
+
+
 def test_a_run_without_a_channel_is_the_only_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     codes = [-1, 0]
     monkeypatch.setattr(process, "run_one", lambda *given: codes.pop(0))
@@ -201,7 +329,11 @@ def test_runs_follow_each_other_until_one_is_not_left(
 
 @pytest.mark.parametrize(("error", "code"), [(DataError("no inputs"), 1), (StopRequestedError("stopped"), 75)])
 def test_an_error_before_the_first_command_is_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: MillraceError, code: int
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    error: MillraceError,
+    code: int,
 ) -> None:
     def fails(*given: object, **named: object) -> Session:
         raise error
@@ -211,4 +343,5 @@ def test_an_error_before_the_first_command_is_told(
     settings.write_text(RunConfig().model_dump_json())
     told: list[Event] = []
     assert process.run_one(settings, None, told.append, Asked()) == code
+    assert str(error) in caplog.text
     assert told == [{"event": "error", "command": "start", "type": type(error).__name__, "message": str(error)}]
