@@ -263,6 +263,29 @@ def test_without_memory_for_a_copy_the_checkpoint_is_there_at_once(tmp_path, mon
     assert buffers.num_bytes == 0, "there is no memory for them"
 
 
+def test_old_ones_go_when_a_new_one_is_there(tmp_path):
+    store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(keep_last=1, keep_best=0), SETTINGS)
+    ranks, saver = Ranks(), CheckpointSaver(store, NoWaiting())
+    for step in (1, 2):
+        begin(saver, step, ranks)
+        assert ended(saver, "settle").step == step
+    assert steps(store) == [2]
+
+
+def test_nothing_is_under_way_after_a_save_that_could_not_begin(tmp_path):
+    ranks, store, saver = parts(tmp_path)
+
+    def fails() -> Any:
+        raise DiskSpaceError("the journal has no room")
+
+    with pytest.raises(DiskSpaceError, match="the journal has no room"):
+        saver.begin(1, fails, {}, ranks)
+    assert (saver.at, saver.state) == (None, SaveState.COPIED)
+    saver.abandon()
+    assert saver.state is None
+    assert steps(store) == []
+
+
 def test_old_ones_that_cannot_be_deleted_are_told(tmp_path, caplog):
     store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(), SETTINGS)
     with store._writer_lock():

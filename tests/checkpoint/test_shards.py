@@ -5,15 +5,29 @@ import json
 import shutil
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlcore.checkpoint import shard_files
-from rlcore.checkpoint.shard_files import Box, ShardReader
+from rlcore.checkpoint.shard_files import (
+    Box,
+    LocalPart,
+    ShardReader,
+    expected_parts,
+    local_part,
+    model_tensors,
+    num_bytes,
+    rank_and_world_size,
+    write_parts,
+)
 from rlcore.checkpoint.shards import load_shards
 from rlcore.errors import CheckpointError, DiskSpaceError
 from tests.checkpoint.small import assert_same, build, save_shards, state_of, train
@@ -313,6 +327,91 @@ def test_a_full_disk_in_the_middle_of_a_shard(small_disk):
     with pytest.raises(DiskSpaceError, match=r"policy/rank-00000.*no room.*bytes are free"):
         save_shards(small_disk / "policy", model=model, optimizer=optimizer)
     shutil.rmtree(small_disk / "policy")
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Two by two ranks, of which this process is the third: no other one is asked for anything."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
+    yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    torch.distributed.destroy_process_group()
+
+
+def test_the_part_of_a_rank(mesh: DeviceMesh) -> None:
+    assert rank_and_world_size() == (2, 4)
+    copied = DTensor.from_local(torch.zeros(3, 2), mesh, [Replicate(), Shard(0)], run_check=False)
+    part = local_part("a", copied, rank=2)
+    assert (part.global_shape, part.box, part.is_written_here) == ((6, 2), Box((0, 0), (3, 2)), False), "a second copy"
+    split = DTensor.from_local(torch.zeros(3, 2), mesh, [Shard(0), Replicate()], run_check=False)
+    part = local_part("b", split, rank=2)
+    assert (part.name, part.global_shape, part.box) == ("b", (6, 2), Box((3, 0), (3, 2)))
+    assert part.is_written_here
+    assert part.local.data_ptr() == split.to_local().data_ptr(), "the memory itself"
+    everywhere = DTensor.from_local(torch.zeros(3), mesh, [Replicate(), Replicate()], run_check=False)
+    assert not local_part("c", everywhere, rank=2).is_written_here
+    both = DTensor.from_local(torch.zeros(3, 2), mesh, [Shard(0), Shard(1)], run_check=False)
+    part = local_part("d", both, rank=2)
+    assert (part.global_shape, part.box, part.is_written_here) == ((6, 4), Box((3, 0), (3, 2)), True)
+
+
+def test_a_layout_that_is_neither_shard_nor_copy_is_refused(mesh: DeviceMesh) -> None:
+    summed = DTensor.from_local(torch.zeros(3), mesh, [Replicate(), Partial()], run_check=False)
+    with pytest.raises(
+        CheckpointError, match=r"^a: is laid out as .*P.*; checkpoints know Shard and Replicate\. Shard"
+    ):
+        local_part("a", summed, rank=2)
+
+
+class Parts(nn.Module):
+    """A trained and a frozen weight, a lasting buffer and one that does not last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Parameter(torch.ones(3, 2))
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(9), persistent=False)
+
+
+def test_what_a_rank_will_write_is_known_before_the_first_step() -> None:
+    assert rank_and_world_size() == (0, 1)
+    model = Parts()
+    expected = [
+        ("model.trained", torch.Size((3, 2)), torch.float32),
+        ("optimizer.trained.exp_avg", torch.Size((3, 2)), torch.float32),
+        ("optimizer.trained.exp_avg_sq", torch.Size((3, 2)), torch.float32),
+        ("model.seen", torch.Size((2,)), torch.int64),
+    ]
+    moments = ("exp_avg", "exp_avg_sq")
+    assert list(expected_parts(model, moments=moments, rank=0)) == expected
+    assert list(expected_parts(model, moments=(), rank=0)) == [expected[0], expected[3]]
+    assert list(expected_parts(model, moments=moments, rank=1)) == []
+    assert num_bytes(local_part(name, tensor, rank=0) for name, tensor in model_tensors(model)) == 4 * 6 + 8 * 2
+
+
+def test_files_are_named_by_rank_and_number_and_empty_parts_are_in_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def part(name: str, shape: tuple[int, ...], whole: tuple[int, ...], *, here: bool = True) -> LocalPart:
+        return LocalPart(name, whole, Box((0,) * len(shape), shape), torch.ones(shape), here)
+
+    parts = [
+        part("a", (2,), (2,)),
+        part("nothing here", (0,), (4,)),
+        part("b", (2,), (2,)),
+        part("copy", (2,), (2,), here=False),
+        part("empty", (0,), (0,)),
+        part("c", (1,), (1,)),
+    ]
+    monkeypatch.setattr(shard_files, "MAX_FILE_BYTES", 16)
+    write_parts(tmp_path, parts, rank=3, world_size=12)
+    found = {file.name: sorted(load_file(file)) for file in tmp_path.iterdir()}
+    assert found == {
+        "rank-00003-of-00012-0000.safetensors": ["a", "b", "empty"],
+        "rank-00003-of-00012-0001.safetensors": ["c"],
+    }
+    with pytest.raises(CheckpointError, match=r"0000\.safetensors: cannot be written \(.*Is the folder writable, and"):
+        write_parts(tmp_path / "absent", parts, rank=3, world_size=12)
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,35 @@
 """A line of the table of pass rates, and what its manifest and a run's metrics say of it, by hand."""
 
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rlcore.batching.pass_counts import PassCounts
-from rlcore.config import ModelConfig, PassRatesConfig, PathsConfig, RunConfig
-from rlcore.errors import DataError, ModelError
+from rlcore.config import (
+    CheckpointConfig,
+    ModelConfig,
+    PassRatesConfig,
+    PathsConfig,
+    RunConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
+from rlcore.errors import DataError, ModelError, StopRequestedError
 from rlcore.evaluation.result import Answer
 from rlcore.run.given_models import keep_start
 from rlcore.run.inputs import RunInputs
-from rlcore.run.measuring import row_of
+from rlcore.run.layout import RunLayout
+from rlcore.run.measuring import PassRateMeasuring, row_of
 from rlcore.run.pass_rates import (
     SCHEMA,
     TABLE,
@@ -30,6 +43,10 @@ from rlcore.run.pass_rates import (
     read_table,
     row_digests,
 )
+from rlcore.run.record import Pace, RunRecord
+from rlcore.run.stop import StopFlag
+from rlcore.run.watchdog import Watchdog
+from rlcore.storage.manifest import read_manifest
 from rlcore.storage.publish import published_directory
 from rlcore.types import Prompt
 from tests.storage.test_finished import flip
@@ -208,6 +225,135 @@ def test_turns_with_an_environment_are_another_table(tmp_path: Path) -> None:
     assert one == turns == deadline, "without one nobody reads them"
     assert with_turns == other_deadline, "a deadline changes no number"
     assert len({one, with_turns, other_turns}) == 3
+
+
+# ---------------------------------------------------------------------- made part by part
+
+
+class Answering:
+    """In the workers' place: rows are answered by their number. `fails`: those that the scorer fails on."""
+
+    def __init__(self, num_rows: int, fails: Collection[int] = ()) -> None:
+        self.problems = SimpleNamespace(
+            train=(
+                tuple(Prompt(row, (1,), "d", "") for row in range(2)),
+                tuple(Prompt(row, (1,), "d", "") for row in range(2, num_rows)),
+            )
+        )
+        self.fails = fails
+        self.asked: list[object] = []
+
+    def load(self, checkpoint: str) -> None:
+        self.asked.append(checkpoint)
+
+    def training_answers(self, prompts: Sequence[Prompt], num_samples: int, first_row: int) -> list[Answer]:
+        rows = [prompt.prompt_id for prompt in prompts]
+        self.asked.append((rows, num_samples, first_row))
+        failed = {row: "late" if row in self.fails else None for row in rows}
+        return [
+            Answer("a", float(row % 2), {}, 3 + sample, "stop", failure=failed[row])
+            for row in rows
+            for sample in range(num_samples)
+        ]
+
+
+@contextmanager
+def measuring(
+    root: Path, workers: Answering, told: list[Mapping[str, object]], stop: StopFlag | None = None
+) -> Iterator[PassRateMeasuring]:
+    config = RunConfig(
+        pass_rates=PassRatesConfig(samples=2, rows_per_part=2),
+        paths=PathsConfig(root=str(root)),
+        tracking=TrackingConfig(enabled=False),
+        trainer=TrainerConfig(batch_size=4, mini_batch_size=4),
+        checkpoint=CheckpointConfig(reserve_gb=0),
+    )
+    layout = RunLayout(root, root / "run")
+    layout.run_dir.mkdir(exist_ok=True)
+    guard = Watchdog(
+        config, layout, stop=stop or StopFlag(lambda: None), report=told.append, give_up=lambda error: None
+    )
+    record = RunRecord(config, layout, guard)
+    yield PassRateMeasuring(record, RunInputs(root / "f", root / "t"), cast(Any, workers))
+    record.finish(failed=False)
+
+
+def test_a_table_is_made_part_by_part_and_told(tmp_path: Path) -> None:
+    filtered_rows(tmp_path / "f", *"abcde")
+    workers, told = Answering(5, fails=[3]), list[Mapping[str, object]]()
+    with measuring(tmp_path, workers, told) as stage:
+        rates = stage.make()
+        assert stage.make().counts.passes.tolist() == rates.counts.passes.tolist()
+    assert workers.asked == ["start", ([0, 1], 2, 0), ([2, 3], 2, 2), ([4], 2, 4)]
+    assert (rates.counts.passes.tolist(), rates.counts.samples.tolist()) == ([0, 2, 0, 0, 0], [2, 2, 2, 0, 2])
+    progress = [event for event in told if event["event"] == "progress"]
+    assert [(event["step"], event["to_step"], event["total_steps"]) for event in progress] == [
+        (2, 5, 5), (4, 5, 5), (5, 5, 5),
+    ]  # fmt: skip
+    assert [event["metrics"] for event in progress] == [{"critic/score/mean": value} for value in (0.5, 0.0, 0.0)]
+    assert {event["stage"] for event in progress} == {"pass-rates"}
+    first, second, last = (float(str(event["eta_s"])) for event in progress)
+    assert math.isnan(first)
+    assert 0 <= second < 3600
+    assert last == 0
+    notes = [event["text"] for event in told if event["event"] == "note"]
+    assert notes == ["pass rates: data.countdown:score failed on 2 answers, which are left out"]
+    directory = rates.directory
+    assert not list(measured_beside(directory).glob("rows-*"))
+    facts = read_manifest(directory)
+    assert facts is not None
+    assert (facts.values["rows"], facts.values["unscored"], facts.values["fingerprint"]) == (5, 2, directory.name)
+
+
+def test_each_progress_says_tokens_by_its_own_time(tmp_path: Path) -> None:
+    told: list[Mapping[str, object]] = []
+    with measuring(tmp_path, Answering(2), told) as stage:
+        part = table_of(*(line(str(number), 1, 2) for number in range(3)))
+        stage._progress(part, 3, 10, Pace(is_warm=True), 2.0)
+        stage._progress(part, 3, 10, Pace(is_warm=True), 0.0)
+    assert [event["tokens_per_s"] for event in told] == [3 * 4 * 2 / 2.0, 3 * 4 * 2 / 1e-9]
+    assert told[0]["metrics"] == {"critic/score/mean": 1.0}
+
+
+def test_the_time_left_is_that_of_the_parts_left(tmp_path: Path) -> None:
+    told: list[Mapping[str, object]] = []
+    parts: list[int] = []
+    pace = cast(Pace, SimpleNamespace(eta_s=lambda left: parts.append(left) or 1.5))
+    with measuring(tmp_path, Answering(2), told) as stage:
+        for done in (6, 7, 8, 9, 10):
+            stage._progress(table_of(line("a", 1, 2)), done, 10, pace, 1.0)
+    assert parts == [2, 2, 1, 1, 0]
+    assert told[0]["eta_s"] == 1.5
+
+
+def test_a_stop_keeps_the_parts_that_are_done(tmp_path: Path) -> None:
+    class AfterOne(StopFlag):
+        def __call__(self) -> bool:
+            return len(workers.asked) >= 2
+
+    filtered_rows(tmp_path / "f", *"abcde")
+    workers, told = Answering(5), list[Mapping[str, object]]()
+    with (
+        measuring(tmp_path, workers, told, AfterOne(lambda: None)) as stage,
+        pytest.raises(StopRequestedError, match="the pass rates of 2 of 5 rows are saved; start again to go on"),
+    ):
+        stage.make()
+    workers.asked.clear()
+    with measuring(tmp_path, workers, told) as stage:
+        assert stage.make().counts.passes.tolist() == [0, 2, 0, 2, 0]
+    assert workers.asked == ["start", ([2, 3], 2, 2), ([4], 2, 4)]
+
+
+def test_a_scorer_that_fails_on_all_answers_makes_no_table(tmp_path: Path) -> None:
+    filtered_rows(tmp_path / "f", *"abcde")
+    with measuring(tmp_path, Answering(5, fails=range(5)), []) as stage:
+        with pytest.raises(DataError) as failed:
+            stage.make()
+        assert str(failed.value) == (
+            "data.countdown:score: failed on all 10 answers of the start model, so there are no pass rates. Repair it, "
+            f"and delete {stage._beside}"
+        )
+        assert not stage._directory.exists()
 
 
 def rates_of(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from rlcore.tracking.journal import load_journal
 from rlcore.trainer.alarms import Alarm
 from rlcore.trainer.step import LoopState, StepResult
 from rlcore.workers.passes import Shortage
+from tests.checkpoint.test_store import save
 
 Told = list[Mapping[str, object]]
 
@@ -163,3 +165,59 @@ def test_the_first_checkpoint_is_as_large_as_its_parameters(record: RunRecord, t
     settled: list[bool] = []
     record.wait_for_room(3, lambda: settled.append(True))
     assert (settled, told) == ([], [])
+
+
+def test_a_run_that_begins_anew_leaves_the_results_of_later_steps(record: RunRecord) -> None:
+    layout = record.layout
+    names = ("before.json", "step-000000.json", "step-000002.json", "after.json")
+    for folder in (layout.validation, layout.suites / "s"):
+        folder.mkdir(parents=True)
+        for name in names:
+            (folder / name).touch()
+    layout.exported_model.mkdir()
+    layout.exported_best.mkdir()
+    record.log_step(1, {"a": 1.0})
+    assert record.restore(None) == LoopState(0, 0, 0, 0, record.config.algo.kl.coef)
+    kept = ["after.json.left.1", "before.json", "step-000000.json", "step-000002.json.left.1"]
+    for folder in (layout.validation, layout.suites / "s"):
+        assert sorted(path.name for path in folder.iterdir()) == kept
+    assert {path.name for path in layout.run_dir.glob("model*")} == {"model.left.1", "model-best.left.1"}
+    assert load_journal(layout.journal).steps == ()
+
+
+def test_a_line_of_the_journal_is_a_step(record: RunRecord) -> None:
+    record.log_step(1, {"a": 1.0})
+    (line,) = load_journal(record.layout.journal).steps
+    assert (line.step, dict(line.metrics)) == (1, {"a": 1.0})
+
+
+def test_a_run_is_finished_once_its_last_step_is_committed(record: RunRecord) -> None:
+    assert not record._is_finished
+    for step, is_finished in ((3, False), (8, False), (9, True), (10, True)):
+        save(record.store, step)
+        assert record._is_finished == is_finished
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_is_no_end_of_a_run(
+    record: RunRecord, caplog: pytest.LogCaptureFixture
+) -> None:
+    record.layout.checkpoints.touch()
+    assert not record._is_finished
+    assert f"{record.layout.checkpoints}: cannot be read, so the run does not count as finished: " in caplog.text
+
+
+def test_a_run_goes_back_to_its_best_checkpoint_before_the_alarm(record: RunRecord) -> None:
+    for step, score in ((1, 0.5), (2, 0.25), (3, 0.75), (4, 0.125)):
+        save(record.store, step, score)
+    state, found = record.roll_back(replace(state_before(3), lr_factor=0.5, num_roll_backs=1), 0.5)
+    assert found is not None
+    assert (found.step, state.step, state.lr_factor, state.num_roll_backs) == (1, 1, 0.25, 2)
+    assert [info.step for info in record.store.list()] == [1]
+    state, found = record.roll_back(state_before(1), 0.5)
+    assert (found, state.step, state.lr_factor, state.num_roll_backs) == (None, 0, 0.5, 1)
+    assert list(record.store.list()) == []
+
+
+def state_before(step: int) -> LoopState:
+    """Of the last finished step."""
+    return LoopState(step, step, 0, 0, 0.1)

@@ -1,0 +1,177 @@
+"""What a training says and keeps between its steps: remedies, limits, results under their names."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rlcore.checkpoint.save import Saved
+from rlcore.config import RunConfig
+from rlcore.errors import AlarmError, UnscoredError, WorkerLostError
+from rlcore.evaluation.result import Answer, ProblemResult, ValidationResult
+from rlcore.run.record import RunRecord
+from rlcore.run.training import RunTraining
+from rlcore.trainer.alarms import Alarm
+from rlcore.trainer.step import LoopState
+from tests.checkpoint.test_store import save
+from tests.run.test_record import Told, record, told
+
+__all__ = ["record", "told"]
+
+STATE = LoopState(3, 3, 24, 100, 0.1)
+
+
+def training(record: RunRecord, **workers: Any) -> RunTraining:
+    return RunTraining(record, cast(Any, SimpleNamespace(**{"holds": None, **workers})))
+
+
+def result_of(config: RunConfig, *failures: str | None, name: str = "before", step: int = 0) -> ValidationResult:
+    answers = tuple(Answer("a", 0.5, {}, 1, "stop", failure=failure) for failure in failures)
+    problem = ProblemResult(1, 0, "2 + 2", "{}", None, answers, "countdown")
+    return ValidationResult(name, step, step, "countdown", (problem,), config.validation.judging)
+
+
+def test_a_scorer_that_failed_is_told_with_what_is_saved(record: RunRecord) -> None:
+    made, error = training(record), UnscoredError("the scorer failed")
+    plain = "the scorer failed. Mend what failed and start the same command again"
+    assert str(made._with_remedy(error)) == plain
+    save(record.store, 2)
+    save(record.store, 3)
+    assert str(made._with_remedy(error)) == (
+        f"{plain}: step 3 is saved. Where the scorer's code has to change, go on by --fork run@3 and a run_id of its "
+        "own"
+    )
+
+
+def test_what_a_stop_has_saved_is_said(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, saved = training(record), list[LoopState]()
+    monkeypatch.setattr(made, "_save_before", saved.append)
+    nothing = "the trainer was told to stop; start again to go on from its last checkpoint"
+    assert (made.save_finished(), made.step) == (nothing, 0)
+    made._state = STATE
+    assert (made.save_finished(), made.step, saved) == (nothing, 3, [])
+    made.workers.holds = "step-000003"
+    assert made.save_finished() == "stopped after step 3, which is saved; start again to go on"
+    assert saved == [STATE]
+
+
+def test_a_run_is_rolled_back_so_many_times_and_no_more(record: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = training(record)
+    alarms = [Alarm("kl", "roll_back", "kl is 9"), Alarm("x", "warn", "x"), Alarm("loss", "roll_back", "loss is nan")]
+    with pytest.raises(AlarmError) as told:
+        made._roll_back(replace(STATE, num_roll_backs=3), alarms)
+    assert str(told.value) == (
+        "step 4: kl is 9; loss is nan; rolled back 3 times already (alarms.max_roll_backs). See its metrics, then "
+        "change the settings, or alarms.*, which may change when a run goes on"
+    )
+    begun: list[float] = []
+
+    def back(state: LoopState, factor: float) -> Any:
+        begun.append(factor)
+        raise KeyError("it goes back")
+
+    monkeypatch.setattr(record, "roll_back", back)
+    with pytest.raises(KeyError, match="it goes back"):
+        made._roll_back(replace(STATE, num_roll_backs=2), alarms)
+    assert begun == [0.5]
+
+
+def test_a_checkpoint_has_the_metrics_of_the_run_without_those_of_its_suites(
+    record: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, begun = training(record), list[object]()
+    made._metrics = {"actor/loss": 1.0, "val-core/s/reward/mean@1": 0.5}
+
+    def begin(state: LoopState, metrics: Mapping[str, float], ranks: object) -> None:
+        begun.append((state, dict(metrics), ranks))
+
+    monkeypatch.setattr(record, "begin_save", begin)
+    made._begin_save(STATE)
+    assert begun == [(STATE, made._metrics, made.workers)]
+
+
+def test_a_save_that_is_committed_is_told_and_its_time_counts(record: RunRecord, told: Told) -> None:
+    made = training(record)
+    made._saving(lambda: None)
+    assert (told, made._saved) == ([], None)
+    saved = Saved(3, Path("p"), {})
+    made._saving(lambda: saved)
+    assert told == [{"event": "checkpoint", "step": 3, "path": "p"}]
+    assert made._saved is saved
+    assert made._seconds_for_saves > 0
+
+    def lost() -> None:
+        raise WorkerLostError("a rank")
+
+    before = made._seconds_for_saves
+    with pytest.raises(WorkerLostError):
+        made._saving(lost)
+    assert made._seconds_for_saves > before
+
+
+def test_a_result_is_kept_under_its_name_and_found_where_nothing_has_changed(record: RunRecord) -> None:
+    config, made = record.config, training(record)
+    suite = cast(Any, SimpleNamespace(name="s"))
+    assert made.file_of("before") == record.layout.validation / "before.json"
+    assert made.file_of("before", suite) == record.layout.suites / "s" / "before.json"
+    assert made._known(3, None) is None
+    result = result_of(config, None, name="step-000003", step=3)
+    made._keep(result, None)
+    assert made._known(3, None) == result
+    assert made._known(4, None) is None
+    for changes in ({"step": 4}, {"suite": "of another"}):
+        made._keep(replace(result, **changes), None)
+        assert made._known(3, None) is None
+    made._keep(result, None)
+    limited = config.validation.model_copy(update={"max_problems": 1})
+    made._config = config.model_copy(update={"validation": limited})
+    assert made._known(3, None) is None, "it saw some of the problems"
+
+
+def test_a_validation_without_figures_is_an_error(record: RunRecord) -> None:
+    made, config = training(record), record.config
+    made._require_figures(result_of(config, "late", None), None)
+    made._require_figures(replace(result_of(config), problems=()), None)
+    with pytest.raises(UnscoredError) as told:
+        made._require_figures(result_of(config, "late", "too late"), None)
+    assert str(told.value) == (
+        f"validation before: has no figures, for 2 answers have no score; {config.data.scorer} failed, the last time: "
+        "too late. Mend what failed and start the same command again"
+    )
+    suite = cast(Any, SimpleNamespace(name="s", data=SimpleNamespace(environment="e:E", scorer="x:y")))
+    with pytest.raises(UnscoredError, match="suite s: has no figures, for 1 answers have no score; e:E failed"):
+        made._require_figures(result_of(config, "late"), suite)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_reward_that_pays_for_no_answer_is_told(record: RunRecord, told: Told, pays: bool) -> None:
+    class Found(SimpleNamespace):
+        def __str__(self) -> str:
+            return f"{self.kind}: 1 of 2"
+
+    findings = (Found(kind="empty"), Found(kind="long")) if pays else ()
+    made = training(record, audit=lambda result: findings)
+    made._keep(result_of(record.config, None, name="step-000000"), None)
+    made._look_for_holes()
+    text = f"{record.config.data.scorer} pays for what is no answer: empty: 1 of 2; long: 1 of 2"
+    event = {"event": "reward_audit", "step": 0, "text": text, "kinds": ["empty", "long"]}
+    assert told == ([event] if pays else [])
+    reward = record.config.reward.model_copy(update={"audit": False})
+    made._config = record.config.model_copy(update={"reward": reward})
+    told.clear()
+    made._look_for_holes()
+    assert told == []
+
+
+def test_the_score_of_a_validation_is_kept_where_it_is_the_best_so_far(record: RunRecord) -> None:
+    config = record.config
+    samples = config.validation.samples_per_problem
+    result = result_of(config, *[None] * samples, step=5)
+    for best, kept in ((float("-inf"), (0.5, 5)), (0.5, (0.5, 1)), (0.75, (0.75, 1)), (0.25, (0.5, 5))):
+        state = record.with_score(replace(STATE, best_metric=best, best_step=1), result)
+        assert (state.best_metric, state.best_step) == kept
+    other = result_of(config, None, None, *[None] * samples, step=5)
+    assert record.with_score(STATE, other) == STATE, "of another number of samples"
