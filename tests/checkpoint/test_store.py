@@ -465,6 +465,17 @@ def test_one_that_cannot_be_deleted_goes_on_taking_room(
     assert steps(store) == [1, 3]
 
 
+def test_the_best_is_hashed_before_it_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = store_at(tmp_path)
+    for step, score in ((1, 0.5), (2, 0.75)):
+        save(store, step, score)
+    flip(store.path_of(2) / "policy" / "rank.safetensors", 0)
+    best = store_at(tmp_path).best()
+    assert best is not None
+    assert best.step == 1
+    assert f"checkpoint refused: {store.path_of(2)}/policy/rank.safetensors: hash must be" in caplog.text
+
+
 def test_what_was_verified_once_is_not_hashed_again_by_the_same_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,7 +189,7 @@ def test_the_next_run_is_taken_with_its_log(pipes: Pipes, tmp_path: Path, monkey
         os.write(pipes.commands, json.dumps(following).encode() + b"\n")
         before = num_open()
         assert next_settings(pipes.channel, Asked()) == Path("next/settings.json")
-        assert num_open() == before
+        assert num_open() <= before
         print("of the next run")
         print("and its errors", file=sys.stderr)
         monkeypatch.undo()

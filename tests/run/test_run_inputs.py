@@ -8,6 +8,7 @@ import pytest
 
 from rlcore.config import ModelConfig, PathsConfig, RunConfig
 from rlcore.config.compose import load_config
+from rlcore.config.data import CountdownData, MixtureData
 from rlcore.errors import DataError, ModelError
 from rlcore.run.inputs import (
     RunInputs,
@@ -208,3 +209,21 @@ def test_scoring_is_said_only_where_it_differs_from_the_defaults() -> None:
     assert set(plain) == {"max_response_tokens", "sampling", "scorers"}
     changed = answers_payload(load_config(["experiment=debug", "sandbox.memory_mb=1024"]))
     assert set(changed) == {"max_response_tokens", "sampling", "scorers", "scoring"}
+
+
+def test_what_scores_answers_counts_in_a_warm_start_that_samples_alone() -> None:
+    part = "{task: countdown, template: bare, number_high: 20, target_high: 40, scorer: 'a.b:c'}"
+    parts = f"data.parts=[{{name: a, weight: 3, data: {part}}},{{name: b, weight: 0.5, data: {part}}}]"
+    config = load_config(["experiment=debug", "data=mixture", parts, "warm_start.stop_at_reward=0.5"])
+    plain = config.warm_start.model_copy(update={"stop_at_reward": None})
+    default = type(config.data).model_fields["scorer"].default
+    of_part = CountdownData.model_fields["scorer"].default
+    for stage, scorer in (
+        (stage_settings(config), "a.b:c"),
+        (stage_settings(config.model_copy(update={"warm_start": plain})), of_part),
+    ):
+        assert isinstance(stage.data, MixtureData)
+        assert [entry.weight for entry in stage.data.parts] == [1.0, 1.0], "all demonstrations are shown"
+        assert [entry.data.scorer for entry in stage.data.parts] == [scorer, scorer]
+        assert [entry.name for entry in stage.data.parts] == ["a", "b"]
+        assert (stage.data.scorer, stage.data.environment) == (default, "")

@@ -173,7 +173,7 @@ def test_a_lock_file_that_is_deleted_while_it_is_taken_is_not_the_lock(tmp_path,
     before = num_open()
     with RunLock(tmp_path):
         assert deleted
-        assert num_open() == before + 1
+        assert num_open() <= before + 1
         with pytest.raises(RunInUseError):
             take(tmp_path)
 
@@ -235,7 +235,7 @@ def test_who_holds_a_lock_can_be_asked_by_anybody(tmp_path: Path) -> None:
         assert holder_of(path) == NAMELESS
     assert holder_of(path) is None
     assert holder_of(path / "below") is None
-    assert num_open() == before
+    assert num_open() <= before
 
 
 def test_a_holder_in_words_says_where_it_has_ended() -> None:
@@ -316,7 +316,7 @@ def test_no_descriptor_stays_open_where_a_lock_is_not_taken(tmp_path: Path, monk
     with RunLock(tmp_path):
         before = num_open()
         assert not FileLock(tmp_path / "run.lock").try_acquire()
-        assert num_open() == before
+        assert num_open() <= before
 
     def refused(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -331,7 +331,7 @@ def test_no_descriptor_stays_open_where_a_lock_is_not_taken(tmp_path: Path, monk
             f"{tmp_path}/x.lock: cannot be locked ([Errno 37] No locks available), so nothing can tell whether the "
             "folder is in use. Put paths.root on a file system with locks."
         )
-    assert num_open() == before
+    assert num_open() <= before
 
 
 def test_a_lock_for_which_not_even_an_empty_file_finds_room_is_a_full_disk(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_a_file_system_without_locks_can_be_published_on(
     monkeypatch.setattr(fcntl, "flock", refused)
     verify_directory(publish(tmp_path / "x"))
     assert ".owner.lock: [Errno 37] No locks available" in caplog.text
-    assert num_open() == before
+    assert num_open() <= before
 
 
 def test_no_file_stays_open(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
     dead.mkdir()
     (dead / ".owner.lock").touch()
     assert remove_stale_temporaries(tmp_path) == (dead,)
-    assert num_open() == before
+    assert num_open() <= before
 
 
 def test_exchange_swaps_where_the_file_system_offers_it(small_disk: Path) -> None:
