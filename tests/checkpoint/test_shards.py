@@ -410,6 +410,10 @@ def test_files_are_named_by_rank_and_number_and_empty_parts_are_in_none(
         "rank-00003-of-00012-0000.safetensors": ["a", "b", "empty"],
         "rank-00003-of-00012-0001.safetensors": ["c"],
     }
+    maps = Path("/proc/self/maps")
+    with ShardReader(tmp_path):
+        assert str(tmp_path) in maps.read_text()
+    assert str(tmp_path) not in maps.read_text(), "no file stays mapped"
     with pytest.raises(CheckpointError, match=r"0000\.safetensors: cannot be written \(.*Is the folder writable, and"):
         write_parts(tmp_path / "absent", parts, rank=3, world_size=12)
 

@@ -9,8 +9,10 @@ from rlcore.batching.loader import PromptStream
 from rlcore.batching.prompts import Demonstration
 from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
-from rlcore.run.supervised import Lessons, SupervisedTraining, has_learned
+from rlcore.errors import DataError
+from rlcore.run.supervised import Lessons, SupervisedTraining, SupervisedWorkers, has_learned
 from rlcore.trainer.step import LoopState
+from rlcore.types import Prompt
 
 
 def of(*words: str) -> RunConfig:
@@ -86,3 +88,24 @@ def test_the_lowest_held_out_loss_is_the_best_and_of_equal_ones_the_first(
     metrics, after = SupervisedTraining._measured(training(of(), **found), before)
     assert metrics == found
     assert (after.best_metric, after.best_step, after.step) == (*best, 8)
+
+
+def test_the_reward_of_a_warm_start_is_over_the_answers_that_have_a_score() -> None:
+    config, asked = of(), list[Any]()
+    scores = [SimpleNamespace(total=total, failure=why) for total, why in ((1.0, None), (0.0, "late"), (0.25, None))]
+
+    def answer(requests: Any, sampling: object, policy_version: int) -> list[Any]:
+        asked.append((len(requests), sampling, policy_version))
+        return [(None, score, "") for score in scores]
+
+    workers = cast(Any, SimpleNamespace(_problems=[Prompt(number, (1,), "d", "") for number in range(3)]))
+    answerer = cast(Any, SimpleNamespace(config=config, answer=answer))
+    assert SupervisedWorkers._reward(workers, answerer, 7) == 0.625
+    assert asked == [(3, config.rollout.sampling, 7)]
+    scores[:] = [SimpleNamespace(total=0.0, failure=why) for why in ("late", "too late")]
+    with pytest.raises(DataError) as told:
+        SupervisedWorkers._reward(workers, answerer, 7)
+    assert str(told.value) == (
+        f"data.scorer: {config.data.scorer} failed on all 2 answers of the warm start, the last time: too late. Repair "
+        "it, or set warm_start.enabled=false"
+    )

@@ -3,13 +3,16 @@
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlcore.config import ModelConfig, PathsConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.data import CountdownData, MixtureData
-from rlcore.errors import DataError, ModelError
+from rlcore.config.gguf import INSTALL_READER, INSTALL_SMOLLM2, SMOLLM2, SMOLLM2_SHA256
+from rlcore.errors import DataError, DiskSpaceError, ModelError
+from rlcore.run import inputs as run_inputs
 from rlcore.run.inputs import (
     RunInputs,
     answers_payload,
@@ -19,6 +22,7 @@ from rlcore.run.inputs import (
     is_given,
     planned_start_model,
     planned_tokenizer,
+    require_gguf,
     require_whole_model,
     stage_layout,
     stage_settings,
@@ -227,3 +231,53 @@ def test_what_scores_answers_counts_in_a_warm_start_that_samples_alone() -> None
         assert [entry.data.scorer for entry in stage.data.parts] == [scorer, scorer]
         assert [entry.name for entry in stage.data.parts] == ["a", "b"]
         assert (stage.data.scorer, stage.data.environment) == (default, "")
+
+
+@pytest.fixture
+def gguf(tmp_path: Path) -> str:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    return str(tmp_path / "m.gguf")
+
+
+def test_a_gguf_file_without_its_reader_names_the_package(
+    tmp_path: Path, gguf: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_inputs, "find_spec", lambda name: None)
+    with pytest.raises(ModelError) as told:
+        require_gguf(gguf, str(tmp_path))
+    assert str(told.value) == (
+        f"model.path: must be on this machine; got {gguf}, and the package gguf, which reads it, is not installed. "
+        f"Install: {INSTALL_READER}"
+    )
+    gguf_folder(gguf, str(tmp_path)).mkdir(parents=True)
+    require_gguf(gguf, str(tmp_path))
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_the_file_of_a_package_must_be_there_and_the_one_that_is_known(
+    tmp_path: Path, gguf: str, monkeypatch: pytest.MonkeyPatch, has_file: bool
+) -> None:
+    monkeypatch.setattr(run_inputs, "find_spec", lambda name: object())
+    monkeypatch.setattr(run_inputs, "gguf_file", lambda path: Path(gguf) if has_file else None)
+    with pytest.raises(ModelError) as told:
+        require_gguf(SMOLLM2, str(tmp_path))
+    digest = hashlib.sha256(b"GGUF").hexdigest()[:16]
+    rule = f"{gguf} must have the sha256 {SMOLLM2_SHA256[:16]}...; got {digest}...."
+    if not has_file:
+        rule = f"must be on this machine; got {SMOLLM2}, and it, or the file in it, is not installed."
+    assert str(told.value) == f"model.path: {rule} Install: {INSTALL_SMOLLM2}"
+
+
+@pytest.mark.parametrize("size_bytes", [10**18, 1])
+def test_the_model_of_a_gguf_file_needs_room(
+    tmp_path: Path, gguf: str, monkeypatch: pytest.MonkeyPatch, size_bytes: int
+) -> None:
+    monkeypatch.setattr(run_inputs, "find_spec", lambda name: object())
+    monkeypatch.setattr(run_inputs, "read_header", lambda file: SimpleNamespace(float32_bytes=size_bytes))
+    if size_bytes == 1:
+        require_gguf(gguf, str(tmp_path))
+        return
+    with pytest.raises(DiskSpaceError) as told:
+        require_gguf(gguf, str(tmp_path))
+    assert str(told.value).startswith(f"model.path: {gguf} is converted once, and {tmp_path}/models: ")
+    assert str(told.value).endswith(". Free some room, or set paths.root to a larger disk.")
