@@ -418,6 +418,15 @@ def test_files_are_named_by_rank_and_number_and_empty_parts_are_in_none(
         write_parts(tmp_path / "absent", parts, rank=3, world_size=12)
 
 
+@pytest.mark.parametrize("other", [torch.ones(2, dtype=torch.int64), torch.ones(3)], ids=["type", "shape"])
+def test_files_that_disagree_on_a_tensor_are_damaged(tmp_path: Path, other: torch.Tensor) -> None:
+    for rank, tensor in enumerate((torch.ones(2), other)):
+        shape = tuple(tensor.shape)
+        write_parts(tmp_path, [LocalPart("a", shape, Box((0,), shape), tensor, True)], rank=rank, world_size=2)
+    with pytest.raises(CheckpointError, match="gives a another shape or type than the files before it"):
+        ShardReader(tmp_path).__enter__()
+
+
 @pytest.mark.parametrize(
     ("a", "b", "common"),
     [

@@ -364,18 +364,19 @@ def rates_of(
 
 
 def test_the_metrics_of_pass_rates_are_of_the_rows_that_have_one() -> None:
-    rates = rates_of((0, 4), (1, 4), (0, 0), (4, 4), (4, 4), parts=(3, 2), keep=(0.25, 1))
+    rates = rates_of((0, 4), (1, 4), (0, 0), (4, 4), (3, 4), parts=(3, 2), keep=(0.25, 1))
     assert rates.metrics() == {
-        "pass_rates/mean": 2.25 / 4,
+        "pass_rates/mean": 2 / 4,
         "pass_rates/never_share": 0.25,
-        "pass_rates/always_share": 0.5,
+        "pass_rates/always_share": 0.25,
         "pass_rates/rows_kept": 3.0,
         "pass_rates/kept_share": 0.6,
     }
     assert [part.tolist() for part in rates.kept] == [[False, True, False], [True, True]]
     kept = rates.kept_counts()
-    assert (kept.passes.tolist(), kept.samples.tolist()) == ([1, 4, 4], [4, 4, 4])
-    assert rates.spread() == "0 for 25% of the rows, 1 for 50%, between for 25%"
+    assert (kept.passes.tolist(), kept.samples.tolist()) == ([1, 4, 3], [4, 4, 4])
+    assert rates.spread() == "0 for 25% of the rows, 1 for 25%, between for 50%"
+    assert [part.tolist() for part in rates_of((0, 0), (1, 4), parts=(2,)).kept] == [[True, True]], "all are wanted"
     assert rates_of((0, 0), parts=(1,)).spread() == "not known: no answer has a score"
 
 

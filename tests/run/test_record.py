@@ -78,7 +78,7 @@ def test_a_step_is_told_with_the_metrics_that_travel(record: RunRecord, told: To
     }
 
 
-def test_an_alarm_is_told_once_while_it_lasts(record: RunRecord, told: Told) -> None:
+def test_an_alarm_is_told_once_while_it_lasts(record: RunRecord, told: Told, caplog: pytest.LogCaptureFixture) -> None:
     events, loud, other = RunEvents(record, "train"), Alarm("kl", "warn", "kl is 9"), Alarm("grad", "stop", "grad is 8")
     for step, alarms in ((1, [loud]), (2, [loud, other]), (3, []), (4, [loud])):
         events.alarms(step, alarms)
@@ -86,6 +86,7 @@ def test_an_alarm_is_told_once_while_it_lasts(record: RunRecord, told: Told) -> 
     assert told[1] == {
         "event": "alarm", "step": 2, "alarm": "grad", "action": "stop", "text": "alarm at step 2: grad is 8",
     }  # fmt: skip
+    assert "alarm at step 2: grad is 8" in caplog.text
     assert [(name, step) for name, step, _ in journaled(record)] == [("alarm", 1), ("alarm", 2), ("alarm", 4)]
     events.rolled_back(2, 5, "kl is 9", 0.25)
     assert told[-1] == {
@@ -216,6 +217,7 @@ def test_a_run_goes_back_to_its_best_checkpoint_before_the_alarm(record: RunReco
     state, found = record.roll_back(state_before(1), 0.5)
     assert (found, state.step, state.lr_factor, state.num_roll_backs) == (None, 0, 0.5, 1)
     assert list(record.store.list()) == []
+    assert not list(record.layout.checkpoints.glob("step-*")), "they are deleted, not left"
 
 
 def state_before(step: int) -> LoopState:
