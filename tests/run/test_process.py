@@ -196,7 +196,7 @@ def test_the_next_run_is_taken_with_its_log(pipes: Pipes, tmp_path: Path, monkey
     assert (tmp_path / "before.log").read_text() == "of the run before\n"
     assert sorted((tmp_path / "next.log").read_text().splitlines()) == ["and its errors", "of the next run"]
     assert os.read(pipes.replies, 1000) == b'{"event": "done", "command": "leave", "result": {}}\n'
-    os.write(pipes.commands, b'{"command": "train", "log": "x", "settings": "y"}\n')
+    os.write(pipes.commands, json.dumps({**following, "command": "train"}).encode() + b"\n")
     assert next_settings(pipes.channel, Asked()) is None
     assert next_settings(pipes.channel, Asked(True)) is None
 
