@@ -43,6 +43,10 @@ def nobody_waits(reason: str) -> None:
 def test_a_root_without_slots_lets_every_run_train(tmp_path: Path) -> None:
     slots = Slots(tmp_path)
     assert [Claim(slots, wish(name)).take(nobody_waits).descriptors for name in "abc"] == [[], [], []]
+    held = Claim(slots, wish("d")).take(nobody_waits)
+    assert held.handed_to(Claim(slots, wish("e")))
+    assert not held.must_yield()
+    held.release()
     assert not slots.folder.exists()
 
 
@@ -161,6 +165,7 @@ def test_a_trainer_sees_the_devices_of_its_slots_and_the_log_who_had_them(tmp_pa
     both = Claim(slots, wish("both", 2)).take(nobody_waits)
     assert both.environment == {"CUDA_VISIBLE_DEVICES": "0"}
     assert wide.handed_to(Claim(slots, wish("next")))
+    assert slots.look().holders[3] == wish("next", 2)
     for held in (both, wide, wide):
         held.release()
     log = [json.loads(line) for line in (slots.folder / "log.jsonl").read_text().splitlines()]

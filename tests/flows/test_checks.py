@@ -1,0 +1,151 @@
+"""What is checked before a run starts, by the words that it is told in."""
+
+import json
+import re
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from data.custom import FirstRow
+from flows.plan import checks
+from flows.plan.checks import (
+    _try_tokenizer,
+    check_before_plan,
+    check_before_start,
+    check_rows,
+    of_the_judge,
+    require_root,
+)
+from flows.plan.plan import make_plan
+from flows.work.slots import Slots
+from rlcore.config import RunConfig, ScratchModel
+from rlcore.config.compose import load_config
+from rlcore.errors import ConfigError, DataError, DiskSpaceError
+from rlcore.models.tokenizer import build_scratch_tokenizer
+from rlcore.storage.disk import RoomReport
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return load_config(["experiment=debug", f"paths.root={tmp_path / 'root'}"])
+
+
+def test_a_judge_without_a_verdict_is_told_as_a_judge_and_other_failures_are_not() -> None:
+    assert of_the_judge("JudgeError: no verdict of http://a") == (
+        "reward.judge: must give a verdict on any answer; got no verdict of http://a. Look whether the endpoint "
+        "answers, and serves reward.judge.model"
+    )
+    assert of_the_judge("KeyError: JudgeError: x") == ""
+
+
+def test_a_root_that_cannot_be_written_is_told_with_the_folder_that_is_there(tmp_path: Path) -> None:
+    require_root(tmp_path / "not" / "there")
+    assert list(tmp_path.iterdir()) == []
+    told = "paths.root: must be writable, and /proc is not (for /proc/no/such): No such file or directory. Make it "
+    with pytest.raises(DataError, match=f"^{re.escape(told)}writable, or choose another paths.root.$"):
+        require_root(Path("/proc/no/such"))
+
+
+def test_what_lacks_room_is_told_for_each_disk_with_the_number_of_checkpoints(config: RunConfig) -> None:
+    plan = make_plan(config)
+    enough, other = RoomReport(Path("/a"), 5, 5, 10), RoomReport(Path("/c"), 1, 0, 9, free_files=0)
+    short = RoomReport(Path("/b"), 5_000, 6, 10)
+    disk = replace(plan.disk, num_checkpoints=3, file_systems=(enough, short, other))
+    with pytest.raises(DiskSpaceError) as told:
+        check_before_start(config, replace(plan, disk=disk))
+    assert str(told.value) == (
+        f"{short.problem}; {other.problem}. The run needs room for 3 checkpoints, among others (--dry-run shows it). "
+        "Free some room, lower checkpoint.keep_last, or set paths.root to a larger disk."
+    )
+    check_before_start(config, replace(plan, disk=replace(disk, file_systems=(enough,))))
+
+
+def test_a_run_of_more_ranks_than_slots_is_refused_before_its_start(config: RunConfig) -> None:
+    Slots(Path(config.paths.root)).set_devices([""])
+    check_before_start(config, make_plan(config))
+    wide = config.model_copy(update={"runtime": config.runtime.model_copy(update={"num_workers": 2})})
+    with pytest.raises(
+        ConfigError, match=r"^runtime\.num_workers: must be at most the slots of .*, which are 1; got 2"
+    ):
+        check_before_start(wide, make_plan(config))
+
+
+def test_a_device_file_counts_as_a_gpu_and_another_machine_may_have_one(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def require(**more: object) -> None:
+        runtime = config.runtime.model_copy(update={"device": "cuda", **more})
+        checks._require_device(config.model_copy(update={"runtime": runtime}))
+
+    names = ["nvidia0", "nvidia12", "nvidiactl", "nvidia-uvm", "dxg", "kfd", "sda"]
+    seen = [name for name in names if any(fnmatch(name, pattern) for pattern in checks.GPU_FILES)]
+    assert seen == ["nvidia0", "nvidia12", "dxg", "kfd"]
+    monkeypatch.setattr(checks, "first_gpu", lambda: None)
+    monkeypatch.setattr(checks, "GPU_FILES", ("no-such-device*",))
+    require(device="auto")
+    require(ray_address="10.0.0.1:6379")
+    with pytest.raises(ConfigError, match="got cuda, and this machine shows none"):
+        require()
+    monkeypatch.setattr(checks, "GPU_FILES", ("no-such-device*", "nul[l]"))
+    require()
+
+
+def test_the_tokenizer_of_a_folder_is_loaded_where_no_row_is_known(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="the tokenizer cannot be loaded"):
+        _try_tokenizer(tmp_path / "empty", [], config)
+    (tmp_path / "model").mkdir()
+    build_scratch_tokenizer(ScratchModel(), tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    _try_tokenizer(tmp_path / "model", [], config)
+
+
+def test_a_template_that_cannot_go_on_with_a_conversation_is_told_for_an_environment(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    build_scratch_tokenizer(ScratchModel(), tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}{{ '=' if add_generation_prompt }}")
+    chat = FirstRow([{"role": "user", "content": "1 + 2"}], "chat", "{}", "")
+    _try_tokenizer(tmp_path, [chat], config)
+    data = config.data.model_copy(update={"environment": "data.calculator:Countdown"})
+    played = config.model_copy(update={"data": data})
+    _try_tokenizer(tmp_path, [replace(chat, prompt_form="text")], played)
+    with pytest.raises(
+        ConfigError, match=r"^data\.environment: the tokenizer's chat template drops or changes earlier"
+    ):
+        _try_tokenizer(tmp_path, [chat], played)
+
+
+def test_the_most_rows_are_those_of_the_files_or_of_the_settings(tmp_path: Path) -> None:
+    for name, number in (("train", 3), ("test", 2)):
+        lines = (json.dumps({"question": f"{name} {n}?", "answer": "1"}) for n in range(number))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    root = f"paths.root={tmp_path / 'root'}"
+    config = load_config(["experiment=debug", root])
+    assert check_rows(config) == config.data.train_size  # type: ignore[union-attr]
+    read = [
+        "model.path=some/model",
+        "warm_start.enabled=false",
+        "filter.max_prompt_tokens=256",
+        "reward.num_processes=1",
+    ]
+    mapped = load_config(["experiment=debug", root, *read, "data=mapped", f"data.source={tmp_path}"])
+    assert check_rows(mapped) == 3
+    ours = load_config(["experiment=debug", root, "data=custom", "data.train_size=9"])
+    assert check_rows(ours) == 9
+    (tmp_path / "test.jsonl").write_text('{"question": "a?", "answer": "1"}\n{"question": "a?"')
+    with pytest.raises(DataError, match=r"test\.jsonl: line 2: is no JSON"):
+        check_rows(mapped)
+
+
+def test_the_users_functions_are_looked_for_before_the_plan(config: RunConfig) -> None:
+    check_before_plan(config)
+    for key, told in (("scorer", r"^data\.scorer: "), ("environment", r"^data\.environment: ")):
+        data = config.data.model_copy(update={key: "no_such_module:function"})
+        with pytest.raises(ConfigError, match=told):
+            check_before_plan(config.model_copy(update={"data": data}))
+    episode = config.episode.model_copy(update={"tools": ("no_such_module:tool",)})
+    with pytest.raises(ConfigError, match=r"^episode\.tools: "):
+        check_before_plan(config.model_copy(update={"episode": episode}))
