@@ -1,0 +1,198 @@
+"""What the plan says of each stage: how far it is, what it depends on, and what it will take."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from flows import chain
+from flows.plan import plan as plans
+from flows.plan.plan import TokenBudget, count_parameters, make_plan
+from flows.work.open_run import open_run
+from rlcore.checkpoint.state import TrainerState
+from rlcore.checkpoint.store import CheckpointStore
+from rlcore.config import LoraConfig, RunConfig, WarmStartConfig
+from rlcore.config.compose import load_config
+from rlcore.config.fingerprint import settings_fingerprint
+from rlcore.config.model import PUBLISHED
+from rlcore.errors import CheckpointError
+from rlcore.models.shape import ModelShape
+from rlcore.run.layout import RunLayout
+from rlcore.storage.disk import checkpoint_bytes
+from rlcore.storage.publish import published_directory
+from tests.evaluation.results import problem, result
+
+
+def load(root: Path, *overrides: str) -> RunConfig:
+    return load_config(["experiment=debug", f"paths.root={root}", *overrides])
+
+
+def commit(config: RunConfig, *steps: int) -> None:
+    """Checkpoints of these steps, without the training."""
+    layout = RunLayout.of(config)
+    with open_run(config):
+        chain.make_rows(config, chain.look).inputs.write(layout)
+    for step in steps:
+        state = TrainerState(
+            step=step, policy_version=step, num_prompts_drawn=8, num_tokens=9, kl_coef=0.0,
+            settings_fingerprint=settings_fingerprint(config),
+        )  # fmt: skip
+        with CheckpointStore(layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
+            (folder / "weights").write_bytes(bytes(1_000))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "7 steps"),
+        ({"epochs": 2.5}, "to 2.5 epochs, at most 7 steps"),
+        ({"stop_at_reward": 0.75}, "to reward 0.75, at most 7 steps"),
+        ({"patience": 3}, "to 3 measurements without a lower held-out loss, at most 7 steps"),
+        (
+            {"epochs": 1, "stop_at_reward": 1, "patience": 2},
+            "to 1 epochs or reward 1 or 2 measurements without a lower held-out loss, at most 7 steps",
+        ),
+    ],
+)
+def test_a_warm_start_ends_by_what_its_settings_name(settings: dict[str, object], told: str) -> None:
+    none = {"epochs": None, "stop_at_reward": None, "patience": None, "max_steps": 7}
+    assert plans._ends(WarmStartConfig().model_copy(update=none | settings)) == told
+
+
+def test_counts_of_rows_and_damage_are_told_in_words() -> None:
+    assert plans._rows({"train": 1_200, "train/overlong": 3}) == "1,200 train, 3 train/overlong"
+    assert (plans._again("x: hash"), plans._again("")) == ("made again: x: hash", "")
+
+
+def test_tokens_are_those_of_the_steps_that_are_left(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    assert plans._tokens(config, 0) == TokenBudget(8, 32, 40, 1_280, 2_560)
+    assert plans._tokens(config, 1) == TokenBudget(8, 32, 40, 1_280, 1_280)
+    assert plans._tokens(config, 3).max_tokens_left == 0
+
+
+def test_a_plan_of_an_empty_root_says_what_is_to_do(artifacts_root: Path) -> None:
+    plan = make_plan(load(artifacts_root))
+    assert [(stage.name, stage.detail) for stage in plan.stages] == [
+        ("dataset", "countdown"),
+        ("filter", "after its tokenizer is made"),
+        ("warm-start", "after the filter"),
+        ("train", "step 0 of 2, 0 of 2 chunks done"),
+        ("validate", "before and after"),
+        ("report", "HTML, JSON and pictures"),
+    ]
+    assert (plan.committed_step, plan.total_steps, plan.warning) == (0, 2, "")
+    assert plan.warm_start_memory is not None
+    assert plan.published_model is None
+
+
+def test_what_a_run_has_done_is_told_and_counts_no_more(artifacts_root: Path) -> None:
+    config = load(artifacts_root, "checkpoint.reserve_gb=0", "warm_start.enabled=false", "pass_rates.samples=4")
+    layout = RunLayout.of(config)
+    at_start = make_plan(config).disk
+    commit(config, 1)
+    plan = make_plan(config)
+    assert plan.warm_start_memory is None
+    assert plan.stage("dataset").detail == "countdown 512 train, 32 validation"
+    assert plan.stage("warm-start").detail == "model only"
+    assert (plan.stage("train").detail, plan.stage("train").cached) == ("step 1 of 2, 1 of 2 chunks done", False)
+    size = plan.disk.checkpoint_bytes
+    assert size is not None
+    assert 1_000 <= size < 10_000
+    assert plan.disk.needed_bytes == (plan.disk.num_checkpoints - 1) * size
+    assert at_start.checkpoint_bytes == checkpoint_bytes(count_parameters(config).trained)  # type: ignore[union-attr]
+    assert at_start.needed_bytes == at_start.num_checkpoints * at_start.checkpoint_bytes
+
+    commit(config, 2)
+    for name, step in (("before", 0), ("after", 1)):
+        judged = replace(result([problem(1, (1.0,))]), name=name, step=step, settings=config.validation.judging)
+        judged.write(layout.validation / f"{name}.json")
+    plan = make_plan(config)
+    assert (plan.stage("validate").detail, plan.stage("validate").cached) == ("before judged", False)
+    assert (plan.stage("train").detail, plan.stage("train").cached) == ("step 2 of 2, 2 of 2 chunks done", False)
+    assert plan.disk.needed_bytes == 0
+    replace(judged, step=2).write(layout.validation / "after.json")
+    with published_directory(layout.exported_model, {"kind": "model", "step": 2}) as folder:
+        (folder / "weights").write_text("x")
+    plan = make_plan(config)
+    assert (plan.stage("validate").detail, plan.stage("validate").cached) == ("before and after judged", True)
+    assert plan.stage("train").cached
+    assert not plan.stage("report").cached
+    (layout.exported_model / "weights").write_text("y")
+    detail = make_plan(config).stage("train").detail
+    assert detail.startswith(
+        f"step 2 of 2, 2 of 2 chunks done; the weights are exported again: {layout.exported_model}"
+    )
+    assert (layout.exported_model / "weights").read_text() == "y", "a plan sets nothing aside"
+
+    more = load(artifacts_root, "warm_start.enabled=false", "pass_rates.samples=4", "trainer.total_steps=3")
+    plan = make_plan(more)
+    assert [(chunk.start, chunk.stop, chunk.done) for chunk in plan.chunks] == [
+        (0, 1, True),
+        (1, 2, True),
+        (2, 3, False),
+    ]
+    assert plan.stage("validate").cached is False
+    fewer = load(artifacts_root, "warm_start.enabled=false", "pass_rates.samples=4", "trainer.total_steps=1")
+    with pytest.raises(CheckpointError, match="must be at least 2"):
+        make_plan(fewer)
+
+
+def test_adapters_are_counted_as_two_matrices_beside_each_target(tmp_path: Path) -> None:
+    tensors = {
+        "model.layers.0.self_attn.q_proj.weight": (6, 4),
+        "model.layers.0.self_attn.q_proj.bias": (6,),
+        "model.layers.0.mlp.up_proj.weight": (10, 4),
+        "model.norm.q_proj.weight": (4,),
+    }
+    lora = LoraConfig(rank=3, target_modules=("q_proj",))
+    assert plans._adapters(tensors, lora) == 3 * (6 + 4)
+    save_file({name: np.zeros(shape, np.float32) for name, shape in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "more.safetensors").write_bytes(b"torn")
+    assert plans._file_shapes(str(tmp_path)) == tensors
+    assert plans._file_shapes(str(tmp_path / "model.safetensors")) == {}
+    config = load(tmp_path)
+    for model, trained in (
+        ({"path": str(tmp_path)}, 24 + 6 + 40 + 4),
+        ({"path": str(tmp_path), "lora": lora}, 30),
+    ):
+        found = count_parameters(config.model_copy(update={"model": config.model.model_copy(update=model)}))
+        assert found is not None
+        assert (found.trained, found.policy) == (trained, 74)
+
+
+def test_adapters_of_a_published_shape_are_counted_by_it(tmp_path: Path) -> None:
+    name = "Qwen/Qwen2.5-0.5B"
+    config, lora = load(tmp_path), LoraConfig(rank=3)
+    shape = ModelShape.of_config(PUBLISHED[name])
+    model = config.model.model_copy(update={"path": name, "lora": lora})
+    found = count_parameters(config.model_copy(update={"model": model}))
+    assert found is not None
+    assert (found.trained, found.policy) == (shape.adapter_parameters(lora), shape.policy_parameters)
+
+
+def test_a_published_model_is_named_while_its_files_are_not_here(tmp_path: Path) -> None:
+    config = load(tmp_path)
+
+    def named(path: str | None) -> str | None:
+        model = config.model.model_copy(update={"path": path})
+        return plans._published_model(config.model_copy(update={"model": model}))
+
+    assert [named(path) for path in (None, "org/unknown", "Qwen/Qwen2.5-0.5B")] == [None, None, "Qwen/Qwen2.5-0.5B"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    assert named(str(tmp_path)) is None
+
+
+def test_pass_rates_wait_for_the_filter_and_say_whose_they_are(artifacts_root: Path) -> None:
+    config = load(artifacts_root, "pass_rates.samples=4", "pass_rates.keep=[0,0.9]")
+    stage = make_plan(config).stage("pass-rates")
+    assert (stage.detail, stage.fingerprint, stage.cached) == (
+        "4 answers to each training row, after the filter", None, False,
+    )  # fmt: skip
+    chain.make_rows(config, chain.look)
+    stage = make_plan(config).stage("pass-rates")
+    assert (stage.detail, stage.cached) == ("4 answers to each training row", False)
+    assert stage.fingerprint is not None
