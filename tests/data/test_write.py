@@ -72,6 +72,16 @@ def test_a_row_of_another_type_is_told_with_the_rows_of_its_group(
     told = "t: rows 2 to 3 of train do not all have the types of the first row (row 3 has the field 'sun', which the"
     with pytest.raises(DataError, match=f"^{re.escape(told)}"):
         write_splits(tmp_path, task, {}, ["train"])
+    for other in ("a text", [1], {"sum": {"sum": 1}}):
+        task = TaskRows("t", "math", "text", {"train": [row(1), Row((Message("user", "x"),), other)]})
+        with pytest.raises(DataError, match=r"^t: rows 0 to 1 of train do not all have the types of the first row"):
+            write_splits(tmp_path, task, {}, ["train"])
+    with pytest.raises(
+        DataError, match=r"^t: the task's rows have no split \['validation'\]; give both train and valid"
+    ):
+        write_splits(tmp_path, task, {})
+    with pytest.raises(DataError, match=r"^t: the train split has no row; raise data\.train_size or check the source$"):
+        write_splits(tmp_path, TaskRows("t", "math", "text", {"train": []}), {}, ["train"])
 
 
 def test_a_summary_has_the_quantiles_and_bins_of_equal_width() -> None:

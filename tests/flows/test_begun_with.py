@@ -1,6 +1,8 @@
 """A run that has begun is not gone on with by other code, on other data, from other weights, or to fewer steps."""
 
 import sys
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ from flows import chain
 from flows.plan.plan import make_plan
 from flows.sweep.record import committed
 from flows.work import stages
-from flows.work.open_run import open_run
+from flows.work.open_run import _changed_files, open_run, require_same_run
+from flows.work.protocol import Note
 from flows.work.results import committed_step
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
@@ -17,6 +20,7 @@ from rlcore.config import RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.fingerprint import settings_fingerprint
 from rlcore.errors import CheckpointError, DataError
+from rlcore.run.faults import fault_of, note_fault, read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.run.supervised import build_model
 from rlcore.user_code import code_of
@@ -174,3 +178,66 @@ def test_another_model_under_the_same_path_is_refused_by_its_content(
     layout.models_json.write_text("[]")
     with pytest.raises(DataError, match=r"models\.json: cannot be read .* delete it"):
         make_plan(config)
+
+
+def test_a_run_that_was_only_judged_is_kept_to_its_code_too_and_has_no_weights_to_fork(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    layout = RunLayout.of(config)
+    with open_run(config):
+        pass
+    layout.validation.mkdir()
+    (layout.validation / "before.json").touch()
+    require_same_run(config, layout)
+    (tmp_path / "mine_helper.py").write_text(HELPER.replace("isdigit", "isalpha"))
+    told = refused(config)
+    assert told.startswith(f"{layout.run_dir}: has begun with other code, data or models, so going on would be another")
+    assert told.endswith(
+        f"\nPut it back (the run's code lies in {layout.code}); or start another run by what is there now, from step "
+        "0, with a run_id of its own."
+    )
+    (layout.validation / "before.json").rename(layout.validation / "before.txt")
+    require_same_run(config, layout)
+
+
+def test_files_that_have_come_or_gone_are_named_with_their_digests(config: RunConfig, tmp_path: Path) -> None:
+    layout = begin(config)
+    (tmp_path / "mine_numbers.txt").write_text("7 6 5 4 3 2")
+    (line,) = _changed_files(config, layout)
+    now, then = (sha256(text.encode()).hexdigest()[:16] for text in ("7 6 5 4 3 2", "2 3 4 5 6 7"))
+    assert line == f"  mine_numbers.txt: {then} when the run's dataset was made, {now} now"
+    told = refused(config)
+    assert f"another run:\n{line}\nPut them back (data.revision names the commit of a hub dataset); or start" in told
+    layout.inputs_json.unlink()
+    assert _changed_files(config, layout) == []
+
+
+def test_what_is_heard_of_a_trainer_is_passed_on_inside_the_block_alone(config: RunConfig) -> None:
+    heard: list[object] = []
+    with open_run(config, ["millrace", "run"], "a title") as run:
+        assert (run.command, run.title, run.run_id, run.has_lineage) == (("millrace", "run"), "a title", "mine", False)
+        before = run.trainer.on_event, run.trainer.on_line, run.trainer.on_wait
+        with suppress(KeyError), run.heard_by(heard.append, heard.append, lambda: heard.append("waits")):
+            run.trainer.on_event(Note("a"))
+            run.trainer.on_line("b")
+            run.trainer.on_wait()
+            raise KeyError
+        assert (run.trainer.on_event, run.trainer.on_line, run.trainer.on_wait) == before
+    assert heard == [Note("a"), "b", "waits"]
+    with open_run(config) as run:
+        assert run.title == config.name
+    assert (run.layout.run_dir / "settings.yaml").read_text().count("run_id: mine\n") == 1
+
+
+def test_an_early_fault_is_noted_once(config: RunConfig) -> None:
+    layout = RunLayout.of(config)
+    with suppress(DataError), open_run(config):
+        note_fault(layout.run_dir, fault_of(DataError("of the trainer"), "gen", 0))
+        raise DataError("of the trainer")
+    assert [fault.phase for fault in read_faults(layout.run_dir)] == ["gen"]
+    with pytest.raises(DataError), open_run(config):
+        raise DataError("of the flow")
+    assert [(fault.phase, fault.message, fault.step) for fault in read_faults(layout.run_dir)] == [
+        ("gen", "of the trainer", 0),
+        ("", "of the flow", 0),
+    ]

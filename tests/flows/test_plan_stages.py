@@ -30,18 +30,15 @@ def load(root: Path, *overrides: str) -> RunConfig:
     return load_config(["experiment=debug", f"paths.root={root}", *overrides])
 
 
-def commit(config: RunConfig, *steps: int) -> None:
-    """Checkpoints of these steps, without the training."""
+def commit(config: RunConfig, step: int) -> None:
+    """A checkpoint of this step, without the training."""
     layout = RunLayout.of(config)
-    with open_run(config):
-        chain.make_rows(config, chain.look).inputs.write(layout)
-    for step in steps:
-        state = TrainerState(
-            step=step, policy_version=step, num_prompts_drawn=8, num_tokens=9, kl_coef=0.0,
-            settings_fingerprint=settings_fingerprint(config),
-        )  # fmt: skip
-        with CheckpointStore(layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
-            (folder / "weights").write_bytes(bytes(1_000))
+    state = TrainerState(
+        step=step, policy_version=step, num_prompts_drawn=8, num_tokens=9, kl_coef=0.0,
+        settings_fingerprint=settings_fingerprint(config),
+    )  # fmt: skip
+    with CheckpointStore(layout.checkpoints, config.checkpoint, config).writing(state, {}) as folder:
+        (folder / "weights").write_bytes(bytes(1_000))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +90,8 @@ def test_what_a_run_has_done_is_told_and_counts_no_more(artifacts_root: Path) ->
     config = load(artifacts_root, "checkpoint.reserve_gb=0", "warm_start.enabled=false", "pass_rates.samples=4")
     layout = RunLayout.of(config)
     at_start = make_plan(config).disk
+    with open_run(config):
+        chain.make_rows(config, chain.look).inputs.write(layout)
     commit(config, 1)
     plan = make_plan(config)
     assert plan.warm_start_memory is None
@@ -137,8 +136,14 @@ def test_what_a_run_has_done_is_told_and_counts_no_more(artifacts_root: Path) ->
     ]
     assert plan.stage("validate").cached is False
     fewer = load(artifacts_root, "warm_start.enabled=false", "pass_rates.samples=4", "trainer.total_steps=1")
-    with pytest.raises(CheckpointError, match="must be at least 2"):
+    run_id = layout.run_dir.name
+    with pytest.raises(CheckpointError) as told:
         make_plan(fewer)
+    assert str(told.value) == (
+        f"trainer.total_steps: must be at least 2, the steps that run {run_id} has already; got 1. Set it to 2 or "
+        f"more; or for fewer start another run, from these weights (--fork {run_id}@1) or from step 0, with another name or "
+        "run_id."
+    )
 
 
 def test_adapters_are_counted_as_two_matrices_beside_each_target(tmp_path: Path) -> None:
