@@ -132,3 +132,29 @@ def test_the_limit_of_length_is_exact():
 )
 def test_what_is_no_expression(text):
     assert evaluate(text) is None
+
+
+def test_each_operation_is_told_with_its_exact_result_in_the_order_of_the_computation() -> None:
+    for text, worked in (
+        ("2 - 5 * 3", "5 * 3 = 15, 2 - 15 = -13"),
+        ("7 / 2 / 3", "7 / 2 = 7/2, 7/2 / 3 = 7/6"),
+        ("8 / (3 - 8 / 3)", "8 / 3 = 8/3, 3 - 8/3 = 1/3, 8 / 1/3 = 24"),
+        ("1 / (2 - 2) + 0 * 3", "2 - 2 = 0, 1 / 0 = undefined, 0 * 3 = 0, undefined + 0 = undefined"),
+        ("4 - 3 - 2 + 1", "4 - 3 = 1, 1 - 2 = -1, -1 + 1 = 0"),
+        ("5", ""),
+    ):
+        found = evaluate(text)
+        assert found is not None
+        assert found.worked() == worked
+
+
+def test_brackets_stand_where_exact_arithmetic_needs_them_and_nowhere_else() -> None:
+    one, two, three = (Term(number, 3) for number in "123")
+    for left, right, texts in (
+        (join(one, "+", two), three, ["1 + 2 + 3", "1 + 2 - 3", "(1 + 2) * 3", "(1 + 2) / 3"]),
+        (join(one, "*", two), three, ["1 * 2 + 3", "1 * 2 - 3", "1 * 2 * 3", "1 * 2 / 3"]),
+        (one, join(two, "-", three), ["1 + 2 - 3", "1 - (2 - 3)", "1 * (2 - 3)", "1 / (2 - 3)"]),
+        (one, join(two, "/", three), ["1 + 2 / 3", "1 - 2 / 3", "1 * 2 / 3", "1 / (2 / 3)"]),
+    ):
+        assert [join(left, sign, right).text for sign in "+-*/"] == texts
+        assert [join(left, sign, right).precedence for sign in "+-*/"] == [1, 1, 2, 2]

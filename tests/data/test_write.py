@@ -150,7 +150,9 @@ def test_the_card_of_a_dataset_says_what_the_rows_are(tmp_path: Path) -> None:
         "inputs": {"train.jsonl": "0123", "test.jsonl": "4567"},
         "settings": {"größe": 3},
     }
-    task = TaskRows("t", "math", "chat", {"train": [row(1, difficulty=2)] * 1_200, "validation": [row(5)]})
+    task = TaskRows(
+        "t", "math", "chat", {"train": [row(1, difficulty=2)] * 1_200, "validation": [row(5, ability="größe")]}
+    )
     write_splits(tmp_path, task, document)
     write_dataset_card(tmp_path)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
@@ -168,6 +170,7 @@ def test_the_card_of_a_dataset_says_what_the_rows_are(tmp_path: Path) -> None:
         assert (name, end) == (split, "\n" if split == "train" else "")
         assert json.loads(shown)["reward_model"]["ground_truth"] == {"sum": number}
         assert shown.startswith('{\n  "data_source": "t",\n')
+    assert '"ability": "größe"' in second
     write_splits(tmp_path, task, document | {"inputs": {}})
     write_dataset_card(tmp_path)
     assert "Made from these files" not in (tmp_path / "README.md").read_text(encoding="utf-8")

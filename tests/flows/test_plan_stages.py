@@ -141,8 +141,8 @@ def test_what_a_run_has_done_is_told_and_counts_no_more(artifacts_root: Path) ->
         make_plan(fewer)
     assert str(told.value) == (
         f"trainer.total_steps: must be at least 2, the steps that run {run_id} has already; got 1. Set it to 2 or "
-        f"more; or for fewer start another run, from these weights (--fork {run_id}@1) or from step 0, with another name or "
-        "run_id."
+        f"more; or for fewer start another run, from these weights (--fork {run_id}@1) or from step 0, with another "
+        "name or run_id."
     )
 
 
