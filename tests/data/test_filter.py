@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from data import filter as filter_module
-from data.filter import filter_dataset
+from data.filter import SuiteWatch, filter_dataset
 from data.rows import Message, Row, TaskRows
-from data.schema import read_batches
+from data.schema import provenance, read_batches
 from data.tasks import build_dataset, dataset_fingerprint
 from data.tokenizer import PieceEncoder, PromptTokenizer, tokenizer_fingerprint
 from data.write import write_splits
@@ -539,3 +539,64 @@ def test_training_rows_of_a_suite_are_told_or_dropped(chat_tokenizer, artifacts_
     kept = pq.read_table(found.directory / "train.parquet").to_pylist()
     wanted = [text for text, which in zip(texts, expected, strict=True) if way != "drop" or which is None]
     assert [row["prompt"][0]["content"] for row in kept] == wanted
+
+
+def test_words_that_most_problems_of_a_suite_share_say_nothing(tmp_path):
+    def suite(name, texts):
+        (tmp_path / name).mkdir()
+        prompts = [[{"role": "user", "content": text}, {"role": "user", "content": None}] for text in texts]
+        pq.write_table(pa.table({"prompt": prompts}), tmp_path / name / "validation.parquet")
+        return tmp_path / name
+
+    def words(start):
+        return " ".join(f"w{number}" for number in range(start, start + 13))
+
+    texts = [*[f"{words(0)} a{n}" for n in range(10)], *[f"{words(100)} b{n}" for n in range(11)], words(200)]
+    watch = SuiteWatch({"many": suite("many", texts), "few": suite("few", [words(300), words(300) + " x", words(400)])})
+    assert watch
+    assert watch.find(f"{words(0)} a3\n") == ("many", "exact")
+    assert watch.find(f"before {words(0).upper()}, after") == ("many", "13-gram")
+    assert watch.find(f"before {words(100)} after") is None, "eleven share it"
+    assert watch.find(f"{words(200)}?") == ("many", "13-gram")
+    assert watch.find(" ".join(words(200).split()[:12])) is None
+    assert watch.find(words(300) + " y") is None, "more than half of a small suite share it"
+    assert watch.find(words(400) + " y") == ("few", "13-gram")
+    one = SuiteWatch({"one": suite("one", [words(500)])})
+    assert one.find(words(500) + " y") == ("one", "13-gram")
+    assert not SuiteWatch({})
+
+
+def test_progress_is_told_after_each_batch_and_plots_have_the_limit(
+    chat_tokenizer, artifacts_root, tmp_path, monkeypatch
+):
+    settings = written(tmp_path, rows(70), rows(7, split="validation"))
+    dataset = build_dataset(settings, seed=1, root=artifacts_root)
+    monkeypatch.setattr(filter_module, "ROWS_PER_GROUP", 32)
+    seen = []
+    config = FilterConfig(max_prompt_tokens=4_096)
+    found = filter_dataset(
+        dataset.directory, chat_tokenizer, config, root=tmp_path, on_progress=lambda *told: seen.append(told)
+    )
+    assert seen == [("validation", 7, 7), ("train", 32, 70), ("train", 64, 70), ("train", 70, 70)]
+    assert not found.cached
+    document = provenance(found.directory / "train.parquet")
+    assert (document["split"], document["counts"]) == ("train", {"train": 70})
+    assert document["fingerprint"] == found.fingerprint
+    again = filter_dataset(dataset.directory, chat_tokenizer, config, root=tmp_path)
+    assert (again.cached, again.counts) == (True, found.counts)
+
+
+def test_a_split_that_loses_all_of_its_rows_is_told_with_the_reasons(chat_tokenizer, artifacts_root, tmp_path):
+    settings = written(tmp_path, rows(3), rows(2, split="validation"))
+    with pytest.raises(DataError) as told:
+        filtered(settings, chat_tokenizer, artifacts_root, max_prompt_tokens=1)
+    (dataset,) = (artifacts_root / "datasets").glob("*/")
+    assert str(told.value) == (
+        f"{dataset}/validation.parquet: no row is left after the filter (2 overlong). Raise filter.max_prompt_tokens "
+        "(now 1), or check the dataset"
+    )
+    nothing = tmp_path / "nothing"
+    with pytest.raises(
+        DataError, match=rf"^{nothing}: is no finished dataset \(no manifest\.json\); make it with `mill"
+    ):
+        filter_dataset(nothing, chat_tokenizer, FilterConfig(), root=artifacts_root)

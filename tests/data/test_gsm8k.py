@@ -6,7 +6,7 @@ import random
 import pytest
 
 import data
-from data.gsm8k import reference_number, score, score_numeric
+from data.gsm8k import final_number, only_number, reference_number, score, score_numeric
 from rlcore.config import Gsm8kData
 from rlcore.errors import DataError
 from rlcore.evaluation.result import Answer, ProblemResult, per_problem
@@ -30,6 +30,9 @@ HUNDRED = {"answer": "1000"}
         ("it is 1000 of 2000", 0, 0, 0),
         ("#### -1000", 0, 0, 1),
         ("#### 1000" + " and more" * 50, 0, 1, 0),
+        ("#### 1000\n" + "x" * 290, 1, 1, 1),
+        ("#### 1000\n" + "x" * 291, 0, 1, 0),
+        ("x" * 400 + " 1000", 0, 1, 0),
         ("#### ", 0, 0, 0),
         ("#### ,", 0, 0, 1),
         ("", 0, 0, 0),
@@ -174,3 +177,44 @@ def test_a_hub_dataset_that_cannot_be_had_is_a_clear_error(artifacts_root):
 @pytest.mark.parametrize(("answer", "number"), [("#### 18", "18"), ("x\n#### -1,234 ", "-1234"), ("#### 2.5", "2.5")])
 def test_reference_numbers(answer, number):
     assert reference_number(answer, "here") == number
+
+
+def test_a_word_that_the_limit_cuts_is_no_number():
+    found = [
+        final_number(text, within) for text, within in (("118", 3), ("118", 2), ("18", 2), (" 18", 2), ("a 18", 3))
+    ]
+    assert found == [118, None, 18, 18, 18]
+    assert final_number("7. Then some words", 300) == 7
+    assert final_number("it is 7 or so", 300) is None
+    assert final_number("no digits", 300) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("9 * 18", None),
+        ("9* 18", None),
+        ("= - 18", None),
+        ("= 18", 18),
+        ("- 18", None),
+        ("so - 18", 18),
+        ("18 *", None),
+        ("18 * 2", None),
+        ("18 eggs", 18),
+        ("18m", None),
+        ("18km", 18),
+        ("minus 18", None),
+        ("not 18", None),
+        ("18 or so", None),
+        ("half of 18", None),
+        ("(18)", 18),
+        ("18%", 18),
+        ("1,018.5", 1018.5),
+        ("10,18", None),
+        ("eggs: 18", 18),
+        ("18:30", None),
+        ("18 \u00bd", None),
+    ],
+)
+def test_a_number_stands_alone_or_is_none(line, number):
+    assert only_number(line) == number

@@ -49,6 +49,8 @@ def test_a_folder_has_a_split_as_lines_or_as_parquet_files_in_their_order(tmp_pa
         "b": (tmp_path / "b.jsonl",),
     }
     assert digests(str(tmp_path), ["b", "ab"]).keys() == {"b.jsonl", "ab.jsonl"}
+    for subset, named in (("main", "owner/name/main"), ("", "owner/name")):
+        assert digests("owner/name", ["a"], subset, "a" * 40) == {"hub": named, "commit": "a" * 40}
     with pytest.raises(DataError) as error:
         local_files(str(tmp_path), ["c", "a", "d"])
     assert str(error.value) == (
@@ -136,6 +138,10 @@ def test_rows_of_parquet_files_are_as_they_are_and_broken_ones_told_by_their_num
     ]
     assert parquet_rows(settings.model_copy(update={"template": "chat"}), 0).prompt_form == "chat"
     for broken, told in (
+        (
+            {"prompt": [{"role": "user", "content": "x"}, None]},
+            "row 1: prompt must be messages with role and content, ",
+        ),
         ({"prompt": []}, "row 1: prompt must be messages with role and content, got []; repair it"),
         ({"prompt": [{"role": "", "content": "x"}]}, "row 1: prompt must be messages with role and content, got [{"),
         ({"prompt": [{"role": "user", "content": None}]}, "row 1: prompt must be messages with role and content, got"),
