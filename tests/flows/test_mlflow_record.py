@@ -55,7 +55,10 @@ AWAY = ("tracking.uri=oddsql://host/runs",)
 """A store of a kind that is not installed here: it fails at once."""
 
 
-def test_nothing_is_sent_where_nobody_wants_it_or_mlflow_has_all_of_it(artifacts_root: Path) -> None:
+def test_nothing_is_sent_where_nobody_wants_it_or_mlflow_has_all_of_it(
+    artifacts_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="flows.work.mlflow_record")
     paths = f"paths.root={artifacts_root}"
     silent = load_config(["experiment=debug", paths, "tracking.enabled=false"])
     with open_run(silent, ()) as run, MlflowRecord(run, {}) as record:
@@ -69,7 +72,10 @@ def test_nothing_is_sent_where_nobody_wants_it_or_mlflow_has_all_of_it(artifacts
             assert run.shown.mlflow_page == "http://page"
             record.start(ROWS, ROWS)
             assert record.finish(None, LAST, BEST) == known
+    with suppress(ModelError), open_run(silent, ()) as run, MlflowRecord(run, {}):
+        raise ModelError("no such model")
     assert list(artifacts_root.glob("*.db")) == []
+    assert [one for one in caplog.messages if "MLflow" in one] == []
 
 
 def test_a_store_that_takes_nothing_is_a_line_for_each_part_and_ends_no_run(
