@@ -128,6 +128,26 @@ def test_a_request_is_refused_from_the_first_problem_that_does_not_exist() -> No
     require_enough(one_target.model_copy(update={"train_size": 450_000}), 7)
 
 
+def test_splits_that_share_no_numbers_may_leave_too_few_problems() -> None:
+    one = LOW.model_copy(update={"number_low": 2, "number_high": 2, "train_size": 1, "validation_size": 1})
+    with pytest.raises(DataError) as told:
+        generate(one, 7)
+    assert str(told.value) == (
+        "data.validation_size: 1 asked for, but the splits, which share no multiset of numbers, leave 0. Ask for "
+        "fewer, or widen the ranges of numbers and targets"
+    )
+    with pytest.raises(DataError) as told:
+        generate(LOW.model_copy(update={"number_high": 2_000_000, "max_numbers": 4, "operations": ()}), 7)
+    assert str(told.value) == (
+        "data.number_high must be at most 32767 with 4 numbers, got 2000000; data.operations must name at least one "
+        "operation"
+    )
+    countdown_problems._require_sound(LOW.model_copy(update={"number_high": 32_767, "max_numbers": 4}))
+    with pytest.raises(DataError, match=r"at most 32767 with 4 numbers, got 32768$"):
+        countdown_problems._require_sound(LOW.model_copy(update={"number_high": 32_768, "max_numbers": 4}))
+    countdown_problems._require_sound(LOW.model_copy(update={"number_low": 6, "target_low": 30}))
+
+
 def test_a_drawn_space_is_used_up_where_hardly_a_draw_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(countdown_problems, "CHUNK", 32)
     monkeypatch.setattr(countdown_problems, "_DISTRACTOR_TRIES", 1)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from data import StageResult
+from flows.parameters import MLFLOW_PAGE
 from flows.work import mlflow_record, stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import open_run
@@ -46,6 +47,14 @@ def test_a_run_that_ends_before_its_first_step_is_not_running_for_ever(
             ("training", "countdown filtered", filtered.fingerprint),
             ("validation", "countdown held-out", filtered.fingerprint),
         }
+        assert f"/runs/{known.mlflow_run_id}" in known.url
+        assert known.ui_command == f"mlflow ui --backend-store-uri sqlite:///{artifacts_root}/mlflow.db"
+        assert run.shown.mlflow_page == known.url
+    shown = mlflow_record.Page(run, MlflowStore(config.tracking, artifacts_root), "7")
+    monkeypatch.setenv(MLFLOW_PAGE, "http://stack")
+    located = mlflow_record._located(known, shown)
+    assert (located.url.partition("/#")[0], located.ui_command) == ("http://stack", "")
+    assert (located.mlflow_run_id, located.settings) == ("7", known.settings)
 
 
 HERE = Path("here")

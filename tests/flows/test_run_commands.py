@@ -20,20 +20,20 @@ from flows.commands.runs import logs, stop
 from flows.stack.state import FLOW_RUN
 from flows.work.open_run import FLOW_LOCK, STOP_FILE, note_told, open_run
 from flows.work.results import settings_text
-from flows.work.runs import all_runs, compare, named_run, named_runs, prune
+from flows.work.runs import Outcome, all_runs, collect_garbage, compare, named_run, named_runs, prune, sync
 from flows.work.stages import write_report
 from flows.work.status import status_of
 from flows.work.trainer import MAX_READ_BYTES
 from rlcore.answers.query import Query, find_answers
-from rlcore.config import RunConfig
+from rlcore.config import RunConfig, TrackingConfig
 from rlcore.config.compose import load_config
-from rlcore.errors import DataError, RunInUseError, StopRequestedError
+from rlcore.errors import DataError, RunInUseError, StopRequestedError, TrackingError
 from rlcore.run.disk import GOES_ON, PAUSED
 from rlcore.run.faults import fault_of, note_fault, read_faults
 from rlcore.run.layout import RunLayout
 from rlcore.storage.locks import HeldLock, Holder, holder_of, read_holder
 from rlcore.tracking.attempts import ATTEMPTS_FILE, Attempt, AttemptLog, Destination, Finish, Owner
-from rlcore.tracking.delivery import STATE_FILE
+from rlcore.tracking.delivery import STATE_FILE, delivery_lock
 from rlcore.tracking.journal import Journal
 from tests.flows.conftest import REPOSITORY, Millrace, ended, wait_until
 from tests.report.runs import write_run
@@ -333,6 +333,24 @@ def test_a_comparison_lies_under_the_root_that_is_given_and_makes_no_store(
     (tmp_path / "here" / "mlflow.db").touch()
     assert compare(folders, tmp_path / "here").mlflow_page == ""
     assert caplog.messages[-1].endswith(f"is not in the MLflow store of {tmp_path / 'here'}")
+
+
+def test_garbage_that_cannot_be_looked_for_is_an_error(tmp_path: Path) -> None:
+    tracking = TrackingConfig(uri="oddsql://host/runs")
+    with pytest.raises(TrackingError, match=r"^garbage cannot be looked for: tracking\.uri oddsql://host/runs: "):
+        collect_garbage(tmp_path, tracking, dry_run=True)
+
+
+def test_a_run_that_another_process_delivers_is_left_to_it(layout: RunLayout) -> None:
+    begin(layout)
+    name = layout.run_dir.name
+    with delivery_lock(layout.run_dir):
+        assert sync(layout.run_dir, "oddsql://host/runs") == Outcome(
+            name, "is being delivered by another process", ok=True
+        )
+    told = sync(layout.run_dir, "oddsql://host/runs")
+    assert (told.run, told.ok) == (name, False)
+    assert told.text.startswith(f"{layout.run_dir}: not delivered: tracking.uri oddsql://host/runs: ")
 
 
 @pytest.mark.slow
