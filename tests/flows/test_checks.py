@@ -14,13 +14,14 @@ from flows.plan.checks import (
     _try_tokenizer,
     check_before_plan,
     check_before_start,
+    check_evaluation,
     check_rows,
     of_the_judge,
     require_root,
 )
 from flows.plan.plan import make_plan
 from flows.work.slots import Slots
-from rlcore.config import RunConfig, ScratchModel
+from rlcore.config import RunConfig, ScratchModel, SuiteConfig
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError, DiskSpaceError
 from rlcore.models.tokenizer import build_scratch_tokenizer
@@ -149,3 +150,28 @@ def test_the_users_functions_are_looked_for_before_the_plan(config: RunConfig) -
     episode = config.episode.model_copy(update={"tools": ("no_such_module:tool",)})
     with pytest.raises(ConfigError, match=r"^episode\.tools: "):
         check_before_plan(config.model_copy(update={"episode": episode}))
+
+
+def test_an_evaluation_needs_a_device_and_the_functions_of_its_suites(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_evaluation(config)
+    data = config.data.model_copy(update={"scorer": "no_such_module:score"})
+    validation = config.validation.model_copy(update={"suites": (SuiteConfig(name="sums", data=data),)})
+    with pytest.raises(ConfigError, match=r"^data\.scorer: "):
+        check_evaluation(config.model_copy(update={"validation": validation}))
+    monkeypatch.setattr(checks, "first_gpu", lambda: None)
+    monkeypatch.setattr(checks, "GPU_FILES", ("no-such-device*",))
+    runtime = config.runtime.model_copy(update={"device": "cuda"})
+    with pytest.raises(ConfigError, match="got cuda, and this machine shows none"):
+        check_evaluation(config.model_copy(update={"runtime": runtime}))
+
+
+def test_a_cluster_is_asked_for_by_runs_of_the_cluster_alone(config: RunConfig) -> None:
+    def require(backend: str) -> None:
+        runtime = config.runtime.model_copy(update={"backend": backend, "ray_address": "127.0.0.1:9"})
+        checks._require_machine(config.model_copy(update={"runtime": runtime}))
+
+    require("local")
+    with pytest.raises(ConfigError, match=r"runtime\.ray_address"):
+        require("ray")
