@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import data
 from data.custom import FirstRow, digests_of, first_row, keep_reads, known_reads, recorded_reads, require_sound_rows
 from data.number_guessing import Game
 from data.reasoning_gym import score
-from data.tasks import build_dataset, input_digests, inputs_of
-from rlcore.config import CountdownData, CustomData, MappedData
+from data.tasks import build_dataset, dataset_directory, dataset_fingerprint, input_digests, inputs_of
+from rlcore.config import CountdownData, CustomData, MappedData, MixtureData, MixturePart
 from rlcore.errors import DataError
 
 
@@ -126,3 +127,34 @@ def test_a_game_tells_whether_the_number_is_higher_or_lower() -> None:
 def test_an_answer_without_tags_is_worth_nothing_in_a_task_of_the_package() -> None:
     found = score("17 <answer>17", {"task": "chain_sum", "entry": "{}"})
     assert (found.total, found.parts, found.said) == (0.0, {"correct": 0.0, "format": 0.0}, None)
+
+
+def test_the_files_of_a_mixture_are_named_by_part(mapped: MappedData, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    named = input_digests(mapped, root)
+    assert named.keys() == {"train.jsonl", "test.jsonl"}
+    other = CountdownData(min_numbers=2, max_numbers=2, number_high=9, target_high=9, train_size=9, validation_size=3)
+    mixture = MixtureData(parts=(MixturePart(data=other), MixturePart(data=mapped)))
+    by_part = {f"part 1: {name}": digest for name, digest in named.items()}
+    assert input_digests(mixture, root) == by_part
+    made = build_dataset(mixture, seed=1, root=root)
+    assert inputs_of(made.directory) == by_part
+    assert made.counts == {"train": 12, "validation": 5}
+    assert build_dataset(mixture, seed=1, root=root).cached
+    assert inputs_of(root) == {}
+
+
+def test_a_suites_dataset_is_another_one_with_its_held_out_rows_alone(mapped: MappedData, tmp_path: Path) -> None:
+    whole = dataset_fingerprint(mapped, 1, tmp_path)
+    assert dataset_fingerprint(mapped, 2, tmp_path) == whole, "no row of it is drawn"
+    assert dataset_fingerprint(mapped, 1, tmp_path, ("train", "validation")) == whole
+    made = build_dataset(mapped, seed=1, root=tmp_path, splits=("validation",))
+    assert made.fingerprint == dataset_fingerprint(mapped, 1, tmp_path, ("validation",)) != whole
+    assert (made.counts, made.directory) == ({"validation": 2}, dataset_directory(made.fingerprint, tmp_path))
+    assert sorted(path.name for path in made.directory.glob("*.parquet")) == ["validation.parquet"]
+
+
+def test_the_package_names_what_it_offers_and_nothing_else() -> None:
+    assert data.build_dataset is build_dataset
+    with pytest.raises(AttributeError, match=r"^module 'data' has no attribute 'nothing'$"):
+        _ = data.nothing
