@@ -1,6 +1,7 @@
 """What the plan says of each stage: how far it is, what it depends on, and what it will take."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from flows import chain
 from flows.plan import plan as plans
 from flows.plan.plan import TokenBudget, count_parameters, make_plan
 from flows.work.open_run import open_run
+from flows.work.results import report_fingerprint
 from rlcore.checkpoint.state import TrainerState
 from rlcore.checkpoint.store import CheckpointStore
 from rlcore.config import LoraConfig, RunConfig, WarmStartConfig
@@ -22,7 +24,7 @@ from rlcore.errors import CheckpointError
 from rlcore.models.shape import ModelShape
 from rlcore.run.layout import RunLayout
 from rlcore.storage.disk import checkpoint_bytes
-from rlcore.storage.publish import published_directory
+from rlcore.storage.publish import published_directory, write_json_atomically
 from tests.evaluation.results import problem, result
 
 
@@ -201,3 +203,26 @@ def test_pass_rates_wait_for_the_filter_and_say_whose_they_are(artifacts_root: P
     stage = make_plan(config).stage("pass-rates")
     assert (stage.detail, stage.cached) == ("4 answers to each training row", False)
     assert stage.fingerprint is not None
+    shutil.rmtree(artifacts_root / "filtered")
+    stage = make_plan(config).stage("pass-rates")
+    assert (stage.detail, stage.fingerprint) == ("4 answers to each training row, after the filter", None)
+
+
+def test_a_run_at_its_end_needs_no_room_for_checkpoints(artifacts_root: Path) -> None:
+    config = load(artifacts_root, "checkpoint.reserve_gb=0", "warm_start.enabled=false")
+    with open_run(config):
+        commit(config, 2)
+    disk = make_plan(config).disk
+    assert (disk.needed_bytes, disk.num_checkpoints > 1) == (0, True)
+
+
+def test_a_report_counts_once_all_before_it_is_done(artifacts_root: Path) -> None:
+    config = load(artifacts_root)
+    layout, stages = RunLayout.of(config), list(make_plan(config).stages[:-1])
+    (layout.run_dir / "report").mkdir(parents=True)
+    (layout.run_dir / "report" / "report.html").touch()
+    known = {"fingerprint": report_fingerprint(layout), "html": "report.html"}
+    write_json_atomically(layout.run_dir / "report" / "source.json", known)
+    assert not plans._report(layout, stages).cached
+    done = plans._report(layout, [replace(stage, cached=True) for stage in stages])
+    assert (done.cached, done.fingerprint) == (True, known["fingerprint"])
