@@ -110,3 +110,16 @@ def test_a_template_without_tools_or_for_chats_that_is_missing_is_told(
         f"{thinks}: its chat template does not read deep, thinks (data.chat_template_kwargs), only depth, think. "
         "Correct the name or leave it out, or put a chat_template.jinja that reads it beside the tokenizer"
     )
+
+
+def test_no_text_is_cut_or_filled_up_and_plain_text_has_no_template_to_read_names(
+    trained_bpe: Tokenizer, tmp_path: Path
+) -> None:
+    core = Tokenizer.from_str(trained_bpe.to_str())
+    texts = ["a", "a b c d e f g"]
+    expected = encode_whole(core, texts)
+    core.enable_truncation(2)
+    core.enable_padding(length=4)
+    found = load_tokenizer(saved(core, tmp_path, chat_template=None))
+    assert encode_whole(found.backend_tokenizer, texts) == expected
+    assert PromptTokenizer(tmp_path, chat=False, chat_template_kwargs={"deep": 1}).texts([[]]) == [""]
