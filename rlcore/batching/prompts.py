@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -122,7 +123,8 @@ def _fits(found: pa.DataType, kind: str) -> bool:
     return bool(pa.types.is_string(found) or pa.types.is_large_string(found))
 
 
-def _field(extra: pa.StructArray, name: str, parquet: Path) -> list[int]:
+def _field(extra: pa.StructArray, name: str, parquet: Path) -> list[Any]:
+    """A field of each row: a whole number, or None where the row has none."""
     if extra.type.get_field_index(name) < 0:
         raise DataError(f"{parquet}: column extra_info.{name}: expected integer, got nothing. {_REMEDY}")
     return list(extra.field(name).to_pylist())
