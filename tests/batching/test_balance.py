@@ -314,6 +314,10 @@ def test_parts_are_pinned() -> None:
     assert partition(lengths, 3) == [[0], [1, 3, 4, 8, 11], [2, 5, 6, 7, 9, 10]]
     assert partition(lengths, 3, equal_counts=True) == [[0, 1, 5, 9], [2, 3, 4, 8], [6, 7, 10, 11]]
     assert partition(lengths, 4, equal_counts=True) == [[0, 1, 9], [4, 10, 11], [3, 5, 7], [2, 6, 8]]
+    near = [147, 771, 242, 816, 235, 72, 472, 105, 302, 644, 416, 283, 69, 192, 95, 764, 352, 473, 605, 306, 129, 183]
+    assert partition([*near, 183, 101], 4, equal_counts=True) == [
+        [9, 13, 14, 16, 18, 23], [1, 2, 6, 12, 19, 20], [0, 3, 4, 5, 8, 10], [7, 11, 15, 17, 21, 22]
+    ], "exchanges end where the heaviest part is a thousandth over the mean"  # fmt: skip
     assert partition([5] * 6, 3) == [[1, 3], [2, 4], [0, 5]]
     assert partition([3, 1, 2], 1) == [[0, 1, 2]]
 

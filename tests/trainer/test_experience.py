@@ -14,7 +14,7 @@ from rlcore.config import PassRatesConfig, RunConfig
 from rlcore.config.compose import load_config
 from rlcore.config.rollout import SamplingConfig
 from rlcore.errors import UnscoredError
-from rlcore.rollout.engine import SamplingRequest
+from rlcore.rollout.engine import TRAINING_STREAM, SamplingRequest, answer_seed
 from rlcore.trainer.clock import PhaseClock
 from rlcore.trainer.experience import (
     Answerer,
@@ -96,7 +96,9 @@ def test_groups_that_teach_nothing_are_replaced_as_often_as_allowed(
     found = ExperienceCollector(answerer, InOrder(PROMPTS, seed=1)).collect(START, PhaseClock())
     assert [[request.prompt.prompt_id for request in asked[::2]] for asked in answerer.asked] == rounds
     seeds = [request.seed for asked in answerer.asked for request in asked]
-    assert len(set(seeds)) == len(seeds), "no two answers of a step draw alike"
+    places = [(group, sample) for group in range(len(seeds) // 2) for sample in (0, 1)]
+    run_seed = answerer.config.seed
+    assert seeds == [answer_seed(run_seed, TRAINING_STREAM, 5, *place) for place in places], "of the fifth step"
     assert [text for text in found.texts] == [f"{number}.{sample}" for number in texts for sample in (0, 1)]
     assert [one.prompt.prompt_id for one in found.rollouts[::2]] == texts
     assert [score.total for score in found.scores] == [total or 0.0 for number in texts for total in totals[number]]
@@ -158,11 +160,14 @@ def test_every_group_counts_for_its_row_kept_or_not() -> None:
     totals: list[Sequence[float | None]] = [EQUAL, LOST, TEACHES, (1.0, None), TEACHES, TEACHES]
     answerer = Written(config_of(*DYNAMIC), dict.fromkeys(range(12), LOST) | dict(enumerate(totals)))
 
+    weighed: list[list[float]] = []
+
     class Unweighed(InOrder):
         def weigh(self, weights: np.ndarray) -> None:
-            assert weights.tolist() == [1.0] * 12
+            weighed.append(weights.tolist())
 
     found = ExperienceCollector(answerer, Unweighed(PROMPTS, seed=1), counted).collect(START, PhaseClock())
+    assert weighed == [[1.0] * 12], "once a step"
     after = PassCounts.read(found.pass_counts, 12)
     assert after.samples.tolist() == [2, 0, 2, 1, 2, 2, *[0] * 6]
     assert after.passes.tolist() == [2, 0, 1, 1, 1, 1, *[0] * 6]

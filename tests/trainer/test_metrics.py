@@ -48,8 +48,9 @@ SCORES = (
 HALF, QUARTER = math.log(0.5), math.log(0.25)
 
 
-def config_of(*overrides: str) -> RunConfig:
-    return load_config(["experiment=debug", "filter.max_prompt_tokens=3", "rollout.max_response_tokens=3", *overrides])
+def config_of(*overrides: str, answer: int = 3) -> RunConfig:
+    words = ["filter.max_prompt_tokens=3", f"rollout.max_response_tokens={answer}"]
+    return load_config(["experiment=debug", *words, *overrides])
 
 
 def experience() -> Experience:
@@ -85,6 +86,8 @@ def test_an_answer_is_clipped_that_ended_at_the_limit_and_is_as_long() -> None:
         "response_length/min": 1.0,
         "response_length/clip_ratio": 0.25,
     }
+    shorter = length_metrics(config_of(answer=2), experience())
+    assert shorter["response_length/clip_ratio"] == 0.5
     rollouts = experience().rollouts
     sampled = (replace(rollouts[0], is_sampled=np.array([True, False, False])), *rollouts[1:])
     read = length_metrics(config_of(), replace(experience(), rollouts=sampled))
@@ -210,7 +213,7 @@ def test_memory_is_that_of_the_rank_with_most_and_passes_done_again_are_added_up
         "perf/max_memory_reserved_gb": 3.0,
         "perf/num_passes_redone": 3.0,
     }
-    assert memory_metrics([MemoryPeak(0.0, 0.0, 0)] * 2) == {}
+    assert memory_metrics([MemoryPeak(0.0, 0.0, 0)]) == {}
 
 
 def test_only_another_engine_than_the_trainers_own_model_has_a_distance() -> None:

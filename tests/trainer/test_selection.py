@@ -35,15 +35,16 @@ def num_out(found: TrainBatch, packed: PackedBatch) -> int:
     return int((packed.loss_mask & (found.importance_weights == 0)).sum())
 
 
-def test_the_tokens_of_the_highest_entropy_are_those_of_each_mini_batch() -> None:
+@pytest.mark.parametrize("share", [0.2, 1 / 3, 0.5])
+def test_the_tokens_of_the_highest_entropy_are_those_of_each_mini_batch(share: float) -> None:
     batch, entropy = made()
-    found = with_selection(settings(f"{TWO_HALVES} algo.top_entropy=0.2"), batch, entropy, num_finished=0)
+    found = with_selection(settings(f"{TWO_HALVES} algo.top_entropy={share}"), batch, entropy, num_finished=0)
     for half in HALVES:
         tokens = token_indices(batch.packed.cu_seqlens, half)
         mask = batch.packed.loss_mask[tokens]
         weights, entropies = found.importance_weights[tokens], entropy[tokens]
         kept = weights[mask] != 0
-        assert int(kept.sum()) == math.ceil(0.2 * int(mask.sum()))
+        assert int(kept.sum()) == math.ceil(share * int(mask.sum()))
         assert entropies[mask][kept].min() > entropies[mask][~kept].max()
         assert set(weights.tolist()) == {0.0, 2.0}
     assert torch.equal(found.packed.loss_mask, batch.packed.loss_mask)  # the denominators are those of all tokens

@@ -25,11 +25,10 @@ AGAIN = Shortage("a pass", 1, 2, 2, "no room")
 
 
 class Ranks:
-    """Two ranks that count the tokens with a loss they are given, in place of learning from them."""
+    """Ranks that count the tokens with a loss they are given, in place of learning from them."""
 
-    world_size = 2
-
-    def __init__(self, *, fails: bool = False) -> None:
+    def __init__(self, *, fails: bool = False, world_size: int = 2) -> None:
+        self.world_size = world_size
         self.fails = fails
         self.asked: list[tuple[PackedBatch, tuple[Any, ...]]] = []
 
@@ -98,6 +97,11 @@ def test_what_fills_up_the_ranks_counts_nowhere() -> None:
     assert found == {"sft/held_out_loss": 3.0, "sft/held_out_accuracy": 0.25}
     assert [packed.num_sequences for packed, _ in group.asked] == [2, 2]
     assert sum(packed.num_loss_tokens for packed, _ in group.asked) == 2 + 3 + 1
+    assert sum(packed.num_tokens for packed, _ in group.asked) == 4 + 5 + 3 + 3
+    three = Ranks(world_size=3)
+    trainer(three).held_out(DEMONSTRATIONS)
+    assert [packed.num_sequences for packed, _ in three.asked] == [2, 2, 2]
+    assert sum(packed.num_loss_tokens for packed, _ in three.asked) == 10
     even = Ranks()
     trainer(even).held_out(DEMONSTRATIONS)
     assert sum(packed.num_loss_tokens for packed, _ in even.asked) == 10

@@ -99,6 +99,7 @@ def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
 def test_a_free_address_is_one_that_can_be_listened_at() -> None:
     scheme, host, port = free_address().replace("//", "").split(":")
     assert (scheme, host) == ("tcp", "127.0.0.1")
+    assert int(port) > 0
     with socket.create_server((host, int(port))):
         pass
     assert free_address("127.0.0.2").startswith("tcp://127.0.0.2:")
@@ -125,5 +126,14 @@ def test_ranks_that_meet_on_loopback_listen_nowhere_else(tmp_path: Path, monkeyp
         assert dist.get_world_size() == 1
     finally:
         dist.destroy_process_group()
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    join_ranks(free_address(), rank=0, world_size=1, device=cpu)
+    dist.destroy_process_group()
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    join_ranks(free_address().replace("127.0.0.1", "localhost"), rank=0, world_size=1, device=cpu)
+    dist.destroy_process_group()
+    assert "NCCL_SOCKET_IFNAME" not in os.environ, "by its name it may be another machine"
     assert on_all_ranks(True, world_size=1, device=cpu)
     assert not on_all_ranks(False, world_size=1, device=cpu)
