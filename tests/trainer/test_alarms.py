@@ -236,7 +236,8 @@ def test_what_is_beyond_its_bound_alarms_with_value_and_bound_and_what_is_at_it_
         less = load_config(["experiment=debug", f"paths.root={root}", *own])
         found = step_alarms(less, updated(4.03125, 0.46875, 2.015625), None, HandOver(9.0, "doubtful"))
         assert found == tuple(alarm for alarm in beyond if alarm.name != name)
-    assert step_alarms(config, Update(), None, HandOver(0.0)) == ()
+    low = load_config(["experiment=debug", f"paths.root={root}", "alarms.grad_norm_above=0.5"])
+    assert step_alarms(low, Update(), None, HandOver(0.0)) == (), "no step, no norm"
     failed = Update(failure=NonFiniteError("no number"))
     stopped = load_config(["experiment=debug", f"paths.root={root}", "alarms.non_finite=roll_back"])
     assert step_alarms(stopped, failed, None, HandOver(0.0)) == (Alarm("non_finite", "roll_back", "no number"),)

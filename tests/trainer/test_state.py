@@ -98,11 +98,11 @@ def test_only_an_alarm_that_skips_leaves_the_update_out() -> None:
 @pytest.mark.parametrize("bad", [False, True])
 def test_an_update_that_is_not_finite_is_told_with_its_batch_and_rows(tmp_path: Path, action: str, bad: bool) -> None:
     ranks = Ranks([rank_updates(PolicyStatistics, [], failed=True)] * 2, [])
-    one = trainer(f"alarms.non_finite={action}", failures=tmp_path / "failures", ranks=ranks)
+    one = trainer(f"alarms.non_finite={action}", failures=tmp_path / "run" / "failures", ranks=ranks)
     shared = shared_batch(one._config)
     if bad:
         shared.batch.advantages[shared.batch.packed.cu_seqlens[2]] = float("inf")
-    file = tmp_path / "failures" / "step-000005.safetensors"
+    file = tmp_path / "run" / "failures" / "step-000005.safetensors"
     rows = "prompts [1]" if bad else "no single row: its inputs are all finite"
     text = f"step 5: no number Batch saved to {file}; non-finite inputs in {rows}."
     if action == "stop":
