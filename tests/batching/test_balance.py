@@ -333,6 +333,7 @@ def test_what_cannot_be_cut_is_told_with_its_numbers() -> None:
 def test_prompts_are_dealt_whole_where_they_have_equally_many_answers_and_the_ranks_divide_them() -> None:
     for groups, whole in (
         ([(4, (2, 3)), (3, (1, 5)), (2, (4, 4)), (6, (1, 2))], True),
+        ([(4, (90, 90)), (4, (2, 2)), (4, (2, 2)), (4, (2, 2))], True),
         ([(4, (2, 3)), (3, (1, 5)), (2, (4, 4, 1)), (6, (2,))], False),
     ):
         batch = answers(groups)
@@ -341,4 +342,4 @@ def test_prompts_are_dealt_whole_where_they_have_equally_many_answers_and_the_ra
         assert {len(mine) for mine in shares} == {4}
         assert not set(groups_of[0]) & set(groups_of[1]) or not whole
         by_answer = partition(batch.sequence_lengths().tolist(), 2, equal_counts=True)
-        assert (shares == tuple(map(tuple, by_answer))) != whole
+        assert (shares == tuple(map(tuple, by_answer))) != whole, "by answers"
