@@ -272,6 +272,7 @@ def test_where_prompts_together_are_too_few_answers_are_cut_alone() -> None:
     assert Sizes.of(batch, share_prompts=True).num_computed() == 25
     together = micro_batches(batch, 5, share_prompts=True)
     assert sorted(together) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert micro_batches(answers([(10, (1, 1, 1, 1))]), 2, share_prompts=True) == [[0], [1, 2, 3]]
     alone = micro_batches(batch, 6, share_prompts=True)
     assert sorted(map(len, alone)) == [1, 1, 2, 2, 2, 2]
     assert sorted(index for part in alone for index in part) == [*range(10)]

@@ -71,7 +71,7 @@ def test_rows_come_in_the_order_of_the_file_whatever_the_width_of_its_lists_and_
             "prompt_ids": pa.array([[5, 6], [7]], pa.large_list(pa.int32())),
             "ground_truth_json": pa.array(["{}", "[]"], pa.large_string()),
             "data_source": ["mine", "other"],
-            "extra_info": [{"index": 7, "difficulty": None}, {"index": 2, "difficulty": 3}],
+            "extra_info": [{"difficulty": None, "index": 7}, {"difficulty": 3, "index": 2}],
         }
     )
     pq.write_table(large, file)
