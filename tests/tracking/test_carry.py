@@ -3,6 +3,8 @@
 import logging
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -13,7 +15,7 @@ from rlcore.config import RunConfig
 from rlcore.tracking import __main__ as program
 from rlcore.tracking.attempts import FinalStatus
 from rlcore.tracking.delivery import Delivery, ReplacedError, open_delivery, read_state
-from rlcore.tracking.tracker import Tracker
+from rlcore.tracking.tracker import PREFIX, Tracker
 from tests.tracking.reading import client_of, main_run, points
 
 NOBODY = -1
@@ -121,3 +123,15 @@ def test_the_wait_is_over_at_once_when_the_trainer_ends(
         program._wait(delivery, NOBODY, 600.0, is_failing=False, gone=False)
         tracker.finish("FINISHED")
         program._wait(delivery, os.getppid(), 600.0, is_failing=False, gone=False)
+
+
+def test_the_process_says_why_mlflow_gets_nothing(tracker: Tracker, run_dir: Path) -> None:
+    tracker.finish("FINISHED")
+    (run_dir / "metrics.jsonl").unlink()
+    command = [sys.executable, "-m", "rlcore.tracking", str(run_dir), f"--parent={os.getpid()}", "--every-s=60"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        f"{PREFIX}MLflow gets no values: {run_dir / 'metrics.jsonl'}: is not there, so there is nothing to deliver. "
+        "Put it back.\n",
+    )
