@@ -86,6 +86,12 @@ def test_every_branch_is_reached_by_the_twin_tests(name: str) -> None:
         assert torch.cat([r.clipped_lower for r in results]).any()
 
 
+def test_dppo_leaves_a_token_without_an_advantage_wherever_its_probability_has_gone() -> None:
+    old = floats(RAGGED, 1)
+    result = call("dppo", old + RAGGED.mask, old, torch.zeros_like(old), RAGGED, AlgoConfig())
+    assert not result.clipped.any()
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_log_ratio_is_held_within_20_both_ways_and_the_ratio_has_no_gradient_beyond(name: str) -> None:
     rows = Rows((row(2, 1), row(1, 1), row(3, 1), row(1, 1)))

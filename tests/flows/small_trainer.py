@@ -94,7 +94,9 @@ def main() -> None:
             trainer.send(event="done", command="who", result={"pid": os.getpid(), "session": os.getsid(0)})
             continue
         if command["command"] == "leave":
-            continue  # it takes its time
+            if trainer.behaviour == "leaves":
+                trainer.send(event="done", command="leave", result={})
+            continue  # the others take their time
         trainer.is_idle = False
         trainer.train(command["to_step"])
         trainer.is_idle = True

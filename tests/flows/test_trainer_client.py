@@ -330,7 +330,13 @@ class Run:
     """A run of a root with one slot, whose trainer takes 0.2 s a step."""
 
     def __init__(
-        self, root: Path, name: str, to_steps: tuple[int, ...], priority: int = 0, preempt: Preempt = "chunk"
+        self,
+        root: Path,
+        name: str,
+        to_steps: tuple[int, ...],
+        priority: int = 0,
+        preempt: Preempt = "chunk",
+        behaviour: str = "slow",
     ) -> None:
         self.to_steps = to_steps
         self.folder = root / name
@@ -341,7 +347,7 @@ class Run:
             on_event=self.events.append,
             stop_wait_s=WAIT_S,
             claim=claim(root, name, priority, preempt),
-            command=(sys.executable, SMALL_TRAINER, "slow"),
+            command=(sys.executable, SMALL_TRAINER, behaviour),
         )
         self.thread = Thread(target=self._train)
 
@@ -417,6 +423,26 @@ def test_between_two_runs_it_gives_the_slot_to_a_run_that_needs_it_at_once(
         low.client.close()
     thread.join(WAIT_S)
     took[0].release()
+
+
+def test_a_trainer_that_waits_for_the_next_run_ends_where_another_run_comes_before_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.work.trainer.TRAINER", (sys.executable, SMALL_TRAINER, "leaves"))
+    Slots(tmp_path).set_devices([""])
+    first = Run(tmp_path, "first", (), behaviour="leaves")
+    other, last = claim(tmp_path, "other"), Run(tmp_path, "last", (), behaviour="leaves")
+    thread = Thread(target=lambda: other.take(lambda reason: None).release(), daemon=True)
+    with kept_between_runs():
+        first.client.call("train", to_step=1)
+        thread.start()
+        wait_until(lambda: bool(Slots(tmp_path).look().waiting))
+        first.client.close()
+        assert [wish.run_id for wish in Slots(tmp_path).look().holders.values()] == ["first"]
+        last.client.call("train", to_step=1)
+        last.client.close()
+    thread.join(WAIT_S)
+    assert [line["run_id"] for line in log_of(tmp_path, "took")] == ["first", "other", "last"]
 
 
 def log_of(root: Path, what: str) -> list[dict[str, Any]]:

@@ -153,6 +153,12 @@ def pipes() -> Iterator[Pipes]:
             close()
 
 
+def test_commands_that_came_before_the_other_side_closed_are_all_done(pipes: Pipes) -> None:
+    os.write(pipes.commands, b'{"command": "a"}\n{"command": "b"}\n')
+    os.close(pipes.commands)
+    assert list(pipes.channel.commands(lambda: False)) == [{"command": "a"}, {"command": "b"}]
+
+
 def test_commands_come_in_parts_and_end_with_the_other_side(pipes: Pipes) -> None:
     commands = pipes.channel.commands(lambda: False)
     os.write(pipes.commands, b'{"command": "a"}\n{"command": "b"}\n{"comm')
