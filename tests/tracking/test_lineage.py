@@ -78,3 +78,7 @@ def test_a_user_without_a_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> No
     tags = lineage_tags(config, stage="train", run_id="r")
     assert tags["mlflow.user"] == "unknown"
     assert not [name for name in tags if "git" in name]
+
+
+def test_the_code_of_a_run_is_looked_for_beside_its_packages() -> None:
+    assert sorted(path.name for path in lineage.SOURCE_FOLDER.iterdir()).count("rlcore") == 1
