@@ -3,6 +3,7 @@
 import getpass
 import importlib
 import importlib.metadata
+import os
 import platform
 import shutil
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -120,7 +122,12 @@ def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
 
 def code_diff(folder: Path = SOURCE_FOLDER) -> str:
     """What files that git tracks have changed since the source's commit, as a patch; empty where there is no commit."""
-    return (_git(folder, "diff", "HEAD") or "") if _is_tracked(folder) else ""
+    index = _git(folder, "rev-parse", "--path-format=absolute", "--git-path", "index") if _is_tracked(folder) else None
+    if index is None:
+        return ""
+    with TemporaryDirectory() as scratch:  # git brings the index up to date before it compares
+        copied = shutil.copy(index.rstrip("\n"), scratch)
+        return _git(folder, "diff", "HEAD", environment=os.environ | {"GIT_INDEX_FILE": copied}) or ""
 
 
 def environment_facts() -> dict[str, str]:
@@ -161,10 +168,13 @@ def lineage_tags(
     return tags | config.tags
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(folder), *arguments]
+def _git(folder: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> str | None:
+    # Ended by the time limit or with its run, a git that writes the index anew would leave it locked.
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, errors="replace")
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, errors="replace", env=environment
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -2,6 +2,7 @@
 
 import getpass
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -65,6 +66,22 @@ def test_a_repository_that_does_not_answer_in_time_is_none(tmp_path: Path, monke
 
     monkeypatch.setattr(subprocess, "run", late)
     assert (code_revision(tmp_path), code_diff(tmp_path)) == (("", False), "")
+
+
+def test_the_index_of_a_repository_is_read_and_never_locked(tmp_path: Path) -> None:
+    """A git that was killed while it wrote the index anew left `index.lock`, and the user's next command failed."""
+    (tmp_path / "rlcore").mkdir()
+    file = tmp_path / "rlcore" / "a.py"
+    file.write_text("a = 1\n")
+    who = ["-c", "user.name=t", "-c", "user.email=t@t"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "a"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    index = tmp_path / ".git" / "index"
+    before = index.read_bytes()
+    os.utime(file, (1, 1))  # by its time it may have changed: git looks, and would note that it has not
+    commit, is_dirty = code_revision(tmp_path)
+    assert (len(commit), is_dirty, code_diff(tmp_path)) == (40, False, "")
+    assert index.read_bytes() == before
 
 
 def test_a_user_without_a_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
