@@ -218,10 +218,11 @@ def quick_failure(checkout: Path, tests: list[str], limit_s: float) -> str | Non
     with tempfile.NamedTemporaryFile("r") as output:
         child = multiprocessing.get_context("fork").Process(target=_test_here, args=(checkout, tests, output.name))
         child.start()
+        assert child.pid, "it has been started"
         child.join(limit_s)
         is_late = child.is_alive()
         with contextlib.suppress(ProcessLookupError):  # what the tests have started may be left
-            os.killpg(child.pid or 0, signal.SIGKILL)
+            os.killpg(child.pid, signal.SIGKILL)
         child.join()
         return "limit" if is_late else failed_test(output.read(), child.exitcode)
 

@@ -121,13 +121,15 @@ def code_revision(folder: Path = SOURCE_FOLDER) -> tuple[str, bool]:
 
 
 def code_diff(folder: Path = SOURCE_FOLDER) -> str:
-    """What files that git tracks have changed since the source's commit, as a patch; empty where there is no commit."""
+    """What files that git tracks have changed since the source's commit, as a patch; empty where there is no commit, or
+    no room for a copy of git's index."""
     index = _git(folder, "rev-parse", "--path-format=absolute", "--git-path", "index") if _is_tracked(folder) else None
     if index is None:
         return ""
-    with TemporaryDirectory() as scratch:  # git brings the index up to date before it compares
+    with suppress(OSError), TemporaryDirectory() as scratch:  # git brings the index up to date before it compares
         copied = shutil.copy(index.rstrip("\n"), scratch)
         return _git(folder, "diff", "HEAD", environment=os.environ | {"GIT_INDEX_FILE": copied}) or ""
+    return ""
 
 
 def environment_facts() -> dict[str, str]:

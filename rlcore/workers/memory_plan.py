@@ -551,8 +551,8 @@ def _with_share(config: RunConfig, shape: ModelShape, device: Device) -> RunConf
     down = math.floor(1_000 * share) / 1_000  # rounded up, no budget would fit beside it
     given = config.rollout.max_batched_tokens
     if free < wanted and given is not None:  # left to vLLM it is no larger
-        least = max(SHORT_PASS_TOKENS, config.rollout.max_num_seqs)
-        config = _with(config, {"rollout.max_batched_tokens": min(given, least)})
+        short = max(SHORT_PASS_TOKENS, config.rollout.max_num_seqs)
+        config = _with(config, {"rollout.max_batched_tokens": min(given, short)})
     return _with(config, {"rollout.memory_share": min(max(down, 0.05), 0.95)})
 
 

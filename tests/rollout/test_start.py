@@ -56,25 +56,30 @@ KEYS_AND_VALUES = 2 * 2 * 3 * 8 * 2
 """Bytes of a token: keys and values, layers, heads, width, of 2 bytes each."""
 
 
+EVERYWHERE = {
+    "skip_tokenizer_init": True,
+    "load_format": "dummy",
+    "generation_config": "vllm",
+    "dtype": "bfloat16",
+    "max_model_len": 100,
+    "max_num_seqs": 4,
+    "gpu_memory_utilization": 0.25,
+    "tensor_parallel_size": 1,
+    "logprobs_mode": "processed_logprobs",
+    "disable_log_stats": True,
+    "seed": 0,
+}
+"""Arguments on every device."""
+
+
 def test_arguments_on_a_cpu(model: Path) -> None:
     found = engine_arguments(shape(model), settings(sleep_level=1, enforce_eager=False))
-    assert found == {
+    assert found == EVERYWHERE | {
         "model": str(model),
-        "skip_tokenizer_init": True,
-        "load_format": "dummy",
-        "generation_config": "vllm",
-        "dtype": "bfloat16",
-        "max_model_len": 100,
-        "max_num_seqs": 4,
         "max_num_batched_tokens": 4_096,
-        "gpu_memory_utilization": 0.25,
         "enforce_eager": True,
         "enable_prefix_caching": True,
         "enable_sleep_mode": False,
-        "tensor_parallel_size": 1,
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
-        "seed": 0,
         "enable_chunked_prefill": False,
         "kv_cache_memory_bytes": 4 * (100 + 128) * KEYS_AND_VALUES,
     }
@@ -82,23 +87,12 @@ def test_arguments_on_a_cpu(model: Path) -> None:
 
 def test_arguments_on_a_gpu(model: Path, gpu: int) -> None:
     found = engine_arguments(shape(model, "cuda"), settings(sleep_level=1, enforce_eager=False, prefix_caching=False))
-    assert found == {
+    assert found == EVERYWHERE | {
         "model": str(model),
-        "skip_tokenizer_init": True,
-        "load_format": "dummy",
-        "generation_config": "vllm",
-        "dtype": "bfloat16",
-        "max_model_len": 100,
-        "max_num_seqs": 4,
         "max_num_batched_tokens": None,
-        "gpu_memory_utilization": 0.25,
         "enforce_eager": False,
         "enable_prefix_caching": False,
         "enable_sleep_mode": True,
-        "tensor_parallel_size": 1,
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
-        "seed": 0,
         "attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1},
         "kv_cache_memory_bytes": 4 * (100 + 16) * KEYS_AND_VALUES,
     }

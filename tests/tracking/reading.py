@@ -1,12 +1,23 @@
-"""What a test reads from MLflow."""
+"""What a test reads from MLflow, and the delivery to it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
+from rlcore.tracking.delivery import Delivery, open_delivery
 from rlcore.tracking.journal import read_journal
+
+
+@contextmanager
+def delivery_of(run_dir: Path) -> Iterator[Delivery]:
+    """The delivery of a run's newest attempt."""
+    delivery = open_delivery(run_dir)
+    assert delivery is not None
+    with closing(delivery):
+        yield delivery
 
 
 def client_of(root: Path) -> MlflowClient:

@@ -5,8 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,20 +12,12 @@ import pytest
 from rlcore.config import RunConfig
 from rlcore.tracking import __main__ as program
 from rlcore.tracking.attempts import FinalStatus
-from rlcore.tracking.delivery import Delivery, ReplacedError, open_delivery, read_state
+from rlcore.tracking.delivery import Delivery, ReplacedError, read_state
 from rlcore.tracking.tracker import PREFIX, Tracker
-from tests.tracking.reading import client_of, main_run, points
+from tests.tracking.reading import client_of, delivery_of, main_run, points
 
 NOBODY = -1
 """No process has this id: the trainer is gone."""
-
-
-@contextmanager
-def delivery_of(run_dir: Path) -> Iterator[Delivery]:
-    delivery = open_delivery(run_dir)
-    assert delivery is not None
-    with closing(delivery):
-        yield delivery
 
 
 @pytest.fixture

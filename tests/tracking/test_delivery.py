@@ -8,8 +8,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,11 +21,9 @@ from rlcore.config import RunConfig
 from rlcore.errors import TrackingError
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
 from rlcore.tracking.delivery import (
-    Delivery,
     ReplacedError,
     change_state,
     delivery_lock,
-    open_delivery,
     read_state,
     sync_run,
 )
@@ -35,6 +32,7 @@ from rlcore.tracking.tracker import Tracker
 from tests.tracking.reading import (
     all_runs,
     client_of,
+    delivery_of,
     journal_points,
     main_run,
     main_runs,
@@ -53,14 +51,6 @@ def offline(config: RunConfig) -> RunConfig:
 
 def open_files() -> set[Path]:
     return {Path(file.path) for file in psutil.Process().open_files()}
-
-
-@contextmanager
-def delivery_of(run_dir: Path) -> Iterator[Delivery]:
-    delivery = open_delivery(run_dir)
-    assert delivery is not None
-    with closing(delivery):
-        yield delivery
 
 
 def deliver(run_dir: Path) -> None:

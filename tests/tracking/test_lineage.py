@@ -1,8 +1,10 @@
 """Where a run comes from: its stages by the manifests of their folders, and what is on disk of it."""
 
+import errno
 import getpass
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -82,6 +84,14 @@ def test_the_index_of_a_repository_is_read_and_never_locked(tmp_path: Path) -> N
     commit, is_dirty = code_revision(tmp_path)
     assert (len(commit), is_dirty, code_diff(tmp_path)) == (40, False, "")
     assert index.read_bytes() == before
+
+
+def test_without_room_for_a_copy_of_the_index_there_is_no_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copy", full)
+    assert code_diff() == ""
 
 
 def test_a_user_without_a_name_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

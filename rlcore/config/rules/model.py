@@ -40,8 +40,8 @@ def heads_fit_vllm(config: RunConfig) -> Problem | None:
         return None
     on_cpu = config.runtime.device == "cpu"
 
-    def fits(width: int) -> bool:
-        return width in _VLLM_CPU_HEADS if on_cpu else width >= 32
+    def fits(each: int) -> bool:
+        return each in _VLLM_CPU_HEADS if on_cpu else each >= 32
 
     if fits(width):
         return None
