@@ -33,9 +33,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 import pytest
 from hypothesis import HealthCheck, settings
-from jaxtyping import install_import_hook
 
 from tests import SHARED_STAGES
+from tests.checked_types import check_types
 
 gc.disable()  # until all tests are collected: a third of that time went into garbage that imports do not make
 
@@ -43,11 +43,7 @@ gc.disable()  # until all tests are collected: a third of that time went into ga
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
 
-# From here on these packages are imported with their shapes and types checked in every call.
-install_import_hook(
-    ["rlcore.algos", "rlcore.batching", "rlcore.models", "rlcore.trainer", "rlcore.types", "rlcore.workers"],
-    "beartype.beartype",
-)
+check_types()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -79,6 +79,8 @@ def filled_in(settings: dict[str, Any], findings: Findings) -> dict[str, Any]:
     """The settings with every `${...}` replaced by its value. One that cannot be read, or points nowhere, is a problem,
     and the value that it stands in is left out."""
     named = {name: value for name, value in leaves(settings).items() if "${" in str(value) or value == "???"}
+    if not named:
+        return settings
 
     def keep(check: Callable[[str, Any], object]) -> None:
         for name, value in named.items():

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.artifacts import download_artifacts
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
@@ -331,34 +332,17 @@ def test_the_stacks_login_goes_to_no_other_server(tmp_path: Path, monkeypatch: p
     assert heard == list(zip(hosts, map(basic, (login_of(tmp_path), "mine:own")), strict=True))
 
 
-LOAD = """
-import sys, warnings
-warnings.simplefilter("ignore")
-import mlflow, torch
-from transformers import AutoModelForCausalLM
-mlflow.set_tracking_uri(sys.argv[1])
-loaded = mlflow.transformers.load_model(sys.argv[2], return_type="components")["model"].state_dict()
-folder = mlflow.artifacts.download_artifacts(sys.argv[2], dst_path=sys.argv[3]) + "/model"
-plain = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-assert loaded and all(torch.equal(loaded[name], plain[name]) for name in plain)
-print(folder)
-"""
-
-
 def test_the_best_weights_reach_their_score_again_in_a_fresh_process(
     reference: Reference, tmp_path: Path, artifacts_root: Path
 ) -> None:
     store = MlflowStore(TrackingConfig(), reference.millrace.root)
     run_id = run_of(reference.millrace.root, reference.run_dir.name).info.run_id
     (model,) = [each for each in models_of(store.client, store.experiment_id, run_id) if "best" in each.tags]
-    best = f"models:/{model.model_id}"
     step = int(model.tags["step"])
-    command = [sys.executable, "-c", LOAD, store.uri, best, str(tmp_path)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3_000:]
-    folder = done.stdout.splitlines()[-1]
+    # As `mlflow.transformers` loads them: tests/tracking/test_store.py.
+    kept = download_artifacts(model.artifact_location, dst_path=str(tmp_path))
     fresh = Millrace(artifacts_root, {})
-    judged = fresh("validate", *SMALL, f"model.path={folder}", "warm_start.enabled=false", "--checkpoint=start")
+    judged = fresh("validate", *SMALL, f"model.path={kept}/model", "warm_start.enabled=false", "--checkpoint=start")
     assert judged.code == 0, judged.err
     again = ValidationResult.read(fresh.run_dir() / "validation" / "before.json").summary()
     logged = {record.step: record.metrics for record in read_journal(reference.run_dir / "metrics.jsonl")}
