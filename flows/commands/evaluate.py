@@ -6,7 +6,7 @@ step 0 as it would judge a run's own. Models, suites and settings that were judg
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from flows.plan.checks import check_evaluation
 from flows.progress import Display, display, display_for_console, shown_on
 from flows.stack.state import in_stack
 from flows.work.open_run import EVALUATION, open_run
+from flows.work.trainer import kept_between_runs
 from rlcore.config import RunConfig
 from rlcore.config.base import expanded
 from rlcore.config.compose import checked_config
@@ -162,7 +163,10 @@ def evaluate_all(
             "artifacts/runs/<run id> --suite gsm8k"
         )
     configs = {model: evaluation_settings(model, suites, overrides, root) for model in dict.fromkeys(models)}
-    return [evaluate(model, config, command, do) for model, config in configs.items()]
+    first, *others = (config.runtime for config in configs.values())
+    is_kept = first.backend == "local" and all(other == first for other in others)
+    with kept_between_runs() if is_kept else nullcontext():
+        return [evaluate(model, config, command, do) for model, config in configs.items()]
 
 
 def as_document(found: Sequence[Evaluation]) -> dict[str, Any]:

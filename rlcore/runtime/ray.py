@@ -255,6 +255,8 @@ def start_ray(config: RunConfig) -> Path | None:
             ray.init(address=address, **common)
         return None
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Processes that Ray starts ahead serve no rank: those have an environment of their own.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     wanted = config.runtime.num_workers * config.runtime.threads_per_worker
     remove_dead_sessions()
     with _lost_if_it_fails("a private Ray cluster did not start"), _sigterm_stays_ours():

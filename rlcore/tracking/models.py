@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlcore.errors import TrackingError
 from rlcore.models.shape import is_plain_tokenizer
@@ -189,7 +189,8 @@ def _global_uri(uri: str) -> Iterator[None]:
     """MLflow's registry on a database reads the model by the process's own tracking URI, whatever the client's is."""
     import mlflow
 
-    before = mlflow.get_tracking_uri()
+    is_set = mlflow.is_tracking_uri_set()  # type: ignore[no-untyped-call]
+    before: Any = mlflow.get_tracking_uri() if is_set else None  # else its default would be kept
     mlflow.set_tracking_uri(uri)
     try:
         yield

@@ -45,7 +45,7 @@ def shortened(tree):
     return join(shortened(tree[0]), tree[1], shortened(tree[2]))
 
 
-@settings(max_examples=1_000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(tree=TREES)
 def test_valid_equations_have_the_value_of_brute_force_however_they_are_bracketed(tree):
     for text in (bracketed(tree), shortened(tree).text):
@@ -65,7 +65,7 @@ def check_score(text, target, numbers):
         assert (found.total == 1.0) == (found.parts["correct"] == 1.0)
 
 
-@settings(max_examples=2_000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(text=TEXTS, target=st.integers(-5, 50), numbers=st.lists(st.integers(0, 20), min_size=1, max_size=6))
 @example(text="9**9**9", target=9, numbers=[9, 9, 9])
 @example(text="<answer>" * 1_000 + "</answer>" * 1_000, target=1, numbers=[1])
@@ -80,7 +80,7 @@ ANYTHING = given(
 )
 
 
-@settings(max_examples=4_000, deadline=None)
+@settings(max_examples=1_500, deadline=None)
 @ANYTHING
 def test_fuzz(text, target, numbers):
     check_anything(text, target, numbers)
@@ -109,7 +109,7 @@ def check_anything(text, target, numbers):
     assert time.process_time() - start < RewardConfig().deadline_s
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(tree=TREES, data=st.data())
 def test_the_score_of_an_equation_is_what_brute_force_says(tree, data):
     value, used = oracle(tree), numbers_of(tree)

@@ -23,7 +23,7 @@ DEMO = CountdownData(
     operations=("+", "-"),
     template="bare",
 )
-LARGE = CountdownData(train_size=3_000, validation_size=200)
+LARGE = CountdownData(train_size=1_500, validation_size=200)
 
 
 def multisets(problems):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from data.judge import JudgeError, read_verdict
+from data.judge import JudgeError, read_verdict, score
 from rlcore.config.rollout import JudgeConfig, RewardConfig
 from rlcore.rollout.scoring import ScoringPool
+from rlcore.rollout.scoring_worker import JUDGE_VARIABLE
 from tests.data.judges import GOOD, HOSTILE
 from tests.storage.small_disk import fill
 from tests.storage.small_disk import small_disk as small_disk
@@ -40,6 +42,12 @@ def seen(url: str) -> dict[str, int]:
 def settings(url: str, *, num_processes: int = 4, deadline_s: float = 8, **judge: object) -> RewardConfig:
     given = {"url": url, "model": "judge", "key_variable": "JUDGE_KEY", "deadline_s": 4, **judge}
     return RewardConfig(num_processes=num_processes, deadline_s=deadline_s, judge=JudgeConfig.model_validate(given))
+
+
+def here(monkeypatch: pytest.MonkeyPatch, reward: RewardConfig, response: str, **truth: str) -> float:
+    """A verdict by the scorer in this process: what a process of its own adds is seen in the tests with a pool."""
+    monkeypatch.setenv(JUDGE_VARIABLE, reward.judge.model_dump_json())
+    return score(response, truth).total
 
 
 def test_no_broken_judge_gives_a_score_and_each_is_counted(
@@ -72,17 +80,14 @@ def test_structured_output_allows_levels_from_zero_to_the_highest(
     url: str, monkeypatch: pytest.MonkeyPatch, levels: int, highest: float, second: float
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", SECRET)
-    with ScoringPool(JUDGE, settings(url, num_processes=1, tries=1, levels=levels, highest=highest)) as pool:
-        (score,) = pool.score(["case=form"], ["{}"])
-    assert score.failure is None
-    assert score.total == pytest.approx(second, rel=1e-5)
+    reward = settings(url, tries=1, levels=levels, highest=highest)
+    assert here(monkeypatch, reward, "case=form") == pytest.approx(second, rel=1e-5)
 
 
 def test_free_text_is_asked_for_without_a_form(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", SECRET)
-    with ScoringPool(JUDGE, settings(url, num_processes=1, tries=1)) as pool:
-        (score,) = pool.score(["case=form"], ["{}"])
-    assert score.failure, "the endpoint breaks off where the request has no form"
+    with pytest.raises(JudgeError):  # the endpoint breaks off where the request has no form
+        here(monkeypatch, settings(url, tries=1), "case=form")
 
 
 def test_the_same_is_asked_once_and_a_file_keeps_it_for_other_processes(
@@ -103,10 +108,9 @@ def test_a_cache_that_cannot_be_used_is_named(url: str, tmp_path: Path, monkeypa
     monkeypatch.setenv("JUDGE_KEY", SECRET)
     (tmp_path / "notes.txt").write_text("no database, and longer than the head of one" * 9)
     for cache in (tmp_path, tmp_path / "notes.txt", tmp_path / "notes.txt" / "below"):
-        with ScoringPool(JUDGE, settings(url, num_processes=1, cache=str(cache))) as pool:
-            [score] = pool.score(["once"], ["{}"])
         told = f"reward.judge.cache: must be a file of verdicts, or one that can be made; got {cache}"
-        assert told in str(score.failure)
+        with pytest.raises(JudgeError, match=re.escape(told)):
+            here(monkeypatch, settings(url, cache=str(cache)), "once")
 
 
 def test_a_verdict_counts_where_the_disk_of_the_cache_is_full(
@@ -139,9 +143,8 @@ def test_without_a_usable_key_nothing_is_sent(url: str, value: str | None, monke
     if value is not None:
         monkeypatch.setenv("JUDGE_KEY", value)
     before = seen(url)
-    with ScoringPool(JUDGE, settings(url, num_processes=1)) as pool:
-        (score,) = pool.score(["keyless"], ["{}"])
-    assert "environment variable JUDGE_KEY (reward.judge.key_variable)" in str(score.failure)
+    with pytest.raises(JudgeError, match=r"environment variable JUDGE_KEY \(reward\.judge\.key_variable\)"):
+        here(monkeypatch, settings(url), "keyless")
     assert seen(url) == before
 
 
@@ -160,15 +163,13 @@ def test_an_endpoint_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch)
     with socket.socket() as taken:  # bound and not listening: nobody answers there
         taken.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-        with ScoringPool(JUDGE, settings(address, num_processes=1, tries=1)) as pool:
-            (score,) = pool.score(["1"], ["{}"])
-    assert f"no verdict of {address} (reward.judge.url) in 1 tries" in str(score.failure)
+        told = f"no verdict of {address} (reward.judge.url) in 1 tries"
+        with pytest.raises(JudgeError, match=re.escape(told)):
+            here(monkeypatch, settings(address, tries=1), "1")
 
 
 def test_places_in_an_answer_are_not_filled(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that writes {ground_truth} does not get the reference put in: here it would name another case."""
     monkeypatch.setenv("JUDGE_KEY", SECRET)
-    reward = settings(url, num_processes=1, prompt="{response}")
-    with ScoringPool(JUDGE, reward) as pool:
-        (score,) = pool.score(["{ground_truth}"], ['{"a": "case=out_of_range"}'])
-    assert score.failure is None
+    reward = settings(url, prompt="{response}")
+    assert here(monkeypatch, reward, "{ground_truth}", a="case=out_of_range") == 0.75

@@ -206,7 +206,7 @@ def test_mathematics_is_judged_by_value_and_cannot_hang_a_run():
         + [json.dumps({"answer": "2^{10}"})]
         + [json.dumps({"answer": "0.5"})]
     )
-    with ScoringPool("data.math:score", RewardConfig(num_processes=1, deadline_s=8)) as pool:
+    with ScoringPool("data.math:score", RewardConfig(num_processes=1, deadline_s=5)) as pool:
         scores = pool.score(answers, truths)
         assert [(s.total, s.parts["format"]) for s in scores[: len(MATH)]] == [
             (total, boxed) for *_, total, boxed in MATH

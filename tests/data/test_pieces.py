@@ -46,7 +46,7 @@ def encoder(trained_bpe):
     return found
 
 
-@settings(max_examples=1_500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(middles=st.lists(TEXTS, max_size=6), before=TEXTS, after=TEXTS)
 @example(middles=["1", "2"], before="a b ", after=" c d")
 @example(middles=["", " "], before="a b", after="c d")

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 
 import pyarrow.parquet as pq
 import pytest
@@ -20,6 +19,7 @@ from rlcore.rollout.turns import TurnTokens
 from tests.data.conftest import CHAT_TEMPLATE, saved
 
 CALCULATOR = "data.calculator:calculate"
+WAITS = "tests.data.waiting:waits"
 CHAT = CountdownData(train_size=40, validation_size=8, template="chat")
 SHOWN = "{%- if tools %}{{ '<|im_start|>system\\n' }}{{ tools | tojson }}{{ '<|im_end|>\\n' }}{%- endif %}"
 TURNS = (
@@ -49,16 +49,6 @@ def looks_up(word: str) -> int:
     return {"one": 1}[word]
 
 
-async def waits(seconds: float) -> str:
-    """Wait.
-
-    Args:
-        seconds: How long.
-    """
-    time.sleep(seconds)
-    return "waited"
-
-
 def leaves() -> str:
     """End, as a command line does."""
     sys.exit("usage: leaves")
@@ -73,7 +63,7 @@ def undescribed(word):
 
 
 def test_the_model_reads_results_and_what_was_wrong_with_a_call():
-    named = [CALCULATOR, *(f"{__name__}:{name}" for name in ("looks_up", "waits", "leaves"))]
+    named = [CALCULATOR, f"{__name__}:looks_up", WAITS, f"{__name__}:leaves"]
     tools = Tools(named, "data.countdown:score")
     tools.reset({"target": 14, "numbers": [2, 3, 4], "seed": 5})
     for text, reply in (
@@ -136,7 +126,7 @@ def test_many_calls_without_an_end_take_no_longer_than_their_length():
 def test_calls_in_a_process_of_their_own_are_repeated_after_it_was_lost_and_end_at_the_deadline():
     config = load_config(
         ["experiment=debug", "warm_start.enabled=false", "data.environment=rlcore.rollout.tools:Tools",
-         f"episode.tools=[{CALCULATOR},{__name__}:waits]"]
+         f"episode.tools=[{CALCULATOR},{WAITS}]"]
     )  # fmt: skip
     episode = Episode.begun("one", config, '{"target": 14, "numbers": [2, 3, 4]}', 7)
     with ScoringPool(PLAY, RewardConfig(num_processes=1, deadline_s=5.0), section="episode") as pool:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -26,7 +27,26 @@ from rlcore.config.run import all_keys
 from rlcore.errors import CheckpointError, ConfigError, ModelError
 from rlcore.runtime.cluster import private_folder
 from rlcore.storage.publish import write_text_atomically
-from tests.flows.conftest import REPOSITORY, Millrace
+from tests.flows.conftest import REPOSITORY, Finished, Millrace
+
+
+class Here(Millrace):
+    """The command line in this process, on an empty root: what it has composed before it does not compose again."""
+
+    def __init__(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        super().__init__(root, {})
+        self._capsys = capsys
+
+    def __call__(self, verb: str, *settings: str) -> Finished:
+        """Run a command to its end."""
+        root = [f"paths.root={self.root}"] if any("=" in word for word in settings) else []
+        code = exit_code(lambda: app([*verb.split(), *settings, *root]))
+        return Finished(code, *self._capsys.readouterr())
+
+
+@pytest.fixture
+def here(artifacts_root: Path, capsys: pytest.CaptureFixture[str]) -> Here:
+    return Here(artifacts_root, capsys)
 
 
 def test_both_mistakes_are_named_with_the_nearest_key(bare: Millrace) -> None:
@@ -53,28 +73,28 @@ def test_settings_are_checked_before_anything_heavy_is_imported() -> None:
 
 
 @pytest.mark.parametrize("verb", ["run", "train", "validate", "report", "data make"])
-def test_every_command_refuses_wrong_settings_alike(bare: Millrace, verb: str) -> None:
-    done = bare(verb, "experiment=debgu")
+def test_every_command_refuses_wrong_settings_alike(here: Here, verb: str) -> None:
+    done = here(verb, "experiment=debgu")
     assert done.code == 2
     assert "experiment: must name a file in conf/experiment" in done.err
     assert "debug" in done.err
 
 
 @pytest.mark.parametrize("verb", ["", "run", "train", "validate", "report", "data", "data make", "data inspect"])
-def test_help_explains_every_command(bare: Millrace, verb: str) -> None:
-    done = bare(verb, "--help")
+def test_help_explains_every_command(here: Here, verb: str) -> None:
+    done = here(verb, "--help")
     assert done.code == 0
     assert "Usage:" in done.out
     assert verb in ("", "data") or "Example" in done.out
 
 
-def test_the_version_is_that_of_the_project(bare: Millrace) -> None:
+def test_the_version_is_that_of_the_project(here: Here) -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert bare("--version").out == f"millrace {project['version']}\n"
+    assert here("--version").out == f"millrace {project['version']}\n"
 
 
-def test_a_dry_run_shows_the_plan_and_writes_nothing(bare: Millrace) -> None:
-    done = bare("run", "experiment=debug", "--dry-run")
+def test_a_dry_run_shows_the_plan_and_writes_nothing(here: Here) -> None:
+    done = here("run", "experiment=debug", "--dry-run")
     assert done.code == 0, done.err
     for stage in ("dataset", "filter", "warm-start", "train", "validate", "report"):
         assert stage in done.out
@@ -82,11 +102,11 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(bare: Millrace) -> None:
     assert done.err == "", "no setting without effect was given"
     (held,) = [line.split()[1:] for line in done.out.splitlines() if line.startswith("sum ")]
     assert min(map(float, held)) > 0, "a tiny model is shown in a unit that it fills"
-    assert list(bare.root.iterdir()) == []
+    assert list(here.root.iterdir()) == []
 
 
-def test_the_plan_for_machines_is_json(bare: Millrace) -> None:
-    done = bare("train", "experiment=debug", "--dry-run", "--json", "algo.importance.cap=3")
+def test_the_plan_for_machines_is_json(here: Here) -> None:
+    done = here("train", "experiment=debug", "--dry-run", "--json", "algo.importance.cap=3")
     assert done.err == (
         "warning: algo.importance.cap=3.0: has no effect with algo.importance.mode=off. Set "
         "algo.importance.mode=truncate or mask, or leave it out\n"
@@ -94,14 +114,14 @@ def test_the_plan_for_machines_is_json(bare: Millrace) -> None:
     plan = json.loads(done.out)
     assert plan["stages"][0]["name"] == "dataset"
     assert plan["tokens"]["sequences_per_step"] == 8 * 4
-    assert list(bare.root.iterdir()) == []
+    assert list(here.root.iterdir()) == []
 
 
-def test_a_missing_model_is_told_before_anything_is_written(bare: Millrace) -> None:
-    done = bare("run", "experiment=debug", "model.path=/no/such/model", "warm_start.enabled=false")
+def test_a_missing_model_is_told_before_anything_is_written(here: Here) -> None:
+    done = here("run", "experiment=debug", "model.path=/no/such/model", "warm_start.enabled=false")
     assert done.code == 2
     assert "model.path: must be a transformers model directory" in done.err
-    assert list(bare.root.iterdir()) == []
+    assert list(here.root.iterdir()) == []
 
 
 def test_too_little_room_is_told_with_the_bytes_that_are_missing(bare: Millrace) -> None:
@@ -112,12 +132,12 @@ def test_too_little_room_is_told_with_the_bytes_that_are_missing(bare: Millrace)
     assert list(bare.root.iterdir()) == []
 
 
-def test_a_file_in_place_of_the_root(bare: Millrace) -> None:
-    bare.root.rmdir()
-    bare.root.write_text("")
-    done = bare("run", "experiment=debug")
+def test_a_file_in_place_of_the_root(here: Here) -> None:
+    here.root.rmdir()
+    here.root.write_text("")
+    done = here("run", "experiment=debug")
     assert done.code == 2
-    assert done.err.startswith(f"paths.root: must be a folder, and {bare.root} is none")
+    assert done.err.startswith(f"paths.root: must be a folder, and {here.root} is none")
 
 
 @pytest.mark.parametrize("verb", ["runs", "slots", "slots --set 2", "up", "sync", "gc", "down", "regression debug"])
@@ -143,27 +163,27 @@ def test_a_prefect_server_that_is_not_there(bare: Millrace) -> None:
     assert "Traceback" not in done.err
 
 
-def test_a_report_of_a_run_that_is_not_there(bare: Millrace) -> None:
-    done = bare("report", "experiment=debug")
+def test_a_report_of_a_run_that_is_not_there(here: Here) -> None:
+    done = here("report", "experiment=debug")
     assert done.code == 1
-    assert str(bare.root) in done.err
+    assert str(here.root) in done.err
     assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize("verb", ["run", "train", "sweep"])
-def test_a_plan_as_json_begins_nothing_without_dry_run(bare: Millrace, verb: str) -> None:
+def test_a_plan_as_json_begins_nothing_without_dry_run(here: Here, verb: str) -> None:
     words = ("debug_grid", "trainer.total_steps=2") if verb == "sweep" else ("experiment=debug",)
-    done = bare(verb, *words, "--json")
+    done = here(verb, *words, "--json")
     assert done.code == 2
     assert "--json: goes with --dry-run alone; nothing was begun" in " ".join(done.err.split())
 
 
 @pytest.mark.skipif(next(Path("/dev").glob("nvidia[0-9]*"), None) is not None, reason="there is a GPU here")
-def test_a_gpu_that_is_not_there_is_told_before_anything_is_made(bare: Millrace) -> None:
-    done = bare("train", "experiment=debug", "runtime.device=cuda")
+def test_a_gpu_that_is_not_there_is_told_before_anything_is_made(here: Here) -> None:
+    done = here("train", "experiment=debug", "runtime.device=cuda")
     assert done.code == 2
     assert "runtime.device: must be auto or cpu where there is no GPU; got cuda" in done.err
-    assert list(bare.root.iterdir()) == []
+    assert list(here.root.iterdir()) == []
 
 
 def test_what_is_not_there_is_told_before_anything_is_made(
@@ -191,10 +211,10 @@ def test_what_is_not_there_is_told_before_anything_is_made(
     assert list(artifacts_root.iterdir()) == []
 
 
-def test_a_run_to_fork_is_looked_for_where_the_new_one_goes(bare: Millrace) -> None:
-    done = bare("run", "experiment=debug", "--fork", "nobody")
+def test_a_run_to_fork_is_looked_for_where_the_new_one_goes(here: Here) -> None:
+    done = here("run", "experiment=debug", "--fork", "nobody")
     assert done.code == 1
-    assert f"under {bare.root / 'runs'} there are: none" in done.err
+    assert f"under {here.root / 'runs'} there are: none" in done.err
 
 
 def test_a_root_of_any_name_comes_through_hydra() -> None:
@@ -322,14 +342,17 @@ def test_the_composed_settings_and_what_they_are_composed_of(capsys: pytest.Capt
         ("fish", {"_TYPER_COMPLETE_ARGS": "millrace sto", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
     ],
 )
-def test_a_shell_completes_commands(shell: str, asked: dict[str, str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "from flows.cli import app; app(prog_name='millrace')"],
-        env=os.environ | {"_MILLRACE_COMPLETE": f"complete_{shell}"} | asked,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert "stop" in done.stdout
-    assert "status" not in done.stdout
+def test_a_shell_completes_commands(
+    shell: str, asked: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("_MILLRACE_COMPLETE", f"complete_{shell}")
+    with pytest.raises(SystemExit):
+        app(prog_name="millrace")
+    found = capsys.readouterr().out
+    assert "stop" in found
+    assert "status" not in found
 
 
 @pytest.mark.parametrize("target", DECLARED)
@@ -340,22 +363,29 @@ def test_what_a_command_is_given_is_what_its_function_takes(target: str) -> None
     inspect.signature(resolve_name(f"flows.{target}")).bind(**dict.fromkeys(given))
 
 
-def completions(*words: str, cwd: Path) -> list[str]:
-    """What Tab gives at the last word, in bash, and what was imported for it."""
-    code = (
-        "import sys\nfrom flows.cli import app\ntry:\n    app(prog_name='millrace')\nfinally:\n"
-        "    print(sorted({'torch', 'hydra', 'mlflow', 'rich', 'psutil', 'rlcore.config'} & set(sys.modules)))"
-    )
+COMPLETE = """
+import json, os, sys
+from flows.cli import app
+for words in json.loads(sys.argv[1]):
+    os.environ |= {"COMP_WORDS": " ".join(["millrace", *words]), "COMP_CWORD": str(len(words))}
+    try:
+        app(prog_name="millrace")
+    except SystemExit:
+        print("---")
+print(sorted({"torch", "hydra", "mlflow", "rich", "psutil", "rlcore.config"} & set(sys.modules)))
+"""
+
+
+def completions(many: Sequence[Sequence[str]], cwd: Path) -> list[list[str]]:
+    """What Tab gives at the last of these words each, in bash; nothing big is imported for it."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ
-        | {"PYTHONPATH": str(REPOSITORY), "_MILLRACE_COMPLETE": "complete_bash"}
-        | {"COMP_WORDS": " ".join(("millrace", *words)), "COMP_CWORD": str(len(words))},
+        [sys.executable, "-c", COMPLETE, json.dumps(many)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "_MILLRACE_COMPLETE": "complete_bash"},
         cwd=cwd, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    *found, imported = done.stdout.splitlines()
-    assert imported == "[]", done.stderr
-    return found
+    *found, imported = done.stdout.split("---\n")
+    assert imported == "[]\n", done.stderr
+    return [one.splitlines() for one in found]
 
 
 def test_tab_completes_settings_runs_and_names_and_loads_nothing_for_it(tmp_path: Path) -> None:
@@ -364,16 +394,20 @@ def test_tab_completes_settings_runs_and_names_and_loads_nothing_for_it(tmp_path
         (tmp_path / "other" / "runs" / run_id / "settings.json").touch()
     (tmp_path / "artifacts" / "runs").mkdir(parents=True)
     (tmp_path / "other" / "runs" / "debug-s1-aa").rename(tmp_path / "artifacts" / "runs" / "debug-s1-aa")
-    assert completions("run", "trainer.tot", cwd=tmp_path) == ["trainer.total_steps="]
-    assert completions("run", "experiment", "=", "debu", cwd=tmp_path) == ["debug"], "bash cuts at ="
-    assert completions("train", "algo=dap", cwd=tmp_path) == ["algo=dapo"], "other shells do not"
-    assert completions("train", "rollout.engine", "=", cwd=tmp_path) == ["hf", "none", "vllm"]
-    assert completions("data", "make", "sandbox.", cwd=tmp_path)
-    assert completions("stop", "deb", cwd=tmp_path) == ["debug-s1-aa"]
-    assert completions("logs", "--root", "other", "deb", cwd=tmp_path) == ["debug-s2-bb"]
-    assert completions("report", "optim.l", cwd=tmp_path) == ["optim.lr="]
-    assert completions("eval", "--suite", "gs", cwd=tmp_path) == ["gsm8k"]
-    assert completions("run", "--totl", "x", "optim.l", cwd=tmp_path) == ["optim.lr="], "and refuses nothing"
+    expected: dict[tuple[str, ...], list[str]] = {
+        ("run", "trainer.tot"): ["trainer.total_steps="],
+        ("run", "experiment", "=", "debu"): ["debug"],  # bash cuts at =
+        ("train", "algo=dap"): ["algo=dapo"],  # other shells do not
+        ("train", "rollout.engine", "="): ["hf", "none", "vllm"],
+        ("stop", "deb"): ["debug-s1-aa"],
+        ("logs", "--root", "other", "deb"): ["debug-s2-bb"],
+        ("report", "optim.l"): ["optim.lr="],
+        ("eval", "--suite", "gs"): ["gsm8k"],
+        ("run", "--totl", "x", "optim.l"): ["optim.lr="],  # and refuses nothing
+    }
+    sandboxes, *found = completions([("data", "make", "sandbox."), *expected], tmp_path)
+    assert sandboxes
+    assert dict(zip(expected, found, strict=True)) == expected
 
 
 def test_tab_knows_every_setting_and_every_group() -> None:

@@ -2,28 +2,57 @@
 
 import json
 import os
+import re
 import sys
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+from flows.cli import app, exit_code
 from flows.commands import doctor
-from rlcore.runtime.devices import Devices, Gpu, all_reduce, find_devices
-from tests.flows.conftest import REPOSITORY, Millrace
+from rlcore.runtime.devices import Devices, Gpu, all_reduce
+from tests.flows.conftest import REPOSITORY
+
+
+def looked_at(root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
+    """The command's lines by name, where there is an error."""
+    assert exit_code(lambda: app(["doctor", "--json", f"--root={root}"])) == 1
+    return {line["name"]: line for line in json.loads(capsys.readouterr().out)}
 
 
 @pytest.mark.slow
-def test_a_server_that_is_not_there_is_an_error_among_other_lines(bare: Millrace) -> None:
-    done = Millrace(bare.root, {"PREFECT_API_URL": "http://127.0.0.1:9/api"})("doctor", "--json", f"--root={bare.root}")
-    lines = {line["name"]: line for line in json.loads(done.out)}
-    assert done.code == 1, done.err
+def test_a_server_that_is_not_there_is_an_error_among_other_lines(
+    artifacts_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where vLLM is not installed: to import it takes as long as all the rest."""
+    import torch
+
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    lines = looked_at(artifacts_root, capsys)
     assert lines["Prefect server"]["level"] == "error"
     assert "Unset it" in lines["Prefect server"]["remedy"]
-    assert {"Python", "torch", "memory", "disk", "Prefect", "MLflow", "Ray", "ports", "hub", "sandbox"} <= lines.keys()
+    names = {"Python", "torch", "memory", "disk", "vLLM", "Prefect", "MLflow", "Ray", "ports", "hub", "sandbox"}
+    assert names <= lines.keys()
     assert [name for name, line in lines.items() if line["level"] == "error"] == ["Prefect server"]
     assert all(line["remedy"] or line["level"] == "ok" for line in lines.values())
+    assert "is not installed" in lines["vLLM"]["found"]
+    assert lines["torch"]["found"].startswith(f"{torch.__version__}, ")
+    gpus = [name for name in lines if re.fullmatch(r"GPU \d+", name)]
+    assert (len(gpus), "GPU" in lines) == (torch.cuda.device_count(), not gpus)
+
+
+@pytest.mark.lengthy  # the same of another package: Prefect above
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here")
+def test_vllm_is_imported(
+    artifacts_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    assert looked_at(artifacts_root, capsys)["vLLM"]["level"] == "ok"
 
 
 def test_a_root_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,14 +75,6 @@ def test_a_gpu_without_code_for_it_and_one_in_use() -> None:
     lines = list(doctor.gpu_lines(Devices("2", "13.0", ("sm_80", "sm_90"), gpus)))
     assert [line.level for line in lines] == ["error", "warning", "ok"]
     assert "torch has code for sm_80, sm_90" in lines[0].found
-
-
-def test_what_torch_says_of_this_machine() -> None:
-    import torch
-
-    found = find_devices()
-    assert found.torch == torch.__version__
-    assert len(found.gpus) == torch.cuda.device_count()
 
 
 @pytest.mark.multiprocess

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,12 @@ STANDS_FOR = {
 WRONG_ON_PURPOSE = "trainer.totl_steps"
 
 
+@cache
+def whole_command() -> Any:
+    """`millrace` with all its commands: to make it takes a while."""
+    return typer.main.get_command(app)
+
+
 def commands_of(page: Path) -> Iterator[str]:
     """Command lines of a page: lines of its blocks, and what stands between backticks."""
     text = page.read_text(encoding="utf-8")
@@ -70,7 +77,7 @@ def documented(program: str) -> list[str]:
         file.read_text().splitlines()[0].lstrip("# ") for file in sorted(REPOSITORY.glob("conf/experiment/*.yaml"))
     )
     pages = (line for page in PAGES_NOW for line in commands_of(page))
-    lines = (*pages, *first_lines, *examples_of(typer.main.get_command(app)))
+    lines = (*pages, *first_lines, *examples_of(whole_command()))
     found = (match[1] for line in lines if (match := COMMAND.fullmatch(line.strip())))
     plain = (" ".join(re.sub(r" #.*| --dry-run", "", line).split()) for line in found)
     return list(dict.fromkeys(line for line in plain if line.split()[0] == program))
@@ -84,7 +91,7 @@ def words_of(line: str) -> list[str]:
 
 def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The command's name and what it is given. Whatever it does not know ends in an error of the parser."""
-    command: Any = typer.main.get_command(app)
+    command = whole_command()
     left = list(words)
     while children := getattr(command, "commands", {}):
         command = children[left.pop(0)]

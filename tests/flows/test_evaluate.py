@@ -1,11 +1,14 @@
 """Suites: the run's own validation, `millrace eval` of its checkpoints, their numbers and paired difference."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from flows.cli import app, exit_code
 from flows.commands.evaluate import evaluation_settings
+from flows.work.trainer import kept_between_runs
 from rlcore.checkpoint.catalog import list_checkpoints
 from rlcore.config.compose import load_config
 from rlcore.errors import ConfigError, DataError
@@ -13,7 +16,7 @@ from rlcore.evaluation.result import ValidationResult
 from rlcore.report.held_out import suite_table
 from rlcore.report.record import read_run
 from rlcore.tracking.journal import load_journal, read_journal
-from tests.flows.conftest import Millrace
+from tests.flows.conftest import Finished
 from tests.run.sessions import session_of, train_in_chunks
 from tests.small_run import SmallRun, prepare
 
@@ -61,11 +64,25 @@ def test_each_suite_is_judged_at_its_own_steps_and_chooses_no_checkpoint(run: Sm
     assert {name.split("/")[1] for name in saved if name.startswith("val-core/")} == {"countdown"}
 
 
-def test_an_evaluation_has_the_runs_own_numbers_and_pairs_them(run: SmallRun, suites: list[str]) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def one_trainer() -> Iterator[None]:
+    """It serves an evaluation after the other: to start one takes seconds of imports."""
+    with kept_between_runs():
+        yield
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> Finished:
+    """`millrace eval` in this process."""
+    code = exit_code(lambda: app(["eval", *words]))
+    return Finished(code, *capsys.readouterr())
+
+
+def test_an_evaluation_has_the_runs_own_numbers_and_pairs_them(
+    run: SmallRun, suites: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = str(run.layout.run_dir)
-    millrace = Millrace(Path(run.config.paths.root), {})
-    words = ("eval", f"{folder}@start", folder, "--suite", suites[0], "--suite", suites[1])
-    done = millrace(*words, "--json")
+    words = (f"{folder}@start", folder, "--suite", suites[0], "--suite", suites[1])
+    done = evaluated(capsys, *words, "--json")
     assert done.code == 0, done.err
     told = json.loads(done.out)
     # The suite's max_problems holds in an evaluation as in training.
@@ -86,25 +103,27 @@ def test_an_evaluation_has_the_runs_own_numbers_and_pairs_them(run: SmallRun, su
     assert (mean["better"], mean["worse"]) == (sum(g > 0 for g in gains), sum(g < 0 for g in gains))
     files = sorted(Path(told["evaluations"][0]["folder"]).glob("suites/*/before.json"))
     written = [file.stat().st_mtime_ns for file in files]
-    again = millrace(*words)
+    again = evaluated(capsys, *words)
     assert again.code == 0, again.err
     assert [file.stat().st_mtime_ns for file in files] == written, "what is judged is not judged again"
     assert "paired:" in again.out
     assert "worker(s) on" not in again.out + again.err
 
 
-def test_a_judge_that_never_answers_is_an_error_and_no_result(run: SmallRun, tmp_path: Path) -> None:
+def test_a_judge_that_never_answers_is_an_error_and_no_result(
+    run: SmallRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     suite = tmp_path / "judged.yaml"
     one = (TASK % (1, "['+']")).replace("samples_per_problem: 2", "samples_per_problem: 1\ngreedy: false")
     suite.write_text(one.replace("{", "{scorer: data.judge:score, ", 1))
     dead = ("reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=m", "reward.judge.tries=1")
-    words = ("eval", str(run.layout.run_dir), "--suite", str(suite), "reward.num_processes=1", *dead)
-    for _ in range(2):
-        done = Millrace(Path(run.config.paths.root), {})(*words, "--json")
-        assert (done.code, done.out) == (1, "")
-        assert "suite judged: has no figures, for 1 answers have no score; data.judge:score failed, the la" in done.err
-        assert "no verdict of http://127.0.0.1:9/v1 (reward.judge.url)" in done.err
-        assert "Traceback" not in done.err
+    done = evaluated(capsys, str(run.layout.run_dir), "--suite", str(suite), "reward.num_processes=1", *dead, "--json")
+    assert (done.code, done.out) == (1, "")
+    assert "suite judged: has no figures, for 1 answers have no score; data.judge:score failed, the la" in done.err
+    assert "no verdict of http://127.0.0.1:9/v1 (reward.judge.url)" in done.err
+    assert "Traceback" not in done.err
+    assert [*run.layout.run_dir.parent.glob("eval-*/metrics.jsonl")]
+    assert not [*run.layout.run_dir.parent.glob("eval-*/suites/judged/*")], "nothing counts as judged"
 
 
 def test_an_evaluations_journal_tells_of_answers_without_a_score(

@@ -47,19 +47,10 @@ def test_its_rows_are_made(project: Path) -> None:
     assert "filter: 20 train, 5 validation rows" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        (["data.build=products:build", "data.scorer=products:scor"], "data.scorer: must name a function"),
-        (["data.build=product:build", "data.scorer=products:score"], "data.build: must name a function"),
-    ],
-)
-def test_a_function_that_is_not_there_is_told_before_anything_is_made(
-    project: Path, settings: list[str], told: str
-) -> None:
-    done = run(project, "run", *settings)
+def test_a_function_that_is_not_there_is_told_before_anything_is_made(project: Path) -> None:
+    done = run(project, "run", "data.build=product:build", "data.scorer=products:score")
     assert done.returncode != 0
-    assert told in done.stderr
+    assert "data.build: must name a function" in done.stderr
     assert "in the folder that the command is started in" in done.stderr
     assert not (project / "artifacts").exists()
 
@@ -82,12 +73,9 @@ def test_the_environment_of_the_page_is_played_from_an_empty_folder(tmp_path: Pa
         "experiment=number_guessing", "data.build=count_on:build", "data.train_size=40", "data.validation_size=8",
         "episode.max_tool_tokens=2", "model.scratch.max_integer=63",
         "tracking.enabled=false",
-        "trainer.total_steps=2", "trainer.steps_per_chunk=2", "validation.every_steps=2",
+        "trainer.total_steps=1", "trainer.steps_per_chunk=1", "validation.every_steps=1",
     ]  # fmt: skip
-    named = "data.environment=count_on:CountOn"
-    missing = run(tmp_path, "train", *settings, "data.environment=count_on:CountUp", settings=())
-    assert "data.environment: must name a class as module:Class, got 'count_on:CountUp'" in missing.stderr
-    done = run(tmp_path, "train", *settings, named, settings=())
+    done = run(tmp_path, "train", *settings, "data.environment=count_on:CountOn", settings=())
     assert done.returncode == 0, done.stderr
     (journal,) = (tmp_path / "artifacts" / "runs").glob("*/metrics.jsonl")
     metrics = [line["metrics"] for line in map(json.loads, journal.read_text().splitlines()) if "metrics" in line]

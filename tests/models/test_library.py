@@ -1,39 +1,15 @@
 """transformers comes without the packages that it imports, and the metadata that it reads, for nothing done here."""
 
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
 HIDDEN = ("sklearn", "scipy")
 are_there = pytest.mark.skipif(not all(map(find_spec, HIDDEN)), reason="they are not installed: nothing to hide")
-
-STARTS = {
-    "a trainer": "import rlcore.run.process",
-    "vLLM's engine": "import rlcore.rollout.vllm.engine",
-}
-
-
-def said(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip()
-
-
-@are_there
-@pytest.mark.parametrize("what", STARTS)
-def test_neither_is_imported_at_a_start_and_whoever_wants_them_has_them_afterwards(what: str) -> None:
-    start = f"{STARTS[what]}, sys\nprint(sorted({set(HIDDEN)} & set(sys.modules)))"
-    assert said(f"{start}\nimport scipy.optimize, sklearn.metrics") == "[]"
-
-
-@are_there
-def test_after_another_import_of_transformers_they_stay() -> None:
-    theirs = "from transformers import AutoModelForCausalLM as theirs"
-    ours = "from rlcore.models.library import AutoModelForCausalLM as ours"
-    assert said(f"{theirs}\n{ours}\nprint(ours is theirs)") == "True"
-
 
 COUNTED = """
 import importlib.metadata
@@ -49,9 +25,62 @@ before, wanted = len(times), real()
 assert {name: found.get(name) for name in ("torch", "PIL", "yaml", "none")} == {
     "torch": wanted["torch"], "PIL": wanted["PIL"], "yaml": wanted["yaml"], "none": None
 }
-print(before, len(times), found == wanted)
+said = [before, len(times), found == wanted]
+"""
+
+AT_A_START = """
+import {module}, sys
+said = sorted({{"sklearn", "scipy"}} & set(sys.modules))
+import scipy, sklearn
+"""
+
+AFTER_ANOTHER = """
+from transformers import AutoModelForCausalLM as theirs
+from rlcore.models.library import AutoModelForCausalLM as ours
+said = ours is theirs
+"""
+
+PROGRAMS = {
+    "a trainer": AT_A_START.format(module="rlcore.run.process"),
+    "vLLM's engine": AT_A_START.format(module="rlcore.rollout.vllm.engine"),
+    "after another": AFTER_ANOTHER,
+    "counted": COUNTED,
+}
+
+EACH_IN_A_FORK = """
+import json, os, sys, torch  # the import that all of them share; it brings no transformers
+assert "transformers" not in sys.modules
+for program in sys.argv[1:]:
+    if os.fork() == 0:
+        found = {}
+        exec(program, found)
+        print(json.dumps(found["said"]), flush=True)
+        os._exit(0)
+    if os.wait()[1] != 0:
+        print(json.dumps("failed"), flush=True)
 """
 
 
-def test_the_metadata_of_all_packages_is_read_once_and_when_it_is_asked_for() -> None:
-    assert said(COUNTED) == "0 1 True"
+@pytest.fixture(scope="module")
+def said() -> dict[str, Any]:
+    """What each program says in an interpreter that has imported torch alone."""
+    command = [sys.executable, "-c", EACH_IN_A_FORK, *PROGRAMS.values()]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    return dict(zip(PROGRAMS, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+@are_there
+@pytest.mark.parametrize("what", ["a trainer", "vLLM's engine"])
+def test_neither_is_imported_at_a_start_and_whoever_wants_them_has_them_afterwards(
+    said: dict[str, Any], what: str
+) -> None:
+    assert said[what] == []
+
+
+@are_there
+def test_after_another_import_of_transformers_they_stay(said: dict[str, Any]) -> None:
+    assert said["after another"] is True
+
+
+def test_the_metadata_of_all_packages_is_read_once_and_when_it_is_asked_for(said: dict[str, Any]) -> None:
+    assert said["counted"] == [0, 1, True]

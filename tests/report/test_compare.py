@@ -46,6 +46,17 @@ def comparison(run_dirs):
     return compare_runs(run_dirs[:4])
 
 
+@pytest.fixture(scope="module")
+def two_seeds(run_dirs, tmp_path_factory):
+    return compare_runs(run_dirs[:2], target=tmp_path_factory.mktemp("two_seeds"))
+
+
+@pytest.fixture(scope="module")
+def unlike(run_dirs, tmp_path_factory):
+    """Runs of two algorithms on other problems."""
+    return compare_runs([run_dirs[0], run_dirs[4]], target=tmp_path_factory.mktemp("unlike"))
+
+
 def table(files, name: str) -> list[dict[str, object]]:
     found = json.loads(files.json.read_text())["tables"][name]
     return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
@@ -154,13 +165,12 @@ def test_the_same_problems_are_paired_with_the_first_run(run_dirs, comparison):
     assert found["numbers"]["lr1e-5-s1"]["high"] < 0
 
 
-def test_the_best_setting_needs_seeds_that_do_not_overlap(run_dirs, comparison, tmp_path):
+def test_the_best_setting_needs_seeds_that_do_not_overlap(run_dirs, comparison, two_seeds, tmp_path):
     assert finding(comparison, "Best setting")["verdict"] == "optim.lr=0.0003"
     one_each = compare_runs([run_dirs[0], run_dirs[2]], target=tmp_path / "a")
     assert finding(one_each, "Best setting")["verdict"] == "one seed is too few"
-    seeds = compare_runs(run_dirs[:2], target=tmp_path / "b")
-    assert finding(seeds, "Best setting")["verdict"] == "not known"
-    assert parse(seeds.html.read_text()).words.count("2 seeds") >= 1
+    assert finding(two_seeds, "Best setting")["verdict"] == "not known"
+    assert parse(two_seeds.html.read_text()).words.count("2 seeds") >= 1
 
 
 def test_costs_are_those_of_each_run(run_dirs, comparison):
@@ -239,18 +249,15 @@ def test_on_a_cpu_no_cost_is_told(comparison):
     assert "spent" not in json.loads(comparison.json.read_text())["tables"]
 
 
-def test_the_title_fits_one_line(run_dirs, comparison, tmp_path):
-    seeds = compare_runs(run_dirs[:2], target=tmp_path / "a")
-    others = compare_runs([run_dirs[0], run_dirs[4]], target=tmp_path / "b")
-    titles = [json.loads(files.json.read_text())["title"] for files in (comparison, seeds, others)]
+def test_the_title_fits_one_line(comparison, two_seeds, unlike):
+    titles = [json.loads(files.json.read_text())["title"] for files in (comparison, two_seeds, unlike)]
     assert titles == ["countdown_demo: 2 settings", "countdown_demo: 2 seeds", "countdown_demo and 1 more"]
 
 
-def test_runs_that_cannot_be_paired_are_compared_all_the_same(run_dirs, tmp_path):
-    files = compare_runs([run_dirs[0], run_dirs[4]], target=tmp_path)
-    row = table(files, "paired")[0]
+def test_runs_that_cannot_be_paired_are_compared_all_the_same(unlike):
+    row = table(unlike, "paired")[0]
     assert row["Run"] == "ppo"
-    words = parse(files.html.read_text()).words
+    words = parse(unlike.html.read_text()).words
     assert "some runs are not finished" in words
     assert "ppo: The run has 20 of 100 steps" in words
 

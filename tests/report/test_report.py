@@ -390,7 +390,7 @@ def test_after_training_is_the_newest_validation():
 
 
 def test_the_head_says_on_what_it_ran_and_when(tmp_path):
-    write_run(tmp_path, experiment="debug", num_steps=2, only=FEW)
+    write_run(tmp_path, experiment="debug", num_steps=2, validate=False, only=FEW)
     found = {"num_workers": 2, "device_name": "NVIDIA H200", "num_parameters": 1_234_567}
     with Journal(tmp_path / JOURNAL_FILE) as journal:
         journal.append_event(WORKERS, 0, {**found, "device_name": "of the first attempt"})
@@ -483,7 +483,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 def test_values_that_were_not_finite_do_not_break_it(tmp_path):
     run_dir = tmp_path / "nan"
-    write_run(run_dir, experiment="debug", num_steps=2, only=FEW)
+    write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
     with Journal(run_dir / JOURNAL_FILE) as journal:
         journal.append_step(2, {"actor/pg_loss": float("nan"), "actor/grad_norm": float("inf")})
     files = build_report(run_dir)
@@ -500,7 +500,7 @@ def test_values_that_were_not_finite_do_not_break_it(tmp_path):
 
 def test_lineage_is_shown(tmp_path):
     run_dir = tmp_path / "run"
-    write_run(run_dir, experiment="debug", num_steps=2, only=FEW)
+    write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
     stages = (Stage("dataset", "0123456789abcdef", "artifacts/datasets/0123456789abcdef", {"train rows": 64}),)
     Lineage(stages, ("millrace", "run", "experiment=debug"), "c0ffee", True, {"torch": "2.13.0"}).write(run_dir)
     facts = {"kind": "checkpoint", "step": 2, "created": "", "settings_fingerprint": "", "metrics": {}}
@@ -516,7 +516,7 @@ def test_lineage_is_shown(tmp_path):
 
 def test_inputs_serve_as_lineage(tmp_path):
     run_dir, filtered = tmp_path / "run", tmp_path / "filtered" / "fedcba9876543210"
-    write_run(run_dir, experiment="debug", num_steps=2, only=FEW)
+    write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
     with published_directory(filtered, {"num_train": 64}) as folder:
         (folder / "train.parquet").write_bytes(b"x")
     inputs = {"filtered_directory": str(filtered), "tokenizer_directory": str(tmp_path / "nowhere")}
@@ -527,9 +527,12 @@ def test_inputs_serve_as_lineage(tmp_path):
     assert rows["tokenizer"]["Facts"] == {}
 
 
-@pytest.mark.parametrize("experiment", experiment_names())
 @pytest.mark.parametrize(
-    "overrides", [[], ["seed=7", "optim.lr=3e-5", "tags.owner='me and you'", "paths.root='a b/c'"]]
+    ("experiment", "overrides"),
+    [
+        *((name, []) for name in experiment_names()),
+        ("countdown_ppo_demo", ["seed=7", "optim.lr=3e-5", "tags.owner='me and you'", "paths.root='a b/c'"]),
+    ],
 )
 def test_the_command_line_composes_to_the_same_settings(experiment, overrides):
     config = load_config(overrides, experiment=experiment)
@@ -576,7 +579,7 @@ def test_a_report_holds_no_password_of_an_address(tmp_path):
 
 def test_settings_that_do_not_compose_here_are_named_so(tmp_path):
     run_dir = tmp_path / "elsewhere"
-    config = write_run(run_dir, experiment="debug", num_steps=2, only=FEW)
+    config = write_run(run_dir, experiment="debug", num_steps=2, validate=False, only=FEW)
     moved = config.model_copy(update={"model": config.model.model_copy(update={"path": "/no/such/model"})})
     (run_dir / "settings.json").write_text(moved.model_dump_json())
     assert reproduce_command(moved) is None
@@ -596,10 +599,9 @@ def test_the_summary_is_the_head(grpo_run, grpo_report):
     assert text == grpo_report.summary
 
 
-def test_the_memory_plan_stands_beside_the_peaks(tmp_path):
-    write_run(tmp_path / "run", num_steps=3, validate=False, num_problems=4)
-    files = build_report(tmp_path / "run")
-    assert "No memory plan was made for this run" in page_of(files).words
+def test_the_memory_plan_stands_beside_the_peaks(tmp_path, grpo_report):
+    assert "No memory plan was made for this run" in page_of(grpo_report).words
+    write_run(tmp_path / "run", num_steps=3, validate=False, only=(*FEW, "perf/cpu_memory_used_gb"))
     plan = {"parts": {"weights": 2_000_000_000, "optimizer": 6_000_000_000}, "capacity_bytes": 80_000_000_000,
             "device": "a GPU", "notes": ["Activations are of the longest answer."]}  # fmt: skip
     (tmp_path / "run" / "memory_plan.json").write_text(json.dumps(plan))
@@ -608,6 +610,7 @@ def test_the_memory_plan_stands_beside_the_peaks(tmp_path):
     assert planned == {"weights": 2e9, "optimizer": 6e9, "Sum": 8e9, "The device has": 80e9}
     peaks = {row["Metric"]: row for row in table(files, "memory_peak")}
     record = read_run(tmp_path / "run")
+    assert peaks
     for metric, row in peaks.items():
         assert row["Peak"] == max(step.metrics[metric] for step in record.training_steps)
         assert row["Planned"] == (8.0 if metric == "perf/max_memory_allocated_gb" else None)

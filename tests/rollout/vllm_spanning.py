@@ -33,6 +33,7 @@ from tests.rollout.vllm_session import (
     answers,
     build,
     differing,
+    keep_frozen,
     mean_difference,
     some_requests,
     weights_of,
@@ -142,6 +143,7 @@ def write_models(folder: Path) -> None:
 def rank_main(folder: Path, rank: int) -> None:
     """One rank of engines and canary. The ranks meet anew for each: an engine that ends ends vLLM's process group."""
     torch.set_num_threads(1)
+    keep_frozen()
     run = spanning_run(folder)
     parts: dict[str, Callable[[], Any]] = {
         "tied": lambda: engine_facts(folder, "tied", rank),

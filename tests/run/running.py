@@ -31,7 +31,7 @@ def write_settings(run: SmallRun) -> Path:
     """What the trainer process reads."""
     layout = run.layout
     layout.run_dir.mkdir(parents=True, exist_ok=True)
-    layout.settings_json.write_text(run.config.model_dump_json())
+    layout.settings_json.write_text(run.config.model_dump_json(), encoding="utf-8")
     run.inputs.write(layout)
     return layout.settings_json
 

@@ -23,14 +23,14 @@ OVERRIDES = (
     "tracking.enabled=false", "alarms.max_roll_backs=1",
     "alarms.grad_norm=off", "alarms.entropy=off", "alarms.equal_scores=off",
 )  # fmt: skip
-COLD = "rollout.sampling.temperature=0.001"
+COLD, SHORT = "rollout.sampling.temperature=1e-6", "warm_start.max_steps=20"
 CAUSES: dict[str, tuple[str, ...]] = {
     "non_finite": ("algo.policy_loss=tests.trainer.broken_loss:log_of_advantage",),
     "grad_norm": ("algo.policy_loss=tests.trainer.steep_loss:steep",),
-    "entropy": (COLD,),
-    "equal_scores": (COLD,),
+    "entropy": (COLD, SHORT),
+    "equal_scores": (COLD, SHORT),
     "kl": ("algo.kl.where=loss", "optim.lr=0.05", "alarms.kl_above=0.5"),
-    "length": ("rollout.max_response_tokens=1", "warm_start.max_steps=20"),
+    "length": ("rollout.max_response_tokens=1", SHORT),
 }
 CASES = [
     (alarm, action)

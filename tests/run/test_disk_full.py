@@ -24,10 +24,11 @@ from tests.storage.small_disk import mounted
 
 pytestmark = pytest.mark.slow
 
-# A checkpoint of some 10 MB: a save takes long enough to be hit in the middle.
+# A checkpoint of some 10 MB: a save takes long enough to be hit in the middle. At this rate sixty steps of the warm
+# start are enough for scores that differ, from which a step learns.
 OVERRIDES = (
     "model.scratch.hidden_size=192", "model.scratch.intermediate_size=512", "model.scratch.num_heads=2",
-    "warm_start.max_steps=100",
+    "warm_start.max_steps=60", "warm_start.batch_size=32", "warm_start.optim.lr=3e-3", "warm_start.stop_at_reward=null",
     "trainer.total_steps=9", "trainer.steps_per_chunk=3", "validation.every_steps=0",
     "checkpoint.keep_last=1", "checkpoint.keep_best=0", "tracking.enabled=false",
 )  # fmt: skip

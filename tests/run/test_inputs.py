@@ -103,8 +103,11 @@ def test_the_rows_count_and_what_it_does_not_read_does_not() -> None:
 
 
 def test_another_temperature_is_another_warm_start(tmp_path: Path) -> None:
-    """The same demonstrations, measured by other answers: each stops where its own reward says."""
-    short = ("warm_start.max_steps=300", "warm_start.check_every=10")
+    """The same demonstrations, measured by other answers: each has a reward of its own."""
+    short = (
+        "warm_start.max_steps=60", "warm_start.check_every=60", "warm_start.batch_size=32", "warm_start.optim.lr=5e-3",
+        "model.scratch.hidden_size=128", "model.scratch.intermediate_size=256", "model.scratch.num_heads=2",
+    )  # fmt: skip
     found = []
     for temperature in ("1.0", "0.01"):
         run = prepare(tmp_path, *short, f"rollout.sampling.temperature={temperature}")
@@ -125,7 +128,7 @@ def flip(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    return prepare(tmp_path_factory.mktemp("prepared"), "warm_start.max_steps=20")
+    return prepare(tmp_path_factory.mktemp("prepared"), "warm_start.max_steps=3")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_a_flipped_bit_in_what_a_run_begins_with_is_told_and_it_is_made_again(
     (damaged,) = (tmp_path / "root").glob(file)
     whole = damaged.read_bytes()
     flip(damaged)
-    again = prepare(tmp_path / "root", "warm_start.max_steps=20")
+    again = prepare(tmp_path / "root", "warm_start.max_steps=3")
     assert f"{damaged}: hash must be sha256" in caplog.text
     assert f"kept as {damaged.parent.name}.damaged.1" in caplog.text
     assert damaged.read_bytes() == whole

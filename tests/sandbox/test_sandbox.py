@@ -27,6 +27,7 @@ from tests.sandbox.hostile import programs
 TIME_S = 3.0
 ADDS = "import sys\ndef add(a, b):\n    return a + b\n"
 SUMS = "print(sum(map(int, sys.stdin.read().split())))"
+HANGS = "import time\ntime.sleep(600)"
 UNSAFE_IF_WEAK = {"the host's file", "the host's accounts", "socket", "the way up"}
 shut_in = pytest.mark.skipif(
     bool(sandbox._missing()), reason=f"the sandbox needs what is not here: {sandbox._missing()}"
@@ -47,7 +48,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_program_reads_prints_and_ends() -> None:
     ran = run_python("import sys\nprint(input()[::-1])\nprint('oh', file=sys.stderr)\nsys.exit(3)", "abc\u00e9")
     assert (ran.stdout, ran.stderr, ran.code, ran.ended) == ("\u00e9cba\n", "oh\n", 3, "")
-    assert run_python("while True: pass").ended == "time"
+    assert run_python("while True: pass", time_s=1.0).ended == "time"
     flood = run_python("print('x' * 10**6)")
     assert (len(flood.stdout), flood.ended) == (16 * 1024, "output")
     assert "MemoryError" in run_python("x = 'x' * 2**30").stderr
@@ -77,6 +78,8 @@ def test_none_of_three_hundred_hostile_programs_escapes(
         every = list(programs(places))
         assert len(every) == 300
         chosen = [one for number, one in enumerate(every) if number % 10 < of_each_kind]
+        if chosen != every:
+            chosen = list(dict.fromkeys(chosen))  # the lengthy case repeats those that have no variants
 
         def tried(one: tuple[str, str]) -> tuple[str, str]:
             start = time.monotonic()
@@ -107,12 +110,12 @@ def test_a_killed_scorer_takes_its_program_along() -> None:
     use(SandboxConfig(time_s=1.5))
     problem = json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}] * 50)})
     with ScoringPool("data.code:score", RewardConfig(num_processes=1, deadline_s=5.0)) as pool:
-        [hung] = pool.score(["```python\nwhile True: pass\n```"], [problem])
+        [hung] = pool.score([f"```python\n{HANGS}\n```"], [problem])
     assert (hung.failure, hung.total, hung.parts["passed"]) == (None, 0.0, 0.0), "the model's fault, and no failure"
     problem = json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}])})
     use(SandboxConfig(time_s=60))
     with ScoringPool("data.code:score", RewardConfig(num_processes=1, deadline_s=2.0)) as pool:
-        [hung, right] = pool.score(["```python\nwhile True: pass\n```", "```python\nprint(1)\n```"], [problem, problem])
+        [hung, right] = pool.score([f"```python\n{HANGS}\n```", "```python\nprint(1)\n```"], [problem, problem])
     assert "reward.deadline_s" in str(hung.failure)
     assert right.total == 1.0
     deadline = time.monotonic() + 20
@@ -127,7 +130,7 @@ def test_a_killed_scorer_takes_its_program_along_where_nothing_shuts_it_in(
     monkeypatch.setenv("PATH", "/nonexistent")
     use(SandboxConfig(time_s=60, allow_weak=True))
     problem = json.dumps({"tests": json.dumps([{"stdin": "", "stdout": "1"}])})
-    program = f"import os\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nwhile True: pass"
+    program = f"import os\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n{HANGS}"
     with ScoringPool("data.code:score", RewardConfig(num_processes=1, deadline_s=5.0)) as pool:
         [hung] = pool.score([f"```python\n{program}\n```"], [problem])
     assert "reward.deadline_s" in str(hung.failure)
@@ -147,7 +150,7 @@ def test_a_killed_scorer_takes_its_program_along_where_nothing_shuts_it_in(
         ("```python\nimport sys\nprint(7)\nsys.exit(0)\n```", 1 / 3, (0.0, 1.0)),
         ("the answer is 7", 0.0, (0.0, 0.0)),
         ("", 0.0, (0.0, 1.0)),
-        ("```python\nif input() == '3 4':\n    print(7)\nelse:\n    while True: pass\n```", 1 / 3, (0.0, 1.0)),
+        (f"```python\nif input() == '3 4':\n    print(7)\nelse:\n    exec({HANGS!r})\n```", 1 / 3, (0.0, 1.0)),
     ],
 )
 def test_the_score_is_the_share_of_tests_that_pass(answer: str, total: float, parts: tuple[float, float]) -> None:
@@ -169,7 +172,7 @@ def test_a_syntax_error_in_what_a_program_evaluates_fails_that_test_alone() -> N
 def test_the_tool_shows_the_output_and_the_last_line_of_an_error() -> None:
     assert tool("print(6 * 7)") == "42"
     assert tool("print(1)\n1 / 0") == "1\nZeroDivisionError: division by zero"
-    assert tool("while True: pass").endswith("error: the program was ended after its time")
+    assert tool(HANGS).endswith("error: the program was ended after its time")
 
 
 def test_problems_come_from_files_and_a_bad_line_is_named(tmp_path: Path, artifacts_root: Path) -> None:
@@ -206,6 +209,6 @@ def test_where_nothing_can_be_shut_in_it_is_refused_unless_weak_is_allowed(
             check_before_plan(load_config(words))
         use(SandboxConfig(time_s=TIME_S, allow_weak=True))
         assert run_python("print(1)").stdout == "1\n"
-        assert run_python("while True: pass").ended == "time"
+        assert run_python("while True: pass", time_s=1.0).ended == "time"
     finally:
         sandbox._missing.cache_clear()

@@ -2,30 +2,29 @@
 
 import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from rlcore.config import PathsConfig, RunConfig, TrackingConfig
+from tests.forked import fork_module
 
 SERVER_START_S = 200.0
 
 
 class Server:
-    """`mlflow server` on a sqlite file. It can be killed and started again on the same port."""
+    """MLflow's server on a sqlite file. It can be killed and started again on the same port."""
 
     def __init__(self, database: Path) -> None:
         self._database = database
         self._log = database.with_suffix(".log")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: BaseProcess | None = None
         self._held = held_port()
         self.port = int(self._held.getsockname()[1])
 
@@ -34,20 +33,15 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", "127.0.0.1"]
-        command += ["--port", str(self.port), "--backend-store-uri", f"sqlite:///{self._database}"]
-        command += ["--artifacts-destination", str(self._database.parent / "served-artifacts")]
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self._process = fork_module(
+            "tests.tracking.served",
+            [str(self._database), str(self.port)],
+            output=self._log,
+            environment=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+        )
         until = time.monotonic() + SERVER_START_S
         while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > until:
+            if self._process.exitcode is not None or time.monotonic() > until:
                 raise RuntimeError(f"mlflow server did not start:\n{self._log.read_text()[-2000:]}")
             time.sleep(0.1)
 
@@ -59,10 +53,10 @@ class Server:
             return False
 
     def kill(self) -> None:
-        """As a crash would: no goodbye. Its own session is ended whole."""
+        """As a crash would: no goodbye."""
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._process.kill()
+            self._process.join()
             self._process = None
 
     def close(self) -> None:

@@ -3,8 +3,6 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -13,49 +11,17 @@ import psutil
 from rlcore.config import RunConfig
 from rlcore.tracking.attempts import ATTEMPTS_FILE, read_history
 from rlcore.tracking.delivery import STATE_FILE, delivery_lock, open_delivery, read_state, sync_run
+from tests.forked import ForkedCommand
 from tests.tracking.conftest import wait_until
 from tests.tracking.reading import client_of, journal_points, main_run, points, values
-
-TRAINER = """
-import sys, time
-from pathlib import Path
-from rlcore.config import RunConfig
-from rlcore.tracking.tracker import Tracker
-from tests.tracking.reading import values
-
-run_dir, root, start, journal_bytes, last = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
-config = RunConfig(paths={"root": root}, tracking={"ship_every_s": 0.05})
-tracker = Tracker(run_dir, config, tags={"stage": "train"})
-tracker.resume_at(start, journal_bytes)
-for step in range(start + 1, last + 1):
-    tracker.log_step(step, values(step, 20))
-    if step % 10 == 0:
-        size = tracker.journal_bytes
-        print(step, size, flush=True)   # the checkpoint is published
-        tracker.commit(step)
-    time.sleep(0.03)
-tracker.finish("FINISHED", timeout_s=240.0)  # on a busy machine MLflow is slower than this trainer
-"""
 
 
 class Trainer:
     """A process that logs, commits every 10 steps and says so, in a session of its own."""
 
     def __init__(self, run_dir: Path, root: Path, checkpoint: tuple[int, int], last: int) -> None:
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-c",
-            TRAINER,
-            str(run_dir),
-            str(root),
-            *map(str, (*checkpoint, last)),
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
-        )
+        words = [str(run_dir), str(root), *map(str, (*checkpoint, last))]
+        self.process = ForkedCommand("tests.tracking.small_trainer", words, os.environ)
         self.run_dir = run_dir
         self.checkpoint = checkpoint
 
@@ -164,7 +130,7 @@ def test_a_trainer_that_dies_while_its_lines_are_sent(config: RunConfig, root: P
 
 
 def test_a_killed_companion_is_replaced_at_the_next_checkpoint(config: RunConfig, root: Path, run_dir: Path):
-    trainer = Trainer(run_dir, root, (0, 0), 200)
+    trainer = Trainer(run_dir, root, (0, 0), 60)
     trainer.run_until(10)
     companion = companion_of(trainer)
     companion.kill()
@@ -173,7 +139,7 @@ def test_a_killed_companion_is_replaced_at_the_next_checkpoint(config: RunConfig
     trainer.run_until(10**9)
     assert trainer.process.wait() == 0
     trainer.process.communicate()
-    assert_each_step_once(root, run_dir, 200)
+    assert_each_step_once(root, run_dir, 60)
     assert not unfinished.exists()
 
 

@@ -41,6 +41,7 @@ from rlcore.tracking.models import (
     name_models,
     remove_garbage,
 )
+from tests.forked import fork_module, run_module
 from tests.tracking.reading import client_of, main_run, main_runs, points
 
 
@@ -445,24 +446,6 @@ store = MlflowStore(TrackingConfig(), Path(root))
 print(log_model(store, run_id, Path(model), kind="transformers", name="last", step=20, metrics={}, time_s=1.0, tags={}))
 assert "torch" not in sys.modules
 """
-LOAD = """
-import sys, warnings
-warnings.simplefilter("ignore")
-import mlflow, torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-mlflow.set_tracking_uri(sys.argv[1])
-wanted = load_file(sys.argv[3] + "/model.safetensors")
-components = mlflow.transformers.load_model(sys.argv[2], return_type="components")
-loaded, plain = components["model"], PreTrainedTokenizerFast.from_pretrained(sys.argv[3])
-for text in ("1", "1 + 1"):
-    assert components["tokenizer"](text)["input_ids"] == plain(text)["input_ids"], "another tokenizer"
-folder = mlflow.artifacts.download_artifacts(sys.argv[2]) + "/model"
-for model in (loaded, AutoModelForCausalLM.from_pretrained(folder)):
-    state = model.state_dict()
-    assert all(torch.equal(state[name].float(), value) for name, value in wanted.items()) and wanted
-print("same weights")
-"""
 
 
 @pytest.mark.filterwarnings("ignore")  # MLflow and transformers warn of each other's plans
@@ -500,14 +483,27 @@ def test_a_model_directory_is_kept_once_with_its_scores(store: MlflowStore, run_
 
 @pytest.mark.filterwarnings("ignore")  # MLflow and transformers warn of each other's plans
 def test_weights_are_kept_without_torch_and_load_as_they_were(
-    store: MlflowStore, root: Path, run_id: str, model_directory: Path
+    store: MlflowStore, root: Path, run_id: str, model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
     command = [sys.executable, "-W", "ignore", "-c", KEEP, str(root), run_id, str(model_directory)]
     kept = subprocess.run(command, capture_output=True, text=True)
     assert kept.returncode == 0, kept.stderr[-2000:]
-    command = [sys.executable, "-c", LOAD, store.uri, f"models:/{kept.stdout.strip()}", str(model_directory)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout.strip().endswith("same weights"), done.stderr[-2000:]
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    monkeypatch.setattr("mlflow.tracking._tracking_service.utils._tracking_uri", store.uri)
+    address = f"models:/{kept.stdout.strip()}"
+    components = mlflow.transformers.load_model(address, return_type="components")
+    folder = mlflow.artifacts.download_artifacts(address)
+    plain = PreTrainedTokenizerFast.from_pretrained(model_directory)
+    for text in ("1", "1 + 1"):
+        assert components["tokenizer"](text)["input_ids"] == plain(text)["input_ids"], "another tokenizer"
+    wanted = load_file(model_directory / "model.safetensors")
+    for model in (components["model"], AutoModelForCausalLM.from_pretrained(f"{folder}/model")):
+        state = model.state_dict()
+        assert wanted
+        assert all(torch.equal(state[name].float(), value) for name, value in wanted.items())
 
 
 def test_of_a_model_over_the_limit_only_the_place_is_kept(store: MlflowStore, run_id: str, tmp_path: Path):
@@ -528,27 +524,13 @@ def test_a_folder_that_is_no_model_is_refused(store: MlflowStore, run_id: str, t
         log_model(store, run_id, tmp_path, kind="transformers", name="last", step=3, metrics={}, time_s=1.0, tags={})
 
 
-MAKES_A_STORE = (
-    "import sys; sys.prefix = '/nowhere'; from rlcore.tracking.connection import connect; connect(sys.argv[1])"
-)
-IS_KILLED_AT_IT = """
-import os, signal
-from sqlalchemy import Engine, event
-
-@event.listens_for(Engine, "after_cursor_execute")
-def kill(connection, cursor, statement, *rest):
-    if "CREATE TABLE entity_associations" in statement:
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 def test_two_processes_may_make_the_store_at_the_same_moment_after_one_that_was_killed_at_it(tmp_path: Path):
-    command, address = [sys.executable, "-W", "ignore", "-c"], f"sqlite:///{tmp_path}/new/mlflow.db"
-    assert subprocess.run([*command, IS_KILLED_AT_IT + MAKES_A_STORE, address], check=False).returncode == -9
-    command += [MAKES_A_STORE, address]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    errors = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
+    maker, address, said = "tests.tracking.makes_a_store", f"sqlite:///{tmp_path}/new/mlflow.db", tmp_path / "said"
+    assert run_module(maker, [address, "killed"], output=said, timeout_s=120.0) == -9
+    processes = [fork_module(maker, [address], output=said) for _ in range(2)]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0], said.read_text()
     config = RunConfig(paths=PathsConfig(root=str(tmp_path / "new")))
     assert MlflowStore(config.tracking, tmp_path / "new").experiment_id
     shutil.rmtree(tmp_path / "new")
@@ -603,14 +585,14 @@ def test_checkpoints_and_weights_are_linked_to_their_scores_and_found_by_alias(
     assert (checkpoint.tags["mlflow.model.isExternal"], checkpoint.tags["size_bytes"]) == ("true", "9")
     assert [(metric.value, metric.step) for metric in checkpoint.metrics] == [(0.5, 20)]
     assert points(store.client, store.client.get_run(run_id), "val-core/x/reward/mean_at_4") == [(20, 0.5), (40, 0.25)]
-    before = mlflow.get_tracking_uri()
+    before = mlflow.get_tracking_uri(), mlflow.is_tracking_uri_set()
     name_models(store, run_id, {"best": weights[20], "last": weights[20]}, "mine")
     for _ in range(2):
         name_models(store, run_id, {"best": weights[20], "last": weights[40]}, "mine")
     models = models_of(store.client, store.experiment_id, run_id)
     by_alias = {alias: [model.model_id for model in models if alias in model.tags] for alias in ("best", "last")}
     assert by_alias == {"best": [weights[20]], "last": [weights[40]]}
-    assert mlflow.get_tracking_uri() == before
+    assert (mlflow.get_tracking_uri(), mlflow.is_tracking_uri_set()) == before
     versions = {alias: store.client.get_model_version_by_alias("mine", alias) for alias in ("best", "last")}
     assert {alias: version.version for alias, version in versions.items()} == {"best": 1, "last": 2}
     assert (model_of(versions["best"]), versions["best"].run_id) == (weights[20], run_id)

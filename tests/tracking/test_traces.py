@@ -212,6 +212,7 @@ def test_traces_arrive_during_the_run_and_once(server: Server, config: RunConfig
     assert {len(trace.info.assessments) for trace in found} == {len(trace.data.spans) for trace in found} == {1}
 
 
+@pytest.mark.lengthy  # as test_outage has it; what is sent later is test_each_step_is_sent_once_with_the_journals_time
 @pytest.mark.slow
 def test_a_server_that_is_away_costs_nothing_and_gets_them_later(
     server: Server, config: RunConfig, run_dir: Path
@@ -244,6 +245,7 @@ def test_a_server_that_refuses_them_takes_the_metrics_all_the_same(
     assert steps(traces(server, run_dir.name)) == [1, 1, 2, 2]
 
 
+@pytest.mark.lengthy  # a second way to test_without_a_wish_for_traces_no_answer_is_read
 @pytest.mark.slow
 def test_none_are_sent_by_default(server: Server, config: RunConfig, run_dir: Path) -> None:
     with training(run_dir, config_for(config, server.uri)) as run:

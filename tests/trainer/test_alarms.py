@@ -53,12 +53,12 @@ def texts(result: StepResult) -> dict[str, str]:
     return {alarm.name: alarm.text for alarm in result.alarms}
 
 
-COLD = "rollout.sampling.temperature=0.00001"
+COLD = ("rollout.sampling.temperature=0.00001", "warm_start.enabled=false")
 STEEP = "algo.policy_loss=tests.trainer.steep_loss:steep"
 
 
 def test_a_policy_without_entropy_and_groups_of_equal_score(root: Path) -> None:
-    (first,), _ = steps(root, 1, COLD)
+    (first,), _ = steps(root, 1, *COLD)
     assert "entropy is" in texts(first)["entropy"]
     assert "alarms.entropy_below is 0.001" in texts(first)["entropy"]
     assert "nothing to learn" in texts(first)["equal_scores"]
@@ -67,7 +67,7 @@ def test_a_policy_without_entropy_and_groups_of_equal_score(root: Path) -> None:
 
 
 def test_a_skipped_step_changes_no_weight_and_goes_on(root: Path) -> None:
-    found, same = steps(root, 2, COLD, "alarms.equal_scores=skip")
+    found, same = steps(root, 2, *COLD, "alarms.equal_scores=skip")
     assert same
     assert [result.metrics[SKIPPED] for result in found] == [1.0, 1.0]
     assert found[1].state.step == 2
@@ -127,12 +127,13 @@ def test_a_policy_far_from_its_reference(root: Path) -> None:
 
 
 def test_answers_that_all_end_at_the_limit(root: Path) -> None:
-    (first,), _ = steps(root, 1, "rollout.max_response_tokens=1", "alarms.length=tell", "alarms.length_share=0.9")
+    short = ("rollout.max_response_tokens=1", "warm_start.enabled=false")
+    (first,), _ = steps(root, 1, *short, "alarms.length=tell", "alarms.length_share=0.9")
     assert "100% of the answers end at rollout.max_response_tokens=1" in texts(first)["length"]
 
 
 def test_an_alarm_that_is_off_says_nothing(root: Path) -> None:
-    (first,), _ = steps(root, 1, COLD, "alarms.entropy=off", "alarms.equal_scores=off")
+    (first,), _ = steps(root, 1, *COLD, "alarms.entropy=off", "alarms.equal_scores=off")
     assert first.alarms == ()
 
 

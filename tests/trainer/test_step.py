@@ -1,5 +1,7 @@
 """Training steps on real workers."""
 
+import functools
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,11 +21,18 @@ from rlcore.workers.worker import Worker
 from tests.small_run import SmallRun, prepare, train
 
 STEPS = 3
+Usual = Callable[[str], list[dict[str, float]]]
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("artifacts")
+
+
+@pytest.fixture(scope="module")
+def usual(root: Path) -> Usual:
+    """Steps of an algorithm with the usual settings, taken once."""
+    return functools.cache(lambda algo: trained(prepare(root, f"algo={algo}")))
 
 
 def trained(run: SmallRun, num_steps: int = STEPS) -> list[dict[str, float]]:
@@ -43,25 +52,19 @@ def close(first: list[dict[str, float]], second: list[dict[str, float]], *, rtol
             assert other[name] == pytest.approx(value, rel=rtol, abs=atol), f"step {number}: {name}"
 
 
-def test_the_same_run_gives_the_same_numbers(root: Path) -> None:
-    run = prepare(root)
-    assert trained(run) == trained(run)
+def test_the_same_run_gives_the_same_numbers(root: Path, usual: Usual) -> None:
+    assert trained(prepare(root)) == usual("grpo")
 
 
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
-def test_the_split_into_micro_batches_does_not_change_the_numbers(root: Path, algo: str) -> None:
-    wide = trained(prepare(root, f"algo={algo}"))
+def test_the_split_into_micro_batches_does_not_change_the_numbers(root: Path, usual: Usual, algo: str) -> None:
     narrow = trained(prepare(root, f"algo={algo}", "trainer.max_tokens_per_micro_batch=40"))
-    close(wide, narrow, rtol=2e-5)
+    close(usual(algo), narrow, rtol=2e-5)
 
 
 @pytest.mark.parametrize("algo", ["grpo", "ppo"])
-def test_gradient_checkpointing_does_not_change_the_numbers(root: Path, algo: str) -> None:
-    close(
-        trained(prepare(root, f"algo={algo}")),
-        trained(prepare(root, f"algo={algo}", "model.gradient_checkpointing=true")),
-        rtol=1e-6,
-    )
+def test_gradient_checkpointing_does_not_change_the_numbers(root: Path, usual: Usual, algo: str) -> None:
+    close(usual(algo), trained(prepare(root, f"algo={algo}", "model.gradient_checkpointing=true")), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +234,8 @@ def test_the_first_step_of_a_warm_up_has_the_first_part_of_the_rate(root: Path) 
     assert first["actor/lr"] == pytest.approx(0.5e-3)
 
 
-def test_the_distance_from_the_engine_is_measured_or_not_told(root: Path) -> None:
-    (expected,) = trained(prepare(root), 1)
+def test_the_distance_from_the_engine_is_measured_or_not_told(root: Path, usual: Usual) -> None:
+    expected = usual("grpo")[0]
     (found,) = trained(prepare(root, "trainer.old_logprobs=behavior"), 1)
     names = [name for name in expected if name.startswith("training/rollout_probs_diff")]
     assert len(names) == 3
@@ -242,8 +245,8 @@ def test_the_distance_from_the_engine_is_measured_or_not_told(root: Path) -> Non
     assert not any(name in several for name in names)
 
 
-def test_the_entropy_of_a_token_is_told_where_the_loss_adds_up_otherwise(root: Path) -> None:
-    (expected,) = trained(prepare(root), 1)
+def test_the_entropy_of_a_token_is_told_where_the_loss_adds_up_otherwise(root: Path, usual: Usual) -> None:
+    expected = usual("grpo")[0]
     (found,) = trained(prepare(root, "algo.aggregation=seq-mean-token-sum-norm"), 1)
     assert "actor/token_entropy" not in expected
     assert found["actor/token_entropy"] == pytest.approx(expected["actor/entropy"], rel=1e-5)

@@ -58,8 +58,9 @@ def refused_at(counter: CountedCollectives, places: list[int]) -> Iterator[None]
 def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    run = prepare(folder / f"rank-{rank}", "algo=ppo", "model.scratch.num_layers=2", *sys.argv[3:])
-    lora = prepare(folder / f"adapted-{rank}", "model.lora.rank=2", "warm_start.enabled=false", *sys.argv[3:])
+    words = ("warm_start.enabled=false", "model.scratch.num_layers=2", *sys.argv[3:])
+    run = prepare(folder / f"rank-{rank}", "algo=ppo", *words)
+    lora = prepare(folder / f"adapted-{rank}", "model.lora.rank=2", *words)
     place = choose_place(run.config.runtime, run.config.model)
     join_ranks(f"file://{folder / 'meeting'}", rank=rank, world_size=2, device=place.device)
     mesh = init_device_mesh("cpu", (2,))
@@ -70,18 +71,15 @@ def main() -> None:
     actor = Actor(run.config, str(run.model_directory), place, mesh)
     critic = Critic(run.config, run.config.critic, str(run.model_directory), place, mesh)
     torch.nn.init.constant_(critic.model.value_head.weight, 0.1)
-    models = (actor.model, critic.model)
-    start = {name: value.detach().clone() for model in models for name, value in weights(model)}
+    start = {name: value.detach().clone() for one in (actor, critic) for name, value in weights(one.model)}
 
-    def restart() -> None:
-        for model in models:
-            model.reshard()  # type: ignore[operator]  # FSDP2's
-            for name, value in weights(model):
-                value.data.copy_(start[name])
-        for optimizer in (actor.optimizer, critic.optimizer):
-            optimizer.state.clear()
-        actor.logprobs(mine.packed, 1)  # FSDP2 leaves the outermost weights together after passes like these
-        critic.values(mine.packed, 1)
+    def restart(one: Actor | Critic) -> None:
+        one.model.reshard()  # type: ignore[operator]  # FSDP2's
+        for name, value in weights(one.model):
+            value.data.copy_(start[name])
+        one.optimizer.state.clear()
+        # FSDP2 leaves the outermost weights together after passes like these
+        one.logprobs(mine.packed, 1) if isinstance(one, Actor) else one.values(mine.packed, 1)
 
     def policy_update() -> list[float]:
         found = actor.update(mine, NUM_MICRO, counts, lr=1e-3, kl_coef=0.01)
@@ -91,22 +89,22 @@ def main() -> None:
         found = critic.update(mine, NUM_MICRO, counts, lr=1e-3)
         return [found.grad_norm, float(found.stats.vf_loss), *norms(critic.model)]
 
-    passes: dict[str, tuple[PassBudget, Callable[[], list[float]]]] = {
-        "policy_update": (actor.update_pass, policy_update),
-        "logprobs": (actor.forward_pass, lambda: actor.logprobs(mine.packed, NUM_MICRO).tolist()),
-        "critic_update": (critic.update_pass, critic_update),
-        "values": (critic.forward_pass, lambda: critic.values(mine.packed, NUM_MICRO).tolist()),
+    passes: dict[str, tuple[Actor | Critic, PassBudget, Callable[[], list[float]]]] = {
+        "policy_update": (actor, actor.update_pass, policy_update),
+        "critic_update": (critic, critic.update_pass, critic_update),
+        "logprobs": (actor, actor.forward_pass, lambda: actor.logprobs(mine.packed, NUM_MICRO).tolist()),
+        "values": (critic, critic.forward_pass, lambda: critic.values(mine.packed, NUM_MICRO).tolist()),
     }
     gc.freeze()  # each refusal collects garbage
     found: dict[str, object] = {}
-    for name, (budget, work) in passes.items():
+    for name, (one, budget, work) in passes.items():
         counter = collectives_of(budget)
-        restart()
+        restart(one)
         expected = work()
         number = counter._reached
         differences, redone = [], []
         for place_of_0, place_of_1 in cases(number):
-            restart()
+            restart(one)
             budget.factor = 1
             before = budget.num_failures
             with refused_at(counter, [place_of_1 if rank else place_of_0]):

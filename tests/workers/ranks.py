@@ -3,6 +3,7 @@
 python -m tests.workers.ranks RANK WORLD_SIZE FOLDER
 """
 
+import gc
 import json
 import os
 import sys
@@ -82,6 +83,7 @@ def one_rank_without_a_number(worker: Worker, batch: TrainBatch, mini_batch: Min
 def main() -> None:
     rank, world_size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is not visited by the collections of many workers
     tensors = load_file(folder / "batch.safetensors")
     for number, case in enumerate(json.loads((folder / f"cases-{world_size}.json").read_text())):
         config = RunConfig.model_validate(case["config"])

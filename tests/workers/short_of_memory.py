@@ -1,13 +1,15 @@
 """Passes of policy and critic in a process that is given too little memory for one micro-batch.
 
-python -m tests.workers.short_of_memory ROOT plain|sharded      prints what was found as JSON
-python -m tests.workers.short_of_memory ROOT ranks RANK         one of two; the last alone is short of memory
+python -m tests.workers.short_of_memory ROOT KIND...    of plain, sharded (by one rank) and ranks (two; the last alone
+is short of memory). Each rank is forked, and leaves what it found as JSON in ROOT/KIND-RANK.out, its errors in .err.
 """
 
 import json
+import multiprocessing
 import os
 import resource
 import sys
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,8 @@ from rlcore.workers.critic import Critic
 from rlcore.workers.device import choose_place, join_ranks
 from tests.small_run import prepare
 
+DEADLINE_S = 170.0
+FORK = multiprocessing.get_context("fork")
 NUM_SEQUENCES = 64
 SLACK_BYTES = 40 << 20
 """Room beyond what the process holds: too little for one micro-batch, enough for eight."""
@@ -70,18 +74,35 @@ def measure(actor: Actor, critic: Critic, number: int, *, rank: int, world_size:
 
 
 def main() -> None:
-    root, kind = Path(sys.argv[1]).resolve(), sys.argv[2]
-    rank, world_size = (int(sys.argv[3]), 2) if kind == "ranks" else (0, 1)
+    root = Path(sys.argv[1]).resolve()
+    for kind in sys.argv[2:]:
+        world_size = 2 if kind == "ranks" else 1  # one that fails or hangs takes the other along
+        ranks = [FORK.Process(target=rank_main, args=(root, kind, rank, world_size)) for rank in range(world_size)]
+        for one in ranks:
+            one.start()
+        try:
+            while left := [one.sentinel for one in ranks if one.exitcode is None]:
+                is_late = not wait(left, DEADLINE_S)
+                if is_late or any(one.exitcode for one in ranks):
+                    sys.exit("\n".join(file.read_text() for file in root.glob(f"{kind}-*.*")))
+        finally:
+            for one in ranks:
+                one.kill()
+
+
+def rank_main(root: Path, kind: str, rank: int, world_size: int) -> None:
+    for number, end in ((1, "out"), (2, "err")):
+        os.dup2(os.open(root / f"{kind}-{rank}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     torch.set_num_threads(1)
     run = prepare(
-        root / f"rank-{rank}", "algo=ppo", "model.scratch.max_position_embeddings=512", "warm_start.enabled=false"
+        root / f"{kind}-{rank}", "algo=ppo", "model.scratch.max_position_embeddings=512", "warm_start.enabled=false"
     )
     config = run.config
     assert config.critic is not None
     place = choose_place(config.runtime, config.model)
     mesh = None
     if kind != "plain":
-        join_ranks(f"file://{root / 'meeting'}", rank=rank, world_size=world_size, device=place.device)
+        join_ranks(f"file://{root / f'meeting-{kind}'}", rank=rank, world_size=world_size, device=place.device)
         mesh = init_device_mesh("cpu", (world_size,))
 
     def fresh() -> tuple[Actor, Critic]:
@@ -101,8 +122,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     failures = {"policy": actor.update_pass.num_failures, "critic": critic.update_pass.num_failures}
     print(json.dumps({"undisturbed": undisturbed, "forced": forced, "failures": failures}), flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # gloo's threads
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # gloo's threads

@@ -1,0 +1,36 @@
+"""How the allocators of a process are configured: `python -m tests.workers.allocators of_the_host|of_a_gpu`."""
+
+import os
+import resource
+import sys
+
+import numpy as np
+import torch
+
+from rlcore.workers.device import keep_freed_memory, let_segments_grow
+
+
+def of_the_host() -> None:
+    """Print whether freed memory is kept, and the page faults of ten large blocks after a first one: they are beyond
+    what glibc keeps by itself, which learns from the blocks that it frees up to 32 MiB."""
+    print(keep_freed_memory())
+    fill()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        fill()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+
+def fill() -> None:
+    np.ones(5_000_000)
+
+
+def of_a_gpu() -> None:
+    """Print whether segments grow, what vLLM reads of it, and what torch does."""
+    print(let_segments_grow())
+    print(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    print(torch._C._accelerator_getAllocatorSettings())
+
+
+if __name__ == "__main__":
+    {"of_the_host": of_the_host, "of_a_gpu": of_a_gpu}[sys.argv[1]]()
