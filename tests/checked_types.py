@@ -1,7 +1,7 @@
 """Types and shapes of arrays are checked in every call of these packages while the tests run.
 
-jaxtyping checks every function of a module that its hook imports; where no array is named that costs ten times what
-beartype alone takes, which looks at the same types. So it checks those that name an array, and beartype the others.
+beartype checks each call once. jaxtyping, whose hook would let every call be checked twice, only compares the shapes of
+functions that name an array: without arrays that costs ten times what beartype takes.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,13 +22,13 @@ def check_types() -> None:
 def _checked(*, typechecker: Callable[[Any], Any], with_shapes: Any = jaxtyping.jaxtyped) -> Callable[[Any], Any]:
     def decorate(found: Any) -> Any:
         if isinstance(found, type):
-            if is_dataclass(found) and not _name_an_array(found.__init__.__annotations__.values()):
-                found.__init__ = typechecker(found.__init__)  # type: ignore[misc]
-                return found
-        elif not _name_an_array(getattr(found, "__annotations__", {}).values()):
-            # A function within another is made anew in each call, and compiling its check takes longer than its work.
-            return found if "<locals>" in found.__qualname__ else typechecker(found)
-        return with_shapes(found, typechecker=typechecker)
+            if is_dataclass(found):
+                found.__init__ = decorate(found.__init__)  # type: ignore[misc]
+            return found
+        if _name_an_array(getattr(found, "__annotations__", {}).values()):
+            return with_shapes(typechecker(found), typechecker=None)
+        # A function within another is made anew in each call, and compiling its check takes longer than its work.
+        return found if "<locals>" in found.__qualname__ else typechecker(found)
 
     return decorate
 
