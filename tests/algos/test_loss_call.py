@@ -110,13 +110,14 @@ def test_what_goes_wrong_after_the_trial_names_the_setting_the_function_and_its_
     group = LocalGroup(run.config, str(run.model_directory))
     try:
         require_policy_loss(run.config.algo)
+        told = re.escape("algo.policy_loss: own_late:loss raises TypeError: ")
         place = re.escape(f"({tmp_path}/own_late.py:5)")
-        with pytest.raises(UserCodeError, match=rf"^algo\.policy_loss: own_late:loss raises TypeError: .* {place}$"):
+        with pytest.raises(UserCodeError, match=rf"(?m)^{told}.* {place}$"):
             train(run, group, 1)
         short = prepare(tmp_path, "algo.advantage=own_late:advantage", "warm_start.enabled=false")
         require_advantage(short.config.algo)
         with pytest.raises(
-            UserCodeError, match=r"^algo\.advantage: own_late:advantage returns 31 values for 32 answers$"
+            UserCodeError, match=r"(?m)^algo\.advantage: own_late:advantage returns 31 values for 32 answers$"
         ):
             train(short, group, 1)
     finally:

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -113,6 +112,8 @@ def test_a_checkpoint_becomes_a_transformers_directory(tmp_path: Path, lora: Lor
     assert (tmp_path / "out" / "adapter").is_dir() == (lora is not None)
     if lora is not None:  # over the base as it was trained, in its type
         base = AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16)
+        import peft  # it imports bitsandbytes, which takes seconds
+
         peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter", autocast_adapter_dtype=True)
         adapters = {name: value for name, value in base.named_parameters() if "lora_" in name}
         own = {f"{name.removesuffix('weight')}default.weight": value for name, value in policy.model.named_parameters()}

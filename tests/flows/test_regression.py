@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flows.commands import regression
+from flows.work.trainer import kept_between_runs
 from rlcore.config import TrackingConfig
 from rlcore.errors import ConfigError, DataError
 from rlcore.report.nights import read_nights
@@ -55,12 +56,13 @@ def test_a_halved_reward_is_worse_until_it_is_accepted_and_a_failed_run_is_broke
     root = tmp_path / "root"
     shutil.copytree(first_night, root)
     first = read_nights(root / "regressions" / "debug")[0]
-    worse = by_hand(root, *HALVED, UNTRACKED, code=3)
-    assert (worse["verdict"], worse["reference"]) == ("worse", first.run_id)
-    assert first.held_out is not None
-    assert worse["gain"]["value"] == pytest.approx(-first.held_out.value / 2, rel=0.2)
-    assert by_hand(root, *HALVED, take=True)["accepted"]
-    broken = by_hand(root, *HALVED, UNTRACKED, *FAILING, code=1)
+    with kept_between_runs():
+        worse = by_hand(root, *HALVED, UNTRACKED, code=3)
+        assert (worse["verdict"], worse["reference"]) == ("worse", first.run_id)
+        assert first.held_out is not None
+        assert worse["gain"]["value"] == pytest.approx(-first.held_out.value / 2, rel=0.2)
+        assert by_hand(root, *HALVED, take=True)["accepted"]
+        broken = by_hand(root, *HALVED, UNTRACKED, *FAILING, code=1)
     assert broken["verdict"] == "broken"
     assert "grad_norm" in broken["text"]
     assert broken["reference"] == worse["run_id"]

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -139,6 +138,8 @@ def test_gradients_are_those_through_merged_weights(tmp_path: Path, rslora: bool
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_peft_reads_the_adapters_and_computes_the_same(tmp_path: Path, rslora: bool) -> None:
+    import peft  # it imports bitsandbytes, which takes seconds
+
     directory = write_model("qwen2-tied", tmp_path / "base")
     lora = LORA.model_copy(update={"rslora": rslora, "target_modules": ("q_proj", "down_proj")})
     policy, batch = trained(directory, lora), make_batch((5, 3, 9))
