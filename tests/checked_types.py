@@ -1,4 +1,4 @@
-"""Types and shapes of arrays are checked in every call of these packages while the tests run.
+"""Types and shapes of arrays are checked in every call while the tests run.
 
 beartype checks each call once. jaxtyping, whose hook would let every call be checked twice, only compares the shapes of
 functions that name an array: without arrays that costs ten times what beartype takes.
@@ -38,8 +38,6 @@ def _name_an_array(annotations: Iterable[Any]) -> bool:
 
 
 def _names_an_array(annotation: Any) -> bool:
-    if isinstance(annotation, str):
-        return "[" in annotation  # a class of another module, or something that jaxtyping shall read
     if isinstance(annotation, list):  # of a Callable's arguments
         return _name_an_array(annotation)
     if isinstance(annotation, type) and issubclass(annotation, jaxtyping.AbstractArray):

@@ -6,7 +6,7 @@ step 0 as it would judge a run's own. Models, suites and settings that were judg
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -163,9 +163,7 @@ def evaluate_all(
             "artifacts/runs/<run id> --suite gsm8k"
         )
     configs = {model: evaluation_settings(model, suites, overrides, root) for model in dict.fromkeys(models)}
-    first, *others = (config.runtime for config in configs.values())
-    is_kept = first.backend == "local" and all(other == first for other in others)
-    with kept_between_runs() if is_kept else nullcontext():
+    with kept_between_runs():
         return [evaluate(model, config, command, do) for model, config in configs.items()]
 
 

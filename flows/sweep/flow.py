@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -282,9 +282,7 @@ def work_of(sweep: Sweep, parent: str | None, *, on_workers: bool) -> Iterator[W
     if on_workers:
         yield OnWorkers(parent, sweep_directory(sweep).parent.parent).work
         return
-    varied = {key.partition(".")[0] for keys in (*sweep.points, sweep.spec.space) for key in keys}
-    is_kept = sweep.base.runtime.backend == "local" and "runtime" not in varied
-    with kept_between_runs() if is_kept else nullcontext():
+    with kept_between_runs():
         yield partial(work_here, mlflow_parent=parent)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Self
 from flows.server.launch import python_path, start_tethered
 from flows.work.protocol import Done, Event, Failed, Happening, Note, Progress, Reply, command_line, parse_reply
 from flows.work.slots import Claim, HeldSlots
+from rlcore.config import RuntimeConfig
 from rlcore.errors import EXIT_RESUMABLE, HostMemoryError, MillraceError, StopRequestedError, WorkerLostError, is_stop
 from rlcore.run.faults import fault_of, note_fault, num_oom_kills
 
@@ -108,7 +109,8 @@ _spare: "list[_Child] | None" = None
 def kept_between_runs() -> Iterator[None]:
     """Inside the block a trainer that is done with a run serves the next, for to start one takes seconds of imports.
 
-    For runs with equal settings of `runtime`. One that has failed is never kept; a block inside another shares its own.
+    The next one has equal settings of `runtime`, with its ranks in that process. A trainer that has failed is never
+    kept; a block inside another shares its own.
     """
     global _spare
     if _spare is not None:
@@ -143,6 +145,7 @@ class TrainerProcess:
         on_wait: called often while a call waits; what it raises stops the process as an interrupt does.
         stop_wait_s: how long an interrupted call waits for the process to finish its step and save.
         claim: the slots that the run waits for before the process is started.
+        runtime: settings with which the process is started; None: those of no run, as in tests.
         command: what is started; tests start something smaller.
     """
 
@@ -152,6 +155,7 @@ class TrainerProcess:
         *,
         stop_wait_s: float,
         claim: Claim,
+        runtime: RuntimeConfig | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
         on_line: Callable[[str], None] = lambda line: None,
         on_wait: Callable[[], None] = lambda: None,
@@ -163,6 +167,7 @@ class TrainerProcess:
         self.on_wait = on_wait
         self._stop_wait_s = stop_wait_s
         self._claim = claim
+        self._runtime = runtime
         self._command = tuple(command)
         self._child: _Child | None = None
         self._is_told_to_end = False
@@ -214,7 +219,7 @@ class TrainerProcess:
 
     def let_go(self) -> None:
         """Tell an idle process to end, and go on: it takes seconds. `close` waits for it; a call starts another one."""
-        if self._child is None or self._is_told_to_end or _spare is not None:
+        if self._child is None or self._is_told_to_end or (_spare is not None and self._has_its_ranks):
             return
         self._is_told_to_end = True
         with suppress(WorkerLostError):
@@ -238,8 +243,12 @@ class TrainerProcess:
         finally:
             child.destroy()
 
+    @property
+    def _has_its_ranks(self) -> bool:
+        return self._runtime is None or self._runtime.backend == "local"
+
     def _handed_on(self, child: "_Child") -> bool:
-        if _spare is None or _spare or self._command != TRAINER:
+        if _spare is None or _spare or self._command != TRAINER or not self._has_its_ranks:
             return False
         try:
             child.send(command_line("leave"))
@@ -261,7 +270,7 @@ class TrainerProcess:
             self.close(hand_on=False)
         if self._child is None:
             spare = _spare.pop() if _spare and self._command == TRAINER else None
-            if spare is not None and not spare.held.handed_to(self._claim):
+            if spare is not None and (spare.runtime != self._runtime or not spare.held.handed_to(self._claim)):
                 _end_idle(spare)
             elif spare is not None and spare.opened(self._run_dir):
                 self._child = spare
@@ -271,7 +280,7 @@ class TrainerProcess:
                 number = len(held.descriptors)
                 self.on_event(Note(f"has {number} slot{'s' * (number > 1)} of the root now"))
                 self._reason = ""
-            self._child = _Child(self._command, self._run_dir, held)
+            self._child = _Child(self._command, self._run_dir, held, self._runtime)
         return self._child
 
     def _wait_in_line(self, reason: str) -> None:
@@ -348,7 +357,7 @@ class _YieldNow(BaseException):
 class _Child:
     """The process, its two pipes, its log and the slots that it has inherited."""
 
-    def __init__(self, command: Sequence[str], run_dir: Path, held: HeldSlots) -> None:
+    def __init__(self, command: Sequence[str], run_dir: Path, held: HeldSlots, runtime: RuntimeConfig | None) -> None:
         log_file = _new_log(run_dir / "logs")
         child_reads, self._commands_fd = os.pipe()
         self._replies_fd, child_writes = os.pipe()
@@ -367,6 +376,7 @@ class _Child:
             os.close(child_writes)
         self.log = LogTail(log_file)
         self.held = held
+        self.runtime = runtime
         self._rest = b""
         self._oom_kills = num_oom_kills()
         self._last_step = 0

@@ -255,7 +255,7 @@ def start_ray(config: RunConfig) -> Path | None:
             ray.init(address=address, **common)
         return None
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Processes that Ray starts ahead serve no rank: those have an environment of their own.
+    # Processes that Ray starts ahead serve no rank: ranks have an environment of their own.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     wanted = config.runtime.num_workers * config.runtime.threads_per_worker
     remove_dead_sessions()

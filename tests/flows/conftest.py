@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from flows.cli import app, exit_code
 from flows.server.api import LocalServer
 from tests.forked import ForkedCommand
 from tests.repeatable import repeatable
@@ -92,10 +93,14 @@ class Millrace:
     root: Path
     environment: Mapping[str, str]
 
+    def words(self, verb: str, *settings: str) -> list[str]:
+        """What follows `millrace`."""
+        root = [f"paths.root={self.root}"] if any("=" in word for word in settings) else []
+        return [*verb.split(), *settings, *root]
+
     def start(self, verb: str, *settings: str, spawned: bool = False) -> "subprocess.Popen[str]":
         """Start a command; `spawned`: with a command line of its own, which others see."""
-        words = [f"paths.root={self.root}"] if any("=" in word for word in settings) else []
-        words, environment = [*verb.split(), *settings, *words], os.environ | self.environment
+        words, environment = self.words(verb, *settings), os.environ | self.environment
         if spawned:
             return start([sys.executable, "-m", "flows.cli", *words], environment)
         return forked("flows.cli", words, environment)
@@ -118,6 +123,12 @@ def ended(process: "subprocess.Popen[str]") -> Finished:
     """Wait for a command."""
     out, err = process.communicate(timeout=WAIT_S)
     return Finished(process.returncode, out, err)
+
+
+def in_this_process(capsys: pytest.CaptureFixture[str], *words: str) -> Finished:
+    """`millrace WORDS` in this process."""
+    code = exit_code(lambda: app(words))
+    return Finished(code, *capsys.readouterr())
 
 
 def journal(run_dir: Path) -> list[dict[str, Any]]:

@@ -93,6 +93,8 @@ def main() -> None:
         if command["command"] == "who":
             trainer.send(event="done", command="who", result={"pid": os.getpid(), "session": os.getsid(0)})
             continue
+        if command["command"] == "open":
+            continue
         if command["command"] == "leave":
             if trainer.behaviour == "leaves":
                 trainer.send(event="done", command="leave", result={})

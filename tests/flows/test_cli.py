@@ -27,7 +27,7 @@ from rlcore.config.run import all_keys
 from rlcore.errors import CheckpointError, ConfigError, ModelError
 from rlcore.runtime.cluster import private_folder
 from rlcore.storage.publish import write_text_atomically
-from tests.flows.conftest import REPOSITORY, Finished, Millrace
+from tests.flows.conftest import REPOSITORY, Finished, Millrace, in_this_process
 
 
 class Here(Millrace):
@@ -39,9 +39,7 @@ class Here(Millrace):
 
     def __call__(self, verb: str, *settings: str) -> Finished:
         """Run a command to its end."""
-        root = [f"paths.root={self.root}"] if any("=" in word for word in settings) else []
-        code = exit_code(lambda: app([*verb.split(), *settings, *root]))
-        return Finished(code, *self._capsys.readouterr())
+        return in_this_process(self._capsys, *self.words(verb, *settings))
 
 
 @pytest.fixture

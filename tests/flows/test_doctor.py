@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from flows.cli import app, exit_code
 from flows.commands import doctor
 from rlcore.runtime.devices import Devices, Gpu, all_reduce
-from tests.flows.conftest import REPOSITORY
+from tests.flows.conftest import REPOSITORY, in_this_process
 
 
 def looked_at(root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, str]]:
     """The command's lines by name, where there is an error."""
-    assert exit_code(lambda: app(["doctor", "--json", f"--root={root}"])) == 1
-    return {line["name"]: line for line in json.loads(capsys.readouterr().out)}
+    done = in_this_process(capsys, "doctor", "--json", f"--root={root}")
+    assert done.code == 1
+    return {line["name"]: line for line in json.loads(done.out)}
 
 
 @pytest.mark.slow

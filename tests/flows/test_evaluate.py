@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli import app, exit_code
 from flows.commands.evaluate import evaluation_settings
 from flows.work.trainer import kept_between_runs
 from rlcore.checkpoint.catalog import list_checkpoints
@@ -16,7 +15,7 @@ from rlcore.evaluation.result import ValidationResult
 from rlcore.report.held_out import suite_table
 from rlcore.report.record import read_run
 from rlcore.tracking.journal import load_journal, read_journal
-from tests.flows.conftest import Finished
+from tests.flows.conftest import in_this_process
 from tests.run.sessions import session_of, train_in_chunks
 from tests.small_run import SmallRun, prepare
 
@@ -71,18 +70,12 @@ def one_trainer() -> Iterator[None]:
         yield
 
 
-def evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> Finished:
-    """`millrace eval` in this process."""
-    code = exit_code(lambda: app(["eval", *words]))
-    return Finished(code, *capsys.readouterr())
-
-
 def test_an_evaluation_has_the_runs_own_numbers_and_pairs_them(
     run: SmallRun, suites: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(run.layout.run_dir)
     words = (f"{folder}@start", folder, "--suite", suites[0], "--suite", suites[1])
-    done = evaluated(capsys, *words, "--json")
+    done = in_this_process(capsys, "eval", *words, "--json")
     assert done.code == 0, done.err
     told = json.loads(done.out)
     # The suite's max_problems holds in an evaluation as in training.
@@ -103,7 +96,7 @@ def test_an_evaluation_has_the_runs_own_numbers_and_pairs_them(
     assert (mean["better"], mean["worse"]) == (sum(g > 0 for g in gains), sum(g < 0 for g in gains))
     files = sorted(Path(told["evaluations"][0]["folder"]).glob("suites/*/before.json"))
     written = [file.stat().st_mtime_ns for file in files]
-    again = evaluated(capsys, *words)
+    again = in_this_process(capsys, "eval", *words)
     assert again.code == 0, again.err
     assert [file.stat().st_mtime_ns for file in files] == written, "what is judged is not judged again"
     assert "paired:" in again.out
@@ -117,7 +110,9 @@ def test_a_judge_that_never_answers_is_an_error_and_no_result(
     one = (TASK % (1, "['+']")).replace("samples_per_problem: 2", "samples_per_problem: 1\ngreedy: false")
     suite.write_text(one.replace("{", "{scorer: data.judge:score, ", 1))
     dead = ("reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=m", "reward.judge.tries=1")
-    done = evaluated(capsys, str(run.layout.run_dir), "--suite", str(suite), "reward.num_processes=1", *dead, "--json")
+    done = in_this_process(
+        capsys, "eval", str(run.layout.run_dir), "--suite", str(suite), "reward.num_processes=1", *dead, "--json"
+    )
     assert (done.code, done.out) == (1, "")
     assert "suite judged: has no figures, for 1 answers have no score; data.judge:score failed, the la" in done.err
     assert "no verdict of http://127.0.0.1:9/v1 (reward.judge.url)" in done.err

@@ -18,6 +18,7 @@ import pytest
 from flows.work.protocol import Event, Happening, Note, Progress
 from flows.work.slots import Claim, HeldSlots, Preempt, Slots, Wish
 from flows.work.trainer import WAITS, TrainerProcess, kept_between_runs
+from rlcore.config import RuntimeConfig
 from rlcore.errors import MillraceError, NonFiniteError, StopRequestedError, WorkerLostError
 from rlcore.run.faults import read_faults
 
@@ -337,6 +338,7 @@ class Run:
         priority: int = 0,
         preempt: Preempt = "chunk",
         behaviour: str = "slow",
+        runtime: RuntimeConfig | None = None,
     ) -> None:
         self.to_steps = to_steps
         self.folder = root / name
@@ -347,6 +349,7 @@ class Run:
             on_event=self.events.append,
             stop_wait_s=WAIT_S,
             claim=claim(root, name, priority, preempt),
+            runtime=runtime,
             command=(sys.executable, SMALL_TRAINER, behaviour),
         )
         self.thread = Thread(target=self._train)
@@ -443,6 +446,28 @@ def test_a_trainer_that_waits_for_the_next_run_ends_where_another_run_comes_befo
         last.client.close()
     thread.join(WAIT_S)
     assert [line["run_id"] for line in log_of(tmp_path, "took")] == ["first", "other", "last"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_started"),
+    [
+        ([{"threads_per_worker": 1}] * 2, 1),
+        ([{"threads_per_worker": 1}, {"threads_per_worker": 2}], 2),
+        ([{"backend": "ray"}] * 2, 2),
+    ],
+)
+def test_a_trainer_serves_the_next_run_if_that_has_equal_settings_of_it_and_no_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[dict[str, Any]], num_started: int
+) -> None:
+    monkeypatch.setattr("flows.work.trainer.TRAINER", (sys.executable, SMALL_TRAINER, "leaves"))
+    Slots(tmp_path).set_devices([""])
+    found = set()
+    with kept_between_runs():
+        for number, given in enumerate(settings):
+            run = Run(tmp_path, str(number), (), behaviour="leaves", runtime=RuntimeConfig(**given))
+            found.add(run.client.call("who")["pid"])
+            run.client.close()
+    assert len(found) == num_started
 
 
 def log_of(root: Path, what: str) -> list[dict[str, Any]]:

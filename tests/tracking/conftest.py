@@ -34,7 +34,7 @@ class Server:
 
     def start(self) -> None:
         self._process = fork_module(
-            "tests.tracking.served",
+            "tests.tracking.mlflow_server",
             [str(self._database), str(self.port)],
             output=self._log,
             environment=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},

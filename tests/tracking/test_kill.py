@@ -21,7 +21,7 @@ class Trainer:
 
     def __init__(self, run_dir: Path, root: Path, checkpoint: tuple[int, int], last: int) -> None:
         words = [str(run_dir), str(root), *map(str, (*checkpoint, last))]
-        self.process = ForkedCommand("tests.tracking.small_trainer", words, os.environ)
+        self.process = ForkedCommand("tests.tracking.logging_trainer", words, os.environ)
         self.run_dir = run_dir
         self.checkpoint = checkpoint
 

@@ -1,5 +1,5 @@
 """A trainer that logs, commits every 10 steps and says so, as a process to be forked:
-python -m tests.tracking.small_trainer RUN_DIR ROOT STEP JOURNAL_BYTES LAST."""
+python -m tests.tracking.logging_trainer RUN_DIR ROOT STEP JOURNAL_BYTES LAST."""
 
 import sys
 import time
