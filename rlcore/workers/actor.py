@@ -17,7 +17,8 @@ from rlcore.config import RunConfig
 from rlcore.models.head import TokenLogprobs
 from rlcore.models.load import load_policy
 from rlcore.models.lora import add_adapters, frozen_tensors, without_adapters
-from rlcore.models.memory import HostedWeights
+from rlcore.models.memory import HostedWeights, move_together
+from rlcore.models.optim import local_of
 from rlcore.models.parallel import full_state, gathered_weights, reshard
 from rlcore.models.policy import CausalPolicy
 from rlcore.types import PackedBatch, TrainBatch
@@ -40,11 +41,21 @@ class Actor(TrainedModel[CausalPolicy]):
         super().__init__(config, policy, config.optim, place, mesh, passes)
         offloads = lora is not None and lora.offload
         self.base = HostedWeights(tensor for _, tensor in frozen_tensors(self.model) if offloads)
+        self._offloads_base = offloads
+        self._places: set[int] = set()
 
     def put_base_away(self) -> None:
         """With `model.lora.offload`, keep the frozen base on the host alone; no pass may come before `base.bring`."""
         reshard(self.model)
         self.base.put_away()
+        if not self._offloads_base:
+            return
+        stays = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        for state in self.optimizer.state.values():
+            stays += [tensor for tensor in state.values() if tensor.device.type == self._place.device.type]
+        if self._places != {local_of(tensor).data_ptr() for tensor in stays}:  # at first, and when moments have come
+            move_together(stays)
+        self._places = {local_of(tensor).data_ptr() for tensor in stays}
 
     @torch.no_grad()
     def logprobs(

@@ -23,7 +23,7 @@ from rlcore.config.model import LoraConfig, ModelConfig
 from rlcore.models import parallel
 from rlcore.models.load import load_value_model
 from rlcore.models.lora import add_adapters, frozen_tensors
-from rlcore.models.memory import HostedWeights
+from rlcore.models.memory import HostedWeights, move_together
 from rlcore.models.optim import build_optimizer, clip_grad_norm, local_of
 from rlcore.models.parallel import CountedCollectives, full_state, gathered, gathered_weights, reshard, shard
 from rlcore.models.policy import CausalPolicy, ValueModel
@@ -119,6 +119,7 @@ def wait_on_the_host(case: str, models: Path, mesh: DeviceMesh) -> None:
     weights = HostedWeights(frozen)
     weights.put_away()
     assert {local_of(tensor).untyped_storage().nbytes() for tensor in frozen} == {0}
+    move_together(parameter for parameter in policy.parameters() if parameter.requires_grad)
     away = {name: tensor.clone() for name, tensor in full_state(policy, weights.value)}
     weights.bring()
     for found in (away, dict(full_state(policy))):
