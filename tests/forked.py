@@ -6,6 +6,7 @@ kills and exit codes are those of any process; only its command line is the fork
 """
 
 import atexit
+import gc
 import io
 import multiprocessing
 import os
@@ -134,6 +135,7 @@ class _Sent:
 
 def _run(module: str, arguments: list[str], outputs: list[Any], environment: dict[str, str]) -> None:
     """In the forked process."""
+    gc.freeze()  # what it shares with its fork server is not looked at: that would copy all of it
     os.setsid()
     os.chdir(ROOT)
     os.environ.clear()

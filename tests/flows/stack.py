@@ -18,7 +18,7 @@ import psutil
 
 from flows.server.secret import CLIENT_LOGIN, SECRET_FILE, login_of
 from flows.stack.control import Wishes, down, up
-from flows.stack.services import prefect_recipe, start, wait_until_ready
+from flows.stack.services import free_port, prefect_recipe, start, wait_until_ready
 from flows.stack.state import Databases, StackState, read_stack, write_stack
 from rlcore.storage.locks import read_holder
 from tests.flows.conftest import REPOSITORY, WAIT_S, Api, basic, journal, wait_until
@@ -203,7 +203,7 @@ def stack_up(root: Path, wishes: Wishes | None = None) -> Iterator[Stack]:
 @contextmanager
 def prefect_up(root: Path) -> Iterator[Stack]:
     """A stack's Prefect server alone, without deployments; up inside the block."""
-    service = start(root, prefect_recipe(root, Databases.chosen(root), None, StackState()))
+    service = start(root, prefect_recipe(root, Databases.chosen(root), free_port(), StackState()))
     try:
         write_stack(root, StackState(prefect_api_url=f"{service.url}/api", services=(service,)))
         wait_until_ready(service)
