@@ -129,8 +129,8 @@ def band_of(curves: Sequence[Series]) -> pd.DataFrame:
     """`mean`, `min` and `max` of curves at points that all of them reach, interpolated."""
     low, high = max(curve.index[0] for curve in curves), min(curve.index[-1] for curve in curves)
     grid = np.linspace(low, max(low, high), GRID_POINTS)
-    values = pd.DataFrame([np.interp(grid, curve.index, curve) for curve in curves], columns=grid)
-    return values.agg(["mean", "min", "max"]).T
+    values = np.array([np.interp(grid, curve.index, curve) for curve in curves])
+    return pd.DataFrame({"mean": values.mean(0), "min": values.min(0), "max": values.max(0)}, index=grid)
 
 
 def _final_scores(group: Sequence[RunRecord]) -> dict[str, list[float]]:
