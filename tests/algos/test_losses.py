@@ -169,6 +169,15 @@ def test_dual_clip_acts_on_negative_advantages_alone() -> None:
     assert not without.clipped_lower.any()
 
 
+def test_dual_clip_clips_no_token_that_is_as_far_as_it_allows() -> None:
+    log_ratio, rows = torch.tensor([1.2, 0.0], dtype=torch.float64), Rows((row(1, 1),))
+    advantages = torch.tensor([-1.0, 0.0], dtype=torch.float64)
+    for factor, is_clipped in ((1.0, False), (1 - 1e-9, True)):
+        settings = AlgoConfig(dual_clip=factor * log_ratio[0].exp().item())
+        result = call("ppo_clip", log_ratio, torch.zeros(2, dtype=torch.float64), advantages, rows, settings)
+        assert result.clipped_lower.tolist() == [is_clipped, False]
+
+
 def test_each_side_of_the_clip_has_its_own_width() -> None:
     rows = Rows((row(1, 4),))
     ratios = torch.tensor([0.75, 1.25, 0.85, 1.35, 1.0], dtype=torch.float64)

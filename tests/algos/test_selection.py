@@ -59,6 +59,13 @@ def test_what_clip_cov_draws_is_what_the_naive_twin_draws(share: float, rows: Ro
     assert max(seen) > 0
 
 
+def test_a_token_at_an_end_of_the_interval_is_not_drawn() -> None:
+    settings = ClipCovConfig(share=0.9, low=1.0, high=5.0)
+    covariance, mask = torch.tensor([1.0, 2.0, 5.0]), torch.ones(3, dtype=torch.bool)
+    found = clipped_by_covariance(covariance, torch.rand(3), mask, settings=settings)
+    assert found.tolist() == [False, True, False]
+
+
 def test_a_share_of_nothing_draws_nothing_and_no_token_is_no_error() -> None:
     values, nothing = floats(RAGGED, 1), torch.zeros_like(RAGGED.mask)
     assert not clipped_by_covariance(values, values, RAGGED.mask, settings=ClipCovConfig(low=-9, high=9)).any()

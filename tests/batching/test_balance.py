@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.rank_balance import waiting
@@ -79,6 +79,7 @@ def test_a_micro_batch_of_several_sequences_keeps_the_budget(lengths: list[int],
 
 
 @given(LENGTHS, st.integers(1, 4000))
+@example([3, 3, 3, 3], 8)  # two fill a micro-batch
 def test_micro_batches_are_as_few_as_a_search_one_by_one_finds(lengths: list[int], max_tokens: int) -> None:
     batch = unlike_answers(lengths)
     tokens = [length + 1 for length in lengths]

@@ -200,6 +200,11 @@ def test_unknown_keys(wrong, right):
             "validation.suites=[3]",
             "entry 0: must be an object; got 3. Further held-out sets, each a name in `conf/suite`",
         ),
+        (
+            "validation.suites=[{name:x,data:{task:countdown},seed:2147483648}]",
+            "x: seed: must be less than 2147483648; got 2147483648",
+        ),
+        ("seed=2147483648", "must be less than 2147483648; got 2147483648"),
         ("trainer.total_steps=0", "must be greater than or equal to 1; got 0"),
         ("trainer.total_steps=five", "must be a valid integer; got five"),
         ("trainer.total_steps=1.5", "must be a valid integer; got 1.5"),

@@ -154,9 +154,9 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(min(max(0.02, 10 * (now - asked)), 1))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    """A Prefect server with a database of its own."""
+    """A Prefect server with a database of its own; until the tests of flows are done, for an idle one works too."""
     server = LocalServer(tmp_path_factory.mktemp("prefect"))
     server.wait()
     yield server
@@ -181,9 +181,9 @@ class Reference:
         return self.millrace.run_dir()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def reference(prefect_server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """The first run of the session."""
+    """The first run of the server."""
     command = under(prefect_server, tmp_path_factory.mktemp("reference"))
     done = command("run", *SMALL)
     assert done.code == 0, done.err
