@@ -12,6 +12,7 @@ from rlcore.errors import DataError
 from rlcore.run.inputs import RunInputs
 from rlcore.run.problems import HeldOut, Problems, read_parts, spread
 from rlcore.types import Prompt
+from tests.small_run import prepare
 
 PART = "{task: countdown, template: bare, number_high: 20, target_high: 40, min_numbers: 3, max_numbers: 3}"
 
@@ -56,6 +57,14 @@ def test_parts_that_cannot_be_told_apart_or_have_no_row_are_refused(tmp_path: Pa
     rows(files[1])
     with pytest.raises(DataError, match=rf"^{files[1]}: no row is left; loosen filter\.max_prompt_tokens, or make"):
         read_parts(mixture("a", "b", "c"), files)
+
+
+def test_a_suite_with_the_name_of_the_runs_own_data_is_refused(tmp_path: Path) -> None:
+    rows = PART.replace("}", ", train_size: 8, validation_size: 8}")
+    suites = [f"{{name: {name}, data: {rows}}}" for name in ("other", "countdown")]
+    run = prepare(tmp_path, f"validation.suites=[{','.join(suites)}]", "warm_start.enabled=false")
+    with pytest.raises(DataError, match=r"^validation\.suites: countdown is the data source of the run's own held-out"):
+        Problems.read(run.config, run.inputs)
 
 
 def prompts(*ids: int, source: str = "a") -> tuple[Prompt, ...]:
