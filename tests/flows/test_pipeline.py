@@ -333,6 +333,7 @@ def test_a_cancellation_reaches_a_run_that_no_worker_has_started(millrace: Millr
     assert run["state_type"] == "CANCELLED"
 
 
+@pytest.mark.lengthy  # test_stack kills a flow with its worker, test_trainer_client one with a small trainer
 def test_a_killed_flow_takes_its_trainer_along_and_the_run_goes_on(millrace: Millrace, reference: Reference) -> None:
     """Without Prefect, and with a store that MLflow refuses."""
     process = millrace.start("run", *UNTRACKED)

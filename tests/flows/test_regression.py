@@ -96,6 +96,7 @@ if "rlcore.run.process" in sys.orig_argv and not died.exists():
 """Python runs a file `sitecustomize.py` of its path at its start."""
 
 
+@pytest.mark.lengthy  # test_pipeline kills a trainer of `millrace run`
 def test_a_lost_trainer_is_started_again_in_a_night_that_is_told_as_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

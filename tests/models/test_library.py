@@ -40,11 +40,28 @@ from rlcore.models.library import AutoModelForCausalLM as ours
 said = ours is theirs
 """
 
+READ_ONCE = """
+import rlcore.models.library
+from pathlib import Path
+from transformers.utils import import_utils
+folder = Path(import_utils.__file__).parents[1] / "models"
+real, read = import_utils.create_import_structure_from_path, []
+def counted(path):
+    read.append(str(path))
+    return real(path)
+import_utils.create_import_structure_from_path = counted
+import transformers.models
+num_read = sum(Path(path) in (folder, folder / "__init__.py") for path in read)
+theirs = import_utils.spread_import_structure(real(folder))
+said = [num_read, import_utils.define_import_structure(str(folder / "__init__.py")) == theirs, len(theirs) > 2]
+"""
+
 PROGRAMS = {
     "a trainer": AT_A_START.format(module="rlcore.run.process"),
     "vLLM's engine": AT_A_START.format(module="rlcore.rollout.vllm.engine"),
     "after another": AFTER_ANOTHER,
     "counted": COUNTED,
+    "read once": READ_ONCE,
 }
 
 EACH_IN_A_FORK = """
@@ -84,3 +101,7 @@ def test_after_another_import_of_transformers_they_stay(said: dict[str, Any]) ->
 
 def test_the_metadata_of_all_packages_is_read_once_and_when_it_is_asked_for(said: dict[str, Any]) -> None:
     assert said["counted"] == [0, 1, True]
+
+
+def test_the_files_of_all_models_are_read_once(said: dict[str, Any]) -> None:
+    assert said["read once"] == [0, True, True]
