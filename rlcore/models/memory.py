@@ -116,21 +116,16 @@ class HostedWeights:
         return laid_out_as(parameter, host.to(local_of(parameter).device, copy=True))
 
 
-@torch.no_grad()
 def move_together(tensors: Iterable[Tensor]) -> None:
     """Take the tensors' memory anew, one beside the other, and release what lies free; they stay the same tensors.
 
     An allocator returns whole pages of 2 or 20 MB: one adapter, taken between two layers, holds its page when these are
-    gone. Their values wait on the host meanwhile.
+    gone.
     """
-    local = [local_of(tensor) for tensor in tensors]
-    hosted = [(one, one.to("cpu", copy=True), one.untyped_storage().nbytes()) for one in local]
-    for one in local:
-        one.untyped_storage().resize_(0)
+    waiting = HostedWeights(tensors)
+    waiting.put_away()
     release_cached_memory()
-    for one, host, size in hosted:
-        one.untyped_storage().resize_(size)
-        one.copy_(host)
+    waiting.bring()
 
 
 def digest(tensor: Tensor) -> Int[Tensor, ""]:

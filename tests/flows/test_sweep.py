@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -296,12 +295,9 @@ def test_an_interrupted_sweep_has_saved_its_run_and_the_same_command_goes_on(ser
 
 @pytest.mark.lengthy
 def test_a_cancellation_reaches_a_sweep_that_no_worker_has_started(
-    series: Series, artifacts_root: Path, empty_store: Path
+    prefect_server: LocalServer, artifacts_root: Path
 ) -> None:
-    millrace, api = under(series.server, artifacts_root), Api(series.server.url, series.server.login)
-    for stage in ("datasets", "filtered", "models"):
-        shutil.copytree(series.root / stage, artifacts_root / stage)
-    shutil.copy(empty_store, artifacts_root / "mlflow.db")
+    millrace, api = under(prefect_server, artifacts_root), Api(prefect_server.url, prefect_server.login)
     process, spec = held_sweep(millrace, TRACKED)
     named = {"name": {"any_": ["sweep/stopped"]}, "state": {"type": {"any_": ["RUNNING"]}}}
     (run,) = api.filter("flow_runs", flow_runs=named)
