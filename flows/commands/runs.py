@@ -108,11 +108,15 @@ def logs(run: list[str], root: Path | None, *, num_lines: int, follow: bool) -> 
         _print_line(line)
     with suppress(KeyboardInterrupt):  # the usual end of looking on
         while follow:
-            is_over = worker_of(layout.run_dir) is None
-            for line in tail.new_lines():
-                _print_line(line)
+            is_over = worker_of(layout.run_dir) is None  # asked first, as the newest log: the rest is read after that
             newest = _newest_log(layout.logs)
-            if newest is not None and newest != tail.path:
+            is_newer = newest is not None and newest != tail.path
+            while not tail.is_at_end:
+                for line in tail.new_lines():
+                    _print_line(line)
+            if tail.rest and (is_newer or is_over):
+                _print_line(tail.rest)
+            if newest is not None and is_newer:
                 tail = LogTail(newest)
                 print(f"{newest}:", flush=True)
             elif is_over:

@@ -12,7 +12,7 @@ import psutil
 from flows.commands.settings import beside_python
 from flows.server.launch import start_tethered
 from flows.server.secret import how_to_log_in, login_of, mlflow_client
-from flows.stack.services import answers, end_server, is_free, mlflow_recipe, wait_until_ready
+from flows.stack.services import answers, end_of, end_server, is_free, mlflow_recipe, wait_until_ready
 from flows.stack.state import Databases, Service, StackState, read_stack, tracking_in_stack
 from flows.work import runs as several
 from flows.work.runs import Outcome, all_runs, find_runs, named_runs
@@ -102,7 +102,8 @@ def ui(root: Path, port: int | None) -> None:
         page = MlflowStore(tracking, root).runs_url(recipe.url)
         print(f"MLflow: {page} (until Ctrl-C; its log: {log_file})\n{_answers_pages(recipe.url)}")
         print(f"Log in with {how_to_log_in(root)}", flush=True)
-        server.wait()
+        code = server.wait()
+        raise MillraceError(f"MLflow's server has ended by itself (exit code {code}).\n{end_of(str(log_file))}")
     except KeyboardInterrupt:
         pass
     finally:

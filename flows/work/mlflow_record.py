@@ -186,10 +186,13 @@ class MlflowRecord:
         self._first.add_done_callback(self._tell_at_once)
 
     def finish(self, report: Report | None, last: Export, best: Export) -> Recorded:
-        """Write report, validations and weights, and wait for it, within a bound."""
+        """Write report, validations and weights, and wait for it, within a bound. `report` None: the run has none yet,
+        but a later call may."""
         run, known, first = self._run, self._known, self._first
-        digest, models = report_fingerprint(run.layout), models_digest(run.config, last, best)
-        if not run.config.tracking.enabled or ((known.report, known.models) == (digest, models) and first is None):
+        whole, models = report_fingerprint(run.layout), models_digest(run.config, last, best)
+        digest = whole if report is not None else f"{whole} without the report"
+        is_there = known.report in (whole, digest) and known.models == models and first is None
+        if not run.config.tracking.enabled or is_there:
             return known
 
         def record() -> Recorded:

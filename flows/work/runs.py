@@ -243,14 +243,14 @@ def sync(folder: Path, uri: str | None) -> Outcome:
 
     `uri`: another store than that of the run's settings; where neither names one, it is the stack's.
     """
-    if not has_begun(folder):
-        return Outcome(folder.name, "has not begun", ok=True)
     try:
+        if not has_begun(folder):
+            return Outcome(folder.name, "has not begun", ok=True)
         store = uri or _store_in_stack(folder)
         if store or (attempts := read_history(folder / ATTEMPTS_FILE).attempts):
             log_in(store or attempts[-1].destination.uri, folder.parents[1])
         result = sync_run(folder, store)
-    except TrackingError as error:
+    except (MillraceError, OSError) as error:
         if "in use by" in str(error):
             return Outcome(folder.name, "is being delivered by another process", ok=True)
         return Outcome(folder.name, str(error), ok=False)

@@ -221,10 +221,13 @@ class HeldSlots:
         self.descriptors = [lock.fileno() for lock in self._locks.values()]
 
     def handed_to(self, claim: "Claim") -> bool:
-        """Let another run go on with the same trainer and the same slots; False where others come before it."""
+        """Let another run go on with the same trainer and the same slots; False where others come before it, or its
+        root has slots of its own."""
         wish = claim.wish
         if not self._locks:
-            return True
+            return not claim.slots.devices()
+        if claim.slots.folder != self._slots.folder:
+            return False
         with self._slots.mutex():
             state = self._slots.state()
             if state.num_free < state.num_wanted_before(wish):

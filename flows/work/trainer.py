@@ -116,13 +116,18 @@ def kept_between_runs() -> Iterator[None]:
     if _spare is not None:
         yield
         return
-    spares = _spare = []
+    _spare = []
     try:
         yield
     finally:
+        end_kept()
         _spare = None
-        for child in spares:
-            _end_idle(child)
+
+
+def end_kept() -> None:
+    """End the trainer that is kept for the next run, whose slots other runs may wait for."""
+    while _spare:
+        _end_idle(_spare.pop())
 
 
 _stopping: "set[_Child]" = set()
@@ -276,11 +281,15 @@ class TrainerProcess:
                 self._child = spare
         if self._child is None:
             held = self._claim.take(self._wait_in_line)
-            if self._reason:
-                number = len(held.descriptors)
-                self.on_event(Note(f"has {number} slot{'s' * (number > 1)} of the root now"))
-                self._reason = ""
-            self._child = _Child(self._command, self._run_dir, held, self._runtime)
+            try:
+                if self._reason:
+                    number = len(held.descriptors)
+                    self.on_event(Note(f"has {number} slot{'s' * (number > 1)} of the root now"))
+                    self._reason = ""
+                self._child = _Child(self._command, self._run_dir, held, self._runtime)
+            except BaseException:
+                held.release()
+                raise
         return self._child
 
     def _wait_in_line(self, reason: str) -> None:
@@ -369,7 +378,6 @@ class _Child:
         except BaseException:
             os.close(self._commands_fd)
             os.close(self._replies_fd)
-            held.release()
             raise
         finally:
             os.close(child_reads)
@@ -385,10 +393,10 @@ class _Child:
         self._at_end = False
 
     def opened(self, run_dir: Path) -> bool:
-        log_file = _new_log(run_dir / "logs")
         try:
+            log_file = _new_log(run_dir / "logs")
             self.send(command_line("open", settings=str(run_dir / "settings.json"), log=str(log_file)))
-        except MillraceError:
+        except (MillraceError, OSError):
             self.destroy()
             return False
         self.log = LogTail(log_file)

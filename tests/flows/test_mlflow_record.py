@@ -11,7 +11,7 @@ from flows.parameters import MLFLOW_PAGE
 from flows.work import mlflow_record, stages
 from flows.work.mlflow_record import MlflowRecord
 from flows.work.open_run import open_run
-from flows.work.results import Export, Recorded, models_digest, report_fingerprint, settings_digest
+from flows.work.results import Export, Recorded, Report, models_digest, report_fingerprint, settings_digest
 from rlcore.config.compose import load_config
 from rlcore.errors import ModelError, StopRequestedError
 from rlcore.tracking.mlflow_store import MlflowStore
@@ -83,6 +83,9 @@ def test_nothing_is_sent_where_nobody_wants_it_or_mlflow_has_all_of_it(
             assert record.finish(None, LAST, BEST) == known
     with suppress(ModelError), open_run(silent, ()) as run, MlflowRecord(run, {}):
         raise ModelError("no such model")
+    elsewhere = load_config(["experiment=debug", paths, "tracking.uri=oddsql://me:SECRET@other/runs"])
+    assert settings_digest(elsewhere) != settings_digest(config), "that store has nothing of it"
+    assert "SECRET" not in settings_digest(elsewhere)
     assert list(artifacts_root.glob("*.db")) == []
     assert [one for one in caplog.messages if "MLflow" in one] == []
 
@@ -106,20 +109,34 @@ def test_a_store_that_takes_nothing_is_a_line_for_each_part_and_ends_no_run(
     assert Recorded.read(run.layout) == known
 
 
+@pytest.mark.parametrize("given", [None, Report(HERE / "report.html", cached=True)])
 @pytest.mark.parametrize(
-    ("report", "models", "is_sent"), [("same", "same", False), ("other", "same", True), ("same", "other", True)]
+    ("report", "models", "is_sent"),
+    [
+        ("{}", "same", False),
+        ("{} without the report", "same", None),  # as after `millrace train`, which makes none
+        ("other", "same", True),
+        ("{}", "other", True),
+    ],
 )
 def test_the_end_of_a_run_is_sent_where_a_part_of_it_is_not_there(
-    artifacts_root: Path, report: str, models: str, is_sent: bool, caplog: pytest.LogCaptureFixture
+    artifacts_root: Path,
+    report: str,
+    models: str,
+    is_sent: bool | None,
+    given: Report | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = load_config(["experiment=debug", f"paths.root={artifacts_root}", *AWAY])
+    if is_sent is None:
+        is_sent = given is not None
     with open_run(config, ()) as run:
-        has = report_fingerprint(run.layout) if report == "same" else report
+        has = report.format(report_fingerprint(run.layout))
         weights = models_digest(config, LAST, BEST) if models == "same" else models
         Recorded("1", "u", "", settings_digest(config), has, weights).write(run.layout)
         with MlflowRecord(run, {}) as record:
             record.start(ROWS, ROWS)
-            record.finish(None, LAST, BEST)
+            record.finish(given, LAST, BEST)
     assert any("MLflow did not take all of the run" in one for one in caplog.messages) == is_sent
 
 

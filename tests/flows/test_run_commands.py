@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from html import escape
 from pathlib import Path
@@ -253,6 +253,31 @@ def test_the_newest_log_and_a_run_without_one(layout: RunLayout, capsys: pytest.
     assert capsys.readouterr().out.splitlines()[1:] == ["the end"]
 
 
+def test_following_a_run_that_ends_shows_all_that_its_trainers_have_said(
+    layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (layout.logs / f"trainer-{number}.log" for number in (1, 2))
+    layout.logs.mkdir()
+    first.write_text("begun\n")
+    lost = b"x" * (2 * MAX_READ_BYTES) + b"\nlost\nits last words"
+
+    def goes_on(seconds: float) -> None:
+        if second.exists():
+            second.write_bytes(b"again\n" + lost)
+            work.close()
+        else:
+            first.write_bytes(b"begun\n" + lost)
+            second.write_text("again\n")
+
+    with ExitStack() as work, monkeypatch.context() as patched:
+        work.enter_context(worked_on(layout))
+        patched.setattr("flows.commands.runs.time.sleep", goes_on)
+        logs([str(layout.run_dir)], None, num_lines=1, follow=True)
+    said = [line for line in capsys.readouterr().out.splitlines() if len(line) < MAX_READ_BYTES]
+    last = ["lost", "its last words"]
+    assert said == [f"{first}:", "begun", *last, f"{second}:", "again", *last]
+
+
 def test_an_interrupt_ends_following_without_a_word(
     layout: RunLayout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,6 +376,14 @@ def test_a_run_that_another_process_delivers_is_left_to_it(layout: RunLayout) ->
     told = sync(layout.run_dir, "oddsql://host/runs")
     assert (told.run, told.ok) == (name, False)
     assert told.text.startswith(f"{layout.run_dir}: not delivered: tracking.uri oddsql://host/runs: ")
+
+
+def test_a_run_whose_folder_cannot_be_written_keeps_no_other_from_being_delivered(layout: RunLayout) -> None:
+    begin(layout)
+    delivery_lock(layout.run_dir).path.mkdir()
+    told = sync(layout.run_dir, "oddsql://host/runs")
+    assert (told.run, told.ok) == (layout.run_dir.name, False)
+    assert told.text.startswith(f"{layout.run_dir}: cannot be written ")
 
 
 @pytest.mark.slow

@@ -231,6 +231,12 @@ def test_an_idle_trainer_goes_to_the_next_run_unless_others_come_first(tmp_path:
     held.release()
     thread.join()
     assert got[0][0] == "other"
+    elsewhere, bare = Slots(tmp_path / "elsewhere"), Slots(tmp_path / "bare")
+    elsewhere.set_devices([""])
+    assert not got[0][1].handed_to(Claim(elsewhere, wish("trial-4"))), "that root has slots of its own"
+    without = Claim(bare, wish("trial-5")).take(nobody_waits)
+    assert without.handed_to(Claim(bare, wish("trial-6")))
+    assert not without.handed_to(Claim(elsewhere, wish("trial-7")))
 
 
 def test_on_a_full_disk_no_slot_stays_taken(tmp_path: Path) -> None:

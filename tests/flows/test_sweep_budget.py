@@ -1,5 +1,7 @@
 """What a call of a sweep may spend, by each of its three measures."""
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,9 +10,13 @@ from prefect.logging import disable_run_logger
 
 from flows.sweep.drive import Drive, Spending, Task
 from flows.sweep.record import sweep_directory
+from flows.work.slots import Claim, Slots, Wish
+from flows.work.trainer import TrainerProcess, kept_between_runs
 from rlcore.config.sweep import Budget
 from rlcore.config.sweep_load import load_sweep
+from rlcore.storage.locks import FileLock
 from tests.flows.sweep_specs import SPECS, UNTRACKED
+from tests.flows.test_trainer_client import SMALL_TRAINER
 
 
 @pytest.mark.parametrize(
@@ -57,3 +63,40 @@ def test_steps_that_a_run_has_not_done_are_left_to_the_next_one(
     assert len(begun) == len(set(begun)) == 4
     assert {member.state for point in drive.points.values() for member in point.members} == {"failed"}
     assert (drive.spending.num_steps, drive.spending.ended_by) == (0, "")
+
+
+def test_who_waits_for_a_run_of_another_process_holds_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That process may wait for the slot."""
+    command = (sys.executable, SMALL_TRAINER, "leaves")
+    monkeypatch.setattr("flows.work.trainer.TRAINER", command)
+    slots = Slots(tmp_path)
+    slots.set_devices([""])
+
+    def work(tasks: Iterator[Task]) -> Iterator[tuple[Task, str]]:
+        for task in tasks:
+            run_id = task.member.run_id
+            wish = Wish(run_id, 1, 0, "chunk", 0.0, os.getpid())
+            held = Claim(slots, wish)
+            with TrainerProcess(tmp_path / run_id, stop_wait_s=1, claim=held, command=command) as trainer:
+                trainer.call("train", to_step=1)
+            assert slots.look().num_free == 0, "the trainer waits for this process's next run"
+            yield task, "no score"
+
+    (tmp_path / "list.yaml").write_text(SPECS["list"])
+    sweep = load_sweep(str(tmp_path / "list.yaml"), [*UNTRACKED, f"paths.root={tmp_path}"])
+    drive = Drive(sweep, sweep_directory(sweep), work, {})
+    others = FileLock(sweep_directory(sweep) / "claims" / f"{drive._next_points()[0].members[0].run_id}.lock")
+    others.path.parent.mkdir(parents=True)
+    assert others.try_acquire()
+
+    waits: list[int] = []
+
+    def paused() -> None:
+        waits.append(slots.look().num_free)
+        others.release()
+
+    monkeypatch.setattr("flows.sweep.drive.pause", paused)
+    drive.points.clear()
+    with disable_run_logger(), kept_between_runs():
+        drive.run()
+    assert waits == [1]

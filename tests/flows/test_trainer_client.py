@@ -448,6 +448,23 @@ def test_a_trainer_that_waits_for_the_next_run_ends_where_another_run_comes_befo
     assert [line["run_id"] for line in log_of(tmp_path, "took")] == ["first", "other", "last"]
 
 
+def test_a_trainer_whose_log_cannot_be_made_takes_no_slot_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.work.trainer.TRAINER", (sys.executable, SMALL_TRAINER, "leaves"))
+    Slots(tmp_path).set_devices([""])
+    kept = Run(tmp_path, "kept", (), behaviour="leaves")
+    with kept_between_runs():
+        for name in ("first", "second"):  # a trainer of its own; the one that is kept
+            run = Run(tmp_path, name, (), behaviour="leaves")
+            (run.folder / "logs").touch()
+            with pytest.raises(FileExistsError):
+                run.client.call("train", to_step=1)
+            assert Slots(tmp_path).look().num_free == 1
+            kept.client.call("train", to_step=1)
+            kept.client.close()
+
+
 @pytest.mark.parametrize(
     ("settings", "num_started"),
     [
