@@ -79,9 +79,13 @@ def source_digests(settings: CustomData) -> dict[str, str]:
             f"data.build: must name a function in a module with a source file, got {settings.build!r}. "
             f"{MODULES_ARE_FOUND}."
         )
-    files = [expanded(option) for option in settings.options]
-    named = digests_of([file for file in files if file.is_file()], Path(sources_of(settings)[0]).parent)
+    named = digests_of(named_files(settings), Path(sources_of(settings)[0]).parent)
     return {source.name: source.sha256 for source in sources} | named
+
+
+def named_files(settings: CustomData) -> set[Path]:
+    """The files among `data.options`."""
+    return {file for option in settings.options if (file := expanded(option)).is_file()}
 
 
 def sources_of(settings: CustomData) -> tuple[str, ...]:
@@ -126,7 +130,7 @@ def _record(event: str, arguments: tuple[object, ...]) -> None:
         return
     sources, found = _recording[threading.get_ident()]
     file = Path(os.path.realpath(os.fsdecode(path)))
-    if file.suffix in (".py", ".pyc") or str(file).startswith(_NOT_DATA):
+    if file.suffix in (".py", ".pyc") or any(file.is_relative_to(place) for place in _NOT_DATA):
         return
     if any(os.path.realpath(caller.f_code.co_filename) in sources for caller, _ in walk_stack(sys._getframe())):
         found.add(file)
@@ -150,14 +154,22 @@ def _reads_file(root: Path, build: str) -> Path:
 
 
 def digests_of(files: Iterable[Path], beside: Path) -> dict[str, str]:
-    """sha256 of each file, `missing` where it is gone, by its path below the folder `beside`, or by its name alone."""
-    found = {}
-    for file in sorted(files):
+    """sha256 of each file, `missing` where it is gone, by its path below the folder `beside`, or by its name alone.
+
+    Files that would share such a name are named by their whole paths.
+    """
+    places: dict[str, set[Path]] = {}
+    for file in files:
         name = file.relative_to(beside).as_posix() if file.is_relative_to(beside) else file.name
-        try:
-            found[name] = sha256_of(file)
-        except OSError:
-            found[name] = "missing"
+        places.setdefault(name, set()).add(file.resolve())
+    found = {}
+    for name, same in sorted(places.items()):
+        for file in sorted(same):
+            try:
+                digest = sha256_of(file)
+            except OSError:
+                digest = "missing"
+            found[name if len(same) == 1 else file.as_posix()] = digest
     return found
 
 

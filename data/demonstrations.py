@@ -188,8 +188,7 @@ def _messages(row: Record) -> list[dict[str, str]]:
                 f"{row.where}: message {number}: role must be one of {', '.join(ROLES)}, got {role!r}; rename it, or "
                 "remove the row"
             )
-        if not isinstance(content, str):
-            raise DataError(f"{row.where}: message {number}: content must be text, got {content!r:.80}; repair it")
+        _require_text(content, f"{row.where}: message {number}: content")
     roles = [message["role"] for message in messages]
     if "assistant" not in roles[1:] or roles[0] == "assistant":
         raise DataError(
@@ -197,6 +196,15 @@ def _messages(row: Record) -> list[dict[str, str]]:
             "nothing to learn: repair or remove it"
         )
     return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _require_text(found: object, what: str) -> None:
+    if not isinstance(found, str):
+        raise DataError(f"{what} must be text, got {found!r:.80}; repair it")
+    try:
+        found.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{what} must be UTF-8 ({error}); repair or remove it") from error
 
 
 # ---------------------------------------------------------------------- rows to tokens
@@ -218,8 +226,7 @@ def _encoder(tokenizer_dir: Path, chat_template_kwargs: Mapping[str, Any] | None
 def _completions(rows: Sequence[Record], tokenizer: PromptTokenizer) -> list[Tokenized | None]:
     for row in rows:
         for name in ("prompt", "completion"):
-            if not isinstance(found := row.values.get(name), str):
-                raise DataError(f"{row.where}: {name} must be text, got {found!r:.80}; repair it")
+            _require_text(row.values.get(name), f"{row.where}: {name}")
     prompts = tokenizer.encode_prompts([row.values["prompt"] for row in rows])
     answers = tokenizer.encode_answers([row.values["completion"] for row in rows])
     return [

@@ -51,7 +51,8 @@ class Game:
 
     def step(self, text: str) -> Turn:
         """Compare a guess."""
-        guess = int(text) if text.strip().isdigit() else None
+        digits = text.strip()
+        guess = int(digits) if digits.isdecimal() and len(digits) <= 20 else None
         if guess == self._number:
             return Turn(done=True, reward=1.0, parts={"correct": 1.0})
         return Turn(

@@ -41,10 +41,10 @@ _EARLIER = {
     "8a93323134a2bf94": "a63d37882c7559b8",  # countdown
     "ad807e128fed6f65": "a09048efc44283de",  # gsm8k
     "5f7fb572b8138239": "9538ab35cefd03fb",  # mapped, parquet
-    "f84d16335b8a5d87": "73eafe51822f28ca",  # custom
+    "87a0d28197fc1ae4": "73eafe51822f28ca",  # custom
     "ba35954433e26383": "dcf37d3e29550884",  # reasoning_gym
     "06e7e35b00e5a28d": "8bf03f727474bf7c",  # filter
-    "d1381864483378d0": "30f39456b8e733b5",  # demonstrations
+    "5cc0ff4f48c6d434": "30f39456b8e733b5",  # demonstrations
 }
 """Digests of code that writes the same as earlier code, and those of the earlier: folders made before are found. Code
 that writes otherwise has no line here."""

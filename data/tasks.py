@@ -6,10 +6,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from data.custom import digests_of, keep_reads, known_reads, recorded_reads
+from data.custom import digests_of, keep_reads, known_reads, named_files, recorded_reads, sources_of
 from data.rows import TaskRows
 from data.stage import SPLITS, StageResult, publish_mixture, source_digest
-from rlcore.config.data import CountdownData, DataConfig, MixtureData, TaskData
+from rlcore.config.data import CountdownData, CustomData, DataConfig, MixtureData, TaskData
 from rlcore.config.fingerprint import fingerprint
 from rlcore.storage.finished import finished_or_set_aside
 from rlcore.storage.manifest import part_directories, read_manifest
@@ -85,10 +85,10 @@ def input_digests(config: DataConfig, root: Path) -> dict[str, str]:
         return {f"part {n}: {name}": digest for n, inputs in enumerate(by_part) for name, digest in inputs.items()}
     task = task_of(config)
     named = dict(task.inputs(config))
-    if task.sources is None:
+    if not isinstance(config, CustomData):
         return named
-    read = known_reads(root, _build_print(config, task, named))
-    return digests_of(read, Path(task.sources(config)[0]).parent) | named
+    files = known_reads(root, _build_print(config, task, named)) | named_files(config)
+    return named | digests_of(files, Path(sources_of(config)[0]).parent)
 
 
 def inputs_of(dataset: Path) -> dict[str, str]:

@@ -104,7 +104,8 @@ def cases_of(folder: Path, num_cases: int) -> list[Case]:
     problems = found.light.select(["data_source", "prompt_id"]).to_pandas().groupby(
         ["data_source", "prompt_id"], sort=False, dropna=False
     )  # fmt: skip
-    chosen = [place for place in problems.head(_MOST_EXAMPLES).index if problems.ngroup()[place] < num_cases]
+    number = problems.ngroup()
+    chosen = [place for place in problems.head(_MOST_EXAMPLES).index if number[place] < num_cases]
     cases: dict[tuple[str, str], dict[str, None]] = {}
     for row in found.rows(chosen):
         cases.setdefault((row["prompt"], row["ground_truth"]), {})[row["answer"]] = None

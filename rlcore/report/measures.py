@@ -230,13 +230,13 @@ POINT = 0.01
 
 
 def levels_of(*records: RunRecord) -> list[float]:
-    """Multiples of 0.1 above the lowest first validation, up to the highest one of all runs."""
+    """The highest multiples of 0.1 above the lowest first validation, up to the best one of all runs."""
     curves = [found for record in records if (found := record.held_out(record.reward_statistic))]
     if not curves:
         return []
     ends = min(curve[0][1].value for curve in curves), max(each.value for curve in curves for _, each in curve)
     low, high = (math.floor(value / LEVEL_STEP + ROUNDING) for value in ends)
-    return [round(tenth * LEVEL_STEP, 10) for tenth in range(low + 1, high + 1)]
+    return [round(tenth * LEVEL_STEP, 10) for tenth in range(max(low, high - MOST_LEVELS) + 1, high + 1)]
 
 
 def cost_of(record: RunRecord, level: float) -> tuple[int, float | None, float | None] | None:
@@ -256,7 +256,7 @@ def cost_table(runs: Mapping[str, RunRecord]) -> Table:
     never = (Cell("not reached", None, "muted"),) * 3
     rows: list[Row] = [
         (level, label, *(cost_of(run, level) or never))
-        for level in levels_of(*runs.values())[-MOST_LEVELS:]
+        for level in levels_of(*runs.values())
         for label, run in runs.items()
     ]
     columns: dict[str, Kind] = {"Held-out reward": "number", "Run": "code", "Step": "number", "Tokens": "number",

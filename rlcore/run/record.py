@@ -104,28 +104,31 @@ class RunRecord:
         """The state of a checkpoint, or of step 0; the journal is cut to it, and a save under way is given up.
 
         Whole checkpoints of later steps, which the journal does not fit, are renamed. `repeats`: the steps that were
-        cut off are done again as they were.
+        cut off are done again as they were, so the results of these steps stay.
         """
+        step = 0 if info is None else info.step
         self.saves.abandon()
-        self.store.leave_later(0 if info is None else info.step)
-        self.answers.cut(0 if info is None else info.step)
+        self.store.leave_later(step)
+        self.answers.cut(step)
+        if info is None or not repeats:
+            self._leave_results(step)
         if info is None:
-            self._leave_results()
             self._cut_journal(0, 0, repeats=repeats)
             return LoopState(0, 0, 0, 0, self.config.algo.kl.coef)
         saved = self.store.load_state(info)
         self._cut_journal(saved.step, saved.journal_bytes, repeats=repeats)
         return LoopState(**{field.name: getattr(saved, field.name) for field in fields(LoopState)})
 
-    def _leave_results(self) -> None:
-        """Rename the results of later steps: of equal steps they would count as those of the training to come."""
+    def _leave_results(self, step: int) -> None:
+        """Rename exports and the results of later steps: of equal steps they would count as those of the training to
+        come.
+        """
+        kept = {"before", *map(name_of, range(step + 1))}
         folders = [self.layout.validation, *self.layout.suites.glob("*")]
-        judged = [
-            file for folder in folders for file in folder.glob("*.json") if file.stem not in ("before", name_of(0))
-        ]
+        judged = [file for folder in folders for file in folder.glob("*.json") if file.stem not in kept]
         for path in (self.layout.exported_model, self.layout.exported_best, *judged):
             if path.exists():
-                keep_off_the_way(path, "the run begins anew")
+                keep_off_the_way(path, f"the run goes on from step {step}")
 
     def _cut_journal(self, step: int, to_bytes: int, *, repeats: bool) -> None:
         """Waits for room for what is cut, which is kept; nothing new is written to the journal before it is cut."""

@@ -35,7 +35,7 @@ ORPHAN_GRACE_S = 30.0
 """Seconds in which the values of a trainer that is gone, and its status, can still be delivered."""
 
 LONGEST_ORPHAN_PAUSE_S = 5.0
-"""Seconds between two tries in that time, at most."""
+"""Seconds between two tries in that time, or after the trainer's end, at most."""
 
 
 def carry(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
@@ -73,6 +73,8 @@ def carry(delivery: Delivery, *, parent_pid: int, every_s: float) -> None:
         if time.monotonic() > deadline:
             return
         pause = pause_s(every_s, num_failures, deadline - time.monotonic())
+        if delivery.end is not None:  # the trainer waits for this process
+            pause = min(pause, LONGEST_ORPHAN_PAUSE_S)
         _wait(delivery, parent_pid, pause, is_failing=num_failures > 0, gone=gone)
 
 

@@ -190,12 +190,17 @@ class Delivery:
         if end is None or self.state.settled_status == end.status:
             return None if end is None else end.status
         run_id = self._main_run_id()
-        self._upload_events(run_id)
         self._remove_strays(run_id)
         self._store.set_tags(run_id, attempt_tags(self._history, end))
         self._store.set_status(run_id, end.status, end.time)
+        self._upload_events(run_id)  # last: a store may take values and no files
         self._save(settled_status=end.status)
         return end.status
+
+    @property
+    def end(self) -> Finish | None:
+        """The attempt's end, as of the last `deliver`."""
+        return self._history.end
 
     def has_ended(self) -> bool:
         """Whether the attempt has ended, or another has begun, since the last `deliver`. Reads only the file's end."""

@@ -23,6 +23,16 @@ def test_a_file_is_named_by_its_place_beside_the_build_and_one_that_is_gone_is_m
         file.write_text("x")
     found = digests_of([tmp_path / "b.txt", beside / "deep" / "a.txt", beside / "c.txt"], beside)
     assert found == {"deep/a.txt": sha256(b"x").hexdigest(), "b.txt": sha256(b"x").hexdigest(), "c.txt": "missing"}
+    (tmp_path / "link").symlink_to(tmp_path)
+    same = digests_of([tmp_path / "b.txt", tmp_path / "link" / "b.txt"], beside)
+    assert same.keys() == {"b.txt"}, "two paths to one file"
+    (beside / "b.txt").write_text("y")
+    found = digests_of([tmp_path / "b.txt", beside / "b.txt", beside / "deep" / "a.txt"], beside)
+    assert found == {
+        (tmp_path / "b.txt").as_posix(): sha256(b"x").hexdigest(),
+        (beside / "b.txt").as_posix(): sha256(b"y").hexdigest(),
+        "deep/a.txt": sha256(b"x").hexdigest(),
+    }
 
 
 def test_what_a_build_has_read_is_kept_and_a_damaged_list_counts_for_none(tmp_path: Path) -> None:
@@ -37,7 +47,7 @@ def test_what_a_build_has_read_is_kept_and_a_damaged_list_counts_for_none(tmp_pa
         assert known_reads(tmp_path, "abc") == set()
 
 
-def test_only_files_that_the_build_opens_to_read_count(tmp_path: Path) -> None:
+def test_only_files_that_the_build_opens_to_read_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("data.txt", "code.py", "gone.txt"):
         (tmp_path / name).write_text("x")
     with recorded_reads([__file__]) as read:
@@ -51,6 +61,14 @@ def test_only_files_that_the_build_opens_to_read_count(tmp_path: Path) -> None:
     with recorded_reads([str(tmp_path / "another.py")]) as read:
         (tmp_path / "data.txt").read_text()
     assert read == set()
+    monkeypatch.setattr("data.custom._NOT_DATA", (str(tmp_path / "sys"),))
+    for folder in ("sys", "system"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "data.txt").touch()
+    with recorded_reads([__file__]) as read:
+        (tmp_path / "sys" / "data.txt").read_text()
+        (tmp_path / "system" / "data.txt").read_text()
+    assert read == {tmp_path / "system" / "data.txt"}
 
 
 @pytest.fixture
@@ -122,6 +140,8 @@ def test_a_game_tells_whether_the_number_is_higher_or_lower() -> None:
             else:
                 reply = ":" if guess < 0 else "+" if guess < number else "-"
                 assert (told.reply, told.done, told.reward, told.parts) == (reply, False, -0.1, {"correct": 0.0})
+    for text in ("\u00b2", "1" * 5_000):
+        assert game.step(text).reply == ":", "no number of this game, and none that int() takes"
 
 
 def test_an_answer_without_tags_is_worth_nothing_in_a_task_of_the_package() -> None:

@@ -102,6 +102,10 @@ def test_what_is_left_out_is_counted_by_reason(chat_tokenizer: Path, tmp_path: P
             chat("a", "b") | {"messages": [{"role": "user", "content": None}]},
             r"message 0: content must be text, got None",
         ),
+        (
+            chat("a", "b", "cut \ud83d", "d"),
+            r"message 2: content must be UTF-8 \('utf-8' codec can't encode .*surrogates",
+        ),
         (chat("only a question"), r"an assistant's turn must follow another one's, got the roles user"),
         ({"messages": []}, r"messages must be a list of messages with role and content, got \[\]"),
         ({"messages": "a"}, r"messages must be a list"),
@@ -204,6 +208,11 @@ def test_two_rows_are_enough_and_one_is_not(base_tokenizer: Path, tmp_path: Path
         ({"prompt": 1, "completion": "a"}, "prompt must be text, got 1; repair it"),
         ({"prompt": "a", "completion": None}, "completion must be text, got None; repair it"),
         ({"prompt": "a"}, "completion must be text, got None; repair it"),
+        (
+            {"prompt": "a", "completion": "\ud83d"},
+            "completion must be UTF-8 ('utf-8' codec can't encode character '\\ud83d' in position 0: surrogates not "
+            "allowed); repair or remove it",
+        ),
     ],
 )
 def test_a_prompt_or_completion_that_is_no_text_is_refused(

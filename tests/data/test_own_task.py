@@ -10,6 +10,7 @@ import pytest
 import data
 from data import multiplication
 from data.custom import first_row
+from data.tasks import input_digests, inputs_of
 from rlcore.batching.prompts import read_prompts, read_solutions
 from rlcore.config import CustomData, FilterConfig, MappedData, RewardConfig
 from rlcore.config.compose import load_config
@@ -113,6 +114,27 @@ def test_a_file_named_in_the_options_is_part_of_the_dataset_before_anything_read
     assert data.dataset_fingerprint(named, 1, tmp_path) == before
     (tmp_path / "rows.bin").write_bytes(b"two")
     assert data.dataset_fingerprint(named, 1, tmp_path) != before
+
+
+def test_of_files_of_one_name_each_counts(tmp_path, monkeypatch):
+    (tmp_path / "own").mkdir()
+    files = 'sorted(Path(__file__).parent.parent.glob(f"*/{split}.txt"))'
+    one = '(Path(__file__).parent / "numbers" / f"{split}.txt").read_text()'
+    (tmp_path / "own" / "gathering_task.py").write_text(
+        READER.replace(one, f'"".join(file.read_text() for file in {files})')
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "own"))
+    places = [tmp_path / f"{name}.txt" for name in ("de/train", "en/train", "de/validation", "more/named/validation")]
+    for number, file in enumerate(places):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{number}\n")
+    mine = TIMES.model_copy(update={"build": "gathering_task:build", "options": (str(places[-1]),)})
+    for number, file in enumerate(places):
+        made = data.build_dataset(mine, seed=1, root=tmp_path / "root")
+        assert data.build_dataset(mine, seed=1, root=tmp_path / "root").cached
+        file.write_text(f"1{number}\n")
+        assert inputs_of(made.directory) != input_digests(mine, tmp_path / "root")
+        assert not data.build_dataset(mine, seed=1, root=tmp_path / "root").cached, file
 
 
 @pytest.mark.parametrize(

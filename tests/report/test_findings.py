@@ -220,6 +220,7 @@ def test_costs_are_those_of_the_first_validation_at_a_level():
     assert [cost_of(record, level) for level in levels_of(record)] == [(3, 60, 3), (3, 60, 3), (6, 210, 7), (6, 210, 7)]
     assert cost_of(record, 0.7) is None
     assert levels_of(record_of({})) == []
+    assert levels_of(record_of({name: [-1e5, -10.0]})) == [-10.7, -10.6, -10.5, -10.4, -10.3, -10.2, -10.1, -10.0]
 
 
 def test_a_mean_beside_a_tenth_by_rounding_is_that_tenth():

@@ -220,6 +220,25 @@ def test_a_run_goes_back_to_its_best_checkpoint_before_the_alarm(record: RunReco
     assert not list(record.layout.checkpoints.glob("step-*")), "they are deleted, not left"
 
 
+def test_a_roll_back_leaves_the_results_of_the_steps_that_it_gives_up_and_a_resume_keeps_them(
+    record: RunRecord,
+) -> None:
+    save(record.store, 1, 0.5)
+    layout = record.layout
+    for folder in (layout.validation, layout.suites / "s"):
+        folder.mkdir(parents=True)
+        for name in ("before", "step-000001", "step-000002", "after"):
+            (folder / f"{name}.json").touch()
+    layout.exported_model.mkdir()
+    record.restore(record.store.latest())
+    assert not list(layout.run_dir.rglob("*.left.*")), "the steps are done again as they were"
+    record.roll_back(state_before(3), 0.5)
+    for folder in (layout.validation, layout.suites / "s"):
+        kept = ["after.json.left.1", "before.json", "step-000001.json", "step-000002.json.left.1"]
+        assert sorted(path.name for path in folder.iterdir()) == kept
+    assert (layout.run_dir / "model.left.1").is_dir()
+
+
 def state_before(step: int) -> LoopState:
     """Of the last finished step."""
     return LoopState(step, step, 0, 0, 0.1)

@@ -105,6 +105,29 @@ def test_values_that_are_taken_again_are_told_once(
     assert points(client, main_run(client), "a") == [(1, 1.5), (2, 2.5)]
 
 
+def test_no_pause_is_long_once_the_trainer_has_ended(
+    tracker: Tracker, run_dir: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, pauses = client_of(root), list[float]()
+
+    def waited(delivery: Delivery, parent_pid: int, seconds: float, *, is_failing: bool, gone: bool) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 1:
+            tracker.finish("FINISHED")
+        if len(pauses) == 3:
+            client.restore_run(deleted)
+
+    monkeypatch.setattr(program, "_wait", waited)
+    with delivery_of(run_dir) as delivery:
+        delivery.deliver()
+        deleted = main_run(client).info.run_id
+        client.delete_run(deleted)
+        tracker.log_step(2, {"a": 2.5})
+        program.carry(delivery, parent_pid=os.getppid(), every_s=60.0)
+    assert pauses == [60.0, 5.0, 5.0]
+    assert main_run(client).info.status == "FINISHED"
+
+
 def test_the_wait_is_over_at_once_when_the_trainer_ends(
     tracker: Tracker, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -552,6 +552,21 @@ def test_the_status_is_how_the_run_ended(begin: Begin, run_dir: Path, root: Path
     assert [step for step, _ in points(client, run, "test/m0")] == [1, 2, 3, 4, 5]
 
 
+def test_the_status_arrives_where_files_do_not_and_these_are_tried_again(begin: Begin, run_dir: Path, root: Path):
+    (root / "mlartifacts").touch()
+    tracker = begin()
+    tracker.log_event("alarm", 1, {"text": "told"})
+    tracker.finish("FAILED")
+    with pytest.raises(TrackingError, match=r"not delivered: .*mlartifacts"):
+        sync_run(run_dir)
+    run = main_run(client_of(root))
+    assert (run.info.status, ", FAILED 20" in run.data.tags["attempt.1"]) == ("FAILED", True)
+    assert read_state(run_dir).settled_status is None
+    (root / "mlartifacts").unlink()
+    assert sync_run(run_dir).status == read_state(run_dir).settled_status == "FAILED"
+    assert client_of(root).list_artifacts(run.info.run_id, "events")
+
+
 def test_a_run_whose_process_is_gone_without_a_word_was_killed(begin: Begin, run_dir: Path, root: Path):
     train(begin(), 1, 3)
     attempts = run_dir / "attempts.jsonl"
