@@ -1,9 +1,10 @@
 """Settings of the algorithm: advantages, losses, KL, optimizer, critic."""
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rlcore.config.base import Bound, Section
 
@@ -221,3 +222,8 @@ class CriticConfig(Section):
         default=0, ge=0
     )
     """First steps in which the critic alone is trained."""
+
+    @field_validator("path")
+    @classmethod
+    def _expanded(cls, path: str | None) -> str | None:
+        return None if path is None else os.path.expanduser(path)  # noqa: PTH111 it lets an unknown user's be

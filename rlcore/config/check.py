@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from rlcore.config.base import covers, leaves
 from rlcore.config.data import TASKS, CountdownData
-from rlcore.config.problems import Findings, Problem, did_you_mean, nearest, shown
+from rlcore.config.problems import Findings, Problem, did_you_mean, nearest, settings_error, shown
 from rlcore.config.rules import broken_rules
 from rlcore.config.run import RunConfig, all_keys, free_mappings, section_names
 from rlcore.config.suite import SUITES, suites_in
@@ -127,16 +127,23 @@ def validate(settings: Mapping[str, Any], findings: Findings, texts: Mapping[str
 
 
 def _typed(settings: dict[str, Any], findings: Findings, texts: Mapping[str, str]) -> RunConfig:
-    """The settings without their mistakes. Each round removes at least one wrong value, so the loop ends."""
+    """The settings without their mistakes: wrong values are removed until the rest is right.
+
+    Raises:
+        ConfigError: some of the values that are wrong cannot be removed.
+    """
     names = [entry.get("name") if isinstance(entry, dict) else None for entry in suites_in(settings)]
     suites = [name if isinstance(name, str) else "" for name in names]
     while True:
+        text = json.dumps(settings)
         try:
             # Strict JSON: neither true nor "5" is a number, but 1 is a float and a list is a tuple.
-            return RunConfig.model_validate_json(json.dumps(settings), strict=True)
+            return RunConfig.model_validate_json(text, strict=True)
         except ValidationError as error:
             for detail in error.errors(include_url=False):
                 _settle(detail, settings, findings, texts, suites)
+        if json.dumps(settings) == text:
+            raise settings_error(findings.problems)
 
 
 def _settle(
@@ -145,11 +152,15 @@ def _settle(
     parts = _path(detail)
     key = ".".join(parts)
     value = detail["input"]
-    if detail["type"] == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
+    if ".".join(parts[:-1]) in free_mappings() and detail["loc"][-3:-1] == tuple(parts[-2:]):
+        # pydantic has a mistake for each type that the value may have; as problems they are equal, and so one.
+        rule = "must be true or false, a finite number or a text"
+        findings.add(Problem(key, rule, shown(value), _described(".".join(parts[:-1]))))
+    elif detail["type"] == "string_type" and isinstance(value, int | float) and not isinstance(value, bool):
         # A name made of digits is parsed as a number; its text is the string that was meant.
         _put_text(settings, detail["loc"], texts.get(key) or str(value))
         return
-    if inside := _inside_list(detail, parts, suites if key == SUITES else ()):
+    elif inside := _inside_list(detail, parts, suites if key == SUITES else ()):
         rule, remedy = rule_of(detail), _described(key)
         if detail["type"] == "extra_forbidden":
             rule = "there is no such setting"
@@ -174,13 +185,14 @@ def _put_text(settings: Any, loc: Sequence[int | str], text: str) -> None:
 
 
 def _path(detail: ErrorDetails) -> list[str]:
-    """Dotted path of a mistake. pydantic's has a union's tag and a list's index too, which are in no key."""
+    """Dotted path of a mistake. pydantic's has unions' tags and members and a list's index too, which are in no key."""
     loc = list(detail["loc"])
     if loc[0] == "data" and len(loc) > 1 and loc[1] in TASKS:
         del loc[1]
     parts: list[str] = []
     for part in loc:
-        if isinstance(part, int) or ".".join(parts) in all_keys().keys() - free_mappings():
+        is_whole = ".".join(parts) in all_keys().keys() - free_mappings() or ".".join(parts[:-1]) in free_mappings()
+        if isinstance(part, int) or is_whole:
             break
         parts.append(part)
     return parts

@@ -12,6 +12,7 @@ without `+`, and the files in `conf/` hold differences alone. Overrides are Hydr
 `experiment` names a file in `conf/experiment`, or any other file of that form by its path, ending in .yaml.
 """
 
+import json
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -131,6 +132,8 @@ def _checked(settings: dict[str, Any], values: Sequence[Written], findings: Find
     for written in values:
         put(settings, written, findings)
     put_suites(settings, findings)
+    # Settings are checked as JSON, and its keys are texts, where YAML's may be true or 1.
+    settings = json.loads(json.dumps(settings, default=str))
     texts = {
         name: written.text if isinstance(written.value, int | float) else ""
         for written in values

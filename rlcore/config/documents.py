@@ -24,7 +24,7 @@ from rlcore.config.compose import (
     load_config,
 )
 from rlcore.config.problems import shown
-from rlcore.config.run import RunConfig
+from rlcore.config.run import RunConfig, free_mappings
 
 REFERENCE_FILE = CONF_DIR.parent / "docs" / "settings.md"
 RESOLVED_DIR = CONF_DIR / "_resolved"
@@ -68,7 +68,9 @@ def experiment_text(config: RunConfig, comment: str) -> str:
     }
     document: dict[str, Any] = {"defaults": [{f"override /{group}": member} for group, member in members.items()]}
     for key, value in differing.items():
-        *outer, last = key.split(".")
+        # A name in a mapping with free names may have dots of its own.
+        free = next((name for name in free_mappings() if key.startswith(f"{name}.")), None)
+        *outer, last = key.split(".") if free is None else [*free.split("."), key.removeprefix(f"{free}.")]
         section = document
         for part in outer:
             section = section.setdefault(part, {})

@@ -1,9 +1,10 @@
 """Settings of the model and the warm start, and shapes of published models."""
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rlcore.config.algo import OptimConfig
 from rlcore.config.base import Bound, Section
@@ -105,6 +106,11 @@ class ModelConfig(Section):
     """Tokens whose logits exist at one time: the full [T, V] logits never do."""
     lora: LoraConfig | None = None
     """Train adapters only."""
+
+    @field_validator("path")
+    @classmethod
+    def _expanded(cls, path: str | None) -> str | None:
+        return None if path is None else os.path.expanduser(path)  # noqa: PTH111 it lets an unknown user's be
 
 
 class WarmStartConfig(Section):

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from rlcore.config.base import FILE_ENDINGS, expanded
 from rlcore.config.data import FilterConfig, MappedData, ParquetData, TaskData
@@ -49,8 +51,9 @@ def _read(name: str) -> dict[str, Any] | Problem:
     if file.exists() and not file.is_file():
         return Problem(SUITES, "must name files in conf/suite, or paths of files", name, "It is none")
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        with file.open(encoding="utf-8") as opened:
+            content = OmegaConf.to_container(OmegaConf.load(opened))
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
         got = name if Path(name).is_absolute() else f"{name} in {Path.cwd()}"
         reason = " ".join(str(error).split())
         return Problem(SUITES, f"its file cannot be read ({reason})", got, "conf/suite/gsm8k.yaml shows the form")

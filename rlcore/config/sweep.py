@@ -168,7 +168,7 @@ def edges_of(space: Mapping[str, Values]) -> list[Point]:
     ends = {
         key: [values.low, values.high] if isinstance(values, Range) else list(values) for key, values in space.items()
     }
-    first = {key: values[0] for key, values in ends.items()}
+    first = {key: values[0] for key, values in ends.items() if values}
     found = [first | {key: value} for key, values in ends.items() for value in values]
     return [point for number, point in enumerate(found) if point not in found[:number]]
 

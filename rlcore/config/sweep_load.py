@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,12 @@ NOT_SWEPT = {
     "tracking": "All runs of a sweep are tracked in one place; set it for the sweep",
 }
 """Keys that no point may have, and what to do instead."""
-_STAND_INS: Mapping[int | str, JsonValue] = {"name": "unnamed", "num_points": 1}
-"""Values for required keys that are missing or wrong, so that the rest of the file can be checked."""
+_STAND_INS: Mapping[tuple[int | str, ...], JsonValue] = {
+    ("name",): "unnamed",
+    ("random", "num_points"): 1,
+    ("optuna", "num_points"): 1,
+}
+"""Values for required keys that are missing or wrong, by their path, so that the rest of the file can be checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +164,12 @@ def _content(source: str) -> dict[str, Any]:
 
 def _parsed(content: Mapping[str, Any], problems: list[Problem]) -> SweepSpec:
     """The file without its mistakes, which are added to `problems`."""
-    content, is_first = deepcopy(dict(content)), True
+    content, is_first = json.loads(json.dumps(content, default=str)), True  # its keys are texts, as in pydantic's paths
     while True:
+        text = json.dumps(content)
         try:
             # Strict JSON, as for settings: neither true nor "5" is a number.
-            return SweepSpec.model_validate_json(json.dumps(content), strict=True)
+            return SweepSpec.model_validate_json(text, strict=True)
         except ValidationError as error:
             details = error.errors(include_url=False)
         if is_first:  # later ones follow from the removals
@@ -174,6 +178,8 @@ def _parsed(content: Mapping[str, Any], problems: list[Problem]) -> SweepSpec:
         places = {_place(content, detail["loc"]) for detail in details}
         for path in sorted(places, reverse=True):  # the entries of a list from its end
             _take_out(content, path)
+        if json.dumps(content) == text:
+            raise settings_error(problems)
 
 
 def _place(content: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
@@ -184,16 +190,16 @@ def _place(content: Any, loc: Sequence[int | str]) -> tuple[int | str, ...]:
         if part in known:
             content = content[part]
             path.append(part)
-    return (*path, loc[-1]) if loc[-1] in _STAND_INS and path[-1:] != [loc[-1]] else tuple(path)
+    return tuple(loc) if tuple(loc) in _STAND_INS else tuple(path)
 
 
-def _take_out(content: Any, path: Sequence[int | str]) -> None:
+def _take_out(content: Any, path: tuple[int | str, ...]) -> None:
     """Remove one part, or put its stand-in there."""
     *outer, last = path
     for part in outer:
         content = content[part]
-    if last in _STAND_INS:
-        content[last] = _STAND_INS[last]
+    if path in _STAND_INS:
+        content[last] = _STAND_INS[path]
     else:
         del content[last]
 

@@ -122,7 +122,7 @@ class RunInputs:
 def suite_fingerprint(config: RunConfig, suite: SuiteConfig, filtered_directory: Path) -> str:
     """What a suite's figures depend on beside the weights: rows, lengths, sampling, how answers are scored."""
     seen = suite_settings(config, suite)
-    functions = [name for name in (suite.data.scorer, suite.data.environment) if name]
+    functions = [name for name in (suite.data.scorer, suite.data.environment, *seen.episode.tools) if name]
     payload = {
         "rows": filtered_directory.name,
         "seed": suite.seed,
@@ -259,8 +259,8 @@ def start_model_fingerprint(config: RunConfig, filtered_directory: Path) -> str:
 
 
 def answers_payload(config: RunConfig) -> dict[str, object]:
-    """What a fingerprint says of how answers are drawn and scored: sampling, length, each scorer with its code, and
-    `reward` and `sandbox` where they differ from the defaults."""
+    """What a fingerprint says of how answers are drawn and scored: sampling, length, each scorer with its code,
+    `reward` and `sandbox` where they differ from the defaults, and the code of the rules beside a judge."""
     scorers = [part.data.scorer for part in parts_of(config.data)]
     return {
         "max_response_tokens": config.rollout.max_response_tokens,
@@ -272,7 +272,10 @@ def answers_payload(config: RunConfig) -> dict[str, object]:
 
 def _scoring_payload(config: RunConfig) -> dict[str, object]:
     changed = changed_settings(config, "reward", "sandbox")
-    return {"scoring": changed} if changed else {}
+    payload: dict[str, object] = {"scoring": changed} if changed else {}
+    if rules := config.reward.judge.rules:
+        payload["rules"] = code_payload(rules)
+    return payload
 
 
 def code_payload(function: str) -> dict[str, object]:

@@ -11,7 +11,9 @@ from hydra.core.global_hydra import GlobalHydra
 
 import rlcore.config.compose as composing
 from rlcore.config import Gsm8kData
+from rlcore.config.check import validate
 from rlcore.config.compose import CONF_DIR, composed_of, experiment_names, load_config
+from rlcore.config.problems import Findings
 from rlcore.errors import ConfigError
 
 DEMO = "countdown_demo"
@@ -241,6 +243,12 @@ def test_unknown_keys(wrong, right):
         ("pass_rates.table='~nobody77/m'", "must be the folder of a finished table"),
         ("warm_start.demonstrations='~nobody77/m.jsonl'", "must be a .jsonl or .parquet file that exists"),
         ("validation.suites=['~nobody77/m.yaml']", "its file cannot be read"),
+        *(
+            (f"{key}={value}", f"must be true or false, a finite number or a text; got {value}. ")
+            for key in ("algo.policy_loss_options.tau_pos", "data.chat_template_kwargs.str")
+            for value in ("null", "[1,2]", "{a:1}", "nan")
+        ),
+        ("tags.tags=null", "must be a valid string; got null"),
         ("seed=1,2", "is a sweep over several values, and this is one run"),
         ("seed@x=1", "packages and group paths have no meaning here"),
         ("conf/seed=1", "packages and group paths have no meaning here"),
@@ -325,6 +333,16 @@ def test_a_suite_that_is_no_file_of_settings_is_told(tmp_path, monkeypatch):
     reason = f"its file cannot be read ([Errno 2] No such file or directory: '{tmp_path}/none.yaml')"
     found = the_problem(f"validation.suites=[{tmp_path}/none.yaml]")
     assert found == f"{key}{reason}; got {tmp_path}/none.yaml. {FORM}"
+
+
+def test_the_file_of_a_suite_is_read_as_an_experiments_is(tmp_path):
+    file = tmp_path / "dated.yaml"
+    file.write_text("data: {task: gsm8k, revision: 2024-06-01}\nsampling: {temperature: 1e-1}\n")
+    (suite,) = load_config([f"validation.suites=[{file}]"], experiment="verl_gsm8k_grpo").validation.suites
+    assert isinstance(suite.data, Gsm8kData)
+    assert (suite.name, suite.data.revision, suite.sampling.temperature) == ("dated", "2024-06-01", 0.1)
+    file.write_text("data: {task: countdown}\nseed: 1\nseed: 2\n")
+    assert the_problem(f"validation.suites=[{file}]").startswith("validation.suites: its file cannot be read (")
 
 
 @pytest.mark.parametrize(("name", "told"), [("folder", "must be a file, not a folder"),
@@ -436,6 +454,19 @@ def test_mistakes_in_a_file_are_told_too(own_conf):
     lines = problems("seed=x", experiment="mine")
     assert [line.partition(":")[0] for line in lines] == ["seed", "trainer.batch_size", "trainer.totl_steps"]
     assert "got 5 from a settings file. Did you mean trainer.total_steps?" in lines[2]
+
+
+def test_a_key_that_is_no_text_is_told(own_conf):
+    keys = "warm_start: {on: true, off: '${nope}'}\ntrainer: {1: 5}\n"
+    (own_conf / "mine.yaml").write_text(f"defaults: [debug@_here_, _self_]\n{keys}")
+    lines = problems(experiment="mine")
+    assert [line.partition(":")[0] for line in lines] == ["warm_start.false", "warm_start.true", "trainer.1"]
+    assert "there is no such setting; got true from a settings file" in lines[1]
+
+
+def test_what_cannot_be_removed_ends_the_search_for_mistakes():
+    with pytest.raises(ConfigError, match=r"1 problem in .*\n  1\. warm_start\.true: there is no such setting; got 5"):
+        validate({"warm_start": {True: 5}}, Findings(), {})
 
 
 def test_off_without_quotes_in_yaml_is_explained(own_conf):

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from rlcore.config import RunConfig
-from rlcore.config.algo import AlgoConfig
+from rlcore.config.algo import AlgoConfig, CriticConfig
 from rlcore.config.base import Bound, covers, expanded
 from rlcore.config.data import MappedData, ParquetData, PassRatesConfig, parts_of
+from rlcore.config.model import ModelConfig
 from rlcore.config.rollout import RolloutConfig, ValidationConfig
 from rlcore.config.run import value_at
 from rlcore.config.suite import suite_settings
@@ -98,6 +99,9 @@ def test_a_home_is_put_in_its_place_and_that_of_an_unknown_user_stays() -> None:
     assert expanded("~nobody77/x") == Path("~nobody77/x")
     assert PathsConfig(root="~/runs").root == str(Path.home() / "runs")
     assert PathsConfig(root="~nobody77/runs").root == "~nobody77/runs"
+    for section in (ModelConfig, CriticConfig):
+        paths = [section(path=path).path for path in ("~/m", "~nobody77/m", "./m/", "owner/m", None)]
+        assert paths == [f"{Path.home()}/m", "~nobody77/m", "./m/", "owner/m", None]
 
 
 def test_a_value_that_the_settings_have_not_is_absent() -> None:

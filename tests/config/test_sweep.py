@@ -178,11 +178,29 @@ def test_wrong_values_of_all_points_are_told_together_each_once(mistakes):
         ("seed: 3\ngrid: {optim.lr: 5}\nbudget: []", ["seed", "grid.optim.lr", "budget"]),
         ("random: {space: {optim.lr: {low: 2, high: 1}}}", ["random.num_points", "random.space.optim.lr"]),
         ("experiment: debgu\ngrids: {}\noverrides: [a b]", ["grids", "override", "experiment"]),
+        (
+            "objective: {name: reward/greedy}\nnum_points: 20\ngrid: {name: foo, optim.lr: [1e-3]}\nbudget: {name: 5}",
+            ["objective.name", "num_points", "grid.name", "budget.name"],
+        ),
+        (
+            "pruning: {name: median}\nrandom: {num_points: x, space: {name: 5, optim.lr: [1e-3]}}",
+            ["pruning.name", "pruning.every_steps", "random.num_points", "random.space.name"],
+        ),
+        (
+            "optuna: {num_points: 2, space: {optim.lr: [], algo: [dapoo]}}\nobjective: {on: 5, metric: loss}",
+            ["objective.true", "optuna.optim.lr", "algo", "objective.metric"],
+        ),
     ],
 )
 def test_mistakes_of_every_kind_are_told_at_once(mistakes, text, keys):
     head = "name: a\n" if text.startswith("experiment") else HEAD
     assert sorted(line.partition(": ")[0] for line in mistakes(head + text)) == sorted(keys)
+
+
+def test_what_cannot_be_removed_ends_the_search_for_mistakes(mistakes, monkeypatch):
+    monkeypatch.setattr(sweep_load, "_STAND_INS", {("name",): "is wrong too"})
+    (line,) = mistakes("name: 5\n" + EARLY)
+    assert line.startswith("name: must be a valid string; got 5")
 
 
 @pytest.mark.parametrize("source", ["debug_gird", "there_is_none.yaml"])
@@ -237,6 +255,7 @@ def test_the_edges_of_a_space_are_checked_before_a_search():
         {"optim.lr": 1e-4, "algo": "rloo"},
         {"optim.lr": 1e-4, "algo": "opo"},
     ]
+    assert edges_of({"optim.lr": (), "algo": ("grpo",)}) == [{"algo": "grpo"}]
 
 
 def test_draws_are_the_same_on_every_machine(load):
@@ -344,7 +363,9 @@ def test_the_command_lines_budget_and_overrides_are_added(load):
 
 @pytest.mark.parametrize("experiment", ["debug", "countdown_ppo_demo", "verl_gsm8k_grpo"])
 def test_an_experiment_file_composes_to_the_settings_it_was_written_from(experiment, tmp_path):
-    config = load_config(["optim.lr=7e-5", "algo.clip_high=0.3", "seed=5"], experiment=experiment)
+    words = ["optim.lr=7e-5", "algo.clip_high=0.3", "seed=5", "reward.weights={style.length: 0.5}"]
+    config = load_config(words, experiment=experiment)
+    assert config.reward.weights == {"style.length": 0.5}
     file = tmp_path / "best.yaml"
     file.write_text(experiment_text(config, "millrace run experiment=best.yaml"))
     assert load_config([f"experiment={file}"]) == config

@@ -69,7 +69,25 @@ def test_an_edited_scorer_is_another_warm_start(tmp_path: Path, monkeypatch: pyt
     for reward in ("0.5", "1.0"):
         (tmp_path / "edited_scorer.py").write_text(f"def score(response, truth):\n    return {reward}\n")
         found.add(fingerprint_with("data.scorer=edited_scorer:score"))
-    assert len(found) == 2
+        judge = "{url: 'http://127.0.0.1:1/v1', model: m, deadline_s: 1, rules: 'edited_scorer:score'}"
+        given = ("data.scorer=data.judge:score", f"reward.judge={judge}", "reward.num_processes=1")
+        found.add(fingerprint_with(*given))
+    assert len(found) == 4
+
+
+def test_an_edited_tool_is_another_result_of_a_suite_with_an_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = set()
+    for reply in ("0.5", "1.0"):
+        (tmp_path / "edited_tool.py").write_text(f"def tool() -> float:\n    return {reply}\n")
+        for environment in ("rlcore.rollout.tools:Tools", ""):
+            suite = {"name": "s", "data": {"task": "countdown", "environment": environment}}
+            settings = {"episode": {"tools": ["edited_tool:tool"]}, "validation": {"suites": [suite]}}
+            config = RunConfig.model_validate(settings)
+            found.add(suite_fingerprint(config, config.validation.suites[0], FILTERED))
+    assert len(found) == 3, "without an environment there are no tools"
 
 
 @pytest.mark.parametrize(

@@ -127,9 +127,14 @@ def of_model(root: Path, path: Path | str | None, *, max_integer: int | None = N
     return config.model_copy(update={"warm_start": warm_start, "model": model})
 
 
-def test_a_tokenizer_is_that_of_the_model_or_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_a_tokenizer_is_that_of_the_model_or_has_a_name_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    assert planned_tokenizer(of_model(tmp_path, tmp_path / "model")) == tmp_path / "model"
+    for path in (tmp_path / "model", "~/model"):
+        config = of_model(tmp_path, path)
+        assert given_model(config) == planned_tokenizer(config) == tmp_path / "model"
     configs = [of_model(tmp_path, path) for path in ("owner/a", "owner/b", None)]
     names = [planned_tokenizer(config) for config in [*configs, of_model(tmp_path, None, max_integer=7)]]
     assert len(set(names)) == 4
