@@ -3,13 +3,13 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flows.server.secret import login_of
@@ -128,7 +128,7 @@ def test_every_command_about_runs_works_without_a_checkout(installed: Path, tmp_
 
 
 def page_shows_answers(installed: Path, folder: Path, run_id: str) -> None:
-    """`millrace ui`: the page of answers in a browser, where there is one."""
+    """`millrace ui`: the page of answers in a browser, where there is one. It says so if its server ends."""
     environment = {**os.environ, "PYTHONPATH": str(installed)}
     process = start([sys.executable, "-P", "-m", "flows.cli", "ui"], environment, folder)
     try:
@@ -142,9 +142,12 @@ def page_shows_answers(installed: Path, folder: Path, run_id: str) -> None:
                 page.call("Page.navigate", url=url)
                 page.wait("document.querySelectorAll('.item').length > 0")
                 assert run_id in page.value("document.body.innerHTML")
+        (server,) = psutil.Process(process.pid).children()
+        server.kill()
+        done = ended(process)
+        assert (done.code, "MLflow's server has ended by itself (exit code -9)" in done.err) == (1, True), done.err
     finally:
-        process.send_signal(signal.SIGINT)
-        ended(process)
+        process.kill()
 
 
 @pytest.mark.lengthy
